@@ -1,0 +1,1 @@
+"""Membership and processes: the coordinator, the node agents, and how workers are started (no torch)."""
