@@ -1,0 +1,1 @@
+"""Data sets, the order of samples, and how samples become microbatches."""

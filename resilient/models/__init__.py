@@ -1,0 +1,1 @@
+"""Models as named layers, and the adapters that cut known families into them."""

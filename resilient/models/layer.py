@@ -1,0 +1,141 @@
+"""What a model is to the runtime: named layers in execution order, a summed loss, and a check of samples.
+
+Owns the contract between models and the executor, initial values that depend on (seed, layer) alone, and the
+one-process model that debugging, held-out evaluation and tests use. Knows nothing of stages or processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Carry = dict[str, Tensor]
+"""What flows from layer to layer, by name; the tensors that cross a stage border are these."""
+
+Batch = Mapping[str, Tensor]
+"""A collated microbatch, available to every stage."""
+
+
+class Layer(nn.Module):
+    """One indivisible unit of the model: reads the carry and the microbatch, returns the next layer's carry.
+
+    A layer must return every entry of its carry that a later layer needs, must not change the carry in place, and
+    must not depend on other samples of the microbatch. Frozen parameters have ``requires_grad=False``.
+    """
+
+    def forward(self, carry: Carry, batch: Batch) -> Carry:
+        raise NotImplementedError(f"{type(self).__name__} must define forward(carry, batch)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """How to make one layer, wherever the plan puts it.
+
+    Args:
+        name: Stable name, unique in the model (``vision.block.3``).
+        unit: The part of the model the layer belongs to (``vision``, ``llm``).
+        build: Make the layer's structure; called under ``torch.device("meta")`` to size it and on the real device
+            to run it. Its values mean nothing until ``initialize``.
+        initialize: Fill parameters and buffers, on CPU in float32, from torch's global generator (seeded from
+            (seed, name) before the call) or from a checkpoint on disk.
+        tied: Parameter name in this layer -> (owner layer, parameter name there). The owner holds the state.
+        flops_per_sample: Relative cost for planning: matrix parameters x tokens they are applied to.
+    """
+
+    name: str
+    unit: str
+    build: Callable[[], nn.Module]
+    initialize: Callable[[nn.Module], None]
+    tied: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    flops_per_sample: float = 1.0
+
+
+class Model(Protocol):
+    """A model the runtime can train; see :class:`resilient.models.chain.Chain` for the smallest."""
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The layers in execution order; an owner of tied parameters precedes their users."""
+        ...
+
+    def loss(self, carry: Carry, batch: Batch) -> Tensor:
+        """Return the loss of the last layer's carry, SUMMED over the microbatch's targets (a scalar)."""
+        ...
+
+    def check(self, sample: Mapping[str, Any], name: str) -> None:
+        """Raise :class:`resilient.errors.SampleError` that names the sample if it cannot be trained on."""
+        ...
+
+    def digest(self) -> str:
+        """Return a content hash of the configuration; equal on two workers exactly when they train the same model."""
+        ...
+
+
+def initialize_layer(spec: LayerSpec, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Build a layer on CPU with its initial values, a function of (seed, layer name) alone.
+
+    Values are drawn in float32 and cast afterwards, so that jobs of different precision start at the same point.
+    The global random state of the caller is left as it was. Tied parameters are filled as if they were the
+    layer's own; whoever joins the layers replaces them by the owner's.
+
+    Args:
+        spec: The layer.
+        seed: The job's seed.
+        dtype: Of the returned parameters and floating-point buffers.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        module = spec.build().to(torch.float32)
+        digest = hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        with torch.no_grad():
+            spec.initialize(module)
+    return module.to(dtype)
+
+
+def tie(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Make ``parameter`` the parameter called ``name`` of ``module``."""
+    path, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(path), leaf, parameter)
+
+
+class WholeModel(nn.Module):
+    """All layers in one process, tied parameters really tied.
+
+    Args:
+        model: What the layers belong to.
+        modules: The layers' modules by layer name.
+    """
+
+    def __init__(self, model: Model, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.model = model
+        self.names = tuple(spec.name for spec in model.layers)
+        self.stack = nn.ModuleList([modules[name] for name in self.names])
+        for spec in model.layers:
+            for name, (owner, owned) in spec.tied.items():
+                tie(modules[spec.name], name, modules[owner].get_parameter(owned))
+
+    def layer(self, name: str) -> nn.Module:
+        """Return the module of the layer called ``name``."""
+        return self.stack[self.names.index(name)]
+
+    def forward(self, batch: Batch) -> Carry:
+        """Run all layers on a microbatch and return the last one's carry."""
+        carry: Carry = {}
+        for layer in self.stack:
+            carry = layer(carry, batch)
+        return carry
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the microbatch's summed loss."""
+        return self.model.loss(self(batch), batch)
+
+
+def assemble(model: Model, seed: int, dtype: torch.dtype = torch.float32) -> WholeModel:
+    """Build the whole model in this process, with the values every worker's layers start from."""
+    return WholeModel(model, {spec.name: initialize_layer(spec, seed, dtype) for spec in model.layers})
