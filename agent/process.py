@@ -1,0 +1,129 @@
+"""Starting processes through a zygote, from asyncio.
+
+Owns the asking end of the zygote's socket. Used by the launcher (for nodes) and by node agents (for workers).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from resilient.errors import ResilientError
+from resilient.zygote import MAX_PACKET_BYTES, Signal, Spawn, Started, decode_reply
+
+
+class SpawnError(ResilientError):
+    """A process could not be started."""
+
+
+class Spawner:
+    """Asks a zygote for processes.
+
+    Args:
+        connection: The socket to the zygote.
+        on_exit: Called with pid and exit code (negative for a signal) of every child that ends.
+        on_lost: Called when the zygote is gone; its children are then gone too.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        on_exit: Callable[[int, int], None],
+        on_lost: Callable[[], None],
+        zygote: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._on_exit = on_exit
+        self._on_lost = on_lost
+        self._zygote = zygote
+        self._waiting: deque[asyncio.Future[int]] = deque()
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    async def spawn(self, request: Spawn) -> int:
+        """Start a process and return its pid.
+
+        Raises:
+            SpawnError: It could not be forked, or the zygote is gone.
+        """
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        packet = msgspec.json.encode(request)
+        if len(packet) > MAX_PACKET_BYTES:
+            raise SpawnError(f"arguments and environment must fit {MAX_PACKET_BYTES} bytes, got {len(packet)}")
+        self._waiting.append(answer)
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._connection, packet)
+        except OSError as error:
+            raise SpawnError(f"the zygote is gone: {error}") from error
+        return await answer
+
+    def kill(self, pid: int) -> None:
+        """Send SIGKILL to a child, if it still runs."""
+        self._connection.send(msgspec.json.encode(Signal(pid=pid, number=signal.SIGKILL)))
+
+    async def close(self) -> None:
+        """Let the zygote go; its children die with it."""
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        self._connection.close()
+        if self._zygote is not None:
+            self._zygote.kill()
+            self._zygote.wait()
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while packet := await loop.sock_recv(self._connection, MAX_PACKET_BYTES):
+                reply = decode_reply(packet)
+                if not isinstance(reply, Started):
+                    self._on_exit(reply.pid, reply.exit_code)
+                elif reply.pid:
+                    self._waiting.popleft().set_result(reply.pid)
+                else:
+                    self._waiting.popleft().set_exception(SpawnError(reply.error))
+        except OSError:
+            pass  # a reset connection is a closed one
+        for answer in self._waiting:
+            answer.set_exception(SpawnError("the zygote is gone"))
+        self._on_lost()
+
+
+def start_zygote(
+    script: str,
+    *,
+    on_exit: Callable[[int, int], None],
+    on_lost: Callable[[], None],
+    new_session: bool,
+) -> Spawner:
+    """Start a zygote that is warm for ``script``.
+
+    Args:
+        script: The job's script; what it imports is imported once.
+        on_exit: See :class:`Spawner`.
+        on_lost: See :class:`Spawner`.
+        new_session: Whether the zygote leaves this process group (the launcher's does, so that Ctrl-C does not
+            reach it; a node agent's stays, so that killing the group kills the node).
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "resilient.zygote", "--fd", str(theirs.fileno())]
+    command += ["--parent", str(os.getpid()), "--preload", script]
+    zygote = subprocess.Popen(
+        command, pass_fds=[theirs.fileno()], env=_zygote_environment(), start_new_session=new_session
+    )
+    theirs.close()
+    return Spawner(ours, on_exit=on_exit, on_lost=on_lost, zygote=zygote)
+
+
+def _zygote_environment() -> dict[str, str]:
+    """No thread pools before the fork, and no CUDA: asking NVML for devices leaves the driver alone."""
+    single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {**os.environ, **single, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
