@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from resilient.report import PARTS, Event, steps_of
+from resilient.events import Event, steps_of
+from resilient.report import PARTS, duration, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -145,9 +146,7 @@ def _draw_recoveries(axes: Axes, recoveries: Sequence[Mapping[str, Any]], left_o
             )
             if part_ms > 0.045 * longest_ms:
                 ink = _INK if part in ("regroup", "redo") else "white"
-                axes.text(
-                    end_ms + part_ms / 2, row, _number(part_ms), ha="center", va="center", color=ink, fontsize=8.5
-                )
+                axes.text(end_ms + part_ms / 2, row, number(part_ms), ha="center", va="center", color=ink, fontsize=8.5)
             end_ms += part_ms
         _annotate_bar(axes, recovery, end_ms, row)
     axes.set_yticks(
@@ -164,7 +163,7 @@ def _draw_recoveries(axes: Axes, recoveries: Sequence[Mapping[str, Any]], left_o
 def _annotate_bar(axes: Axes, recovery: Mapping[str, Any], end_ms: float, row: int) -> None:
     """Write the total and, below it, every part: the narrow ones have no room in the bar."""
     lost = "no work lost" if recovery["lost_steps"] == 0 else f"{recovery['lost_steps']} step redone"
-    parts = [f"{part} {_number(recovery[f'{part}_ms'])}" for part in PARTS if recovery[f"{part}_ms"]]
+    parts = [f"{part} {number(recovery[f'{part}_ms'])}" for part in PARTS if recovery[f"{part}_ms"]]
     lines = ((f"{duration(recovery['total_ms'])}, {lost}", 1, 9, _INK), (" + ".join(parts), -10, 7.5, "#616e7c"))
     for text, offset, size, colour in lines:
         axes.annotate(text, (end_ms, row), xytext=(7, offset), textcoords="offset points", fontsize=size, color=colour)
@@ -184,12 +183,3 @@ def _part_legend(axes: Axes) -> None:
         columnspacing=1.4,
         fontsize=9,
     )
-
-
-def _number(value_ms: float) -> str:
-    return f"{value_ms:.0f}" if value_ms >= 10 else f"{value_ms:.1f}"
-
-
-def duration(value_ms: float) -> str:
-    """Write a time for people: ``87 ms``, ``1.32 s``."""
-    return f"{value_ms / 1e3:.2f} s" if value_ms >= 1000 else f"{_number(value_ms)} ms"

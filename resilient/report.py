@@ -1,7 +1,6 @@
 """From the events of a run to ``report.json``: what each failure and join cost, and whether it changed the result.
 
-Owns the reading of ``events.jsonl`` and every measurement made from it, and the comparison of two runs. Everything
-but :func:`read_events`, :func:`compare_runs` and :func:`write_report` is a function of the events alone. Must not
+Owns every measurement made from the events; all but :func:`write_report` is a function of them alone. Must not
 import torch: the coordinator's process writes the report.
 """
 
@@ -13,41 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from resilient.errors import CheckpointError
-
-Event = Mapping[str, Any]
+from resilient.compare import NOT_COMPARED, compare_runs
+from resilient.events import Event, read_events, steps_of
 
 PARTS = ("detect", "agree", "regroup", "copy", "redo")
 """The parts of a recovery, in the order in which they happen; each is reported as ``<part>_ms``."""
-
-_NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "BOOL": "?"}
-
-
-def read_events(path: Path | str) -> list[dict[str, Any]]:
-    """Read ``events.jsonl``; a last line that a crash cut short is left out.
-
-    Raises:
-        ValueError: If any other line is no JSON object.
-    """
-    lines = Path(path).read_bytes().splitlines()
-    events = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            event = json.loads(line)
-        except ValueError:
-            if number == len(lines):
-                break
-            raise ValueError(f"line {number} of {path} must be a JSON object, got {line[:80]!r}") from None
-        events.append(event)
-    return events
-
-
-def steps_of(events: Sequence[Event]) -> dict[int, Event]:
-    """Return the committed steps by number; of a step reported twice (redone) the last report counts."""
-    steps = {event["step"]: event for event in events if event["kind"] == "step"}
-    return dict(sorted(steps.items()))
 
 
 def build_report(events: Sequence[Event]) -> dict[str, Any]:
@@ -75,7 +44,7 @@ def build_report(events: Sequence[Event]) -> dict[str, Any]:
         "departures": _planned_changes(events, installed, "leave"),
         "notes": {event["name"]: event["value"] for event in events if event["kind"] == "note"},
         "exit": _exit(events),
-        **_NOT_COMPARED,
+        **NOT_COMPARED,
     }
 
 
@@ -101,9 +70,14 @@ def write_report(run_dir: Path | str, reference_dir: Path | str | None = None) -
 
 @dataclass(kw_only=True)
 class _Recovery:
-    """The events of one recovery. ``before`` is the generation that the failure ended."""
+    """The events of one recovery.
+
+    ``before`` is the generation that the failure ended; ``previous_at``, when the failure before was known, tells
+    the two apart where they hit the same node.
+    """
 
     before: Event | None
+    previous_at: float
     detected: list[Event] = field(default_factory=list)
     lost: list[Event] = field(default_factory=list)
     generations: list[Event] = field(default_factory=list)
@@ -130,10 +104,11 @@ def _recoveries(events: Sequence[Event]) -> Iterator[_Recovery]:
     current: _Recovery | None = None
     generation: Event | None = None
     just_lost: list[Event] = []
+    previous_at = float("-inf")
     for event in events:
         kind = event["kind"]
         if kind == "detected":
-            current = current or _Recovery(before=generation, lost=just_lost)
+            current = current or _Recovery(before=generation, previous_at=previous_at, lost=just_lost)
             current.detected.append(event)
         elif kind == "node_lost":
             (current.lost if current else just_lost).append(event)
@@ -147,7 +122,7 @@ def _recoveries(events: Sequence[Event]) -> Iterator[_Recovery]:
             if current and current.generations and event["generation"] >= current.detected[-1]["generation"]:
                 current.first_step = event
                 yield current
-                current = None
+                previous_at, current = current.detected[-1]["time"], None
     if current and current.generations:
         yield current
 
@@ -171,6 +146,7 @@ def _measure_recovery(
         "redo_ms": _ms(installed_at, recovery.first_step["time"]) if redone and recovery.first_step else 0.0,
     }
     return {
+        "generation": final["generation"],
         "cause": recovery.cause,
         "nodes": recovery.nodes,
         "step": final["interrupted_step"],
@@ -187,12 +163,13 @@ def _measure_recovery(
 
 def _injected_at(events: Sequence[Event], recovery: _Recovery) -> float | None:
     """When the failure was caused, or None when nothing caused on purpose preceded its detection."""
-    since = recovery.before["time"] if recovery.before else float("-inf")
     until = recovery.detected[0]["time"]
     times = [
         event["time"]
         for event in events
-        if event["kind"] == "injected" and event["node"] in recovery.nodes and since <= event["time"] <= until
+        if event["kind"] == "injected"
+        and event["node"] in recovery.nodes
+        and recovery.previous_at < event["time"] <= until
     ]
     return min(times, default=None)
 
@@ -228,6 +205,7 @@ def _planned_changes(
             pause_ms = _ms(last_step["time"], max(end["installed_at"] for end in ends)) if ends and last_step else None
             changes.append(
                 {
+                    "generation": event["generation"],
                     "nodes": sorted(_members(event) ^ _members(before)),
                     "step": event["interrupted_step"],
                     "lost_steps": _lost_steps(events, event, event),
@@ -291,89 +269,11 @@ def _ms(start: float, end: float) -> float:
     return max(0.0, round((end - start) * 1e3, 3))
 
 
-# ---------------------------------------------------------------- two runs
-
-_NOT_COMPARED: dict[str, Any] = dict.fromkeys(
-    ("max_param_abs_diff", "max_param_rel_diff", "max_loss_abs_diff", "same_steps_and_samples")
-)
+def number(value_ms: float) -> str:
+    """Write milliseconds for people, without the unit: ``2.4``, ``87``."""
+    return f"{value_ms:.0f}" if value_ms >= 10 else f"{value_ms:.1f}"
 
 
-def compare_runs(run_dir: Path | str, reference_dir: Path | str) -> dict[str, Any]:
-    """Compare a run with the failure-free run of the same job.
-
-    Returns:
-        A dict of four. ``max_param_abs_diff``: largest difference of any parameter in the final checkpoints;
-        ``max_param_rel_diff``: the same relative to the largest absolute value of the parameter's tensor in the
-        reference, largest over all tensors; ``max_loss_abs_diff``: largest difference of the loss of any step;
-        ``same_steps_and_samples``: both runs committed the same steps with as many samples in each.
-
-    Raises:
-        CheckpointError: If a run has no final checkpoint, or the two do not hold the same tensors.
-    """
-    steps = steps_of(read_events(Path(run_dir) / "events.jsonl"))
-    reference = steps_of(read_events(Path(reference_dir) / "events.jsonl"))
-    losses = [abs(steps[number]["loss"] - reference[number]["loss"]) for number in steps.keys() & reference.keys()]
-    absolute, relative = _parameter_differences(final_checkpoint(run_dir), final_checkpoint(reference_dir))
-    samples = [{number: step["num_samples"] for number, step in run.items()} for run in (steps, reference)]
-    return {
-        "max_param_abs_diff": absolute,
-        "max_param_rel_diff": relative,
-        "max_loss_abs_diff": _worst(losses) if losses else None,
-        "same_steps_and_samples": samples[0] == samples[1],
-    }
-
-
-def final_checkpoint(run_dir: Path | str) -> Path:
-    """Return the newest complete checkpoint folder of a run."""
-    manifests = sorted(Path(run_dir).glob("checkpoints/step-*/manifest.json"))
-    if not manifests:
-        raise CheckpointError(f"{run_dir} must hold a checkpoint to compare, got none; let the run finish first")
-    return manifests[-1].parent
-
-
-def _parameter_differences(folder: Path, reference_folder: Path) -> tuple[float, float]:
-    states = json.loads((folder / "manifest.json").read_text())["states"]
-    reference_states = json.loads((reference_folder / "manifest.json").read_text())["states"]
-    _must_match(folder, reference_folder, states.keys(), reference_states.keys())
-    absolute, relative = [0.0], [0.0]
-    for name, state in states.items():
-        tensors = _parameters(folder / state["file"])
-        reference = _parameters(reference_folder / reference_states[name]["file"])
-        _must_match(folder, reference_folder, tensors.keys(), reference.keys())
-        for key, expected in reference.items():
-            if expected.size:
-                difference = float(np.abs(tensors[key] - expected).max())
-                scale = float(np.abs(expected).max())
-                absolute.append(difference)
-                relative.append(difference / scale if scale else (0.0 if difference == 0 else float("inf")))
-    return _worst(absolute), _worst(relative)
-
-
-def _must_match(folder: Path, reference_folder: Path, found: Any, expected: Any) -> None:
-    if set(found) != set(expected):
-        odd = sorted(set(found) ^ set(expected))
-        raise CheckpointError(
-            f"{folder} and {reference_folder} must hold the same states and tensors, got {odd} in one only"
-        )
-
-
-def _parameters(path: Path) -> dict[str, np.ndarray]:
-    """Load a state's parameters as float64 (the numpy loader of safetensors has no bfloat16)."""
-    from safetensors import deserialize
-
-    tensors = {}
-    for key, tensor in deserialize(path.read_bytes()):
-        if key.startswith("optimizer/"):
-            continue
-        if tensor["dtype"] == "BF16":
-            bits = np.frombuffer(tensor["data"], dtype="<u2").astype(np.uint32) << 16
-            values = bits.view(np.float32)
-        else:
-            values = np.frombuffer(tensor["data"], dtype=_NUMPY_TYPES[tensor["dtype"]])
-        tensors[key] = values.reshape(tensor["shape"]).astype(np.float64)
-    return tensors
-
-
-def _worst(values: Sequence[float]) -> float:
-    """The largest value, NaN if there is one: a difference that cannot be told is not a small one."""
-    return float(np.max(values))
+def duration(value_ms: float) -> str:
+    """Write a time for people: ``87 ms``, ``1.32 s``."""
+    return f"{value_ms / 1e3:.2f} s" if value_ms >= 1000 else f"{number(value_ms)} ms"

@@ -1,0 +1,35 @@
+"""Reads ``events.jsonl``, the one source of everything that is shown and measured of a run. Must not import torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Event = Mapping[str, Any]
+
+
+def read_events(path: Path | str) -> list[dict[str, Any]]:
+    """Read ``events.jsonl``; a last line that a crash cut short is left out.
+
+    Raises:
+        ValueError: If any other line is no JSON object.
+    """
+    lines = Path(path).read_bytes().splitlines()
+    events = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            if number == len(lines):
+                break
+            raise ValueError(f"line {number} of {path} must be a JSON object, got {line[:80]!r}") from None
+        events.append(event)
+    return events
+
+
+def steps_of(events: Sequence[Event]) -> dict[int, Event]:
+    """Return the committed steps by number; of a step reported twice (redone) the last report counts."""
+    steps = {event["step"]: event for event in events if event["kind"] == "step"}
+    return dict(sorted(steps.items()))
