@@ -1,0 +1,166 @@
+"""Language models as layers: token embeddings, decoder blocks, and the head.
+
+The families share one structure in transformers and differ in their classes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from resilient.models.layer import Batch, Carry, Layer, LayerSpec
+from resilient.models.pretrained import Source, first, initializer, load, modeling, num_matrix_parameters
+from resilient.models.vision import valid_patches
+
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+"""model_type -> what its classes' names begin with."""
+
+
+class Rotary:
+    """Rotary position embeddings of positions 0, 1, ...; shared by the blocks of a process, part of no state."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._tables: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines ``[1, seq, head_dim]`` for ``hidden [microbatch, seq, hidden]``."""
+        key = (hidden.shape[1], hidden.dtype, hidden.device)
+        if key not in self._tables:
+            family = self._source.family
+            (embedding,) = modeling(family, FAMILIES[family] + "RotaryEmbedding")
+            positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+            with hidden.device:
+                self._tables[key] = embedding(self._source.config)(hidden, positions)
+        return self._tables[key]
+
+
+class LanguageEmbed(Layer):
+    """Embed tokens; placeholder tokens become the encoders' features, in the order of the images.
+
+    Args:
+        source: The language model.
+        placeholders: Encoder name -> the token id that stands for one of its features.
+        patch_sizes: Encoder name -> (height, width) of a patch in pixels.
+    """
+
+    def __init__(
+        self, source: Source, placeholders: Mapping[str, int], patch_sizes: Mapping[str, tuple[int, int]]
+    ) -> None:
+        super().__init__()
+        config: Any = source.config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.placeholders = dict(placeholders)
+        self.patch_sizes = dict(patch_sizes)
+
+    def forward(self, carry: Carry, batch: Batch) -> Carry:
+        hidden = self.embed_tokens(batch["input_ids"])
+        for name, token in self.placeholders.items():
+            padded = carry[f"{name}.features"]
+            features = padded[valid_patches(batch, name, self.patch_sizes[name], padded.device)]
+            hidden = hidden.masked_scatter((batch["input_ids"] == token)[..., None], features.to(hidden.dtype))
+        return {"hidden": hidden}
+
+
+class LanguageBlock(Layer):
+    """One decoder block. Sequences are padded on the right: causal attention never reads the padding."""
+
+    def __init__(self, source: Source, index: int, rotary: Rotary) -> None:
+        super().__init__()
+        (block,) = modeling(source.family, FAMILIES[source.family] + "DecoderLayer")
+        self.block = block(source.config, index)
+        self.window = _window(source.config, index)
+        self.rotary = rotary
+
+    def forward(self, carry: Carry, batch: Batch) -> Carry:
+        hidden = carry["hidden"]
+        output = self.block(
+            hidden,
+            attention_mask=_window_mask(hidden, self.window),
+            position_ids=torch.arange(hidden.shape[1], device=hidden.device)[None],
+            position_embeddings=self.rotary(hidden),
+        )
+        return {"hidden": first(output)}
+
+
+class LanguageHead(Layer):
+    """Final norm and the projection to the vocabulary."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        config: Any = source.config
+        (norm,) = modeling(source.family, FAMILIES[source.family] + "RMSNorm")
+        self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, carry: Carry, batch: Batch) -> Carry:
+        return {"logits": self.lm_head(self.norm(carry["hidden"]))}
+
+
+def language_layers(
+    source: Source,
+    *,
+    frozen: bool,
+    placeholders: Mapping[str, int],
+    patch_sizes: Mapping[str, tuple[int, int]],
+    tokens_per_sample: float,
+) -> list[LayerSpec]:
+    """Cut a language model into ``llm.embed``, ``llm.block.{i}`` and ``llm.head``."""
+    config: Any = source.config
+    rotary = Rotary(source)
+    tied = {"lm_head.weight": ("llm.embed", "embed_tokens.weight")} if config.tie_word_embeddings else {}
+    head_names = {"norm.": "model.norm.", "lm_head.": "model.embed_tokens." if tied else "lm_head."}
+    parts: list[tuple[str, Any, dict[str, str], dict[str, tuple[str, str]]]] = [
+        (
+            "embed",
+            partial(LanguageEmbed, source, placeholders, patch_sizes),
+            {"embed_tokens.": "model.embed_tokens."},
+            {},
+        )
+    ]
+    for i in range(config.num_hidden_layers):
+        parts.append((f"block.{i}", partial(LanguageBlock, source, i, rotary), {"block.": f"model.layers.{i}."}, {}))
+    parts.append(("head", partial(LanguageHead, source), head_names, tied))
+    return [
+        LayerSpec(
+            name=f"llm.{name}",
+            unit="llm",
+            build=partial(_build, make, frozen),
+            initialize=partial(_initialize, source, names),
+            tied=ties,
+            flops_per_sample=num_matrix_parameters(make) * tokens_per_sample,
+        )
+        for name, make, names, ties in parts
+    ]
+
+
+def _build(make: Any, frozen: bool) -> nn.Module:
+    return make().requires_grad_(not frozen)
+
+
+def _initialize(source: Source, names: Mapping[str, str], module: nn.Module) -> None:
+    if source.weights is not None:
+        load(module, source.weights, names)
+        return
+    (pretrained,) = modeling(source.family, FAMILIES[source.family] + "PreTrainedModel")
+    module.apply(initializer(pretrained, source.config))
+
+
+def _window(config: Any, index: int) -> int | None:
+    """Return how many positions block ``index`` looks back, its own included; None for all."""
+    types = getattr(config, "layer_types", None)
+    if types is not None and types[index] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def _window_mask(hidden: Tensor, window: int | None) -> Tensor | None:
+    seq = hidden.shape[1]
+    if window is None or seq <= window:
+        return None
+    causal = torch.ones(seq, seq, dtype=torch.bool, device=hidden.device).tril()
+    return causal.triu(1 - window)[None, None]

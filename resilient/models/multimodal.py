@@ -1,0 +1,231 @@
+"""A multimodal model from transformers parts: encoders with projectors, and a language model that reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from resilient.data.multimodal import IGNORED_LABEL, images_of
+from resilient.errors import SampleError
+from resilient.models import language, vision
+from resilient.models.language import language_layers
+from resilient.models.layer import Batch, Carry
+from resilient.models.pretrained import resolve
+from resilient.models.vision import pair, vision_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    placeholder_id: int
+    projector: str = "mlp"
+    frozen: bool = False
+    frozen_projector: bool = False
+    tokens_per_sample: float | None = None
+
+
+class EncoderModule:
+    """An encoder and the projector that takes its features to the language model.
+
+    Args:
+        encoder: A transformers vision config (vit, siglip_vision_model, clip_vision_model) or a checkpoint folder.
+        placeholder_id: The token that stands for one feature (patch) of this encoder in ``input_ids``.
+        projector: "linear", or "mlp" for two matrices with a GELU between them.
+        frozen: Keep the encoder's parameters as they are.
+        frozen_projector: Keep the projector's parameters as they are.
+        tokens_per_sample: Features of a typical sample, a hint for planning; those of one full image when None.
+
+    Raises:
+        ValueError: For a model that is not supported, or an unknown projector.
+    """
+
+    def __init__(
+        self,
+        encoder: PretrainedConfig | str | Path,
+        *,
+        placeholder_id: int,
+        projector: str = "mlp",
+        frozen: bool = False,
+        frozen_projector: bool = False,
+        tokens_per_sample: float | None = None,
+    ) -> None:
+        if projector not in ("mlp", "linear"):
+            raise ValueError(f"projector must be 'mlp' or 'linear', got {projector!r}; pass one of them")
+        self.source = resolve(encoder, "encoder", vision.FAMILIES)
+        self.options = _Options(
+            placeholder_id=placeholder_id,
+            projector=projector,
+            frozen=frozen,
+            frozen_projector=frozen_projector,
+            tokens_per_sample=tokens_per_sample,
+        )
+
+    @property
+    def patch_size(self) -> tuple[int, int]:
+        """Height and width of a patch in pixels."""
+        return pair(self.source.config.patch_size)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the table of positions: the largest image in patches."""
+        (height, width), (patch_height, patch_width) = pair(self.source.config.image_size), self.patch_size
+        return height // patch_height, width // patch_width
+
+
+class MultimodalModule:
+    """Encoders, their projectors and a language model as one chain of layers.
+
+    A sample holds ``input_ids [seq]``, ``labels [seq]`` and, for each encoder, ``{name}.pixels``: one image
+    ``[channels, height, width]`` or a sequence of images. ``labels[t]`` is the token to predict after reading
+    ``input_ids[: t + 1]`` (already shifted), or -100. Join samples with :func:`resilient.data.collate_multimodal`.
+
+    Args:
+        encoders: By name, in the order they run; empty for a plain language model.
+        language_model: A transformers config (llama, mistral, qwen2, qwen3) or a checkpoint folder.
+        frozen_language_model: Keep the language model's parameters as they are.
+        tokens_per_sample: Sequence length of a typical sample, a hint for planning; the longest when None.
+
+    Raises:
+        ValueError: For a model that is not supported, or names and placeholders that clash.
+    """
+
+    def __init__(
+        self,
+        *,
+        encoders: Mapping[str, EncoderModule],
+        language_model: PretrainedConfig | str | Path,
+        frozen_language_model: bool = False,
+        tokens_per_sample: float | None = None,
+    ) -> None:
+        self.encoders = dict(encoders)
+        self.language = resolve(language_model, "language_model", language.FAMILIES)
+        config: Any = self.language.config
+        self._check_encoders(config.vocab_size)
+        specs = [
+            spec
+            for name, encoder in self.encoders.items()
+            for spec in vision_layers(
+                encoder.source,
+                name,
+                projector=encoder.options.projector,
+                width=config.hidden_size,
+                frozen=encoder.options.frozen,
+                frozen_projector=encoder.options.frozen_projector,
+                tokens_per_sample=encoder.options.tokens_per_sample or encoder.grid[0] * encoder.grid[1],
+            )
+        ]
+        specs += language_layers(
+            self.language,
+            frozen=frozen_language_model,
+            placeholders={name: encoder.options.placeholder_id for name, encoder in self.encoders.items()},
+            patch_sizes={name: encoder.patch_size for name, encoder in self.encoders.items()},
+            tokens_per_sample=tokens_per_sample or config.max_position_embeddings,
+        )
+        self.layers = tuple(specs)
+        self._frozen_language_model = frozen_language_model
+
+    def loss(self, carry: Carry, batch: Batch) -> Tensor:
+        """Return the cross entropy summed over all positions with a label."""
+        logits = carry["logits"]
+        logits = logits if logits.dtype is torch.float64 else logits.float()
+        return torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+
+    def check(self, sample: Mapping[str, Any], name: str) -> None:
+        """Raise :class:`SampleError` if the sample cannot be trained on.
+
+        Args:
+            sample: What the data set returned, before it is collated.
+            name: What to call it in the message (``sample 17 of DigitsDataset``).
+        """
+        for key in ("input_ids", "labels"):
+            if key not in sample:
+                raise SampleError(f"{name}: must hold {key!r}, got {sorted(sample)}; add it")
+        self._check_tokens(sample["input_ids"], sample["labels"], name)
+        for unit, encoder in self.encoders.items():
+            images = images_of(sample, unit)
+            num_features = sum(_num_features(image, encoder, f"{name}: {unit}") for image in images)
+            token = encoder.options.placeholder_id
+            num_placeholders = int((sample["input_ids"] == token).sum())
+            if num_features != num_placeholders:
+                raise SampleError(
+                    f"{name}: {unit} gives {num_features} features but input_ids holds {num_placeholders} placeholder "
+                    f"tokens (id {token}); make both equal"
+                )
+
+    def digest(self) -> str:
+        """Return a content hash of all configs, options and checkpoint files."""
+        parts = {
+            "language_model": self.language.describe(),
+            "frozen_language_model": self._frozen_language_model,
+            "encoders": [[name, repr(e.options), e.source.describe()] for name, e in self.encoders.items()],
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+    def _check_encoders(self, vocab_size: int) -> None:
+        seen: dict[int, str] = {}
+        for name, encoder in self.encoders.items():
+            token = encoder.options.placeholder_id
+            if name == "llm" or not name or "." in name:
+                raise ValueError(f"encoder names must hold no dot and not be 'llm', got {name!r}; rename it")
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"placeholder_id of {name} must be a token below {vocab_size}, got {token}; choose another"
+                )
+            if token in seen:
+                raise ValueError(
+                    f"placeholder_id of {name} must differ from that of {seen[token]}, got {token}; choose another"
+                )
+            seen[token] = name
+
+    def _check_tokens(self, input_ids: Tensor, labels: Tensor, name: str) -> None:
+        config: Any = self.language.config
+        if input_ids.shape != labels.shape or input_ids.ndim != 1:
+            raise SampleError(
+                f"{name}: input_ids and labels must have one shape [seq], got {tuple(input_ids.shape)} and "
+                f"{tuple(labels.shape)}; make them equal"
+            )
+        longest = config.max_position_embeddings
+        if len(input_ids) > longest:
+            raise SampleError(f"{name}: must have at most {longest} tokens, got {len(input_ids)}; shorten it")
+        targets = labels[labels != IGNORED_LABEL]
+        if not len(targets):
+            raise SampleError(
+                f"{name}: must have at least one target, got labels of {IGNORED_LABEL} only; leave it out"
+            )
+        for key, tokens in (("input_ids", input_ids), ("labels", targets)):
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= config.vocab_size:
+                raise SampleError(
+                    f"{name}: {key} must be tokens from 0 to {config.vocab_size - 1}, got {low if low < 0 else high}; "
+                    "use the model's tokenizer"
+                )
+
+
+def _num_features(image: Tensor, encoder: EncoderModule, name: str) -> int:
+    channels = encoder.source.config.num_channels
+    if image.ndim != 3 or image.shape[0] != channels:
+        raise SampleError(
+            f"{name} image must have shape [{channels}, height, width], got {tuple(image.shape)}; reshape it"
+        )
+    height, width = image.shape[1:]
+    patch_height, patch_width = encoder.patch_size
+    if height % patch_height or width % patch_width or not height or not width:
+        raise SampleError(
+            f"{name} image must be a multiple of {patch_height} x {patch_width} pixels, got {height} x {width}; pad it"
+        )
+    rows, cols = height // patch_height, width // patch_width
+    if rows > encoder.grid[0] or cols > encoder.grid[1]:
+        raise SampleError(
+            f"{name} image must be at most {encoder.grid[0] * patch_height} x {encoder.grid[1] * patch_width} pixels, "
+            f"got {height} x {width}; shrink it or raise image_size in the encoder's config"
+        )
+    return rows * cols

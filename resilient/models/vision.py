@@ -1,0 +1,271 @@
+"""Vision encoders as layers: patch embedding, transformer blocks, and the projector into the language model.
+
+Images of a microbatch differ in size and are zero-padded on the right and at the bottom. Padding patches are masked
+out of attention, so that no real patch's value depends on them. An image smaller than the encoder's own takes the
+top left part of its table of positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from resilient.models.layer import Batch, Carry, Layer, LayerSpec
+from resilient.models.pretrained import Source, first, initializer, load, modeling, num_matrix_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What differs between vision encoders, by the names transformers gives it.
+
+    Args:
+        module: Its folder in ``transformers.models``.
+        embeddings, block, pretrained: Names of its classes.
+        patch, positions, class_token: Attributes of its embeddings.
+        pre_norm, post_norm: Norms of its model before and after the blocks.
+        blocks: Name of its list of blocks in checkpoints.
+        renames: Parts of tensor names in version 5 -> in checkpoints.
+    """
+
+    module: str
+    embeddings: str
+    block: str
+    pretrained: str
+    patch: str
+    positions: str
+    class_token: str | None = None
+    pre_norm: str | None = None
+    post_norm: str | None = None
+    blocks: str = "encoder.layers"
+    renames: Mapping[str, str] = field(default_factory=dict)
+
+
+FAMILIES = {
+    "vit": Family(
+        module="vit",
+        embeddings="ViTEmbeddings",
+        block="ViTLayer",
+        pretrained="ViTPreTrainedModel",
+        patch="patch_embeddings.projection",
+        positions="position_embeddings",
+        class_token="cls_token",
+        post_norm="layernorm",
+        blocks="encoder.layer",
+        renames={
+            "attention.q_proj": "attention.attention.query",
+            "attention.k_proj": "attention.attention.key",
+            "attention.v_proj": "attention.attention.value",
+            "attention.o_proj": "attention.output.dense",
+            "mlp.fc1": "intermediate.dense",
+            "mlp.fc2": "output.dense",
+        },
+    ),
+    "siglip_vision_model": Family(
+        module="siglip",
+        embeddings="SiglipVisionEmbeddings",
+        block="SiglipEncoderLayer",
+        pretrained="SiglipPreTrainedModel",
+        patch="patch_embedding",
+        positions="position_embedding.weight",
+        post_norm="post_layernorm",
+    ),
+    "clip_vision_model": Family(
+        module="clip",
+        embeddings="CLIPVisionEmbeddings",
+        block="CLIPEncoderLayer",
+        pretrained="CLIPPreTrainedModel",
+        patch="patch_embedding",
+        positions="position_embedding.weight",
+        class_token="class_embedding",
+        pre_norm="pre_layrnorm",
+    ),
+}
+"""model_type -> how to cut it."""
+
+
+def pair(value: Any) -> tuple[int, int]:
+    """Return (height, width) from one number for both or from two."""
+    height, width = (value, value) if isinstance(value, int) else value
+    return int(height), int(width)
+
+
+def valid_patches(batch: Batch, name: str, patch_size: tuple[int, int], device: torch.device) -> Tensor:
+    """Return which patches of the padded images are real, ``[num_images, rows x cols]``.
+
+    A microbatch without any image counts as one image of one padding patch, so that every parameter gets a
+    gradient (of zero) and every stage sends something.
+    """
+    pixels = batch.get(f"{name}.pixels")
+    if pixels is None:
+        return torch.zeros(1, 1, dtype=torch.bool, device=device)
+    grid = batch[f"{name}.sizes"].to(device) // torch.tensor(patch_size, device=device)
+    rows = torch.arange(pixels.shape[-2] // patch_size[0], device=device) < grid[:, 0, None]
+    cols = torch.arange(pixels.shape[-1] // patch_size[1], device=device) < grid[:, 1, None]
+    return (rows[:, :, None] & cols[:, None, :]).flatten(1)
+
+
+class VisionEmbed(Layer):
+    """Patches to vectors, plus the position's vector, after the class token if the family has one."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        super().__init__()
+        config: Any = source.config
+        family = FAMILIES[source.family]
+        (embeddings,) = modeling(family.module, family.embeddings)
+        theirs = embeddings(config)
+        self.unit = name
+        self.patch_size = pair(config.patch_size)
+        self.grid = tuple(size // patch for size, patch in zip(pair(config.image_size), self.patch_size, strict=True))
+        self.patch: nn.Conv2d = attrgetter(family.patch)(theirs)
+        self.positions = nn.Parameter(attrgetter(family.positions)(theirs).detach().reshape(-1, config.hidden_size))
+        if family.class_token:
+            self.class_token = nn.Parameter(getattr(theirs, family.class_token).detach().reshape(1, 1, -1))
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if family.pre_norm else nn.Identity()
+
+    def forward(self, carry: Carry, batch: Batch) -> Carry:
+        weight = self.patch.weight
+        pixels = batch.get(f"{self.unit}.pixels")
+        if pixels is None:
+            pixels = weight.new_zeros(1, weight.shape[1], *self.patch_size)
+        patches: Tensor = self.patch(pixels.to(weight.dtype))
+        class_position, table = self.positions.tensor_split([len(self.positions) - self.grid[0] * self.grid[1]])
+        table = table.unflatten(0, self.grid)[: patches.shape[2], : patches.shape[3]].flatten(0, 1)
+        hidden = patches.flatten(2).transpose(1, 2) + table
+        if len(class_position):
+            token = (self.class_token + class_position).expand(len(hidden), -1, -1)
+            hidden = torch.cat((token.to(hidden.dtype), hidden), dim=1)
+        return {**carry, f"{self.unit}.hidden": self.norm(hidden)}
+
+
+class VisionBlock(Layer):
+    """One transformer block; attention reads real patches (and the class token) only."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        super().__init__()
+        family = FAMILIES[source.family]
+        (block,) = modeling(family.module, family.block)
+        self.block = block(source.config)
+        self.unit = name
+        self.patch_size = pair(source.config.patch_size)
+
+    def forward(self, carry: Carry, batch: Batch) -> Carry:
+        hidden = carry[f"{self.unit}.hidden"]
+        valid = valid_patches(batch, self.unit, self.patch_size, hidden.device)
+        keys = nn.functional.pad(valid, (hidden.shape[1] - valid.shape[1], 0), value=True)
+        keys = keys | (torch.arange(keys.shape[1], device=keys.device) == 0)  # an empty row would give nan
+        mask = keys[:, None, None, :].expand(-1, -1, keys.shape[1], -1)
+        return {**carry, f"{self.unit}.hidden": first(self.block(hidden, mask))}
+
+
+class Projector(Layer):
+    """The encoder's final norm, then from its width to the language model's; drops the class token.
+
+    Args:
+        source: The encoder.
+        name: The encoder's name.
+        kind: "linear", or "mlp" for two matrices with a GELU between them.
+        width: Hidden size of the language model.
+    """
+
+    def __init__(self, source: Source, name: str, kind: str, width: int) -> None:
+        super().__init__()
+        config: Any = source.config
+        family = FAMILIES[source.family]
+        self.unit = name
+        self.num_class_tokens = 1 if family.class_token else 0
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if family.post_norm else nn.Identity()
+        self.projection: nn.Module = nn.Linear(config.hidden_size, width)
+        if kind == "mlp":
+            self.projection = nn.Sequential(self.projection, nn.GELU(), nn.Linear(width, width))
+
+    def forward(self, carry: Carry, batch: Batch) -> Carry:
+        rest = {key: value for key, value in carry.items() if key != f"{self.unit}.hidden"}
+        patches = carry[f"{self.unit}.hidden"][:, self.num_class_tokens :]
+        return {**rest, f"{self.unit}.features": self.projection(self.norm(patches))}
+
+
+def vision_layers(
+    source: Source,
+    name: str,
+    *,
+    projector: str,
+    width: int,
+    frozen: bool,
+    frozen_projector: bool,
+    tokens_per_sample: float,
+) -> list[LayerSpec]:
+    """Cut an encoder into ``{name}.embed``, ``{name}.block.{i}`` and ``{name}.projector``."""
+    config: Any = source.config
+    family = FAMILIES[source.family]
+
+    def build_projector() -> nn.Module:
+        module = Projector(source, name, projector, width)
+        module.norm.requires_grad_(not frozen)
+        module.projection.requires_grad_(not frozen_projector)
+        return module
+
+    def spec(part: str, build: Any, initialize: Any) -> LayerSpec:
+        flops = num_matrix_parameters(build) * tokens_per_sample
+        return LayerSpec(name=f"{name}.{part}", unit=name, build=build, initialize=initialize, flops_per_sample=flops)
+
+    specs = [spec("embed", partial(_build, VisionEmbed, source, name, frozen), partial(_initialize_embed, source))]
+    for i in range(config.num_hidden_layers):
+        build = partial(_build, VisionBlock, source, name, frozen)
+        specs.append(spec(f"block.{i}", build, partial(_initialize_block, source, f"{family.blocks}.{i}.")))
+    specs.append(spec("projector", build_projector, partial(_initialize_projector, source)))
+    return specs
+
+
+def _build(layer: Any, source: Source, name: str, frozen: bool) -> nn.Module:
+    return layer(source, name).requires_grad_(not frozen)
+
+
+def _rule(source: Source) -> Any:
+    family = FAMILIES[source.family]
+    (pretrained,) = modeling(family.module, family.pretrained)
+    return initializer(pretrained, source.config)
+
+
+def _initialize_embed(source: Source, module: nn.Module) -> None:
+    family = FAMILIES[source.family]
+    ours = {"patch.": f"{family.patch}.", "positions": family.positions}
+    if family.class_token:
+        ours["class_token"] = family.class_token
+    if source.weights is not None:
+        names = {mine: f"embeddings.{theirs}" for mine, theirs in ours.items()}
+        load(module, source.weights, {**names, "norm.": f"{family.pre_norm}."})
+        return
+    (embeddings,) = modeling(family.module, family.embeddings)
+    theirs = embeddings(source.config).apply(_rule(source))
+    module.apply(_rule(source))
+    for mine, name in ours.items():
+        if mine == "patch.":
+            module.get_submodule("patch").load_state_dict(attrgetter(family.patch)(theirs).state_dict())
+        else:
+            own = module.get_parameter(mine)
+            own.copy_(attrgetter(name)(theirs).reshape(own.shape))
+
+
+def _initialize_block(source: Source, prefix: str, module: nn.Module) -> None:
+    if source.weights is not None:
+        load(module, source.weights, {"block.": prefix}, FAMILIES[source.family].renames)
+    else:
+        module.apply(_rule(source))
+
+
+def _initialize_projector(source: Source, module: nn.Module) -> None:
+    for part in module.get_submodule("projection").modules():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=getattr(source.config, "initializer_range", 0.02))
+            nn.init.zeros_(part.bias)
+    norm = module.get_submodule("norm")
+    if source.weights is not None:
+        load(module, source.weights, {"norm.": f"{FAMILIES[source.family].post_norm}."})
+    else:
+        norm.apply(_rule(source))
