@@ -176,7 +176,7 @@ def _pipelines(status: JobStatus, pipelines: Sequence[dict], width: int) -> Iter
         line.append(f"{microbatches(pipeline['num_microbatches']):<15}", style="cyan")
         for position, stage in enumerate(pipeline["stages"]):
             start, end = (round(stage[edge] * room / num_layers) for edge in ("first_layer", "end_layer"))
-            label = _fit(f" node {stage['node']}", f" {stage['node']}", end - start - 1)
+            label = _fit(f" node {stage['node']}", f" {stage['node']}", max(0, end - start - 1))
             line.append(label, style=_STAGE_COLOURS[position % len(_STAGE_COLOURS)])
             line.append(" ")
         yield line

@@ -142,7 +142,7 @@ class JobStatus:
         self.phase = "recovering" if event["cause"] == "failure" else "changing"
         for node in self.nodes.values():
             node.pipeline_index, node.layers = None, ""
-            if node.state in ("training", "leaving"):
+            if node.state in ("training", "leaving", "standby"):
                 node.state = "left"
         for index, pipeline in enumerate(self.pipelines):
             for name in pipeline["nodes"]:

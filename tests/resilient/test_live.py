@@ -1,0 +1,152 @@
+"""What the person sees while a job runs."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from made_up import Run, failure_and_join
+from rich.console import Console
+
+from resilient.live import LiveView, PlainView, make_view, sparkline
+from resilient.status import JobStatus
+
+
+def console(width=100, height=30, terminal=False):
+    return Console(record=True, width=width, height=height, file=io.StringIO(), force_terminal=terminal)
+
+
+def shown(view, screen, events):
+    with view:
+        for event in events:
+            view.on_event(event)
+    return screen.export_text()
+
+
+def live_text(events, width=100, height=30):
+    screen = console(width, height, terminal=True)
+    return shown(LiveView(screen), screen, events)
+
+
+def plain_text(events, width=200):
+    screen = console(width)
+    return shown(PlainView(screen), screen, events)
+
+
+def every_kind():
+    """A run with every kind of event."""
+    run = failure_and_join()
+    run.add(5000, "node_leaving", node=1, reason="spot notice: 120 s")
+    run.add(5000, "boundary", joining=[], leaving=[1])
+    run.generation(5010, 4, "leave", 40, [0, 3, 4], standby=[5])
+    run.installed(5020, 5030)
+    run.step(5100, 41)
+    run.detected(5110, [], 5, cause="communication failed: peer closed")
+    run.generation(5120, 5, "failure", 41, [0, 3, 4])
+    run.installed(5130, 5140)
+    run.step(5200, 42)
+    run.add(5250, "failed", node=4, error="ValueError: sample 17 has no image")
+    run.add(5300, "stopped", exit_code=3, reason="2 nodes are missing", path=None)
+    return run.events
+
+
+@pytest.mark.parametrize("size", [(80, 24), (150, 45), (40, 10)])
+def test_live_view_renders_every_kind_of_event(size):
+    text = live_text(every_kind(), *size)
+    assert "digits_vlm.py" in text
+    assert "stopped with exit code 3" in text
+
+
+def test_live_view_shows_job_nodes_pipelines_and_events():
+    text = live_text(failure_and_join().events)
+    last = text[text.rindex("resilient  digits_vlm.py") :]
+    for expected in (
+        "generation 3  step 40/40",
+        "node 5   training  pipeline 1  llm.block.0 – llm.head",
+        "node 2   lost",
+        " 1 ▪▪▪▪▪▪▪▪",
+        "node 5 joined, training paused for 60 ms",
+        "finished after 40 steps",
+    ):
+        assert expected in last
+
+
+def test_live_view_fits_a_small_terminal_with_many_nodes():
+    run = Run(num_nodes=40)
+    run.generation(0, 1, "start", 0, list(range(40)))
+    run.step(100, 1)
+    text = live_text(run.events, 80, 24)
+    last = text[text.rindex("resilient  digits_vlm.py") :]
+    assert len(last.rstrip("\n").splitlines()) <= 23
+    assert max(len(line) for line in last.splitlines()) <= 80
+    assert "more nodes" in last
+
+
+def test_live_view_prints_the_output_of_the_script():
+    assert "held-out accuracy 0.10" in live_text(failure_and_join().events)
+
+
+def test_plain_view_writes_a_line_for_each_notable_event():
+    text = plain_text(failure_and_join().events)
+    for expected in (
+        "job digits_vlm.py: 40 steps of 64 samples, 7 layers, 5 nodes, survives 1 failure at a time",
+        "generation 1: 2 pipelines (0-1-2 x8, 3-4 x8 microbatches)",
+        "node 2 was killed on purpose in phase backward",
+        "node 2 failed: node lost",
+        "recovered from the loss of node 2 in 250 ms, 1 step redone "
+        "(detect 2.0 ms, agree 18 ms, regroup 40 ms, copy 70 ms, redo 120 ms)",
+        "node 5 joined, training paused for 60 ms",
+        "accuracy = 0.93",
+        "finished after 40 steps",
+    ):
+        assert text.count(expected) == 1, expected
+
+
+def test_plain_view_prints_output_verbatim():
+    run = Run()
+    run.add(0, "output", text="[bold]0.5[/bold] " + "x" * 300)
+    assert plain_text(run.events, width=80).splitlines()[-1] == "[bold]0.5[/bold] " + "x" * 300
+
+
+def test_plain_view_writes_at_most_a_step_a_second_and_the_last():
+    run = Run(num_steps=25)
+    run.generation(0, 1, "start", 0, [0, 1, 2])
+    for step in range(1, 26):
+        run.step(100 * step, step)
+    steps = [line.split("step ")[1].split("/")[0] for line in plain_text(run.events).splitlines() if "  step " in line]
+    assert steps == ["1", "11", "21", "25"]
+
+
+def test_plain_view_renders_every_kind_of_event():
+    text = plain_text(every_kind())
+    assert "node 1 left, training paused for" in text
+    assert "failure suspected: communication failed: peer closed" in text
+    assert "the script failed on node 4: ValueError: sample 17 has no image" in text
+
+
+def test_make_view_is_live_only_on_a_terminal():
+    assert isinstance(make_view(None, console(terminal=True)), LiveView)
+    assert isinstance(make_view(None, console(terminal=False)), PlainView)
+    assert isinstance(make_view(True, console(terminal=True)), PlainView)
+    assert isinstance(make_view(False, console(terminal=False)), LiveView)
+
+
+def test_status_tells_nodes_apart():
+    status = JobStatus()
+    for event in every_kind():
+        status.apply(event)
+    assert {node.node: node.state for node in status.nodes.values()} == {
+        0: "training",
+        1: "left",
+        2: "lost",
+        3: "training",
+        4: "training",
+        5: "left",
+    }
+    assert (status.phase, status.generation, status.step) == ("stopped", 5, 42)
+
+
+def test_sparkline_spans_low_to_high_and_ignores_nan():
+    assert sparkline([8, float("nan"), 1], 10) == "█▁"
+    assert sparkline([1.0], 10) == ""
+    assert len(sparkline(list(range(100)), 10)) == 10
