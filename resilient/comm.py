@@ -137,7 +137,15 @@ class GlooCommunicator:
     """
 
     def __init__(
-        self, *, generation: int, rank: int, size: int, groups: Sequence[Group], store: Store, host: str, timeout_s: float
+        self,
+        *,
+        generation: int,
+        rank: int,
+        size: int,
+        groups: Sequence[Group],
+        store: Store,
+        host: str,
+        timeout_s: float,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -169,7 +177,9 @@ class GlooCommunicator:
     def failed(self, error: RuntimeError) -> CommunicationError:
         """Turn a backend's error into ours."""
         reason = str(error).strip().splitlines()
-        return CommunicationError(f"generation {self._generation}, rank {self.rank}: {reason[0] if reason else 'failed'}")
+        return CommunicationError(
+            f"generation {self._generation}, rank {self.rank}: {reason[0] if reason else 'failed'}"
+        )
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Pending:
         staged = tensor.cpu()

@@ -1,0 +1,51 @@
+"""Fault-tolerant elastic training of large (multimodal) models on machines that come and go.
+
+Names are imported when first used: planning and the node agents must not pay for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from resilient.errors import CheckpointError, ResilientError, SampleError
+    from resilient.models.chain import Chain
+    from resilient.models.multimodal import EncoderModule, MultimodalModule
+    from resilient.optim import SGD, AdamW, WarmupCosine
+    from resilient.trainer import FitResult, Trainer
+
+_HOMES = {
+    "AdamW": "resilient.optim",
+    "Chain": "resilient.models.chain",
+    "CheckpointError": "resilient.errors",
+    "EncoderModule": "resilient.models.multimodal",
+    "FitResult": "resilient.trainer",
+    "MultimodalModule": "resilient.models.multimodal",
+    "ResilientError": "resilient.errors",
+    "SGD": "resilient.optim",
+    "SampleError": "resilient.errors",
+    "Trainer": "resilient.trainer",
+    "WarmupCosine": "resilient.optim",
+}
+
+__all__ = [
+    "SGD",
+    "AdamW",
+    "Chain",
+    "CheckpointError",
+    "EncoderModule",
+    "FitResult",
+    "MultimodalModule",
+    "ResilientError",
+    "SampleError",
+    "Trainer",
+    "WarmupCosine",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'resilient' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)

@@ -1,0 +1,50 @@
+"""The files of a checkpoint: one safetensors file per layer state (see :mod:`resilient.manifest`).
+
+Files hold the parameters by name and the optimizer's slots as ``optimizer/<slot>``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from resilient.errors import CheckpointError
+from resilient.manifest import SavedState, read_manifest
+from resilient.state import LayerState
+
+
+def save(path: Path, states: Iterable[LayerState]) -> dict[str, SavedState]:
+    """Write these states into a checkpoint's folder; return what the manifest must say of them."""
+    path.mkdir(parents=True, exist_ok=True)
+    saved: dict[str, SavedState] = {}
+    for state in states:
+        name = state.spec.name
+        file = f"{name}.safetensors"
+        partial = path / f".{file}.{os.getpid()}"
+        save_file({key: tensor.contiguous().cpu() for key, tensor in state.tensors().items()}, partial)
+        partial.replace(path / file)
+        saved[name] = SavedState(file=file, fingerprint=state.fingerprint())
+    return saved
+
+
+def load(path: str | Path, states: Iterable[LayerState]) -> None:
+    """Fill states from a checkpoint and verify their fingerprints.
+
+    Raises:
+        CheckpointError: A state is missing, damaged or of another shape.
+    """
+    manifest = read_manifest(path)
+    for state in states:
+        name = state.spec.name
+        saved = manifest.states.get(name)
+        if saved is None:
+            raise CheckpointError(f"{path} holds no state {name!r}; the checkpoint belongs to another model")
+        try:
+            state.load(load_file(Path(path) / saved.file))
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        if state.fingerprint() != saved.fingerprint:
+            raise CheckpointError(f"{path}: {saved.file} is damaged (its checksum differs); use an older checkpoint")

@@ -1,0 +1,139 @@
+"""A job as one worker sees it: model, data, optimizer, sizes; and the description the coordinator plans with.
+
+Owns the checks of the user's arguments, so that a job that cannot run fails before anything is started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from resilient.data.dataset import Dataset
+from resilient.messages import JobSpec
+from resilient.models.layer import LayerSpec, Model
+from resilient.optim import Optimizer
+from resilient.state import Layout
+from resilient.templates.batch import check_batch
+from resilient.templates.profile import LayerProfile, ModelProfile
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+"""Name -> type of parameters, gradients and optimizer slots; "bf16" computes matrix products in bfloat16."""
+
+_NOMINAL_FLOPS_PER_MS = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything a worker needs to train; see :class:`resilient.Trainer` for the meaning of the fields."""
+
+    model: Model
+    dataset: Dataset
+    optimizer: Optimizer
+    global_batch: int
+    microbatch: int
+    max_failures: int
+    min_pipeline_nodes: int
+    seed: int
+    precision: str
+    clip_grad_norm: float | None
+    checkpoint_every: int
+    device: torch.device
+    comm_timeout_s: float
+    num_steps: int = 1
+
+    def __post_init__(self) -> None:
+        check_batch(self.global_batch, self.microbatch, 1)
+        _check("num_steps", self.num_steps, 1, "train for at least one step")
+        _check("max_failures", self.max_failures, 0, "0 means no redundancy")
+        _check("min_pipeline_nodes", self.min_pipeline_nodes, 1, "a pipeline has at least one node")
+        _check("checkpoint_every", self.checkpoint_every, 0, "0 means at the end only")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {sorted(PRECISIONS)}, got {self.precision!r}; choose one of them")
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm must be > 0, got {self.clip_grad_norm}; pass None not to clip")
+        if len(self.dataset) == 0:
+            raise ValueError("dataset must hold at least one sample, got 0; check how it is built")
+
+    def until(self, num_steps: int) -> Job:
+        """Return the job with its number of steps set."""
+        return replace(self, num_steps=num_steps)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of parameters, gradients and optimizer slots."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Type of matrix products, when it differs."""
+        return torch.bfloat16 if self.precision == "bf16" else None
+
+    def layer(self, name: str) -> LayerSpec:
+        """Return the layer called ``name``."""
+        return next(spec for spec in self.model.layers if spec.name == name)
+
+    def layouts(self) -> dict[str, Layout]:
+        """Return the buffer layout of every layer."""
+        return {spec.name: Layout.of(spec) for spec in self.model.layers}
+
+    def spec(self, layouts: dict[str, Layout]) -> JobSpec:
+        """Describe the job to the coordinator."""
+        spec = JobSpec(
+            profile=self._profile(layouts),
+            global_batch=self.global_batch,
+            microbatch=self.microbatch,
+            max_failures=self.max_failures,
+            min_pipeline_nodes=self.min_pipeline_nodes,
+            num_steps=self.num_steps,
+            checkpoint_every=self.checkpoint_every,
+            digest=self._digest(),
+        )
+        return spec
+
+    def _profile(self, layouts: dict[str, Layout]) -> ModelProfile:
+        """Estimate the layers' costs from their matrix sizes; a backward is paid only where something trains."""
+        layers: list[LayerProfile] = []
+        trained_before = False
+        for spec in self.model.layers:
+            layout = layouts[spec.name]
+            forward_ms = 2 * spec.flops_per_sample * self.microbatch / _NOMINAL_FLOPS_PER_MS
+            trainable = layout.num_trainable > 0 or bool(spec.tied)
+            layers.append(
+                LayerProfile(
+                    name=spec.name,
+                    forward_ms=forward_ms,
+                    backward_ms=forward_ms * (trained_before + trainable),
+                    state_bytes=layout.numel(len(self.optimizer.slots)) * self.dtype.itemsize,
+                    shares=tuple(dict.fromkeys(owner for owner, _ in spec.tied.values())),
+                )
+            )
+            trained_before = trained_before or trainable
+        return ModelProfile(layers=tuple(layers))
+
+    def _digest(self) -> str:
+        """Hash what must be equal on all workers for their steps to be those of one job."""
+        parts: tuple[Any, ...] = (
+            self.model.digest(),
+            type(self.dataset).__qualname__,
+            len(self.dataset),
+            type(self.optimizer).__qualname__,
+            self.optimizer.lr,
+            self.optimizer.slots,
+            self.global_batch,
+            self.microbatch,
+            self.max_failures,
+            self.min_pipeline_nodes,
+            self.seed,
+            self.precision,
+            self.clip_grad_norm,
+            self.num_steps,
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _check(name: str, value: int, least: int, fix: str) -> None:
+    if value < least:
+        raise ValueError(f"{name} must be >= {least}, got {value}; {fix}")

@@ -1,0 +1,74 @@
+"""What makes a folder of layer states a checkpoint: the manifest, written last.
+
+    step-00000120/ manifest.json  llm.block.0.safetensors  llm.head.safetensors  ...
+
+Any worker can write or read any state, so a checkpoint does not know the plan it was written under. The coordinator
+writes the manifest once all parts are on disk: a folder without one is no checkpoint. Must not import torch; the files
+themselves are :mod:`resilient.checkpoint`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from resilient.errors import CheckpointError
+from resilient.templates.plan import Plan
+from resilient.templates.profile import ModelProfile
+
+MANIFEST = "manifest.json"
+
+
+class SavedState(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer state of a checkpoint."""
+
+    file: str
+    fingerprint: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint holds."""
+
+    step: int
+    digest: str
+    states: dict[str, SavedState]
+
+
+def folder(run_directory: str | Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint."""
+    return Path(run_directory) / "checkpoints" / f"step-{step:08d}"
+
+
+def writers(plan: Plan, profile: ModelProfile) -> dict[str, int]:
+    """Choose the rank that writes each state: of its holders the one with the fewest bytes so far."""
+    load: dict[int, int] = {slot.rank: 0 for slot in plan.slots}
+    chosen: dict[str, int] = {}
+    for state, ranks in plan.holders(profile).items():
+        chosen[state] = min(ranks, key=lambda rank: (load[rank], rank))
+        load[chosen[state]] += profile.layers[profile.index(state)].state_bytes
+    return chosen
+
+
+def write_manifest(path: str | Path, manifest: Manifest) -> None:
+    """Make the folder a checkpoint: all files the manifest names are on disk."""
+    partial = Path(path) / f".{MANIFEST}.{os.getpid()}"
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    partial.replace(Path(path) / MANIFEST)
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """Read a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be read.
+    """
+    try:
+        return msgspec.json.decode((Path(path) / MANIFEST).read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} must be a finished checkpoint, got a folder without {MANIFEST}; choose another step-* folder"
+        ) from None
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{Path(path) / MANIFEST} cannot be read: {error}") from error

@@ -1,0 +1,135 @@
+"""Optimizers as descriptions: what to build over the flat parameters of whichever layers a worker holds.
+
+The arithmetic is torch's own. The slots are part of the layer states, so that a copied layer brings its optimizer
+state along; the step count is the state's version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from resilient.state import LayerState
+
+Schedule = Callable[[int], float]
+"""Step (1, 2, ...) -> factor on the learning rate."""
+
+
+class Optimizer(Protocol):
+    """What the runtime needs of an optimizer description."""
+
+    @property
+    def lr(self) -> float: ...
+
+    @property
+    def schedule(self) -> Schedule | None: ...
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the per-parameter tensors, all zero before the first step."""
+        ...
+
+    def build(self, states: Iterable[LayerState], version: int) -> torch.optim.Optimizer:
+        """Make the torch optimizer over the states' flat parameters, ``version`` steps after the beginning."""
+        ...
+
+
+def learning_rate(optimizer: Optimizer, step: int) -> float:
+    """Return the learning rate of a step (1, 2, ...)."""
+    return optimizer.lr * (optimizer.schedule(step) if optimizer.schedule else 1.0)
+
+
+@dataclass(frozen=True)
+class WarmupCosine:
+    """Rise linearly over ``warmup_steps``, then fall along a cosine to ``floor`` at ``total_steps``."""
+
+    warmup_steps: int
+    total_steps: int
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup_steps < self.total_steps:
+            raise ValueError(
+                f"warmup_steps must be in 0 .. total_steps - 1 = {self.total_steps - 1}, got {self.warmup_steps}; "
+                "warm up for fewer steps"
+            )
+
+    def __call__(self, step: int) -> float:
+        if step <= self.warmup_steps:
+            return step / self.warmup_steps
+        progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _check_lr(lr: float) -> None:
+    if not lr > 0:
+        raise ValueError(f"lr must be > 0, got {lr}; pass a positive learning rate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """Adam with decoupled weight decay (``torch.optim.AdamW``)."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        _check_lr(self.lr)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def build(self, states: Iterable[LayerState], version: int) -> torch.optim.Optimizer:
+        held = [state for state in states if state.layout.num_trainable]
+        optimizer = torch.optim.AdamW(
+            [state.flat for state in held] or [torch.nn.Parameter(torch.empty(0))],
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            fused=True,
+        )
+        for state in held:
+            step = torch.tensor(float(version), dtype=torch.float32, device=state.flat.device)
+            optimizer.state[state.flat] = {"step": step, **state.slots}
+        return optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD:
+    """Stochastic gradient descent with optional momentum (``torch.optim.SGD``)."""
+
+    lr: float
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        _check_lr(self.lr)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum else ()
+
+    def build(self, states: Iterable[LayerState], version: int) -> torch.optim.Optimizer:
+        held = [state for state in states if state.layout.num_trainable]
+        optimizer = torch.optim.SGD(
+            [state.flat for state in held] or [torch.nn.Parameter(torch.empty(0))],
+            lr=self.lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay,
+            fused=True,
+        )
+        for state in held:
+            optimizer.state[state.flat] = dict(state.slots)
+        return optimizer

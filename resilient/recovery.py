@@ -1,0 +1,205 @@
+"""What a worker does when a generation begins: regroup, bring its layer states together, be ready for the next step.
+
+The same for the first generation, after a failure, and for a join: they differ in what is already here and in where
+the missing states come from (peers, initial values, a checkpoint).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from resilient import checkpoint
+from resilient.comm import Communicator, Group, connect
+from resilient.commit import Ledger
+from resilient.copying import copy_states
+from resilient.executor import Executor, StepWork
+from resilient.faults import Faults
+from resilient.fence import Fence
+from resilient.job import Job
+from resilient.messages import Generation, Installed
+from resilient.stage import Stage, StageLayer
+from resilient.state import LayerState, Layout, bind
+from resilient.sync import GradientSync
+from resilient.templates.plan import Plan, Slot
+from resilient.templates.profile import ModelProfile
+from resilient.templates.schedule import one_f_one_b
+
+INIT = "init"
+"""The source of states that are still at their initial values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """One generation on one worker, ready to train."""
+
+    generation: int
+    plan: Plan
+    slot: Slot
+    comm: Communicator
+    executor: Executor
+    sync: GradientSync
+    holders: dict[str, tuple[int, ...]]
+
+    def work(self, step: int, num_targets: int, batch: object) -> StepWork:
+        """Return what the step is for this worker's pipeline; ``batch`` loads a microbatch by position."""
+        positions = self.plan.microbatches(self.slot.pipeline_index)
+        return StepWork(step=step, num_targets=num_targets, first_position=positions.start, batch=batch)  # type: ignore[arg-type]
+
+    def counted(self, state: str) -> bool:
+        """Tell whether this rank counts the state in sums over the whole model."""
+        return self.holders[state][0] == self.slot.rank
+
+
+class Installer:
+    """Makes sessions of generations.
+
+    Args:
+        job: The job.
+        profile: Of its model.
+        layouts: Of all its layers.
+        ledger: This worker's states.
+        fence: Ends connecting and copying when membership changes again.
+        faults: Told of the phases.
+        host: This machine's address for its peers.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: Job,
+        profile: ModelProfile,
+        layouts: dict[str, Layout],
+        ledger: Ledger,
+        fence: Fence,
+        faults: Faults,
+        host: str,
+    ) -> None:
+        self._job = job
+        self._profile = profile
+        self._layouts = layouts
+        self._ledger = ledger
+        self._fence = fence
+        self._faults = faults
+        self._host = host
+
+    def install(self, message: Generation) -> tuple[Session, Installed]:
+        """Enter a generation that has a place for this worker.
+
+        Raises:
+            CommunicationError: Membership changed again; the states that are complete stay.
+        """
+        assert message.rank is not None, "a worker without a place stands by"
+        started_at = time.time()
+        self._ledger.begin_install(message.version, message.roll_forward)
+        self._faults.reach("regroup", message.version + 1)
+        slot = message.plan.slots[message.rank]
+        holders = message.plan.holders(self._profile)
+        comm = self._connect(message, holders)
+        regrouped_at = time.time()
+        self._faults.reach("copy", message.version + 1)
+        bytes_copied = self._gather(message, slot, comm)
+        self._ledger.start()
+        session = self._session(message, slot, holders, comm)
+        installed = Installed(
+            generation=message.generation,
+            started_at=started_at,
+            regrouped_at=regrouped_at,
+            installed_at=time.time(),
+            bytes_copied=bytes_copied,
+        )
+        return session, installed
+
+    def _connect(self, message: Generation, holders: dict[str, tuple[int, ...]]) -> Communicator:
+        assert message.rank is not None
+        groups: list[Group] = [ranks for ranks in dict.fromkeys(holders.values()) if len(ranks) > 1]
+        comm = connect(
+            generation=message.generation,
+            rank=message.rank,
+            size=len(message.plan.slots),
+            groups=groups,
+            store_address=message.store_address,
+            host=self._host,
+            timeout_s=self._job.comm_timeout_s,
+            interrupted=self._fence.open(message.generation),
+        )
+        self._fence.attach(message.generation, comm)
+        return comm
+
+    def _gather(self, message: Generation, slot: Slot, comm: Communicator) -> int:
+        """Bring together all states the slot needs; return the bytes that came from peers."""
+        ledger = self._ledger
+        needed = self._profile.states(slot.stage.first_layer, slot.stage.end_layer)
+        ledger.keep(needed)
+        missing = {name: self._allocate(name) for name in needed if name not in ledger.current}
+        copied = {transfer.state for transfer in message.transfers if transfer.target == slot.rank}
+        made = [state for name, state in missing.items() if name not in copied]
+        if message.source == INIT:
+            for state in made:
+                state.initialize(self._job.seed)
+        elif made:
+            checkpoint.load(message.source, made)
+        num_bytes = copy_states(comm, message.transfers, {**ledger.retained, **ledger.current, **missing})
+        ledger.current.update(missing)
+        return num_bytes
+
+    def _allocate(self, name: str) -> LayerState:
+        job = self._job
+        return LayerState(job.layer(name), self._layouts[name], job.optimizer.slots, job.dtype, job.device)
+
+    def _session(
+        self, message: Generation, slot: Slot, holders: dict[str, tuple[int, ...]], comm: Communicator
+    ) -> Session:
+        job, states = self._job, self._ledger.current
+        template = message.plan.pipelines[slot.pipeline_index].template
+        layers = [
+            StageLayer(index=index, module=bind(job.model.layers[index], states, job.device))
+            for index in range(slot.stage.first_layer, slot.stage.end_layer)
+        ]
+        stage = Stage(
+            job.model,
+            layers,
+            is_last=slot.stage_index == len(template.stages) - 1,
+            device=job.device,
+            autocast=job.autocast,
+            seed=job.seed,
+        )
+        trained = {name: state for name, state in states.items() if state.layout.num_trainable}
+        index_of = {name: self._profile.index(name) for name in trained}
+        sync = GradientSync(
+            comm,
+            {index_of[name]: state for name, state in trained.items()},
+            {index_of[name]: holders[name] for name in trained},
+        )
+        executor = Executor(
+            actions=self._actions(message.plan, slot),
+            stage=stage,
+            sync=sync,
+            comm=comm,
+            previous_rank=slot.rank - 1,
+            next_rank=slot.rank + 1,
+            device=job.device,
+            faults=self._faults,
+        )
+        return Session(
+            generation=message.generation,
+            plan=message.plan,
+            slot=slot,
+            comm=comm,
+            executor=executor,
+            sync=sync,
+            holders=holders,
+        )
+
+    def _actions(self, plan: Plan, slot: Slot):  # noqa: ANN202
+        pipeline = plan.pipelines[slot.pipeline_index]
+        states = [
+            [
+                self._profile.index(name)
+                for name in self._profile.states(stage.first_layer, stage.end_layer)
+                if self._layouts[name].num_trainable
+            ]
+            for stage in pipeline.template.stages
+        ]
+        schedule = one_f_one_b(len(states), pipeline.num_microbatches, states)
+        return schedule.stages[slot.stage_index]

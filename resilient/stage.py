@@ -1,0 +1,125 @@
+"""One stage of a pipeline: forward and backward of a microbatch through contiguous layers.
+
+Owns the activations of the microbatches in flight. Knows nothing of processes: carries come in and go out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from resilient.models.layer import Batch, Carry, Model
+
+_MASK = (1 << 63) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLayer:
+    """A layer with its position in the model."""
+
+    index: int
+    module: nn.Module
+
+
+@dataclass(kw_only=True)
+class _InFlight:
+    received: Carry
+    sent: Carry
+    loss: Tensor | None
+
+
+class Stage:
+    """Contiguous layers on one device.
+
+    Args:
+        model: Gives the loss, on the last stage.
+        layers: The stage's layers in order.
+        is_last: Whether the model ends here.
+        device: Where the layers are.
+        autocast: Lower precision for matrix products, None for none.
+        seed: Of the job; random layers (dropout) draw from (seed, step, microbatch, layer), whatever the stage.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        layers: Sequence[StageLayer],
+        *,
+        is_last: bool,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        seed: int,
+    ) -> None:
+        self._model = model
+        self._layers = tuple(layers)
+        self._is_last = is_last
+        self._device = device
+        self._autocast = autocast
+        self._seed = seed
+        self._in_flight: dict[int, _InFlight] = {}
+
+    def begin(self) -> None:
+        """Forget microbatches of a step that was given up."""
+        self._in_flight.clear()
+
+    def forward(
+        self, microbatch: int, carry: Carry, batch: Batch, *, step: int, position: int, num_targets: int
+    ) -> tuple[Carry, Tensor | None]:
+        """Run the layers on one microbatch and keep what its backward needs.
+
+        Args:
+            microbatch: Key under which :meth:`backward` finds the activations.
+            carry: From the stage before; tensors that want a gradient have ``requires_grad`` set. Empty on the first.
+            batch: The collated microbatch on the stage's device.
+            step: The step, for the random state.
+            position: Index of the microbatch within the step over all pipelines, for the random state.
+            num_targets: Loss-bearing targets of the whole step; the loss that is differentiated is divided by it.
+
+        Returns:
+            The carry for the next stage, and the summed loss (detached) on the last stage.
+        """
+        received = dict(carry)
+        with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast is not None):
+            for layer in self._layers:
+                self._seed_layer(step, position, layer.index)
+                carry = layer.module(carry, batch)
+            loss = self._model.loss(carry, batch) if self._is_last else None
+        scaled = None if loss is None else loss / num_targets
+        sent = {} if self._is_last else carry
+        self._in_flight[microbatch] = _InFlight(received=received, sent=sent, loss=scaled)
+        return sent, None if loss is None else loss.detach()
+
+    def backward(self, microbatch: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Differentiate one microbatch; parameter gradients are added up.
+
+        Args:
+            microbatch: As given to :meth:`forward`.
+            gradients: Of the carry tensors sent to the next stage that require one.
+
+        Returns:
+            Gradients of the received carry tensors that require one.
+        """
+        flight = self._in_flight.pop(microbatch)
+        if flight.loss is not None:
+            if flight.loss.requires_grad:
+                flight.loss.backward()
+        else:
+            names = [name for name, tensor in flight.sent.items() if tensor.requires_grad]
+            if names:
+                torch.autograd.backward([flight.sent[name] for name in names], [gradients[name] for name in names])
+        return {
+            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for name, tensor in flight.received.items()
+            if tensor.requires_grad
+        }
+
+    def _seed_layer(self, step: int, position: int, layer_index: int) -> None:
+        # three odd multipliers keep neighbouring (step, microbatch, layer) triples apart
+        value = self._seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9
+        value += position * 0x94D049BB133111EB + layer_index
+        torch.default_generator.manual_seed(value & _MASK)
+        if self._device.type == "cuda":
+            torch.cuda.manual_seed(value & _MASK)

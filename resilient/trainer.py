@@ -1,0 +1,197 @@
+"""The user's API: a model, a data set and an optimizer become a job that outlives its machines."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from resilient import checkpoint, manifest
+from resilient.control import AgentClient
+from resilient.data.dataset import Dataset
+from resilient.job import Job
+from resilient.messages import Note, Output
+from resilient.models.layer import Model, WholeModel
+from resilient.optim import Optimizer
+from resilient.solo import SoloClient
+from resilient.state import LayerState, bind
+from resilient.worker import Worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """How training ended, on every worker.
+
+    Args:
+        step: Committed steps.
+        checkpoint: Folder of the final checkpoint.
+        is_main: True on exactly one worker, the one that speaks for the job.
+    """
+
+    step: int
+    checkpoint: Path
+    is_main: bool
+
+
+class Trainer:
+    """Trains a model on machines that come and go.
+
+    Every worker of the job runs the same script and makes the same trainer. Without ``resilient run`` the script
+    trains in its own process.
+
+    Args:
+        model: A :class:`resilient.MultimodalModule`, a :class:`resilient.Chain`, or any
+            :class:`resilient.models.layer.Model`.
+        dataset: A map from index to sample (see :class:`resilient.data.dataset.Dataset`).
+        optimizer: :class:`resilient.AdamW` or :class:`resilient.SGD`.
+        global_batch: Samples of one step, whatever the number of machines.
+        microbatch: Samples that go through a pipeline together; divides ``global_batch``.
+        max_failures: Node failures that must be survivable at the same time; there are always more pipelines.
+        min_pipeline_nodes: Fewest nodes whose memory holds one pipeline.
+        seed: Of initial values, order of samples, and dropout.
+        precision: "fp32", "bf16" (matrix products in bfloat16, everything else in float32) or "fp64".
+        clip_grad_norm: Largest norm of the whole gradient; None for no limit.
+        checkpoint_every: Steps between checkpoints; 0 for one at the end.
+        device: Where to train; by default this worker's CUDA device if there is one, else the CPU.
+        comm_timeout_s: Last resort against a peer that hangs without its connection breaking.
+
+    Raises:
+        ValueError: An argument cannot be; the message names it, its value and the fix.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        dataset: Dataset,
+        *,
+        optimizer: Optimizer,
+        global_batch: int,
+        microbatch: int,
+        max_failures: int = 1,
+        min_pipeline_nodes: int = 1,
+        seed: int = 0,
+        precision: str = "fp32",
+        clip_grad_norm: float | None = None,
+        checkpoint_every: int = 0,
+        device: str | torch.device | None = None,
+        comm_timeout_s: float = 120.0,
+    ) -> None:
+        self._job = Job(
+            model=model,
+            dataset=dataset,
+            optimizer=optimizer,
+            global_batch=global_batch,
+            microbatch=microbatch,
+            max_failures=max_failures,
+            min_pipeline_nodes=min_pipeline_nodes,
+            seed=seed,
+            precision=precision,
+            clip_grad_norm=clip_grad_norm,
+            checkpoint_every=checkpoint_every,
+            device=torch.device(device) if device is not None else _own_device(),
+            comm_timeout_s=comm_timeout_s,
+        )
+        self._client: AgentClient | SoloClient | None = None
+        self._worker: Worker | None = None
+
+    def fit(self, num_steps: int, *, resume: str | Path | None = None) -> FitResult:
+        """Train up to step ``num_steps``; called once, on every worker.
+
+        Args:
+            num_steps: Steps of the whole job, those before a resumed checkpoint included.
+            resume: A checkpoint folder to begin from, for a script run by itself; under ``resilient run`` its
+                ``--resume`` says so for all workers.
+
+        Returns:
+            The result, after the last step is committed and the final checkpoint is written.
+
+        Raises:
+            ValueError: ``num_steps`` or ``resume`` cannot be.
+            Exception: What the model or the data set raised, on the worker where it did.
+        """
+        if self._worker is not None:
+            raise ValueError("fit must be called once per Trainer, got a second call; make another Trainer")
+        agent = AgentClient.from_environment()
+        if agent is not None and resume is not None:
+            raise ValueError(f"resume must be None under `resilient run`, got {resume}; use `resilient run --resume`")
+        _log_to_stderr()
+        self._client = agent or SoloClient(_solo_directory(), str(resume) if resume else None)
+        self._worker = Worker(self._job.until(num_steps), self._client, os.environ.get("RESILIENT_HOST", "127.0.0.1"))
+        if agent is not None:
+            sys.stdout = _ForwardedOutput(sys.stdout, agent, self._worker)
+        self._worker.run()
+        return FitResult(step=num_steps, checkpoint=self._final(), is_main=self._worker.is_main)
+
+    def note(self, name: str, value: float | int | str) -> None:
+        """Add a named value (an accuracy, say) to the job's report; only the main worker's counts."""
+        if self._client is None or self._worker is None:
+            raise ValueError(f"note must be called after fit, got {name!r} before it; call fit first")
+        if self._worker.is_main:
+            self._client.send(Note(name=name, value=value))
+
+    def whole_model(self) -> WholeModel:
+        """Return the trained model in this process, from the final checkpoint, ready for evaluation.
+
+        Raises:
+            ValueError: ``fit`` has not ended.
+            CheckpointError: The final checkpoint cannot be read from here.
+        """
+        if self._worker is None:
+            raise ValueError("whole_model must be called after fit, got an untrained Trainer; call fit first")
+        job, layouts = self._job, self._job.layouts()
+        states = {
+            spec.name: LayerState(spec, layouts[spec.name], job.optimizer.slots, job.dtype, job.device)
+            for spec in job.model.layers
+        }
+        checkpoint.load(self._final(), states.values())
+        whole = WholeModel(job.model, {spec.name: bind(spec, states, job.device) for spec in job.model.layers})
+        return whole.eval()
+
+    def _final(self) -> Path:
+        assert self._worker is not None
+        assert self._client is not None
+        return manifest.folder(self._client.run_directory, self._worker.step)
+
+
+class _ForwardedOutput:
+    """Standard output that is also shown to the person who started the job, when this worker speaks for it."""
+
+    def __init__(self, stream: TextIO, client: AgentClient, worker: Worker) -> None:
+        self._stream = stream
+        self._client = client
+        self._worker = worker
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        if self._worker.is_main:
+            *lines, self._line = (self._line + text).split("\n")
+            for line in lines:
+                self._client.send(Output(text=line))
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
+def _own_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def _solo_directory() -> str:
+    return os.environ.get("RESILIENT_RUN_DIR", f"runs/{time.strftime('%Y%m%d-%H%M%S')}-solo-{os.getpid()}")
+
+
+def _log_to_stderr() -> None:
+    """Show the runtime's log, unless the script has set up logging itself."""
+    root = logging.getLogger()
+    if not root.handlers:
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+        logging.getLogger("resilient").setLevel(logging.INFO)

@@ -1,0 +1,218 @@
+"""A worker's life: report ready, enter generations, train until something changes, finish.
+
+Owns the main loop. Every message of the coordinator is answered here, between steps; only the abort of communication
+happens in the reader thread (:mod:`resilient.fence`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from resilient import checkpoint, manifest
+from resilient.comm import StoreHost
+from resilient.commit import Ledger
+from resilient.errors import CommunicationError
+from resilient.faults import Faults
+from resilient.feed import Feed
+from resilient.fence import Fence
+from resilient.job import Job
+from resilient.messages import (
+    Arm,
+    Failed,
+    Finish,
+    Finished,
+    FromWorkerMessage,
+    Generation,
+    Ready,
+    Regroup,
+    Report,
+    Save,
+    Saved,
+    StepDone,
+    Suspect,
+    ToWorkerMessage,
+)
+from resilient.optim import learning_rate
+from resilient.recovery import Installer, Session
+from resilient.state import LayerState
+
+logger = logging.getLogger(__name__)
+
+
+class Client(Protocol):
+    """The worker's way to the coordinator: :class:`resilient.control.AgentClient`, or a job of its own in one process."""
+
+    run_directory: str
+    on_regroup: Callable[[Regroup], None] | None
+    on_arm: Callable[[Arm], None] | None
+
+    def send(self, message: FromWorkerMessage) -> None: ...
+
+    def receive(self) -> ToWorkerMessage: ...
+
+
+class Worker:
+    """One worker process of a job.
+
+    Args:
+        job: What to train.
+        client: The connection to the coordinator.
+        host: This machine's address for its peers.
+    """
+
+    def __init__(self, job: Job, client: Client, host: str) -> None:
+        layouts = job.layouts()
+        self._job = job
+        self._client = client
+        self._spec = job.spec(layouts)
+        self._fence = Fence()
+        self._faults = Faults(client.run_directory)
+        self._ledger = Ledger(job.optimizer, job.clip_grad_norm)
+        self._feed = Feed(job)
+        self._store = StoreHost(host)
+        self._installer = Installer(
+            job=job,
+            profile=self._spec.profile,
+            layouts=layouts,
+            ledger=self._ledger,
+            fence=self._fence,
+            faults=self._faults,
+            host=host,
+        )
+        self._session: Session | None = None
+        self._failure: Exception | None = None
+        self.is_main = False
+
+    @property
+    def step(self) -> int:
+        """Committed steps."""
+        return self._ledger.version
+
+    def run(self) -> None:
+        """Train the job to its end.
+
+        Raises:
+            Exception: What the job's own code raised; the coordinator was told, and the job stops.
+        """
+        self._client.on_regroup = self._fence.announce
+        self._client.on_arm = lambda message: self._faults.arm(message.injection)
+        self._client.send(
+            Ready(job=self._spec, store_address=self._store.address, pid=os.getpid(), device=str(self._job.device))
+        )
+        while True:
+            message = self._client.receive()
+            if isinstance(message, Finish):
+                self._leave()
+                return
+            if isinstance(message, Regroup):
+                self._leave()
+                self._client.send(Report(generation=message.generation, progress=self._ledger.progress()))
+            elif isinstance(message, Save):
+                self._save_and_stop(message)
+            else:
+                self._enter(message)
+
+    def _enter(self, message: Generation) -> None:
+        self._leave()
+        if message.rank is None:
+            self._ledger.forget()
+            return
+        try:
+            self._session, installed = self._installer.install(message)
+            self.is_main = message.rank == 0
+            self._client.send(installed)
+            self._train(self._session)
+        except CommunicationError as error:
+            logger.info("left generation %d: %s", message.generation, error)
+            self._leave(broken=True)
+            self._client.send(Suspect(generation=message.generation, reason=str(error)))
+        except Exception as error:  # the job's own code: data set, model, disk
+            self._leave(broken=True)
+            self._failure = error
+            self._client.send(Failed(error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc()))
+
+    def _leave(self, *, broken: bool = False) -> None:
+        """End the communication of the generation, if any is running."""
+        comm = self._fence.release()
+        if comm is not None:
+            if broken:
+                comm.abort()
+            comm.close()
+        if self._session is not None:
+            self._session.sync.close()
+            self._session = None
+
+    def _train(self, session: Session) -> None:
+        while self._ledger.version < self._job.num_steps:
+            paused = self._step(session)
+            every = self._job.checkpoint_every
+            if every and self._ledger.version % every == 0 and self._ledger.version < self._job.num_steps:
+                self._checkpoint(session)
+            if paused:
+                return
+        self._checkpoint(session)
+        self._client.send(Finished(generation=session.generation))
+
+    def _step(self, session: Session) -> bool:
+        """Train one step; return whether to stop at the boundary after it."""
+        started = time.perf_counter()
+        ledger, step = self._ledger, self._ledger.version + 1
+        self._faults.reach("step", step)
+        ledger.complete = False
+        num_targets = self._feed.num_targets(step)
+        work = session.work(step, num_targets, lambda position: self._feed.batch(step, position))
+        loss = session.executor.run(work)
+        self._faults.reach("prepare", step)
+        outcome, paused = ledger.prepare(
+            session.comm,
+            loss,
+            num_targets,
+            {name: session.counted(name) for name in ledger.current},
+            self._fence.pause_wanted(session.generation),
+        )
+        self._faults.reach("commit", step)
+        ledger.apply(outcome)
+        if session.slot.rank == 0:
+            self._client.send(
+                StepDone(
+                    generation=session.generation,
+                    outcome=outcome,
+                    num_samples=self._job.global_batch,
+                    step_ms=1000 * (time.perf_counter() - started),
+                    learning_rate=learning_rate(self._job.optimizer, step),
+                    at=time.time(),
+                )
+            )
+        return paused
+
+    def _checkpoint(self, session: Session) -> None:
+        """Write this rank's part of the checkpoint of the committed step."""
+        chosen = manifest.writers(session.plan, self._spec.profile)
+        mine = [state for name, state in self._ledger.current.items() if chosen[name] == session.slot.rank]
+        path = manifest.folder(self._client.run_directory, self._ledger.version)
+        self._write(session.generation, mine, path)
+
+    def _save_and_stop(self, message: Save) -> None:
+        self._leave()
+        self._ledger.begin_install(message.version, message.roll_forward)
+        held = self._ledger.retained
+        self._write(message.generation, [held[name] for name in message.states], Path(message.path))
+        if self._failure is not None:
+            raise self._failure
+
+    def _write(self, generation: int, states: list[LayerState], path: Path) -> None:
+        saved = checkpoint.save(path, states)
+        self._client.send(
+            Saved(
+                generation=generation,
+                step=self._ledger.version,
+                files={name: item.file for name, item in saved.items()},
+                fingerprints={name: item.fingerprint for name, item in saved.items()},
+            )
+        )
