@@ -26,6 +26,28 @@ class Problem:
     max_failures: int = 1
     min_pipeline_nodes: int = 1
 
+    def __post_init__(self) -> None:
+        if self.max_failures < 0:
+            raise ValueError(f"max_failures must be >= 0, got {self.max_failures}; 0 means no redundancy")
+        if self.devices_per_node < 1:
+            raise ValueError(f"devices_per_node must be >= 1, got {self.devices_per_node}; give each node a worker")
+        if self.num_microbatches <= self.max_failures:
+            raise ValueError(
+                f"num_microbatches must be at least max_failures + 1 = {self.max_failures + 1} (each pipeline "
+                f"processes one), got {self.num_microbatches}; raise the global batch or lower the microbatch"
+            )
+        if not 1 <= self.min_pipeline_nodes <= self.max_pipeline_nodes:
+            raise ValueError(
+                f"min_pipeline_nodes must be 1 to {self.max_pipeline_nodes} ({len(self.profile.layers)} layers, "
+                f"{self.devices_per_node} devices per node, one layer per device at least), "
+                f"got {self.min_pipeline_nodes}; use fewer nodes per pipeline or cut the model into more layers"
+            )
+
+    @property
+    def max_pipeline_nodes(self) -> int:
+        """The most nodes one pipeline can use: each device takes at least one layer."""
+        return len(self.profile.layers) // self.devices_per_node
+
     @property
     def min_nodes(self) -> int:
         """(f + 1) n0: below this the job cannot go on with its promised redundancy."""
@@ -88,7 +110,7 @@ class Plan:
         return range(start, start + self.pipelines[pipeline_index].num_microbatches)
 
     def holders(self, profile: ModelProfile) -> dict[str, tuple[int, ...]]:
-        """Return, per state name in layer order, the ranks that hold it."""
+        """Return, per state name in layer order, the ranks (ascending) that hold it."""
         holders: dict[str, list[int]] = {layer.name: [] for layer in profile.layers}
         for slot in self.slots:
             for state in profile.states(slot.stage.first_layer, slot.stage.end_layer):

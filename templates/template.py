@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def nanoseconds(time_ms: float) -> int:
+    """Round to whole nanoseconds: planners compare times as integers, so that ties are ties on every machine."""
+    return round(time_ms * 1e6)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
     """Contiguous layers on one device group.

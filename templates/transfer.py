@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+from resilient.templates.plan import Plan, Problem
+
+# Up to this many bytes a state comes from one holder; larger ones are split over several, at page boundaries.
+_MAX_WHOLE_BYTES = 4 * 2**20
+_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,3 +22,95 @@ class Transfer:
     target: int
     first_byte: int
     end_byte: int
+
+
+def plan_transfers(
+    problem: Problem, plan: Plan, held: Mapping[str, Sequence[int]]
+) -> tuple[tuple[Transfer, ...], tuple[str, ...]]:
+    """Plan the copies that bring every rank of a plan to the states it needs.
+
+    All ranks walk the list in order and start a non-blocking send or receive, tagged with its position, for each entry
+    of theirs before they wait for any: no order of arrival can then block.
+
+    Args:
+        problem: The job.
+        plan: The plan to bring about.
+        held: Per state name, the ranks of ``plan`` that hold it at the agreed version, whether or not the plan places
+            it there. States not named are held by none.
+
+    Returns:
+        The transfers, by state, target and first byte; and the states, in layer order, that some rank needs and none
+        holds. There are no transfers of those: they must come from a checkpoint. States without bytes need neither.
+
+    Raises:
+        ValueError: ``held`` names a state or rank that does not exist.
+    """
+    _check_held(problem, plan, held)
+    missing = [
+        _Missing(state, state_bytes, target, sorted(set(held.get(state, ()))))
+        for state, state_bytes, target in _needed(problem, plan)
+        if target not in held.get(state, ())
+    ]
+    lost = tuple(dict.fromkeys(want.state for want in missing if not want.holders))
+    load = [0] * len(plan.slots)
+    transfers: dict[tuple[str, int], list[Transfer]] = {}
+    # Those with the least choice of senders first, then the largest: what is left evens the loads out.
+    for want in sorted(missing, key=lambda want: (len(want.holders), -want.state_bytes)):
+        if want.holders:
+            transfers[want.state, want.target] = _split(want, load)
+    ordered = [transfer for want in missing for transfer in transfers.get((want.state, want.target), ())]
+    return tuple(ordered), lost
+
+
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    state: str
+    state_bytes: int
+    target: int
+    holders: list[int]
+
+
+def _needed(problem: Problem, plan: Plan) -> Iterator[tuple[str, int, int]]:
+    """Yield (state, bytes, rank) for everything that the plan places somewhere, in layer and rank order."""
+    holders = plan.holders(problem.profile)
+    for layer in problem.profile.layers:
+        if layer.state_bytes:
+            for rank in holders[layer.name]:
+                yield layer.name, layer.state_bytes, rank
+
+
+def _split(want: _Missing, load: list[int]) -> list[Transfer]:
+    """Split a state over its least loaded holders such that their loads become as equal as can be, and add to them."""
+    max_parts = -(-want.state_bytes // _MAX_WHOLE_BYTES)
+    sources = sorted(want.holders, key=lambda rank: (load[rank], rank))[:max_parts]
+    level = _fill_level([load[source] for source in sources], want.state_bytes)
+    transfers: list[Transfer] = []
+    first = 0
+    for source in sources:
+        share = -(-max(0, level - load[source]) // _PAGE_BYTES) * _PAGE_BYTES
+        end = want.state_bytes if source == sources[-1] else min(want.state_bytes, first + share)
+        if end > first:
+            load[source] += end - first
+            transfers.append(
+                Transfer(state=want.state, source=source, target=want.target, first_byte=first, end_byte=end)
+            )
+        first = end
+    return transfers
+
+
+def _fill_level(loads: Sequence[int], amount: int) -> int:
+    """Return the level, rounded up, that the lowest of ``loads`` (ascending) reach when ``amount`` is poured in."""
+    return min(-(-(amount + total) // count) for count, total in enumerate(accumulate(loads), start=1))
+
+
+def _check_held(problem: Problem, plan: Plan, held: Mapping[str, Sequence[int]]) -> None:
+    names = {layer.name for layer in problem.profile.layers}
+    num_ranks = len(plan.slots)
+    for state, ranks in held.items():
+        if state not in names:
+            raise ValueError(f"held must name layers of the profile, got {state!r}; use the same profile everywhere")
+        if not all(0 <= rank < num_ranks for rank in ranks):
+            raise ValueError(
+                f"holders of {state!r} must be ranks 0 to {num_ranks - 1} of the new plan, got {list(ranks)}; "
+                f"leave out workers without a place in it"
+            )
