@@ -5,7 +5,6 @@ Reads ``events.jsonl`` and the final checkpoints. Must not import torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from safetensors import deserialize
 
 from resilient.errors import CheckpointError
 from resilient.events import read_events, steps_of
+from resilient.manifest import MANIFEST, read_manifest
 
 NOT_COMPARED: dict[str, Any] = dict.fromkeys(
     ("max_param_abs_diff", "max_param_rel_diff", "max_loss_abs_diff", "same_steps_and_samples")
@@ -51,20 +51,20 @@ def compare_runs(run_dir: Path | str, reference_dir: Path | str) -> dict[str, An
 
 def final_checkpoint(run_dir: Path | str) -> Path:
     """Return the newest complete checkpoint folder of a run."""
-    manifests = sorted(Path(run_dir).glob("checkpoints/step-*/manifest.json"))
+    manifests = sorted(Path(run_dir).glob(f"checkpoints/step-*/{MANIFEST}"))
     if not manifests:
         raise CheckpointError(f"{run_dir} must hold a checkpoint to compare, got none; let the run finish first")
     return manifests[-1].parent
 
 
 def _parameter_differences(folder: Path, reference_folder: Path) -> tuple[float, float]:
-    states = json.loads((folder / "manifest.json").read_text())["states"]
-    reference_states = json.loads((reference_folder / "manifest.json").read_text())["states"]
+    states = read_manifest(folder).states
+    reference_states = read_manifest(reference_folder).states
     _must_match(folder, reference_folder, states.keys(), reference_states.keys())
     absolute, relative = [0.0], [0.0]
     for name, state in states.items():
-        tensors = _parameters(folder / state["file"])
-        reference = _parameters(reference_folder / reference_states[name]["file"])
+        tensors = _parameters(folder / state.file)
+        reference = _parameters(reference_folder / reference_states[name].file)
         _must_match(folder, reference_folder, tensors.keys(), reference.keys())
         for key, expected in reference.items():
             if expected.size:

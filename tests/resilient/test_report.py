@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from resilient.compare import compare_runs
 from resilient.errors import CheckpointError
 from resilient.events import read_events
+from resilient.manifest import Manifest, SavedState, write_manifest
 from resilient.report import build_report, write_report
 
 
@@ -210,8 +211,8 @@ def write_run(folder, weight, losses=(4.0, 2.0), slot=0.0):
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run.events))
     tensors = {"weight": np.array(weight), "bias": np.zeros(2), "optimizer/exp_avg": np.array([slot])}
     save_file(tensors, checkpoint / "head.safetensors")
-    manifest = {"step": 2, "states": {"llm.head": {"file": "head.safetensors", "fingerprint": ""}}}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    saved = {"llm.head": SavedState(file="head.safetensors", fingerprint="")}
+    write_manifest(checkpoint, Manifest(step=2, digest="", states=saved))
     return folder
 
 

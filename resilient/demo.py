@@ -1,0 +1,148 @@
+"""``resilient demo``: train, kill a node in mid-step, let one join, and check that none of it changed the result.
+
+Owns what is done to the job and the verdict on it; the runs themselves are the launcher's. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from resilient.messages import Injection
+from resilient.report import PARTS, duration
+
+NUM_NODES = 5
+KILL_PHASES = ("forward", "backward", "reduce", "prepare", "commit")
+PARAM_TOLERANCE = 1e-9
+"""Largest accepted ``max_param_rel_diff``: float64, where only the order of summation differs."""
+LOSS_TOLERANCE = 1e-9
+_JOIN_DELAY_STEPS = 3
+_MIN_STEPS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What happens to the job; a function of the seed and the number of steps.
+
+    Args:
+        num_steps: Steps to train.
+        kill: The failure.
+        join_delay_steps: Steps from the recovery to the start of another node.
+    """
+
+    num_steps: int
+    kill: Injection
+    join_delay_steps: int = _JOIN_DELAY_STEPS
+
+
+def choose_scenario(seed: int, num_steps: int) -> Scenario:
+    """Draw which node dies where, in the second fifth of the run so that a join has time to follow.
+
+    Raises:
+        ValueError: If ``num_steps`` leaves no room for a failure and a join.
+    """
+    if num_steps < _MIN_STEPS:
+        raise ValueError(f"steps must be at least {_MIN_STEPS} for a failure and a join to fit in, got {num_steps}")
+    rng = random.Random(seed)
+    kill = Injection(
+        node=rng.randrange(NUM_NODES),
+        at_step=rng.randint(num_steps // 5, 2 * num_steps // 5),
+        at_phase=rng.choice(KILL_PHASES),
+    )
+    return Scenario(num_steps=num_steps, kill=kill)
+
+
+def example_script() -> Path:
+    """Return the path of ``digits_vlm.py``, which is part of the package."""
+    return Path(str(files("resilient.examples") / "digits_vlm.py"))
+
+
+def judge(report: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with a demo's report: nothing, if the failure and the join did no harm."""
+    recoveries, joins = report["recoveries"], report["joins"]
+    restarted = sum(change["restarted_workers"] for change in (*recoveries, *joins))
+    lost_steps = max((recovery["lost_steps"] for recovery in recoveries), default=0)
+    lost_by_joins = sum(join["lost_steps"] for join in joins)
+    checks = [
+        (report["exit"]["code"] == 0, f"the run must finish, got: {report['exit']['reason']}"),
+        (bool(recoveries), "a failure must happen and be recovered from, got none"),
+        (bool(joins), "a node must join, got none: it was not ready before the last step, use more --steps"),
+        (restarted == 0, f"no surviving worker may be restarted, got {restarted}"),
+        (lost_steps <= 1, f"a failure must cost at most 1 step, got {lost_steps}"),
+        (lost_by_joins == 0, f"a join must cost no step, got {lost_by_joins}"),
+        (
+            report["same_steps_and_samples"] is True,
+            "both runs must train the same samples in the same steps, got others",
+        ),
+        _within(report, "max_loss_abs_diff", LOSS_TOLERANCE),
+        _within(report, "max_param_rel_diff", PARAM_TOLERANCE),
+    ]
+    return [reason for holds, reason in checks if not holds]
+
+
+def _within(report: Mapping[str, Any], key: str, tolerance: float) -> tuple[bool, str]:
+    value = report[key]
+    # "<=" is false for NaN.
+    return value is not None and value <= tolerance, f"{key} must be at most {tolerance:g}, got {value}"
+
+
+def summary(report: Mapping[str, Any]) -> Table:
+    """Return the table a demo ends with."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for recovery in report["recoveries"]:
+        parts = ", ".join(f"{p} {duration(recovery[f'{p}_ms'])}" for p in PARTS if recovery[f"{p}_ms"] is not None)
+        table.add_row(f"failure in step {recovery['step']}", recovery["cause"])
+        table.add_row("  recovered in", f"{duration(recovery['total_ms'])} ({parts})")
+        table.add_row("  steps redone", str(recovery["lost_steps"]))
+        table.add_row("  state copied", f"{recovery['bytes_copied'] / 1e6:.1f} MB")
+        table.add_row("  workers restarted", str(recovery["restarted_workers"]))
+    for join in report["joins"]:
+        names = ", ".join(f"node {node}" for node in join["nodes"])
+        pause = "unknown" if join["pause_ms"] is None else duration(join["pause_ms"])
+        table.add_row(f"join before step {join['step']}", names)
+        table.add_row("  training paused for", f"{pause}, {join['lost_steps']} steps lost")
+    table.add_row("final loss", _value(report["final_loss"], ".6f"))
+    table.add_row("throughput", f"{_value(report['throughput_samples_per_s'], '.0f')} samples/s")
+    for name, value in report["notes"].items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    for key, label in (("max_loss_abs_diff", "loss"), ("max_param_rel_diff", "parameters, relative")):
+        table.add_row(f"off the failure-free run: {label}", _value(report[key], ".1e"))
+    return table
+
+
+def _value(value: float | None, form: str) -> str:
+    return "unknown" if value is None else format(value, form)
+
+
+def show_verdict(report: Mapping[str, Any], run_directory: Path, console: Console) -> int:
+    """Print summary and verdict and return the exit code: 0 if the demo passed, else 1."""
+    reasons = judge(report)
+    console.print()
+    console.print(summary(report))
+    console.print()
+    for name in ("events.jsonl", "report.json", "report.png"):
+        console.print(Text(f"  {run_directory / name}"), soft_wrap=True)
+    console.print()
+    if reasons:
+        console.print(Text("FAILED", style="bold red"))
+        for reason in reasons:
+            console.print(Text(f"  {reason}"), soft_wrap=True)
+        return 1
+    console.print(
+        Text.assemble(
+            ("PASSED", "bold green"),
+            f"  no worker restarted, at most one step redone, the join lost none; parameters equal the failure-free "
+            f"run's within {PARAM_TOLERANCE:g} (relative, float64)",
+        )
+    )
+    return 0
