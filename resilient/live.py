@@ -26,7 +26,13 @@ from resilient.status import JobStatus, Message, NodeStatus, count
 _TONES = {"bad": "bold red", "good": "green", "note": "cyan", "plain": ""}
 _PHASES = {"training": "green", "recovering": "bold red", "changing": "yellow", "finished": "green", "stopped": "red"}
 _STATES = {"training": "green", "lost": "red", "leaving": "yellow", "joining": "yellow", "ready": "cyan", "left": "dim"}
-_STAGE_COLOURS = ("on dark_blue", "on dark_green", "on purple4", "on dark_red", "on grey30")
+_STAGE_COLOURS = (
+    "white on dark_blue",
+    "white on dark_green",
+    "white on purple4",
+    "white on dark_red",
+    "white on grey30",
+)
 _MAX_MESSAGES = 8
 _REFRESH_PER_SECOND = 8
 _PLAIN_STEP_INTERVAL_S = 1.0
