@@ -32,7 +32,7 @@ from resilient.errors import SampleError
 from resilient.models.layer import assemble, initialize_layer
 from resilient.models.multimodal import EncoderModule, MultimodalModule
 
-TEXT = {
+TEXT: dict[str, Any] = {
     "vocab_size": 20,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -44,7 +44,7 @@ TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-VISION = {
+VISION: dict[str, Any] = {
     "hidden_size": 12,
     "intermediate_size": 20,
     "num_hidden_layers": 2,
@@ -54,7 +54,7 @@ VISION = {
     "num_channels": 1,
     "initializer_range": 0.2,
 }
-LANGUAGE_MODELS = {
+LANGUAGE_MODELS: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**TEXT, tie_word_embeddings=False)),
     "llama tied": (LlamaForCausalLM, LlamaConfig(**TEXT, tie_word_embeddings=True)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**TEXT)),
@@ -66,7 +66,7 @@ LANGUAGE_MODELS = {
     "mistral": (MistralForCausalLM, MistralConfig(**TEXT, sliding_window=None)),
     "mistral sliding": (MistralForCausalLM, MistralConfig(**TEXT, sliding_window=3)),
 }
-VISION_MODELS = {
+VISION_MODELS: dict[str, tuple[Any, Any]] = {
     "vit": (ViTModel, ViTConfig(**VISION)),
     "siglip": (SiglipVisionModel, SiglipVisionConfig(**VISION)),
     "clip": (CLIPVisionModel, CLIPVisionConfig(**VISION)),
@@ -353,8 +353,8 @@ def test_live_model_is_refused_with_the_fix() -> None:
     [
         (
             lambda: EncoderModule(ViTConfig(**VISION, hidden_dropout_prob=0.1), placeholder_id=3),
-            "hidden_dropout_prob of encoder must be 0, got 0.1; set it to 0: a step that is redone after a failure must "
-            "compute the same gradient",
+            "hidden_dropout_prob of encoder must be 0, got 0.1; set it to 0: a step that is redone after a failure "
+            "must compute the same gradient",
         ),
         (
             lambda: EncoderModule("/nowhere", placeholder_id=3),
