@@ -6,7 +6,7 @@ Owns what is done to the job and the verdict on it; the runs themselves are the 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from resilient.events import Event
 from resilient.messages import Injection
 from resilient.report import PARTS, duration
 
@@ -58,6 +59,32 @@ def choose_scenario(seed: int, num_steps: int) -> Scenario:
         at_phase=rng.choice(KILL_PHASES),
     )
     return Scenario(num_steps=num_steps, kill=kill)
+
+
+class Director:
+    """Starts another node some steps after the recovery.
+
+    Args:
+        scenario: When to.
+        add_node: Starts a node; called once.
+    """
+
+    def __init__(self, scenario: Scenario, add_node: Callable[[], None]) -> None:
+        self._delay_steps = scenario.join_delay_steps
+        self._add_node = add_node
+        self._recovering: int | None = None
+        self._join_at: int | None = None
+        self._done = False
+
+    def on_event(self, event: Event) -> None:
+        """Follow the run; give every event, in order."""
+        if event["kind"] == "generation" and event["cause"] == "failure":
+            self._recovering = event["generation"]
+        elif event["kind"] == "step" and self._recovering is not None and event["generation"] >= self._recovering:
+            self._join_at = event["step"] + self._delay_steps if self._join_at is None else self._join_at
+            if not self._done and event["step"] >= self._join_at:
+                self._done = True
+                self._add_node()
 
 
 def example_script() -> Path:

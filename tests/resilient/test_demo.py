@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 
 import pytest
-from made_up import failure_and_join
+from made_up import Run, failure_and_join
 from rich.console import Console
 
-from resilient.demo import KILL_PHASES, NUM_NODES, choose_scenario, example_script, judge, show_verdict
+from resilient.demo import KILL_PHASES, NUM_NODES, Director, choose_scenario, example_script, judge, show_verdict
 from resilient.report import build_report
 
 
@@ -38,6 +38,24 @@ def test_scenario_depends_on_the_seed_alone_and_varies_with_it():
 def test_scenario_of_too_few_steps_is_refused():
     with pytest.raises(ValueError, match="steps must be at least 20 for a failure and a join to fit in, got 5"):
         choose_scenario(0, 5)
+
+
+def test_director_adds_one_node_some_steps_after_the_recovery():
+    run = Run(num_steps=12)
+    run.generation(0, 1, "start", 0, [0, 1, 2])
+    director_steps = []
+    seen = 0
+    director = Director(choose_scenario(0, 40), lambda: director_steps.append(seen))
+    for step in range(1, 5):
+        run.step(100 * step, step)
+    run.generation(450, 2, "failure", 4, [0, 2], lost_steps=1)
+    run.step(460, 5, generation=1)
+    for step in range(5, 13):
+        run.step(100 * step, step)
+    for event in run.events:
+        seen = event.get("step", seen)
+        director.on_event(event)
+    assert director_steps == [8]
 
 
 def test_example_script_is_part_of_the_package():
