@@ -21,22 +21,28 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 
 
 class Rotary:
-    """Rotary position embeddings of positions 0, 1, ...; shared by the blocks of a process, part of no state."""
+    """Rotary position embeddings of positions 0, 1, ...; shared by the blocks of a process, part of no state.
+
+    Keeps the last microbatch's, which all blocks of a forward pass ask for.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._tables: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+        self._last: tuple[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] | None = None
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines ``[1, seq, head_dim]`` for ``hidden [microbatch, seq, hidden]``."""
         key = (hidden.shape[1], hidden.dtype, hidden.device)
-        if key not in self._tables:
-            family = self._source.family
-            (embedding,) = modeling(family, FAMILIES[family] + "RotaryEmbedding")
-            positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-            with hidden.device:
-                self._tables[key] = embedding(self._source.config)(hidden, positions)
-        return self._tables[key]
+        if self._last is not None and self._last[0] == key:
+            return self._last[1]
+        family = self._source.family
+        (embedding,) = modeling(family, FAMILIES[family] + "RotaryEmbedding")
+        # tensors made in inference mode could not be used in training later
+        with torch.inference_mode(False), hidden.device:
+            positions = torch.arange(hidden.shape[1])[None]
+            tables = embedding(self._source.config)(torch.empty(0, dtype=hidden.dtype), positions)
+        self._last = (key, tables)
+        return tables
 
 
 class LanguageEmbed(Layer):

@@ -108,7 +108,6 @@ def resolve(given: Any, argument: str, families: Collection[str]) -> Source:
             f"{argument} must be of a supported family ({supported}), got {whole} ({type(source.config).__name__}); "
             "pass a config or a checkpoint folder of one of them"
         )
-    _refuse_dropout(source.config, argument)
     source.config._attn_implementation = "sdpa"
     return source
 
@@ -120,15 +119,6 @@ def _from_folder(folder: Path, argument: str) -> Source:
             "write one with model.save_pretrained(folder)"
         )
     return Source(AutoConfig.from_pretrained(folder, local_files_only=True), Weights(folder))
-
-
-def _refuse_dropout(config: PretrainedConfig, argument: str) -> None:
-    for name, value in config.to_dict().items():
-        if "dropout" in name and isinstance(value, float) and value > 0:
-            raise ValueError(
-                f"{name} of {argument} must be 0, got {value}; set it to 0: a step that is redone after a failure "
-                "must compute the same gradient"
-            )
 
 
 def modeling(family: str, *names: str) -> tuple[Any, ...]:

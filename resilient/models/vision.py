@@ -31,6 +31,7 @@ class Family:
         pre_norm, post_norm: Norms of its model before and after the blocks.
         blocks: Name of its list of blocks in checkpoints.
         renames: Parts of tensor names in version 5 -> in checkpoints.
+        arguments: What its blocks need in version 4 besides hidden state and mask.
     """
 
     module: str
@@ -44,6 +45,7 @@ class Family:
     post_norm: str | None = None
     blocks: str = "encoder.layers"
     renames: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 FAMILIES = {
@@ -84,6 +86,7 @@ FAMILIES = {
         positions="position_embedding.weight",
         class_token="class_embedding",
         pre_norm="pre_layrnorm",
+        arguments={"causal_attention_mask": None},
     ),
 }
 """model_type -> how to cut it."""
@@ -151,6 +154,7 @@ class VisionBlock(Layer):
         family = FAMILIES[source.family]
         (block,) = modeling(family.module, family.block)
         self.block = block(source.config)
+        self.arguments = family.arguments
         self.unit = name
         self.patch_size = pair(source.config.patch_size)
 
@@ -160,7 +164,7 @@ class VisionBlock(Layer):
         keys = nn.functional.pad(valid, (hidden.shape[1] - valid.shape[1], 0), value=True)
         keys = keys | (torch.arange(keys.shape[1], device=keys.device) == 0)  # an empty row would give nan
         mask = keys[:, None, None, :].expand(-1, -1, keys.shape[1], -1)
-        return {**carry, f"{self.unit}.hidden": first(self.block(hidden, mask))}
+        return {**carry, f"{self.unit}.hidden": first(self.block(hidden, mask, **self.arguments))}
 
 
 class Projector(Layer):
