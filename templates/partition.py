@@ -3,7 +3,7 @@
 Objective: the slowest stage takes the least time. All partitions have the same sum, so this makes the step
 ``sum(t) + (N - 1) max(t)`` shortest for every number N of microbatches. Among those, the stage times are as even as can
 be (least sum of squares); among those, later stages have more layers. Times are compared in whole nanoseconds, so that
-sums are exact and every machine finds the same template; a layer counts for at least one.
+sums are exact and every machine finds the same template. Layers that all take no time count for one each.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def plan_templates(problem: Problem, sizes: Iterable[int]) -> dict[int, Pipeline
 
 def _range_times(layers: Sequence[LayerProfile]) -> npt.NDArray[np.float64]:
     """Return ``times[i, j]``, the nanoseconds of layers i .. j - 1; infinite where i >= j. [layers + 1, layers + 1]"""
-    costs = [max(1, nanoseconds(layer.forward_ms + layer.backward_ms)) for layer in layers]
+    costs = [nanoseconds(layer.forward_ms + layer.backward_ms) for layer in layers]
+    if not any(costs):
+        costs = [1] * len(layers)
     starts = np.concatenate(([0], np.cumsum(costs, dtype=np.int64))).astype(np.float64)
     times = starts[None, :] - starts[:, None]
     times[np.tril_indices(len(starts))] = math.inf
