@@ -16,11 +16,11 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from resilient.errors import CommunicationError
 
@@ -164,10 +164,13 @@ class GlooCommunicator:
         self._peer_ports = {int(store.get(f"port/{peer}")) for peer in range(size) if peer != rank}
 
     def _build(self, store: Store, group: Group, timeout_s: float) -> ProcessGroupGloo:
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [self._device]
         options._timeout = timedelta(seconds=timeout_s)
         return ProcessGroupGloo(store, group.index(self.rank), len(group), options)
+
+    def _group(self, group: Group) -> Any:  # torch's stubs leave out the operations of a backend used by itself
+        return self._groups[group]
 
     def check(self) -> None:
         """Raise when the generation was aborted."""
@@ -183,17 +186,17 @@ class GlooCommunicator:
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Pending:
         staged = tensor.cpu()
-        return self._issue(lambda: self._groups[self._world].send([staged], target, tag), staged, None)
+        return self._issue(lambda: self._group(self._world).send([staged], target, tag), staged, None)
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> Pending:
         staged = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
         landing = None if staged is tensor else tensor
-        return self._issue(lambda: self._groups[self._world].recv([staged], source, tag), staged, landing)
+        return self._issue(lambda: self._group(self._world).recv([staged], source, tag), staged, landing)
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
         staged = tensor.cpu()
         landing = None if staged is tensor else tensor
-        return self._issue(lambda: self._groups[group].allreduce([staged]), staged, landing)
+        return self._issue(lambda: self._group(group).allreduce([staged]), staged, landing)
 
     def _issue(self, start: Callable[[], object], staged: Tensor, landing: Tensor | None) -> Pending:
         self.check()
@@ -292,7 +295,7 @@ def _listening_ports() -> set[int]:
 
 
 def _shut_down_connections(own_port: int, peer_ports: set[int]) -> None:
-    """Shut down the connections accepted on ``own_port`` or made to ``peer_ports``; never a listener (that kills gloo)."""
+    """Shut down connections accepted on ``own_port`` or made to ``peer_ports``; never a listener: that kills gloo."""
     for sock in _sockets():
         with sock:
             try:

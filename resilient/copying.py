@@ -40,7 +40,13 @@ def copy_states(comm: Communicator, transfers: Sequence[Transfer], states: Mappi
             window = states[piece.state].bytes[piece.first_byte : piece.end_byte]
             expected = torch.zeros(1, dtype=torch.int64)
             incoming.append(
-                (piece, window, expected, comm.recv(window, piece.source, 2 * tag), comm.recv(expected, piece.source, 2 * tag + 1))
+                (
+                    piece,
+                    window,
+                    expected,
+                    comm.recv(window, piece.source, 2 * tag),
+                    comm.recv(expected, piece.source, 2 * tag + 1),
+                )
             )
     outgoing: list[Pending] = []
     for tag, piece in pieces:

@@ -6,20 +6,19 @@ stage's, messages are the wire's, sums are the gradient sync's.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from resilient import wire
-from resilient.comm import Communicator, Pending
+from resilient.comm import Pending
 from resilient.faults import Faults
 from resilient.models.layer import Batch, Carry
 from resilient.stage import Stage
 from resilient.sync import GradientSync
 from resilient.templates.schedule import Action, Op
+from resilient.wire import Downstream, Upstream, signature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +45,8 @@ class Executor:
         actions: The stage's actions, in order.
         stage: Computes.
         sync: Sums gradients.
-        comm: The generation's groups.
-        previous_rank: Rank of the stage before; unused on the first.
-        next_rank: Rank of the stage after; unused on the last.
-        device: Where received tensors go.
+        upstream: The border to the stage before; unused on the first.
+        downstream: The border to the stage after; unused on the last.
         faults: Told of every phase.
     """
 
@@ -59,22 +56,20 @@ class Executor:
         actions: Sequence[Action],
         stage: Stage,
         sync: GradientSync,
-        comm: Communicator,
-        previous_rank: int,
-        next_rank: int,
-        device: torch.device,
+        upstream: Upstream,
+        downstream: Downstream,
         faults: Faults,
     ) -> None:
         self._actions = tuple(actions)
         self._stage = stage
         self._sync = sync
-        self._comm = comm
-        self._previous_rank = previous_rank
-        self._next_rank = next_rank
-        self._device = device
+        self._upstream = upstream
+        self._downstream = downstream
         self._faults = faults
         backwards = [action for action in self._actions if action.op is Op.BACKWARD]
         self._last_backward = backwards[-1] if backwards else None
+        receipts = [action.index for action in self._actions if action.op is Op.RECV_F]
+        self._next_receipt = dict(zip(receipts, receipts[1:], strict=False))
         self._run = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -92,29 +87,29 @@ class Executor:
             CommunicationError: The step is given up; gradients are to be dropped.
         """
         self._work = work
+        self._batches: dict[int, Batch] = {}
         self._received: dict[int, Carry] = {}
         self._sent: dict[int, Carry] = {}
         self._gradients_in: dict[int, dict[str, Tensor]] = {}
         self._gradients_out: dict[int, dict[str, Tensor]] = {}
-        self._sends: deque[Pending] = deque()
+        self._carry_sends: dict[int, list[Pending]] = {}
+        self._gradient_sends: list[Pending] = []
         self._loss = torch.zeros((), dtype=torch.float64)
         self._stage.begin()
         self._sync.begin()
         for action in self._actions:
             self._run[action.op](action)
-        while self._sends:
-            self._sends.popleft().wait()
+        _wait(self._gradient_sends)
         return self._loss
 
     def _forward(self, action: Action) -> None:
         self._faults.reach("forward", self._work.step)
-        position = self._work.first_position + action.index
         carry, loss = self._stage.forward(
             action.index,
             self._received.pop(action.index, {}),
-            self._work.batch(position),
+            self._batch(action.index),
             step=self._work.step,
-            position=position,
+            position=self._work.first_position + action.index,
             num_targets=self._work.num_targets,
         )
         if loss is None:
@@ -126,24 +121,41 @@ class Executor:
         self._faults.reach("backward", self._work.step)
         if action is self._last_backward:
             self._sync.arm()
-        self._sent.pop(action.index, None)
         gradients = self._gradients_in.pop(action.index, {})
         self._gradients_out[action.index] = self._stage.backward(action.index, gradients)
+        del self._batches[action.index]
 
     def _send_f(self, action: Action) -> None:
-        self._sends += wire.send_carry(self._comm, self._sent[action.index], self._next_rank, action.index)
+        carry = self._sent.pop(action.index)
+        shapes = signature(self._batch(action.index))
+        self._carry_sends[action.index] = self._downstream.send(carry, action.index, shapes)
 
     def _recv_f(self, action: Action) -> None:
-        self._received[action.index] = wire.recv_carry(self._comm, self._previous_rank, action.index, self._device)
+        shapes = signature(self._batch(action.index))
+        self._received[action.index] = self._upstream.receive(action.index, shapes)
+        following = self._next_receipt.get(action.index)
+        if following is not None:
+            self._upstream.post(following, signature(self._batch(following)))
 
     def _send_b(self, action: Action) -> None:
-        gradients = self._gradients_out.pop(action.index)
-        self._sends += wire.send_gradients(self._comm, gradients, self._previous_rank, action.index)
+        # The stage before got ready for them when it sent the carry: waiting for the last ones frees memory, not time.
+        _wait(self._gradient_sends)
+        self._gradient_sends = self._upstream.send(self._gradients_out.pop(action.index), action.index)
 
     def _recv_b(self, action: Action) -> None:
-        carry = self._sent[action.index]
-        self._gradients_in[action.index] = wire.recv_gradients(self._comm, carry, self._next_rank, action.index)
+        self._gradients_in[action.index] = self._downstream.receive(action.index)
+        _wait(self._carry_sends.pop(action.index))  # the stage after has used the carry
 
     def _reduce(self, action: Action) -> None:
         self._faults.reach("reduce", self._work.step)
         self._sync.wait(action.index)
+
+    def _batch(self, microbatch: int) -> Batch:
+        if microbatch not in self._batches:
+            self._batches[microbatch] = self._work.batch(self._work.first_position + microbatch)
+        return self._batches[microbatch]
+
+
+def _wait(sends: Sequence[Pending]) -> None:
+    for work in sends:
+        work.wait()

@@ -51,7 +51,9 @@ class Job:
         _check("min_pipeline_nodes", self.min_pipeline_nodes, 1, "a pipeline has at least one node")
         _check("checkpoint_every", self.checkpoint_every, 0, "0 means at the end only")
         if self.precision not in PRECISIONS:
-            raise ValueError(f"precision must be one of {sorted(PRECISIONS)}, got {self.precision!r}; choose one of them")
+            raise ValueError(
+                f"precision must be one of {sorted(PRECISIONS)}, got {self.precision!r}; choose one of them"
+            )
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be > 0, got {self.clip_grad_norm}; pass None not to clip")
         if len(self.dataset) == 0:

@@ -9,8 +9,6 @@ coordinator knows who speaks. Coordinator messages for workers travel wrapped in
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
 
 from resilient.templates.plan import Plan

@@ -7,6 +7,7 @@ the missing states come from (peers, initial values, a checkpoint).
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from resilient import checkpoint
@@ -18,12 +19,14 @@ from resilient.faults import Faults
 from resilient.fence import Fence
 from resilient.job import Job
 from resilient.messages import Generation, Installed
+from resilient.models.layer import Batch
 from resilient.stage import Stage, StageLayer
 from resilient.state import LayerState, Layout, bind
 from resilient.sync import GradientSync
 from resilient.templates.plan import Plan, Slot
 from resilient.templates.profile import ModelProfile
-from resilient.templates.schedule import one_f_one_b
+from resilient.templates.schedule import Action, one_f_one_b
+from resilient.wire import Downstream, Upstream
 
 INIT = "init"
 """The source of states that are still at their initial values."""
@@ -41,10 +44,10 @@ class Session:
     sync: GradientSync
     holders: dict[str, tuple[int, ...]]
 
-    def work(self, step: int, num_targets: int, batch: object) -> StepWork:
+    def work(self, step: int, num_targets: int, batch: Callable[[int], Batch]) -> StepWork:
         """Return what the step is for this worker's pipeline; ``batch`` loads a microbatch by position."""
         positions = self.plan.microbatches(self.slot.pipeline_index)
-        return StepWork(step=step, num_targets=num_targets, first_position=positions.start, batch=batch)  # type: ignore[arg-type]
+        return StepWork(step=step, num_targets=num_targets, first_position=positions.start, batch=batch)
 
     def counted(self, state: str) -> bool:
         """Tell whether this rank counts the state in sums over the whole model."""
@@ -175,10 +178,8 @@ class Installer:
             actions=self._actions(message.plan, slot),
             stage=stage,
             sync=sync,
-            comm=comm,
-            previous_rank=slot.rank - 1,
-            next_rank=slot.rank + 1,
-            device=job.device,
+            upstream=Upstream(comm, slot.rank - 1, job.device),
+            downstream=Downstream(comm, slot.rank + 1),
             faults=self._faults,
         )
         return Session(
@@ -191,7 +192,7 @@ class Installer:
             holders=holders,
         )
 
-    def _actions(self, plan: Plan, slot: Slot):  # noqa: ANN202
+    def _actions(self, plan: Plan, slot: Slot) -> tuple[Action, ...]:
         pipeline = plan.pipelines[slot.pipeline_index]
         states = [
             [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 from resilient.manifest import Manifest, SavedState, folder, read_manifest, write_manifest
 from resilient.messages import (

@@ -31,7 +31,9 @@ class GradientSync:
         self._states = states
         self._groups = groups
         self._order = [
-            index for index in sorted(states, reverse=True) if states[index].layout.num_trainable and len(groups[index]) > 1
+            index
+            for index in sorted(states, reverse=True)
+            if states[index].layout.num_trainable and len(groups[index]) > 1
         ]
         self._missing: dict[int, int] = {}
         self._num_started = 0

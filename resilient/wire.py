@@ -1,20 +1,27 @@
-"""Carries and gradients between neighbouring stages: a fixed-size header that describes the tensors, then the tensors.
+"""Carries and gradients between neighbouring stages.
 
-Shapes vary from microbatch to microbatch (packed samples, images of any size), so they travel with the data.
+Owns what is sent and when its receipt is posted. Shapes vary from microbatch to microbatch, but depend on the shapes
+of the microbatch's tensors alone (see :class:`resilient.models.layer.Layer`), and every stage knows those. So a header
+that describes the tensors travels only with the first microbatch of its shapes; later ones can be received ahead of
+time, which takes the latency of the transport out of the step.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import msgspec
 import torch
 from torch import Tensor
 
 from resilient.comm import Communicator, Pending
-from resilient.models.layer import Carry
+from resilient.models.layer import Batch, Carry
 
-HEADER_BYTES = 1024
+_HEADER_BYTES = 1024
 _MAX_TENSORS = 32
 _HEADER, _FORWARD, _BACKWARD = range(3)
+
+Signature = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 
 class _Described(msgspec.Struct, frozen=True, array_like=True):
@@ -24,73 +31,145 @@ class _Described(msgspec.Struct, frozen=True, array_like=True):
     wants_gradient: bool
 
 
-_decode = msgspec.msgpack.Decoder(tuple[_Described, ...]).decode
+_Description = tuple[_Described, ...]
+_decode = msgspec.msgpack.Decoder(_Description).decode
+
+
+@dataclass(frozen=True)
+class _Posted:
+    description: _Description
+    carry: Carry
+    pending: tuple[Pending, ...]
+
+
+def signature(batch: Batch) -> Signature:
+    """Return the shapes of a microbatch: what the shapes of all carries depend on."""
+    return tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items())
 
 
 def _tag(microbatch: int, kind: int, position: int = 0) -> int:
     return (microbatch * 3 + kind) * _MAX_TENSORS + position
 
 
-def send_carry(comm: Communicator, carry: Carry, target: int, microbatch: int) -> list[Pending]:
-    """Send a carry to the next stage.
+class Upstream:
+    """The border to the stage before: carries come in, their gradients go out.
 
-    Raises:
-        ValueError: The carry has more or longer-named tensors than a header holds.
+    Args:
+        comm: The generation's groups.
+        rank: Rank of the stage before.
+        device: Where received tensors go.
     """
-    described = tuple(
-        _Described(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.requires_grad)
-        for name, tensor in carry.items()
-    )
-    text = msgspec.msgpack.encode(described)
-    if len(carry) > _MAX_TENSORS or len(text) > HEADER_BYTES:
-        raise ValueError(
-            f"a carry must hold at most {_MAX_TENSORS} tensors described in {HEADER_BYTES} bytes, got "
-            f"{len(carry)} tensors in {len(text)} bytes; carry fewer tensors between layers"
+
+    def __init__(self, comm: Communicator, rank: int, device: torch.device) -> None:
+        self._comm = comm
+        self._rank = rank
+        self._device = device
+        self._known: dict[Signature, _Description] = {}
+        self._posted: dict[int, _Posted] = {}
+
+    def post(self, microbatch: int, shapes: Signature) -> None:
+        """Get ready for a carry before it is needed, if its shapes are known."""
+        if shapes in self._known and microbatch not in self._posted:
+            self._post(microbatch, self._known[shapes])
+
+    def receive(self, microbatch: int, shapes: Signature) -> Carry:
+        """Return a carry; its tensors are leaves that require a gradient where one is wanted."""
+        if shapes not in self._known:
+            header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+            self._comm.recv(header, self._rank, _tag(microbatch, _HEADER)).wait()
+            self._known[shapes] = _decode(header.numpy().tobytes().rstrip(b"\0"))  # ends with a bool, never with a zero
+        self.post(microbatch, shapes)
+        posted = self._posted.pop(microbatch)
+        for work in posted.pending:
+            work.wait()
+        for item in posted.description:
+            posted.carry[item.name].requires_grad_(item.wants_gradient)
+        return posted.carry
+
+    def send(self, gradients: dict[str, Tensor], microbatch: int) -> list[Pending]:
+        """Send the gradients of a received carry back."""
+        return [
+            self._comm.send(tensor.contiguous(), self._rank, _tag(microbatch, _BACKWARD, position))
+            for position, tensor in enumerate(gradients.values())
+        ]
+
+    def _post(self, microbatch: int, description: _Description) -> None:
+        carry = {
+            item.name: torch.empty(item.shape, dtype=getattr(torch, item.dtype), device=self._device)
+            for item in description
+        }
+        pending = tuple(
+            self._comm.recv(tensor, self._rank, _tag(microbatch, _FORWARD, position))
+            for position, tensor in enumerate(carry.values())
         )
-    header = torch.frombuffer(bytearray(text.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
-    pending = [comm.send(header, target, _tag(microbatch, _HEADER))]
-    for position, tensor in enumerate(carry.values()):
-        pending.append(comm.send(tensor.detach().contiguous(), target, _tag(microbatch, _FORWARD, position)))
-    return pending
+        self._posted[microbatch] = _Posted(description, carry, pending)
 
 
-def recv_carry(comm: Communicator, source: int, microbatch: int, device: torch.device) -> Carry:
-    """Receive a carry from the stage before; its tensors are leaves that require a gradient where it is wanted."""
-    header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-    comm.recv(header, source, _tag(microbatch, _HEADER)).wait()
-    described = _decode(header.numpy().tobytes().rstrip(b"\0"))  # the text ends with a bool, never with a zero byte
-    carry: Carry = {}
-    pending: list[Pending] = []
-    for position, item in enumerate(described):
-        tensor = torch.empty(item.shape, dtype=getattr(torch, item.dtype), device=device)
-        pending.append(comm.recv(tensor, source, _tag(microbatch, _FORWARD, position)))
-        carry[item.name] = tensor
-    for work in pending:
-        work.wait()
-    for item in described:
-        carry[item.name].requires_grad_(item.wants_gradient)
-    return carry
+class Downstream:
+    """The border to the stage after: carries go out, their gradients come in.
 
+    Args:
+        comm: The generation's groups.
+        rank: Rank of the stage after.
+    """
 
-def send_gradients(comm: Communicator, gradients: dict[str, Tensor], target: int, microbatch: int) -> list[Pending]:
-    """Send the gradients of a received carry back to the stage it came from."""
-    return [
-        comm.send(tensor.contiguous(), target, _tag(microbatch, _BACKWARD, position))
-        for position, tensor in enumerate(gradients.values())
-    ]
+    def __init__(self, comm: Communicator, rank: int) -> None:
+        self._comm = comm
+        self._rank = rank
+        self._known: dict[Signature, _Description] = {}
+        self._posted: dict[int, tuple[dict[str, Tensor], list[Pending]]] = {}
 
+    def send(self, carry: Carry, microbatch: int, shapes: Signature) -> list[Pending]:
+        """Send a carry, and get ready for its gradients.
 
-def recv_gradients(comm: Communicator, carry: Carry, source: int, microbatch: int) -> dict[str, Tensor]:
-    """Receive the gradients of the tensors of a sent carry that want one."""
-    gradients = {
-        name: torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        for name, tensor in carry.items()
-        if tensor.requires_grad
-    }
-    pending = [
-        comm.recv(tensor, source, _tag(microbatch, _BACKWARD, position))
-        for position, tensor in enumerate(gradients.values())
-    ]
-    for work in pending:
-        work.wait()
-    return gradients
+        Raises:
+            ValueError: The carry is too large to describe, or its shapes do not follow from the microbatch's.
+        """
+        description = tuple(
+            _Described(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.requires_grad)
+            for name, tensor in carry.items()
+        )
+        pending = [] if self._is_known(shapes, description) else [self._send_header(description, microbatch)]
+        for position, tensor in enumerate(carry.values()):
+            data = tensor.detach().contiguous()
+            pending.append(self._comm.send(data, self._rank, _tag(microbatch, _FORWARD, position)))
+        self._posted[microbatch] = self._post(carry, microbatch)
+        return pending
+
+    def receive(self, microbatch: int) -> dict[str, Tensor]:
+        """Return the gradients of those tensors of a sent carry that want one."""
+        gradients, pending = self._posted.pop(microbatch)
+        for work in pending:
+            work.wait()
+        return gradients
+
+    def _is_known(self, shapes: Signature, description: _Description) -> bool:
+        known = self._known.setdefault(shapes, description)
+        if known != description:
+            raise ValueError(
+                f"shapes of a carry must depend on the shapes of the microbatch alone, got {description} after {known} "
+                "for microbatches of equal shapes; pad to a size that follows from the inputs' shapes"
+            )
+        return known is not description
+
+    def _send_header(self, description: _Description, microbatch: int) -> Pending:
+        text = msgspec.msgpack.encode(description)
+        if len(description) > _MAX_TENSORS or len(text) > _HEADER_BYTES:
+            raise ValueError(
+                f"a carry must hold at most {_MAX_TENSORS} tensors described in {_HEADER_BYTES} bytes, got "
+                f"{len(description)} tensors in {len(text)} bytes; carry fewer tensors between layers"
+            )
+        header = torch.frombuffer(bytearray(text.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
+        return self._comm.send(header, self._rank, _tag(microbatch, _HEADER))
+
+    def _post(self, carry: Carry, microbatch: int) -> tuple[dict[str, Tensor], list[Pending]]:
+        gradients = {
+            name: torch.empty_like(tensor, requires_grad=False, memory_format=torch.contiguous_format)
+            for name, tensor in carry.items()
+            if tensor.requires_grad
+        }
+        pending = [
+            self._comm.recv(tensor, self._rank, _tag(microbatch, _BACKWARD, position))
+            for position, tensor in enumerate(gradients.values())
+        ]
+        return gradients, pending

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class Client(Protocol):
-    """The worker's way to the coordinator: :class:`resilient.control.AgentClient`, or a job of its own in one process."""
+    """The worker's way to the coordinator: :class:`resilient.control.AgentClient`, or a stand-in in one process."""
 
     run_directory: str
     on_regroup: Callable[[Regroup], None] | None
