@@ -39,15 +39,9 @@ def copy_states(comm: Communicator, transfers: Sequence[Transfer], states: Mappi
         if piece.target == comm.rank:
             window = states[piece.state].bytes[piece.first_byte : piece.end_byte]
             expected = torch.zeros(1, dtype=torch.int64)
-            incoming.append(
-                (
-                    piece,
-                    window,
-                    expected,
-                    comm.recv(window, piece.source, 2 * tag),
-                    comm.recv(expected, piece.source, 2 * tag + 1),
-                )
-            )
+            data = comm.recv(window, piece.source, 2 * tag)
+            proof = comm.recv(expected, piece.source, 2 * tag + 1)
+            incoming.append((piece, window, expected, data, proof))
     outgoing: list[Pending] = []
     for tag, piece in pieces:
         if piece.source == comm.rank:

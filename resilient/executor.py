@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ class Executor:
         backwards = [action for action in self._actions if action.op is Op.BACKWARD]
         self._last_backward = backwards[-1] if backwards else None
         receipts = [action.index for action in self._actions if action.op is Op.RECV_F]
-        self._next_receipt = dict(zip(receipts, receipts[1:], strict=False))
+        self._next_receipt = dict(pairwise(receipts))
         self._run = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,

@@ -83,7 +83,7 @@ class Job:
 
     def spec(self, layouts: dict[str, Layout]) -> JobSpec:
         """Describe the job to the coordinator."""
-        spec = JobSpec(
+        return JobSpec(
             profile=self._profile(layouts),
             global_batch=self.global_batch,
             microbatch=self.microbatch,
@@ -93,7 +93,6 @@ class Job:
             checkpoint_every=self.checkpoint_every,
             digest=self._digest(),
         )
-        return spec
 
     def _profile(self, layouts: dict[str, Layout]) -> ModelProfile:
         """Estimate the layers' costs from their matrix sizes; a backward is paid only where something trains."""

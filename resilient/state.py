@@ -154,7 +154,7 @@ class LayerState:
 
 def checksum(data: Tensor) -> int:
     """Return the CRC-32 of a byte tensor."""
-    return zlib.crc32(data.cpu().numpy())
+    return zlib.crc32(memoryview(data.cpu().numpy()))  # pyright: ignore[reportArgumentType]
 
 
 def bind(spec: LayerSpec, states: Mapping[str, LayerState], device: torch.device) -> nn.Module:

@@ -22,7 +22,7 @@ class GradientSync:
 
     Args:
         comm: The generation's groups.
-        states: State index -> state, for the states this worker trains.
+        states: State index -> state, for the states this worker trains (each has trainable parameters).
         groups: State index -> the ranks that hold it; a state with one holder needs no sum.
     """
 
@@ -30,11 +30,7 @@ class GradientSync:
         self._comm = comm
         self._states = states
         self._groups = groups
-        self._order = [
-            index
-            for index in sorted(states, reverse=True)
-            if states[index].layout.num_trainable and len(groups[index]) > 1
-        ]
+        self._order = [index for index in sorted(states, reverse=True) if len(groups[index]) > 1]
         self._missing: dict[int, int] = {}
         self._num_started = 0
         self._pending: dict[int, Pending] = {}

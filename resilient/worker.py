@@ -115,7 +115,7 @@ class Worker:
                 self._client.send(Report(generation=message.generation, progress=self._ledger.progress()))
             elif isinstance(message, Save):
                 self._save_and_stop(message)
-            else:
+            elif isinstance(message, Generation):
                 self._enter(message)
 
     def _enter(self, message: Generation) -> None:
