@@ -70,8 +70,8 @@ class PlainView:
 
     def on_event(self, event: Event) -> None:
         """Show one event; may be called from one thread at a time."""
-        if event["kind"] == "output":
-            self._console.print(event["text"], markup=False, highlight=False, soft_wrap=True)
+        if text := _verbatim(event):
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
         messages = self._status.apply(event)
         if event["kind"] == "step" and (messages or self._step_is_due(event)):
             self._line(event["time"], self._step_in_words(event), "")
@@ -117,9 +117,9 @@ class LiveView:
 
     def on_event(self, event: Event) -> None:
         """Show one event; may be called from one thread at a time."""
-        if event["kind"] == "output":
+        if text := _verbatim(event):
             # Not under the lock: printing waits for the refreshing thread, and that thread for the lock.
-            self._live.console.print(event["text"], markup=False, highlight=False)
+            self._live.console.print(text, markup=False, highlight=False)
         with self._lock:
             self._status.apply(event)
 
@@ -251,6 +251,11 @@ def sparkline(values: Sequence[float], width: int) -> str:
     means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     return "".join("▁▂▃▄▅▆▇█"[int(7.999 * (mean - low) / (high - low or 1.0))] for mean in means)
+
+
+def _verbatim(event: Event) -> str:
+    """What the script itself had to say: its output, or where it failed."""
+    return event["text"] if event["kind"] == "output" else event.get("traceback", "")
 
 
 def _clock(time: float) -> str:

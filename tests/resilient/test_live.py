@@ -45,7 +45,7 @@ def every_kind():
     run.generation(5120, 5, "failure", 41, [0, 3, 4])
     run.installed(5130, 5140)
     run.step(5200, 42)
-    run.add(5250, "failed", node=4, error="ValueError: sample 17 has no image")
+    run.add(5250, "failed", node=4, error="ValueError: sample 17 has no image", traceback="line 3, in f")
     run.add(5300, "stopped", exit_code=3, reason="2 nodes are missing", path=None)
     return run.events
 
@@ -121,6 +121,7 @@ def test_plain_view_renders_every_kind_of_event():
     text = plain_text(every_kind())
     assert "node 1 left, training paused for" in text
     assert "failure suspected: communication failed: peer closed" in text
+    assert "line 3, in f" in text
     assert "the script failed on node 4: ValueError: sample 17 has no image" in text
 
 
