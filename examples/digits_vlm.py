@@ -21,7 +21,6 @@ from transformers import LlamaConfig, ViTConfig
 
 import resilient as rs
 from resilient.data import IGNORED_LABEL, Sample, collate_multimodal
-from resilient.models.layer import WholeModel
 
 PAD, BOS, IMAGE, EOS, ZERO = 0, 1, 2, 3, 4
 """Tokens; digit d is ``ZERO + d``."""
@@ -113,7 +112,7 @@ def build_model(patch: int) -> rs.MultimodalModule:
 
 
 @torch.no_grad()
-def read_digits(model: WholeModel, dataset: DigitsDataset) -> float:
+def read_digits(model: torch.nn.Module, dataset: DigitsDataset) -> float:
     """Return the share of the data set's digits that greedy decoding reads right, given the images alone."""
     device = next(model.parameters()).device
     by_width: dict[int, list[Sample]] = {}

@@ -107,9 +107,9 @@ def valid_patches(batch: Batch, name: str, patch_size: tuple[int, int], device: 
     pixels = batch.get(f"{name}.pixels")
     if pixels is None:
         return torch.zeros(1, 1, dtype=torch.bool, device=device)
-    grid = batch[f"{name}.sizes"].to(device) // torch.tensor(patch_size, device=device)
-    rows = torch.arange(pixels.shape[-2] // patch_size[0], device=device) < grid[:, 0, None]
-    cols = torch.arange(pixels.shape[-1] // patch_size[1], device=device) < grid[:, 1, None]
+    sizes = batch[f"{name}.sizes"].to(device)
+    rows = torch.arange(0, pixels.shape[-2], patch_size[0], device=device) < sizes[:, 0, None]
+    cols = torch.arange(0, pixels.shape[-1], patch_size[1], device=device) < sizes[:, 1, None]
     return (rows[:, :, None] & cols[:, None, :]).flatten(1)
 
 
