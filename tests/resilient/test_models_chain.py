@@ -22,6 +22,8 @@ def squared(output: Tensor, batch: Batch) -> Tensor:
 class Scale(nn.Module):
     """A module with a parameter, a buffer outside the state dict, and no reset_parameters()."""
 
+    offset: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.rand(1))
