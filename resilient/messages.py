@@ -238,7 +238,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answer to ``Hello``: the node's number and what to start. ``fresh``: workers from before are fenced off,
-    the agent kills them and starts new ones."""
+    the agent kills them and starts new ones. ``num_nodes``: nodes the job was started with."""
 
     node: int
     fresh: bool
@@ -247,6 +247,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     directory: str
     run_directory: str
     heartbeat_s: float
+    num_nodes: int = 1
 
 
 class FromWorker(msgspec.Struct, frozen=True, kw_only=True, tag=True):

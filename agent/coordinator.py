@@ -1,0 +1,307 @@
+"""The coordinator: sockets, files and time around the membership machine.
+
+One port: ``GET /agent`` (WebSocket, node agents), ``POST /inject``, ``GET /status``; all with the job's token. Holds no
+training state and decides nothing: see :mod:`resilient.agent.membership`. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from resilient.agent import events as ev
+from resilient.agent.membership import EXIT_FAILED, Membership, Settings
+from resilient.manifest import write_manifest
+from resilient.messages import (
+    MAX_MESSAGE_BYTES,
+    PHASES,
+    FromAgentMessage,
+    FromWorker,
+    Health,
+    Hello,
+    Injection,
+    Leaving,
+    Shutdown,
+    ToAgentMessage,
+    ToWorkers,
+    decode_from_agent,
+    encode,
+)
+from resilient.templates.replan import prepare
+
+logger = logging.getLogger(__name__)
+
+_HELLO_TIMEOUT_S = 10.0
+_FAREWELL_TIMEOUT_S = 10.0
+_TICK_S = 0.5
+_MAX_BODY_BYTES = 1 << 20
+
+
+class Coordinator:
+    """Serves one job.
+
+    Args:
+        settings: The job.
+        token: What everybody must present.
+        on_event: Called with each event of the log, in the event loop; see ``events.jsonl``.
+    """
+
+    def __init__(self, settings: Settings, token: str, on_event: Callable[[dict[str, Any]], None]) -> None:
+        self.address = ""
+        self._settings = settings
+        self._token = token
+        self._on_event = on_event
+        self._machine = Membership(settings)
+        self._connections: dict[int, _Connection] = {}
+        self._num_nodes_seen = 0
+        self._health: dict[int, Health] = {}
+        self._log = Path(settings.run_directory) / "events.jsonl"
+        self._injections_read = 0
+        self._queue: deque[ev.Event] = deque()
+        self._is_pumping = False
+        self._stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._runner: web.AppRunner | None = None
+
+    # ------------------------------------------------------------ life
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen, and leave the address where other commands on this machine look for it."""
+        app = web.Application(middlewares=[self._authenticate], client_max_size=_MAX_BODY_BYTES)
+        app.add_routes(
+            [
+                web.get("/agent", self._serve_agent),
+                web.post("/inject", self._serve_inject),
+                web.get("/status", self._serve_status),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        bound_host, bound_port = self._runner.addresses[0][:2]
+        self.address = f"{bound_host}:{bound_port}"
+        _write_private(
+            Path(self._settings.run_directory) / "job.json",
+            json.dumps({"address": self.address, "token": self._token, "pid": os.getpid()}),
+        )
+        self._spawn(self._tick())
+
+    async def wait(self) -> int:
+        """Serve until the job is over; return its exit code."""
+        exit_code = await asyncio.shield(self._stopped)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._everybody_gone(), _FAREWELL_TIMEOUT_S)
+        return exit_code
+
+    async def close(self) -> None:
+        """Stop listening."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def feed(self, event: ev.Event) -> None:
+        """Give the machine an event and do what it says. Events that this causes come after it."""
+        self._queue.append(event)
+        if self._is_pumping:
+            return
+        self._is_pumping = True
+        try:
+            while self._queue:
+                for instruction in self._machine.handle(self._queue.popleft(), time.monotonic()):
+                    self._do(instruction)
+        finally:
+            self._is_pumping = False
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.feed(ev.Tick())
+
+    async def _everybody_gone(self) -> None:
+        await asyncio.gather(*(connection.closed.wait() for connection in self._connections.values()))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ------------------------------------------------------------ instructions
+
+    def _do(self, instruction: ev.Instruction) -> None:
+        match instruction:
+            case ev.Send(node=node, local_rank=local_rank, message=message):
+                self._tell(node, ToWorkers(message=message, local_rank=local_rank))
+            case ev.Tell(node=node, message=message):
+                self._tell(node, message)
+            case ev.Record(kind=kind, generation=generation, fields=fields):
+                if kind in ("detected", "node_lost"):
+                    self._copy_injections()
+                self._write_event({"time": time.time(), "kind": kind, "generation": generation, **fields})
+            case ev.WriteManifest(path=path, manifest=manifest):
+                try:
+                    write_manifest(path, manifest)
+                except OSError as error:
+                    self.feed(
+                        ev.StopWanted(exit_code=EXIT_FAILED, reason=f"cannot write the checkpoint {path}: {error}")
+                    )
+            case ev.PreparePlans(problem=problem, num_nodes=num_nodes):
+                self._spawn(asyncio.to_thread(prepare, problem, num_nodes))
+            case ev.Stop(exit_code=exit_code, reason=reason):
+                for node in list(self._connections):
+                    self._tell(node, Shutdown(exit_code=exit_code, reason=reason))
+                if not self._stopped.done():
+                    self._stopped.set_result(exit_code)
+
+    def _tell(self, node: int, message: ToAgentMessage) -> None:
+        connection = self._connections.get(node)
+        if connection is not None:
+            connection.outbox.put_nowait(encode(message))
+
+    def _write_event(self, event: dict[str, Any]) -> None:
+        with self._log.open("ab") as file:
+            file.write(msgspec.json.encode(event) + b"\n")
+        self._on_event(event)
+
+    def _copy_injections(self) -> None:
+        """Bring the lines that dying processes left behind into the event log."""
+        try:
+            lines = (self._log.parent / "injections.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return
+        for line in lines[self._injections_read :]:
+            self._write_event({"kind": "injected", "generation": self._machine.generation, **json.loads(line)})
+        self._injections_read = len(lines)
+
+    # ------------------------------------------------------------ HTTP
+
+    @web.middleware
+    async def _authenticate(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        presented = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(presented.encode(), f"Bearer {self._token}".encode()):
+            raise web.HTTPUnauthorized(text="the job's token is required")
+        return await handler(request)
+
+    async def _serve_status(self, request: web.Request) -> web.Response:
+        health = {str(node): msgspec.to_builtins(health) for node, health in self._health.items()}
+        return web.json_response({**self._machine.status(), "health": health})
+
+    async def _serve_inject(self, request: web.Request) -> web.Response:
+        try:
+            injection = msgspec.json.decode(await request.read(), type=Injection)
+        except msgspec.DecodeError as error:
+            raise web.HTTPBadRequest(text=f"not an injection: {error}") from None
+        if injection.at_phase is not None and injection.at_phase not in PHASES:
+            raise web.HTTPBadRequest(text=f"phase must be one of {', '.join(PHASES)}, got {injection.at_phase!r}")
+        if injection.node not in self._machine.members:
+            live = sorted(self._machine.members)
+            raise web.HTTPNotFound(text=f"node must be one of the live nodes {live}, got {injection.node}")
+        self.feed(ev.FailureWanted(injection=injection))
+        return web.json_response({})
+
+    # ------------------------------------------------------------ agents
+
+    async def _serve_agent(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, heartbeat=self._settings.heartbeat_s)
+        await socket.prepare(request)
+        try:
+            hello = decode_from_agent(await socket.receive_bytes(timeout=_HELLO_TIMEOUT_S))
+        except (msgspec.DecodeError, TypeError, asyncio.TimeoutError, aiohttp.ClientError) as error:
+            logger.warning("an agent did not introduce itself: %s", error)
+            await socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION)
+            return socket
+        if isinstance(hello, Hello):
+            await self._converse(socket, hello)
+        await socket.close()
+        return socket
+
+    async def _converse(self, socket: web.WebSocketResponse, hello: Hello) -> None:
+        if hello.node is not None:
+            # It came back before its old connection was seen to break: the old one is dead in any case.
+            self._drop(hello.node, "node lost")
+        node = self._num_nodes_seen
+        self._num_nodes_seen += 1
+        connection = _Connection(socket)
+        self._connections[node] = connection
+        writer = asyncio.get_running_loop().create_task(connection.write())
+        self.feed(ev.NodeConnected(node=node, host=hello.host, pid=hello.pid, num_workers=hello.num_workers))
+        try:
+            await self._listen(node, socket)
+        except msgspec.DecodeError as error:
+            logger.warning("node %d sent nonsense: %s", node, error)
+        finally:
+            writer.cancel()
+            cause = "heartbeat missed" if isinstance(socket.exception(), asyncio.TimeoutError) else "node lost"
+            self._drop(node, cause)
+
+    async def _listen(self, node: int, socket: web.WebSocketResponse) -> None:
+        async for message in socket:
+            if message.type is not aiohttp.WSMsgType.BINARY or node not in self._connections:
+                return
+            event = self._event_of(node, decode_from_agent(message.data))
+            if event is not None:
+                self.feed(event)
+
+    def _event_of(self, node: int, message: FromAgentMessage) -> ev.Event | None:
+        match message:
+            case FromWorker(local_rank=local_rank, message=inner):
+                return ev.WorkerSaid(node=node, local_rank=local_rank, message=inner)
+            case Leaving(reason=reason):
+                return ev.NodeLeaving(node=node, reason=reason)
+            case Health():
+                self._health[node] = message
+                return None
+            case Hello():
+                return ev.NodeLost(node=node, cause="introduced itself twice")
+            case _:
+                return ev.WorkerEnded(
+                    node=node, local_rank=message.local_rank, exit_code=message.exit_code, error=message.error
+                )
+
+    def _drop(self, node: int, cause: str) -> None:
+        connection = self._connections.pop(node, None)
+        self._health.pop(node, None)
+        if connection is not None:
+            connection.closed.set()
+            self.feed(ev.NodeLost(node=node, cause=cause))
+
+
+class _Connection:
+    """The sending side of an agent's WebSocket."""
+
+    def __init__(self, socket: web.WebSocketResponse) -> None:
+        self.outbox: asyncio.Queue[bytes] = asyncio.Queue()
+        self.closed = asyncio.Event()
+        self._socket = socket
+
+    async def write(self) -> None:
+        """Send what is put into the outbox, for ever."""
+        with contextlib.suppress(ConnectionError):  # the reading side notices it as well
+            while True:
+                await self._socket.send_bytes(await self.outbox.get())
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner may read."""
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    partial.replace(path)

@@ -1,0 +1,137 @@
+"""What goes into the membership machine and what comes out of it.
+
+Nothing here acts: the coordinator turns the world into events, and instructions into effects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from resilient.manifest import Manifest
+from resilient.messages import FromWorkerMessage, Injection, Kill, Shutdown, ToWorkerMessage, Welcome
+from resilient.templates.plan import Problem
+
+Worker = tuple[int, int]
+"""A worker: (node, local rank)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConnected:
+    """A node agent introduced itself; the number is its own and was never used before."""
+
+    node: int
+    host: str
+    pid: int
+    num_workers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLost:
+    """The connection to a node's agent broke, or its heartbeats stopped."""
+
+    node: int
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSaid:
+    """A worker's message arrived."""
+
+    node: int
+    local_rank: int
+    message: FromWorkerMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnded:
+    """A worker process ended; ``exit_code`` is negative for a signal."""
+
+    node: int
+    local_rank: int
+    exit_code: int
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLeaving:
+    """A node asks to be left out from the next step boundary on."""
+
+    node: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureWanted:
+    """Somebody wants a failure injected."""
+
+    injection: Injection
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopWanted:
+    """The launcher wants the job to end: somebody pressed Ctrl-C, or all its processes are gone."""
+
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tick:
+    """Time passes; to be given about once a second."""
+
+
+Event = NodeConnected | NodeLost | WorkerSaid | WorkerEnded | NodeLeaving | FailureWanted | StopWanted | Tick
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send:
+    """Send a message to one worker of a node, or to all of them (``local_rank`` None)."""
+
+    node: int
+    local_rank: int | None
+    message: ToWorkerMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tell:
+    """Send a message to a node's agent."""
+
+    node: int
+    message: Welcome | Kill | Shutdown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Write a line to the event log."""
+
+    kind: str
+    generation: int
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteManifest:
+    """Make a folder a checkpoint; to be done before the instructions that follow."""
+
+    path: str
+    manifest: Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparePlans:
+    """Compute ahead, off the event loop, what the next change of membership will need."""
+
+    problem: Problem
+    num_nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """The job is over: shut down whoever is left and return this exit code."""
+
+    exit_code: int
+    reason: str
+
+
+Instruction = Send | Tell | Record | WriteManifest | PreparePlans | Stop

@@ -1,0 +1,215 @@
+"""One machine, several nodes: the embedded coordinator and a session of its own for each simulated node.
+
+``launch`` is what ``resilient run`` does; tests and the demo use it as a library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from resilient.agent import events as ev
+from resilient.agent.coordinator import Coordinator
+from resilient.agent.membership import EXIT_FAILED, EXIT_INTERRUPTED, Settings
+from resilient.agent.process import Spawner, start_zygote
+from resilient.manifest import read_manifest
+from resilient.messages import Injection
+from resilient.zygote import Spawn
+
+_LINGER_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What to run.
+
+    Args:
+        script: The job's script.
+        arguments: The script's own arguments.
+        num_nodes: Simulated nodes to start.
+        workers_per_node: Workers of each.
+        run_directory: Folder of the run; made if it is not there.
+        resume: Checkpoint folder to begin from.
+        host: Address to listen on.
+        port: Port to listen on; 0 for any that is free.
+        heartbeat_s: Silence after which a node counts as lost.
+        injections: Failures to cause.
+        environment: Further environment variables for nodes and workers.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    num_nodes: int = 1
+    workers_per_node: int = 1
+    run_directory: str
+    resume: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    heartbeat_s: float = 5.0
+    injections: tuple[Injection, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1 or self.workers_per_node < 1:
+            raise ValueError(
+                f"nodes and workers per node must be >= 1, got {self.num_nodes} and {self.workers_per_node}"
+            )
+        if not Path(self.script).is_file():
+            raise ValueError(f"script must be a file, got {self.script!r}; give the path of the job's script")
+
+
+class Launcher:
+    """Runs one job. Call :meth:`run` from the main thread: the processes die with the thread that began them."""
+
+    def __init__(self, options: LaunchOptions) -> None:
+        self._options = options
+        self._run_directory = Path(options.run_directory).resolve()
+        self._token = secrets.token_hex(16)
+        self._callbacks: list[Callable[[dict[str, Any]], None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._coordinator: Coordinator | None = None
+        self._spawner: Spawner | None = None
+        self._nodes: set[int] = set()
+        self._nodes_gone = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def subscribe(self, callback: Callable[[dict[str, Any]], None]) -> None:
+        """Have every event of the log given to ``callback``, in the launcher's thread; it must not block."""
+        self._callbacks.append(callback)
+
+    def add_node(self) -> None:
+        """Start another node, which joins the job; any thread may call this while the job runs."""
+        self._call(self._start_node_soon)
+
+    def inject(self, injection: Injection) -> None:
+        """Cause a failure; any thread may call this while the job runs."""
+        self._feed(ev.FailureWanted(injection=injection))
+
+    def stop(self, exit_code: int = EXIT_INTERRUPTED, reason: str = "interrupted") -> None:
+        """End the job; any thread may call this."""
+        self._feed(ev.StopWanted(exit_code=exit_code, reason=reason))
+
+    def run(self) -> int:
+        """Run the job; return 0 (done), 1 (failed), 3 (stopped, can be resumed), 4 (state lost) or 130 (interrupted).
+
+        Raises:
+            CheckpointError: The checkpoint to resume from is none.
+        """
+        return asyncio.run(self._run())
+
+    async def _run(self) -> int:
+        self._loop = asyncio.get_running_loop()
+        settings = self._settings()
+        (self._run_directory / "logs").mkdir(parents=True, exist_ok=True)
+        coordinator = self._coordinator = Coordinator(settings, self._token, self._on_event)
+        spawner: Spawner | None = None
+        try:
+            await coordinator.start(self._options.host, self._options.port)
+            spawner = self._spawner = start_zygote(
+                settings.script, on_exit=self._on_exit, on_lost=self._on_zygote_lost, new_session=True
+            )
+            self._handle_signals()
+            for _ in range(self._options.num_nodes):
+                self._start_node_soon()
+            exit_code = await coordinator.wait()
+            if self._nodes:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._nodes_gone.wait(), _LINGER_S)
+            return exit_code
+        finally:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await coordinator.close()
+            if spawner is not None:
+                await spawner.close()
+
+    def _settings(self) -> Settings:
+        options = self._options
+        resume = None
+        if options.resume is not None:
+            path = Path(options.resume).resolve()
+            resume = (str(path), read_manifest(path))
+        return Settings(
+            script=str(Path(options.script).resolve()),
+            arguments=options.arguments,
+            directory=os.getcwd(),
+            run_directory=str(self._run_directory),
+            num_nodes=options.num_nodes,
+            workers_per_node=options.workers_per_node,
+            resume=resume,
+            injections=options.injections,
+            heartbeat_s=options.heartbeat_s,
+        )
+
+    def _handle_signals(self) -> None:
+        assert self._loop is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError, RuntimeError):  # only the main thread may
+                self._loop.add_signal_handler(number, self.stop)
+
+    def _start_node_soon(self) -> None:
+        assert self._loop is not None
+        task = self._loop.create_task(self._start_node())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _start_node(self) -> None:
+        assert self._coordinator is not None
+        assert self._spawner is not None
+        options = self._options
+        argv = ["resilient.agent.node", "--join", self._coordinator.address]
+        argv += ["--workers", str(options.workers_per_node), "--heartbeat-s", str(options.heartbeat_s)]
+        pid = await self._spawner.spawn(
+            Spawn(
+                kind="node",
+                argv=tuple(argv),
+                env={**os.environ, **options.environment, "RESILIENT_TOKEN": self._token},
+                directory=os.getcwd(),
+                log=str(self._run_directory / "logs" / "agents.log"),
+            )
+        )
+        self._nodes.add(pid)
+        self._nodes_gone.clear()
+
+    def _on_exit(self, pid: int, exit_code: int) -> None:
+        self._nodes.discard(pid)
+        if not self._nodes:
+            self._nodes_gone.set()
+            # The machine hears of losses by itself; this is for agents that never got as far as to connect.
+            self._call(self._stop_without_nodes)
+
+    def _stop_without_nodes(self) -> None:
+        assert self._loop is not None
+        self._loop.call_later(
+            1.0, self.stop, EXIT_FAILED, f"all node agents have ended; see {self._run_directory}/logs"
+        )
+
+    def _on_zygote_lost(self) -> None:
+        self.stop(EXIT_FAILED, "the process that starts the nodes is gone")
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        for callback in self._callbacks:
+            callback(event)
+
+    def _feed(self, event: ev.Event) -> None:
+        if self._coordinator is not None:
+            self._call(self._coordinator.feed, event)
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        if self._loop is None:
+            raise RuntimeError("the job must run, got a call before it began; call this from an event's callback")
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def launch(options: LaunchOptions, *callbacks: Callable[[dict[str, Any]], None]) -> int:
+    """Run a job, giving its events to the callbacks; return the exit code (see :meth:`Launcher.run`)."""
+    launcher = Launcher(options)
+    for callback in callbacks:
+        launcher.subscribe(callback)
+    return launcher.run()

@@ -1,0 +1,54 @@
+"""Who is there: the live nodes with their workers. Plain data of the membership machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from resilient.agent.events import Worker
+from resilient.messages import Ready
+
+
+@dataclass(kw_only=True)
+class Member:
+    """A live node.
+
+    Args:
+        ready: Its workers that are up, by local rank.
+        done: Its workers that have ended as they should.
+        admitted: It was told of the current generation, with a place in it or without.
+    """
+
+    node: int
+    host: str
+    pid: int
+    num_workers: int
+    ready: dict[int, Ready] = field(default_factory=dict[int, Ready])
+    done: set[int] = field(default_factory=set[int])
+    leaving: bool = False
+    admitted: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all its workers are up."""
+        return len(self.ready) == self.num_workers
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all its workers have ended."""
+        return len(self.done) == self.num_workers
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """All its workers."""
+        return tuple((self.node, local_rank) for local_rank in range(self.num_workers))
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process numbers of the workers that are up, by "node/local_rank"."""
+        return {f"{self.node}/{local_rank}": ready.pid for local_rank, ready in sorted(self.ready.items())}
+
+
+def available(members: Iterable[Member]) -> list[int]:
+    """Return the nodes that the next plan may use."""
+    return sorted(member.node for member in members if member.is_ready and not member.leaving)

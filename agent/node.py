@@ -1,0 +1,280 @@
+"""The node agent: one per machine; starts the workers, relays their messages, dies and comes back as one.
+
+Owns the node's processes and its two kinds of connections: one to the coordinator (WebSocket), one from each worker
+(Unix-domain socket in a private folder). Decides nothing about membership. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import psutil
+
+from resilient import faults
+from resilient.agent.process import Spawner, SpawnError, start_zygote
+from resilient.agent.workers import WorkerPool
+from resilient.control import frame
+from resilient.errors import ResilientError
+from resilient.messages import (
+    MAX_MESSAGE_BYTES,
+    FromAgentMessage,
+    Health,
+    Hello,
+    Injection,
+    Kill,
+    Leaving,
+    Shutdown,
+    ToAgentMessage,
+    ToWorkers,
+    Welcome,
+    WorkerExited,
+    decode_to_agent,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """How a node takes part.
+
+    Args:
+        coordinator: host:port.
+        token: The job's token.
+        num_workers: Workers to start.
+        spawner_fd: Socket of a spawner that is there already; None to start one.
+        max_restarts: How often workers killed by a signal are replaced before the node gives up.
+        connect_timeout_s: How long to try while there are no workers that could go on alone.
+        heartbeat_s: Silence after which the coordinator counts as gone.
+    """
+
+    coordinator: str
+    token: str
+    num_workers: int = 1
+    spawner_fd: int | None = None
+    max_restarts: int = 3
+    connect_timeout_s: float = 60.0
+    heartbeat_s: float = 5.0
+
+
+class NodeAgent:
+    """Runs one node until it is told to shut down."""
+
+    def __init__(self, options: NodeOptions) -> None:
+        self._options = options
+        self._node: int | None = None
+        self._run_directory = ""
+        self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._spawner: Spawner | None = None
+        self._ended: asyncio.Future[int] | None = None
+        self._num_restarts = 0
+        self._is_leaving = False
+        self._pool: WorkerPool | None = None
+
+    async def run(self) -> int:
+        """Take part until told to stop; return the exit code."""
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
+        with tempfile.TemporaryDirectory(prefix="resilient-") as folder:
+            self._pool = WorkerPool(
+                address=str(Path(folder) / "agent.sock"),
+                token=self._options.token,
+                num_workers=self._options.num_workers,
+                send=self._send,
+                on_exit=self._on_worker_exit,
+            )
+            await self._pool.listen()
+            connecting = loop.create_task(self._stay_connected())
+            connecting.add_done_callback(self._on_task_done)
+            try:
+                return await self._ended
+            finally:
+                connecting.cancel()
+                await asyncio.gather(connecting, return_exceptions=True)
+                await self._pool.close()
+                if self._spawner is not None:
+                    await self._spawner.close()
+
+    def _end(self, exit_code: int) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(exit_code)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error(
+                "node %s: %s", self._node, error, exc_info=None if isinstance(error, ResilientError) else error
+            )
+            self._end(1)
+
+    # ------------------------------------------------------------ coordinator
+
+    async def _stay_connected(self) -> None:
+        """Connect, and connect again whenever the connection breaks: the workers train on meanwhile."""
+        headers = {"Authorization": f"Bearer {self._options.token}"}
+        async with aiohttp.ClientSession(headers=headers) as session:
+            while True:
+                async with await self._connect(session) as connection:
+                    await self._converse(connection)
+
+    async def _connect(self, session: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse[bool]:
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + self._options.connect_timeout_s
+        delay_s = 0.05
+        while True:
+            try:
+                return await session.ws_connect(
+                    f"http://{self._options.coordinator}/agent",
+                    max_msg_size=MAX_MESSAGE_BYTES,
+                    heartbeat=self._options.heartbeat_s,
+                )
+            except aiohttp.WSServerHandshakeError as error:
+                if error.status == 401:
+                    raise ResilientError(
+                        "token must be the job's token; take it from the run folder's job.json"
+                    ) from None
+                reason: Exception = error
+            except (aiohttp.ClientError, OSError) as error:
+                reason = error
+            has_workers = self._pool is not None and self._pool.is_running
+            if loop.time() > give_up_at and not has_workers:
+                raise ResilientError(f"no coordinator at {self._options.coordinator}: {reason}")
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, 5.0)
+
+    async def _converse(self, connection: aiohttp.ClientWebSocketResponse[bool]) -> None:
+        self._outbox = asyncio.Queue()
+        self._send(
+            Hello(host=socket.gethostname(), pid=os.getpid(), num_workers=self._options.num_workers, node=self._node)
+        )
+        tasks = [asyncio.create_task(self._write(connection)), asyncio.create_task(self._report_health())]
+        try:
+            async for message in connection:
+                if message.type is not aiohttp.WSMsgType.BINARY:
+                    break
+                await self._obey(decode_to_agent(message.data))
+        except msgspec.DecodeError as error:
+            logger.warning("node %s: the coordinator sent nonsense: %s", self._node, error)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _write(self, connection: aiohttp.ClientWebSocketResponse[bool]) -> None:
+        while (data := await self._outbox.get()) is not None:
+            await connection.send_bytes(data)
+        await connection.close()
+
+    async def _report_health(self) -> None:
+        while True:
+            memory_bytes = psutil.virtual_memory().used
+            self._send(Health(cpu_percent=psutil.cpu_percent(), memory_bytes=memory_bytes))
+            await asyncio.sleep(self._options.heartbeat_s)
+
+    def _send(self, message: FromAgentMessage) -> None:
+        self._outbox.put_nowait(encode(message))
+
+    async def _obey(self, message: ToAgentMessage) -> None:
+        assert self._pool is not None
+        if isinstance(message, ToWorkers):
+            self._pool.deliver(message.local_rank, frame(encode(message.message)))
+        elif isinstance(message, Welcome):
+            await self._begin(message)
+        elif isinstance(message, Kill):
+            self._strike(message.injection)
+        else:
+            self._shut_down(message)
+
+    async def _begin(self, welcome: Welcome) -> None:
+        assert self._pool is not None
+        self._node, self._run_directory = welcome.node, welcome.run_directory
+        if not welcome.fresh and self._pool.is_running:
+            return
+        if self._spawner is None:
+            self._spawner = self._make_spawner(welcome.script)
+        self._pool.kill(self._spawner)
+        try:
+            await self._pool.start(self._spawner, welcome)
+        except (SpawnError, OSError) as error:
+            raise ResilientError(f"cannot start workers: {error}") from error
+
+    def _make_spawner(self, script: str) -> Spawner:
+        assert self._pool is not None
+        if self._options.spawner_fd is None:
+            return start_zygote(
+                script, on_exit=self._pool.on_process_exit, on_lost=lambda: self._end(1), new_session=False
+            )
+        connection = socket.socket(fileno=self._options.spawner_fd)
+        return Spawner(connection, on_exit=self._pool.on_process_exit, on_lost=lambda: self._end(1))
+
+    def _shut_down(self, message: Shutdown) -> None:
+        logger.info("node %s: %s", self._node, message.reason)
+        self._end(message.exit_code)
+
+    # ------------------------------------------------------------ failures
+
+    def _strike(self, injection: Injection) -> None:
+        assert self._pool is not None
+        assert self._spawner is not None
+        faults.record(injection, self._run_directory, None, None)
+        if injection.worker_only:
+            self._pool.kill_one(self._spawner, 0)
+        else:
+            faults.strike(injection)
+
+    def _on_worker_exit(self, exited: WorkerExited) -> None:
+        """Tell the coordinator; after a signal, begin again as a new node."""
+        assert self._pool is not None
+        assert self._spawner is not None
+        self._send(exited)
+        if exited.exit_code >= 0:
+            return
+        self._pool.kill(self._spawner)
+        self._num_restarts += 1
+        if self._num_restarts > self._options.max_restarts:
+            logger.error("node %s: workers were killed %d times", self._node, self._num_restarts)
+            self._end(1)
+        else:
+            self._outbox.put_nowait(None)
+
+    def _on_signal(self, name: str) -> None:
+        if self._is_leaving or self._pool is None or not self._pool.is_running:
+            self._end(1)
+        self._is_leaving = True
+        self._send(Leaving(reason=name))
+
+
+def main(arguments: list[str]) -> int:
+    """Run a node agent; the token is read from RESILIENT_TOKEN. Returns the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--join", required=True, metavar="HOST:PORT")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--heartbeat-s", type=float, default=5.0)
+    parser.add_argument("--spawner-fd", type=int)
+    parsed = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    if os.getpgrp() != os.getpid():
+        os.setsid()  # killing this process group must kill this node and nothing else
+    options = NodeOptions(
+        coordinator=parsed.join,
+        token=os.environ["RESILIENT_TOKEN"],
+        num_workers=parsed.workers,
+        spawner_fd=parsed.spawner_fd,
+        heartbeat_s=parsed.heartbeat_s,
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        return asyncio.run(NodeAgent(options).run())
+    return 1

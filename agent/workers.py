@@ -1,0 +1,191 @@
+"""The workers of one node as their agent sees them: processes, connections, exits."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from resilient.agent.process import Spawner
+from resilient.control import HEADER_BYTES, decode_attach, frame_size
+from resilient.errors import ControlError
+from resilient.messages import FromWorker, Welcome, WorkerExited, decode_from_worker
+from resilient.zygote import Spawn
+
+logger = logging.getLogger(__name__)
+
+
+class _ErrorText(msgspec.Struct):
+    message: str = ""
+
+
+class _ErrorFile(msgspec.Struct):
+    message: _ErrorText
+
+
+class WorkerPool:
+    """Starts the workers, serves their socket, and fences off those of earlier incarnations.
+
+    Args:
+        address: Path of the socket to serve.
+        token: What a worker must present.
+        num_workers: Workers of the node.
+        send: Called with every message of a worker.
+        on_exit: Called when a worker process of the present incarnation ends.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        token: str,
+        num_workers: int,
+        send: Callable[[FromWorker], None],
+        on_exit: Callable[[WorkerExited], None],
+    ) -> None:
+        self._address = address
+        self._token = token
+        self._num_workers = num_workers
+        self._send = send
+        self._on_exit = on_exit
+        self._incarnation = 0
+        self._pids: dict[int, int] = {}  # pid -> local rank
+        self._early_exits: dict[int, int] = {}
+        self._logs = Path()
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._server: asyncio.Server | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there are workers."""
+        return bool(self._pids)
+
+    async def listen(self) -> None:
+        """Begin to serve the socket."""
+        self._server = await asyncio.start_unix_server(self._serve, self._address)
+
+    async def close(self) -> None:
+        """Stop serving; workers that are still connected die of it."""
+        if self._server is not None:
+            self._server.close()
+        for writer in self._writers.values():
+            writer.close()
+
+    async def start(self, spawner: Spawner, welcome: Welcome) -> None:
+        """Start one process for each local rank.
+
+        Raises:
+            SpawnError: A process could not be started.
+        """
+        self._early_exits.clear()
+        self._logs = Path(welcome.run_directory) / "logs" / f"node-{welcome.node}"
+        self._logs.mkdir(parents=True, exist_ok=True)
+        for local_rank in range(self._num_workers):
+            pid = await spawner.spawn(
+                Spawn(
+                    kind="worker",
+                    argv=(welcome.script, *welcome.arguments),
+                    env=self._environment(welcome, local_rank),
+                    directory=welcome.directory,
+                    log=str(self._logs / f"worker-{local_rank}.log"),
+                )
+            )
+            self._pids[pid] = local_rank
+        for pid, exit_code in list(self._early_exits.items()):
+            self.on_process_exit(pid, exit_code)
+
+    def kill(self, spawner: Spawner) -> None:
+        """Kill all workers and ignore whatever still comes from them."""
+        self._incarnation += 1
+        for pid in self._pids:
+            spawner.kill(pid)
+        self._pids.clear()
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+    def kill_one(self, spawner: Spawner, local_rank: int) -> None:
+        """Kill one worker."""
+        for pid, rank in self._pids.items():
+            if rank == local_rank:
+                spawner.kill(pid)
+
+    def deliver(self, local_rank: int | None, data: bytes) -> None:
+        """Send a frame to one worker, or to all."""
+        ranks = list(self._writers) if local_rank is None else [local_rank]
+        for rank in ranks:
+            if (writer := self._writers.get(rank)) is not None:
+                writer.write(data)
+
+    def on_process_exit(self, pid: int, exit_code: int) -> None:
+        """Take note of a process's end; processes of earlier incarnations do not matter."""
+        local_rank = self._pids.pop(pid, None)
+        if local_rank is None:
+            self._early_exits[pid] = exit_code
+            return
+        error = self._error_of(local_rank) if exit_code > 0 else ""
+        self._on_exit(WorkerExited(local_rank=local_rank, exit_code=exit_code, error=error))
+
+    def _environment(self, welcome: Welcome, local_rank: int) -> dict[str, str]:
+        """The names torchrun's users know, and what the worker's client needs."""
+        num_workers = self._num_workers
+        error_file = self._error_file(local_rank)
+        error_file.unlink(missing_ok=True)
+        return {
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "RANK": str(welcome.node * num_workers + local_rank),
+            "WORLD_SIZE": str(max(welcome.num_nodes, welcome.node + 1) * num_workers),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(num_workers),
+            "GROUP_RANK": str(welcome.node),
+            "TORCHELASTIC_RUN_ID": Path(welcome.run_directory).name,
+            "TORCHELASTIC_ERROR_FILE": str(error_file),
+            "RESILIENT_AGENT": self._address,
+            "RESILIENT_TOKEN": self._token,
+            "RESILIENT_NODE": str(welcome.node),
+            "RESILIENT_RUN_DIR": welcome.run_directory,
+        }
+
+    def _error_file(self, local_rank: int) -> Path:
+        return self._logs / f"worker-{local_rank}.error.json"
+
+    def _error_of(self, local_rank: int) -> str:
+        try:
+            return msgspec.json.decode(self._error_file(local_rank).read_bytes(), type=_ErrorFile).message.message
+        except (OSError, msgspec.DecodeError):
+            return ""
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one worker's connection."""
+        incarnation = self._incarnation
+        local_rank: int | None = None
+        try:
+            attach = decode_attach(await _read_frame(reader))
+            known = hmac.compare_digest(attach.token, self._token) and 0 <= attach.local_rank < self._num_workers
+            if not known or attach.local_rank in self._writers:
+                raise ControlError("a worker must present the job's token and a local rank of its own")
+            local_rank = attach.local_rank
+            self._writers[local_rank] = writer
+            while True:
+                message = decode_from_worker(await _read_frame(reader))
+                if incarnation != self._incarnation:
+                    return
+                self._send(FromWorker(local_rank=local_rank, message=message))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the process's end is reported by the spawner
+        except (ControlError, msgspec.DecodeError) as error:
+            logger.warning("closed a worker's connection: %s", error)
+        finally:
+            if local_rank is not None and self._writers.get(local_rank) is writer:
+                del self._writers[local_rank]
+            writer.close()
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> bytes:
+    return await reader.readexactly(frame_size(await reader.readexactly(HEADER_BYTES)))

@@ -1,0 +1,181 @@
+"""The command line: ``resilient run``, ``resilient agent``, ``resilient inject``.
+
+Exit codes of ``run``: 0 done; 1 failed; 3 stopped for lack of nodes, to be resumed; 4 a layer's state is lost and there
+is no checkpoint; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from resilient.errors import ResilientError
+from resilient.messages import PHASES, Injection
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+
+_console = Console(stderr=True, highlight=False)
+
+
+@app.command(
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+    help="Run a script on simulated nodes of this machine, with an embedded coordinator.",
+)
+def run(
+    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The job's script.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes to start.")] = 1,
+    workers_per_node: Annotated[int, typer.Option(min=1, help="Workers of each node.")] = 1,
+    resume: Annotated[Path | None, typer.Option(help="Checkpoint folder to begin from.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<time> by default.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any that is free.")] = 0,
+    heartbeat_s: Annotated[float, typer.Option(help="Silence after which a node counts as lost.")] = 5.0,
+    inject: Annotated[
+        list[str] | None, typer.Option(help='A failure to cause, "node=2,step=15,phase=backward[,worker]"; repeatable.')
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
+) -> None:
+    from resilient.agent.launch import Launcher, LaunchOptions
+    from resilient.live import make_view
+
+    run_directory = run_dir or new_run_directory()
+    try:
+        options = LaunchOptions(
+            script=str(script),
+            arguments=tuple(arguments or ()),
+            num_nodes=nodes,
+            workers_per_node=workers_per_node,
+            run_directory=str(run_directory),
+            resume=None if resume is None else str(resume),
+            host=host,
+            port=port,
+            heartbeat_s=heartbeat_s,
+            injections=tuple(parse_injection(text) for text in inject or ()),
+        )
+        launcher = Launcher(options)
+        with make_view(plain or None) as view:
+            launcher.subscribe(view.on_event)
+            exit_code = launcher.run()
+    except (ResilientError, ValueError) as error:
+        _console.print(f"error: {error}", markup=False, style="red")
+        raise typer.Exit(1) from None
+    if (run_directory / "events.jsonl").exists():
+        _write_report(run_directory)
+    raise typer.Exit(exit_code)
+
+
+@app.command(help="Join this machine to a running job.")
+def agent(
+    join: Annotated[str, typer.Option(metavar="HOST:PORT", help="The coordinator's address.")],
+    token: Annotated[str | None, typer.Option(envvar="RESILIENT_TOKEN", help="The job's token.")] = None,
+    run_dir: Annotated[Path | None, typer.Option("--run", help="Take the token from this run's job.json.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Workers to start.")] = 1,
+    heartbeat_s: Annotated[float, typer.Option(help="Silence after which the coordinator counts as gone.")] = 5.0,
+) -> None:
+    from resilient.agent import node
+
+    os.environ["RESILIENT_TOKEN"] = token or _read_job(run_dir)["token"]
+    raise typer.Exit(node.main(["--join", join, "--workers", str(workers), "--heartbeat-s", str(heartbeat_s)]))
+
+
+inject_app = typer.Typer(no_args_is_help=True, help="Cause failures in a running job.")
+app.add_typer(inject_app, name="inject")
+
+
+@inject_app.callback()
+def _inject() -> None:
+    """Cause failures in a running job."""
+
+
+@inject_app.command(help="Kill a node (its agent and all workers) or one worker with SIGKILL.")
+def kill(
+    node: Annotated[int, typer.Option(min=0, help="Number of the node.")],
+    at_step: Annotated[int | None, typer.Option(min=1, help="In this step; at once by default.")] = None,
+    at_phase: Annotated[str | None, typer.Option(help=f"In this phase: {', '.join(PHASES)}.")] = None,
+    worker_only: Annotated[bool, typer.Option("--worker-only", help="Kill a worker, its agent survives.")] = False,
+    run_dir: Annotated[Path | None, typer.Option("--run", help="Folder of the run; the newest by default.")] = None,
+) -> None:
+    job = _read_job(run_dir)
+    body = {"node": node, "at_step": at_step, "at_phase": at_phase, "worker_only": worker_only}
+    request = urllib.request.Request(
+        f"http://{job['address']}/inject",
+        data=json.dumps(body).encode(),
+        headers={"Authorization": f"Bearer {job['token']}", "Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10):
+            pass
+    except urllib.error.HTTPError as error:
+        raise _usage_error(error.read().decode()) from None
+    except OSError as error:
+        raise _usage_error(f"the job at {job['address']} does not answer ({error}); is it still running?") from None
+
+
+def new_run_directory() -> Path:
+    """Return the folder of a run that begins now, ``runs/<time>-<random>``."""
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def parse_injection(text: str) -> Injection:
+    """Read ``node=2,step=15,phase=backward,worker``.
+
+    Raises:
+        ValueError: It does not have this form.
+    """
+    fields: dict[str, str] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        fields[name] = value
+    unknown = sorted(fields.keys() - {"node", "step", "phase", "worker"})
+    phase = fields.get("phase")
+    try:
+        if unknown or (phase is not None and phase not in PHASES):
+            raise ValueError(text)
+        return Injection(
+            node=int(fields["node"]),
+            at_step=int(fields["step"]) if "step" in fields else None,
+            at_phase=phase,
+            worker_only="worker" in fields,
+        )
+    except (KeyError, ValueError):
+        raise ValueError(
+            f'--inject must look like "node=2,step=15,phase=backward[,worker]" with a phase of {", ".join(PHASES)}, '
+            f"got {text!r}"
+        ) from None
+
+
+def _read_job(run_dir: Path | None) -> dict[str, str]:
+    """Read where a run listens; the newest run that left this behind when none is named."""
+    if run_dir is None:
+        found = sorted(Path("runs").glob("*/job.json"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise _usage_error("no run in ./runs; name the folder of the run with --run")
+        return json.loads(found[-1].read_text())
+    try:
+        return json.loads((run_dir / "job.json").read_text())
+    except OSError as error:
+        raise _usage_error(f"--run must be the folder of a run on this machine: {error}") from None
+
+
+def _usage_error(message: str) -> typer.Exit:
+    _console.print(f"error: {message}", markup=False, style="red")
+    return typer.Exit(2)
+
+
+def _write_report(run_directory: Path) -> None:
+    from resilient.events import read_events
+    from resilient.picture import draw_report
+    from resilient.report import write_report
+
+    report = write_report(run_directory)
+    draw_report(read_events(run_directory / "events.jsonl"), report, run_directory / "report.png")
