@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from resilient.models.layer import LayerSpec, initialize_layer, tie
 
+_GROUP_BYTES = 512
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterEntry:
@@ -153,8 +155,18 @@ class LayerState:
 
 
 def checksum(data: Tensor) -> int:
-    """Return the CRC-32 of a byte tensor."""
-    return zlib.crc32(memoryview(data.cpu().numpy()))  # pyright: ignore[reportArgumentType]
+    """Return a checksum of a byte tensor: the CRC-32 of the sums of its 512-byte groups, as 64-bit integers.
+
+    Sums run at the speed of memory, on the tensor's own device, where a CRC of every byte would take as long as
+    sending it. What goes unnoticed is a change within one group that keeps its sum.
+
+    Args:
+        data: Bytes ``[num_bytes]``, aligned to 8.
+    """
+    whole = data.numel() // _GROUP_BYTES * _GROUP_BYTES
+    sums = data[:whole].view(torch.int64).view(-1, _GROUP_BYTES // 8).sum(1)
+    crc = zlib.crc32(memoryview(sums.cpu().numpy()))  # pyright: ignore[reportArgumentType]
+    return zlib.crc32(memoryview(data[whole:].cpu().numpy()), crc)  # pyright: ignore[reportArgumentType]
 
 
 def bind(spec: LayerSpec, states: Mapping[str, LayerState], device: torch.device) -> nn.Module:
