@@ -12,7 +12,7 @@ def split_microbatches(templates: Sequence[PipelineTemplate], num_microbatches: 
     """Return the microbatches of each pipeline, so that the last pipeline to finish a step finishes earliest.
 
     Each microbatch goes to the pipeline that would be done with it first (ties: the earlier pipeline). That is exact
-    for the latest finish, and among those splits also makes the second latest least, and so on.
+    for the latest finish and keeps the others close to it.
 
     Args:
         templates: The pipelines' templates.

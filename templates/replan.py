@@ -161,26 +161,16 @@ def _instantiate(problem: Problem, templates: _Templates, sizes: _Sizes, nodes: 
 
 
 def _place(problem: Problem, plan: Plan, templates: Sequence[PipelineTemplate], live: Sequence[int]) -> list[int]:
-    """Return the nodes in slot order (pipeline by pipeline) for which the fewest bytes must be copied.
-
-    Nodes that hold states which few others hold are not left out while others can be.
-    """
+    """Return the nodes in slot order (pipeline by pipeline) for which the fewest bytes must be copied."""
     state_bytes = np.array([layer.state_bytes for layer in problem.profile.layers], dtype=np.float64)
     held = _held(problem, plan, live)
     needed = _needed(problem, templates) * state_bytes
-    num_slots = len(needed)
-    copies: _Table = np.zeros((len(live), len(live)))
-    copies[:, :num_slots] = needed.sum(axis=(1, 2)) - np.tensordot(held, needed, axes=([1, 2], [1, 2]))
-    if num_slots < len(live):
-        nodes_hold = held.any(axis=1)
-        scarce = nodes_hold.sum(axis=0) <= len(live) - num_slots
-        at_risk = (nodes_hold & scarce & (state_bytes > 0)).sum(axis=1)
-        copies[:, num_slots:] = at_risk[:, None] * (1 + copies.sum())
-    return [live[row] for row in _assign(np.transpose(copies))[:num_slots]]
+    saved: _Table = np.tensordot(needed, held, axes=([1, 2], [1, 2]))
+    return [live[node] for node in _assign(-saved)]
 
 
 def _assign(costs: _Table) -> list[int]:
-    """Return each row's column in the cheapest one-to-one assignment of a square matrix."""
+    """Return each row's column in the cheapest one-to-one assignment; there may be more columns than rows."""
     from scipy.optimize import linear_sum_assignment  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
     columns = cast("npt.NDArray[np.intp]", linear_sum_assignment(costs)[1])

@@ -43,6 +43,10 @@ def test_faster_pipeline_gets_more():
     assert split_microbatches([template(2, 2), template(4)], 12) == (8, 4)
 
 
+def test_what_counts_is_when_a_pipeline_would_be_done_with_one_more():
+    assert split_microbatches([template(9), template(4, 4, 4)], 3) == (1, 2)
+
+
 def test_equal_pipelines_differ_by_one_at_most_and_the_first_gets_more():
     assert split_microbatches([template(1, 1)] * 3, 8) == (3, 3, 2)
 

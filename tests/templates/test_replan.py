@@ -83,6 +83,12 @@ def test_borrow_takes_a_node_from_the_pipeline_that_can_spare_one():
     assert any(4 in pipeline.nodes and len(pipeline.nodes) == 2 for pipeline in after.pipelines)
 
 
+def test_borrowing_keeps_pipelines_that_merging_would_give_up():
+    problem = small_job()
+    before = made_of(problem, (0, 1, 2, 3), (4, 5), (6, 7))
+    assert sizes(replan(problem, before, [0, 1, 2, 3, 4, 6, 7])) == [3, 2, 2]
+
+
 def test_merge_when_nobody_can_spare_a_node():
     problem = small_job()
     before = made_of(problem, (0, 1), (2, 3), (4, 5))
@@ -110,6 +116,13 @@ def test_joiner_replaces_the_lost_node_and_nothing_else_moves():
     before = made_of(problem, (0, 1, 2), (3, 4))
     after = replan(problem, before, [0, 2, 3, 4, 8])
     assert [pipeline.nodes for pipeline in after.pipelines] == [(0, 8, 2), (3, 4)]
+
+
+def test_joiner_goes_to_the_pipeline_that_lost_a_node_though_another_is_smaller():
+    problem = Problem(profile=profile([1.0] * 6), num_microbatches=2, min_pipeline_nodes=2)
+    before = made_of(problem, (0, 1, 2, 3), (4, 5))
+    after = replan(problem, before, [0, 1, 2, 4, 5, 8])
+    assert [pipeline.nodes for pipeline in after.pipelines] == [(0, 1, 2, 8), (4, 5)]
 
 
 def test_joiners_extend_the_plan_to_all_nodes():

@@ -51,11 +51,12 @@ def test_every_missing_byte_comes_once_from_a_rank_that_holds_it(data: st.DataOb
 
 
 @given(st.data(), problems())
-def test_nothing_is_lost_with_up_to_f_failures(data: st.DataObject, problem: Problem):
-    nodes = range(problem.min_nodes + problem.max_failures)
+def test_nothing_is_lost_with_up_to_f_failures_and_any_joins(data: st.DataObject, problem: Problem):
+    nodes = range(problem.min_nodes + data.draw(st.integers(problem.max_failures, 4)))
+    joiners = range(100, 100 + data.draw(st.integers(0, 8)))
     before = first_plan(problem, nodes)
     dead = data.draw(st.sets(st.sampled_from(nodes), max_size=problem.max_failures))
-    after = replan(problem, before, sorted(set(nodes) - dead))
+    after = replan(problem, before, [*sorted(set(nodes) - dead), *joiners])
     _, lost = plan_transfers(problem, after, survivors(problem, before, after))
     assert lost == ()
 
