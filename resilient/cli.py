@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from resilient.demo import demo
 from resilient.errors import ResilientError
 from resilient.messages import PHASES, Injection
 
@@ -87,6 +88,8 @@ def agent(
     os.environ["RESILIENT_TOKEN"] = token or _read_job(run_dir)["token"]
     raise typer.Exit(node.main(["--join", join, "--workers", str(workers), "--heartbeat-s", str(heartbeat_s)]))
 
+
+app.command()(demo)
 
 inject_app = typer.Typer(no_args_is_help=True, help="Cause failures in a running job.")
 app.add_typer(inject_app, name="inject")

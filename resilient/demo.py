@@ -6,19 +6,23 @@ Owns what is done to the job and the verdict on it; the runs themselves are the 
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from resilient.events import Event
+from resilient.events import Event, read_events
+from resilient.live import LiveView, PlainView, make_view
 from resilient.messages import Injection
-from resilient.report import PARTS, duration
+from resilient.picture import draw_report
+from resilient.report import PARTS, duration, write_report
 
 NUM_NODES = 5
 KILL_PHASES = ("forward", "backward", "reduce", "prepare", "commit")
@@ -26,7 +30,7 @@ PARAM_TOLERANCE = 1e-9
 """Largest accepted ``max_param_rel_diff``: float64, where only the order of summation differs."""
 LOSS_TOLERANCE = 1e-9
 _JOIN_DELAY_STEPS = 3
-_MIN_STEPS = 20
+MIN_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +38,10 @@ class Scenario:
     """What happens to the job; a function of the seed and the number of steps.
 
     Args:
-        num_steps: Steps to train.
         kill: The failure.
         join_delay_steps: Steps from the recovery to the start of another node.
     """
 
-    num_steps: int
     kill: Injection
     join_delay_steps: int = _JOIN_DELAY_STEPS
 
@@ -50,15 +52,15 @@ def choose_scenario(seed: int, num_steps: int) -> Scenario:
     Raises:
         ValueError: If ``num_steps`` leaves no room for a failure and a join.
     """
-    if num_steps < _MIN_STEPS:
-        raise ValueError(f"steps must be at least {_MIN_STEPS} for a failure and a join to fit in, got {num_steps}")
+    if num_steps < MIN_STEPS:
+        raise ValueError(f"steps must be at least {MIN_STEPS} for a failure and a join to fit in, got {num_steps}")
     rng = random.Random(seed)
     kill = Injection(
         node=rng.randrange(NUM_NODES),
         at_step=rng.randint(num_steps // 5, 2 * num_steps // 5),
         at_phase=rng.choice(KILL_PHASES),
     )
-    return Scenario(num_steps=num_steps, kill=kill)
+    return Scenario(kill=kill)
 
 
 class Director:
@@ -129,7 +131,8 @@ def summary(report: Mapping[str, Any]) -> Table:
     for recovery in report["recoveries"]:
         parts = ", ".join(f"{p} {duration(recovery[f'{p}_ms'])}" for p in PARTS if recovery[f"{p}_ms"] is not None)
         table.add_row(f"failure in step {recovery['step']}", recovery["cause"])
-        table.add_row("  recovered in", f"{duration(recovery['total_ms'])} ({parts})")
+        table.add_row("  recovered in", duration(recovery["total_ms"]))
+        table.add_row("  of that", parts)
         table.add_row("  steps redone", str(recovery["lost_steps"]))
         table.add_row("  state copied", f"{recovery['bytes_copied'] / 1e6:.1f} MB")
         table.add_row("  workers restarted", str(recovery["restarted_workers"]))
@@ -142,8 +145,8 @@ def summary(report: Mapping[str, Any]) -> Table:
     table.add_row("throughput", f"{_value(report['throughput_samples_per_s'], '.0f')} samples/s")
     for name, value in report["notes"].items():
         table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
-    for key, label in (("max_loss_abs_diff", "loss"), ("max_param_rel_diff", "parameters, relative")):
-        table.add_row(f"off the failure-free run: {label}", _value(report[key], ".1e"))
+    for key, label in (("max_loss_abs_diff", "loss differs by"), ("max_param_rel_diff", "parameters differ by")):
+        table.add_row(label, f"{_value(report[key], '.1e')} from the failure-free run")
     return table
 
 
@@ -168,8 +171,67 @@ def show_verdict(report: Mapping[str, Any], run_directory: Path, console: Consol
     console.print(
         Text.assemble(
             ("PASSED", "bold green"),
-            f"  no worker restarted, at most one step redone, the join lost none; parameters equal the failure-free "
-            f"run's within {PARAM_TOLERANCE:g} (relative, float64)",
-        )
+            "  no worker was restarted, at most one step redone, none lost by the join; the samples are the same,\n"
+            f"        the parameters equal the failure-free run's within {PARAM_TOLERANCE:g} (relative, float64)",
+        ),
+        soft_wrap=True,
     )
     return 0
+
+
+def demo(
+    seed: Annotated[int, typer.Option(help="Chooses the node, step and phase of the failure.")] = 0,
+    steps: Annotated[int, typer.Option(min=MIN_STEPS, help="Steps to train.")] = 60,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here as well.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<time> by default.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
+) -> None:
+    """Train on five nodes, kill one in mid-step, let one join, and compare with the same job without failures."""
+    from resilient.cli import new_run_directory
+
+    console = Console(highlight=False)
+    scenario = choose_scenario(seed, steps)
+    run_directory = run_dir or new_run_directory()
+    kill = scenario.kill
+    console.print(
+        f"{NUM_NODES} nodes train for {steps} steps; node {kill.node} is killed in step {kill.at_step} "
+        f"({kill.at_phase}), another node joins later",
+        soft_wrap=True,
+    )
+    exit_code = _train(steps, scenario, run_directory, make_view(plain or None, console))
+    reference_directory = run_directory / "reference"
+    if exit_code == 0:
+        console.print("\nthe same job without failures, to compare with")
+        exit_code = _train(steps, None, reference_directory, make_view(plain or None, console))
+    report = _write(run_directory, reference_directory if exit_code == 0 else None)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(run_directory / "report.json", json_file)
+    raise typer.Exit(show_verdict(report, run_directory, console))
+
+
+def _train(num_steps: int, scenario: Scenario | None, run_directory: Path, view: LiveView | PlainView) -> int:
+    """Run the job, without failure and join where there is no scenario; return the exit code."""
+    from resilient.agent.launch import Launcher, LaunchOptions
+
+    options = LaunchOptions(
+        script=str(example_script()),
+        arguments=("--steps", str(num_steps), "--precision", "fp64"),
+        num_nodes=NUM_NODES,
+        run_directory=str(run_directory),
+        injections=(scenario.kill,) if scenario else (),
+    )
+    launcher = Launcher(options)
+    if scenario:
+        launcher.subscribe(Director(scenario, launcher.add_node).on_event)
+    with view:
+        launcher.subscribe(view.on_event)
+        return launcher.run()
+
+
+def _write(run_directory: Path, reference_directory: Path | None) -> dict[str, Any]:
+    """Write report and picture next to the events."""
+    report = write_report(run_directory, reference_directory)
+    reference = read_events(reference_directory / "events.jsonl") if reference_directory else None
+    draw_report(read_events(run_directory / "events.jsonl"), report, run_directory / "report.png", reference)
+    return report

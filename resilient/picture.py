@@ -30,7 +30,8 @@ _STYLE: dict[Any, Any] = {
     "axes.titlesize": 11.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "legend.frameon": False,
+    "legend.edgecolor": "none",
+    "legend.framealpha": 0.9,
 }
 _SHOWN_RECOVERIES = 12
 _SHOWN_LABELS = 8
@@ -103,7 +104,8 @@ def _headline(report: Mapping[str, Any]) -> str:
     if report["joins"]:
         words.append(f"{len(report['joins'])} joins" if len(report["joins"]) > 1 else "a node joined")
     if report.get("max_loss_abs_diff") is not None:
-        words.append(f"loss off by {report['max_loss_abs_diff']:.1e}")
+        difference = report["max_loss_abs_diff"]
+        words.append(f"loss differs by {difference:.1e}" if difference else "same loss to the last bit")
     return "  ·  ".join(words)
 
 
@@ -144,7 +146,7 @@ def _draw_recoveries(axes: Axes, recoveries: Sequence[Mapping[str, Any]], left_o
             axes.barh(
                 row, part_ms, left=end_ms, height=0.6, color=_PART_COLOURS[part], edgecolor="white", linewidth=0.8
             )
-            if part_ms > 0.045 * longest_ms:
+            if part_ms > 0.035 * longest_ms:
                 ink = _INK if part in ("regroup", "redo") else "white"
                 axes.text(end_ms + part_ms / 2, row, number(part_ms), ha="center", va="center", color=ink, fontsize=8.5)
             end_ms += part_ms
