@@ -31,7 +31,8 @@ from typing import Literal
 
 import msgspec
 
-PRELOADED = ("torch", "resilient.trainer")
+# torch._dynamo: torch imports it on first use (0.7 s), which would otherwise be in every worker's first step.
+PRELOADED = ("torch", "torch._dynamo", "resilient.trainer")
 MAX_PACKET_BYTES = 128 << 10
 _PR_SET_PDEATHSIG = 1
 
