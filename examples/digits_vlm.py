@@ -90,6 +90,7 @@ def build_model(patch: int) -> rs.MultimodalModule:
         num_attention_heads=4,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
+        qkv_bias=False,  # a key bias changes no attention weight: its gradient is rounding noise, which Adam amplifies
         initializer_range=0.1,
     )
     llm = LlamaConfig(
