@@ -116,13 +116,17 @@ class Phase(Enum):
 
 @dataclass
 class Change:
-    """The change of membership under way; ``generation`` is the one being formed."""
+    """The change of membership under way; ``generation`` is the one being formed.
+
+    ``step_under_way``: when it was asked for, everybody was training, so a failure costs the step.
+    """
 
     generation: int
     at_boundary: bool
     cause: str
     deadline: float
     reports: dict[Worker, Progress]
+    step_under_way: bool
     lost_nodes: bool = False
 
 
@@ -451,13 +455,14 @@ class Membership:
 
     def _begin(self, *, at_boundary: bool, cause: str) -> None:
         """Ask everybody for a new generation, or for the same one at once instead of at the boundary."""
-        reports = self._change.reports if self._change is not None else {}
+        change = self._change
         self._change = Change(
             generation=self.generation + 1,
             at_boundary=at_boundary,
             cause=cause,
             deadline=self._now + self.settings.report_timeout_s,
-            reports=reports,
+            reports=change.reports if change is not None else {},
+            step_under_way=change.step_under_way if change is not None else self.phase is Phase.RUNNING,
         )
         self.phase, self._saving = Phase.AGREEING, None
         self._send_all(Regroup(generation=self._change.generation, at_boundary=at_boundary))
@@ -484,9 +489,11 @@ class Membership:
                 self._publish(formed)
 
     def _publish(self, formed: Formed) -> None:
-        change, was_running = self._change, self.generation > 0 and self._installed >= self._placed()
+        change = self._change
         cause = change.cause if change is not None else ("resume" if self.settings.resume else "start")
-        redone = change is not None and change.cause == "failure" and was_running and formed.roll_forward is None
+        redone = (
+            change is not None and change.cause == "failure" and change.step_under_way and formed.roll_forward is None
+        )
         self.generation += 1
         self.phase, self._change, self.plan = Phase.INSTALLING, None, formed.plan
         self._version, self._parts = formed.version, Parts()

@@ -1,0 +1,257 @@
+"""A job of obedient simulated workers around the membership machine: no sockets, no clock, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from resilient.agent.events import (
+    Event,
+    Instruction,
+    NodeConnected,
+    NodeLost,
+    Record,
+    Send,
+    Stop,
+    Tell,
+    Worker,
+    WorkerEnded,
+    WorkerSaid,
+    WriteManifest,
+)
+from resilient.agent.membership import Membership, Phase, Settings
+from resilient.messages import (
+    Finish,
+    Finished,
+    FromWorkerMessage,
+    Generation,
+    Installed,
+    JobSpec,
+    Outcome,
+    Progress,
+    Ready,
+    Regroup,
+    Report,
+    Save,
+    Saved,
+    Shutdown,
+    StepDone,
+)
+from resilient.templates.plan import Plan
+from resilient.templates.profile import LayerProfile, ModelProfile
+
+NUM_LAYERS = 4
+PROFILE = ModelProfile(
+    layers=tuple(
+        LayerProfile(name=f"layer.{i}", forward_ms=1.0, backward_ms=2.0, state_bytes=100) for i in range(NUM_LAYERS)
+    )
+)
+STATES = tuple(layer.name for layer in PROFILE.layers)
+
+
+def job_spec(**changes: Any) -> JobSpec:
+    fields: dict[str, Any] = {
+        "profile": PROFILE,
+        "global_batch": 24,
+        "microbatch": 2,
+        "max_failures": 1,
+        "min_pipeline_nodes": 2,
+        "num_steps": 10,
+        "digest": "job",
+    }
+    return JobSpec(**{**fields, **changes})
+
+
+def settings(**changes: Any) -> Settings:
+    fields: dict[str, Any] = {"script": "train.py", "directory": "/work", "run_directory": "/runs/x", "num_nodes": 5}
+    return Settings(**{**fields, **changes})
+
+
+def outcome(step: int) -> Outcome:
+    return Outcome(step=step, loss=1.0 / step, grad_norm=1.0)
+
+
+@dataclass
+class SimulatedWorker:
+    """What a worker remembers."""
+
+    version: int = -1
+    complete: bool = False
+    passed: Outcome | None = None
+    current: tuple[str, ...] = ()
+    generation: int = 0
+    inbox: list[Any] = field(default_factory=list)
+
+    def progress(self) -> Progress:
+        return Progress(version=self.version, complete=self.complete, passed=self.passed, current=self.current)
+
+
+class Job:
+    """Feeds the machine and plays the nodes. Workers act when told to, through :meth:`answer` and :meth:`step`."""
+
+    def __init__(self, spec: JobSpec | None = None, **changes: Any) -> None:
+        self.spec = spec or job_spec()
+        self.machine = Membership(settings(**changes))
+        self.now = 0.0
+        self.workers: dict[Worker, SimulatedWorker] = {}
+        self.records: list[Record] = []
+        self.told: list[Tell] = []
+        self.manifests: list[WriteManifest] = []
+        self.stop: Stop | None = None
+        self.next_node = 0
+
+    # ------------------------------------------------------------ driving
+
+    def feed(self, event: Event) -> list[Instruction]:
+        instructions = self.machine.handle(event, self.now)
+        for instruction in instructions:
+            self._obey(instruction)
+        self.check()
+        return instructions
+
+    def say(self, worker: Worker, message: FromWorkerMessage) -> list[Instruction]:
+        return self.feed(WorkerSaid(node=worker[0], local_rank=worker[1], message=message))
+
+    def connect(self) -> int:
+        node = self.next_node
+        self.next_node += 1
+        num_workers = self.machine.settings.workers_per_node
+        for local_rank in range(num_workers):
+            self.workers[node, local_rank] = SimulatedWorker()
+        self.feed(NodeConnected(node=node, host="h", pid=node, num_workers=num_workers))
+        return node
+
+    def ready(self, node: int, spec: JobSpec | None = None) -> None:
+        for worker in [worker for worker in self.workers if worker[0] == node]:
+            self.say(worker, Ready(job=spec or self.spec, store_address=f"h:{node}", pid=1000 + node, device="cpu"))
+
+    def start(self) -> None:
+        for _ in range(self.machine.settings.num_nodes):
+            self.connect()
+        for node in range(self.next_node):
+            self.ready(node)
+        self.answer()
+
+    def lose(self, *nodes: int) -> None:
+        for node in nodes:
+            self.workers = {worker: state for worker, state in self.workers.items() if worker[0] != node}
+            self.feed(NodeLost(node=node, cause="node lost"))
+
+    def end_worker(self, worker: Worker, exit_code: int, error: str = "") -> None:
+        self.feed(WorkerEnded(node=worker[0], local_rank=worker[1], exit_code=exit_code, error=error))
+
+    def step(self, number: int, *, reported: bool = True) -> None:
+        """All placed workers commit a step; ``reported``: the coordinator hears of it."""
+        for worker in self.placed():
+            state = self.workers[worker]
+            state.version, state.passed, state.complete = number, outcome(number), False
+        if reported:
+            self.report_step(number)
+
+    def report_step(self, number: int) -> None:
+        slot = self.plan.slots[0]
+        done = StepDone(
+            generation=self.machine.generation,
+            outcome=outcome(number),
+            num_samples=24,
+            step_ms=1.0,
+            learning_rate=0.1,
+            at=float(number),
+        )
+        self.say((slot.node, slot.local_rank), done)
+
+    def answer(self, workers: Iterable[Worker] | None = None) -> None:
+        """Have workers (all by default) act on everything that was sent to them, until nothing is left to do."""
+        busy = True
+        while busy and self.stop is None:
+            busy = False
+            for worker in list(self.workers if workers is None else workers):
+                while worker in self.workers and self.workers[worker].inbox:
+                    busy = True
+                    self._act(worker, self.workers[worker].inbox.pop(0))
+
+    # ------------------------------------------------------------ looking
+
+    @property
+    def plan(self) -> Plan:
+        assert self.machine.plan is not None
+        return self.machine.plan
+
+    def placed(self) -> list[Worker]:
+        slots = self.plan.slots
+        return [(slot.node, slot.local_rank) for slot in slots if (slot.node, slot.local_rank) in self.workers]
+
+    def last(self, kind: str) -> dict[str, Any]:
+        return next(record.fields for record in reversed(self.records) if record.kind == kind)
+
+    def kinds(self) -> list[str]:
+        return [record.kind for record in self.records]
+
+    def check(self) -> None:
+        """The machine waits for nobody who is dead, and for nobody at all once the job is over."""
+        assert {node for node, _ in self.machine.awaiting} <= self.machine.members.keys()
+        if self.machine.phase in (Phase.STOPPED, Phase.FINISHED):
+            assert not self.machine.awaiting
+
+    # ------------------------------------------------------------ playing
+
+    def _obey(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Record):
+            self.records.append(instruction)
+        elif isinstance(instruction, Stop):
+            self.stop = instruction
+        elif isinstance(instruction, WriteManifest):
+            self.manifests.append(instruction)
+        elif isinstance(instruction, Tell):
+            self.told.append(instruction)
+            if isinstance(instruction.message, Shutdown):
+                node = instruction.node
+                self.workers = {worker: state for worker, state in self.workers.items() if worker[0] != node}
+        elif isinstance(instruction, Send):
+            for worker in self.workers:
+                if worker[0] == instruction.node and instruction.local_rank in (None, worker[1]):
+                    self.workers[worker].inbox.append(instruction.message)
+
+    def _act(self, worker: Worker, message: Any) -> None:
+        state = self.workers[worker]
+        if isinstance(message, Regroup):
+            self.say(worker, Report(generation=message.generation, progress=state.progress()))
+        elif isinstance(message, Generation):
+            self._install(worker, message)
+        elif isinstance(message, Save):
+            state.version = message.version
+            self.say(worker, self.saved(message.generation, message.version, message.states))
+        elif isinstance(message, Finish):
+            self.end_worker(worker, 0)
+
+    def saved(self, generation: int, step: int, states: Iterable[str]) -> Saved:
+        files = {name: f"{name}.safetensors" for name in states}
+        return Saved(generation=generation, step=step, files=files, fingerprints=dict.fromkeys(files, "f"))
+
+    def _install(self, worker: Worker, message: Generation) -> None:
+        state = self.workers[worker]
+        state.generation = message.generation
+        if message.rank is None:
+            state.version, state.current, state.passed = -1, (), None
+            return
+        slot = message.plan.slots[message.rank]
+        needed = PROFILE.states(slot.stage.first_layer, slot.stage.end_layer)
+        may_roll = state.version == message.version - 1 and state.complete and message.roll_forward is not None
+        has = state.current if may_roll or state.version == message.version else ()
+        copied = {transfer.state for transfer in message.transfers if transfer.target == message.rank}
+        assert message.source or set(needed) <= {*has, *copied}, "a state comes from nowhere"
+        state.version, state.current, state.complete = message.version, needed, False
+        self.say(
+            worker,
+            Installed(
+                generation=message.generation, started_at=0.0, regrouped_at=0.0, installed_at=0.0, bytes_copied=0
+            ),
+        )
+
+    def finish(self) -> None:
+        """Every placed worker saves its states and says that it is done."""
+        generation, step = self.machine.generation, self.workers[self.placed()[0]].version
+        for worker in self.placed():
+            self.say(worker, self.saved(generation, step, self.workers[worker].current))
+            self.say(worker, Finished(generation=generation))

@@ -1,0 +1,510 @@
+"""The membership machine, driven synchronously with simulated workers."""
+
+from __future__ import annotations
+
+import pytest
+from simulated import NUM_LAYERS, STATES, Job, job_spec, outcome
+
+from resilient.agent.events import (
+    FailureWanted,
+    NodeConnected,
+    NodeLeaving,
+    Send,
+    StopWanted,
+    Tell,
+    Tick,
+)
+from resilient.agent.membership import Phase
+from resilient.manifest import Manifest, SavedState
+from resilient.messages import (
+    Arm,
+    Failed,
+    Generation,
+    Injection,
+    Kill,
+    Regroup,
+    Report,
+    Save,
+    Shutdown,
+    Suspect,
+)
+
+
+def started(num_nodes: int = 5, **changes: object) -> Job:
+    job = Job(num_nodes=num_nodes, **changes)
+    job.start()
+    assert job.machine.phase is Phase.RUNNING
+    return job
+
+
+def regroups(job: Job, node: int) -> list[Regroup]:
+    return [message for message in job.workers[node, 0].inbox if isinstance(message, Regroup)]
+
+
+# ---------------------------------------------------------------- start and end
+
+
+def test_first_generation_begins_when_all_nodes_are_ready() -> None:
+    job = Job()
+    for _ in range(5):
+        job.connect()
+    for node in range(4):
+        job.ready(node)
+    assert job.machine.generation == 0
+    job.ready(4)
+    announced = job.workers[0, 0].inbox[-1]
+    assert isinstance(announced, Generation)
+    assert (announced.generation, announced.version, announced.source, announced.transfers) == (1, 0, "init", ())
+    assert announced.store_address == f"h:{job.plan.slots[0].node}"
+    assert job.machine.phase is Phase.INSTALLING
+    job.answer()
+    assert job.machine.phase is Phase.RUNNING
+    assert job.last("generation")["cause"] == "start"
+    assert job.last("job")["num_layers"] == NUM_LAYERS
+
+
+def test_job_finishes_with_a_checkpoint_and_stops_when_the_last_worker_has_ended() -> None:
+    job = started()
+    job.step(10)
+    job.finish()
+    path = "/runs/x/checkpoints/step-00000010"
+    assert job.last("finished") == {"step": 10, "path": path}
+    assert [(m.path, m.manifest.step, m.manifest.digest, set(m.manifest.states)) for m in job.manifests] == [
+        (path, 10, "job", set(STATES))
+    ]
+    assert job.stop is None
+    job.answer()
+    assert job.stop is not None
+    assert job.stop.exit_code == 0
+    assert "stopped" not in job.kinds()
+
+
+def test_node_lost_after_the_end_does_not_fail_the_job() -> None:
+    job = started()
+    job.step(10)
+    job.finish()
+    job.lose(3)
+    job.answer()
+    assert job.stop is not None
+    assert job.stop.exit_code == 0
+    assert job.last("node_lost") == {"node": 3, "cause": "node lost"}
+
+
+def test_resumed_job_begins_at_the_checkpoint() -> None:
+    states = {name: SavedState(file=name, fingerprint="f") for name in STATES}
+    job = started(resume=("/ckpt", Manifest(step=7, digest="job", states=states)))
+    generation = job.last("generation")
+    assert (generation["cause"], generation["version"]) == ("resume", 7)
+    job.lose(0)
+    job.answer()
+    assert job.last("generation")["version"] == 7
+
+
+def test_checkpoint_of_another_model_is_refused() -> None:
+    states = {name: SavedState(file=name, fingerprint="f") for name in STATES[:-1]}
+    job = Job(num_nodes=4, resume=("/ckpt", Manifest(step=7, digest="job", states=states)))
+    job.start()
+    assert job.stop is not None
+    assert job.stop.exit_code == 1
+    assert "/ckpt lacks 'layer.3'" in job.stop.reason
+
+
+def test_worker_with_another_job_stops_everything_and_is_named() -> None:
+    job = Job(num_nodes=4)
+    for _ in range(4):
+        job.connect()
+    job.ready(0)
+    job.ready(2, job_spec(digest="other"))
+    assert job.stop is not None
+    assert job.stop.exit_code == 1
+    assert job.stop.reason.startswith("node 2: all workers must build the same job")
+
+
+def test_script_exception_stops_everything() -> None:
+    job = started()
+    job.say((1, 0), Failed(error="ValueError: no", traceback="tb"))
+    assert job.last("failed") == {"node": 1, "error": "ValueError: no", "traceback": "tb"}
+    assert job.stop is not None
+    assert job.stop.exit_code == 1
+
+
+@pytest.mark.parametrize(("exit_code", "error"), [(1, "KeyError: 'x'"), (7, "")])
+def test_worker_ending_by_itself_stops_everything(exit_code: int, error: str) -> None:
+    job = started()
+    job.end_worker((1, 0), exit_code, error)
+    assert job.stop is not None
+    assert job.stop.exit_code == 1
+    assert (error or "exit code 7") in job.stop.reason
+
+
+def test_batch_that_cannot_be_split_is_refused_with_a_recommendation() -> None:
+    job = Job(job_spec(global_batch=25), num_nodes=4)
+    job.connect()
+    job.ready(0)
+    assert job.stop is not None
+    assert job.stop.reason == "global_batch must be a multiple of microbatch 2, got 25; use 24"
+
+
+def test_script_that_never_trains_ends_the_job_quietly() -> None:
+    job = Job(num_nodes=2)
+    for node in (job.connect(), job.connect()):
+        job.end_worker((node, 0), 0)
+    assert job.stop is not None
+    assert job.stop.exit_code == 0
+
+
+def test_interruption_says_how_to_go_on() -> None:
+    job = started(arguments=("--lr", "1 e"))
+    job.feed(StopWanted(exit_code=130, reason="interrupted"))
+    assert job.stop is not None
+    assert job.stop.exit_code == 130
+    assert job.stop.reason == "interrupted; start again with: resilient run --nodes 4 train.py --lr '1 e'"
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_failure_redoes_the_step_under_way() -> None:
+    job = started()
+    job.step(1)
+    job.lose(2)
+    assert job.machine.phase is Phase.AGREEING
+    assert job.last("detected") == {"nodes": [2], "cause": "node lost", "step": 1}
+    job.answer()
+    generation = job.last("generation")
+    assert generation["cause"] == "failure"
+    assert (generation["version"], generation["lost_steps"], generation["roll_forward"]) == (1, 1, False)
+    assert 2 not in generation["nodes"]
+    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.generation == 2
+
+
+def test_survivors_roll_forward_when_one_of_them_passed_the_barrier() -> None:
+    job = started()
+    job.step(1)
+    for worker in job.placed():
+        job.workers[worker].complete = True
+    passed = job.workers[1, 0]
+    passed.version, passed.passed, passed.complete = 2, outcome(2), False
+    job.lose(3)
+    job.answer()
+    generation = job.last("generation")
+    assert (generation["version"], generation["lost_steps"], generation["roll_forward"]) == (2, 0, True)
+
+
+def test_survivors_roll_forward_when_only_the_dead_node_passed_the_barrier() -> None:
+    job = started()
+    job.step(1)
+    for worker in job.placed():
+        job.workers[worker].complete = True
+    job.report_step(2)
+    job.lose(job.plan.slots[0].node)
+    job.answer()
+    generation = job.last("generation")
+    assert (generation["version"], generation["lost_steps"], generation["roll_forward"]) == (2, 0, True)
+    assert job.machine.outcome == outcome(2)
+
+
+def test_second_failure_while_agreeing_shrinks_the_set() -> None:
+    job = started(num_nodes=6)
+    job.step(1)
+    job.lose(2)
+    job.answer([(0, 0), (1, 0), (3, 0)])
+    assert job.machine.awaiting == {(4, 0), (5, 0)}
+    job.lose(4)
+    assert job.machine.awaiting == {(5, 0)}
+    job.answer()
+    assert job.machine.generation == 2
+    assert job.kinds().count("detected") == 1
+    assert not {2, 4} & set(job.plan.nodes)
+
+
+def test_second_failure_after_publication_begins_another_generation() -> None:
+    job = started(num_nodes=6)
+    job.step(1)
+    job.lose(2)
+    for worker in list(job.workers):
+        message = job.workers[worker].inbox.pop(0)
+        job.say(worker, Report(generation=message.generation, progress=job.workers[worker].progress()))
+    assert (job.machine.phase, job.machine.generation) == (Phase.INSTALLING, 2)
+    job.lose(4)
+    assert regroups(job, 0) == [Regroup(generation=3)]
+    job.answer()
+    assert (job.machine.phase, job.machine.generation) == (Phase.RUNNING, 3)
+    assert job.last("generation")["lost_steps"] == 0  # no step was under way in generation 2
+
+
+def test_worker_killed_by_a_signal_takes_its_node_out() -> None:
+    job = started()
+    job.step(1)
+    job.end_worker((2, 0), -9)
+    assert job.last("detected")["cause"] == "worker killed by signal 9"
+    job.lose(2)
+    job.answer()
+    assert job.machine.generation == 2
+    assert job.kinds().count("node_lost") == 1
+
+
+def test_suspicion_alone_regroups_the_same_members() -> None:
+    job = started()
+    job.step(1)
+    before = job.plan
+    job.say((1, 0), Suspect(generation=1, reason="reset"))
+    job.say((2, 0), Suspect(generation=1, reason="reset"))
+    job.answer()
+    assert (job.plan, job.machine.generation) == (before, 2)
+    assert job.last("detected") == {"nodes": [], "cause": "communication failed: reset", "step": 1}
+
+
+def test_suspicions_without_progress_save_and_stop() -> None:
+    job = started(max_suspicions=3)
+    job.step(1)
+    for _ in range(3):
+        job.say((1, 0), Suspect(generation=job.machine.generation, reason="reset"))
+        job.answer()
+        assert job.stop is None
+    job.say((1, 0), Suspect(generation=job.machine.generation, reason="reset"))
+    job.answer()
+    assert job.stop is not None
+    assert job.stop.exit_code == 3
+    assert "communication keeps failing" in job.stop.reason
+
+
+def test_messages_of_other_generations_are_ignored() -> None:
+    job = started()
+    job.step(1)
+    job.lose(2)
+    job.say((1, 0), Report(generation=1, progress=job.workers[1, 0].progress()))
+    assert (1, 0) in job.machine.awaiting
+    job.answer()
+    num_records = len(job.records)
+    job.say((1, 0), Suspect(generation=1, reason="late"))
+    job.say((1, 0), Report(generation=2, progress=job.workers[1, 0].progress()))
+    assert job.machine.phase is Phase.RUNNING
+    assert len(job.records) == num_records
+
+
+def test_dead_node_is_not_heard() -> None:
+    job = started()
+    job.lose(2)
+    job.workers[2, 0] = job.workers[1, 0]
+    assert job.say((2, 0), Failed(error="late")) == []
+
+
+def test_worker_without_a_report_in_time_is_evicted() -> None:
+    job = started(report_timeout_s=60.0)
+    job.step(1)
+    job.lose(2)
+    job.answer([(0, 0), (1, 0), (3, 0)])
+    job.now = 59.0
+    job.feed(Tick())
+    assert job.machine.phase is Phase.AGREEING
+    job.now = 60.0
+    evicted = job.feed(Tick())
+    assert any(isinstance(i, Tell) and i.node == 4 and isinstance(i.message, Shutdown) for i in evicted)
+    assert job.last("node_lost") == {"node": 4, "cause": "no report within 60 s"}
+    assert 4 not in job.machine.members
+
+
+# ---------------------------------------------------------------- joins and departures
+
+
+def test_joiners_ready_together_share_one_boundary() -> None:
+    job = started(num_nodes=4)
+    job.step(1)
+    first, second = job.connect(), job.connect()
+    assert job.machine.phase is Phase.RUNNING
+    job.ready(first)
+    job.ready(second)
+    assert regroups(job, 0) == [Regroup(generation=2, at_boundary=True)]
+    assert regroups(job, first) == []
+    job.step(2)
+    job.answer()
+    generation = job.last("generation")
+    assert (generation["cause"], generation["version"], generation["lost_steps"]) == ("join", 2, 0)
+    assert {first, second} <= set(generation["nodes"])
+    assert job.machine.generation == 2
+
+
+def test_failure_during_a_pending_boundary_upgrades_the_same_generation() -> None:
+    job = started()
+    job.step(1)
+    joiner = job.connect()
+    job.ready(joiner)
+    job.answer([(0, 0)])
+    job.lose(2)
+    assert regroups(job, 1) == [Regroup(generation=2, at_boundary=True), Regroup(generation=2)]
+    job.answer()
+    generation = job.last("generation")
+    assert (job.machine.generation, generation["cause"]) == (2, "failure")
+    assert joiner in generation["nodes"]
+
+
+def test_suspicion_during_a_pending_boundary_upgrades_it() -> None:
+    job = started()
+    job.ready(job.connect())
+    job.say((1, 0), Suspect(generation=1, reason="reset"))
+    assert regroups(job, 0)[-1] == Regroup(generation=2)
+
+
+def test_leaver_is_left_out_and_shut_down_after_publication() -> None:
+    job = started()
+    job.step(1)
+    job.feed(NodeLeaving(node=3, reason="SIGTERM"))
+    assert job.told[-1].message != Shutdown(exit_code=0, reason="left")
+    job.step(2)
+    job.answer()
+    assert job.told[-1] == Tell(node=3, message=Shutdown(exit_code=0, reason="left"))
+    generation = job.last("generation")
+    assert (generation["cause"], generation["version"], generation["lost_steps"]) == ("leave", 2, 0)
+    assert 3 not in generation["nodes"]
+    job.lose(3)
+    assert job.machine.phase is Phase.RUNNING
+
+
+def test_departure_that_leaves_too_few_nodes_saves_and_stops_at_the_boundary() -> None:
+    job = started(num_nodes=4)
+    job.feed(NodeLeaving(node=3, reason="SIGTERM"))
+    job.step(1)
+    job.answer()
+    assert job.stop is not None
+    assert job.stop.exit_code == 3
+    assert job.manifests[-1].manifest.step == 1
+
+
+def test_joiner_lost_before_it_is_ready_disturbs_nobody() -> None:
+    job = started()
+    node = job.connect()
+    job.lose(node)
+    assert (job.machine.phase, job.machine.generation) == (Phase.RUNNING, 1)
+
+
+def test_node_with_another_number_of_workers_is_sent_away() -> None:
+    job = started()
+    instructions = job.feed(NodeConnected(node=9, host="h", pid=1, num_workers=2))
+    reason = "workers per node must be 1 in this job, got 2"
+    assert instructions[-1] == Tell(node=9, message=Shutdown(exit_code=1, reason=reason))
+
+
+# ---------------------------------------------------------------- too few nodes, lost states
+
+
+def test_too_few_nodes_save_every_state_once_and_stop_resumably() -> None:
+    job = started(num_nodes=4, arguments=("--lr", "3"))
+    job.step(1)
+    job.lose(1)
+    for worker in list(job.workers):
+        job.workers[worker].inbox.pop(0)
+        job.say(worker, Report(generation=2, progress=job.workers[worker].progress()))
+    saves = [message for state in job.workers.values() for message in state.inbox if isinstance(message, Save)]
+    assert sorted(name for save in saves for name in save.states) == sorted(STATES)
+    job.answer()
+    path = "/runs/x/checkpoints/step-00000001"
+    assert job.manifests[-1].path == path
+    assert job.stop is not None
+    assert job.stop.exit_code == 3
+    assert job.stop.reason == (
+        f"3 nodes are live ([0, 2, 3]), 4 are needed; resume with: "
+        f"resilient run --nodes 4 --resume {path} train.py --lr 3"
+    )
+    assert job.last("stopped")["path"] == path
+
+
+def test_failure_while_saving_saves_again_with_those_who_are_left() -> None:
+    job = started(num_nodes=4)
+    job.step(1)
+    job.lose(1)
+    for worker in list(job.workers):
+        job.workers[worker].inbox.pop(0)
+        job.say(worker, Report(generation=2, progress=job.workers[worker].progress()))
+    assert job.machine.phase is Phase.SAVING
+    victim = min(node for node, _ in job.machine.awaiting)
+    pipeline = next(p for p in job.plan.pipelines if victim in p.nodes)
+    job.lose(victim)
+    job.answer()
+    assert job.stop is not None
+    survives = 1 not in pipeline.nodes
+    assert job.stop.exit_code == (4 if survives else 3)
+    assert bool(job.manifests) != survives
+
+
+def lose_both_holders(job: Job) -> None:
+    first, second = (pipeline.nodes[0] for pipeline in job.plan.pipelines[:2])
+    job.lose(first, second)
+    job.answer()
+
+
+def test_lost_state_falls_back_to_the_newest_checkpoint() -> None:
+    job = started(num_nodes=4)
+    job.step(3)
+    for worker in job.placed():
+        job.say(worker, job.saved(1, 3, job.workers[worker].current))
+    assert job.last("checkpoint") == {"step": 3, "path": "/runs/x/checkpoints/step-00000003"}
+    job.step(5)
+    for node in (job.connect(), job.connect()):
+        job.machine.members[node].leaving = False
+        job.ready(node)
+    lose_both_holders(job)
+    generation = job.last("generation")
+    assert (generation["version"], generation["transfers"]) == (3, 0)
+    assert job.stop is None
+    assert "everybody loads /runs/x/checkpoints/step-00000003" in job.last("output")["text"]
+    job.step(4)
+    assert job.machine.status()["step"] == 4
+
+
+def test_lost_state_without_a_checkpoint_stops_for_good() -> None:
+    job = started(num_nodes=4)
+    job.step(5)
+    lose_both_holders(job)
+    assert job.stop is not None
+    assert job.stop.exit_code == 4
+    assert "nobody holds" in job.stop.reason
+
+
+def test_states_lost_before_the_first_step_are_made_again() -> None:
+    job = started(num_nodes=6)
+    lose_both_holders(job)
+    assert job.stop is None
+    assert job.last("generation")["version"] == 0
+
+
+def test_all_nodes_lost_is_an_end() -> None:
+    job = started(num_nodes=4)
+    job.step(1)
+    job.lose(0, 1, 2, 3)
+    assert job.stop is not None
+    assert job.stop.exit_code == 4
+
+
+def test_last_checkpoint_not_written_in_time_is_an_end() -> None:
+    job = started(num_nodes=4, save_timeout_s=10.0)
+    job.step(1)
+    job.lose(1)
+    for worker in list(job.workers):
+        job.workers[worker].inbox.pop(0)
+        job.say(worker, Report(generation=2, progress=job.workers[worker].progress()))
+    job.now = 10.0
+    job.feed(Tick())
+    assert job.stop is not None
+    assert "was not written in time" in job.stop.reason
+
+
+# ---------------------------------------------------------------- injections
+
+
+def test_injection_at_once_goes_to_the_agent_and_a_later_one_to_the_workers() -> None:
+    job = started()
+    now, later = Injection(node=1), Injection(node=1, at_step=5, at_phase="reduce")
+    assert job.feed(FailureWanted(injection=now)) == [Tell(node=1, message=Kill(injection=now))]
+    assert job.feed(FailureWanted(injection=later)) == [Send(node=1, local_rank=None, message=Arm(injection=later))]
+
+
+def test_injection_waits_for_its_node() -> None:
+    wanted = Injection(node=1, at_step=3, worker_only=True)
+    job = Job(num_nodes=4, injections=(wanted,))
+    job.connect()
+    job.connect()
+    assert not job.workers[1, 0].inbox
+    job.ready(1)
+    assert job.workers[1, 0].inbox == [Arm(injection=wanted)]
