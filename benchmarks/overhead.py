@@ -2,9 +2,9 @@
 
     python benchmarks/overhead.py [--repeats 3] [--steps 25]
 
-Plain PyTorch is torch.distributed.pipelining's 1F1B with DistributedDataParallel, started by torchrun; stages are cut at
-the same layers. Both run in turns; a cell is the median step of a run, a row the median over runs. The ratio is ours over
-theirs: at most 1 means that surviving failures costs nothing while there are none.
+Plain PyTorch is torch.distributed.pipelining's 1F1B with DistributedDataParallel, started by torchrun; stages are cut
+at the same layers. Both run in turns; a run counts with its median step, a row is the median over runs. The ratio is
+ours over theirs: at most 1 means that surviving failures costs nothing while there are none.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def ours(setting: Setting, num_steps: int) -> tuple[float, list[int]]:
     (generation,) = [event for event in events if event["kind"] == "generation"]
     cuts = [stage["first_layer"] for stage in generation["pipelines"][0]["stages"]]
     commits = [event["time"] for event in events if event["kind"] == "step"]
-    steps = [1000 * (after - before) for before, after in zip(commits, commits[1:], strict=False)]
+    steps = [1000 * (after - before) for before, after in pairwise(commits)]
     return statistics.median(steps[WARM_UP_STEPS:]), cuts
 
 

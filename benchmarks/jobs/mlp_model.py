@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ INPUT, WIDTH, NUM_HIDDEN, CLASSES = 256, 1024, 9, 10
 def factories() -> list[Callable[[], nn.Module]]:
     """Return one factory per layer."""
     widths = [INPUT] + [WIDTH] * (NUM_HIDDEN + 1)
-    hidden = [_hidden(a, b) for a, b in zip(widths, widths[1:], strict=False)]
+    hidden = [_hidden(a, b) for a, b in pairwise(widths)]
     return [*hidden, lambda: nn.Linear(WIDTH, CLASSES)]
 
 
