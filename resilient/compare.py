@@ -30,8 +30,8 @@ def compare_runs(run_dir: Path | str, reference_dir: Path | str) -> dict[str, An
     Returns:
         A dict of four. ``max_param_abs_diff``: largest difference of any parameter in the final checkpoints;
         ``max_param_rel_diff``: the same relative to the largest absolute value in the parameter's layer in the
-        reference, largest over all layers (not tensors: the bias of an attention key has no influence on the loss, its
-        gradient and so its value are rounding noise alone); ``max_loss_abs_diff``: largest difference of the loss of any step;
+        reference, largest over all layers (not tensors: a bias of attention keys has no influence on the loss, so its
+        gradient and its value are rounding noise alone); ``max_loss_abs_diff``: largest difference of any step's loss;
         ``same_steps_and_samples``: both runs committed the same steps with as many samples in each.
 
     Raises:

@@ -5,6 +5,7 @@ Pure: events in, state and messages out; no console, no clock. Must not import t
 
 from __future__ import annotations
 
+import textwrap
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from resilient.report import PARTS, build_report, duration
 
 _KEPT_MESSAGES = 64
 _KEPT_LOSSES = 400
+_MAX_CAUSE = 120
 _MEASURED = ("generation", "installed", "detected", "node_lost", "injected")
 
 
@@ -119,7 +121,7 @@ class JobStatus:
     def _on_detected(self, event: Event) -> Iterator[tuple[str, str]]:
         self.phase = "recovering"
         if not event["nodes"]:
-            yield "bad", f"failure suspected: {event['cause']}"
+            yield "bad", f"failure suspected: {textwrap.shorten(event['cause'], _MAX_CAUSE)}"
         for node in event["nodes"]:
             yield from self._lose(node, event["cause"])
 
