@@ -50,6 +50,7 @@ def copy_once(rank: int, state: LayerState, generation: int, store_address: str)
         host="127.0.0.1",
         timeout_s=60,
         interrupted=queue.SimpleQueue(),
+        device=torch.device("cpu"),
     )
     end = state.bytes.numel()
     transfer = Transfer(state="layer", source=0, target=1, first_byte=0, end_byte=end)

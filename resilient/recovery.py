@@ -125,6 +125,7 @@ class Installer:
             host=self._host,
             timeout_s=self._job.comm_timeout_s,
             interrupted=self._fence.open(message.generation),
+            device=self._job.device,
         )
         self._fence.attach(message.generation, comm)
         return comm

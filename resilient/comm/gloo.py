@@ -1,7 +1,4 @@
-"""The process groups of one generation, which any thread may abort.
-
-Owns all use of torch's backends. They are built directly, not through ``torch.distributed``'s global state, because a
-job has a new set of groups at every change of membership. Tried on torch 2.13 (gloo on CPU tensors).
+"""Groups over gloo that any thread may abort. Tried on torch 2.13.
 
 Why abort() works on sockets: gloo has no working abort. A rank that waits for a live rank which itself waits for a
 dead one sits there until the group's timeout. Shutting down the connected sockets of a generation makes every
@@ -11,102 +8,18 @@ operation on it, here and one hop further at the peers, end with an error within
 from __future__ import annotations
 
 import os
-import queue
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # pyright: ignore[reportPrivateImportUsage]
 
+from resilient.comm.interface import Group, Pending
 from resilient.errors import CommunicationError
-
-Group = tuple[int, ...]
-"""Ascending global ranks of a generation."""
-
-
-class Pending(Protocol):
-    """An operation under way; its tensors must stay untouched until ``wait`` has returned."""
-
-    def wait(self) -> None:
-        """Block until the operation is done.
-
-        Raises:
-            CommunicationError: A peer is gone or the generation was aborted; nothing more can be done in it.
-        """
-        ...
-
-
-class Communicator(Protocol):
-    """What the executor needs of a generation's groups. Only ``abort`` may be called from other threads."""
-
-    rank: int
-    size: int
-
-    def send(self, tensor: Tensor, target: int, tag: int) -> Pending:
-        """Send a contiguous tensor; the target receives with the same tag and the same number of bytes."""
-        ...
-
-    def recv(self, tensor: Tensor, source: int, tag: int) -> Pending:
-        """Receive into a contiguous tensor."""
-        ...
-
-    def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
-        """Sum in place over ``group``; its members call this in the same order."""
-        ...
-
-    def abort(self) -> None:
-        """Make all operations, running and future, fail on this rank and, through broken connections, at its peers."""
-        ...
-
-    def close(self) -> None:
-        """Drop the groups; the generation ended in good order."""
-        ...
-
-
-class StoreHost:
-    """A key-value store in this process, in which the ranks of a generation can meet.
-
-    Every worker hosts one for its lifetime, so that the first survivor always has one at hand; keys carry the
-    generation and are never used twice.
-    """
-
-    def __init__(self, host: str) -> None:
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self.address = f"{host}:{self._store.port}"
-
-
-class _Done:
-    def wait(self) -> None:
-        return None
-
-
-DONE: Pending = _Done()
-
-
-class SoloCommunicator:
-    """The communicator of a job with one worker: there is nobody to talk to."""
-
-    rank = 0
-    size = 1
-
-    def send(self, tensor: Tensor, target: int, tag: int) -> Pending:
-        raise AssertionError("a single worker has no peer to send to")
-
-    def recv(self, tensor: Tensor, source: int, tag: int) -> Pending:
-        raise AssertionError("a single worker has no peer to receive from")
-
-    def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
-        return DONE
-
-    def abort(self) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
 
 
 class _GlooPending:
@@ -134,6 +47,16 @@ class GlooCommunicator:
     """Groups over gloo: one over all ranks (point-to-point, barriers, copies), one per further set of ranks.
 
     Tensors on other devices are staged through host memory, so that several workers may share one GPU.
+
+    Args:
+        generation: Its number, for messages.
+        rank: This worker's rank.
+        size: Number of ranks.
+        groups: The sets of ranks that all-reduce; the same list on every rank.
+        store: Of the generation.
+        host: Address of this machine that its peers can reach.
+        timeout_s: Last resort for an operation nothing else ends.
+        gpu: Name of this worker's GPU, if it has one; ``own_gpus`` tells whether all ranks have, each its own.
     """
 
     def __init__(
@@ -146,6 +69,7 @@ class GlooCommunicator:
         store: Store,
         host: str,
         timeout_s: float,
+        gpu: str = "",
     ) -> None:
         self.rank = rank
         self.size = size
@@ -154,14 +78,17 @@ class GlooCommunicator:
         listeners = _listening_ports()
         self._device = ProcessGroupGloo.create_device(hostname=host)
         (self._port,) = _listening_ports() - listeners
-        store.set(f"port/{rank}", str(self._port))
+        store.set(f"rank/{rank}", f"{self._port} {gpu}")
         self._world = tuple(range(size))
         self._groups = {
             group: self._build(PrefixStore("-".join(map(str, group)), store), group, timeout_s)
             for group in dict.fromkeys([self._world, *groups])
             if rank in group
         }
-        self._peer_ports = {int(store.get(f"port/{peer}")) for peer in range(size) if peer != rank}
+        known = [store.get(f"rank/{peer}").decode().partition(" ") for peer in range(size)]
+        self._peer_ports = {int(port) for peer, (port, _, _) in enumerate(known) if peer != rank}
+        gpus = {name for _, _, name in known}
+        self.own_gpus = "" not in gpus and len(gpus) == size
 
     def _build(self, store: Store, group: Group, timeout_s: float) -> ProcessGroupGloo:
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
@@ -211,65 +138,6 @@ class GlooCommunicator:
 
     def close(self) -> None:
         self._groups.clear()
-
-
-def connect(
-    *,
-    generation: int,
-    rank: int,
-    size: int,
-    groups: Sequence[Group],
-    store_address: str,
-    host: str,
-    timeout_s: float,
-    interrupted: queue.SimpleQueue[object],
-) -> Communicator:
-    """Build the groups of a generation together with all its other ranks.
-
-    Args:
-        generation: Its number; the store's keys carry it.
-        rank: This worker's rank.
-        size: Number of ranks.
-        groups: The sets of ranks that all-reduce; the same list on every rank.
-        store_address: ``host:port`` of the store of rank 0.
-        host: Address of this machine that its peers can reach.
-        timeout_s: Last resort for an operation nothing else ends.
-        interrupted: Anything put in here from another thread ends the wait for the peers.
-
-    Raises:
-        CommunicationError: A peer did not come or the wait was interrupted.
-    """
-    if size == 1:
-        return SoloCommunicator()
-    store_host, _, port = store_address.rpartition(":")
-
-    # A peer that dies while groups connect leaves the constructor waiting for its timeout. So a thread of its own
-    # builds; when interrupted it is left behind, and what it still gets done is dropped: its keys are never used again.
-    def build() -> None:
-        try:
-            store = TCPStore(
-                store_host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-            )
-            communicator = GlooCommunicator(
-                generation=generation,
-                rank=rank,
-                size=size,
-                groups=groups,
-                store=PrefixStore(f"g{generation}", store),
-                host=host,
-                timeout_s=timeout_s,
-            )
-        except RuntimeError as error:
-            interrupted.put(error)
-        else:
-            interrupted.put(communicator)
-
-    threading.Thread(target=build, name=f"connect-g{generation}", daemon=True).start()
-    result = interrupted.get()
-    if isinstance(result, GlooCommunicator):
-        return result
-    reason = str(result).strip().splitlines()[0] if isinstance(result, Exception) else "membership changed"
-    raise CommunicationError(f"generation {generation}, rank {rank}: groups were not built: {reason}")
 
 
 def _sockets() -> list[socket.socket]:

@@ -1,0 +1,20 @@
+"""The process groups of one generation, which any thread may abort.
+
+Owns all use of torch's backends. They are built directly, not through ``torch.distributed``'s global state, because a
+job has a new set of groups at every change of membership.
+"""
+
+from resilient.comm.connect import StoreHost, connect
+from resilient.comm.gloo import GlooCommunicator
+from resilient.comm.interface import DONE, Communicator, Group, Pending, SoloCommunicator
+
+__all__ = [
+    "DONE",
+    "Communicator",
+    "GlooCommunicator",
+    "Group",
+    "Pending",
+    "SoloCommunicator",
+    "StoreHost",
+    "connect",
+]

@@ -1,0 +1,79 @@
+"""What the runtime needs of a generation's process groups."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+Group = tuple[int, ...]
+"""Ascending global ranks of a generation."""
+
+
+class Pending(Protocol):
+    """An operation under way; its tensors must stay untouched until ``wait`` has returned."""
+
+    def wait(self) -> None:
+        """Block until the operation is done.
+
+        Raises:
+            CommunicationError: A peer is gone or the generation was aborted; nothing more can be done in it.
+        """
+        ...
+
+
+class Communicator(Protocol):
+    """What the executor needs of a generation's groups. Only ``abort`` may be called from other threads."""
+
+    rank: int
+    size: int
+
+    def send(self, tensor: Tensor, target: int, tag: int) -> Pending:
+        """Send a contiguous tensor; the target receives with the same tag and the same number of bytes."""
+        ...
+
+    def recv(self, tensor: Tensor, source: int, tag: int) -> Pending:
+        """Receive into a contiguous tensor."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+        """Sum in place over ``group``; its members call this in the same order."""
+        ...
+
+    def abort(self) -> None:
+        """Make all operations, running and future, fail on this rank and, through broken connections, at its peers."""
+        ...
+
+    def close(self) -> None:
+        """Drop the groups; the generation ended in good order."""
+        ...
+
+
+class Done:
+    def wait(self) -> None:
+        return None
+
+
+DONE: Pending = Done()
+
+
+class SoloCommunicator:
+    """The communicator of a job with one worker: there is nobody to talk to."""
+
+    rank = 0
+    size = 1
+
+    def send(self, tensor: Tensor, target: int, tag: int) -> Pending:
+        raise AssertionError("a single worker has no peer to send to")
+
+    def recv(self, tensor: Tensor, source: int, tag: int) -> Pending:
+        raise AssertionError("a single worker has no peer to receive from")
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+        return DONE
+
+    def abort(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
