@@ -23,12 +23,12 @@ import msgspec
 from aiohttp import web
 
 from resilient.agent import events as ev
-from resilient.agent.membership import EXIT_FAILED, Membership, Settings
+from resilient.agent.membership import Membership
+from resilient.agent.state import EXIT_FAILED, Settings
 from resilient.manifest import write_manifest
 from resilient.messages import (
     MAX_MESSAGE_BYTES,
     PHASES,
-    FromAgentMessage,
     FromWorker,
     Health,
     Hello,
@@ -37,6 +37,7 @@ from resilient.messages import (
     Shutdown,
     ToAgentMessage,
     ToWorkers,
+    WorkerExited,
     decode_from_agent,
     encode,
 )
@@ -255,25 +256,23 @@ class Coordinator:
         async for message in socket:
             if message.type is not aiohttp.WSMsgType.BINARY or node not in self._connections:
                 return
-            event = self._event_of(node, decode_from_agent(message.data))
-            if event is not None:
-                self.feed(event)
+            said = decode_from_agent(message.data)
+            if isinstance(said, Hello):
+                logger.warning("node %d introduced itself twice", node)
+                return
+            if isinstance(said, Health):
+                self._health[node] = said
+            else:
+                self.feed(self._event_of(node, said))
 
-    def _event_of(self, node: int, message: FromAgentMessage) -> ev.Event | None:
+    def _event_of(self, node: int, message: FromWorker | WorkerExited | Leaving) -> ev.Event:
         match message:
             case FromWorker(local_rank=local_rank, message=inner):
                 return ev.WorkerSaid(node=node, local_rank=local_rank, message=inner)
             case Leaving(reason=reason):
                 return ev.NodeLeaving(node=node, reason=reason)
-            case Health():
-                self._health[node] = message
-                return None
-            case Hello():
-                return ev.NodeLost(node=node, cause="introduced itself twice")
-            case _:
-                return ev.WorkerEnded(
-                    node=node, local_rank=message.local_rank, exit_code=message.exit_code, error=message.error
-                )
+            case WorkerExited(local_rank=local_rank, exit_code=exit_code, error=error):
+                return ev.WorkerEnded(node=node, local_rank=local_rank, exit_code=exit_code, error=error)
 
     def _drop(self, node: int, cause: str) -> None:
         connection = self._connections.pop(node, None)

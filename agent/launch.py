@@ -17,8 +17,8 @@ from typing import Any
 
 from resilient.agent import events as ev
 from resilient.agent.coordinator import Coordinator
-from resilient.agent.membership import EXIT_FAILED, EXIT_INTERRUPTED, Settings
 from resilient.agent.process import Spawner, start_zygote
+from resilient.agent.state import EXIT_FAILED, EXIT_INTERRUPTED, Settings
 from resilient.manifest import read_manifest
 from resilient.messages import Injection
 from resilient.zygote import Spawn

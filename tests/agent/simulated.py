@@ -20,7 +20,8 @@ from resilient.agent.events import (
     WorkerSaid,
     WriteManifest,
 )
-from resilient.agent.membership import Membership, Phase, Settings
+from resilient.agent.membership import Membership
+from resilient.agent.state import Phase, Settings
 from resilient.messages import (
     Finish,
     Finished,

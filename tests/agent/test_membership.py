@@ -14,7 +14,7 @@ from resilient.agent.events import (
     Tell,
     Tick,
 )
-from resilient.agent.membership import Phase
+from resilient.agent.state import Phase
 from resilient.manifest import Manifest, SavedState
 from resilient.messages import (
     Arm,

@@ -1,0 +1,94 @@
+"""From one generation to the next: ask everybody for a new one, agree, publish. Part of the membership machine."""
+
+from __future__ import annotations
+
+from resilient.agent.agreement import Agreement
+from resilient.agent.endings import Endings
+from resilient.agent.events import PreparePlans, Send
+from resilient.agent.forming import Formed, describe, form, message_for
+from resilient.agent.members import available
+from resilient.agent.saving import Parts
+from resilient.agent.state import EXIT_FAILED, EXIT_LOST, Change, Phase
+from resilient.errors import StateLostError
+from resilient.messages import Regroup
+from resilient.templates.nodespec import TooFewNodes
+
+
+class Changes(Endings):
+    """Changes the membership."""
+
+    def _ask_for_boundary(self) -> None:
+        joining = [node for node in available(self.members.values()) if not self.members[node].admitted]
+        leaving = [node for node in sorted(self.members) if self.members[node].leaving]
+        if joining or leaving:
+            self._record("boundary", generation=self.generation + 1, joining=joining, leaving=leaving)
+            self._begin(at_boundary=True, cause="join" if joining else "leave")
+
+    def _begin_failure(self, nodes: list[int], cause: str) -> None:
+        change = self._change
+        if change is None or change.at_boundary:
+            self._record("detected", generation=self.generation + 1, nodes=nodes, cause=cause, step=self._step)
+            self._begin(at_boundary=False, cause="failure")
+        assert self._change is not None
+        self._change.lost_nodes |= bool(nodes)
+
+    def _begin(self, *, at_boundary: bool, cause: str) -> None:
+        """Ask everybody for a new generation, or for the same one at once instead of at the boundary."""
+        change = self._change
+        self._change = Change(
+            generation=self.generation + 1,
+            at_boundary=at_boundary,
+            cause=cause,
+            deadline=self._now + self.settings.report_timeout_s,
+            reports=change.reports if change is not None else {},
+            step_under_way=change.step_under_way if change is not None else self.phase is Phase.RUNNING,
+        )
+        self.phase, self._saving = Phase.AGREEING, None
+        self._send_all(Regroup(generation=self._change.generation, at_boundary=at_boundary))
+
+    def _publish_next(self, agreement: Agreement) -> None:
+        """Publish the generation that was agreed on, or stop if there can be none."""
+        assert self._problem is not None
+        change = self._change
+        if change is not None and change.cause == "failure":
+            self._suspicions = 0 if change.lost_nodes else self._suspicions + 1
+        nodes = available(self.members.values())
+        try:
+            formed = form(self._problem, self.plan, nodes, agreement, self._checkpoints)
+        except TooFewNodes as error:
+            self._save_and_stop(agreement, f"{len(nodes)} nodes are live ({nodes}), {error.needed} are needed")
+        except StateLostError as error:
+            self._stop(EXIT_LOST, str(error), None)
+        except ValueError as error:
+            self._stop(EXIT_FAILED, str(error), self._newest_path())
+        else:
+            if self._suspicions > self.settings.max_suspicions:
+                self._save_and_stop(agreement, "communication keeps failing between live nodes; check the network")
+            else:
+                self._publish(formed)
+
+    def _publish(self, formed: Formed) -> None:
+        change = self._change
+        cause = change.cause if change is not None else ("resume" if self.settings.resume else "start")
+        redone = (
+            change is not None and change.cause == "failure" and change.step_under_way and formed.roll_forward is None
+        )
+        self.generation += 1
+        self.phase, self._change, self.plan = Phase.INSTALLING, None, formed.plan
+        self._version, self._parts = formed.version, Parts()
+        self._installed, self._finished = set(), set()
+        if formed.lost:
+            self.outcome = None  # the job goes back behind what was seen
+            text = f"nobody holds {', '.join(formed.lost)}: everybody loads {formed.source}"
+            self._record("output", text=text)
+        elif formed.roll_forward is not None:
+            self.outcome = formed.roll_forward
+        for member in [member for member in self.members.values() if member.leaving]:
+            self._dismiss(member, "left")
+        self._record("generation", cause=cause, lost_steps=int(redone), **describe(formed, self.members))
+        for worker in self._ready_workers():
+            self.members[worker[0]].admitted = True
+            message = message_for(worker, self.generation, formed, self.members)
+            self._out.append(Send(node=worker[0], local_rank=worker[1], message=message))
+        assert self._problem is not None
+        self._out.append(PreparePlans(problem=self._problem, num_nodes=len(available(self.members.values()))))

@@ -1,0 +1,193 @@
+"""What the membership machine knows, and the few things that all its parts do with it. No decisions here."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from resilient.agent.events import Instruction, Record, Send, Tell, Worker
+from resilient.agent.forming import Checkpoint
+from resilient.agent.members import Member
+from resilient.agent.saving import Parts
+from resilient.manifest import Manifest
+from resilient.messages import Injection, JobSpec, Outcome, Progress, Shutdown, ToWorkerMessage
+from resilient.templates.plan import Plan, Problem
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_RESUMABLE = 3
+EXIT_LOST = 4
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a job was started with.
+
+    Args:
+        num_nodes: Nodes to wait for before the first generation.
+        resume: Checkpoint to begin from, and its manifest.
+        injections: Failures to arm as soon as their node is up.
+        heartbeat_s: Silence after which a node counts as lost.
+        report_timeout_s: How long a worker may take to get out of its generation before its node is evicted.
+        save_timeout_s: How long writing the last checkpoint may take.
+        max_suspicions: Regroups of the same members without a step between them before the job is stopped.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    directory: str
+    run_directory: str
+    num_nodes: int
+    workers_per_node: int = 1
+    resume: tuple[str, Manifest] | None = None
+    injections: tuple[Injection, ...] = ()
+    heartbeat_s: float = 5.0
+    report_timeout_s: float = 60.0
+    save_timeout_s: float = 600.0
+    max_suspicions: int = 3
+
+
+class Phase(Enum):
+    """Where the job is."""
+
+    STARTING = "starting"
+    INSTALLING = "installing"
+    RUNNING = "running"
+    AGREEING = "agreeing"
+    SAVING = "saving"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+
+
+@dataclass
+class Change:
+    """The change of membership under way; ``generation`` is the one being formed.
+
+    ``step_under_way``: when it was asked for, everybody was training, so a failure costs the step.
+    """
+
+    generation: int
+    at_boundary: bool
+    cause: str
+    deadline: float
+    reports: dict[Worker, Progress]
+    step_under_way: bool
+    lost_nodes: bool = False
+
+
+@dataclass
+class Saving:
+    """The last checkpoint being written before a stop."""
+
+    step: int
+    path: str
+    awaiting: set[Worker]
+    parts: Parts
+    reason: str
+    deadline: float
+
+
+class State:
+    """The job as the coordinator sees it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.phase = Phase.STARTING
+        self.generation: int = 0
+        self.members: dict[int, Member] = {}
+        self.plan: Plan | None = None
+        self.job: JobSpec | None = None
+        self.outcome: Outcome | None = None
+        self._problem: Problem | None = None
+        self._expected: int = settings.num_nodes
+        self._version = settings.resume[1].step if settings.resume else 0
+        self._checkpoints: list[Checkpoint] = []
+        if settings.resume is not None:
+            self._checkpoints.append(Checkpoint(step=self._version, path=settings.resume[0]))
+        self._injections = list(settings.injections)
+        self._change: Change | None = None
+        self._saving: Saving | None = None
+        self._parts = Parts()
+        self._installed: set[Worker] = set()
+        self._finished: set[Worker] = set()
+        self._suspicions = 0
+        self._exit_code = EXIT_DONE
+        self._now = 0.0
+        self._out: list[Instruction] = []
+
+    @property
+    def awaiting(self) -> set[Worker]:
+        """The workers whose report or saved part the machine waits for."""
+        if self._saving is not None:
+            return set(self._saving.awaiting)
+        if self._change is None:
+            return set()
+        return self._placed() - self._change.reports.keys()
+
+    def status(self) -> dict[str, Any]:
+        """Return where the job is, ready for JSON."""
+        return {
+            "phase": self.phase.value,
+            "generation": self.generation,
+            "step": self._step,
+            "loss": self.outcome.loss if self.outcome else None,
+            "nodes": [
+                {"node": member.node, "host": member.host, "ready": member.is_ready, "leaving": member.leaving}
+                for member in self.members.values()
+            ],
+            "pipelines": [list(pipeline.nodes) for pipeline in self.plan.pipelines] if self.plan else [],
+        }
+
+    @property
+    def _step(self) -> int:
+        """The last committed step known."""
+        return self.outcome.step if self.outcome else self._version
+
+    def _newest_path(self) -> str | None:
+        newest = max(self._checkpoints, key=lambda checkpoint: checkpoint.step, default=None)
+        return newest.path if newest is not None else None
+
+    def _is_placed(self, node: int) -> bool:
+        return self.plan is not None and node in self.plan.nodes
+
+    def _placed(self) -> set[Worker]:
+        """The live workers that have a place in the current plan."""
+        if self.plan is None:
+            return set()
+        return {(slot.node, slot.local_rank) for slot in self.plan.slots if slot.node in self.members}
+
+    def _ready_workers(self) -> list[Worker]:
+        ready: Iterable[Member] = (self.members[node] for node in sorted(self.members))
+        return [worker for member in ready if member.is_ready for worker in member.workers]
+
+    def _send_all(self, message: ToWorkerMessage) -> None:
+        for member in self.members.values():
+            if member.admitted:
+                self._out.append(Send(node=member.node, local_rank=None, message=message))
+
+    def _record(self, kind: str, *, generation: int | None = None, **fields: Any) -> None:
+        self._out.append(
+            Record(kind=kind, generation=self.generation if generation is None else generation, fields=fields)
+        )
+
+    def _dismiss(self, member: Member, reason: str, exit_code: int = EXIT_DONE) -> None:
+        """Let a node go; it is no loss."""
+        del self.members[member.node]
+        self._out.append(Tell(node=member.node, message=Shutdown(exit_code=exit_code, reason=reason)))
+
+    def _how_to_resume(self) -> str:
+        path = self._newest_path()
+        if path is None and self.job is None:
+            return ""
+        needed = self._problem.min_nodes if self._problem else self.settings.num_nodes
+        command = ["resilient", "run", "--nodes", str(needed)]
+        if self.settings.workers_per_node > 1:
+            command += ["--workers-per-node", str(self.settings.workers_per_node)]
+        if path is not None:
+            command += ["--resume", path]
+        words = shlex.join([*command, self.settings.script, *self.settings.arguments])
+        return f"; resume with: {words}" if path is not None else f"; start again with: {words}"

@@ -1,0 +1,210 @@
+"""The coordinator's port: who may speak, and what nonsense costs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from simulated import job_spec, settings
+
+from resilient.agent.coordinator import Coordinator
+from resilient.agent.events import StopWanted
+from resilient.messages import (
+    MAX_MESSAGE_BYTES,
+    FromWorker,
+    Hello,
+    Kill,
+    Ready,
+    Shutdown,
+    Welcome,
+    decode_to_agent,
+    encode,
+)
+
+TOKEN = "secret"
+CLOSINGS = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED)
+HELLO = Hello(host="h", pid=1, num_workers=1)
+
+
+class Served:
+    """A coordinator and a client session that knows its token."""
+
+    def __init__(self, folder: Path, session: aiohttp.ClientSession) -> None:
+        self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.coordinator = Coordinator(settings(run_directory=str(folder), num_nodes=2), TOKEN, self.events.put_nowait)
+        self.session = session
+        self.folder = folder
+
+    def url(self, path: str) -> str:
+        return f"http://{self.coordinator.address}{path}"
+
+    async def connect(self) -> aiohttp.ClientWebSocketResponse:
+        socket = await self.session.ws_connect(self.url("/agent"), max_msg_size=MAX_MESSAGE_BYTES)
+        await socket.send_bytes(encode(HELLO))
+        welcome = decode_to_agent(await socket.receive_bytes())
+        assert isinstance(welcome, Welcome)
+        return socket
+
+    async def event(self, kind: str) -> dict[str, Any]:
+        while (event := await self.events.get())["kind"] != kind:
+            pass
+        return event
+
+
+def with_coordinator(folder: Path, scenario: Callable[[Served], Awaitable[None]]) -> None:
+    async def play() -> None:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+            served = Served(folder, session)
+            await served.coordinator.start("127.0.0.1", 0)
+            try:
+                await asyncio.wait_for(scenario(served), 30)
+            finally:
+                await served.coordinator.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("path", ["/agent", "/status"])
+@pytest.mark.parametrize("authorization", ["Bearer wrong", "", "Bearer sécret"])
+def test_wrong_token_is_turned_away(tmp_path: Path, path: str, authorization: str) -> None:
+    async def scenario(served: Served) -> None:
+        async with served.session.get(served.url(path), headers={"Authorization": authorization}) as answer:
+            assert answer.status == 401
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_job_file_is_private_and_says_where_to_connect(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        file = tmp_path / "job.json"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        job = json.loads(file.read_text())
+        assert (job["address"], job["token"]) == (served.coordinator.address, TOKEN)
+
+    with_coordinator(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("data", [b"\xc1", b"", encode(Shutdown(exit_code=0, reason="not an agent's")), encode(HELLO)])
+def test_nonsense_closes_that_connection_only(tmp_path: Path, data: bytes) -> None:
+    async def scenario(served: Served) -> None:
+        good, bad = await served.connect(), await served.connect()
+        await bad.send_bytes(data)
+        assert (await served.event("node_lost"))["node"] == 1
+        assert (await bad.receive()).type in CLOSINGS
+        ready = Ready(job=job_spec(), store_address="h:1", pid=5, device="cpu")
+        await good.send_bytes(encode(FromWorker(local_rank=0, message=ready)))
+        assert (await served.event("node_ready"))["node"] == 0
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_oversize_message_closes_that_connection_only(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        good, bad = await served.connect(), await served.connect()
+        with contextlib.suppress(ConnectionError):  # the header alone is enough to be refused
+            await bad.send_bytes(bytes(MAX_MESSAGE_BYTES + 1))
+        assert (await served.event("node_lost"))["node"] == 1
+        assert not good.closed
+
+    with_coordinator(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [b"\xc1", encode(FromWorker(local_rank=0, message=Ready(job=job_spec(), store_address="", pid=1, device="cpu")))],
+)
+def test_agent_that_does_not_introduce_itself_gets_no_number(tmp_path: Path, first: bytes) -> None:
+    async def scenario(served: Served) -> None:
+        socket = await served.session.ws_connect(served.url("/agent"))
+        await socket.send_bytes(first)
+        assert (await socket.receive()).type in CLOSINGS
+        assert served.events.empty()
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_text_where_bytes_belong_closes_the_connection(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        socket = await served.session.ws_connect(served.url("/agent"))
+        await socket.send_str("hello")
+        assert (await socket.receive()).type in CLOSINGS
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_returning_agent_gets_a_new_number_and_its_old_connection_is_dead(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        await served.connect()
+        again = await served.session.ws_connect(served.url("/agent"))
+        await again.send_bytes(encode(Hello(host="h", pid=1, num_workers=1, node=0)))
+        welcome = decode_to_agent(await again.receive_bytes())
+        assert isinstance(welcome, Welcome)
+        assert (welcome.node, welcome.fresh) == (1, True)
+        assert (await served.event("node_lost"))["node"] == 0
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_injection_over_http_reaches_the_agent(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        socket = await served.connect()
+        ready = Ready(job=job_spec(), store_address="h:1", pid=5, device="cpu")
+        await socket.send_bytes(encode(FromWorker(local_rank=0, message=ready)))
+        await served.event("node_ready")
+        async with served.session.post(served.url("/inject"), json={"node": 0}) as answer:
+            assert answer.status == 200
+        assert isinstance(decode_to_agent(await socket.receive_bytes()), Kill)
+
+    with_coordinator(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        ("{}", 400, "not an injection"),
+        ('{"node": "0"}', 400, "not an injection"),
+        ('{"node": 0, "at_phase": "lunch"}', 400, "phase must be one of forward, backward"),
+        ('{"node": 5}', 404, r"node must be one of the live nodes \[\], got 5"),
+    ],
+)
+def test_bad_injection_is_explained(tmp_path: Path, body: str, status: int, text: str) -> None:
+    async def scenario(served: Served) -> None:
+        async with served.session.post(served.url("/inject"), data=body) as answer:
+            assert answer.status == status
+            assert re.search(text, await answer.text())
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_stop_tells_everybody_and_gives_the_exit_code(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        socket = await served.connect()
+        served.coordinator.feed(StopWanted(exit_code=130, reason="interrupted"))
+        message = decode_to_agent(await socket.receive_bytes())
+        assert message == Shutdown(exit_code=130, reason="interrupted")
+        await socket.close()
+        assert await served.coordinator.wait() == 130
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_events_and_injections_of_the_dead_are_written_down(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        socket = await served.connect()
+        line = {"time": 1.5, "node": 0, "phase": None, "step": None, "worker_only": False}
+        (tmp_path / "injections.jsonl").write_text(json.dumps(line) + "\n")
+        await socket.close()
+        await served.event("node_lost")
+        events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+        assert [event["kind"] for event in events] == ["node_connected", "injected", "node_lost"]
+        assert events[1] == {"kind": "injected", "generation": 0, **line}
+
+    with_coordinator(tmp_path, scenario)

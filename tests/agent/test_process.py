@@ -1,0 +1,143 @@
+"""The spawner, with a real zygote and real processes. Nothing here imports torch: the script names no modules."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from resilient.agent.process import Spawner, SpawnError
+from resilient.zygote import Spawn, script_imports
+
+
+class Zygote:
+    """A cold zygote and what it reports."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.exits: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+        self.lost = asyncio.Event()
+
+    async def __aenter__(self) -> Zygote:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = ("-m", "resilient.zygote", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()))
+        self.process = await asyncio.create_subprocess_exec(sys.executable, *command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self.spawner = Spawner(
+            ours, on_exit=lambda pid, code: self.exits.put_nowait((pid, code)), on_lost=self.lost.set
+        )
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.spawner.close()
+        await self.process.wait()
+
+    async def start(self, source: str, *arguments: str, **env: str) -> int:
+        script = self.folder / "script.py"
+        script.write_text(source)
+        return await self.spawner.spawn(
+            Spawn(
+                kind="worker",
+                argv=(str(script), *arguments),
+                env={**os.environ, **env},
+                directory=str(self.folder),
+                log=str(self.folder / "logs" / "log"),
+            )
+        )
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "logs" / "log").read_text()
+
+
+def with_zygote(folder: Path, scenario: Callable[[Zygote], Awaitable[None]]) -> None:
+    async def play() -> None:
+        async with Zygote(folder) as zygote:
+            await asyncio.wait_for(scenario(zygote), 60)
+
+    asyncio.run(play())
+
+
+async def gone(*pids: int) -> None:
+    while any(psutil.pid_exists(pid) for pid in pids):
+        await asyncio.sleep(0.01)
+
+
+def test_worker_runs_the_script_with_its_arguments_environment_and_log(tmp_path: Path) -> None:
+    async def scenario(zygote: Zygote) -> None:
+        (tmp_path / "neighbour.py").write_text("word = 'found'")
+        source = "import os, sys, neighbour\nprint(__name__, sys.argv[1:], os.environ['ANSWER'], neighbour.word)"
+        pid = await zygote.start(source, "--lr", "3", ANSWER="42")
+        assert await zygote.exits.get() == (pid, 0)
+        assert zygote.log == "__main__ ['--lr', '3'] 42 found\n"
+
+    with_zygote(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("source", "exit_code"),
+    [("raise SystemExit(7)", 7), ("raise SystemExit('no')", 1), ("import os; os.kill(os.getpid(), 9)", -9)],
+)
+def test_exit_codes_are_reported(tmp_path: Path, source: str, exit_code: int) -> None:
+    async def scenario(zygote: Zygote) -> None:
+        pid = await zygote.start(source)
+        assert await zygote.exits.get() == (pid, exit_code)
+
+    with_zygote(tmp_path, scenario)
+
+
+def test_exception_leaves_an_error_file_as_torchrun_does(tmp_path: Path) -> None:
+    async def scenario(zygote: Zygote) -> None:
+        error_file = tmp_path / "error.json"
+        pid = await zygote.start("raise KeyError('x')", TORCHELASTIC_ERROR_FILE=str(error_file))
+        assert await zygote.exits.get() == (pid, 1)
+        message = json.loads(error_file.read_text())["message"]
+        assert message["message"] == "KeyError: 'x'"
+        assert "Traceback" in message["extraInfo"]["py_callstack"]
+        assert message["extraInfo"]["timestamp"].isdigit()
+        assert "KeyError: 'x'" in zygote.log
+
+    with_zygote(tmp_path, scenario)
+
+
+def test_killed_worker_is_reported(tmp_path: Path) -> None:
+    async def scenario(zygote: Zygote) -> None:
+        pid = await zygote.start("import threading; threading.Event().wait()")
+        zygote.spawner.kill(pid)
+        zygote.spawner.kill(pid)
+        assert await zygote.exits.get() == (pid, -signal.SIGKILL)
+
+    with_zygote(tmp_path, scenario)
+
+
+def test_workers_die_with_the_zygote_and_the_loss_is_noticed(tmp_path: Path) -> None:
+    async def scenario(zygote: Zygote) -> None:
+        pids = [await zygote.start("import threading; threading.Event().wait()") for _ in range(2)]
+        zygote.process.kill()
+        await zygote.lost.wait()
+        await gone(*pids)
+        with pytest.raises(SpawnError, match="the zygote is gone"):
+            await zygote.start("pass")
+
+    with_zygote(tmp_path, scenario)
+
+
+def test_oversize_request_is_refused(tmp_path: Path) -> None:
+    async def scenario(zygote: Zygote) -> None:
+        with pytest.raises(SpawnError, match="arguments and environment must fit 131072 bytes"):
+            await zygote.start("pass", "x" * (128 << 10))
+
+    with_zygote(tmp_path, scenario)
+
+
+def test_script_imports_are_the_top_level_ones() -> None:
+    source = "import a.b, c\nfrom d.e import f\nfrom . import g\ndef h():\n    import i\nimport c"
+    assert script_imports(source) == ["a.b", "c", "d.e"]
