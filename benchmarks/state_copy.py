@@ -86,7 +86,7 @@ def receiver(pipe: Connection, num_bytes: int, repeats: int, store_address: str)
     """Rank 1: receive in turns, report seconds."""
     torch.set_num_threads(1)
     state = large_state(num_bytes, 0.0)
-    data = memoryview(state.bytes.numpy())
+    data = state.bytes.numpy().data
     for repeat in range(repeats):
         pipe.send(copy_once(1, state, repeat + 1, store_address))
         pipe.send(socket_copy(1, data, None, pipe))
@@ -107,7 +107,7 @@ def main() -> None:
     )
     process.start()
     state = large_state(num_bytes, 1.0)
-    data = memoryview(state.bytes.numpy())
+    data = state.bytes.numpy().data
     copies: list[float] = []
     plain: list[float] = []
     for repeat in range(options.repeats + 1):

@@ -165,8 +165,8 @@ def checksum(data: Tensor) -> int:
     """
     whole = data.numel() // _GROUP_BYTES * _GROUP_BYTES
     sums = data[:whole].view(torch.int64).view(-1, _GROUP_BYTES // 8).sum(1)
-    crc = zlib.crc32(memoryview(sums.cpu().numpy()))  # pyright: ignore[reportArgumentType]
-    return zlib.crc32(memoryview(data[whole:].cpu().numpy()), crc)  # pyright: ignore[reportArgumentType]
+    crc = zlib.crc32(sums.cpu().numpy().data)
+    return zlib.crc32(data[whole:].cpu().numpy().data, crc)
 
 
 def bind(spec: LayerSpec, states: Mapping[str, LayerState], device: torch.device) -> nn.Module:
