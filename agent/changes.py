@@ -70,9 +70,10 @@ class Changes(Endings):
     def _publish(self, formed: Formed) -> None:
         change = self._change
         cause = change.cause if change is not None else ("resume" if self.settings.resume else "start")
-        redone = (
-            change is not None and change.cause == "failure" and change.step_under_way and formed.roll_forward is None
-        )
+        if formed.roll_forward is not None:
+            self._redoing = False
+        elif change is not None and change.cause == "failure" and change.step_under_way:
+            self._redoing = True
         self.generation += 1
         self.phase, self._change, self.plan = Phase.INSTALLING, None, formed.plan
         self._version, self._parts = formed.version, Parts()
@@ -85,7 +86,7 @@ class Changes(Endings):
             self.outcome = formed.roll_forward
         for member in [member for member in self.members.values() if member.leaving]:
             self._dismiss(member, "left")
-        self._record("generation", cause=cause, lost_steps=int(redone), **describe(formed, self.members))
+        self._record("generation", cause=cause, lost_steps=int(self._redoing), **describe(formed, self.members))
         for worker in self._ready_workers():
             self.members[worker[0]].admitted = True
             message = message_for(worker, self.generation, formed, self.members)

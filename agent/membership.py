@@ -228,6 +228,7 @@ class Membership(Changes):
             return
         self.outcome = message.outcome
         self._suspicions = 0
+        self._redoing = False
         self._record(
             "step",
             time=message.at,

@@ -115,6 +115,7 @@ class State:
         self._installed: set[Worker] = set()
         self._finished: set[Worker] = set()
         self._suspicions = 0
+        self._redoing = False  # a step was begun, dropped and not committed since
         self._exit_code = EXIT_DONE
         self._now = 0.0
         self._out: list[Instruction] = []
