@@ -135,7 +135,11 @@ def _measure_recovery(
     ends = installed.get(final["generation"], [])
     regrouped_at = max((end["regrouped_at"] for end in ends), default=final["time"])
     installed_at = max((end["installed_at"] for end in ends), default=regrouped_at)
-    lost_steps = _lost_steps(events, recovery.generations[0], final)
+    # A further failure before the first step ends in a generation that loses nothing more itself.
+    lost_steps = max(
+        _lost_steps(events, recovery.generations[0], final),
+        *(generation["lost_steps"] for generation in recovery.generations),
+    )
     redone = lost_steps > 0 and recovery.first_step is not None
     injected_at = _injected_at(events, recovery)
     parts = {

@@ -67,7 +67,8 @@ def test_report_of_a_failure_and_a_join_adds_up():
     json.dumps(report)
 
 
-def test_second_failure_during_recovery_belongs_to_the_first():
+@pytest.mark.parametrize("lost_again", [0, 1], ids=["before it was installed", "in the redone step"])
+def test_second_failure_during_recovery_belongs_to_the_first(lost_again):
     run = started()
     run.injected(240, 1)
     run.detected(250, [1], 2)
@@ -75,7 +76,7 @@ def test_second_failure_during_recovery_belongs_to_the_first():
     run.installed(265, 270, node=0, bytes_copied=10)
     run.injected(275, 2)
     run.detected(280, [2], 3, cause="worker killed by signal 9")
-    run.generation(300, 3, "failure", 2, [0], lost_steps=1)
+    run.generation(300, 3, "failure", 2, [0], lost_steps=lost_again)
     run.installed(310, 330, node=0, bytes_copied=7)
     run.step(430, 3)
     (recovery,) = build_report(run.events)["recoveries"]
