@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -144,8 +144,31 @@ def language_layers(
     ]
 
 
+class WideRMSNorm(nn.Module):
+    """transformers' RMSNorm, computed in float32 or wider: theirs narrows float64, and rounding grows to 1e-9.
+
+    Args:
+        weight: Scale ``[hidden]``.
+        eps: Added to the mean square.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(hidden.dtype)
+
+
 def _build(make: Any, frozen: bool) -> nn.Module:
-    return make().requires_grad_(not frozen)
+    layer: nn.Module = make()
+    norms = [(name, part) for name, part in layer.named_modules() if type(part).__name__.endswith("RMSNorm")]
+    for name, norm in norms:
+        layer.set_submodule(name, WideRMSNorm(norm.get_parameter("weight"), cast(Any, norm).variance_epsilon))
+    return layer.requires_grad_(not frozen)
 
 
 def _initialize(source: Source, names: Mapping[str, str], module: nn.Module) -> None:
