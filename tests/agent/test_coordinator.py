@@ -41,13 +41,18 @@ class Served:
         self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.coordinator = Coordinator(settings(run_directory=str(folder), num_nodes=2), TOKEN, self.events.put_nowait)
         self.session = session
-        self.folder = folder
+        self.sockets: list[aiohttp.ClientWebSocketResponse] = []
 
     def url(self, path: str) -> str:
         return f"http://{self.coordinator.address}{path}"
 
-    async def connect(self) -> aiohttp.ClientWebSocketResponse:
+    async def open(self) -> aiohttp.ClientWebSocketResponse:
         socket = await self.session.ws_connect(self.url("/agent"), max_msg_size=MAX_MESSAGE_BYTES)
+        self.sockets.append(socket)
+        return socket
+
+    async def connect(self) -> aiohttp.ClientWebSocketResponse:
+        socket = await self.open()
         await socket.send_bytes(encode(HELLO))
         welcome = decode_to_agent(await socket.receive_bytes())
         assert isinstance(welcome, Welcome)
@@ -67,6 +72,8 @@ def with_coordinator(folder: Path, scenario: Callable[[Served], Awaitable[None]]
             try:
                 await asyncio.wait_for(scenario(served), 30)
             finally:
+                for socket in served.sockets:
+                    await socket.close()
                 await served.coordinator.close()
 
     asyncio.run(play())
@@ -123,7 +130,7 @@ def test_oversize_message_closes_that_connection_only(tmp_path: Path) -> None:
 )
 def test_agent_that_does_not_introduce_itself_gets_no_number(tmp_path: Path, first: bytes) -> None:
     async def scenario(served: Served) -> None:
-        socket = await served.session.ws_connect(served.url("/agent"))
+        socket = await served.open()
         await socket.send_bytes(first)
         assert (await socket.receive()).type in CLOSINGS
         assert served.events.empty()
@@ -133,7 +140,7 @@ def test_agent_that_does_not_introduce_itself_gets_no_number(tmp_path: Path, fir
 
 def test_text_where_bytes_belong_closes_the_connection(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
-        socket = await served.session.ws_connect(served.url("/agent"))
+        socket = await served.open()
         await socket.send_str("hello")
         assert (await socket.receive()).type in CLOSINGS
 
@@ -143,7 +150,7 @@ def test_text_where_bytes_belong_closes_the_connection(tmp_path: Path) -> None:
 def test_returning_agent_gets_a_new_number_and_its_old_connection_is_dead(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         await served.connect()
-        again = await served.session.ws_connect(served.url("/agent"))
+        again = await served.open()
         await again.send_bytes(encode(Hello(host="h", pid=1, num_workers=1, node=0)))
         welcome = decode_to_agent(await again.receive_bytes())
         assert isinstance(welcome, Welcome)
