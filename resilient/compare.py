@@ -40,7 +40,7 @@ def compare_runs(run_dir: Path | str, reference_dir: Path | str) -> dict[str, An
     steps = steps_of(read_events(Path(run_dir) / "events.jsonl"))
     reference = steps_of(read_events(Path(reference_dir) / "events.jsonl"))
     losses = [abs(steps[number]["loss"] - reference[number]["loss"]) for number in steps.keys() & reference.keys()]
-    absolute, relative = _parameter_differences(final_checkpoint(run_dir), final_checkpoint(reference_dir))
+    absolute, relative = compare_parameters(run_dir, reference_dir)
     samples = [{number: step["num_samples"] for number, step in run.items()} for run in (steps, reference)]
     return {
         "max_param_abs_diff": absolute,
@@ -58,7 +58,13 @@ def final_checkpoint(run_dir: Path | str) -> Path:
     return manifests[-1].parent
 
 
-def _parameter_differences(folder: Path, reference_folder: Path) -> tuple[float, float]:
+def compare_parameters(run_dir: Path | str, reference_dir: Path | str) -> tuple[float, float]:
+    """Return ``max_param_abs_diff`` and ``max_param_rel_diff`` of :func:`compare_runs`, which need no events.
+
+    Raises:
+        CheckpointError: If a run has no final checkpoint, or the two do not hold the same tensors.
+    """
+    folder, reference_folder = final_checkpoint(run_dir), final_checkpoint(reference_dir)
     states = read_manifest(folder).states
     reference_states = read_manifest(reference_folder).states
     _must_match(folder, reference_folder, states.keys(), reference_states.keys())
