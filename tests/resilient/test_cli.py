@@ -1,0 +1,43 @@
+"""Reading the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from resilient.cli import app, parse_injection
+from resilient.messages import Injection
+
+
+@pytest.mark.parametrize(
+    ("text", "injection"),
+    [
+        ("node=2", Injection(node=2)),
+        ("node=2, step=15, phase=backward", Injection(node=2, at_step=15, at_phase="backward")),
+        ("node=0,phase=copy,worker", Injection(node=0, at_phase="copy", worker_only=True)),
+    ],
+)
+def test_injections_are_read(text: str, injection: Injection) -> None:
+    assert parse_injection(text) == injection
+
+
+@pytest.mark.parametrize("text", ["", "step=3", "node=x", "node=1,phase=lunch", "node=1,stop=3"])
+def test_bad_injection_shows_the_form(text: str) -> None:
+    with pytest.raises(ValueError, match=r'--inject must look like "node=2,step=15,phase=backward\[,worker\]"'):
+        parse_injection(text)
+
+
+def test_resuming_from_no_checkpoint_fails_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "s.py").touch()
+    arguments = ["run", "--resume", str(tmp_path), "--run-dir", str(tmp_path / "run"), str(tmp_path / "s.py")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+
+
+def test_injecting_without_a_run_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["inject", "kill", "--node", "1"])
+    assert result.exit_code == 2
+    assert "no run in ./runs" in result.output
