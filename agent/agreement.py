@@ -19,11 +19,13 @@ class Agreement:
 
     Args:
         version: Committed steps to go on from.
+        outcome: Of step ``version``, if anybody alive or the coordinator knows it.
         roll_forward: Outcome of step ``version``, for workers still at ``version - 1``; None when there are none.
         held: Per worker, the states it holds at ``version`` (after rolling forward).
     """
 
     version: int
+    outcome: Outcome | None
     roll_forward: Outcome | None
     held: Mapping[Worker, tuple[str, ...]]
 
@@ -59,7 +61,8 @@ def agree(reports: Mapping[Worker, Progress], newest: Outcome | None, version: i
         elif progress.version == agreed - 1 and progress.complete and agreed in outcomes:
             held[worker] = progress.current
             behind = True
-    return Agreement(version=agreed, roll_forward=outcomes[agreed] if behind else None, held=held)
+    outcome = outcomes.get(agreed)
+    return Agreement(version=agreed, outcome=outcome, roll_forward=outcome if behind else None, held=held)
 
 
 def share_out(agreement: Agreement, profile: ModelProfile) -> dict[Worker, tuple[str, ...]]:

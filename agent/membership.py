@@ -38,6 +38,7 @@ from resilient.messages import (
     JobSpec,
     Kill,
     Note,
+    Outcome,
     Output,
     Ready,
     Report,
@@ -281,16 +282,34 @@ class Membership(Changes):
             if not live and self._expected <= 0:
                 self._stop(EXIT_FAILED, "all nodes went away before the job began; see their logs", None)
             elif self.job is not None and len(live) >= self._expected and all(member.is_ready for member in live):
-                self._publish_next(Agreement(version=self._version, roll_forward=None, held={}))
+                self._publish_next(Agreement(version=self._version, outcome=None, roll_forward=None, held={}))
         elif self.phase is Phase.RUNNING and not self._finished:
             self._ask_for_boundary()
         elif self.phase is Phase.AGREEING and not self.awaiting:
             assert self._change is not None
             reports = {worker: self._change.reports.get(worker, NOTHING) for worker in self._ready_workers()}
-            self._publish_next(agree(reports, self.outcome, self._version))
+            agreement = agree(reports, self.outcome, self._version)
+            self._note_unreported_step(agreement.outcome)
+            self._publish_next(agreement)
         elif self.phase is Phase.SAVING and not self.awaiting:
             assert self._saving is not None
             self._stop_resumable(self._saving.reason)
+
+    def _note_unreported_step(self, outcome: Outcome | None) -> None:
+        """Record a step whose reporter died between committing it and saying so."""
+        if outcome is None or outcome.step <= self._step:
+            return
+        assert self.job is not None
+        self.outcome = outcome
+        self._record(
+            "step",
+            step=outcome.step,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            num_samples=self.job.global_batch,
+            step_ms=None,
+            learning_rate=None,
+        )
 
     # ------------------------------------------------------------ losses and ends
 

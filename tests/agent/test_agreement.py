@@ -49,7 +49,9 @@ def test_nobody_goes_back_behind_the_generation() -> None:
 
 @given(st.dictionaries(st.tuples(st.integers(0, 5), st.just(0)), st.sets(st.sampled_from(STATES))))
 def test_every_held_state_is_saved_exactly_once(held: dict[tuple[int, int], set[str]]) -> None:
-    agreement = Agreement(version=1, roll_forward=None, held={worker: tuple(names) for worker, names in held.items()})
+    agreement = Agreement(
+        version=1, outcome=None, roll_forward=None, held={worker: tuple(names) for worker, names in held.items()}
+    )
     shares = share_out(agreement, PROFILE)
     saved = [name for names in shares.values() for name in names]
     assert sorted(saved) == sorted(set().union(*held.values()))
@@ -57,7 +59,7 @@ def test_every_held_state_is_saved_exactly_once(held: dict[tuple[int, int], set[
 
 
 def test_saving_is_spread_evenly() -> None:
-    agreement = Agreement(version=1, roll_forward=None, held={(0, 0): STATES, (1, 0): STATES})
+    agreement = Agreement(version=1, outcome=None, roll_forward=None, held={(0, 0): STATES, (1, 0): STATES})
     assert [len(names) for names in share_out(agreement, PROFILE).values()] == [2, 2]
 
 

@@ -205,6 +205,23 @@ def test_survivors_roll_forward_when_only_the_dead_node_passed_the_barrier() -> 
     assert job.machine.outcome == outcome(2)
 
 
+def test_step_whose_reporter_died_is_recorded_from_the_survivors_before_the_generation() -> None:
+    job = started()
+    job.step(1)
+    for worker in (job.workers[place] for place in job.placed()):
+        worker.version, worker.passed, worker.complete = 2, outcome(2), False
+    job.lose(job.plan.slots[0].node)
+    job.answer()
+    steps = [(record.generation, record.fields["step"]) for record in job.records if record.kind == "step"]
+    assert steps == [(1, 1), (1, 2)]
+    assert job.last("step")["loss"] == outcome(2).loss
+    assert [kind for kind in job.kinds() if kind in ("detected", "step", "generation")][-3:] == [
+        "detected",
+        "step",
+        "generation",
+    ]
+
+
 def test_second_failure_while_agreeing_shrinks_the_set() -> None:
     job = started(num_nodes=6)
     job.step(1)
