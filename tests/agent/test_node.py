@@ -1,0 +1,180 @@
+"""A node agent with real workers and a coordinator that this test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+from aiohttp import WSMsgType, web
+
+from resilient.agent.node import NodeAgent, NodeOptions
+from resilient.messages import (
+    FromAgentMessage,
+    FromWorker,
+    Health,
+    Hello,
+    Leaving,
+    Note,
+    Regroup,
+    Shutdown,
+    ToAgentMessage,
+    ToWorkers,
+    Welcome,
+    WorkerExited,
+    decode_from_agent,
+    encode,
+)
+
+# Says its number, then repeats the generations it is asked to enter.
+_SCRIPT = """
+import os
+from resilient.control import AgentClient
+from resilient.messages import Note
+client = AgentClient.from_environment()
+client.send(Note(name="pid", value=os.getpid()))
+while True:
+    client.send(Note(name="generation", value=client.receive().generation))
+"""
+
+
+class Coordinator:
+    """The test's end of the agent's connection."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.connections: asyncio.Queue[web.WebSocketResponse] = asyncio.Queue()
+        self.done = asyncio.Event()
+        (folder / "script.py").write_text(_SCRIPT)
+
+    async def serve(self, request: web.Request) -> web.WebSocketResponse:
+        connection = web.WebSocketResponse()
+        await connection.prepare(request)
+        await self.connections.put(connection)
+        await self.done.wait()
+        return connection
+
+    async def accept(self, node: int) -> tuple[web.WebSocketResponse, Hello]:
+        connection = await self.connections.get()
+        hello = decode_from_agent(await connection.receive_bytes())
+        assert isinstance(hello, Hello)
+        welcome = Welcome(
+            node=node,
+            fresh=True,
+            script=str(self.folder / "script.py"),
+            arguments=(),
+            directory=str(self.folder),
+            run_directory=str(self.folder),
+            heartbeat_s=5.0,
+        )
+        await self.tell(connection, welcome)
+        return connection, hello
+
+    @staticmethod
+    async def tell(connection: web.WebSocketResponse, message: ToAgentMessage) -> None:
+        await connection.send_bytes(encode(message))
+
+    @staticmethod
+    async def hear(connection: web.WebSocketResponse) -> FromAgentMessage:
+        while isinstance(message := decode_from_agent(await connection.receive_bytes()), Health):
+            pass
+        return message
+
+    async def note(self, connection: web.WebSocketResponse) -> float | int | str:
+        message = await self.hear(connection)
+        assert isinstance(message, FromWorker)
+        assert isinstance(message.message, Note)
+        return message.message.value
+
+
+def play(folder: Path, scenario: Callable[[Coordinator], Awaitable[None]], exit_code: int) -> None:
+    async def run() -> int:
+        coordinator = Coordinator(folder)
+        app = web.Application()
+        app.add_routes([web.get("/agent", coordinator.serve)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = ("-m", "resilient.zygote", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()))
+        zygote = await asyncio.create_subprocess_exec(sys.executable, *command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        host, port = runner.addresses[0][:2]
+        options = NodeOptions(coordinator=f"{host}:{port}", token="t", spawner_fd=ours.detach(), max_restarts=1)
+
+        async def act() -> None:
+            await scenario(coordinator)
+            coordinator.done.set()  # the agent's goodbye is answered
+
+        try:
+            ended, _ = await asyncio.wait_for(asyncio.gather(NodeAgent(options).run(), act()), 60)
+            return ended
+        finally:
+            coordinator.done.set()
+            await runner.cleanup()
+            await zygote.wait()
+
+    assert asyncio.run(run()) == exit_code
+
+
+def test_messages_are_relayed_both_ways_until_shutdown(tmp_path: Path) -> None:
+    async def scenario(coordinator: Coordinator) -> None:
+        connection, hello = await coordinator.accept(node=0)
+        assert (hello.pid, hello.num_workers, hello.node) == (os.getpid(), 1, None)
+        pid = await coordinator.note(connection)
+        await coordinator.tell(connection, ToWorkers(message=Regroup(generation=7)))
+        assert await coordinator.note(connection) == 7
+        await coordinator.tell(connection, Shutdown(exit_code=3, reason="too few nodes"))
+        while psutil.pid_exists(int(pid)):
+            await asyncio.sleep(0.01)
+
+    play(tmp_path, scenario, 3)
+
+
+def test_workers_go_on_without_a_coordinator_and_are_fenced_off_when_it_is_back(tmp_path: Path) -> None:
+    async def scenario(coordinator: Coordinator) -> None:
+        connection, _ = await coordinator.accept(node=0)
+        pid = int(await coordinator.note(connection))
+        await connection.close()
+        again = await coordinator.connections.get()
+        hello = decode_from_agent(await again.receive_bytes())
+        assert isinstance(hello, Hello)
+        assert hello.node == 0
+        assert psutil.pid_exists(pid)
+        await again.close()
+        connection, _ = await coordinator.accept(node=4)
+        assert int(await coordinator.note(connection)) != pid
+        while psutil.pid_exists(pid):
+            await asyncio.sleep(0.01)
+        await coordinator.tell(connection, Shutdown(exit_code=0, reason="done"))
+
+    play(tmp_path, scenario, 0)
+
+
+def test_killed_worker_is_reported_and_the_node_comes_back_as_often_as_it_may(tmp_path: Path) -> None:
+    async def scenario(coordinator: Coordinator) -> None:
+        for node in range(2):
+            connection, hello = await coordinator.accept(node)
+            assert hello.node == (None if node == 0 else 0)
+            os.kill(int(await coordinator.note(connection)), signal.SIGKILL)
+            exited = await coordinator.hear(connection)
+            assert exited == WorkerExited(local_rank=0, exit_code=-9)
+            assert (await connection.receive()).type is WSMsgType.CLOSE
+
+    play(tmp_path, scenario, 1)
+
+
+def test_sigterm_announces_the_departure(tmp_path: Path) -> None:
+    async def scenario(coordinator: Coordinator) -> None:
+        connection, _ = await coordinator.accept(node=0)
+        await coordinator.note(connection)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await coordinator.hear(connection) == Leaving(reason="SIGTERM")
+        await coordinator.tell(connection, Shutdown(exit_code=0, reason="left"))
+
+    play(tmp_path, scenario, 0)
