@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from resilient.agent.agreement import Agreement
+from resilient.agent.agreement import Agreement, uncovered
 from resilient.agent.endings import Endings
 from resilient.agent.events import PreparePlans, Send
 from resilient.agent.forming import Formed, describe, form, message_for
 from resilient.agent.members import available
 from resilient.agent.saving import Parts
-from resilient.agent.state import EXIT_FAILED, EXIT_LOST, Change, Phase
+from resilient.agent.state import EXIT_FAILED, Change, Phase
 from resilient.errors import StateLostError
 from resilient.messages import Regroup
 from resilient.templates.nodespec import TooFewNodes
@@ -23,6 +23,17 @@ class Changes(Endings):
         if joining or leaving:
             self._record("boundary", generation=self.generation + 1, joining=joining, leaving=leaving)
             self._begin(at_boundary=True, cause="join" if joining else "leave")
+
+    def _fail(self, node: int, error: str, traceback: str = "") -> None:
+        """End the job because its own code failed, after saving what it has done so far."""
+        if self._failed:
+            return  # others fail of the same, or end because they were told to
+        self._record("failed", node=node, error=error, traceback=traceback)
+        self._failed = f"node {node}: {error}"
+        if self.phase in (Phase.INSTALLING, Phase.RUNNING, Phase.AGREEING) and self._placed():
+            self._begin(at_boundary=False, cause="failure")
+        elif self.phase is not Phase.SAVING:
+            self._stop(EXIT_FAILED, self._failed, self._newest_path())
 
     def _begin_failure(self, nodes: list[int], cause: str) -> None:
         change = self._change
@@ -50,6 +61,9 @@ class Changes(Endings):
         """Publish the generation that was agreed on, or stop if there can be none."""
         assert self._problem is not None
         change = self._change
+        if self._failed:
+            self._save_and_stop(agreement, self._failed)
+            return
         if change is not None and change.cause == "failure":
             self._suspicions = 0 if change.lost_nodes else self._suspicions + 1
         nodes = available(self.members.values())
@@ -58,12 +72,14 @@ class Changes(Endings):
         except TooFewNodes as error:
             self._save_and_stop(agreement, f"{len(nodes)} nodes are live ({nodes}), {error.needed} are needed")
         except StateLostError as error:
-            self._stop(EXIT_LOST, str(error), None)
+            self._save_and_stop(agreement, str(error))
         except ValueError as error:
             self._stop(EXIT_FAILED, str(error), self._newest_path())
         else:
             if self._suspicions > self.settings.max_suspicions:
                 self._save_and_stop(agreement, "communication keeps failing between live nodes; check the network")
+            elif formed.lost and not uncovered(self._problem.profile, agreement.holders()):
+                self._save_and_stop(agreement, f"only nodes that leave hold {', '.join(formed.lost)}")
             else:
                 self._publish(formed)
 

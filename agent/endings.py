@@ -66,13 +66,10 @@ class Endings(State):
         if not self.members:
             self._stop(EXIT_DONE, "the job is finished", self._newest_path())
 
-    def _fail(self, node: int, error: str, traceback: str = "") -> None:
-        self._record("failed", node=node, error=error, traceback=traceback)
-        self._stop(EXIT_FAILED, f"node {node}: {error}", self._newest_path())
-
     def _stop_resumable(self, reason: str) -> None:
         if self._step == 0 or self._checkpoints:
-            self._stop(EXIT_RESUMABLE, f"{reason}{self._how_to_resume()}", self._newest_path())
+            exit_code = EXIT_FAILED if self._failed else EXIT_RESUMABLE
+            self._stop(exit_code, f"{reason}{self._how_to_resume()}", self._newest_path())
         else:
             self._stop(EXIT_LOST, f"{reason}; there is no checkpoint: start the job again", None)
 

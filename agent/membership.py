@@ -128,6 +128,7 @@ class Membership(Changes):
             self._lose(event.node, f"worker killed by signal {-event.exit_code}")
         elif event.exit_code > 0:
             self._fail(event.node, event.error or f"a worker ended with exit code {event.exit_code}; see its log")
+            self._lose(event.node, f"worker ended with exit code {event.exit_code}")
         else:
             member.done.add(event.local_rank)
             self._worker_is_done(event)
@@ -324,6 +325,8 @@ class Membership(Changes):
             self._proceed()
         elif not self.members:
             self._stop_resumable(f"all nodes are lost, the last one ({node}) because of: {cause}")
+        elif self.phase is Phase.SAVING and node not in {waited for waited, _ in self.awaiting}:
+            self._proceed()  # it has done its part
         elif self.phase is Phase.SAVING or self._is_placed(node):
             if self._change is not None:
                 self._change.reports = {worker: p for worker, p in self._change.reports.items() if worker[0] != node}

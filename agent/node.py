@@ -28,13 +28,18 @@ from resilient.control import frame
 from resilient.errors import ResilientError
 from resilient.messages import (
     MAX_MESSAGE_BYTES,
+    Finished,
     FromAgentMessage,
+    FromWorker,
+    Generation,
     Health,
     Hello,
     Injection,
     Kill,
     Leaving,
+    Report,
     Shutdown,
+    Suspect,
     ToAgentMessage,
     ToWorkers,
     Welcome,
@@ -56,7 +61,7 @@ class NodeOptions:
         num_workers: Workers to start.
         spawner_fd: Socket of a spawner that is there already; None to start one.
         max_restarts: How often workers killed by a signal are replaced before the node gives up.
-        connect_timeout_s: How long to try while there are no workers that could go on alone.
+        connect_timeout_s: How long to try to reach the coordinator while no worker can go on without it.
         heartbeat_s: Silence after which the coordinator counts as gone.
     """
 
@@ -82,6 +87,7 @@ class NodeAgent:
         self._num_restarts = 0
         self._is_leaving = False
         self._pool: WorkerPool | None = None
+        self._stuck_since: float | None = None  # since when a worker waits for the coordinator
 
     async def run(self) -> int:
         """Take part until told to stop; return the exit code."""
@@ -94,7 +100,7 @@ class NodeAgent:
                 address=str(Path(folder) / "agent.sock"),
                 token=self._options.token,
                 num_workers=self._options.num_workers,
-                send=self._send,
+                send=self._relay,
                 on_exit=self._on_worker_exit,
             )
             await self._pool.listen()
@@ -128,11 +134,13 @@ class NodeAgent:
         async with aiohttp.ClientSession(headers=headers) as session:
             while True:
                 async with await self._connect(session) as connection:
+                    if self._pool is not None:  # peers reach the workers where the coordinator reaches this machine
+                        self._pool.host = connection.get_extra_info("sockname")[0]
                     await self._converse(connection)
 
     async def _connect(self, session: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse[bool]:
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + self._options.connect_timeout_s
+        began = loop.time()
         delay_s = 0.05
         while True:
             try:
@@ -149,9 +157,12 @@ class NodeAgent:
                 reason: Exception = error
             except (aiohttp.ClientError, OSError) as error:
                 reason = error
-            has_workers = self._pool is not None and self._pool.is_running
-            if loop.time() > give_up_at and not has_workers:
-                raise ResilientError(f"no coordinator at {self._options.coordinator}: {reason}")
+            if self._pool is not None and self._pool.is_running:
+                waiting_s = 0.0 if self._stuck_since is None else loop.time() - max(began, self._stuck_since)
+            else:
+                waiting_s = loop.time() - began
+            if waiting_s > self._options.connect_timeout_s:
+                raise ResilientError(f"no coordinator at {self._options.coordinator} for {waiting_s:.0f} s: {reason}")
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, 5.0)
 
@@ -184,12 +195,19 @@ class NodeAgent:
             self._send(Health(cpu_percent=psutil.cpu_percent(), memory_bytes=memory_bytes))
             await asyncio.sleep(self._options.heartbeat_s)
 
+    def _relay(self, message: FromWorker) -> None:
+        if isinstance(message.message, Suspect | Report | Finished):
+            self._stuck_since = self._stuck_since or asyncio.get_running_loop().time()
+        self._send(message)
+
     def _send(self, message: FromAgentMessage) -> None:
         self._outbox.put_nowait(encode(message))
 
     async def _obey(self, message: ToAgentMessage) -> None:
         assert self._pool is not None
         if isinstance(message, ToWorkers):
+            if isinstance(message.message, Generation):
+                self._stuck_since = None
             self._pool.deliver(message.local_rank, frame(encode(message.message)))
         elif isinstance(message, Welcome):
             await self._begin(message)

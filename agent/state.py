@@ -115,6 +115,7 @@ class State:
         self._installed: set[Worker] = set()
         self._finished: set[Worker] = set()
         self._suspicions = 0
+        self._failed = ""  # why the job ends as soon as its progress is saved
         self._redoing = False  # a step was begun, dropped and not committed since
         self._exit_code = EXIT_DONE
         self._now = 0.0

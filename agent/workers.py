@@ -53,6 +53,7 @@ class WorkerPool:
         self._num_workers = num_workers
         self._send = send
         self._on_exit = on_exit
+        self.host = "127.0.0.1"
         self._incarnation = 0
         self._pids: dict[int, int] = {}  # pid -> local rank
         self._early_exits: dict[int, int] = {}
@@ -147,6 +148,7 @@ class WorkerPool:
             "TORCHELASTIC_RUN_ID": Path(welcome.run_directory).name,
             "TORCHELASTIC_ERROR_FILE": str(error_file),
             "RESILIENT_AGENT": self._address,
+            "RESILIENT_HOST": self.host,
             "RESILIENT_TOKEN": self._token,
             "RESILIENT_NODE": str(welcome.node),
             "RESILIENT_RUN_DIR": welcome.run_directory,

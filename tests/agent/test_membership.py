@@ -120,21 +120,63 @@ def test_worker_with_another_job_stops_everything_and_is_named() -> None:
     assert job.stop.reason.startswith("node 2: all workers must build the same job")
 
 
-def test_script_exception_stops_everything() -> None:
+def test_script_exception_saves_what_is_done_and_stops_everything() -> None:
     job = started()
+    job.step(3)
     job.say((1, 0), Failed(error="ValueError: no", traceback="tb"))
     assert job.last("failed") == {"node": 1, "error": "ValueError: no", "traceback": "tb"}
+    job.answer()
     assert job.stop is not None
     assert job.stop.exit_code == 1
+    assert job.stop.reason == (
+        "node 1: ValueError: no; resume with: "
+        "resilient run --nodes 4 --resume /runs/x/checkpoints/step-00000003 train.py"
+    )
+    assert job.manifests[-1].path == "/runs/x/checkpoints/step-00000003"
+    assert "detected" not in job.kinds()
+
+
+def test_script_exception_on_every_worker_is_one_failure() -> None:
+    job = started()
+    job.step(3)
+    for worker in job.placed():
+        job.say(worker, Failed(error="ValueError: no"))
+    job.answer()
+    assert job.kinds().count("failed") == 1
+    assert job.stop is not None
+    assert job.stop.exit_code == 1
+
+
+def test_script_exception_before_training_stops_at_once() -> None:
+    job = Job()
+    job.connect()
+    job.say((0, 0), Failed(error="ValueError: no"))
+    assert job.stop is not None
+    assert (job.stop.exit_code, job.stop.reason) == (1, "node 0: ValueError: no")
 
 
 @pytest.mark.parametrize(("exit_code", "error"), [(1, "KeyError: 'x'"), (7, "")])
 def test_worker_ending_by_itself_stops_everything(exit_code: int, error: str) -> None:
     job = started()
+    job.step(3)
     job.end_worker((1, 0), exit_code, error)
+    del job.workers[1, 0]
+    job.answer()
     assert job.stop is not None
     assert job.stop.exit_code == 1
     assert (error or "exit code 7") in job.stop.reason
+    assert job.manifests[-1].path == "/runs/x/checkpoints/step-00000003"
+
+
+def test_leaver_that_alone_holds_a_state_is_saved_before_it_goes() -> None:
+    job = started(num_nodes=3, spec=job_spec(max_failures=0, min_pipeline_nodes=1, microbatch=24))
+    job.step(3)
+    assert len(job.plan.pipelines) == 1
+    job.feed(NodeLeaving(node=job.plan.slots[0].node, reason="SIGTERM"))
+    job.answer()
+    assert job.stop is not None
+    assert job.stop.exit_code == 3
+    assert job.manifests[-1].path == "/runs/x/checkpoints/step-00000003"
 
 
 def test_batch_that_cannot_be_split_is_refused_with_a_recommendation() -> None:
