@@ -137,7 +137,7 @@ class Installer:
         ledger.keep(needed)
         missing = {name: self._allocate(name) for name in needed if name not in ledger.current}
         copied = {transfer.state for transfer in message.transfers if transfer.target == slot.rank}
-        made = [state for name, state in missing.items() if name not in copied]
+        made = [state for name, state in missing.items() if name not in copied and state.buffer.numel()]
         if message.source == INIT:
             for state in made:
                 state.initialize(self._job.seed)
