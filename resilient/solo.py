@@ -43,7 +43,6 @@ class SoloClient:
         self._resume = resume
         self._digest = ""
         self._inbox: deque[ToWorkerMessage] = deque()
-        self._failed = False
 
     def send(self, message: FromWorkerMessage) -> None:
         """Answer the worker's message."""
@@ -56,10 +55,8 @@ class SoloClient:
             self._finish_checkpoint(message)
         elif isinstance(message, Note):
             logger.info("%s: %s", message.name, message.value)
-        elif isinstance(message, Finished):
+        elif isinstance(message, Finished | Failed):
             self._inbox.append(Finish())
-        elif isinstance(message, Failed):
-            self._failed = True
 
     def receive(self) -> ToWorkerMessage:
         """Return the next answer."""

@@ -89,11 +89,6 @@ class Worker:
         self._failure: Exception | None = None
         self.is_main = False
 
-    @property
-    def step(self) -> int:
-        """Committed steps."""
-        return self._ledger.version
-
     def run(self) -> None:
         """Train the job to its end.
 
@@ -109,6 +104,8 @@ class Worker:
             message = self._client.receive()
             if isinstance(message, Finish):
                 self._leave()
+                if self._failure is not None:
+                    raise self._failure
                 return
             if isinstance(message, Regroup):
                 self._leave()
@@ -120,12 +117,12 @@ class Worker:
 
     def _enter(self, message: Generation) -> None:
         self._leave()
+        self.is_main = message.rank == 0
         if message.rank is None:
             self._ledger.forget()
             return
         try:
             self._session, installed = self._installer.install(message)
-            self.is_main = message.rank == 0
             self._client.send(installed)
             self._train(self._session)
         except CommunicationError as error:
@@ -134,7 +131,7 @@ class Worker:
             self._client.send(Suspect(generation=message.generation, reason=str(error)))
         except Exception as error:  # the job's own code: data set, model, disk
             self._leave(broken=True)
-            self._failure = error
+            self._failure = error  # raised once the job's progress, of which this worker may hold a part, is saved
             self._client.send(Failed(error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc()))
 
     def _leave(self, *, broken: bool = False) -> None:
