@@ -115,6 +115,8 @@ class SGD:
 
     def __post_init__(self) -> None:
         _check_lr(self.lr)
+        if self.nesterov and not self.momentum > 0:
+            raise ValueError(f"momentum must be > 0 with nesterov, got {self.momentum}; pass e.g. momentum=0.9")
 
     @property
     def slots(self) -> tuple[str, ...]:

@@ -137,21 +137,24 @@ class LayerState:
         """Copy in what :meth:`tensors` gave.
 
         Raises:
-            ValueError: A tensor is missing or has another shape.
+            ValueError: A tensor is missing or has another shape or type.
         """
         for name, own in self.tensors().items():
             found = tensors.get(name)
-            if found is None or found.shape != own.shape:
-                shape = None if found is None else tuple(found.shape)
+            if found is None or found.shape != own.shape or found.dtype != own.dtype:
                 raise ValueError(
-                    f"{name!r} of layer {self.spec.name!r} must have shape {tuple(own.shape)}, got {shape}; "
-                    "the checkpoint belongs to another model or optimizer"
+                    f"{name!r} of layer {self.spec.name!r} must be {_form(own)}, got {_form(found)}; "
+                    "the checkpoint belongs to another model, optimizer or precision"
                 )
             own.copy_(found)
 
     def fingerprint(self) -> str:
         """Return a checksum of the buffer's bytes."""
         return f"{checksum(self.bytes):08x}"
+
+
+def _form(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
 def checksum(data: Tensor) -> int:

@@ -78,12 +78,12 @@ def connect(
                 gpu=gpu_of(device),
             )
             interrupted.put(NcclCommunicator(gloo, store, groups, timeout_s) if gloo.own_gpus else gloo)
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is: this thread alone can end the wait for it
             interrupted.put(error)
 
     threading.Thread(target=build, name=f"connect-g{generation}", daemon=True).start()
     result = interrupted.get()
     if isinstance(result, GlooCommunicator | NcclCommunicator):
         return result
-    reason = str(result).strip().splitlines()[0] if isinstance(result, Exception) else "membership changed"
+    reason = (f"{result}".strip() or repr(result)).splitlines()[0]
     raise CommunicationError(f"generation {generation}, rank {rank}: groups were not built: {reason}")

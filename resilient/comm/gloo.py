@@ -21,6 +21,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # pyright: i
 from resilient.comm.interface import Group, Pending
 from resilient.errors import CommunicationError
 
+_creating_device = threading.Lock()
+
 
 class _GlooPending:
     """Waits for a gloo work; ``landing`` is where a tensor staged in host memory goes afterwards."""
@@ -75,9 +77,10 @@ class GlooCommunicator:
         self.size = size
         self._generation = generation
         self._aborted = threading.Event()
-        listeners = _listening_ports()
-        self._device = ProcessGroupGloo.create_device(hostname=host)
-        (self._port,) = _listening_ports() - listeners
+        with _creating_device:  # the connect thread of a generation that is over may be here too
+            listeners = _listening_ports()
+            self._device = ProcessGroupGloo.create_device(hostname=host)
+            (self._port,) = _listening_ports() - listeners
         store.set(f"rank/{rank}", f"{self._port} {gpu}")
         self._world = tuple(range(size))
         self._groups = {

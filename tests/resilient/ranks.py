@@ -1,0 +1,64 @@
+"""Ranks of a generation for tests: as threads of one process (nothing is aborted) or as real processes (some die)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import TypeVar
+
+import torch
+
+from resilient.comm import Communicator, Group, StoreHost, connect
+
+HOST = "127.0.0.1"
+Result = TypeVar("Result")
+Started = tuple[BaseProcess, Connection]
+
+
+def join(address: str, rank: int, size: int, groups: Sequence[Group] = (), generation: int = 1) -> Communicator:
+    return connect(
+        generation=generation,
+        rank=rank,
+        size=size,
+        groups=groups,
+        store_address=address,
+        host=HOST,
+        timeout_s=600.0,  # beyond the time limit of a test
+        interrupted=queue.SimpleQueue(),
+        device=torch.device("cpu"),
+    )
+
+
+def as_threads(size: int, work: Callable[[int, str], Result]) -> list[Result]:
+    """Call ``work(rank, store address)`` on all ranks at once; return the results by rank."""
+    store = StoreHost(HOST)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(work, range(size), [store.address] * size))
+
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "resilient.comm"])
+
+
+@contextmanager
+def processes(target: Callable[..., None], size: int, *arguments: object) -> Iterator[list[Started]]:
+    """Start ``target(rank, connection, *arguments)`` in processes of their own; end them all when done."""
+    started: list[Started] = []
+    try:
+        for rank in range(size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=target, args=(rank, theirs, *arguments), daemon=True)
+            process.start()
+            theirs.close()
+            started.append((process, ours))
+        yield started
+    finally:
+        for process, connection in started:
+            process.kill()
+            process.join()
+            connection.close()

@@ -1,0 +1,144 @@
+"""A small model with everything that makes stages hard (tied, frozen, random, passed through), and its data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from resilient.errors import SampleError
+from resilient.job import Job
+from resilient.models.layer import Batch, Carry, Layer, LayerSpec
+from resilient.optim import AdamW
+from resilient.templates.plan import Pipeline, Plan
+from resilient.templates.template import PipelineTemplate, StageSpec
+
+VOCABULARY, WIDTH = 11, 6
+CPU = torch.device("cpu")
+
+
+class Embed(Layer):
+    """Tokens to vectors; also passes on integers, which want no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH))
+
+    def forward(self, carry: Carry, batch: Batch) -> Carry:
+        return {"hidden": self.weight[batch["tokens"]], "odd": batch["tokens"] % 2}
+
+
+class Block(Layer):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, carry: Carry, batch: Batch) -> Carry:
+        hidden = carry["hidden"]
+        return {**carry, "hidden": hidden + self.dropout(torch.tanh(self.linear(hidden)))}
+
+
+class Head(Layer):
+    """Vectors to logits, with the embedding's matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH))
+        self.shift = nn.Parameter(torch.empty(VOCABULARY))
+
+    def forward(self, carry: Carry, batch: Batch) -> Carry:
+        return {"logits": carry["hidden"] @ self.weight.T + self.shift * carry["odd"].unsqueeze(-1)}
+
+
+class TiedModel:
+    """Embedding, blocks, and a head that shares the embedding's matrix."""
+
+    def __init__(self, num_blocks: int = 4, dropout: float = 0.0, frozen: Sequence[str] = ()) -> None:
+        self._text = repr((num_blocks, dropout, tuple(frozen)))
+
+        def spec(name: str, make: type[Layer], *arguments: float, **tied: tuple[str, str]) -> LayerSpec:
+            def build() -> nn.Module:
+                return make(*arguments).requires_grad_(name not in frozen)
+
+            return LayerSpec(name=name, unit="llm", build=build, initialize=draw, tied=tied, flops_per_sample=100.0)
+
+        blocks = [spec(f"block.{i}", Block, dropout) for i in range(num_blocks)]
+        self.layers = (spec("embed", Embed), *blocks, spec("head", Head, weight=("embed", "weight")))
+
+    def loss(self, carry: Carry, batch: Batch) -> Tensor:
+        return nn.functional.cross_entropy(carry["logits"].flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+    def check(self, sample: Mapping[str, Any], name: str) -> None:
+        if int(sample["tokens"].max()) >= VOCABULARY:
+            raise SampleError(f"{name}: tokens must be < {VOCABULARY}, got {int(sample['tokens'].max())}; fix the data")
+
+    def digest(self) -> str:
+        return hashlib.sha256(self._text.encode()).hexdigest()
+
+
+def draw(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+
+
+class Tokens:
+    """Samples of one length; sample ``bad`` holds a token outside the vocabulary."""
+
+    def __init__(self, num_samples: int = 24, length: int = 5, bad: int | None = None) -> None:
+        self._num_samples, self._length, self._bad = num_samples, length, bad
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < self._num_samples:
+            raise IndexError(index)
+        text = torch.tensor([(7 * index + 3 * k * k) % VOCABULARY for k in range(self._length + 1)])
+        return {"tokens": text[:-1] + (100 if index == self._bad else 0), "labels": text[1:]}
+
+    def num_targets(self, index: int) -> int:
+        return self._length
+
+
+def make_job(**changes: Any) -> Job:
+    arguments: dict[str, Any] = {
+        "model": TiedModel(),
+        "dataset": Tokens(),
+        "optimizer": AdamW(lr=0.01),
+        "global_batch": 16,
+        "microbatch": 2,
+        "max_failures": 1,
+        "min_pipeline_nodes": 1,
+        "seed": 3,
+        "precision": "fp64",
+        "clip_grad_norm": None,
+        "checkpoint_every": 0,
+        "device": CPU,
+        "comm_timeout_s": 30.0,
+        **changes,
+    }
+    return Job(**arguments)
+
+
+def make_plan(*pipelines: tuple[Sequence[int], int]) -> Plan:
+    """Make a plan from each pipeline's borders (0, ..., number of layers) and number of microbatches."""
+    made: list[Pipeline] = []
+    for cut, num_microbatches in pipelines:
+        stages = tuple(
+            StageSpec(first_layer=first, end_layer=end, node_index=i, device_index=0, stage_ms=1.0)
+            for i, (first, end) in enumerate(pairwise(cut))
+        )
+        first_node = sum(len(pipeline.nodes) for pipeline in made)
+        made.append(
+            Pipeline(
+                template=PipelineTemplate(num_nodes=len(stages), stages=stages),
+                nodes=tuple(range(first_node, first_node + len(stages))),
+                num_microbatches=num_microbatches,
+            )
+        )
+    return Plan(pipelines=tuple(made))

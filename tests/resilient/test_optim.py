@@ -1,0 +1,102 @@
+"""Optimizers over flat buffers are torch's own over separate parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from small import TiedModel
+from test_state import CPU
+
+from resilient.models.layer import assemble
+from resilient.optim import SGD, AdamW, Optimizer, WarmupCosine, learning_rate
+from resilient.state import LayerState, Layout
+
+Reference = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reference"),
+    [
+        (AdamW(lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1),
+         lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)),
+        (SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
+        (SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)),
+    ],
+    ids=["AdamW", "SGD", "momentum"],
+)  # fmt: skip
+def test_flat_optimizer_equals_torch_on_parameters_when_rebuilt(optimizer: Optimizer, reference: Reference) -> None:
+    model = TiedModel(num_blocks=1, frozen=["block.0"])
+    states = fresh_states(model, optimizer)
+    whole = assemble(model, seed=1, dtype=torch.float64)
+    trainable = [parameter for parameter in whole.parameters() if parameter.requires_grad]
+    theirs = reference(trainable)
+    ours = optimizer.build(states.values(), 0)
+    for step in range(1, 7):
+        if step in (3, 5):  # another worker takes over what was copied: buffers and version
+            before, states = states, fresh_states(model, optimizer)
+            for name, state in states.items():
+                state.buffer.copy_(before[name].buffer)
+            ours = optimizer.build(states.values(), step - 1)
+        generator = torch.Generator().manual_seed(step)
+        for parameter, window in paired(whole, states):
+            gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.grad = gradient.clone()
+            assert window.grad is not None
+            window.grad.copy_(gradient)
+        ours.step()
+        theirs.step()
+    for parameter, window in paired(whole, states):
+        torch.testing.assert_close(window, parameter, rtol=1e-13, atol=1e-13)
+    frozen = assemble(model, seed=1, dtype=torch.float64).layer("block.0")
+    for name, parameter in frozen.named_parameters():
+        assert torch.equal(states["block.0"].parameters[name], parameter)
+
+
+def fresh_states(model: TiedModel, optimizer: Optimizer) -> dict[str, LayerState]:
+    states = {
+        spec.name: LayerState(spec, Layout.of(spec), optimizer.slots, torch.float64, CPU) for spec in model.layers
+    }
+    for state in states.values():
+        state.initialize(1)
+    return states
+
+
+def paired(whole, states: dict[str, LayerState]) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    return [
+        (whole.layer(name).get_parameter(entry.name), state.parameters[entry.name])
+        for name, state in states.items()
+        for entry in state.layout.entries
+        if entry.trainable
+    ]
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(lr=0.1), SGD(lr=0.1, momentum=0.9)])
+def test_worker_without_trainable_parameters_has_an_optimizer_too(optimizer: Optimizer) -> None:
+    optimizer.build([], 4).step()
+
+
+def test_warmup_rises_and_cosine_falls_to_the_floor() -> None:
+    optimizer = SGD(lr=2.0, schedule=WarmupCosine(warmup_steps=4, total_steps=12, floor=0.1))
+    rates = [learning_rate(optimizer, step) for step in (1, 2, 4, 8, 12, 99)]
+    assert rates == pytest.approx([0.5, 1.0, 2.0, 1.1, 0.2, 0.2])
+    assert learning_rate(SGD(lr=2.0), 7) == 2.0
+    assert WarmupCosine(warmup_steps=0, total_steps=2)(1) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AdamW(lr=0.0), "lr must be > 0, got 0.0; pass a positive learning rate"),
+        (lambda: SGD(lr=float("nan")), "lr must be > 0, got nan; pass a positive learning rate"),
+        (lambda: SGD(lr=1.0, nesterov=True), "momentum must be > 0 with nesterov, got 0.0; pass e.g. momentum=0.9"),
+        (lambda: WarmupCosine(warmup_steps=5, total_steps=5),
+         "warmup_steps must be in 0 .. total_steps - 1 = 4, got 5; warm up for fewer steps"),
+    ],
+)  # fmt: skip
+def test_arguments_that_cannot_be_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make()
