@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from resilient.errors import CheckpointError
@@ -44,7 +45,7 @@ def load(path: str | Path, states: Iterable[LayerState]) -> None:
             raise CheckpointError(f"{path} holds no state {name!r}; the checkpoint belongs to another model")
         try:
             state.load(load_file(Path(path) / saved.file))
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {error}") from error
         if state.fingerprint() != saved.fingerprint:
             raise CheckpointError(f"{path}: {saved.file} is damaged (its checksum differs); use an older checkpoint")

@@ -99,6 +99,7 @@ class Trainer:
         )
         self._client: AgentClient | SoloClient | None = None
         self._worker: Worker | None = None
+        self._final: Path | None = None
 
     def fit(self, num_steps: int, *, resume: str | Path | None = None) -> FitResult:
         """Train up to step ``num_steps``; called once, on every worker.
@@ -113,6 +114,7 @@ class Trainer:
 
         Raises:
             ValueError: ``num_steps`` or ``resume`` cannot be.
+            CheckpointError: ``resume`` is no checkpoint, or another model's.
             Exception: What the model or the data set raised, on the worker where it did.
         """
         if self._worker is not None:
@@ -120,13 +122,18 @@ class Trainer:
         agent = AgentClient.from_environment()
         if agent is not None and resume is not None:
             raise ValueError(f"resume must be None under `resilient run`, got {resume}; use `resilient run --resume`")
+        if resume is not None and manifest.read_manifest(resume).step > num_steps:
+            raise ValueError(
+                f"num_steps must be >= the resumed checkpoint's step, got {num_steps} for {resume}; train longer"
+            )
         _log_to_stderr()
         self._client = agent or SoloClient(_solo_directory(), str(resume) if resume else None)
         self._worker = Worker(self._job.until(num_steps), self._client, os.environ.get("RESILIENT_HOST", "127.0.0.1"))
         if agent is not None:
             sys.stdout = _ForwardedOutput(sys.stdout, agent, self._worker)
         self._worker.run()
-        return FitResult(step=num_steps, checkpoint=self._final(), is_main=self._worker.is_main)
+        self._final = manifest.folder(self._client.run_directory, num_steps)
+        return FitResult(step=num_steps, checkpoint=self._final, is_main=self._worker.is_main)
 
     def note(self, name: str, value: float | int | str) -> None:
         """Add a named value (an accuracy, say) to the job's report; only the main worker's counts."""
@@ -142,21 +149,16 @@ class Trainer:
             ValueError: ``fit`` has not ended.
             CheckpointError: The final checkpoint cannot be read from here.
         """
-        if self._worker is None:
+        if self._final is None:
             raise ValueError("whole_model must be called after fit, got an untrained Trainer; call fit first")
         job, layouts = self._job, self._job.layouts()
         states = {
             spec.name: LayerState(spec, layouts[spec.name], job.optimizer.slots, job.dtype, job.device)
             for spec in job.model.layers
         }
-        checkpoint.load(self._final(), states.values())
+        checkpoint.load(self._final, states.values())
         whole = WholeModel(job.model, {spec.name: bind(spec, states, job.device) for spec in job.model.layers})
         return whole.eval()
-
-    def _final(self) -> Path:
-        assert self._worker is not None
-        assert self._client is not None
-        return manifest.folder(self._client.run_directory, self._worker.step)
 
 
 class _ForwardedOutput:
