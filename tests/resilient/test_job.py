@@ -1,0 +1,88 @@
+"""A job that cannot run is refused with the fix; what workers agree on is described in full."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from small import TiedModel, Tokens, make_job
+
+from resilient.optim import SGD, AdamW, WarmupCosine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"global_batch": 15},
+         "global_batch must be a multiple of microbatch 2, at least 2 (one microbatch for each of 1 pipelines), "
+         "got 15; use 14 or 16"),
+        ({"global_batch": 3, "microbatch": 8},
+         "global_batch must be a multiple of microbatch 8, at least 8 (one microbatch for each of 1 pipelines), "
+         "got 3; use 8"),
+        ({"microbatch": 0}, "microbatch must be >= 1, got 0; give the samples of one microbatch"),
+        ({"num_steps": 0}, "num_steps must be >= 1, got 0; train for at least one step"),
+        ({"max_failures": -1}, "max_failures must be >= 0, got -1; 0 means no redundancy"),
+        ({"min_pipeline_nodes": 0}, "min_pipeline_nodes must be >= 1, got 0; a pipeline has at least one node"),
+        ({"checkpoint_every": -5}, "checkpoint_every must be >= 0, got -5; 0 means at the end only"),
+        ({"precision": "fp16"},
+         "precision must be one of ['bf16', 'fp32', 'fp64'], got 'fp16'; choose one of them"),
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm must be > 0, got 0.0; pass None not to clip"),
+        ({"dataset": Tokens(0)}, "dataset must hold at least one sample, got 0; check how it is built"),
+    ],
+)  # fmt: skip
+def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make_job(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "autocast"),
+    [("fp32", torch.float32, None), ("bf16", torch.float32, torch.bfloat16), ("fp64", torch.float64, None)],
+)
+def test_precision_says_how_states_are_kept_and_products_computed(precision: str, dtype: object, autocast: Any) -> None:
+    job = make_job(precision=precision)
+    assert (job.dtype, job.autocast) == (dtype, autocast)
+
+
+def test_description_counts_what_copies_move_and_where_backward_costs() -> None:
+    job = make_job(model=TiedModel(num_blocks=2, frozen=["embed", "block.0"]), precision="fp32")
+    layers = job.spec(job.layouts()).profile.layers
+    block = 6 * 6 + 6
+    assert [layer.state_bytes for layer in layers] == [4 * 66, 4 * block, 4 * 3 * block, 4 * 3 * 11]
+    assert layers[3].shares == ("embed",)
+    assert [layer.backward_ms / layer.forward_ms for layer in layers] == [0, 0, 1, 2]
+
+
+def digest(**changes: Any) -> str:
+    job = make_job(**changes)
+    return job.spec(job.layouts()).digest
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": TiedModel(num_blocks=3)},
+        {"dataset": Tokens(25)},
+        {"optimizer": SGD(lr=0.01)},
+        {"optimizer": AdamW(lr=0.02)},
+        {"optimizer": AdamW(lr=0.01, weight_decay=0.5)},
+        {"optimizer": AdamW(lr=0.01, betas=(0.5, 0.9))},
+        {"global_batch": 32},
+        {"microbatch": 4},
+        {"seed": 4},
+        {"precision": "fp32"},
+        {"clip_grad_norm": 1.0},
+        {"num_steps": 7},
+    ],
+    ids=str,
+)
+def test_digest_differs_when_steps_would(changes: dict[str, Any]) -> None:
+    assert digest(**changes) != digest()
+
+
+def test_digest_is_the_same_for_equal_jobs() -> None:
+    assert digest() == digest(model=TiedModel(), optimizer=AdamW(lr=0.01))
+    schedules = [WarmupCosine(warmup_steps=1, total_steps=5) for _ in range(2)]
+    assert len({digest(optimizer=AdamW(lr=0.01, schedule=schedule)) for schedule in schedules}) == 1

@@ -1,0 +1,156 @@
+"""A script run by itself trains as a hand-written loop does, resumes where it stopped, and names what is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import CPU, TiedModel, Tokens, make_job
+from torch import Tensor, nn
+
+from resilient.errors import CheckpointError, SampleError
+from resilient.feed import Feed
+from resilient.models.layer import assemble
+from resilient.optim import SGD, AdamW, Optimizer, WarmupCosine
+from resilient.trainer import Trainer
+
+SCHEDULE = WarmupCosine(warmup_steps=3, total_steps=8, floor=0.1)
+OPTIMIZERS: dict[str, tuple[Optimizer, Callable[[Any], torch.optim.Optimizer]]] = {
+    "AdamW": (
+        AdamW(lr=0.05, weight_decay=0.1, schedule=SCHEDULE),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1),
+    ),
+    "SGD": (
+        SGD(lr=0.5, momentum=0.9, schedule=SCHEDULE),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RESILIENT_AGENT", raising=False)
+    monkeypatch.setenv("RESILIENT_RUN_DIR", str(tmp_path / "run"))
+
+
+def make_trainer(**changes: Any) -> Trainer:
+    arguments: dict[str, Any] = {
+        "model": TiedModel(num_blocks=2),
+        "dataset": Tokens(),
+        "optimizer": OPTIMIZERS["AdamW"][0],
+        "global_batch": 16,
+        "microbatch": 4,
+        "seed": 3,
+        "precision": "fp64",
+        "clip_grad_norm": 0.3,
+        "device": CPU,
+        **changes,
+    }
+    return Trainer(arguments.pop("model"), arguments.pop("dataset"), **arguments)
+
+
+def parameters(trainer: Trainer) -> dict[str, Tensor]:
+    return dict(trainer.whole_model().named_parameters())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_equals_a_hand_written_loop(name: str, tmp_path: Path) -> None:
+    ours, theirs = OPTIMIZERS[name]
+    trainer = make_trainer(optimizer=ours)
+    result = trainer.fit(6)
+    whole = assemble(TiedModel(num_blocks=2), seed=3, dtype=torch.float64)
+    optimizer = theirs(whole.parameters())
+    feed = Feed(make_job(microbatch=16))
+    norms = []
+    for step in range(1, 7):
+        optimizer.zero_grad()
+        (whole.loss(feed.batch(step, 0)) / (16 * 5)).backward()
+        norms.append(nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None]).item())
+        for parameter in whole.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(min(1.0, 0.3 / norms[-1]))
+        for group in optimizer.param_groups:
+            group["lr"] = ours.lr * SCHEDULE(step)
+        optimizer.step()
+    assert min(norms) > 0.3, "the limit was reached"
+    assert (result.step, result.is_main) == (6, True)
+    assert result.checkpoint == tmp_path / "run" / "checkpoints" / "step-00000006"
+    torch.testing.assert_close(parameters(trainer), dict(whole.named_parameters()), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_resumed_training_ends_where_training_through_does(name: str, tmp_path: Path) -> None:
+    optimizer, model = OPTIMIZERS[name][0], TiedModel(num_blocks=2, dropout=0.3)
+    through = make_trainer(optimizer=optimizer, model=model, checkpoint_every=2)
+    through.fit(5)
+    expected = parameters(through)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == [f"step-0000000{step}" for step in (2, 4, 5)]
+    resumed = make_trainer(optimizer=optimizer, model=model)
+    resumed.fit(5, resume=checkpoints / "step-00000002")
+    for key, value in parameters(resumed).items():
+        assert torch.equal(value, expected[key])
+
+
+def test_bf16_trains_about_as_fp32_does() -> None:
+    batch = Feed(make_job(precision="fp32", microbatch=16)).batch(1, 0)
+    untrained = assemble(TiedModel(num_blocks=2), seed=3)
+    losses = {"untrained": untrained.loss(batch).item()}
+    for precision in ("fp32", "bf16"):
+        trainer = make_trainer(precision=precision)
+        trainer.fit(20)
+        whole = trainer.whole_model()
+        assert not whole.training
+        assert all(parameter.dtype is torch.float32 for parameter in whole.parameters())
+        losses[precision] = whole.loss(batch).item()
+    assert losses["bf16"] != losses["fp32"]
+    change = losses["fp32"] - losses["untrained"]
+    assert change < 0
+    assert losses["bf16"] - losses["untrained"] == pytest.approx(change, rel=0.1)
+
+
+def test_bad_sample_stops_the_job_and_is_named() -> None:
+    message = "sample 7 of Tokens: tokens must be < 11, got "
+    with pytest.raises(SampleError, match=f"^{re.escape(message)}"):
+        make_trainer(dataset=Tokens(bad=7)).fit(3)
+
+
+def test_error_of_the_model_reaches_the_caller() -> None:
+    class Broken(TiedModel):
+        def loss(self, carry: Any, batch: Any) -> Tensor:
+            raise ZeroDivisionError("in the loss")
+
+    with pytest.raises(ZeroDivisionError, match=r"^in the loss$"):
+        make_trainer(model=Broken(num_blocks=2)).fit(1)
+
+
+def test_resume_from_nothing_or_beyond_the_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"must be a finished checkpoint, got a folder without manifest\.json"):
+        make_trainer().fit(3, resume=tmp_path)
+    path = make_trainer().fit(2).checkpoint
+    message = f"num_steps must be >= the resumed checkpoint's step, got 1 for {path}; train longer"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make_trainer().fit(1, resume=path)
+
+
+def test_resume_of_another_model_says_so() -> None:
+    path = make_trainer().fit(1).checkpoint
+    message = f"{path} holds no state 'block.2'; the checkpoint belongs to another model"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        make_trainer(model=TiedModel(num_blocks=3)).fit(2, resume=path)
+
+
+def test_calls_out_of_turn_are_refused() -> None:
+    trainer = make_trainer()
+    with pytest.raises(ValueError, match=r"^whole_model must be called after fit"):
+        trainer.whole_model()
+    with pytest.raises(ValueError, match=r"^note must be called after fit, got 'accuracy' before it; call fit first$"):
+        trainer.note("accuracy", 1.0)
+    trainer.fit(1)
+    trainer.note("accuracy", 1.0)
+    with pytest.raises(ValueError, match=r"^fit must be called once per Trainer"):
+        trainer.fit(1)
