@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from resilient import checkpoint, manifest
 from resilient.comm import StoreHost
 from resilient.commit import Ledger
@@ -68,6 +70,8 @@ class Worker:
 
     def __init__(self, job: Job, client: Client, host: str) -> None:
         layouts = job.layouts()
+        if job.device.type == "cuda":
+            torch.cuda.set_device(job.device)  # NCCL groups are made on the current device
         self._job = job
         self._client = client
         self._spec = job.spec(layouts)
