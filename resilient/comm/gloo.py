@@ -3,11 +3,18 @@
 Why abort() works on sockets: gloo has no working abort. A rank that waits for a live rank which itself waits for a
 dead one sits there until the group's timeout. Shutting down the connected sockets of a generation makes every
 operation on it, here and one hop further at the peers, end with an error within milliseconds.
+
+All but those that gloo forgets: a transfer that has begun when its connection breaks is in none of the lists that gloo
+tells of the error, and waits for the group's timeout. So nothing here waits for gloo without looking up: a collective
+is waited for in slices, a point-to-point operation (where an expired wait would close the group) in another thread,
+and the groups of an aborted generation are dropped in a third.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -22,27 +29,58 @@ from resilient.comm.interface import Group, Pending
 from resilient.errors import CommunicationError
 
 _creating_device = threading.Lock()
+_SLICE = timedelta(milliseconds=50)
+_DROP_S = 0.1
 
 
 class _GlooPending:
     """Waits for a gloo work; ``landing`` is where a tensor staged in host memory goes afterwards."""
 
-    def __init__(self, owner: GlooCommunicator, work: object, staged: Tensor, landing: Tensor | None) -> None:
-        self._owner = owner
+    def __init__(self, wait: Callable[[Any], None], work: Any, staged: Tensor, landing: Tensor | None) -> None:
+        self._wait = wait
         self._work = work
         self._staged = staged
         self._landing = landing
 
     def wait(self) -> None:
-        self._owner.check()
-        try:
-            self._work.wait()  # type: ignore[attr-defined]
-        except RuntimeError as error:
-            raise self._owner.failed(error) from error
-        # a collective of an aborted generation can end without error on some ranks: its result must not count
-        self._owner.check()
+        self._wait(self._work)
         if self._landing is not None:
             self._landing.copy_(self._staged)
+
+
+class _Waiter:
+    """Waits for works in a thread of its own, one after another, so that the wait for a lost one can be given up."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve_waits, args=(self._works, self._results), name="gloo-wait", daemon=True).start()
+
+    def wait(self, work: Any) -> None:
+        """Wait for the work to end, or for :meth:`give_up`."""
+        self._works.put(work)
+        error = self._results.get()
+        if error is not None:
+            raise error
+
+    def give_up(self) -> None:
+        """End a wait, the one under way or the next."""
+        self._results.put(None)
+
+    def close(self) -> None:
+        """End the thread, when it gets there."""
+        self._works.put(None)
+
+
+def _serve_waits(works: queue.SimpleQueue[Any], results: queue.SimpleQueue[RuntimeError | None]) -> None:
+    while (work := works.get()) is not None:
+        result = None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            result = error
+        del work  # its tensors are the caller's to keep
+        results.put(result)
 
 
 class GlooCommunicator:
@@ -77,6 +115,7 @@ class GlooCommunicator:
         self.size = size
         self._generation = generation
         self._aborted = threading.Event()
+        self._waiter = _Waiter()
         with _creating_device:  # the connect thread of a generation that is over may be here too
             listeners = _listening_ports()
             self._device = ProcessGroupGloo.create_device(hostname=host)
@@ -116,31 +155,62 @@ class GlooCommunicator:
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Pending:
         staged = tensor.cpu()
-        return self._issue(lambda: self._group(self._world).send([staged], target, tag), staged, None)
+        work = self._issue(lambda: self._group(self._world).send([staged], target, tag))
+        return _GlooPending(self._wait_for_transfer, work, staged, None)
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> Pending:
         staged = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
         landing = None if staged is tensor else tensor
-        return self._issue(lambda: self._group(self._world).recv([staged], source, tag), staged, landing)
+        work = self._issue(lambda: self._group(self._world).recv([staged], source, tag))
+        return _GlooPending(self._wait_for_transfer, work, staged, landing)
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
         staged = tensor.cpu()
         landing = None if staged is tensor else tensor
-        return self._issue(lambda: self._group(group).allreduce([staged]), staged, landing)
+        work = self._issue(lambda: self._group(group).allreduce([staged]))
+        return _GlooPending(self._wait_for_collective, work, staged, landing)
 
-    def _issue(self, start: Callable[[], object], staged: Tensor, landing: Tensor | None) -> Pending:
+    def _issue(self, start: Callable[[], object]) -> object:
         self.check()
         try:
-            return _GlooPending(self, start(), staged, landing)
+            return start()
         except RuntimeError as error:
             raise self.failed(error) from error
+
+    def _wait_for_transfer(self, work: Any) -> None:
+        self.check()
+        try:
+            self._waiter.wait(work)
+        except RuntimeError as error:
+            raise self.failed(error) from error
+        self.check()
+
+    def _wait_for_collective(self, work: Any) -> None:
+        self.check()
+        while not work.is_completed():
+            with contextlib.suppress(RuntimeError):  # it failed, which is asked below, or the slice is over
+                work.wait(_SLICE)
+            self.check()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.failed(error) from error
+        # a collective of an aborted generation can end without error on some ranks: its result must not count
+        self.check()
 
     def abort(self) -> None:
         self._aborted.set()
         _shut_down_connections(self._port, self._peer_ports)
+        self._waiter.give_up()
 
     def close(self) -> None:
+        self._waiter.close()
+        groups = list(self._groups.values())
         self._groups.clear()
+        # Their destructors wait for what is under way. What still is after this time is lost and touches no tensor.
+        dropping = threading.Thread(target=groups.clear, name="gloo-drop", daemon=True)
+        dropping.start()
+        dropping.join(_DROP_S)
 
 
 def _sockets() -> list[socket.socket]:
