@@ -11,6 +11,7 @@ from resilient.agent.events import Worker
 from resilient.agent.members import Member
 from resilient.errors import StateLostError
 from resilient.messages import Generation, JobSpec, Outcome
+from resilient.templates.batch import check_batch
 from resilient.templates.plan import Plan, Problem
 from resilient.templates.replan import first_plan, replan
 from resilient.templates.transfer import Transfer, plan_transfers
@@ -45,11 +46,7 @@ def problem_of(job: JobSpec, workers_per_node: int) -> Problem:
     Raises:
         ValueError: The batch cannot be split; the message says what to do.
     """
-    if job.global_batch % job.microbatch:
-        raise ValueError(
-            f"global_batch must be a multiple of microbatch {job.microbatch}, got {job.global_batch}; "
-            f"use {job.global_batch - job.global_batch % job.microbatch}"
-        )
+    check_batch(job.global_batch, job.microbatch, job.max_failures + 1)
     return Problem(
         profile=job.profile,
         num_microbatches=job.global_batch // job.microbatch,

@@ -101,6 +101,7 @@ class Launcher:
 
         Raises:
             CheckpointError: The checkpoint to resume from is none.
+            ValueError: The address cannot be listened on.
         """
         return asyncio.run(self._run())
 
@@ -111,7 +112,7 @@ class Launcher:
         coordinator = self._coordinator = Coordinator(settings, self._token, self._on_event)
         spawner: Spawner | None = None
         try:
-            await coordinator.start(self._options.host, self._options.port)
+            await self._listen(coordinator)
             spawner = self._spawner = start_zygote(
                 settings.script, on_exit=self._on_exit, on_lost=self._on_zygote_lost, new_session=True
             )
@@ -128,6 +129,14 @@ class Launcher:
             await coordinator.close()
             if spawner is not None:
                 await spawner.close()
+
+    async def _listen(self, coordinator: Coordinator) -> None:
+        host, port = self._options.host, self._options.port
+        try:
+            await coordinator.start(host, port)
+        except OSError as error:
+            reason = f"host and port must be an address to listen on, got {host}:{port} ({error.strerror})"
+            raise ValueError(f"{reason}; pass port 0 for any that is free") from error
 
     def _settings(self) -> Settings:
         options = self._options

@@ -64,6 +64,8 @@ class Membership(Changes):
         self._out = []
         if self.phase is not Phase.STOPPED:
             self._on(event)
+        elif isinstance(event, NodeConnected):  # it was on its way when the job stopped
+            self._out.append(Tell(node=event.node, message=Shutdown(exit_code=EXIT_DONE, reason="the job is over")))
         return self._out
 
     # ------------------------------------------------------------ events
