@@ -1,0 +1,256 @@
+"""Runs jobs of real processes, in this process through the launcher or through the command line, and checks them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from resilient.agent.launch import Launcher, LaunchOptions
+from resilient.cli import parse_injection
+from resilient.compare import compare_runs
+from resilient.demo import example_script
+from resilient.events import read_events, steps_of
+from resilient.report import build_report
+
+CHAIN = Path(__file__).parent / "jobs" / "chain.py"
+DIGITS = example_script()
+TOLERANCE = 1e-9
+"""Largest relative difference of float64 runs, where only the order of summation may differ."""
+
+LONGEST_RECOVERY_MS = 10_000
+"""Far over what a recovery takes on a busy machine, far under the timeouts that would end a wait for a lost message."""
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended."""
+
+    directory: Path
+    exit_code: int
+
+    @cached_property
+    def events(self) -> list[Event]:
+        return read_events(self.directory / "events.jsonl")
+
+    @cached_property
+    def report(self) -> dict[str, Any]:
+        return build_report(self.events)
+
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        return {number: step["loss"] for number, step in steps_of(self.events).items()}
+
+    @property
+    def generations(self) -> list[Event]:
+        return self.of_kind("generation")
+
+    @property
+    def injections(self) -> list[Event]:
+        """What the dying processes themselves wrote down."""
+        path = self.directory / "injections.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def reason(self) -> str:
+        return self.report["exit"]["reason"]
+
+    def of_kind(self, kind: str) -> list[Event]:
+        return [event for event in self.events if event["kind"] == kind]
+
+
+class Processes:
+    """All processes a job tells of, to see later that none is left."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, psutil.Process] = {}
+
+    def on_event(self, event: Event) -> None:
+        for pid in [event["pid"]] if event["kind"] == "node_connected" else event.get("pids", ()):
+            if event["kind"] in ("node_connected", "node_ready"):
+                self._see(pid)
+
+    def take_in_children(self, pid: int) -> None:
+        """Take in a process and all its descendants."""
+        process = psutil.Process(pid)
+        for child in [process, *process.children(recursive=True)]:
+            self._seen.setdefault(child.pid, child)
+
+    def left(self, timeout_s: float = 10.0) -> list[psutil.Process]:
+        """Return those that still run after the time it may take to end."""
+        _, alive = psutil.wait_procs(list(self._seen.values()), timeout=timeout_s)
+        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+    def _see(self, pid: int) -> None:
+        try:
+            self._seen.setdefault(pid, psutil.Process(pid))
+        except psutil.NoSuchProcess:
+            return
+
+
+def run_job(
+    directory: Path,
+    *arguments: str,
+    script: Path = CHAIN,
+    nodes: int,
+    workers_per_node: int = 1,
+    inject: Sequence[str] = (),
+    resume: str | None = None,
+    heartbeat_s: float = 5.0,
+    act: Callable[[Launcher, Event], None] | None = None,
+) -> Run:
+    """Run a job to its end in this process; no process of it may be left.
+
+    Args:
+        act: Called with every event while the job runs.
+    """
+    options = LaunchOptions(
+        script=str(script),
+        arguments=arguments,
+        num_nodes=nodes,
+        workers_per_node=workers_per_node,
+        run_directory=str(directory),
+        resume=resume,
+        heartbeat_s=heartbeat_s,
+        injections=tuple(parse_injection(text) for text in inject),
+    )
+    launcher, processes = Launcher(options), Processes()
+    launcher.subscribe(processes.on_event)
+    if act is not None:
+        launcher.subscribe(lambda event: act(launcher, event))
+    exit_code = launcher.run()
+    left = processes.left()
+    assert not left, f"processes must end with the job, got {left}"
+    return Run(directory, exit_code)
+
+
+def run_alone(directory: Path, *arguments: str, script: Path = CHAIN) -> str:
+    """Train in one process, without launcher; return what it logged."""
+    command = [sys.executable, str(script), *arguments]
+    environment = {**os.environ, "RESILIENT_RUN_DIR": str(directory), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=60, check=True)
+    return done.stderr
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def command(*arguments: object) -> list[str]:
+    """Return a ``resilient`` command line of the interpreter that runs the tests."""
+    return [str(Path(sys.executable).with_name("resilient")), *map(str, arguments)]
+
+
+class Started:
+    """A ``resilient run`` in the background."""
+
+    def __init__(
+        self, directory: Path, *arguments: object, nodes: int, script: Path = CHAIN, options: str = ""
+    ) -> None:
+        self.directory = directory
+        self.processes = Processes()
+        line = command("run", "--plain", "--nodes", nodes, "--run-dir", directory, *options.split(), script, *arguments)
+        self.popen = subprocess.Popen(
+            line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self._lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_for(self, wanted: Callable[[Event], bool], timeout_s: float = 60.0) -> Event:
+        """Return the first event that is wanted, once it is there."""
+        give_up_at = time.monotonic() + timeout_s
+        path = self.directory / "events.jsonl"
+        while True:
+            ended = self.popen.poll() is not None
+            found = next(filter(wanted, read_events(path)), None) if path.exists() else None
+            if found is not None:
+                return found
+            assert not ended, f"the job ended before the event came:\n{self.output}"
+            assert time.monotonic() < give_up_at, f"the event did not come:\n{self.output}"
+            time.sleep(0.02)
+
+    def wait_for_step(self, number: int) -> Event:
+        return self.wait_for(lambda event: event["kind"] == "step" and event["step"] >= number)
+
+    def wait(self, timeout_s: float = 60.0) -> Run:
+        """Wait for the end; no process may be left."""
+        exit_code = self.popen.wait(timeout_s)
+        self._reader.join(timeout_s)
+        assert not (left := self.processes.left()), f"processes must end with the job, got {left}"
+        return Run(self.directory, exit_code)
+
+    @property
+    def output(self) -> str:
+        return "".join(self._lines)
+
+    def close(self) -> None:
+        if self.popen.poll() is None:
+            os.killpg(self.popen.pid, signal.SIGKILL)
+            self.popen.wait()
+        self._reader.join()
+        assert self.popen.stdout is not None
+        self.popen.stdout.close()
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            self._lines.append(line)
+
+
+@contextmanager
+def started(
+    directory: Path, *arguments: object, nodes: int, script: Path = CHAIN, options: str = ""
+) -> Iterator[Started]:
+    """Start ``resilient run``; it is killed when the test is over and it is not."""
+    job = Started(directory, *arguments, nodes=nodes, script=script, options=options)
+    try:
+        yield job
+    finally:
+        job.close()
+
+
+# ---------------------------------------------------------------- what must hold
+
+
+def check_equal(run: Run, reference: Run, *, tolerance: float = TOLERANCE) -> None:
+    """Check that a run gave what the failure-free one gave: every step, its samples and loss, the parameters."""
+    assert run.exit_code == 0, run.reason
+    compared = compare_runs(run.directory, reference.directory)
+    assert compared["same_steps_and_samples"]
+    assert compared["max_loss_abs_diff"] <= tolerance * max(reference.losses.values()), compared
+    assert compared["max_param_rel_diff"] <= tolerance, compared
+
+
+def check_survivors(run: Run) -> None:
+    """Check that no worker process was ever replaced by another, by all that was published and by the report."""
+    pids: dict[str, set[int]] = {}
+    for generation in run.generations:
+        for worker, pid in generation["pids"].items():
+            pids.setdefault(worker, set()).add(pid)
+    assert all(len(seen) == 1 for seen in pids.values()), pids
+    changes = [*run.report["recoveries"], *run.report["joins"], *run.report["departures"]]
+    assert all(change["restarted_workers"] == 0 for change in changes), changes
+
+
+def check_recovered(run: Run, reference: Run, *, num_failures: int = 1, tolerance: float = TOLERANCE) -> None:
+    """Check a run in which nodes failed: right result, survivors untouched, at most one step lost per failure."""
+    check_equal(run, reference, tolerance=tolerance)
+    check_survivors(run)
+    recoveries = run.report["recoveries"]
+    assert 1 <= len(recoveries) <= num_failures, recoveries
+    assert sum(recovery["lost_steps"] for recovery in recoveries) <= len(recoveries), recoveries
+    assert all(recovery["total_ms"] < LONGEST_RECOVERY_MS for recovery in recoveries), recoveries

@@ -1,0 +1,108 @@
+"""A small chain that learns a smooth function, in milliseconds a step; options for the scenarios of the tests."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import resilient as rs
+from resilient.data.sampler import StepSampler
+
+WIDTH = 24
+NUM_LAYERS = 10
+NUM_SAMPLES = 4096
+
+
+class Waves:
+    """Points and the waves through them; sample i is a function of i alone.
+
+    Args:
+        raising: Samples that cannot be read.
+        held: Samples that cannot be read before ``gate`` exists.
+        gate: A file the test makes when what it waits for has come.
+    """
+
+    def __init__(self, raising: frozenset[int], held: frozenset[int], gate: Path | None) -> None:
+        self._raising = raising
+        self._held = held
+        self._gate = gate
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Mapping[str, Tensor]:
+        if index in self._raising:
+            raise RuntimeError(f"sample {index} is not to be had")
+        while index in self._held and self._gate is not None and not self._gate.exists():
+            time.sleep(0.005)
+        point = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+        return {"input": point, "target": point.sum().sin()[None]}
+
+
+def squared_error(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the loss summed over the samples."""
+    return ((output - batch["target"]) ** 2).sum()
+
+
+def build_model(num_layers: int) -> rs.Chain:
+    """Return a chain of ``num_layers`` layers of different sizes."""
+    hidden = [
+        lambda inner=WIDTH * (1 + i % 3): nn.Sequential(nn.Linear(WIDTH, inner), nn.Tanh(), nn.Linear(inner, WIDTH))
+        for i in range(num_layers - 1)
+    ]
+    return rs.Chain([*hidden, lambda: nn.Linear(WIDTH, 1)], squared_error)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=28)
+    parser.add_argument("--microbatch", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=NUM_LAYERS)
+    parser.add_argument("--precision", default="fp64")
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument("--max-failures", type=int, default=1)
+    parser.add_argument("--min-pipeline-nodes", type=int, default=2)
+    parser.add_argument("--checkpoint-every", type=int, default=0)
+    parser.add_argument("--raise-in", type=int, metavar="STEP", help="the samples of this step cannot be read")
+    parser.add_argument("--hold-in", type=int, metavar="STEP", help="this step waits until --gate exists")
+    parser.add_argument("--gate", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train."""
+    args = parse_arguments()
+    torch.set_num_threads(1)
+    sampler = StepSampler(num_samples=NUM_SAMPLES, global_batch=max(args.batch, 1), seed=0)
+
+    def samples_of(step: int | None) -> frozenset[int]:
+        return frozenset() if step is None else frozenset(map(int, sampler.indices(step)))
+
+    optimizers = {"adamw": rs.AdamW(lr=3e-3), "sgd": rs.SGD(lr=1e-2, momentum=0.9)}
+    trainer = rs.Trainer(
+        build_model(args.layers),
+        Waves(samples_of(args.raise_in), samples_of(args.hold_in), args.gate),
+        optimizer=optimizers[args.optimizer],
+        global_batch=args.batch,
+        microbatch=args.microbatch,
+        max_failures=args.max_failures,
+        min_pipeline_nodes=args.min_pipeline_nodes,
+        precision=args.precision,
+        clip_grad_norm=1.0,
+        checkpoint_every=args.checkpoint_every,
+        comm_timeout_s=30.0,
+    )
+    result = trainer.fit(num_steps=args.steps)
+    if result.is_main:
+        print(f"trained {result.step} steps")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

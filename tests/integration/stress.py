@@ -1,0 +1,153 @@
+"""Kills nodes at random, over and over, and checks every run: ``python -m tests.integration.stress --repeats 50``.
+
+Each run is a ``resilient run`` of its own, with a time limit: one that hangs is killed and reported. It is a function
+of its seed (which node dies in which phase of which step), so a failure is run again with ``--repeats 1 --seed S``.
+Exit code 0 if all runs ended with the parameters of the failure-free one, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from resilient.compare import compare_runs
+from resilient.demo import example_script
+from resilient.errors import ResilientError
+from resilient.events import read_events
+from resilient.messages import PHASES
+from resilient.report import build_report
+
+IN_RECOVERY = ("regroup", "copy")
+TOLERANCE = 1e-9
+STEPS = 12
+CHAIN = Path(__file__).parent / "jobs" / "chain.py"
+VLM_ARGUMENTS = ("--steps", str(STEPS), "--batch", "24", "--microbatch", "4", "--precision", "fp64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How one run went; ``wrong`` says what was not as it should be, "" when all was."""
+
+    seed: int
+    injections: tuple[str, ...]
+    directory: Path
+    seconds: float
+    wrong: str
+    recoveries_ms: tuple[float, ...] = ()
+
+
+def choose_injections(seed: int, num_nodes: int) -> tuple[str, ...]:
+    """Draw one failure, or two of which the second may hit the recovery of the first."""
+    rng = random.Random(seed)
+    first, second = rng.sample(range(num_nodes), 2)
+    step = rng.randint(1, STEPS - 1)
+    worker = rng.choice(("", "", ",worker"))
+    phase = rng.choice([phase for phase in PHASES if phase not in IN_RECOVERY])
+    injections = [f"node={first},step={step},phase={phase}{worker}"]
+    if rng.random() < 0.5:
+        phase = rng.choice(PHASES)
+        later = step if phase in IN_RECOVERY else rng.randint(step, STEPS)
+        injections.append(f"node={second},step={later},phase={phase}")
+    return tuple(injections)
+
+
+def run_once(seed: int, options: argparse.Namespace, reference: Path | None, directory: Path) -> Result:
+    """Run the job once, with the seed's failures when there is a reference to compare with."""
+    injections = choose_injections(seed, options.nodes) if reference else ()
+    script, arguments = (example_script(), VLM_ARGUMENTS) if options.vlm else (CHAIN, ("--steps", str(STEPS)))
+    line = [str(Path(sys.executable).with_name("resilient")), "run", "--plain", "--nodes", str(options.nodes)]
+    line += ["--run-dir", str(directory)]
+    line += [word for text in injections for word in ("--inject", text)]
+    directory.mkdir(parents=True)
+    began = time.monotonic()
+    with (directory / "output.log").open("wb") as log:
+        job = subprocess.Popen([*line, str(script), *arguments], stdout=log, stderr=log, start_new_session=True)
+        try:
+            job.wait(options.limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)  # the nodes die with their launcher
+            job.wait()
+    seconds = time.monotonic() - began
+    wrong = f"killed after {options.limit_s} s" if job.returncode == -signal.SIGKILL else ""
+    recoveries: tuple[float, ...] = ()
+    if not wrong:
+        recoveries, wrong = check(job.returncode, directory, reference)
+    return Result(
+        seed=seed, injections=injections, directory=directory, seconds=seconds, wrong=wrong, recoveries_ms=recoveries
+    )
+
+
+def check(exit_code: int, directory: Path, reference: Path | None) -> tuple[tuple[float, ...], str]:
+    """Return what the recoveries took in ms, and what is wrong with the run."""
+    try:
+        report = build_report(read_events(directory / "events.jsonl"))
+        compared = compare_runs(directory, reference or directory)
+    except (OSError, ResilientError) as error:
+        return (), f"exit code {exit_code}, {error}"
+    recoveries = report["recoveries"]
+    reasons = [
+        (exit_code != 0, f"exit code {exit_code}: {report['exit']['reason']}"),
+        (not compared["same_steps_and_samples"], "other steps or samples"),
+        (not compared["max_param_rel_diff"] <= TOLERANCE, f"parameters differ by {compared['max_param_rel_diff']}"),
+        (any(recovery["lost_steps"] > 1 for recovery in recoveries), "a failure cost more than a step"),
+        (any(recovery["restarted_workers"] for recovery in recoveries), "a surviving worker was restarted"),
+    ]
+    times = tuple(recovery["total_ms"] for recovery in recoveries)
+    return times, "; ".join(reason for holds, reason in reasons if holds)
+
+
+def table_of(results: list[Result]) -> Table:
+    """Return the summary."""
+    times = [recovery for result in results for recovery in result.recoveries_ms]
+    table = Table("runs", "hangs", "mismatches", "recoveries", "median ms", "slowest ms")
+    hangs = sum(result.wrong.startswith("killed") for result in results)
+    mismatches = sum(bool(result.wrong) for result in results) - hangs
+    row = [len(results), hangs, mismatches, len(times)]
+    row += [f"{statistics.median(times):.0f}", f"{max(times):.0f}"] if times else ["-", "-"]
+    table.add_row(*map(str, row))
+    return table
+
+
+def main() -> int:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=50, help="runs, each with its own failures")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run; the next has the next seed")
+    parser.add_argument("--nodes", type=int, default=6)
+    parser.add_argument("--vlm", action="store_true", help="train the example instead of the small chain")
+    parser.add_argument("--limit-s", type=float, default=60.0, help="time limit of a run")
+    parser.add_argument("--run-dir", type=Path, help="where the runs go; a new temporary folder by default")
+    options = parser.parse_args()
+    console = Console(highlight=False)
+    root = options.run_dir or Path(tempfile.mkdtemp(prefix="resilient-stress-"))
+    reference = run_once(-1, options, None, root / "reference")
+    if reference.wrong:
+        console.print(f"the failure-free run: {reference.wrong}; see {reference.directory}", markup=False)
+        return 1
+    results: list[Result] = []
+    for seed in range(options.seed, options.seed + options.repeats):
+        result = run_once(seed, options, reference.directory, root / f"seed-{seed}")
+        results.append(result)
+        times = ", ".join(f"{recovery:.0f} ms" for recovery in result.recoveries_ms)
+        failures = " and ".join(result.injections)
+        console.print(f"seed {seed}: {failures}: {result.wrong or times}", markup=False, soft_wrap=True)
+        if result.wrong:
+            console.print(f"  again: --repeats 1 --seed {seed}; see {result.directory}", markup=False, soft_wrap=True)
+    console.print(table_of(results))
+    return int(any(result.wrong for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

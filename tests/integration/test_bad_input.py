@@ -1,0 +1,154 @@
+"""What a person can get wrong ends the job soon, with a message that says what to do."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+from harness import CHAIN, command, run_job, started
+
+from resilient.events import read_events
+
+pytestmark = pytest.mark.timeout(60)
+
+JOBS = Path(__file__).parent / "jobs"
+
+
+def run_command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a ``resilient`` command that is to end by itself."""
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=50)
+
+
+def words(text: str) -> str:
+    """Return a text without its line breaks: the console wraps where it likes."""
+    return re.sub(r"\s+", " ", text)
+
+
+def write_script(folder: Path, text: str) -> Path:
+    script = folder / "job.py"
+    script.write_text(textwrap.dedent(text))
+    return script
+
+
+def check_failed(run, *parts: str) -> None:
+    """Check that the job failed with one message that holds all the parts."""
+    assert run.exit_code == 1
+    assert run.losses == {}
+    for part in parts:
+        assert part in run.reason
+
+
+def test_batch_that_cannot_be_cut_names_those_that_can(tmp_path):
+    run = run_job(tmp_path, "--batch", "30", "--microbatch", "4", nodes=4)
+    check_failed(run, "global_batch must be a multiple of microbatch 4", "got 30; use 28 or 32")
+
+
+def test_fewer_microbatches_than_pipelines(tmp_path):
+    run = run_job(tmp_path, "--batch", "4", "--microbatch", "4", nodes=4)
+    check_failed(run, "one microbatch for each of 2 pipelines", "got 4; use 8")
+
+
+def test_pipelines_longer_than_the_model(tmp_path):
+    run = run_job(tmp_path, "--layers", "3", "--min-pipeline-nodes", "4", nodes=8)
+    check_failed(run, "min_pipeline_nodes")
+
+
+def test_unknown_model_family(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        from transformers import T5Config
+        import resilient as rs
+        rs.MultimodalModule(encoders={}, language_model=T5Config(num_layers=1))
+        """,
+    )
+    run = run_job(tmp_path / "run", script=script, nodes=2)
+    check_failed(run, "t5", "llama")
+
+
+def test_sample_whose_features_and_placeholders_do_not_match_is_named(tmp_path):
+    arguments = ("--steps", "4", "--batch", "16", "--microbatch", "4")
+    with started(tmp_path, *arguments, nodes=4, script=JOBS / "mismatched.py") as job:
+        run = job.wait()
+    assert run.exit_code == 1
+    message = (
+        r"SampleError: sample \d+ of Mismatched: vision gives (\d+) features but input_ids holds (\d+) placeholder"
+    )
+    for text in (run.reason, job.output):
+        found = re.search(message, words(text))
+        assert found is not None, text
+        assert int(found[1]) == int(found[2]) - 1
+
+
+def test_script_that_raises_in_mid_training(tmp_path):
+    """Its message is shown, the traceback too; the other nodes end instead of waiting for it."""
+    with started(tmp_path, "--raise-in", 4, nodes=4) as job:
+        job.wait_for(lambda event: event["kind"] == "failed")
+        run = job.wait(timeout_s=20)
+    assert run.exit_code == 1
+    assert max(run.losses) == 3
+    assert re.search(r"RuntimeError: sample \d+ is not to be had", job.output)
+    assert "chain.py" in job.output
+    (failed,) = run.of_kind("failed")
+    assert "__getitem__" in failed["traceback"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import a_module_that_nobody_has", "ModuleNotFoundError: No module named 'a_module_that_nobody_has'"),
+        ("def train(:", "SyntaxError"),
+        ("raise SystemExit(7)", "exit code 7"),
+    ],
+)
+def test_script_that_does_not_get_as_far_as_to_train(text, message, tmp_path):
+    run = run_job(tmp_path / "run", script=write_script(tmp_path, text), nodes=2)
+    check_failed(run, message)
+
+
+def test_script_that_does_not_train_at_all(tmp_path):
+    run = run_job(tmp_path / "run", script=write_script(tmp_path, "print('hello')"), nodes=2)
+    assert (run.exit_code, run.losses) == (0, {})
+
+
+@pytest.mark.parametrize("text", ["node=x", "step=3", "node=1,phase=lunch", "node=1,when=now", ""])
+def test_injection_that_cannot_be_read(text, tmp_path):
+    done = run_command("run", "--run-dir", tmp_path / "run", "--inject", text, CHAIN)
+    assert done.returncode == 1
+    assert '--inject must look like "node=2,step=15,phase=backward[,worker]"' in words(done.stderr)
+    assert not (tmp_path / "run").exists()
+
+
+def test_port_in_use(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run_command("run", "--run-dir", tmp_path / "run", "--port", port, CHAIN)
+    assert done.returncode == 1
+    assert f"error: host and port must be an address to listen on, got 127.0.0.1:{port}" in words(done.stderr)
+
+
+def test_resume_from_a_folder_that_is_no_checkpoint(tmp_path):
+    (tmp_path / "step-00000004").mkdir()
+    done = run_command("run", "--run-dir", tmp_path / "run", "--resume", tmp_path / "step-00000004", CHAIN)
+    assert done.returncode == 1
+    assert "must be a finished checkpoint, got a folder without manifest.json" in words(done.stderr)
+
+
+def test_injection_of_a_node_that_is_not_there(tmp_path):
+    gate = tmp_path / "gate"
+    with started(tmp_path / "run", "--hold-in", 3, "--gate", gate, nodes=4) as job:
+        job.wait_for_step(2)
+        done = run_command("inject", "kill", "--node", 9, "--run", job.directory)
+        unknown = run_command("inject", "kill", "--node", 1, "--at-phase", "lunch", "--run", job.directory)
+        gate.touch()
+        run = job.wait()
+    assert done.returncode == 2
+    assert "node must be one of the live nodes [0, 1, 2, 3], got 9" in words(done.stderr)
+    assert unknown.returncode == 2
+    assert "phase must be one of forward," in words(unknown.stderr)
+    assert run.exit_code == 0
+    assert not [event for event in read_events(run.directory / "events.jsonl") if event["kind"] == "injected"]

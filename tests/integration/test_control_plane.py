@@ -1,0 +1,127 @@
+"""The processes around the training: launcher, agents, signals, silence."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+
+import psutil
+import pytest
+from harness import Run, check_recovered, check_survivors, command, run_job, started
+
+pytestmark = pytest.mark.timeout(90)
+
+NODES = 5
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Run:
+    """The failure-free run."""
+    run = run_job(tmp_path_factory.mktemp("reference"), nodes=NODES)
+    assert run.exit_code == 0, run.reason
+    return run
+
+
+def test_launcher_killed_leaves_nothing_behind(tmp_path):
+    with started(tmp_path / "run", "--hold-in", 3, "--gate", tmp_path / "never", nodes=4) as job:
+        job.wait_for_step(2)
+        job.processes.take_in_children(job.popen.pid)
+        job.popen.kill()
+        job.popen.wait()
+        assert job.processes.left() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["starting", "training"])
+def test_interrupted_job_ends_with_130_and_leaves_nothing_behind(moment, number, tmp_path):
+    with started(tmp_path / "run", "--hold-in", 3, "--gate", tmp_path / "never", nodes=4) as job:
+        if moment == "training":
+            job.wait_for_step(2)
+        else:
+            job.wait_for(lambda event: event["kind"] == "node_connected")
+        job.processes.take_in_children(job.popen.pid)
+        job.popen.send_signal(number)
+        run = job.wait(timeout_s=20)
+    assert run.exit_code == 130
+    assert run.reason.startswith("interrupted")
+    assert "Traceback" not in job.output
+
+
+def test_kill_ordered_through_the_command_line(reference, tmp_path):
+    gate = tmp_path / "gate"
+    with started(tmp_path / "run", "--hold-in", 4, "--gate", gate, nodes=NODES) as job:
+        job.wait_for_step(3)
+        order = command("inject", "kill", "--run", job.directory, "--node", 2, "--at-step", 6, "--at-phase", "backward")
+        subprocess.run(order, check=True, timeout=30)
+        gate.touch()
+        run = job.wait()
+    assert [(fired["node"], fired["step"], fired["phase"]) for fired in run.injections] == [(2, 6, "backward")]
+    check_recovered(run, reference)
+    assert "recovered from the loss of node 2" in job.output
+
+
+def test_kill_ordered_at_once_through_the_command_line(reference, tmp_path):
+    """The job stands in step 4; a worker dies, and its node comes back as a new one."""
+    gate = tmp_path / "gate"
+    with started(tmp_path / "run", "--hold-in", 4, "--gate", gate, nodes=NODES) as job:
+        job.wait_for_step(3)
+        order = command("inject", "kill", "--run", job.directory, "--node", 1, "--worker-only")
+        subprocess.run(order, check=True, timeout=30)
+        job.wait_for(lambda event: event["kind"] == "node_lost" and event["node"] == 1)
+        gate.touch()
+        run = job.wait()
+    check_recovered(run, reference)
+
+
+def stop_session(leader: int, number: int) -> None:
+    """Send a signal to all processes of a session, as if the machine stood still."""
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader:
+                process.send_signal(number)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+
+
+def test_silent_node_is_noticed_by_its_missing_heartbeat(reference, tmp_path):
+    """No connection breaks when a machine stands still; it comes back as a new node when it goes on."""
+    gate = tmp_path / "gate"
+    options = "--heartbeat-s 1"
+    with started(tmp_path / "run", "--hold-in", 8, "--gate", gate, nodes=NODES, options=options) as job:
+        agent = job.wait_for(lambda event: event["kind"] == "node_connected" and event["node"] == 2)["pid"]
+        job.wait_for_step(3)
+        stopped_at = time.time()
+        stop_session(agent, signal.SIGSTOP)
+        lost = job.wait_for(lambda event: event["kind"] == "node_lost")
+        assert (lost["node"], lost["cause"]) == (2, "heartbeat missed")
+        assert lost["time"] - stopped_at < 5
+        job.wait_for(lambda event: event["kind"] == "generation" and event["generation"] > 1)
+        stop_session(agent, signal.SIGCONT)
+        job.wait_for(lambda event: event["kind"] == "node_connected" and event["node"] == NODES)
+        job.wait_for(lambda event: event["kind"] == "generation" and NODES in event["nodes"] + event["standby"])
+        gate.touch()
+        run = job.wait()
+    check_recovered(run, reference)
+    connected = {event["node"]: event["pid"] for event in run.of_kind("node_connected")}
+    assert connected[NODES] == agent
+    workers = {event["node"]: event["pids"] for event in run.of_kind("node_ready")}
+    assert workers[NODES] != workers[2], "its old workers are fenced off"
+
+
+def test_node_that_says_nothing_at_all_is_not_waited_for(tmp_path):
+    """Somebody who connects and never introduces himself holds nobody up."""
+    gate = tmp_path / "gate"
+    with started(tmp_path / "run", "--hold-in", 3, "--gate", gate, nodes=4) as job:
+        job.wait_for_step(2)
+        address = json.loads((job.directory / "job.json").read_text())["address"]
+        host, _, port = address.partition(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"GET /agent HTTP/1.1\r\nHost: x\r\n")
+            gate.touch()
+            run = job.wait()
+    assert run.exit_code == 0
+    check_survivors(run)

@@ -1,0 +1,76 @@
+"""Pipelines of different depth, cut at different layers, train what one process trains."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from harness import CHAIN, DIGITS, TOLERANCE, Run, check_equal, check_recovered, run_alone, run_job
+
+from resilient.compare import compare_parameters
+
+pytestmark = pytest.mark.timeout(90)
+
+VLM = ("--steps", "4", "--batch", "24", "--microbatch", "4", "--precision", "fp64")
+
+
+def depths(run: Run) -> list[int]:
+    """Return the number of stages of the first generation's pipelines."""
+    return [len(pipeline["stages"]) for pipeline in run.generations[0]["pipelines"]]
+
+
+def check_equals_one_process(run: Run, alone, log: str) -> None:
+    """Check losses (as far as the log gives their digits) and final parameters against the process's."""
+    assert run.exit_code == 0, run.reason
+    logged = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\d+\.\d+)", log)}
+    assert run.losses.keys() == logged.keys()
+    assert all(abs(run.losses[step] - loss) <= 0.6e-4 for step, loss in logged.items())
+    _, relative = compare_parameters(run.directory, alone)
+    assert relative <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [(CHAIN, ()), (CHAIN, ("--optimizer", "sgd")), (DIGITS, VLM)],
+    ids=["chain", "chain-sgd", "multimodal"],
+)
+def test_two_unequal_pipelines_equal_one_process(script, arguments, tmp_path):
+    log = run_alone(tmp_path / "alone", *arguments, script=script)
+    run = run_job(tmp_path / "run", *arguments, script=script, nodes=5)
+    assert depths(run) == [3, 2]
+    cuts = [{stage["end_layer"] for stage in pipeline["stages"]} for pipeline in run.generations[0]["pipelines"]]
+    assert cuts[0] != cuts[1]
+    check_equals_one_process(run, tmp_path / "alone", log)
+
+
+def test_several_workers_per_node_equal_one_process_and_die_together(tmp_path):
+    arguments = ("--min-pipeline-nodes", "1")
+    log = run_alone(tmp_path / "alone", *arguments)
+    whole = run_job(tmp_path / "whole", *arguments, nodes=3, workers_per_node=2)
+    assert sorted(depths(whole)) == [2, 4] or sorted(depths(whole)) == [2, 2, 2]
+    check_equals_one_process(whole, tmp_path / "alone", log)
+    run = run_job(tmp_path / "run", *arguments, nodes=3, workers_per_node=2, inject=["node=1,step=5,phase=backward"])
+    check_recovered(run, whole)
+    assert all(not worker.startswith("1/") for worker in run.generations[-1]["pids"])
+
+
+def test_single_node_without_redundancy(tmp_path):
+    arguments = ("--max-failures", "0", "--min-pipeline-nodes", "1")
+    log = run_alone(tmp_path / "alone", *arguments)
+    run = run_job(tmp_path / "run", *arguments, nodes=1)
+    assert depths(run) == [1]
+    check_equals_one_process(run, tmp_path / "alone", log)
+
+
+def test_bfloat16_job_survives_a_kill(tmp_path):
+    """Matrix products in bfloat16: nothing is bitwise equal, but every loss stays near."""
+    arguments = ("--precision", "bf16")
+    reference = run_job(tmp_path / "reference", *arguments, nodes=5)
+    run = run_job(tmp_path / "run", *arguments, nodes=5, inject=["node=3,step=5,phase=reduce"])
+    check_recovered(run, reference, tolerance=0.05)
+
+
+def test_run_is_reproducible_to_the_last_bit(tmp_path):
+    """The same nodes, the same plan: the same sums in the same order."""
+    one, other = (run_job(tmp_path / name, "--precision", "fp32", nodes=4) for name in ("one", "other"))
+    check_equal(one, other, tolerance=0.0)

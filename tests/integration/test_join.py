@@ -1,0 +1,162 @@
+"""Nodes come and go while the job trains; planned changes cost no step."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+from harness import Run, check_equal, check_recovered, check_survivors, command, run_job, started
+
+pytestmark = pytest.mark.timeout(90)
+
+NODES = 4
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Run:
+    """The run in which nobody comes or goes."""
+    run = run_job(tmp_path_factory.mktemp("reference"), nodes=NODES)
+    assert run.exit_code == 0, run.reason
+    return run
+
+
+def check_joined(run: Run, node: int) -> None:
+    """Check that a node got a place, without any work lost."""
+    assert [(join["nodes"], join["lost_steps"]) for join in run.report["joins"]] == [([node], 0)]
+    assert node in run.generations[-1]["nodes"]
+    steps = [event["step"] for event in run.of_kind("step")]
+    assert steps == sorted(set(steps)), "no step may be done twice"
+
+
+def test_node_joins_at_a_step_boundary(reference, tmp_path):
+    """Step 6 waits until the joiner asks to be admitted, and is then trained by the old members."""
+    gate = tmp_path / "gate"
+
+    def act(launcher, event):
+        if event["kind"] == "step" and event["step"] == 2:
+            launcher.add_node()
+        elif event["kind"] == "boundary":
+            gate.touch()
+
+    run = run_job(tmp_path / "run", "--hold-in", "6", "--gate", str(gate), nodes=NODES, act=act)
+    check_equal(run, reference)
+    check_survivors(run)
+    check_joined(run, NODES)
+    (join,) = run.report["joins"]
+    assert (join["step"], run.report["recoveries"]) == (7, [])
+    assert join["bytes_copied"] > 0
+
+
+def test_node_joins_through_the_command_line(reference, tmp_path):
+    gate = tmp_path / "gate"
+    with started(tmp_path / "run", "--hold-in", 6, "--gate", gate, nodes=NODES) as job:
+        job.wait_for_step(5)
+        access = json.loads((job.directory / "job.json").read_text())
+        agent = subprocess.Popen(
+            command("agent", "--join", access["address"]),
+            env={**os.environ, "RESILIENT_TOKEN": access["token"]},
+            start_new_session=True,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            job.wait_for(lambda event: event["kind"] == "boundary")
+            job.processes.take_in_children(agent.pid)
+            gate.touch()
+            run = job.wait()
+            _, errors = agent.communicate(timeout=20)
+        finally:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+    assert agent.returncode == 0, errors
+    check_equal(run, reference)
+    check_survivors(run)
+    check_joined(run, NODES)
+
+
+def test_agent_without_the_token_is_turned_away(tmp_path):
+    gate = tmp_path / "gate"
+    with started(tmp_path / "run", "--hold-in", 3, "--gate", gate, nodes=NODES) as job:
+        job.wait_for_step(2)
+        address = json.loads((job.directory / "job.json").read_text())["address"]
+        done = subprocess.run(
+            command("agent", "--join", address, "--token", "guessed"), capture_output=True, text=True, timeout=30
+        )
+        gate.touch()
+        run = job.wait()
+    assert done.returncode == 1
+    assert "token must be the job's token; take it from the run folder's job.json" in done.stderr
+    assert run.exit_code == 0
+    assert run.report["joins"] == []
+
+
+@pytest.mark.parametrize("phase", ["forward", "commit", "regroup", "copy"])
+def test_node_dies_while_another_joins(phase, reference, tmp_path):
+    """The boundary of step 6 was asked for; a member dies in that step, or in the change it leads to."""
+    gate = tmp_path / "gate"
+    at = 6 if phase in ("forward", "commit") else 7
+
+    def act(launcher, event):
+        if event["kind"] == "step" and event["step"] == 2:
+            launcher.add_node()
+        elif event["kind"] == "boundary":
+            gate.touch()
+
+    run = run_job(
+        tmp_path / "run",
+        *("--hold-in", "6", "--gate", str(gate)),
+        nodes=NODES,
+        inject=[f"node=1,step={at},phase={phase}"],
+        act=act,
+    )
+    # A kill in the forward pass of step 6 comes before the step waits for the joiner.
+    assert [(fired["node"], fired["phase"], fired["step"]) for fired in run.injections] == [(1, phase, at)]
+    check_recovered(run, reference)
+    assert run.generations[-1]["nodes"] == [0, 2, 3, 4]
+
+
+def test_joiner_dies_while_it_joins(reference, tmp_path):
+    gate = tmp_path / "gate"
+
+    def act(launcher, event):
+        if event["kind"] == "step" and event["step"] == 2:
+            launcher.add_node()
+        elif event["kind"] == "boundary":
+            gate.touch()
+
+    run = run_job(
+        tmp_path / "run",
+        *("--hold-in", "6", "--gate", str(gate)),
+        nodes=NODES,
+        inject=[f"node={NODES},phase=copy"],
+        act=act,
+    )
+    assert [(fired["node"], fired["phase"]) for fired in run.injections] == [(NODES, "copy")]
+    check_recovered(run, reference)
+    assert run.generations[-1]["nodes"] == [0, 1, 2, 3]
+    assert sum(recovery["lost_steps"] for recovery in run.report["recoveries"]) == 0
+
+
+def test_agent_told_to_terminate_leaves_without_loss(reference, tmp_path):
+    """SIGTERM announces a departure, as a spot notice does."""
+    gate = tmp_path / "gate"
+    agents: dict[int, int] = {}
+
+    def act(launcher, event):
+        if event["kind"] == "node_connected":
+            agents[event["node"]] = event["pid"]
+        elif event["kind"] == "step" and event["step"] == 3:
+            os.kill(agents[2], signal.SIGTERM)
+        elif event["kind"] == "boundary":
+            gate.touch()
+
+    run = run_job(tmp_path / "run", "--hold-in", "6", "--gate", str(gate), nodes=NODES + 1, act=act)
+    check_equal(run, reference)
+    check_survivors(run)
+    assert run.of_kind("node_leaving")[0]["reason"] == "SIGTERM"
+    assert [(departure["nodes"], departure["lost_steps"]) for departure in run.report["departures"]] == [([2], 0)]
+    assert run.report["recoveries"] == []
+    assert 2 not in run.generations[-1]["nodes"]

@@ -1,0 +1,175 @@
+"""Nodes and workers die with SIGKILL at every instant a step has; the result is that of the failure-free run."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from harness import DIGITS, Run, check_recovered, check_survivors, run_job
+
+from resilient.compare import compare_runs
+from resilient.messages import PHASES, Injection
+
+pytestmark = pytest.mark.timeout(90)
+
+NODES = 6
+STEP = 5
+IN_STEP = ("forward", "backward", "reduce", "prepare", "commit")
+IN_RECOVERY = ("regroup", "copy")
+VLM = ("--steps", "6", "--batch", "24", "--microbatch", "4", "--precision", "fp64")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Run:
+    """The failure-free run."""
+    run = run_job(tmp_path_factory.mktemp("reference"), nodes=NODES)
+    assert run.exit_code == 0, run.reason
+    return run
+
+
+def check_fired(run: Run, *expected: tuple[int, str | None]) -> None:
+    """Check that exactly these nodes were killed, each in its phase of the step."""
+    assert [(fired["node"], fired["phase"], fired["step"]) for fired in run.injections] == [
+        (node, phase, STEP) for node, phase in expected
+    ]
+
+
+def test_phases_are_all_covered():
+    assert {*IN_STEP, *IN_RECOVERY} == set(PHASES)
+
+
+@pytest.mark.parametrize("phase", IN_STEP)
+def test_node_killed_in_a_step(phase, reference, tmp_path):
+    run = run_job(tmp_path, nodes=NODES, inject=[f"node=2,step={STEP},phase={phase}"])
+    check_fired(run, (2, phase))
+    check_recovered(run, reference)
+    (recovery,) = run.report["recoveries"]
+    assert recovery["nodes"] == [2]
+    if phase != "commit":  # without its gradients nobody can have passed the barrier
+        assert (recovery["lost_steps"], recovery["roll_forward"]) == (1, False)
+
+
+@pytest.mark.parametrize("phase", IN_RECOVERY)
+@pytest.mark.parametrize("second", [0, 5])
+def test_node_killed_in_a_recovery(second, phase, reference, tmp_path):
+    inject = [f"node=2,step={STEP},phase=backward", f"node={second},step={STEP},phase={phase}"]
+    run = run_job(tmp_path, nodes=NODES, inject=inject)
+    check_fired(run, (2, "backward"), (second, phase))
+    check_recovered(run, reference)
+    (recovery,) = run.report["recoveries"]
+    assert sorted(recovery["nodes"]) == sorted([2, second])
+    assert recovery["lost_steps"] == 1
+
+
+def test_node_killed_in_the_redone_step(reference, tmp_path):
+    """Once the survivors have installed the new generation, one of them dies before its first commit."""
+
+    def act(launcher, event):
+        if event["kind"] == "generation" and event["cause"] == "failure" and event["generation"] == 2:
+            launcher.inject(Injection(node=3, at_step=STEP, at_phase="prepare"))
+
+    run = run_job(tmp_path, nodes=NODES, inject=[f"node=2,step={STEP},phase=forward"], act=act)
+    check_fired(run, (2, "forward"), (3, "prepare"))
+    check_recovered(run, reference)
+    (recovery,) = run.report["recoveries"]
+    assert (recovery["nodes"], recovery["lost_steps"]) == ([2, 3], 1)
+
+
+@pytest.mark.parametrize("phase", ["backward", "copy"])
+def test_worker_killed_alone_comes_back_as_a_new_node(phase, reference, tmp_path):
+    """The machine is fine: its agent starts another worker and joins again, while one step waits for it."""
+    gate = tmp_path / "gate"
+    inject = [f"node=2,step={STEP},phase={phase},worker"]
+    if phase == "copy":
+        inject.append(f"node=4,step={STEP},phase=forward")
+
+    def act(launcher, event):
+        # It may be up in time for the recovery itself, or has to ask for a boundary.
+        if event["kind"] == "boundary" or (event["kind"] == "generation" and NODES in event["nodes"]):
+            gate.touch()
+
+    run = run_job(tmp_path / "run", "--hold-in", "8", "--gate", str(gate), nodes=NODES, inject=inject, act=act)
+    assert all(fired["worker_only"] for fired in run.injections if fired["node"] == 2)
+    check_recovered(run, reference)
+    assert "worker killed by signal 9" in run.report["recoveries"][0]["cause"]
+    assert NODES in run.generations[-1]["nodes"]
+    assert sum(join["lost_steps"] for join in run.report["joins"]) == 0
+    agents = {event["node"]: event["pid"] for event in run.of_kind("node_connected")}
+    assert agents[NODES] == agents[2]
+
+
+def test_two_nodes_killed_at_once(reference, tmp_path):
+    arguments = ("--max-failures", "2", "--min-pipeline-nodes", "1")
+    inject = [f"node={node},step={STEP},phase=backward" for node in (1, 4)]
+    run = run_job(tmp_path, *arguments, nodes=NODES, inject=inject)
+    assert {fired["node"] for fired in run.injections} <= {1, 4}
+    check_recovered(run, reference, num_failures=2)
+    assert sorted(node for recovery in run.report["recoveries"] for node in recovery["nodes"]) == [1, 4]
+
+
+@pytest.mark.parametrize("place", ["rank 0", "first stage", "last stage"])
+def test_node_killed_at_every_end_of_a_pipeline(place, reference, tmp_path):
+    pipelines = [pipeline["nodes"] for pipeline in reference.generations[0]["pipelines"]]
+    node = {"rank 0": pipelines[0][0], "first stage": pipelines[-1][0], "last stage": pipelines[-1][-1]}[place]
+    run = run_job(tmp_path, nodes=NODES, inject=[f"node={node},step={STEP},phase=reduce"])
+    check_fired(run, (node, "reduce"))
+    check_recovered(run, reference)
+
+
+@pytest.mark.parametrize("victim", ["the whole node", "the agent alone"])
+def test_node_killed_from_outside(victim, reference, tmp_path):
+    """Nobody in the job knows of this one beforehand."""
+    agents: dict[int, int] = {}
+
+    def act(launcher, event):
+        if event["kind"] == "node_connected":
+            agents[event["node"]] = event["pid"]
+        elif event["kind"] == "step" and event["step"] == STEP and event["generation"] == 1:
+            kill = os.killpg if victim == "the whole node" else os.kill
+            kill(agents[3], signal.SIGKILL)
+
+    run = run_job(tmp_path, "--hold-in", "12", "--gate", __file__, nodes=NODES, act=act)
+    check_recovered(run, reference)
+    assert run.report["recoveries"][0]["nodes"] == [3]
+
+
+def test_kills_one_after_another_until_the_smallest_job_is_left(reference, tmp_path):
+    inject = ["node=0,step=4,phase=commit", "node=5,step=7,phase=reduce"]
+    run = run_job(tmp_path, nodes=NODES, inject=inject)
+    check_recovered(run, reference, num_failures=2)
+    assert len(run.report["recoveries"]) == 2
+    assert len(run.generations[-1]["nodes"]) == 4
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "commit"])
+def test_node_of_a_multimodal_job_killed(phase, multimodal_reference, tmp_path):
+    """Tied embeddings, an encoder, samples of different lengths."""
+    run = run_job(tmp_path, *VLM, script=DIGITS, nodes=5, inject=[f"node=2,step=3,phase={phase}"])
+    check_recovered(run, multimodal_reference)
+
+
+@pytest.fixture(scope="module")
+def multimodal_reference(tmp_path_factory) -> Run:
+    """The failure-free run of the example."""
+    run = run_job(tmp_path_factory.mktemp("reference"), *VLM, script=DIGITS, nodes=5)
+    assert run.exit_code == 0, run.reason
+    return run
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_float32_run_is_no_further_off_than_batch_splits_are_from_each_other(optimizer, tmp_path):
+    arguments = ("--precision", "fp32", "--optimizer", optimizer)
+    splits = [run_job(tmp_path / f"{nodes}", *arguments, nodes=nodes) for nodes in (4, 5, 6)]
+    counts = {tuple(p["num_microbatches"] for p in run.generations[0]["pipelines"]) for run in splits}
+    assert len(counts) > 1, counts
+    natural = max(difference(one, other) for one in splits for other in splits)
+    run = run_job(tmp_path / "killed", *arguments, nodes=6, inject=[f"node=2,step={STEP},phase=backward"])
+    check_survivors(run)
+    assert 0 < difference(run, splits[-1]) <= natural < 1e-3
+
+
+def difference(run: Run, reference: Run) -> float:
+    """Return the largest relative difference of the parameters."""
+    assert run.exit_code == 0, run.reason
+    return compare_runs(run.directory, reference.directory)["max_param_rel_diff"]

@@ -1,0 +1,152 @@
+"""Fewer nodes than redundancy takes, states nobody holds: the job stops with what it has and says how to go on."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from harness import Run, check_equal, check_recovered, command, run_job
+
+from resilient.compare import compare_parameters
+from resilient.events import read_events, steps_of
+from resilient.manifest import read_manifest
+
+pytestmark = pytest.mark.timeout(90)
+
+NODES = 4
+STEP = 5
+UNPROTECTED = ("--max-failures", "0", "--min-pipeline-nodes", "2")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Run:
+    """The uninterrupted run."""
+    run = run_job(tmp_path_factory.mktemp("reference"), nodes=NODES)
+    assert run.exit_code == 0, run.reason
+    return run
+
+
+def resume_command(reason: str) -> list[str]:
+    """Return the command that the message gives."""
+    found = re.search(r"resume with: (resilient run .*)$", reason)
+    assert found is not None, reason
+    return shlex.split(found[1])
+
+
+def check_resumed(stopped: Run, words: list[str], reference: Run, folder: Path) -> None:
+    """Run exactly the command, in a folder of its own; the two parts together must be the uninterrupted run."""
+    folder.mkdir()
+    done = subprocess.run(command(*words[1:]), cwd=folder, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (resumed,) = (folder / "runs").iterdir()
+    _, relative = compare_parameters(resumed, reference.directory)
+    assert relative <= 1e-9
+    losses = {number: step["loss"] for number, step in steps_of(read_events(resumed / "events.jsonl")).items()}
+    assert {**stopped.losses, **losses} == pytest.approx(reference.losses, rel=1e-9)
+
+
+@pytest.mark.parametrize("phase", ["backward", "commit"])
+def test_too_few_nodes_save_and_resume(phase, reference, tmp_path):
+    run = run_job(tmp_path / "run", nodes=NODES, inject=[f"node=1,step={STEP},phase={phase}"])
+    assert run.exit_code == 3
+    step = STEP - 1 if phase == "backward" else STEP
+    checkpoint = run.directory / "checkpoints" / f"step-{step:08d}"
+    assert run.reason.startswith("3 nodes are live ([0, 2, 3]), 4 are needed; resume with: resilient run --nodes 4 ")
+    assert run.report["exit"]["checkpoint"] == str(checkpoint)
+    assert read_manifest(checkpoint).step == step
+    words = resume_command(run.reason)
+    assert words[words.index("--resume") + 1] == str(checkpoint)
+    check_resumed(run, words, reference, tmp_path / "resumed")
+
+
+def test_second_node_dies_while_the_last_checkpoint_is_agreed_on(reference, tmp_path):
+    """Two of four nodes, one of each pipeline: whatever the two left hold is enough, as redundancy is complete."""
+    pipelines = [pipeline["nodes"] for pipeline in reference.generations[0]["pipelines"]]
+    inject = [f"node={pipelines[0][0]},step={STEP},phase=backward", f"node={pipelines[1][1]},step={STEP},phase=reduce"]
+    run = run_job(tmp_path / "run", nodes=NODES, inject=inject)
+    assert run.exit_code == 3
+    check_resumed(run, resume_command(run.reason), reference, tmp_path / "resumed")
+
+
+def test_failed_node_below_the_minimum_before_any_step_starts_again(reference, tmp_path):
+    run = run_job(tmp_path / "run", nodes=NODES, inject=["node=1,step=1,phase=regroup"])
+    assert run.exit_code == 3
+    assert "3 nodes are live" in run.reason
+    assert "; start again with: resilient run --nodes 4 " in run.reason
+
+
+def test_job_with_too_few_nodes_from_the_start_says_how_many_it_needs(tmp_path):
+    run = run_job(tmp_path / "run", nodes=3)
+    assert run.exit_code == 3
+    assert run.reason.startswith(
+        "3 nodes are live ([0, 1, 2]), 4 are needed; start again with: resilient run --nodes 4"
+    )
+    assert run.losses == {}
+
+
+def test_job_resumes_from_a_periodic_checkpoint(reference, tmp_path):
+    first = run_job(tmp_path / "first", "--checkpoint-every", "4", nodes=NODES)
+    check_equal(first, reference)
+    assert [event["step"] for event in first.of_kind("checkpoint")] == [4, 8, 12]
+    second = run_job(
+        tmp_path / "second",
+        nodes=NODES + 1,
+        resume=str(first.directory / "checkpoints" / "step-00000004"),
+        inject=["node=1,step=7,phase=backward"],
+    )
+    assert second.exit_code == 0, second.reason
+    assert second.generations[0]["cause"] == "resume"
+    assert min(second.losses) == 5
+    _, relative = compare_parameters(second.directory, reference.directory)
+    assert relative <= 1e-9
+
+
+def test_failure_while_a_checkpoint_is_written_leaves_no_broken_one(reference, tmp_path):
+    """Node 2 dies as step 9 begins: others may still be writing step 8."""
+    run = run_job(tmp_path / "run", "--checkpoint-every", "2", nodes=NODES + 1, inject=["node=2,step=9"])
+    check_recovered(run, reference)
+    for event in run.of_kind("checkpoint"):
+        assert read_manifest(event["path"]).step == event["step"]
+
+
+def test_states_nobody_holds_come_from_the_last_checkpoint(reference, tmp_path):
+    """One pipeline on three nodes that need two: the states of a lost stage are nowhere else."""
+    arguments = (*UNPROTECTED, "--batch", "28", "--microbatch", "28", "--checkpoint-every", "3")
+    run = run_job(tmp_path / "run", *arguments, nodes=3, inject=["node=1,step=5,phase=backward"])
+    check_equal(run, reference)
+    (recovery,) = run.report["recoveries"]
+    assert (run.generations[-1]["version"], recovery["lost_steps"]) == (3, 2)
+    assert any("nobody holds" in event["text"] for event in run.of_kind("output"))
+
+
+def test_states_nobody_holds_and_no_checkpoint_end_the_job(tmp_path):
+    arguments = (*UNPROTECTED, "--batch", "28", "--microbatch", "28")
+    run = run_job(tmp_path / "run", *arguments, nodes=3, inject=["node=1,step=5,phase=backward"])
+    assert run.exit_code == 4
+    assert re.search(r"no live node holds layer\.\d.* and there is no checkpoint; start the job again", run.reason)
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path):
+    small = run_job(tmp_path / "small", "--layers", "6", "--steps", "2", nodes=NODES)
+    checkpoint = small.directory / "checkpoints" / "step-00000002"
+    run = run_job(tmp_path / "run", nodes=NODES, resume=str(checkpoint))
+    assert run.exit_code == 1
+    assert "the checkpoint must hold every state of the model" in run.reason
+    assert "resume with the script that wrote it" in run.reason
+
+
+def test_damaged_checkpoint_is_refused(tmp_path):
+    first = run_job(tmp_path / "first", "--steps", "2", nodes=NODES)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(first.directory / "checkpoints" / "step-00000002", damaged)
+    victim = damaged / "layer.3.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[-5] ^= 0x10
+    victim.write_bytes(data)
+    run = run_job(tmp_path / "run", nodes=NODES, resume=str(damaged))
+    assert run.exit_code == 1
+    assert "layer.3.safetensors is damaged (its checksum differs); use an older checkpoint" in run.reason
