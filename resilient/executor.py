@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from resilient.comm import Pending
+from resilient.comm import Communicator, Pending
 from resilient.faults import Faults
 from resilient.models.layer import Batch, Carry
 from resilient.stage import Stage
@@ -46,6 +46,7 @@ class Executor:
         actions: The stage's actions, in order.
         stage: Computes.
         sync: Sums gradients.
+        comm: The generation's groups.
         upstream: The border to the stage before; unused on the first.
         downstream: The border to the stage after; unused on the last.
         faults: Told of every phase.
@@ -57,6 +58,7 @@ class Executor:
         actions: Sequence[Action],
         stage: Stage,
         sync: GradientSync,
+        comm: Communicator,
         upstream: Upstream,
         downstream: Downstream,
         faults: Faults,
@@ -64,6 +66,7 @@ class Executor:
         self._actions = tuple(actions)
         self._stage = stage
         self._sync = sync
+        self._comm = comm
         self._upstream = upstream
         self._downstream = downstream
         self._faults = faults
@@ -99,6 +102,7 @@ class Executor:
         self._stage.begin()
         self._sync.begin()
         for action in self._actions:
+            self._comm.check()  # a step that is given up is not worth another microbatch
             self._run[action.op](action)
         _wait(self._gradient_sends)
         return self._loss

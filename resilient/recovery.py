@@ -179,6 +179,7 @@ class Installer:
             actions=self._actions(message.plan, slot),
             stage=stage,
             sync=sync,
+            comm=comm,
             upstream=Upstream(comm, slot.rank - 1, job.device),
             downstream=Downstream(comm, slot.rank + 1),
             faults=self._faults,

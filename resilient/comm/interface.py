@@ -40,6 +40,10 @@ class Communicator(Protocol):
         """Sum in place over ``group``; its members call this in the same order."""
         ...
 
+    def check(self) -> None:
+        """Raise ``CommunicationError`` if the generation was aborted: computing on would be for nothing."""
+        ...
+
     def abort(self) -> None:
         """Make all operations, running and future, fail on this rank and, through broken connections, at its peers."""
         ...
@@ -71,6 +75,9 @@ class SoloCommunicator:
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
         return DONE
+
+    def check(self) -> None:
+        return None
 
     def abort(self) -> None:
         return None

@@ -106,6 +106,9 @@ class NcclCommunicator:
             return self._gloo.all_reduce(tensor, group)
         return self._issue(lambda: self._groups[group].allreduce([tensor]))
 
+    def check(self) -> None:
+        self._gloo.check()
+
     def abort(self) -> None:
         self._gloo.abort()
         for group in (self._up, self._down, *self._groups.values()):

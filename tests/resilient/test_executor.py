@@ -12,8 +12,9 @@ from small import CPU, TiedModel, Tokens, make_job, make_plan
 from torch import Tensor
 
 from resilient import checkpoint
-from resilient.comm import DONE, Pending
+from resilient.comm import DONE, Pending, SoloCommunicator
 from resilient.commit import Ledger
+from resilient.errors import CommunicationError
 from resilient.executor import Executor, StepWork
 from resilient.faults import Faults
 from resilient.feed import Feed
@@ -167,7 +168,8 @@ def test_what_is_executed_is_the_schedule(stage: int, tmp_path: Path) -> None:
         actions=schedule.stages[stage],
         stage=recorder,  # pyright: ignore[reportArgumentType]
         sync=recorder,  # pyright: ignore[reportArgumentType]
-        upstream=upstream,  # pyright: ignore[reportArgumentType]
+        comm=SoloCommunicator(),
+        upstream,  # pyright: ignore[reportArgumentType]
         downstream=Border(recorder, "SEND_F", "RECV_B"),  # pyright: ignore[reportArgumentType]
         faults=faults,
     )
@@ -179,3 +181,32 @@ def test_what_is_executed_is_the_schedule(stage: int, tmp_path: Path) -> None:
     assert upstream.posted == ([] if stage == 0 else [1, 2, 3]), "the next receipt is posted ahead of its time"
     assert loss.item() == (4.0 if stage == 2 else 0.0)
     assert [injection.at_phase for injection in killed] == ["forward", "backward", "reduce"]
+
+
+class AbortedAfter(SoloCommunicator):
+    """A generation that ends after so many checks."""
+
+    def __init__(self, num_checks: int) -> None:
+        self.num_checks = num_checks
+
+    def check(self) -> None:
+        self.num_checks -= 1
+        if self.num_checks < 0:
+            raise CommunicationError("generation 1 was aborted")
+
+
+def test_step_of_an_aborted_generation_stops_before_the_next_action(tmp_path: Path) -> None:
+    (actions,) = one_f_one_b(1, 4, [[0]]).stages
+    recorder = Recorder(0, is_last=True)
+    executor = Executor(
+        actions=actions,
+        stage=recorder,  # pyright: ignore[reportArgumentType]
+        sync=recorder,  # pyright: ignore[reportArgumentType]
+        comm=AbortedAfter(3),
+        upstream=Border(recorder, "SEND_B", "RECV_F"),  # pyright: ignore[reportArgumentType]
+        downstream=Border(recorder, "SEND_F", "RECV_B"),  # pyright: ignore[reportArgumentType]
+        faults=Faults(str(tmp_path)),
+    )
+    with pytest.raises(CommunicationError):
+        executor.run(StepWork(step=1, num_targets=4, first_position=0, batch=lambda _: {"x": torch.zeros(1)}))
+    assert recorder.events == ["0F0", "0B0", "0F1"]
