@@ -169,7 +169,7 @@ def test_what_is_executed_is_the_schedule(stage: int, tmp_path: Path) -> None:
         stage=recorder,  # pyright: ignore[reportArgumentType]
         sync=recorder,  # pyright: ignore[reportArgumentType]
         comm=SoloCommunicator(),
-        upstream,  # pyright: ignore[reportArgumentType]
+        upstream=upstream,  # pyright: ignore[reportArgumentType]
         downstream=Border(recorder, "SEND_F", "RECV_B"),  # pyright: ignore[reportArgumentType]
         faults=faults,
     )
