@@ -179,6 +179,8 @@ class NodeAgent:
                 await self._obey(decode_to_agent(message.data))
         except msgspec.DecodeError as error:
             logger.warning("node %s: the coordinator sent nonsense: %s", self._node, error)
+        except (aiohttp.ClientError, ConnectionError) as error:  # answering a ping can find the connection broken
+            logger.info("node %s: the connection broke: %s", self._node, error)
         finally:
             for task in tasks:
                 task.cancel()
