@@ -119,7 +119,7 @@ def test_states_nobody_holds_come_from_the_last_checkpoint(reference, tmp_path):
     run = run_job(tmp_path / "run", *arguments, nodes=3, inject=["node=1,step=5,phase=backward"])
     check_equal(run, reference)
     (recovery,) = run.report["recoveries"]
-    assert (run.generations[-1]["version"], recovery["lost_steps"]) == (3, 2)
+    assert (run.generations[-1]["version"], recovery["roll_forward"]) == (3, False)
     assert any("nobody holds" in event["text"] for event in run.of_kind("output"))
 
 
