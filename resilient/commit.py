@@ -8,8 +8,6 @@ otherwise all drop the gradients. Source: three-phase commit, with the barrier a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -81,15 +79,15 @@ class Ledger:
         self._torch_optimizer = self._optimizer.build(self.current.values(), self.version)
 
     def prepare(
-        self, comm: Communicator, loss: Tensor, num_targets: int, counted: Mapping[str, bool], pause: bool
+        self, comm: Communicator, loss: Tensor, squares: Tensor, num_targets: int, pause: bool
     ) -> tuple[Outcome, bool]:
         """Pass the barrier of step ``version + 1``.
 
         Args:
             comm: The generation's groups.
             loss: Summed loss of this worker's microbatches.
+            squares: Squared gradients of the states this worker counts, summed.
             num_targets: Targets of the global batch.
-            counted: Per current state, whether this rank is the one that counts it in the gradient's norm.
             pause: Ask all workers to stop at the boundary after this step.
 
         Returns:
@@ -99,7 +97,6 @@ class Ledger:
             CommunicationError: The barrier was not passed here; another rank may have.
         """
         self.complete = True
-        squares = sum(_square(state.grad) for name, state in self.current.items() if counted[name])
         shared = torch.tensor([float(loss), float(squares), float(pause)], dtype=torch.float64)
         comm.all_reduce(shared, tuple(range(comm.size))).wait()
         total_loss, total_squares, pauses = shared.tolist()
@@ -120,7 +117,3 @@ class Ledger:
         self.complete = False
         self.passed = outcome
         self.retained.clear()
-
-
-def _square(grad: Tensor) -> float:
-    return float(torch.linalg.vector_norm(grad, dtype=torch.float64 if grad.dtype == torch.float64 else None)) ** 2

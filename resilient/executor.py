@@ -96,6 +96,8 @@ class Executor:
         self._sent: dict[int, Carry] = {}
         self._gradients_in: dict[int, dict[str, Tensor]] = {}
         self._gradients_out: dict[int, dict[str, Tensor]] = {}
+        # Nobody waits for a send: what is kept here stays untouched until the receiver has shown that it has it, by
+        # the gradient it returns or by passing the prepare barrier of this step.
         self._carry_sends: dict[int, list[Pending]] = {}
         self._gradient_sends: list[Pending] = []
         self._loss = torch.zeros((), dtype=torch.float64)
@@ -104,7 +106,6 @@ class Executor:
         for action in self._actions:
             self._comm.check()  # a step that is given up is not worth another microbatch
             self._run[action.op](action)
-        _wait(self._gradient_sends)
         return self._loss
 
     def _forward(self, action: Action) -> None:
@@ -143,13 +144,12 @@ class Executor:
             self._upstream.post(following, signature(self._batch(following)))
 
     def _send_b(self, action: Action) -> None:
-        # The stage before got ready for them when it sent the carry: waiting for the last ones frees memory, not time.
-        _wait(self._gradient_sends)
-        self._gradient_sends = self._upstream.send(self._gradients_out.pop(action.index), action.index)
+        self._gradient_sends += self._upstream.send(self._gradients_out.pop(action.index), action.index)
 
     def _recv_b(self, action: Action) -> None:
-        self._gradients_in[action.index] = self._downstream.receive(action.index)
-        _wait(self._carry_sends.pop(action.index))  # the stage after has used the carry
+        gradients = self._gradients_in[action.index] = self._downstream.receive(action.index)
+        if gradients:
+            del self._carry_sends[action.index]
 
     def _reduce(self, action: Action) -> None:
         self._faults.reach("reduce", self._work.step)
@@ -159,8 +159,3 @@ class Executor:
         if microbatch not in self._batches:
             self._batches[microbatch] = self._work.batch(self._work.first_position + microbatch)
         return self._batches[microbatch]
-
-
-def _wait(sends: Sequence[Pending]) -> None:
-    for work in sends:
-        work.wait()

@@ -42,16 +42,11 @@ class Session:
     comm: Communicator
     executor: Executor
     sync: GradientSync
-    holders: dict[str, tuple[int, ...]]
 
     def work(self, step: int, num_targets: int, batch: Callable[[int], Batch]) -> StepWork:
         """Return what the step is for this worker's pipeline; ``batch`` loads a microbatch by position."""
         positions = self.plan.microbatches(self.slot.pipeline_index)
         return StepWork(step=step, num_targets=num_targets, first_position=positions.start, batch=batch)
-
-    def counted(self, state: str) -> bool:
-        """Tell whether this rank counts the state in sums over the whole model."""
-        return self.holders[state][0] == self.slot.rank
 
 
 class Installer:
@@ -191,7 +186,6 @@ class Installer:
             comm=comm,
             executor=executor,
             sync=sync,
-            holders=holders,
         )
 
     def _actions(self, plan: Plan, slot: Slot) -> tuple[Action, ...]:

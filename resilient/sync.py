@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -24,12 +25,17 @@ class GradientSync:
         comm: The generation's groups.
         states: State index -> state, for the states this worker trains (each has trainable parameters).
         groups: State index -> the ranks that hold it; a state with one holder needs no sum.
+
+    Attributes:
+        squares: Sum of the squared gradients of the states waited for in this step that this rank counts: it is the
+            first of their holders, so that the sum over all ranks counts each state once.
     """
 
     def __init__(self, comm: Communicator, states: Mapping[int, LayerState], groups: Mapping[int, Group]) -> None:
         self._comm = comm
         self._states = states
         self._groups = groups
+        self.squares = torch.zeros((), dtype=torch.float64)
         self._order = [index for index in sorted(states, reverse=True) if len(groups[index]) > 1]
         self._missing: dict[int, int] = {}
         self._num_started = 0
@@ -50,6 +56,7 @@ class GradientSync:
         """Zero the gradients for a new step."""
         for state in self._states.values():
             state.grad.zero_()
+        self.squares = torch.zeros((), dtype=torch.float64)
         self._armed = False
         self._num_started = 0
         self._pending.clear()
@@ -69,6 +76,8 @@ class GradientSync:
         pending = self._pending.pop(index, None)
         if pending is not None:
             pending.wait()
+        if self._groups[index][0] == self._comm.rank:
+            self.squares = self.squares + torch.linalg.vector_norm(self._states[index].grad).double() ** 2
 
     def close(self) -> None:
         """Stop watching the parameters."""

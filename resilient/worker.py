@@ -173,8 +173,8 @@ class Worker:
         outcome, paused = ledger.prepare(
             session.comm,
             loss,
+            session.sync.squares,
             num_targets,
-            {name: session.counted(name) for name in ledger.current},
             self._fence.pause_wanted(session.generation),
         )
         self._faults.reach("commit", step)

@@ -99,8 +99,9 @@ def one_step(
     )  # fmt: skip
     assert installed.bytes_copied == 0
     work = session.work(STEP, feed.num_targets(STEP), lambda position: feed.batch(STEP, position))
-    session.executor.run(work)
-    loss = session.executor.run(work)
+    for _ in range(2):
+        loss = session.executor.run(work)
+        session.comm.all_reduce(torch.zeros(1), tuple(range(session.comm.size))).wait()  # the barrier of every step
     session.sync.close()
     return loss.item(), ledger.current
 

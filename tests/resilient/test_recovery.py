@@ -54,8 +54,7 @@ class Member:
         step = self.ledger.version + 1
         num_targets = self.feed.num_targets(step)
         loss = session.executor.run(session.work(step, num_targets, lambda position: self.feed.batch(step, position)))
-        counted = {name: session.counted(name) for name in self.ledger.current}
-        return self.ledger.prepare(session.comm, loss, num_targets, counted, pause=False)
+        return self.ledger.prepare(session.comm, loss, session.sync.squares, num_targets, pause=False)
 
     def leave(self, session: Session) -> None:
         comm = self.fence.release()
@@ -151,7 +150,7 @@ def test_first_generation_starts_from_the_seed(tmp_path: Path) -> None:
     for name, state in member.ledger.current.items():
         for entry in state.layout.entries:
             assert torch.equal(state.parameters[entry.name], whole.layer(name).get_parameter(entry.name))
-    assert all(session.counted(name) for name in member.ledger.current)
+    assert session.slot.rank == 0
 
 
 def test_generation_that_is_over_is_not_entered_and_states_stay(tmp_path: Path) -> None:

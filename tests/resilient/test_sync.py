@@ -133,3 +133,17 @@ def test_closed_sync_starts_nothing() -> None:
     setup.sync.close()
     setup.backward(0)
     assert not any(event.startswith("sum") for event in setup.events)
+
+
+def test_squares_count_each_state_on_the_first_of_its_holders() -> None:
+    setup = Setup(TiedModel(), {"head": (1, 2)})
+    setup.sync.begin()
+    for state in setup.states.values():
+        state.grad.fill_(2.0)
+    for index in range(len(setup.states)):
+        if setup.states[list(setup.states)[index]].layout.num_trainable:
+            setup.sync.wait(index)
+    counted = [state for name, state in setup.states.items() if name != "head"]
+    assert setup.sync.squares.item() == 16.0 * sum(state.grad.numel() for state in counted), "after the sum"
+    setup.sync.begin()
+    assert setup.sync.squares.item() == 0.0
