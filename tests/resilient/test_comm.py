@@ -146,6 +146,7 @@ def aborter(rank: int, parent: Connection) -> None:
     far, _ = listener.accept()
     pending = comm.recv(torch.empty(1), 1 - rank, 1)
     parent.send("waiting")
+    parent.recv()
     if rank == 1:
         threading.Thread(target=comm.abort).start()
     failures = [_failure(pending.wait)]
@@ -180,6 +181,8 @@ def test_abort_ends_running_and_future_operations_and_spares_other_connections()
         for connection in connections:
             connection.send(addresses[0])
         assert [connection.recv() for connection in connections] == ["waiting"] * 2
+        for connection in connections:
+            connection.send("go")
         for rank, connection in enumerate(connections):
             failures, received = connection.recv()
             assert re.match(r"generation 1(, rank \d:| was aborted)", failures[0]), (rank, failures)
