@@ -374,6 +374,10 @@ class Membership(Changes):
             num_layers=len(job.profile.layers),
             layers=[layer.name for layer in job.profile.layers],
         )
+        if self._version > job.num_steps:
+            reason = f"num_steps must be at least the {self._version} steps of the checkpoint, got {job.num_steps}"
+            self._stop(EXIT_FAILED, f"{reason}; train for more steps", None)
+            return False
         lacking = uncovered(job.profile, settings.resume[1].states) if settings.resume else ()
         if settings.resume and lacking:
             reason = f"the checkpoint must hold every state of the model, {settings.resume[0]} lacks {lacking[0]!r}"

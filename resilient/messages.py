@@ -20,10 +20,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a script's ``Trainer`` asks for; equal on all workers of a job (``digest`` covers all of it).
-
-    ``plan_digest`` in checkpoints guards against resuming with another model.
-    """
+    """What a script's ``Trainer`` asks for; ``digest`` must be equal on all workers of a job."""
 
     profile: ModelProfile
     global_batch: int

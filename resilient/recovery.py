@@ -110,7 +110,8 @@ class Installer:
 
     def _connect(self, message: Generation, holders: dict[str, tuple[int, ...]]) -> Communicator:
         assert message.rank is not None
-        groups: list[Group] = [ranks for ranks in dict.fromkeys(holders.values()) if len(ranks) > 1]
+        summed = [ranks for name, ranks in holders.items() if self._layouts[name].num_trainable]
+        groups: list[Group] = [ranks for ranks in dict.fromkeys(summed) if len(ranks) > 1]
         comm = connect(
             generation=message.generation,
             rank=message.rank,

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from resilient import checkpoint, manifest
-from resilient.comm import StoreHost
+from resilient.comm import Communicator, StoreHost
 from resilient.commit import Ledger
 from resilient.errors import CommunicationError
 from resilient.faults import Faults
@@ -90,6 +90,7 @@ class Worker:
             host=host,
         )
         self._session: Session | None = None
+        self._left: Communicator | None = None
         self._failure: Exception | None = None
         self.is_main = False
 
@@ -112,7 +113,7 @@ class Worker:
                     raise self._failure
                 return
             if isinstance(message, Regroup):
-                self._leave()
+                self._leave(broken=not message.at_boundary)
                 self._client.send(Report(generation=message.generation, progress=self._ledger.progress()))
             elif isinstance(message, Save):
                 self._save_and_stop(message)
@@ -122,11 +123,12 @@ class Worker:
     def _enter(self, message: Generation) -> None:
         self._leave()
         self.is_main = message.rank == 0
-        if message.rank is None:
-            self._ledger.forget()
+        if message.rank is None:  # stand by; a failure before the others' next commit may need the states held here
+            self._ledger.begin_install(message.version, message.roll_forward)
             return
         try:
             self._session, installed = self._installer.install(message)
+            self._close_left()
             self._client.send(installed)
             self._train(self._session)
         except CommunicationError as error:
@@ -142,12 +144,20 @@ class Worker:
         """End the communication of the generation, if any is running."""
         comm = self._fence.release()
         if comm is not None:
+            self._close_left()
+            self._left = comm
             if broken:
                 comm.abort()
-            comm.close()
+                self._close_left()
         if self._session is not None:
             self._session.sync.close()
             self._session = None
+
+    def _close_left(self) -> None:
+        """Close the groups left in good order, once all have met again: a peer may have been in their last barrier."""
+        if self._left is not None:
+            self._left.close()
+            self._left = None
 
     def _train(self, session: Session) -> None:
         while self._ledger.version < self._job.num_steps:

@@ -117,10 +117,10 @@ class GlooCommunicator:
         self._aborted = threading.Event()
         self._waiter = _Waiter()
         with _creating_device:  # the connect thread of a generation that is over may be here too
-            listeners = _listening_ports()
+            listeners = _listeners()
             self._device = ProcessGroupGloo.create_device(hostname=host)
-            (self._port,) = _listening_ports() - listeners
-        store.set(f"rank/{rank}", f"{self._port} {gpu}")
+            (self._address,) = _listeners() - listeners
+        store.set(f"rank/{rank}", f"{self._address} {gpu}")
         self._world = tuple(range(size))
         self._groups = {
             group: self._build(PrefixStore("-".join(map(str, group)), store), group, timeout_s)
@@ -128,7 +128,7 @@ class GlooCommunicator:
             if rank in group
         }
         known = [store.get(f"rank/{peer}").decode().partition(" ") for peer in range(size)]
-        self._peer_ports = {int(port) for peer, (port, _, _) in enumerate(known) if peer != rank}
+        self._peers = {address for peer, (address, _, _) in enumerate(known) if peer != rank}
         gpus = {name for _, _, name in known}
         self.own_gpus = "" not in gpus and len(gpus) == size
 
@@ -200,7 +200,7 @@ class GlooCommunicator:
 
     def abort(self) -> None:
         self._aborted.set()
-        _shut_down_connections(self._port, self._peer_ports)
+        _shut_down_connections(self._address, self._peers)
         self._waiter.give_up()
 
     def close(self) -> None:
@@ -225,26 +225,32 @@ def _sockets() -> list[socket.socket]:
     return found
 
 
-def _listening_ports() -> set[int]:
-    ports: set[int] = set()
+def _listeners() -> set[str]:
+    """Return the addresses this process listens on, as ``ip:port``."""
+    found: set[str] = set()
     for sock in _sockets():
         with sock:
-            inet = sock.family in (socket.AF_INET, socket.AF_INET6)
-            if inet and sock.type == socket.SOCK_STREAM and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                ports.add(sock.getsockname()[1])
-    return ports
+            if _is_tcp(sock) and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.add(_text(sock.getsockname()))
+    return found
 
 
-def _shut_down_connections(own_port: int, peer_ports: set[int]) -> None:
-    """Shut down connections accepted on ``own_port`` or made to ``peer_ports``; never a listener: that kills gloo."""
+def _shut_down_connections(own: str, peers: set[str]) -> None:
+    """Shut down connections accepted on ``own`` or made to ``peers``; never a listener: that kills gloo."""
     for sock in _sockets():
         with sock:
             try:
-                if sock.family not in (socket.AF_INET, socket.AF_INET6):
+                if not _is_tcp(sock) or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     continue
-                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    continue
-                if sock.getsockname()[1] == own_port or sock.getpeername()[1] in peer_ports:
+                if _text(sock.getsockname()) == own or _text(sock.getpeername()) in peers:
                     sock.shutdown(socket.SHUT_RDWR)
             except OSError:
                 continue  # not connected (any more)
+
+
+def _is_tcp(sock: socket.socket) -> bool:
+    return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+
+
+def _text(address: tuple[Any, ...]) -> str:
+    return f"{address[0]}:{address[1]}"

@@ -119,9 +119,13 @@ def _from_module(module: nn.Module, name: str) -> tuple[Factory, Callable[[nn.Mo
                 f"pass a function that builds it, e.g. lambda: {type(module).__name__}(...)"
             )
     skeleton = copy.deepcopy(module).to("meta")
+    constants = {name: buffer.detach().cpu().clone() for name, buffer in module.named_buffers()}
 
     def structure() -> nn.Module:
-        return copy.deepcopy(skeleton).to_empty(device=torch.get_default_device())
+        built = copy.deepcopy(skeleton).to_empty(device=torch.get_default_device())
+        for name, value in constants.items():
+            built.get_buffer(name).copy_(value)
+        return built
 
     def initialize(built: nn.Module) -> None:
         for part in built.modules():

@@ -40,8 +40,8 @@ class LayerSpec:
         name: Stable name, unique in the model (``vision.block.3``).
         unit: The part of the model the layer belongs to (``vision``, ``llm``).
         build: Make the layer's structure; called under ``torch.device("meta")`` to size it and on the real device
-            to run it. Its values mean nothing until ``initialize``.
-        initialize: Fill parameters and buffers, on CPU in float32, from torch's global generator (seeded from
+            to run it. Parameters mean nothing until ``initialize``; buffers are constants that ``build`` sets.
+        initialize: Fill the parameters, on CPU in float32, from torch's global generator (seeded from
             (seed, name) before the call) or from a checkpoint on disk.
         tied: Parameter name in this layer -> (owner layer, parameter name there). The owner holds the state.
         flops_per_sample: Relative cost for planning: matrix parameters x tokens they are applied to.

@@ -100,6 +100,17 @@ def test_resumed_job_begins_at_the_checkpoint() -> None:
     assert job.last("generation")["version"] == 7
 
 
+def test_checkpoint_beyond_the_last_step_is_refused() -> None:
+    manifest = Manifest(step=12, digest="job", states={name: SavedState(file="", fingerprint="") for name in STATES})
+    job = Job(num_nodes=4, resume=("/runs/y/checkpoints/step-00000012", manifest))
+    job.start()
+    assert job.stop is not None
+    assert job.stop.exit_code == 1
+    assert job.stop.reason == (
+        "num_steps must be at least the 12 steps of the checkpoint, got 10; train for more steps"
+    )
+
+
 def test_checkpoint_of_another_model_is_refused() -> None:
     states = {name: SavedState(file=name, fingerprint="f") for name in STATES[:-1]}
     job = Job(num_nodes=4, resume=("/ckpt", Manifest(step=7, digest="job", states=states)))

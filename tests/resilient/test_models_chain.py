@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from resilient.errors import SampleError
 from resilient.models.chain import Chain
 from resilient.models.layer import Batch, assemble, initialize_layer
+from resilient.state import LayerState, Layout, bind
 
 FACTORIES = (lambda: nn.Linear(4, 8), nn.ReLU, lambda: nn.Linear(8, 2))
 
@@ -109,3 +110,15 @@ def test_sample_without_input_is_named() -> None:
     message = "sample 3 of Rows: a chain reads 'input', but the sample holds ['x']; rename its entry"
     with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
         Chain(FACTORIES, squared).check({"x": 1}, "sample 3 of Rows")
+
+
+def test_buffers_of_a_module_keep_their_values_when_the_layer_is_bound() -> None:
+    class Shifted(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.register_buffer("shift", torch.full((2,), 5.0))
+
+    (spec,) = Chain([Shifted()], lambda output, batch: output.sum()).layers
+    state = LayerState(spec, Layout.of(spec), (), torch.float64, torch.device("cpu"))
+    module = bind(spec, {spec.name: state}, torch.device("cpu"))
+    assert module.get_buffer("module.shift").tolist() == [5.0, 5.0]
