@@ -28,6 +28,11 @@ class Changes(Endings):
         """End the job because its own code failed, after saving what it has done so far."""
         if self._failed:
             return  # others fail of the same, or end because they were told to
+        member = self.members.get(node)
+        if self.plan is not None and member is not None and not member.admitted:
+            self._record("node_lost", node=node, cause=f"cannot join: {error}")
+            self._dismiss(member, f"cannot join: {error}", exit_code=EXIT_FAILED)
+            return
         self._record("failed", node=node, error=error, traceback=traceback)
         self._failed = f"node {node}: {error}"
         if self.phase in (Phase.INSTALLING, Phase.RUNNING, Phase.AGREEING) and self._placed():

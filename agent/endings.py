@@ -42,9 +42,9 @@ class Endings(State):
 
     def _complete_checkpoint(self, step: int, parts: Parts) -> None:
         assert self.job is not None
-        if any(checkpoint.step == step for checkpoint in self._checkpoints):
-            return
         path = str(folder(self.settings.run_directory, step))
+        if any(checkpoint.path == path for checkpoint in self._checkpoints):
+            return
         manifest = Manifest(step=step, digest=self.job.digest, states=parts.states(step))
         self._checkpoints.append(Checkpoint(step=step, path=path))
         self._out.append(WriteManifest(path=path, manifest=manifest))
@@ -54,7 +54,7 @@ class Endings(State):
     def _finish(self) -> None:
         self.phase, self._change = Phase.FINISHED, None
         step = self._step
-        path = next((checkpoint.path for checkpoint in self._checkpoints if checkpoint.step == step), None)
+        path = str(folder(self.settings.run_directory, step))
         self._record("finished", step=step, path=path)
         for member in list(self.members.values()):
             if member.admitted:
@@ -64,7 +64,8 @@ class Endings(State):
 
     def _stop_when_all_are_gone(self) -> None:
         if not self.members:
-            self._stop(EXIT_DONE, "the job is finished", self._newest_path())
+            code, reason = (EXIT_FAILED, self._failed) if self._failed else (EXIT_DONE, "the job is finished")
+            self._stop(code, reason, self._newest_path())
 
     def _stop_resumable(self, reason: str) -> None:
         if self._step == 0 or self._checkpoints:

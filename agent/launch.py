@@ -195,9 +195,12 @@ class Launcher:
 
     def _stop_without_nodes(self) -> None:
         assert self._loop is not None
-        self._loop.call_later(
-            1.0, self.stop, EXIT_FAILED, f"all node agents have ended; see {self._run_directory}/logs"
-        )
+        self._loop.call_later(1.0, self._stop_if_alone)
+
+    def _stop_if_alone(self) -> None:
+        assert self._coordinator is not None
+        if not self._coordinator.has_nodes and not self._nodes:
+            self.stop(EXIT_FAILED, f"all node agents have ended; see {self._run_directory}/logs")
 
     def _on_zygote_lost(self) -> None:
         self.stop(EXIT_FAILED, "the process that starts the nodes is gone")

@@ -30,6 +30,7 @@ from resilient.agent.events import (
 from resilient.agent.forming import problem_of
 from resilient.agent.members import Member
 from resilient.agent.state import EXIT_DONE, EXIT_FAILED, Phase
+from resilient.manifest import folder
 from resilient.messages import (
     Arm,
     Failed,
@@ -261,8 +262,11 @@ class Membership(Changes):
     def _(self, message: Finished, worker: Worker) -> None:
         if message.generation == self.generation:
             self._finished.add(worker)
-            if self._finished >= self._placed() and self.phase in (Phase.INSTALLING, Phase.RUNNING, Phase.AGREEING):
-                self._finish()
+            path = str(folder(self.settings.run_directory, self._step))
+            saved = any(checkpoint.path == path for checkpoint in self._checkpoints)
+            training = self.phase in (Phase.INSTALLING, Phase.RUNNING, Phase.AGREEING)
+            if saved and training and self._finished >= self._placed():
+                self._finish()  # otherwise a part died with its writer: the next generation writes it again
 
     @_hear.register
     def _(self, message: Failed, worker: Worker) -> None:
@@ -282,8 +286,13 @@ class Membership(Changes):
         """Do what has become possible."""
         if self.phase is Phase.STARTING:
             live = list(self.members.values())
+            done = [member.node for member in live if member.is_done]
             if not live and self._expected <= 0:
                 self._stop(EXIT_FAILED, "all nodes went away before the job began; see their logs", None)
+            elif done and any(member.ready for member in live):
+                self._fail(done[0], "the script ended without training, while it trains on other nodes; see its log")
+            elif len(live) >= self._expected and len(done) == len(live):
+                self._stop(EXIT_DONE, "the script ended without training; its output is in the logs", None)
             elif self.job is not None and len(live) >= self._expected and all(member.is_ready for member in live):
                 self._publish_next(Agreement(version=self._version, outcome=None, roll_forward=None, held={}))
         elif self.phase is Phase.RUNNING and not self._finished:
@@ -317,10 +326,12 @@ class Membership(Changes):
     # ------------------------------------------------------------ losses and ends
 
     def _lose(self, node: int, cause: str) -> None:
-        if self.phase is Phase.STOPPED or self.members.pop(node, None) is None:
+        if self.phase is Phase.STOPPED or (member := self.members.pop(node, None)) is None:
             return
         self._record("node_lost", node=node, cause=cause)
         if self.phase is Phase.FINISHED:
+            if self._speaks(node) and not member.is_done:
+                self._failed = f"node {node}, which speaks for the job, was lost before its script ended ({cause})"
             self._stop_when_all_are_gone()
         elif self.phase is Phase.STARTING:
             self._expected -= 1
@@ -344,8 +355,7 @@ class Membership(Changes):
                 self._dismiss(member, "the job is finished")
                 self._stop_when_all_are_gone()
         elif self.phase is Phase.STARTING and not member.ready:
-            if len(self.members) >= self._expected and all(other.is_done for other in self.members.values()):
-                self._stop(EXIT_DONE, "the script ended without training; its output is in the logs", None)
+            self._proceed()
         else:
             self._fail(
                 event.node, "a worker ended before the job was finished; the script must reach Trainer.fit's end"

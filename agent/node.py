@@ -50,6 +50,9 @@ from resilient.messages import (
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE = 6
+"""A coordinator that stands still is waited for this much longer than one waits for a node: training goes on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
@@ -147,7 +150,7 @@ class NodeAgent:
                 return await session.ws_connect(
                     f"http://{self._options.coordinator}/agent",
                     max_msg_size=MAX_MESSAGE_BYTES,
-                    heartbeat=self._options.heartbeat_s,
+                    heartbeat=_PATIENCE * self._options.heartbeat_s,
                 )
             except aiohttp.WSServerHandshakeError as error:
                 if error.status == 401:

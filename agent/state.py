@@ -156,6 +156,9 @@ class State:
     def _is_placed(self, node: int) -> bool:
         return self.plan is not None and node in self.plan.nodes
 
+    def _speaks(self, node: int) -> bool:
+        return self.plan is not None and self.plan.slots[0].node == node
+
     def _placed(self) -> set[Worker]:
         """The live workers that have a place in the current plan."""
         if self.plan is None:

@@ -40,6 +40,8 @@ def load(path: str | Path, states: Iterable[LayerState]) -> None:
     manifest = read_manifest(path)
     for state in states:
         name = state.spec.name
+        if not state.buffer.numel():
+            continue
         saved = manifest.states.get(name)
         if saved is None:
             raise CheckpointError(f"{path} holds no state {name!r}; the checkpoint belongs to another model")

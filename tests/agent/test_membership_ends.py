@@ -1,0 +1,70 @@
+"""Ends that go wrong halfway: a part of the last checkpoint, a joiner, the worker that speaks for the job."""
+
+from __future__ import annotations
+
+from simulated import Job, job_spec
+
+from resilient.agent.state import Phase
+from resilient.messages import Failed, Finished
+
+
+def started(num_nodes: int = 5, **changes: object) -> Job:
+    job = Job(num_nodes=num_nodes, **changes)
+    job.start()
+    assert job.machine.phase is Phase.RUNNING
+    return job
+
+
+def test_job_is_not_finished_while_a_part_of_its_last_checkpoint_is_missing() -> None:
+    job = started()
+    job.step(10)
+    victim, *others = job.placed()
+    generation = job.machine.generation
+    for worker in others:
+        job.say(worker, job.saved(generation, 10, job.workers[worker].current[:1]))
+    job.lose(victim[0])
+    for worker in others:
+        job.say(worker, Finished(generation=generation))
+    assert job.machine.phase is Phase.AGREEING
+    job.answer()
+    assert job.machine.phase is Phase.RUNNING
+    job.finish()
+    assert job.last("finished")["step"] == 10
+    assert job.manifests
+
+
+def test_joiner_that_fails_disturbs_nobody() -> None:
+    job = started()
+    node = job.connect()
+    job.say((node, 0), Failed(error="ModuleNotFoundError: no"))
+    assert job.last("node_lost") == {"node": node, "cause": "cannot join: ModuleNotFoundError: no"}
+    other = job.connect()
+    job.end_worker((other, 0), 1, "ImportError: no")
+    another = job.connect()
+    job.ready(another, job_spec(digest="other"))
+    assert (job.machine.phase, job.machine.generation, job.stop) == (Phase.RUNNING, 1, None)
+    assert set(job.machine.members) == set(range(5))
+
+
+def test_script_that_ends_on_one_node_only_fails_the_start() -> None:
+    job = Job(num_nodes=3)
+    for _ in range(3):
+        job.connect()
+    job.end_worker((2, 0), 0)
+    assert job.stop is None
+    job.ready(0)
+    assert job.stop is not None
+    assert job.stop.exit_code == 1
+    assert job.stop.reason.startswith("node 2: the script ended without training, while it trains on other nodes")
+
+
+def test_loss_of_the_node_that_speaks_for_the_job_after_training_is_told() -> None:
+    job = started()
+    job.step(10)
+    job.finish()
+    main = job.plan.slots[0].node
+    job.lose(main)
+    job.answer()
+    assert job.stop is not None
+    assert job.stop.exit_code == 1
+    assert job.stop.reason == (f"node {main}, which speaks for the job, was lost before its script ended (node lost)")
