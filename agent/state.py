@@ -128,7 +128,8 @@ class State:
             return set(self._saving.awaiting)
         if self._change is None:
             return set()
-        return self._placed() - self._change.reports.keys()
+        standing_by = {worker for worker in self._ready_workers() if self.members[worker[0]].admitted}
+        return (self._placed() | standing_by) - self._change.reports.keys()  # who stands by may hold what is lost
 
     def status(self) -> dict[str, Any]:
         """Return where the job is, ready for JSON."""
