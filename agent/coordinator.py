@@ -12,7 +12,6 @@ import hmac
 import json
 import logging
 import os
-import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -21,7 +20,6 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import psutil
 from aiohttp import web
 
 from resilient.agent import events as ev
@@ -101,7 +99,7 @@ class Coordinator:
         site = web.TCPSite(self._runner, host, port)
         await site.start()
         bound_host, bound_port = self._runner.addresses[0][:2]
-        self.address = f"{_reachable(bound_host)}:{bound_port}"
+        self.address = f"{bound_host}:{bound_port}"
         _write_private(
             Path(self._settings.run_directory) / "job.json",
             json.dumps({"address": self.address, "token": self._token, "pid": os.getpid()}),
@@ -302,20 +300,6 @@ class _Connection:
         with contextlib.suppress(ConnectionError):  # the reading side notices it as well
             while True:
                 await self._socket.send_bytes(await self.outbox.get())
-
-
-def _reachable(host: str) -> str:
-    """Return the address others reach this machine by: for a wildcard, its first one that is not the loopback's."""
-    if host not in ("0.0.0.0", "::"):
-        return host
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    addresses = [
-        address.address
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if name in up and address.family == socket.AF_INET and not address.address.startswith("127.")
-    ]
-    return addresses[0] if addresses else "127.0.0.1"
 
 
 def _write_private(path: Path, text: str) -> None:

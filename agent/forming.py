@@ -10,14 +10,11 @@ from resilient.agent.agreement import Agreement
 from resilient.agent.events import Worker
 from resilient.agent.members import Member
 from resilient.errors import StateLostError
-from resilient.messages import Generation, JobSpec, Outcome
+from resilient.messages import INIT, Generation, JobSpec, Outcome
 from resilient.templates.batch import check_batch
 from resilient.templates.plan import Plan, Problem
 from resilient.templates.replan import first_plan, replan
 from resilient.templates.transfer import Transfer, plan_transfers
-
-INIT = "init"
-"""The source of states that are still at their initial values."""
 
 
 @dataclass(frozen=True, kw_only=True)

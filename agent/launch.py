@@ -61,6 +61,11 @@ class LaunchOptions:
             raise ValueError(
                 f"nodes and workers per node must be >= 1, got {self.num_nodes} and {self.workers_per_node}"
             )
+        if self.host in ("0.0.0.0", "::"):
+            raise ValueError(
+                f"host must be the address by which the job's machines reach this one, got {self.host!r}; "
+                "give one of this machine's own addresses"
+            )
         if not Path(self.script).is_file():
             raise ValueError(f"script must be a file, got {self.script!r}; give the path of the job's script")
 

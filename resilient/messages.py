@@ -19,6 +19,10 @@ MAX_MESSAGE_BYTES = 16 << 20
 """Larger messages are refused, on every connection."""
 
 
+INIT = "init"
+"""The source of states that are still at their initial values."""
+
+
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a script's ``Trainer`` asks for; ``digest`` must be equal on all workers of a job."""
 
@@ -184,7 +188,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         version: Committed steps to go on from.
         roll_forward: Outcome of step ``version`` for workers still at ``version - 1``: they apply it.
         transfers: Copies between ranks of this generation.
-        sources: Where states without a transfer that a worker lacks come from: "init" or a checkpoint folder.
+        source: Where states without a transfer that a worker lacks come from: ``INIT`` or a checkpoint folder.
         store_address: host:port of the store to meet in (rank 0's).
     """
 

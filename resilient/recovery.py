@@ -18,7 +18,7 @@ from resilient.executor import Executor, StepWork
 from resilient.faults import Faults
 from resilient.fence import Fence
 from resilient.job import Job
-from resilient.messages import Generation, Installed
+from resilient.messages import INIT, Generation, Installed
 from resilient.models.layer import Batch
 from resilient.stage import Stage, StageLayer
 from resilient.state import LayerState, Layout, bind
@@ -27,9 +27,6 @@ from resilient.templates.plan import Plan, Slot
 from resilient.templates.profile import ModelProfile
 from resilient.templates.schedule import Action, one_f_one_b
 from resilient.wire import Downstream, Upstream
-
-INIT = "init"
-"""The source of states that are still at their initial values."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from resilient.manifest import Manifest, SavedState, folder, read_manifest, write_manifest
 from resilient.messages import (
+    INIT,
     Arm,
     Failed,
     Finish,
@@ -21,7 +22,6 @@ from resilient.messages import (
     StepDone,
     ToWorkerMessage,
 )
-from resilient.recovery import INIT
 from resilient.templates.plan import Problem
 from resilient.templates.replan import first_plan
 

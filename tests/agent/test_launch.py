@@ -64,3 +64,10 @@ def test_no_process_outlives_the_launcher(tmp_path: Path, number: signal.Signals
 def test_missing_script_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"script must be a file, got 'nothing\.py'"):
         LaunchOptions(script="nothing.py", run_directory=str(tmp_path))
+
+
+def test_wildcard_host_is_refused_because_workers_could_not_be_reached_there(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(ValueError, match=r"host must be the address .* got '0\.0\.0\.0'; give one of this machine's"):
+        LaunchOptions(script=str(script), run_directory=str(tmp_path), host="0.0.0.0")

@@ -19,9 +19,9 @@ from resilient.feed import Feed
 from resilient.fence import Fence
 from resilient.job import Job
 from resilient.manifest import Manifest, write_manifest
-from resilient.messages import Generation, Injection, Outcome, Regroup
+from resilient.messages import INIT, Generation, Injection, Outcome, Regroup
 from resilient.models.layer import WholeModel, assemble
-from resilient.recovery import INIT, Installer, Session
+from resilient.recovery import Installer, Session
 from resilient.state import LayerState
 from resilient.templates.plan import Plan, Problem
 from resilient.templates.transfer import Transfer, plan_transfers

@@ -15,6 +15,7 @@ from small import Tokens, make_job, make_plan
 from resilient.job import Job
 from resilient.manifest import Manifest, SavedState, folder, write_manifest
 from resilient.messages import (
+    INIT,
     Arm,
     Failed,
     Finish,
@@ -31,7 +32,6 @@ from resilient.messages import (
     Suspect,
     ToWorkerMessage,
 )
-from resilient.recovery import INIT
 from resilient.worker import Worker
 
 ALONE = make_plan(((0, 6), 8))
