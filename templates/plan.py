@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, field
 
+import msgspec
+
+from resilient.templates.cluster import Cluster
 from resilient.templates.profile import ModelProfile
 from resilient.templates.template import PipelineTemplate, StageSpec
 
@@ -15,43 +19,44 @@ class Problem:
     Args:
         profile: The model's layers.
         num_microbatches: Microbatches of one step over all pipelines (global batch / microbatch size).
-        devices_per_node: Workers of each node.
+        cluster: The nodes.
         max_failures: f, node failures that must be survivable at the same time.
-        min_pipeline_nodes: n0, the smallest number of nodes that holds one pipeline.
+        min_pipeline_nodes: The fewest nodes a pipeline may have. n0, the smallest number that templates exist for,
+            is larger where the memory of so few nodes does not hold the model.
+        activation_checkpointing: Whether stages that do not fit otherwise may run their forward again in the backward.
+        failure_interval_s: Expected time between two changes of membership, over which a reconfiguration must pay.
     """
 
     profile: ModelProfile
     num_microbatches: int
-    devices_per_node: int = 1
+    cluster: Cluster = field(default_factory=Cluster)
     max_failures: int = 1
     min_pipeline_nodes: int = 1
+    activation_checkpointing: bool = True
+    failure_interval_s: float = 3600.0
 
     def __post_init__(self) -> None:
         if self.max_failures < 0:
             raise ValueError(f"max_failures must be >= 0, got {self.max_failures}; 0 means no redundancy")
-        if self.devices_per_node < 1:
-            raise ValueError(f"devices_per_node must be >= 1, got {self.devices_per_node}; give each node a worker")
+        if self.min_pipeline_nodes < 1:
+            raise ValueError(f"min_pipeline_nodes must be >= 1, got {self.min_pipeline_nodes}; 1 means no minimum")
+        if not self.failure_interval_s > 0:
+            raise ValueError(f"failure_interval_s must be > 0, got {self.failure_interval_s}; give seconds")
         if self.num_microbatches <= self.max_failures:
             raise ValueError(
                 f"num_microbatches must be at least max_failures + 1 = {self.max_failures + 1} (each pipeline "
                 f"processes one), got {self.num_microbatches}; raise the global batch or lower the microbatch"
             )
-        if not 1 <= self.min_pipeline_nodes <= self.max_pipeline_nodes:
+        if self.cluster.devices_per_node < self.profile.tp_degrees[0]:
             raise ValueError(
-                f"min_pipeline_nodes must be 1 to {self.max_pipeline_nodes} ({len(self.profile.layers)} layers, "
-                f"{self.devices_per_node} devices per node, one layer per device at least), "
-                f"got {self.min_pipeline_nodes}; use fewer nodes per pipeline or cut the model into more layers"
+                f"devices_per_node must be at least the profile's smallest tensor-parallel degree, "
+                f"{self.profile.tp_degrees[0]}, got {self.cluster.devices_per_node}; profile smaller degrees"
             )
 
     @property
-    def max_pipeline_nodes(self) -> int:
-        """The most nodes one pipeline can use: each device takes at least one layer."""
-        return len(self.profile.layers) // self.devices_per_node
-
-    @property
-    def min_nodes(self) -> int:
-        """(f + 1) n0: below this the job cannot go on with its promised redundancy."""
-        return (self.max_failures + 1) * self.min_pipeline_nodes
+    def digest(self) -> str:
+        """Content hash; templates of equal digests are equal."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +70,7 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One worker's place in a plan."""
+    """One worker's place in a plan; ``shard_index`` counts the devices of its stage."""
 
     rank: int
     node: int
@@ -73,11 +78,12 @@ class Slot:
     pipeline_index: int
     stage_index: int
     stage: StageSpec
+    shard_index: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The pipelines of one generation. Ranks number the stages pipeline by pipeline."""
+    """The pipelines of one generation. Ranks number the devices, pipeline by pipeline, stage by stage."""
 
     pipelines: tuple[Pipeline, ...]
 
@@ -87,16 +93,18 @@ class Plan:
         slots: list[Slot] = []
         for pipeline_index, pipeline in enumerate(self.pipelines):
             for stage_index, stage in enumerate(pipeline.template.stages):
-                slots.append(
-                    Slot(
-                        rank=len(slots),
-                        node=pipeline.nodes[stage.node_index],
-                        local_rank=stage.device_index,
-                        pipeline_index=pipeline_index,
-                        stage_index=stage_index,
-                        stage=stage,
+                for shard_index in range(stage.num_devices):
+                    slots.append(
+                        Slot(
+                            rank=len(slots),
+                            node=pipeline.nodes[stage.node_index],
+                            local_rank=stage.first_device + shard_index,
+                            pipeline_index=pipeline_index,
+                            stage_index=stage_index,
+                            stage=stage,
+                            shard_index=shard_index,
+                        )
                     )
-                )
         return tuple(slots)
 
     @property
@@ -110,7 +118,7 @@ class Plan:
         return range(start, start + self.pipelines[pipeline_index].num_microbatches)
 
     def holders(self, profile: ModelProfile) -> dict[str, tuple[int, ...]]:
-        """Return, per state name in layer order, the ranks (ascending) that hold it."""
+        """Return, per state name in layer order, the ranks (ascending) that hold it, or a shard of it."""
         holders: dict[str, list[int]] = {layer.name: [] for layer in profile.layers}
         for slot in self.slots:
             for state in profile.states(slot.stage.first_layer, slot.stage.end_layer):

@@ -1,8 +1,15 @@
-"""A pipeline template: the stage layout of one model replica on exactly n nodes, computed before training."""
+"""Pipeline templates: stage layouts of one model replica on exactly n nodes, computed before training."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from dataclasses import dataclass
+
+import msgspec
+
+FORMAT_VERSION = 1
+"""Of :meth:`TemplateSet.to_json`; files of another version are refused."""
 
 
 def nanoseconds(time_ms: float) -> int:
@@ -12,29 +19,51 @@ def nanoseconds(time_ms: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
-    """Contiguous layers on one device group.
+    """Contiguous layers on one device group, the devices of which are in one node.
 
     Args:
         first_layer: Index of the first layer.
         end_layer: One past the index of the last layer.
         node_index: Which of the template's nodes (0 .. num_nodes - 1) runs the stage.
-        device_index: Which device of that node runs it.
-        stage_ms: Forward and backward time of one microbatch.
+        first_device: Index, within the node, of the first of its devices.
+        num_devices: Tensor-parallel degree: the stage has devices ``first_device .. first_device + num_devices - 1``.
+        checkpointing: Whether layers keep only their inputs and run their forward again in the backward.
+        forward_ms: Forward time of one microbatch.
+        backward_ms: Backward time of one microbatch, the forward that is run again included.
+        send_ms: Time of the two messages of one microbatch over the boundary before the stage, 0 for the first.
+        memory_bytes: Most that one device holds: states, gradients and the activations in flight under 1F1B.
     """
 
     first_layer: int
     end_layer: int
     node_index: int
-    device_index: int
-    stage_ms: float
+    first_device: int = 0
+    num_devices: int = 1
+    checkpointing: bool = False
+    forward_ms: float
+    backward_ms: float
+    send_ms: float = 0.0
+    memory_bytes: int = 0
+
+    @property
+    def stage_ms(self) -> float:
+        """What one microbatch costs here: computing, and the messages over the boundary before."""
+        return self.forward_ms + self.backward_ms + self.send_ms
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTemplate:
-    """Stages in order; together they cover every layer once and every node of the template."""
+    """Stages in order; together they cover every layer once and every device of the template's nodes in order.
+
+    Args:
+        num_nodes: Nodes it is made for.
+        stages: The stages.
+        sync_ms: The part of the gradient sum that no backward hides: that of the first stage.
+    """
 
     num_nodes: int
     stages: tuple[StageSpec, ...]
+    sync_ms: float = 0.0
 
     @property
     def slowest_ms(self) -> float:
@@ -43,9 +72,85 @@ class PipelineTemplate:
 
     @property
     def fill_ms(self) -> float:
-        """Time of one microbatch through all stages, less the slowest: what a step costs before it flows."""
-        return sum(stage.stage_ms for stage in self.stages) - self.slowest_ms
+        """What a step costs beside its microbatches: one through all stages, less the slowest, and the exposed sum."""
+        return math.fsum(stage.stage_ms for stage in self.stages) - self.slowest_ms + self.sync_ms
 
     def iteration_ms(self, num_microbatches: int) -> float:
-        """Return the time of one step, sum(t) + (N - 1) max(t), to first order that of 1F1B."""
+        """Return the time of one step, ``sum(t) + (N - 1) max(t) + sync``: an upper bound of 1F1B's.
+
+        Source: Oobleck (SOSP'23), section 4.1.2, to first order.
+        """
         return self.fill_ms + num_microbatches * self.slowest_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateSet:
+    """All templates of a job: for each number of nodes the layouts among which the number of microbatches decides.
+
+    Layouts of one size trade the slowest stage against the sum of all: the more microbatches, the more the slowest
+    counts.
+
+    Args:
+        problem_digest: Of what they were computed for (:attr:`resilient.templates.plan.Problem.digest`).
+        layouts: By size, consecutive and ascending; each a non-empty tuple in order of falling ``slowest_ms``.
+    """
+
+    problem_digest: str
+    layouts: tuple[tuple[PipelineTemplate, ...], ...]
+
+    @property
+    def sizes(self) -> range:
+        """The numbers of nodes there are templates for; the first is n0."""
+        first = self.layouts[0][0].num_nodes
+        return range(first, first + len(self.layouts))
+
+    def of(self, num_nodes: int) -> tuple[PipelineTemplate, ...]:
+        """Return the layouts for a number of nodes.
+
+        Raises:
+            ValueError: There are none for it.
+        """
+        if num_nodes not in self.sizes:
+            raise ValueError(
+                f"num_nodes of a template must be {self.sizes.start} to {self.sizes.stop - 1}, got {num_nodes}; "
+                f"plan templates for more nodes"
+            )
+        return self.layouts[num_nodes - self.sizes.start]
+
+    def best(self, num_nodes: int, num_microbatches: int) -> PipelineTemplate:
+        """Return the layout with the shortest step for a number of microbatches (ties: the first)."""
+        return min(self.of(num_nodes), key=lambda template: nanoseconds(template.iteration_ms(num_microbatches)))
+
+    @property
+    def digest(self) -> str:
+        """Content hash; nodes with the same digest use the same templates."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
+
+    def to_json(self) -> bytes:
+        """Encode as JSON, with the format's version and the digest."""
+        return msgspec.json.encode(_File(version=FORMAT_VERSION, digest=self.digest, templates=self))
+
+    @classmethod
+    def from_json(cls, data: bytes) -> TemplateSet:
+        """Decode what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: Another version, or content that does not fit its digest (``msgspec.ValidationError``, which is
+                a ValueError, where it is not such a file at all); compute the templates again.
+        """
+        file = msgspec.json.decode(data, type=_File)
+        if file.version != FORMAT_VERSION:
+            raise ValueError(f"version must be {FORMAT_VERSION}, got {file.version}; compute the templates again")
+        if file.digest != file.templates.digest:
+            raise ValueError(
+                f"templates must have the digest {file.digest[:12]}, got {file.templates.digest[:12]}: the file was "
+                f"changed; compute the templates again"
+            )
+        return file.templates
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    version: int
+    digest: str
+    templates: TemplateSet

@@ -1,0 +1,51 @@
+"""The machines a job is planned for: devices of a node, their memory, and what moving bytes between them costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A way from one device to another.
+
+    Args:
+        latency_ms: Time until the first byte arrives.
+        bytes_per_s: Bandwidth; None where it is too large to matter.
+    """
+
+    latency_ms: float = 0.0
+    bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.latency_ms < 0:
+            raise ValueError(f"latency_ms must be >= 0, got {self.latency_ms}; 0 means none")
+        if self.bytes_per_s is not None and not self.bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s must be > 0, got {self.bytes_per_s}; None means unlimited")
+
+    def transfer_ms(self, num_bytes: float) -> float:
+        """Return the time of one message."""
+        return self.latency_ms + (0.0 if self.bytes_per_s is None else num_bytes / self.bytes_per_s * 1e3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Equal nodes.
+
+    Args:
+        devices_per_node: Devices (workers) of each node.
+        memory_bytes: Memory of a device that training may use; None for no limit.
+        intra_node: Between two devices of a node.
+        inter_node: Between two nodes.
+    """
+
+    devices_per_node: int = 1
+    memory_bytes: int | None = None
+    intra_node: Link = field(default_factory=Link)
+    inter_node: Link = field(default_factory=Link)
+
+    def __post_init__(self) -> None:
+        if self.devices_per_node < 1:
+            raise ValueError(f"devices_per_node must be >= 1, got {self.devices_per_node}; give each node a worker")
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise ValueError(f"memory_bytes must be >= 1, got {self.memory_bytes}; None means no limit")
