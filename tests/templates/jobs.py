@@ -6,37 +6,91 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from resilient.templates.cluster import Cluster, Link
 from resilient.templates.plan import Plan, Problem
-from resilient.templates.profile import LayerProfile, ModelProfile
-from resilient.templates.template import PipelineTemplate, StageSpec
+from resilient.templates.profile import LayerCost, LayerProfile, ModelProfile
+from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSet
 
 MIB = 2**20
 
 
-def profile(times_ms: Sequence[float], state_bytes: int = MIB, shares: dict[int, tuple[int, ...]] | None = None):
-    """Layers l0, l1, ... that compute for the given times, a third of it forward; ``shares``: layer -> owners."""
+def profile(
+    times_ms: Sequence[float],
+    state_bytes: int = MIB,
+    shares: dict[int, tuple[int, ...]] | None = None,
+    tp_degrees: tuple[int, ...] = (1,),
+    activation_bytes: int = 0,
+    input_bytes: int = 0,
+) -> ModelProfile:
+    """Layers l0, l1, ... that compute for the given times, a third of it forward; ``shares``: layer -> owners.
+
+    A degree d divides times and activations by d. A third of the state are parameters, the gradients are as large.
+    """
     return ModelProfile(
         layers=tuple(
-            LayerProfile(
-                name=f"l{i}",
-                forward_ms=ms / 3,
-                backward_ms=ms - ms / 3,
-                state_bytes=state_bytes,
-                shares=tuple(f"l{owner}" for owner in (shares or {}).get(i, ())),
+            layer(
+                i,
+                [cost(ms / degree, activation_bytes // degree) for degree in tp_degrees],
+                state_bytes,
+                input_bytes,
+                (shares or {}).get(i, ()),
             )
             for i, ms in enumerate(times_ms)
-        )
+        ),
+        tp_degrees=tp_degrees,
     )
 
 
-def template(*stages_ms: float) -> PipelineTemplate:
-    """A template with one node, and one layer, for each stage time."""
+def cost(ms: float, activation_bytes: int = 0) -> LayerCost:
+    """A third each for the forward, the input's gradient and the parameters' gradient."""
+    return LayerCost(
+        forward_ms=ms / 3,
+        backward_input_ms=ms / 3,
+        backward_weight_ms=ms - 2 * (ms / 3),
+        activation_bytes=activation_bytes,
+    )
+
+
+def layer(
+    index: int, costs: Sequence[LayerCost], state_bytes: int, input_bytes: int = 0, owners: tuple[int, ...] = ()
+) -> LayerProfile:
+    """Layer l<index>, trainable."""
+    return LayerProfile(
+        name=f"l{index}",
+        costs=tuple(costs),
+        parameter_bytes=state_bytes // 3,
+        optimizer_bytes=state_bytes - state_bytes // 3,
+        gradient_bytes=state_bytes // 3,
+        input_bytes=input_bytes,
+        shares=tuple(f"l{owner}" for owner in owners),
+    )
+
+
+def template(*stages_ms: float, num_nodes: int | None = None, sync_ms: float = 0.0) -> PipelineTemplate:
+    """A template with one layer for each stage time, and one node unless ``num_nodes`` says else."""
+    nodes = len(stages_ms) if num_nodes is None else num_nodes
     return PipelineTemplate(
-        num_nodes=len(stages_ms),
+        num_nodes=nodes,
         stages=tuple(
-            StageSpec(first_layer=i, end_layer=i + 1, node_index=i, device_index=0, stage_ms=ms)
+            StageSpec(
+                first_layer=i,
+                end_layer=i + 1,
+                node_index=i * nodes // len(stages_ms),
+                first_device=i - -(-(i * nodes // len(stages_ms)) * len(stages_ms) // nodes),
+                forward_ms=ms / 3,
+                backward_ms=ms - ms / 3,
+            )
             for i, ms in enumerate(stages_ms)
         ),
+        sync_ms=sync_ms,
+    )
+
+
+def template_set(*layouts: Sequence[PipelineTemplate] | PipelineTemplate) -> TemplateSet:
+    """Templates of consecutive sizes: for each either its only layout or all of them."""
+    return TemplateSet(
+        problem_digest="",
+        layouts=tuple((of,) if isinstance(of, PipelineTemplate) else tuple(of) for of in layouts),
     )
 
 
@@ -46,41 +100,70 @@ def layout(plan: Plan) -> list[tuple[tuple[int, ...], int]]:
 
 
 def survivors(problem: Problem, before: Plan, after: Plan) -> dict[str, list[int]]:
-    """Per state, the ranks of ``after`` whose worker held it in ``before``."""
+    """Per state, the ranks of ``after`` whose worker held it, or a shard of it, in ``before``."""
     states = problem.profile.states
     had = {(s.node, s.local_rank): states(s.stage.first_layer, s.stage.end_layer) for s in before.slots}
-    held: dict[str, list[int]] = {layer.name: [] for layer in problem.profile.layers}
+    held: dict[str, list[int]] = {each.name: [] for each in problem.profile.layers}
     for slot in after.slots:
         for state in had.get((slot.node, slot.local_rank), ()):
             held[state].append(slot.rank)
     return held
 
 
+_LINKS = st.sampled_from([Link(), Link(latency_ms=0.05), Link(latency_ms=0.2, bytes_per_s=1e9)])
+_DEVICES_AND_DEGREES = [(1, (1,)), (2, (1,)), (2, (1, 2)), (2, (2,)), (4, (1, 2, 4)), (4, (2, 4))]
+
+
 @st.composite
-def problems(draw: st.DrawFn, min_layers: int = 1) -> Problem:
-    """Random jobs, with uneven layers, tied states, and up to two devices per node."""
-    devices = draw(st.integers(1, 2))
-    min_pipeline_nodes = draw(st.integers(1, 3))
+def problems(draw: st.DrawFn, min_layers: int = 1, max_degree: int = 4) -> Problem:
+    """Random jobs: uneven layers, tied states, frozen layers, several degrees, memory limits, slow links.
+
+    Every one can be planned on :func:`enough_nodes` nodes; some need more than (f + 1) x ``min_pipeline_nodes``.
+    """
+    devices, degrees = draw(st.sampled_from([case for case in _DEVICES_AND_DEGREES if case[1][-1] <= max_degree]))
+    min_pipeline_nodes = draw(st.integers(1, 3 if devices < 4 else 2))
     max_failures = draw(st.integers(0, 2))
     smallest = max(min_layers, min_pipeline_nodes * devices)
-    sizes = draw(st.lists(st.integers(0, 10 * MIB), min_size=smallest, max_size=16))
+    sizes = draw(st.lists(st.integers(0, 10 * MIB), min_size=smallest, max_size=max(12, smallest)))
     times = draw(st.lists(st.integers(1, 9), min_size=len(sizes), max_size=len(sizes)))
     tied = draw(st.booleans())
-    return Problem(
-        profile=ModelProfile(
-            layers=tuple(
-                LayerProfile(
-                    name=f"l{i}",
-                    forward_ms=ms,
-                    backward_ms=2 * ms,
-                    state_bytes=size,
-                    shares=("l0",) if tied and i and i == len(sizes) - 1 else (),
-                )
-                for i, (ms, size) in enumerate(zip(times, sizes, strict=True))
+    whole = ModelProfile(
+        layers=tuple(
+            layer(
+                i,
+                [cost(ms * (1 + 0.1 * (degree > 1)) / degree, 3 * MIB // degree) for degree in degrees],
+                size,
+                input_bytes=MIB,
+                owners=(0,) if tied and i and i == len(sizes) - 1 else (),
             )
+            for i, (ms, size) in enumerate(zip(times, sizes, strict=True))
         ),
+        tp_degrees=degrees,
+    )
+    frozen = draw(st.sets(st.integers(0, len(sizes) - 1), max_size=len(sizes) // 2))
+    return Problem(
+        profile=whole.frozen([f"l{i}" for i in frozen]) if frozen else whole,
         num_microbatches=draw(st.integers(max_failures + 1, 24)),
-        devices_per_node=devices,
+        cluster=Cluster(
+            devices_per_node=devices,
+            memory_bytes=draw(st.none() | st.integers(1, 4).map(lambda times: times * _enough_memory(whole))),
+            intra_node=draw(_LINKS),
+            inter_node=draw(_LINKS),
+        ),
         max_failures=max_failures,
         min_pipeline_nodes=min_pipeline_nodes,
+        activation_checkpointing=draw(st.booleans()),
     )
+
+
+def _enough_memory(profile: ModelProfile) -> int:
+    """Memory that holds any three layers, a tied state beside them, and their activations of all microbatches."""
+    states = max(each.state_bytes + each.gradient_bytes for each in profile.layers)
+    kept = max(c.activation_bytes + each.input_bytes for each in profile.layers for c in each.costs)
+    return 4 * states + 3 * len(profile.layers) * kept
+
+
+def enough_nodes(problem: Problem) -> int:
+    """A number of nodes on which f + 1 pipelines hold the model, whatever :func:`problems` drew."""
+    deepest = len(problem.profile.layers) // problem.cluster.devices_per_node
+    return (problem.max_failures + 1) * max(problem.min_pipeline_nodes, deepest)
