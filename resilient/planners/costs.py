@@ -1,0 +1,262 @@
+"""The cost model of a multimodal model: time and memory of its layers as functions of sequence lengths.
+
+A layer's time for one microbatch is ``attention * sum(x^2) + linear * sum(x) + fixed`` over the sequences x packed in
+it: attention stays within a sequence, everything else sees tokens. Sources: Entrain section 4.4.1, DFLOP section 3.2, DHP
+section 4.2; the backward of frozen parts: Cornstarch section 3.3.1, with a layer's own trainability left out of what
+its input needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from resilient.planners.samples import Lengths
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Time in ms of one call on packed sequences.
+
+    Args:
+        attention: Per squared token.
+        linear: Per token.
+        fixed: Per call.
+    """
+
+    attention: float = 0.0
+    linear: float = 0.0
+    fixed: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.attention, self.linear, self.fixed) < 0:
+            raise ValueError(f"coefficients must be >= 0, got {self}; fit the curve again")
+
+    def __add__(self, other: Curve) -> Curve:
+        return Curve(
+            attention=self.attention + other.attention,
+            linear=self.linear + other.linear,
+            fixed=self.fixed + other.fixed,
+        )
+
+    def __mul__(self, factor: float) -> Curve:
+        return Curve(attention=self.attention * factor, linear=self.linear * factor, fixed=self.fixed * factor)
+
+    def of(self, lengths: Lengths) -> Floats:
+        """Return each sample's share, without the call's fixed time. [num_samples]"""
+        return self.attention * lengths.squares + self.linear * lengths.tokens
+
+    def call_ms(self, tokens: float, squares: float) -> float:
+        """Return the time of one call on sequences of these sums; nothing to do takes no time."""
+        return self.attention * squares + self.linear * tokens + self.fixed if tokens else 0.0
+
+    @classmethod
+    def fit(cls, tokens: npt.ArrayLike, times_ms: npt.ArrayLike) -> Curve:
+        """Return the non-negative coefficients with the least relative error on measured calls on one sequence each.
+
+        Args:
+            tokens: Lengths, ``[num_points]``.
+            times_ms: Measured times.
+
+        Raises:
+            ValueError: Fewer than three points, or a time that is not positive.
+        """
+        from scipy.optimize import nnls  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+
+        x, y = np.asarray(tokens, dtype=np.float64), np.asarray(times_ms, dtype=np.float64)
+        if x.shape != y.shape or x.size < 3 or y.min() <= 0:
+            raise ValueError(f"a curve needs three points or more with times > 0, got {x.tolist()} and {y.tolist()}")
+        powers = np.stack([x * x, x, np.ones_like(x)], axis=1)
+        found = cast("tuple[Floats, float]", nnls(powers / y[:, None], np.ones_like(y)))[0]
+        return cls(attention=float(found[0]), linear=float(found[1]), fixed=float(found[2]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCurves:
+    """One layer at one degree of parallelism, on each of its devices.
+
+    Args:
+        forward: With the communication of tensor and context parallelism.
+        backward_input: For the gradient of its input.
+        backward_weight: For the gradient of its parameters.
+        activation_bytes: Kept from forward to backward, per token.
+    """
+
+    forward: Curve
+    backward_input: Curve
+    backward_weight: Curve
+    activation_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitLayer:
+    """One layer of a unit.
+
+    Args:
+        name: Unique in the unit.
+        curves: One per entry of the unit's ``degrees``.
+        parameter_bytes: Of the whole layer, undivided; likewise the next two.
+        optimizer_bytes: 0 where it is frozen.
+        gradient_bytes: 0 where it is frozen.
+        trainable: Whether it has gradients.
+        input_gradient: Whether its input needs one: some layer strictly before it on its path is trainable.
+    """
+
+    name: str
+    curves: tuple[LayerCurves, ...]
+    parameter_bytes: int = 0
+    optimizer_bytes: int = 0
+    gradient_bytes: int = 0
+    trainable: bool = True
+    input_gradient: bool = True
+
+    def backward(self, index: int) -> Curve:
+        """Return the backward's curve: only what something needs."""
+        curves = self.curves[index]
+        return curves.backward_weight * float(self.trainable) + curves.backward_input * float(self.input_gradient)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCosts:
+    """One unit.
+
+    Args:
+        name: ``vision``, ``audio``, ``llm``.
+        layers: In order.
+        degrees: Profiled (tp, cp) pairs, ascending; planners use no others.
+        boundary_bytes: Per token, of what travels between two of its stages.
+        output_bytes: Per token of its input, of what it hands to the next unit.
+        max_tokens: The longest profiled call; longer ones are predicted by the same curve.
+    """
+
+    name: str
+    layers: tuple[UnitLayer, ...]
+    degrees: tuple[tuple[int, int], ...] = ((1, 1),)
+    boundary_bytes: float = 0.0
+    output_bytes: float = 0.0
+    max_tokens: int = 16384
+
+    def __post_init__(self) -> None:
+        if not self.layers or any(len(layer.curves) != len(self.degrees) for layer in self.layers):
+            raise ValueError(
+                f"unit {self.name!r} must have layers with curves for each of its degrees {self.degrees}; "
+                f"profile it again"
+            )
+
+    def index(self, tp: int, cp: int) -> int:
+        """Return the position of a degree.
+
+        Raises:
+            ValueError: It was not profiled.
+        """
+        if (tp, cp) not in self.degrees:
+            raise ValueError(
+                f"(tp, cp) of {self.name!r} must be one of {self.degrees}, got {(tp, cp)}; "
+                f"profile it, or choose another"
+            )
+        return self.degrees.index((tp, cp))
+
+    def forward(self, tp: int = 1, cp: int = 1) -> Curve:
+        """Return the forward of all layers."""
+        index = self.index(tp, cp)
+        return sum((layer.curves[index].forward for layer in self.layers), Curve())
+
+    def backward(self, tp: int = 1, cp: int = 1) -> Curve:
+        """Return the backward of all layers, as far as something needs it."""
+        index = self.index(tp, cp)
+        return sum((layer.backward(index) for layer in self.layers), Curve())
+
+    def work(self, tp: int = 1, cp: int = 1) -> Curve:
+        """Return forward and backward of all layers: what planners balance."""
+        return self.forward(tp, cp) + self.backward(tp, cp)
+
+    def layer_ms(self, tokens: float, squares: float, tp: int = 1, cp: int = 1) -> tuple[Floats, Floats]:
+        """Return each layer's forward and backward time of one call. [num_layers] each"""
+        index = self.index(tp, cp)
+        forward = [layer.curves[index].forward.call_ms(tokens, squares) for layer in self.layers]
+        backward = [layer.backward(index).call_ms(tokens, squares) for layer in self.layers]
+        return np.array(forward), np.array(backward)
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters, optimizer slots and gradients of all layers, undivided."""
+        return sum(layer.parameter_bytes + layer.optimizer_bytes + layer.gradient_bytes for layer in self.layers)
+
+    def activation_bytes(self, tp: int = 1, cp: int = 1) -> float:
+        """Return what the forward of all layers keeps, per token, on each device."""
+        index = self.index(tp, cp)
+        return sum(layer.curves[index].activation_bytes for layer in self.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """All units of a model, encoders first, the language model last.
+
+    Args:
+        units: In order of execution.
+        source: Where the numbers come from, for people.
+    """
+
+    units: tuple[UnitCosts, ...]
+    source: str = ""
+
+    @cached_property
+    def by_name(self) -> Mapping[str, UnitCosts]:
+        """The units by name."""
+        return {unit.name: unit for unit in self.units}
+
+    def frozen(self, names: Collection[str]) -> CostModel:
+        """Return the model with some parts frozen.
+
+        An encoder's layer needs a gradient of its input when a layer strictly before it in the encoder is trainable;
+        one of the language model also when anything in any encoder is.
+
+        Args:
+            names: Units (``vision``) or single layers (``vision.projector``).
+
+        Raises:
+            ValueError: A name is neither.
+        """
+        known = {unit.name for unit in self.units}
+        known |= {f"{unit.name}.{layer.name}" for unit in self.units for layer in unit.layers}
+        if set(names) - known:
+            raise ValueError(
+                f"frozen must name units or layers, got {sorted(set(names) - known)}; known: {sorted(known)}"
+            )
+        units: list[UnitCosts] = []
+        encoder_trains = False
+        for position, unit in enumerate(self.units):
+            trained_before = encoder_trains if position == len(self.units) - 1 else False
+            layers: list[UnitLayer] = []
+            for layer in unit.layers:
+                trainable = layer.trainable and not {unit.name, f"{unit.name}.{layer.name}"} & set(names)
+                if not trainable:
+                    layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0)
+                layers.append(replace(layer, input_gradient=trained_before))
+                trained_before = trained_before or trainable
+            encoder_trains = encoder_trains or trained_before
+            units.append(replace(unit, layers=tuple(layers)))
+        return replace(self, units=tuple(units))
+
+    @property
+    def digest(self) -> str:
+        """Content hash."""
+        return hashlib.sha256(self.to_json()).hexdigest()
+
+    def to_json(self) -> bytes:
+        """Encode as JSON."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> CostModel:
+        """Decode what :meth:`to_json` wrote; ``msgspec.ValidationError`` names the field that does not fit."""
+        return msgspec.json.decode(data, type=cls)

@@ -1,0 +1,192 @@
+"""What all planners have in common: what they are given and what they answer.
+
+``configure`` is asked once per job (and again only when the model, the data or the cluster changed), ``assign`` in
+every step, after failures too: the replicas it is given are the pipelines of the current plan, of unequal speed and
+with unequal numbers of microbatches. Both are functions of their arguments alone, so every worker finds the same
+answer by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from resilient.planners.costs import CostModel
+from resilient.planners.samples import Ints, SampleTable
+from resilient.templates.cluster import Cluster
+from resilient.templates.plan import Plan
+
+LLM = "llm"
+"""The unit that consumes what all encoders make."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a job is.
+
+    Args:
+        costs: Of the model's units.
+        cluster: The nodes.
+        num_nodes: How many.
+        global_batch: Samples of a step.
+        microbatch: Samples of a microbatch, on average.
+    """
+
+    costs: CostModel
+    cluster: Cluster
+    num_nodes: int
+    global_batch: int
+    microbatch: int
+
+    def __post_init__(self) -> None:
+        if min(self.num_nodes, self.global_batch, self.microbatch) < 1:
+            raise ValueError(
+                f"num_nodes, global_batch and microbatch must be >= 1, got {self.num_nodes}, {self.global_batch} and "
+                f"{self.microbatch}"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes."""
+        return self.num_nodes * self.cluster.devices_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """How one unit is spread: ``dp`` replicas of ``pp`` stages of ``tp * cp`` devices.
+
+    ``stage_layers`` counts the layers of each stage; it sums up to the unit's layers.
+    """
+
+    dp: int
+    pp: int
+    tp: int = 1
+    cp: int = 1
+    stage_layers: tuple[int, ...] = ()
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all replicas."""
+        return self.dp * self.pp * self.tp * self.cp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """What is decided once.
+
+    Args:
+        units: By unit, in order of execution.
+        num_microbatches: Of each replica of the language model, in one step.
+        colocated: Whether the encoders' stages lie on the language model's devices (and all encoder work comes first)
+            instead of on their own.
+        predicted_ms: Step time as the planner itself predicts it.
+    """
+
+    units: Mapping[str, Parallelism]
+    num_microbatches: int
+    colocated: bool = False
+    predicted_ms: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """One pipeline of the current plan as a planner sees it.
+
+    Args:
+        num_microbatches: Its microbatches of the step.
+        speed: Work per time, relative to the others.
+    """
+
+    num_microbatches: int
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1 or not self.speed > 0:
+            raise ValueError(
+                f"num_microbatches must be >= 1 and speed > 0, got {self.num_microbatches} and {self.speed}; "
+                f"leave out pipelines without work"
+            )
+
+
+def replicas_of(plan: Plan) -> tuple[Replica, ...]:
+    """Return the plan's pipelines as replicas; a pipeline's speed is that of its slowest stage."""
+    slowest = [pipeline.template.slowest_ms for pipeline in plan.pipelines]
+    return tuple(
+        Replica(num_microbatches=pipeline.num_microbatches, speed=min(slowest) / ms if ms else 1.0)
+        for pipeline, ms in zip(plan.pipelines, slowest, strict=True)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Place:
+    """Where one unit processes each sample; all arrays ``[num_samples]``.
+
+    Args:
+        replica: Index of the replica.
+        microbatch: Position, within the replica's order of execution, of the microbatch.
+        group: Within the microbatch, which of the context-parallel groups; None where all its devices are one.
+        degree: Devices of that group.
+    """
+
+    replica: Ints
+    microbatch: Ints
+    group: Ints | None = None
+    degree: Ints | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Assignment:
+    """Where each sample of a global batch goes: by construction each one once per unit.
+
+    A unit may process a sample in a later microbatch than the encoder before it (deferral), and on another replica
+    (rearrangement).
+    """
+
+    units: Mapping[str, Place]
+
+    def members(self, unit: str, replica: int, microbatch: int) -> npt.NDArray[np.intp]:
+        """Return the samples of one microbatch, ascending."""
+        place = self.units[unit]
+        return np.flatnonzero((place.replica == replica) & (place.microbatch == microbatch))
+
+
+class Planner(Protocol):
+    """A way to balance the work.
+
+    ``name`` is what people call it by; ``source`` names the paper and its sections.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def source(self) -> str: ...
+
+    def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
+        """Decide how the job uses its devices.
+
+        Args:
+            setting: The job.
+            samples: A sample of the data set, some thousand samples.
+
+        Raises:
+            ValueError: It fits in no way; the message says what to change.
+        """
+        ...
+
+    def assign(
+        self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
+    ) -> Assignment:
+        """Decide where each sample of one global batch goes. Deterministic.
+
+        Args:
+            setting: The job.
+            configuration: As decided.
+            batch: The global batch.
+            replicas: The language model's replicas as they are now.
+        """
+        ...
