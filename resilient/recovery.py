@@ -160,6 +160,7 @@ class Installer:
             device=job.device,
             autocast=job.autocast,
             seed=job.seed,
+            checkpointing=slot.stage.checkpointing,
         )
         trained = {name: state for name, state in states.items() if state.layout.num_trainable}
         index_of = {name: self._profile.index(name) for name in trained}

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from resilient.models.layer import Batch, Carry, Model
 
@@ -41,6 +43,7 @@ class Stage:
         device: Where the layers are.
         autocast: Lower precision for matrix products, None for none.
         seed: Of the job; random layers (dropout) draw from (seed, step, microbatch, layer), whatever the stage.
+        checkpointing: Keep only the layers' inputs and run each layer again in the backward.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Stage:
         device: torch.device,
         autocast: torch.dtype | None,
         seed: int,
+        checkpointing: bool = False,
     ) -> None:
         self._model = model
         self._layers = tuple(layers)
@@ -59,6 +63,7 @@ class Stage:
         self._device = device
         self._autocast = autocast
         self._seed = seed
+        self._checkpointing = checkpointing
         self._in_flight: dict[int, _InFlight] = {}
 
     def begin(self) -> None:
@@ -82,11 +87,13 @@ class Stage:
             The carry for the next stage, and the summed loss (detached) on the last stage.
         """
         received = dict(carry)
+        loss: Tensor | None = None
         with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast is not None):
             for layer in self._layers:
-                self._seed_layer(step, position, layer.index)
-                carry = layer.module(carry, batch)
-            loss = self._model.loss(carry, batch) if self._is_last else None
+                run = partial(self._run, layer, batch, step, position)
+                # a run seeds itself, so that the second one draws what the first drew
+                again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+                carry, loss = again(carry) if self._checkpointing else run(carry)
         scaled = None if loss is None else loss / num_targets
         sent = {} if self._is_last else carry
         self._in_flight[microbatch] = _InFlight(received=received, sent=sent, loss=scaled)
@@ -115,6 +122,15 @@ class Stage:
             for name, tensor in flight.received.items()
             if tensor.requires_grad
         }
+
+    def _run(
+        self, layer: StageLayer, batch: Batch, step: int, position: int, carry: Carry
+    ) -> tuple[Carry, Tensor | None]:
+        """Run one layer, and the loss where the model ends: checkpointing then keeps no logits either."""
+        self._seed_layer(step, position, layer.index)
+        carry = layer.module(carry, batch)
+        is_end = self._is_last and layer is self._layers[-1]
+        return ({}, self._model.loss(carry, batch)) if is_end else (carry, None)
 
     def _seed_layer(self, step: int, position: int, layer_index: int) -> None:
         # three odd multipliers keep neighbouring (step, microbatch, layer) triples apart

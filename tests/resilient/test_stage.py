@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from small import CPU, TiedModel, Tokens
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from resilient.data.dataset import stack
 from resilient.models.layer import WholeModel, assemble
@@ -18,7 +22,15 @@ LAYERS = 6
 CUTS = [(0, 6), (0, 1, 6), (0, 3, 5, 6), (0, 1, 2, 3, 4, 5, 6)]
 
 
-def run(model: TiedModel, cut: Sequence[int], *, step: int = 4, position: int = 2) -> tuple[WholeModel, float, list]:
+def run(
+    model: TiedModel,
+    cut: Sequence[int],
+    *,
+    step: int = 4,
+    position: int = 2,
+    checkpointing: bool = False,
+    autocast: torch.dtype | None = None,
+) -> tuple[WholeModel, float, list]:
     """Train one microbatch through stages; return modules with gradients, the loss, and which gradients went back."""
     whole = assemble(model, seed=0, dtype=torch.float64)
     stages = [
@@ -27,8 +39,9 @@ def run(model: TiedModel, cut: Sequence[int], *, step: int = 4, position: int = 
             [StageLayer(index=index, module=whole.stack[index]) for index in range(first, end)],
             is_last=end == LAYERS,
             device=CPU,
-            autocast=None,
+            autocast=autocast,
             seed=9,
+            checkpointing=checkpointing,
         )
         for first, end in pairwise(cut)
     ]
@@ -82,6 +95,51 @@ def test_dropout_differs_by_step_microbatch_and_layer() -> None:
         stage._seed_layer(1, 0, layer)
         draws.add(torch.rand(()).item())
     assert len(draws) == 4
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("frozen", [(), ("embed", "block.0", "block.2")])
+@pytest.mark.parametrize("cut", CUTS)
+def test_checkpointing_changes_no_bit(cut: Sequence[int], frozen: Sequence[str], autocast: torch.dtype | None) -> None:
+    model = TiedModel(dropout=0.5, frozen=frozen)
+    kept, loss, went_back = run(model, cut, autocast=autocast)
+    again, loss_again, went_back_again = run(model, cut, autocast=autocast, checkpointing=True)
+    assert (loss_again, went_back_again) == (loss, went_back)
+    torch.testing.assert_close(gradients(again), gradients(kept), rtol=0, atol=0)
+
+
+class Allocations(TorchDispatchMode):
+    """Watches what is allocated inside; views of what was there before do not count."""
+
+    def __init__(self, before: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._before = {StorageWeakRef(tensor.untyped_storage()) for tensor in before}
+        self._seen: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
+            storage = tensor.untyped_storage()
+            self._seen[StorageWeakRef(storage)] = storage.nbytes()
+        return outputs
+
+    def live_bytes(self) -> int:
+        return sum(num for ref, num in self._seen.items() if ref not in self._before and not ref.expired())
+
+
+def test_checkpointing_keeps_the_inputs_of_layers_alone() -> None:
+    batch = stack([Tokens()[i] for i in range(3)])
+    kept: dict[bool, int] = {}
+    for checkpointing in (False, True):
+        whole = assemble(TiedModel(dropout=0.5), seed=0, dtype=torch.float64)
+        layers = [StageLayer(index=index, module=module) for index, module in enumerate(whole.stack)]
+        stage = Stage(whole.model, layers, is_last=True, device=CPU, autocast=None, seed=0, checkpointing=checkpointing)
+        with Allocations([*whole.parameters(), *batch.values()]) as allocations:
+            stage.forward(0, {}, batch, step=1, position=0, num_targets=15)
+        kept[checkpointing] = allocations.live_bytes()
+    hidden, odd, loss = 3 * 5 * 6 * 8, 3 * 5 * 8, 8
+    assert kept[True] == 5 * hidden + odd + loss
+    assert kept[False] > 2 * kept[True]
 
 
 def test_frozen_layers_in_front_ask_for_no_gradient() -> None:
