@@ -7,6 +7,7 @@ Source: Oobleck (SOSP'23), section 4.1: with templates for consecutive sizes fro
 from __future__ import annotations
 
 from resilient.templates.plan import Problem
+from resilient.templates.template import TemplateSet
 
 
 class TooFewNodes(ValueError):  # noqa: N818
@@ -15,7 +16,7 @@ class TooFewNodes(ValueError):  # noqa: N818
     Args:
         live: Live nodes.
         max_failures: f.
-        min_pipeline_nodes: n0.
+        min_pipeline_nodes: n0, the nodes of the smallest template.
     """
 
     def __init__(self, live: int, max_failures: int, min_pipeline_nodes: int) -> None:
@@ -23,9 +24,9 @@ class TooFewNodes(ValueError):  # noqa: N818
         self.needed = (max_failures + 1) * min_pipeline_nodes
         missing = self.needed - live
         super().__init__(
-            f"the number of nodes must be at least {self.needed} ({max_failures + 1} pipelines of "
-            f"{min_pipeline_nodes}: max_failures {max_failures}, min_pipeline_nodes {min_pipeline_nodes}), "
-            f"got {live}; add {missing} node{'s' if missing > 1 else ''}"
+            f"the number of nodes must be at least {self.needed} (max_failures + 1 = "
+            f"{max_failures + 1} pipelines of {min_pipeline_nodes} node{'s' if min_pipeline_nodes > 1 else ''}, the "
+            f"fewest that hold the model), got {live}; add {missing} node{'s' if missing > 1 else ''}"
         )
 
 
@@ -35,7 +36,7 @@ def node_counts(num_nodes: int, max_failures: int, min_pipeline_nodes: int) -> r
     Args:
         num_nodes: N, the most nodes the templates are to serve.
         max_failures: f.
-        min_pipeline_nodes: n0.
+        min_pipeline_nodes: n0, the fewest nodes that hold the model.
 
     Raises:
         TooFewNodes: N < (f + 1) n0.
@@ -45,26 +46,23 @@ def node_counts(num_nodes: int, max_failures: int, min_pipeline_nodes: int) -> r
     return range(min_pipeline_nodes, num_nodes - max_failures * min_pipeline_nodes + 1)
 
 
-def template_sizes(problem: Problem, num_nodes: int) -> range:
-    """Return :func:`node_counts` less the sizes that have more devices than the model has layers.
-
-    Raises:
-        TooFewNodes: ``num_nodes < problem.min_nodes``.
-    """
-    sizes = node_counts(num_nodes, problem.max_failures, problem.min_pipeline_nodes)
-    return range(sizes.start, min(sizes.stop, problem.max_pipeline_nodes + 1))
-
-
-def usable_nodes(problem: Problem, num_nodes: int) -> int:
+def usable_nodes(problem: Problem, templates: TemplateSet, num_nodes: int) -> int:
     """Return how many of ``num_nodes`` nodes a plan can use; the others stand by.
 
-    All of them, except where a pipeline cannot have as many stages as the nodes would give it, or where there would
-    be more pipelines than microbatches.
+    The largest number that is a sum of at least f + 1 and at most ``num_microbatches`` template sizes. Sizes are
+    consecutive, so k pipelines take any number of nodes from k times the smallest size to k times the largest; of all
+    that fit, the most pipelines reach furthest.
+
+    Args:
+        problem: The job.
+        templates: Its templates.
+        num_nodes: The nodes there are.
 
     Raises:
-        TooFewNodes: ``num_nodes < problem.min_nodes``.
+        TooFewNodes: Not even f + 1 of the smallest templates fit.
     """
-    sizes = template_sizes(problem, num_nodes)
-    smallest, largest = sizes.start, sizes.stop - 1
+    smallest, largest = templates.sizes[0], templates.sizes[-1]
+    if num_nodes < (problem.max_failures + 1) * smallest:
+        raise TooFewNodes(num_nodes, problem.max_failures, smallest)
     most_pipelines = min(problem.num_microbatches, num_nodes // smallest)
-    return max(min(num_nodes, count * largest) for count in range(problem.max_failures + 1, most_pipelines + 1))
+    return min(num_nodes, most_pipelines * largest)

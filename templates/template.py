@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 
@@ -65,12 +66,12 @@ class PipelineTemplate:
     stages: tuple[StageSpec, ...]
     sync_ms: float = 0.0
 
-    @property
+    @cached_property
     def slowest_ms(self) -> float:
         """Time of the slowest stage: what one more microbatch costs."""
         return max(stage.stage_ms for stage in self.stages)
 
-    @property
+    @cached_property
     def fill_ms(self) -> float:
         """What a step costs beside its microbatches: one through all stages, less the slowest, and the exposed sum."""
         return math.fsum(stage.stage_ms for stage in self.stages) - self.slowest_ms + self.sync_ms
