@@ -1,0 +1,28 @@
+"""Looking things up by the names people type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+def look_up(what: str, name: str, known: Mapping[str, _T]) -> _T:
+    """Return ``known[name]``.
+
+    Args:
+        what: What the names are of, for the message (``model``).
+        name: The name that was given.
+        known: What there is, in the order to list it.
+
+    Raises:
+        ValueError: There is no such name; the message lists those there are, and the closest where one is close.
+    """
+    if name in known:
+        return known[name]
+    typed = name.lower()
+    close = [each for each in known if typed and each.startswith(typed)] or get_close_matches(typed, known, n=1)
+    fix = f"did you mean {' or '.join(map(repr, close))}?" if close else "choose one of these"
+    raise ValueError(f"{what} must be one of {', '.join(known)}, got {name!r}; {fix}")
