@@ -1,46 +1,115 @@
-"""How the step's microbatches are split over pipelines of unequal speed."""
+"""How the step's microbatches are split over pipelines of unequal speed.
+
+A pipeline is described by its *lines*: of each layout that its nodes could take, the time a step costs beside its
+microbatches (fill) and the time of one microbatch more (slowest). It takes the layout that suits its share, so m
+microbatches take ``min(fill + m slowest)``: a time that grows with m, and all that the split needs to know.
+
+Which split is best: the step ends with the latest pipeline, so the latest finish must be as early as can be; then the
+second latest, then the third, and so on (lexicographically smallest finishing times, latest first). No pipeline then
+finishes later than the split of the others demands. The variance of the finishing times, which Oobleck minimises, is
+no better guide to the second place: to lower it, pipelines that are done early would be given slower work.
+"""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from resilient.templates.template import PipelineTemplate, nanoseconds
 
+Line = tuple[int, int]
+"""(fill_ns, slowest_ns) of one layout."""
+Lines = tuple[Line, ...]
+"""The layouts among which a pipeline may choose, one or more."""
+Table = npt.NDArray[np.int64]
 
-def split_microbatches(templates: Sequence[PipelineTemplate], num_microbatches: int) -> tuple[int, ...]:
-    """Return the microbatches of each pipeline, so that the last pipeline to finish a step finishes earliest.
 
-    Each microbatch goes to the pipeline that would be done with it first (ties: the earlier pipeline). That is exact
-    for the latest finish and keeps the others close to it.
+def lines(layouts: Iterable[PipelineTemplate]) -> Lines:
+    """Return the lines of a pipeline that may take any of the layouts. A microbatch counts for 1 ns at least."""
+    return tuple((nanoseconds(t.fill_ms), max(1, nanoseconds(t.slowest_ms))) for t in layouts)
+
+
+def slowed_line(template: PipelineTemplate, node_factors: Sequence[float]) -> Line:
+    """Return a layout's line on nodes that were seen to be slow.
 
     Args:
-        templates: The pipelines' templates.
-        num_microbatches: Their sum; at least one per pipeline.
+        template: The layout.
+        node_factors: For each of its nodes, by how much the stages on it take longer; 1 as profiled.
+
+    Raises:
+        ValueError: Not one factor per node.
+    """
+    if len(node_factors) != template.num_nodes:
+        raise ValueError(
+            f"node_factors must be one for each of the template's {template.num_nodes} nodes, got {len(node_factors)}; "
+            f"give 1.0 for nodes as fast as profiled"
+        )
+    times = [stage.stage_ms * node_factors[stage.node_index] for stage in template.stages]
+    slowest = max(times)
+    return nanoseconds(math.fsum(times) - slowest + template.sync_ms), max(1, nanoseconds(slowest))
+
+
+def finish_ns(pipeline: Lines, num_microbatches: int) -> int:
+    """Return the time of a pipeline's share of the step."""
+    return min(fill + num_microbatches * slowest for fill, slowest in pipeline)
+
+
+def split_microbatches(pipelines: Sequence[Lines], num_microbatches: int) -> tuple[int, ...]:
+    """Return the microbatches of each pipeline, at least one each.
+
+    The latest finish is as early as can be, then the second latest, and so on; of pipelines for which that leaves the
+    choice, earlier ones get more.
+
+    Below the least time by which all microbatches can be done, every pipeline has time for a number that is then
+    fixed; the few that are left over go to pipelines that finish exactly at that time with one more. Those of them
+    that would finish latest without it take it.
+
+    Args:
+        pipelines: The pipelines.
+        num_microbatches: Of the step.
 
     Raises:
         ValueError: There are no pipelines, or more pipelines than microbatches.
     """
-    if not templates or num_microbatches < len(templates):
+    if not pipelines or num_microbatches < len(pipelines):
         raise ValueError(
             f"num_microbatches must be at least the number of pipelines, one or more, got {num_microbatches} for "
-            f"{len(templates)}; raise the global batch, lower the microbatch, or make fewer pipelines"
+            f"{len(pipelines)}; raise the global batch, lower the microbatch, or make fewer pipelines"
         )
-    slowest = [_slowest_ns(template) for template in templates]
-    counts = [1] * len(templates)
-    done = [(nanoseconds(t.fill_ms) + 2 * slow, i) for i, (t, slow) in enumerate(zip(templates, slowest, strict=True))]
-    heapq.heapify(done)
-    for _ in range(num_microbatches - len(templates)):
-        finish, index = done[0]
-        counts[index] += 1
-        heapq.heapreplace(done, (finish + slowest[index], index))
-    return tuple(counts)
+    fill, slowest = line_table(pipelines)
+    low, high = 0, finish_ns(pipelines[0], num_microbatches)
+    while low < high:
+        middle = (low + high) // 2
+        if np.maximum(capacities(fill, slowest, middle), 1).sum() >= num_microbatches:
+            high = middle
+        else:
+            low = middle + 1
+    counts = np.maximum(capacities(fill, slowest, low - 1), 1)
+    able = np.flatnonzero(capacities(fill, slowest, low) > counts)
+    without = (fill[able] + counts[able, None] * slowest[able]).min(axis=1)
+    left_over = num_microbatches - int(counts.sum())
+    counts[able[np.argsort(-without, kind="stable")[:left_over]]] += 1
+    return tuple(counts.tolist())
 
 
-def step_ns(templates: Sequence[PipelineTemplate], num_microbatches: int) -> int:
+def step_ns(pipelines: Sequence[Lines], num_microbatches: int) -> int:
     """Return the time of one step under the best split, in whole nanoseconds."""
-    counts = split_microbatches(templates, num_microbatches)
-    return max(nanoseconds(t.fill_ms) + count * _slowest_ns(t) for t, count in zip(templates, counts, strict=True))
+    return max(map(finish_ns, pipelines, split_microbatches(pipelines, num_microbatches)))
+
+
+def line_table(pipelines: Sequence[Lines]) -> tuple[Table, Table]:
+    """Return all fills and all slowests, rows filled up with a pipeline's last line. Both [pipelines, most lines]."""
+    width = max(map(len, pipelines))
+    table = np.array([(*of, *(of[-1:] * (width - len(of)))) for of in pipelines], dtype=np.int64)
+    return np.ascontiguousarray(table[:, :, 0]), np.ascontiguousarray(table[:, :, 1])
+
+
+def capacities(fill: Table, slowest: Table, tau_ns: int) -> Table:
+    """Return how many microbatches each pipeline gets through by ``tau_ns``; below 1 means none. [pipelines]"""
+    return ((tau_ns - fill) // slowest).max(axis=1)
 
 
 def check_batch(global_batch: int, microbatch: int, num_pipelines: int) -> None:
@@ -65,7 +134,3 @@ def check_batch(global_batch: int, microbatch: int, num_pipelines: int) -> None:
         f"global_batch must be a multiple of microbatch {microbatch}, at least {smallest} (one microbatch for each of "
         f"{num_pipelines} pipelines), got {global_batch}; use {' or '.join(map(str, nearest))}"
     )
-
-
-def _slowest_ns(template: PipelineTemplate) -> int:
-    return max(1, nanoseconds(template.slowest_ms))
