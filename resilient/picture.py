@@ -1,6 +1,6 @@
 """Draws ``report.png``: the loss with failures and joins marked, and what each recovery took.
 
-Reads events and the report only; matplotlib is imported when a picture is drawn, as it is slow to import.
+Reads events and the report only.
 """
 
 from __future__ import annotations
@@ -9,30 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from resilient.drawing import BLUE, GREEN, INK, PALE_BLUE, PALE_GREY, RED, panels
 from resilient.events import Event, steps_of
 from resilient.report import PARTS, duration, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_INK, _GREY, _RED, _GREEN, _BLUE = "#1f2933", "#9aa5b1", "#c92a2a", "#2b8a3e", "#1c5fa8"
 _PART_COLOURS = dict(zip(PARTS, ("#c92a2a", "#e8890c", "#f2c94c", "#4a90d9", "#9aa5b1"), strict=True))
-_STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _GREY,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "axes.titlesize": 11.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "legend.edgecolor": "none",
-    "legend.framealpha": 0.9,
-}
 _SHOWN_RECOVERIES = 12
 _SHOWN_LABELS = 8
 
@@ -51,23 +35,12 @@ def draw_report(
         path: The file to write.
         reference_events: Events of the failure-free run of the same job, drawn behind the run's loss.
     """
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     shown = report["recoveries"][:_SHOWN_RECOVERIES]
     bars_inches = 1.3 + 0.45 * len(shown)
-    with rc_context(_STYLE):
-        inches = [4.3, bars_inches] if shown else [4.3]
-        layout = ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.12)
-        figure = Figure(figsize=(10.5, sum(inches)), dpi=150, layout=layout, facecolor="white")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots(len(inches), 1, height_ratios=inches, squeeze=False)[:, 0]
+    with panels(path, [4.3, bars_inches] if shown else [4.3]) as axes:
         _draw_loss(axes[0], steps_of(events), report, steps_of(reference_events or ()))
         if shown:
             _draw_recoveries(axes[1], shown, left_out=len(report["recoveries"]) - len(shown))
-        figure.savefig(path)
 
 
 def _draw_loss(
@@ -76,18 +49,18 @@ def _draw_loss(
     if reference:
         losses = [step["loss"] for step in reference.values()]
         axes.plot(
-            list(reference), losses, color="#a9c9ee", linewidth=5, solid_capstyle="round", label="without failures"
+            list(reference), losses, color=PALE_BLUE, linewidth=5, solid_capstyle="round", label="without failures"
         )
     style = {"marker": "o", "markersize": 3.5} if len(steps) <= 60 else {}
     axes.plot(
-        list(steps), [step["loss"] for step in steps.values()], color=_BLUE, linewidth=1.6, label="this run", **style
+        list(steps), [step["loss"] for step in steps.values()], color=BLUE, linewidth=1.6, label="this run", **style
     )
-    _mark(axes, report["recoveries"], _RED, "failure", row=0)
-    _mark(axes, report["joins"], _GREEN, "join", row=1)
+    _mark(axes, report["recoveries"], RED, "failure", row=0)
+    _mark(axes, report["joins"], GREEN, "join", row=1)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.margins(x=0.02)
-    axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
+    axes.grid(axis="y", color=PALE_GREY, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_title(_headline(report), pad=34 if report["recoveries"] or report["joins"] else 10)
     if steps:
@@ -147,7 +120,7 @@ def _draw_recoveries(axes: Axes, recoveries: Sequence[Mapping[str, Any]], left_o
                 row, part_ms, left=end_ms, height=0.6, color=_PART_COLOURS[part], edgecolor="white", linewidth=0.8
             )
             if part_ms > 0.035 * longest_ms:
-                ink = _INK if part in ("regroup", "redo") else "white"
+                ink = INK if part in ("regroup", "redo") else "white"
                 axes.text(end_ms + part_ms / 2, row, number(part_ms), ha="center", va="center", color=ink, fontsize=8.5)
             end_ms += part_ms
         _annotate_bar(axes, recovery, end_ms, row)
@@ -166,7 +139,7 @@ def _annotate_bar(axes: Axes, recovery: Mapping[str, Any], end_ms: float, row: i
     """Write the total and, below it, every part: the narrow ones have no room in the bar."""
     lost = "no work lost" if recovery["lost_steps"] == 0 else f"{recovery['lost_steps']} step redone"
     parts = [f"{part} {number(recovery[f'{part}_ms'])}" for part in PARTS if recovery[f"{part}_ms"]]
-    lines = ((f"{duration(recovery['total_ms'])}, {lost}", 1, 9, _INK), (" + ".join(parts), -10, 7.5, "#616e7c"))
+    lines = ((f"{duration(recovery['total_ms'])}, {lost}", 1, 9, INK), (" + ".join(parts), -10, 7.5, "#616e7c"))
     for text, offset, size, colour in lines:
         axes.annotate(text, (end_ms, row), xytext=(7, offset), textcoords="offset points", fontsize=size, color=colour)
 
