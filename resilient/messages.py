@@ -24,7 +24,12 @@ INIT = "init"
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a script's ``Trainer`` asks for; ``digest`` must be equal on all workers of a job."""
+    """What a script's ``Trainer`` asks for; ``digest`` must be equal on all workers of a job.
+
+    Args:
+        profile: As measured where this worker runs: on other machines the times are others.
+        memory_bytes: What training may use of a device's memory; None for no limit.
+    """
 
     profile: ModelProfile
     global_batch: int
@@ -33,6 +38,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     min_pipeline_nodes: int
     num_steps: int
     checkpoint_every: int = 0
+    memory_bytes: int | None = None
     digest: str = ""
 
 
