@@ -125,7 +125,8 @@ class ModelProfile:
         """Return the profile with these layers frozen, for a model whose layers are one path.
 
         A frozen layer has no gradients and no optimizer slots beside its parameters; its input needs a gradient when
-        a layer strictly before it is trainable.
+        a layer strictly before it is trainable. Where it does not, the layer has no backward and keeps no
+        activations.
 
         Raises:
             ValueError: A name is no layer.
@@ -139,6 +140,8 @@ class ModelProfile:
             trainable = layer.trainable and layer.name not in names
             if not trainable:
                 layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0)
+            if not trainable and not trained_before:
+                layer = replace(layer, costs=tuple(replace(cost, activation_bytes=0) for cost in layer.costs))
             layers.append(replace(layer, input_gradient=trained_before))
             trained_before = trained_before or trainable
         return replace(self, layers=tuple(layers))
