@@ -1,9 +1,9 @@
 """The cost model of a multimodal model: time and memory of its layers as functions of sequence lengths.
 
 A layer's time for one microbatch is ``attention * sum(x^2) + linear * sum(x) + fixed`` over the sequences x packed in
-it: attention stays within a sequence, everything else sees tokens. Sources: Entrain section 4.4.1, DFLOP section 3.2, DHP
-section 4.2; the backward of frozen parts: Cornstarch section 3.3.1, with a layer's own trainability left out of what
-its input needs.
+it: attention stays within a sequence, everything else sees tokens. Sources: Entrain section 4.4.1, DFLOP section 3.2,
+DHP section 4.2; the backward of frozen parts: Cornstarch section 3.3.1, with a layer's own trainability left out of
+what its input needs.
 """
 
 from __future__ import annotations
