@@ -23,9 +23,10 @@ from resilient.models.layer import Batch
 from resilient.stage import Stage, StageLayer
 from resilient.state import LayerState, Layout, bind
 from resilient.sync import GradientSync
+from resilient.templates.generators import Kind, generate
 from resilient.templates.plan import Plan, Slot
 from resilient.templates.profile import ModelProfile
-from resilient.templates.schedule import Action, one_f_one_b
+from resilient.templates.schedule import Action
 from resilient.wire import Downstream, Upstream
 
 
@@ -197,5 +198,5 @@ class Installer:
             ]
             for stage in pipeline.template.stages
         ]
-        schedule = one_f_one_b(len(states), pipeline.num_microbatches, states)
-        return schedule.stages[slot.stage_index]
+        schedule = generate(Kind.ONE_F_ONE_B, len(states), pipeline.num_microbatches, states=states)
+        return schedule.rows[slot.stage_index]

@@ -25,8 +25,8 @@ from resilient.messages import Generation, Injection
 from resilient.models.layer import WholeModel, assemble
 from resilient.recovery import Installer
 from resilient.state import LayerState
+from resilient.templates.generators import Kind, generate
 from resilient.templates.plan import Plan
-from resilient.templates.schedule import one_f_one_b
 
 STEP = 2
 PLANS = {
@@ -152,7 +152,7 @@ class Border:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_what_is_executed_is_the_schedule(stage: int, tmp_path: Path) -> None:
-    schedule = one_f_one_b(3, 4, [[0, 1], [2, 3], [0, 4]])
+    schedule = generate(Kind.ONE_F_ONE_B, 3, 4, states=[[0, 1], [2, 3], [0, 4]])
     recorder = Recorder(stage, is_last=stage == 2)
     upstream = Border(recorder, "SEND_B", "RECV_F")
     killed: list[Injection] = []
@@ -166,7 +166,7 @@ def test_what_is_executed_is_the_schedule(stage: int, tmp_path: Path) -> None:
         return {"x": torch.zeros(1)}
 
     executor = Executor(
-        actions=schedule.stages[stage],
+        actions=schedule.rows[stage],
         stage=recorder,  # pyright: ignore[reportArgumentType]
         sync=recorder,  # pyright: ignore[reportArgumentType]
         comm=SoloCommunicator(),
@@ -175,7 +175,7 @@ def test_what_is_executed_is_the_schedule(stage: int, tmp_path: Path) -> None:
         faults=faults,
     )
     loss = executor.run(StepWork(step=7, num_targets=4, first_position=10, batch=load))
-    wanted = [str(action) for action in schedule.stages[stage]]
+    wanted = [str(action) for action in schedule.rows[stage]]
     wanted.insert(wanted.index(f"{stage}B3"), "arm")
     assert recorder.events == wanted
     assert loaded == [10, 11, 12, 13], "each microbatch is loaded once, by its position in the step"
@@ -197,7 +197,7 @@ class AbortedAfter(SoloCommunicator):
 
 
 def test_step_of_an_aborted_generation_stops_before_the_next_action(tmp_path: Path) -> None:
-    (actions,) = one_f_one_b(1, 4, [[0]]).stages
+    (actions,) = generate(Kind.ONE_F_ONE_B, 1, 4, states=[[0]]).rows
     recorder = Recorder(0, is_last=True)
     executor = Executor(
         actions=actions,

@@ -1,0 +1,270 @@
+"""Times schedules: when each action starts and ends, how long workers idle, how much memory activations take.
+
+Times inside are whole nanoseconds, so equal inputs give equal timelines on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from resilient.templates.generators import Kind, generate
+from resilient.templates.schedule import Action, Op, Schedule
+from resilient.templates.template import PipelineTemplate, nanoseconds
+from resilient.templates.validate import check_ended
+
+# the compiled code knows plain numbers
+_SEND_F, _RECV_F, _SEND_B, _RECV_B = int(Op.SEND_F), int(Op.RECV_F), int(Op.SEND_B), int(Op.RECV_B)
+
+Values = float | Sequence[float] | NDArray[Any]
+"""One number for all, one per stage (or border), or ``[stages, microbatches]``."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Costs:
+    """What the actions of a pipeline cost.
+
+    Args:
+        forward_ms: Of a microbatch on a stage.
+        backward_input_ms: Backward for what the stage received. A whole backward takes as long as its parts together.
+        backward_weight_ms: Backward for the parameters.
+        latency_ms: Per border between two stages, from the end of a message's transfer to its receipt.
+        transfer_ms: Per border, how long a message occupies the link; messages from one row to another follow each
+            other. Those within a row cost nothing. Borders are numbered by the stage before them.
+        reduce_ms: By state, how long the sum of its gradient takes. A row's sums follow each other.
+        layer_backward_ms: By state, the part of a whole backward that computes its gradient. Layers are
+            differentiated from the last to the first, so a state's gradient is final before the end of its stage's last
+            backward by as much as the states with lower indices take: then its sum starts.
+        activation_bytes: What a microbatch keeps on a stage from its forward to the end of its backward.
+    """
+
+    forward_ms: Values
+    backward_input_ms: Values
+    backward_weight_ms: Values = 0.0
+    latency_ms: Values = 0.0
+    transfer_ms: Values = 0.0
+    reduce_ms: Mapping[int, float] = field(default_factory=dict[int, float])
+    layer_backward_ms: Mapping[int, float] = field(default_factory=dict[int, float])
+    activation_bytes: Values = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a worker (or, for messages and sums, its network) does from one time to another."""
+
+    row: int
+    action: Action
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """When everything happens.
+
+    Args:
+        schedule: What was run.
+        start_ns: Per action of ``schedule.codes``. A send lasts while it occupies the link, a receive while the worker
+            waits for it, a REDUCE while the sum is under way.
+        end_ns: Likewise.
+        peak_bytes: Per row, the most that activations take at once.
+    """
+
+    schedule: Schedule
+    start_ns: NDArray[np.int64]
+    end_ns: NDArray[np.int64]
+    peak_bytes: tuple[int, ...]
+
+    @property
+    def iteration_ns(self) -> int:
+        """From the first action's start to the last one's end."""
+        return int(self.end_ns.max(initial=0))
+
+    @property
+    def iteration_ms(self) -> float:
+        """From the first action's start to the last one's end."""
+        return self.iteration_ns / 1e6
+
+    @property
+    def bubble_ms(self) -> tuple[float, ...]:
+        """Per row, the time of the iteration in which it computes nothing."""
+        lengths = np.where(self.schedule.codes[:, 0] <= Op.BACKWARD_WEIGHT, self.end_ns - self.start_ns, 0)
+        total = np.concatenate([[0], np.cumsum(lengths)])[[0, *self.schedule.ends]]
+        return tuple(((self.iteration_ns - np.diff(total)) / 1e6).tolist())
+
+    @property
+    def spans(self) -> list[Span]:
+        """Everything but receives, row by row, for drawing."""
+        starts, ends = self.start_ns.tolist(), self.end_ns.tolist()
+        numbered = ((row, action) for row, actions in enumerate(self.schedule.rows) for action in actions)
+        return [
+            Span(row, action, start, end)
+            for (row, action), start, end in zip(numbered, starts, ends, strict=True)
+            if action.op not in (Op.RECV_F, Op.RECV_B)
+        ]
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Run a schedule: rows follow their order, sends do not block, receives do.
+
+    Args:
+        schedule: A valid schedule.
+        costs: What its actions cost.
+
+    Raises:
+        ScheduleError: A deadlock.
+        ValueError: A cost is negative or does not fit the numbers of stages and microbatches.
+    """
+    codes, row_of, ends = schedule.codes, np.array(schedule.row_of), np.array(schedule.ends)
+    stages, borders = (len(row_of), schedule.num_microbatches), (len(row_of) - 1, schedule.num_microbatches)
+    latency = _nanoseconds("latency_ms", costs.latency_ms, borders)
+    duration = _durations(codes, costs, stages, borders)
+    start_ns, end_ns = np.zeros((2, len(codes)), np.int64)
+    positions = _compiled()(codes, ends, row_of, duration, latency, start_ns, end_ns)
+    check_ended(schedule, positions.tolist())
+    if costs.reduce_ms:
+        _sum_gradients(schedule, costs, start_ns, end_ns)
+    held = np.zeros(len(codes), np.int64)
+    activation_bytes = _table("activation_bytes", costs.activation_bytes, stages).astype(np.int64)
+    for op, sign in ((Op.FORWARD, 1), (Op.BACKWARD, -1), (Op.BACKWARD_WEIGHT, -1)):
+        at = np.flatnonzero(codes[:, 0] == op)
+        held[at] = sign * activation_bytes[codes[at, 1], codes[at, 2]]
+    peaks = tuple(int(np.cumsum(row).max(initial=0)) for row in np.split(held, ends[:-1]))
+    return Timeline(schedule, start_ns, end_ns, peaks)
+
+
+def simulate_template(template: PipelineTemplate, num_microbatches: int) -> Timeline:
+    """Run 1F1B on a template: half of ``send_ms`` each way, and ``sync_ms`` after the first stage's last backward."""
+    stages = template.stages
+    states = [[0], *([] for _ in stages[1:])]
+    costs = Costs(
+        forward_ms=[stage.forward_ms for stage in stages],
+        backward_input_ms=[stage.backward_ms for stage in stages],
+        transfer_ms=[stage.send_ms / 2 for stage in stages[1:]],
+        reduce_ms={0: template.sync_ms},
+    )
+    return simulate(generate(Kind.ONE_F_ONE_B, len(stages), num_microbatches, states=states), costs)
+
+
+def _table(name: str, values: Values, shape: tuple[int, int]) -> NDArray[Any]:
+    array = np.asarray(values)
+    if array.shape not in ((), shape[:1], shape):
+        raise ValueError(
+            f"{name} must be one number, {shape[0]} or {shape[0]} x {shape[1]} numbers, got {array.shape}; "
+            f"give one for all, one for each stage (border), or one for each of its microbatches"
+        )
+    if array.size and array.min() < 0:
+        raise ValueError(f"{name} must be >= 0, got {array.min()}; give times and sizes")
+    return np.broadcast_to(array[:, None] if array.ndim == 1 else array, shape)
+
+
+def _nanoseconds(name: str, values: Values, shape: tuple[int, int]) -> NDArray[np.int64]:
+    return np.rint(_table(name, values, shape) * 1e6).astype(np.int64)
+
+
+def _durations(
+    codes: NDArray[np.int32], costs: Costs, stages: tuple[int, int], borders: tuple[int, int]
+) -> NDArray[np.int64]:
+    """Return how long each action keeps a device or a link busy; receives and sums take none of it."""
+    forward = _nanoseconds("forward_ms", costs.forward_ms, stages)
+    inputs = _nanoseconds("backward_input_ms", costs.backward_input_ms, stages)
+    weights = _nanoseconds("backward_weight_ms", costs.backward_weight_ms, stages)
+    transfer = _nanoseconds("transfer_ms", costs.transfer_ms, borders)
+    duration = np.zeros(len(codes), np.int64)
+    for op, times, shift in (
+        (Op.FORWARD, forward, 0),
+        (Op.BACKWARD, inputs + weights, 0),
+        (Op.BACKWARD_INPUT, inputs, 0),
+        (Op.BACKWARD_WEIGHT, weights, 0),
+        (Op.SEND_F, transfer, 0),
+        (Op.SEND_B, transfer, 1),
+    ):
+        at = np.flatnonzero(codes[:, 0] == op)
+        duration[at] = times[codes[at, 1] - shift, codes[at, 2]]
+    return duration
+
+
+@cache
+def _compiled() -> Callable[..., NDArray[np.int64]]:
+    from numba import njit  # pyright: ignore[reportUnknownVariableType]
+
+    return cast("Callable[..., NDArray[np.int64]]", njit(cache=True)(_run))
+
+
+def _run(
+    codes: NDArray[np.int32],
+    ends: NDArray[np.int64],
+    row_of: NDArray[np.int64],
+    duration: NDArray[np.int64],
+    latency: NDArray[np.int64],
+    start_ns: NDArray[np.int64],
+    end_ns: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Fill in the times of all that can run; return, per row, how many actions that is.
+
+    A link has one sender, so its messages follow each other in the order of that row: no event has to wait for
+    another to be handled first, and each row runs on until it needs a message that was not sent yet.
+    """
+    num_rows, num_microbatches = len(ends), latency.shape[1]
+    positions, clocks = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+    free_at = np.zeros((num_rows, num_rows), np.int64)
+    arrivals = np.full((2, len(row_of), num_microbatches), -1)
+    progress = True
+    while progress:
+        progress = False
+        for row in range(num_rows):
+            first = ends[row - 1] if row else 0
+            clock = clocks[row]
+            position = first + positions[row]
+            while position < ends[row]:
+                op, stage, index = codes[position]
+                begin = clock
+                if op in (_RECV_F, _RECV_B):
+                    arrival = arrivals[int(op == _RECV_B), stage, index]
+                    if arrival < 0:
+                        break
+                    clock = max(clock, arrival)
+                    end = clock
+                elif op in (_SEND_F, _SEND_B):
+                    target, border = (stage + 1, stage) if op == _SEND_F else (stage - 1, stage - 1)
+                    begin = max(clock, free_at[row, row_of[target]])
+                    end = begin + duration[position]
+                    free_at[row, row_of[target]] = end
+                    arrivals[int(op == _SEND_B), target, index] = end + latency[border, index]
+                else:
+                    clock += duration[position]
+                    end = clock
+                start_ns[position], end_ns[position] = begin, end
+                position += 1
+                progress = True
+            clocks[row], positions[row] = clock, position - first
+    return positions
+
+
+def _sum_gradients(schedule: Schedule, costs: Costs, start_ns: NDArray[np.int64], end_ns: NDArray[np.int64]) -> None:
+    """Fill in the times of the sums: they follow each other on every row, from the highest state to the lowest."""
+    codes = schedule.codes
+    rows = np.repeat(np.arange(len(schedule.ends)), np.diff(schedule.ends, prepend=0))
+    last_backward = np.zeros(len(schedule.row_of), np.int64)
+    backwards = np.flatnonzero((codes[:, 0] == Op.BACKWARD) | (codes[:, 0] == Op.BACKWARD_WEIGHT))
+    last_backward[codes[backwards, 1]] = backwards  # of several positions numpy keeps the last
+    sums = np.flatnonzero(codes[:, 0] == Op.REDUCE)
+    free_at = [0] * len(schedule.ends)
+    for state in sorted(set(codes[sums, 2].tolist()), reverse=True):
+        holders = sums[codes[sums, 2] == state].tolist()
+        begin = 0
+        for position in holders:
+            stage = codes[position, 1]
+            below = codes[sums[(codes[sums, 1] == stage) & (codes[sums, 2] < state)], 2].tolist()
+            early = sum(nanoseconds(costs.layer_backward_ms.get(other, 0.0)) for other in below)
+            last = last_backward[stage]
+            begin = max(begin, int(start_ns[last]), int(end_ns[last]) - early, free_at[rows[position]])
+        end = begin + nanoseconds(costs.reduce_ms.get(state, 0.0))
+        start_ns[holders], end_ns[holders] = begin, end
+        for position in holders:
+            free_at[rows[position]] = end
