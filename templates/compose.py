@@ -1,119 +1,127 @@
 """Which templates, and how many pipelines of each, for a number of nodes.
 
-For a step time tau, a pipeline of template i gets through c_i(tau) = floor((tau - fill_i) / slowest_i) microbatches. A
-knapsack over the nodes finds the composition that gets through most; the least tau with enough is the best step
-time over all compositions. Only finishing times fill_i + m slowest_i can be the least: bisection over these is exact.
+For a step time tau, a pipeline of i nodes gets through ``c_i(tau)`` microbatches, with whichever of its layouts does
+most: the greatest ``floor((tau - fill) / slowest)``. A knapsack over the nodes finds the composition that gets through
+most; the least tau with enough is the best step time over all compositions, layouts and batch splits. Times are whole
+nanoseconds, so bisection over tau is exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import cache
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
-from resilient.templates.template import PipelineTemplate, nanoseconds
+from resilient.templates.batch import Table, capacities, finish_ns, line_table, lines
+from resilient.templates.template import TemplateSet
 
-_IMPOSSIBLE = np.int64(-(2**62))
-_Table = npt.NDArray[np.int64]
+_IMPOSSIBLE = -(2**62)
 
 
-def compose(
-    templates: Mapping[int, PipelineTemplate], num_nodes: int, num_microbatches: int, min_pipelines: int
-) -> tuple[int, ...]:
+def compose(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> tuple[int, ...]:
     """Return the template sizes (descending) whose pipelines finish a step soonest under the best batch split.
 
+    Ties: of the compositions with the shortest step, those that could get through most microbatches in that time; of
+    these, the one with the largest template, then the largest second, and so on.
+
     Args:
-        templates: By number of nodes.
+        templates: The job's templates.
         num_nodes: What the sizes sum up to.
         num_microbatches: Of a step over all pipelines; also the most pipelines there can be.
         min_pipelines: The fewest pipelines, f + 1; at least 1.
 
     Raises:
-        ValueError: No allowed number of pipelines of these sizes has ``num_nodes`` nodes in total.
+        ValueError: No allowed number of pipelines of these sizes has ``num_nodes`` nodes in total; see
+            :func:`resilient.templates.nodespec.usable_nodes`.
     """
-    knapsack = _Knapsack(templates, num_nodes, num_microbatches, min_pipelines)
-    candidates = knapsack.finishing_times()
-    if not len(candidates) or not knapsack.solve(int(candidates[-1])):
+    smallest, largest = templates.sizes[0], templates.sizes[-1]
+    if min(num_microbatches, num_nodes // smallest) < max(min_pipelines, -(-num_nodes // largest)):
         raise ValueError(
-            f"num_nodes must be a sum of {min_pipelines} to {num_microbatches} template sizes out of "
-            f"{sorted(templates)}, got {num_nodes}; leave nodes out or add templates"
+            f"num_nodes must be a sum of {min_pipelines} to {num_microbatches} template sizes from {smallest} to "
+            f"{largest}, got {num_nodes}; leave nodes out or plan templates for more nodes"
         )
-    low, high = 0, len(candidates) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if knapsack.solve(int(candidates[middle])):
-            high = middle
-        else:
-            low = middle + 1
-    return knapsack.solve(int(candidates[low]))
+    knapsack = _Knapsack(templates, num_nodes, num_microbatches)
+    tau, sizes = knapsack.least_tau(0, min_pipelines)
+    if len(sizes) > num_microbatches:
+        # Some would idle, so the knapsack has to count them, too. It seldom comes to that: the shortest step leaves
+        # hardly any room for more microbatches than there are, and every pipeline has room for one.
+        _, sizes = knapsack.least_tau(tau, min_pipelines, num_microbatches)
+    return sizes
 
 
 class _Knapsack:
-    """The best composition for a given step time.
+    """Compositions of a number of nodes, at a given step time."""
 
-    ``best[k, n]`` is the most microbatches that k pipelines of n nodes in total get through. Where no composition can
-    have more pipelines than microbatches (the usual case), the last row stands for "min_pipelines or more".
-    """
-
-    def __init__(
-        self, templates: Mapping[int, PipelineTemplate], num_nodes: int, num_microbatches: int, min_pipelines: int
-    ) -> None:
-        sizes = sorted(size for size in templates if size <= num_nodes)
-        self._sizes = np.array(sizes, dtype=np.int64)
-        self._fill = np.array([nanoseconds(templates[size].fill_ms) for size in sizes], dtype=np.int64)
-        self._slowest = np.array([max(1, nanoseconds(templates[s].slowest_ms)) for s in sizes], dtype=np.int64)
+    def __init__(self, templates: TemplateSet, num_nodes: int, num_microbatches: int) -> None:
+        pipelines = [lines(templates.of(size)) for size in templates.sizes if size <= num_nodes]
+        self._smallest = templates.sizes[0]
+        self._fill, self._slowest = line_table(pipelines)
+        self._enough = max(finish_ns(pipeline, num_microbatches) for pipeline in pipelines)
         self._num_nodes = num_nodes
         self._num_microbatches = num_microbatches
-        self._min_pipelines = min_pipelines
-        most_pipelines = num_nodes // sizes[0] if sizes else 0
-        self._open_ended = min_pipelines <= most_pipelines <= num_microbatches
-        self._rows = min_pipelines if self._open_ended else min(most_pipelines, num_microbatches)
 
-    def finishing_times(self) -> _Table:
-        """Return all times, in ns ascending, at which some pipeline can finish one of its microbatches."""
-        counts = np.arange(1, self._num_microbatches + 1, dtype=np.int64)
-        return np.unique(self._fill[:, None] + self._slowest[:, None] * counts)
+    def least_tau(
+        self, tau_ns: int, min_pipelines: int, max_pipelines: int | None = None
+    ) -> tuple[int, tuple[int, ...]]:
+        """Return the least step time from ``tau_ns`` on that is enough, and its best composition, descending."""
+        low, high = tau_ns, self._enough
+        while low < high:
+            middle = (low + high) // 2
+            best, _ = self._fill_table(middle, min_pipelines, max_pipelines)
+            if best[-1, -1] >= self._num_microbatches:
+                high = middle
+            else:
+                low = middle + 1
+        return low, self._read_back(*self._fill_table(low, min_pipelines, max_pipelines))
 
-    def solve(self, tau: int) -> tuple[int, ...]:
-        """Return the sizes (descending) that get through most microbatches by ``tau`` ns; empty if not enough."""
-        capacity = np.minimum((tau - self._fill) // self._slowest, self._num_microbatches)
-        able = capacity >= 1
-        sizes, capacity = self._sizes[able], capacity[able]
-        best = self._fill_table(sizes, capacity)
-        last = best[self._min_pipelines :, self._num_nodes]
-        if not len(last) or last.max() < self._num_microbatches:
-            return ()
-        return self._read_back(best, self._min_pipelines + int(last.argmax()), sizes, capacity)
+    def _fill_table(self, tau_ns: int, min_pipelines: int, max_pipelines: int | None) -> tuple[Table, Table]:
+        """Return the table, and the capacity of each size. The table's last row and column hold the answer.
 
-    def _fill_table(self, sizes: _Table, capacity: _Table) -> _Table:
-        best = np.full((self._rows + 1, self._num_nodes + 1), _IMPOSSIBLE)
-        best[0, 0] = 0
-        for nodes in range(1, self._num_nodes + 1):
-            fitting = int(np.searchsorted(sizes, nodes, side="right"))
-            if not fitting:
-                continue
-            most = (best[:, nodes - sizes[:fitting]] + capacity[:fitting]).max(axis=1)
-            best[1:, nodes] = most[:-1]
-            if self._open_ended:
-                best[-1, nodes] = max(most[-2], most[-1])
-            best[best[:, nodes] < 0, nodes] = _IMPOSSIBLE
-        return best
+        ``best[r, n]`` is the most microbatches that pipelines of n nodes in total get through: r pipelines or more,
+        or, with ``max_pipelines``, up to r and so many that they can be ``min_pipelines`` in the last row.
+        """
+        capacity = capacities(self._fill, self._slowest, tau_ns)
+        capacity[capacity < 1] = _IMPOSSIBLE
+        last_row = min_pipelines if max_pipelines is None else max_pipelines
+        best = np.full((last_row + 1, self._num_nodes + 1), _IMPOSSIBLE)
+        best[: last_row - min_pipelines + 1, 0] = 0
+        _compiled()(best, capacity, self._smallest, max_pipelines is None)
+        return best, capacity
 
-    def _read_back(self, best: _Table, row: int, sizes: _Table, capacity: _Table) -> tuple[int, ...]:
-        """Walk the table from the full number of nodes to none; of equally good steps take the largest template."""
+    def _read_back(self, best: Table, capacity: Table) -> tuple[int, ...]:
+        """Walk the table from all nodes to none; of equally good steps take the largest template."""
         chosen: list[int] = []
-        nodes = self._num_nodes
+        row, nodes = len(best) - 1, self._num_nodes
         while nodes:
-            before = [row - 1, row] if self._open_ended and row == self._rows else [row - 1]
-            row, index = next(
-                (previous, i)
-                for i in reversed(range(len(sizes)))
-                if sizes[i] <= nodes
-                for previous in before
-                if best[previous, nodes - sizes[i]] >= 0
-                and best[previous, nodes - sizes[i]] + capacity[i] == best[row, nodes]
+            before = max(row - 1, 0)
+            size = next(
+                size
+                for size in range(min(nodes, self._smallest + len(capacity) - 1), 0, -1)
+                if best[before, nodes - size] + capacity[size - self._smallest] == best[row, nodes]
             )
-            chosen.append(int(sizes[index]))
-            nodes -= chosen[-1]
-        return tuple(sorted(chosen, reverse=True))
+            chosen.append(size)
+            row, nodes = before, nodes - size
+        return tuple(chosen)
+
+
+@cache
+def _compiled() -> Callable[[Table, Table, int, bool], None]:
+    from numba import njit  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+
+    return cast("Callable[[Table, Table, int, bool], None]", njit(cache=True)(_fill_rows))
+
+
+def _fill_rows(best: Table, capacity: Table, smallest: int, open_ended: bool) -> None:
+    """Fill in a table of which only column 0 is known; a row grows from the one before, the first from itself."""
+    num_rows, num_columns = best.shape
+    for nodes in range(num_columns - smallest):
+        num_sizes = min(len(capacity), num_columns - nodes - smallest)
+        for row in range(0 if open_ended else 1, num_rows):
+            so_far = best[max(row - 1, 0), nodes]
+            if so_far < 0:
+                continue
+            grown = best[row, nodes + smallest :]
+            for i in range(num_sizes):
+                grown[i] = max(grown[i], so_far + capacity[i])

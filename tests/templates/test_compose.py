@@ -1,57 +1,116 @@
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import profile, template
+from jobs import template, template_set
 
-from resilient.templates.batch import step_ns
+from resilient.templates.batch import Lines, lines, step_ns
 from resilient.templates.compose import compose
-from resilient.templates.partition import plan_templates
-from resilient.templates.plan import Problem
+from resilient.templates.template import TemplateSet
 
 
-def compositions(total: int, sizes: list[int]) -> Iterator[tuple[int, ...]]:
-    """All multisets of ``sizes`` (ascending) that sum up to ``total``, descending."""
+def compositions(total: int, sizes: range) -> Iterator[tuple[int, ...]]:
+    """All multisets of ``sizes`` that sum up to ``total``, descending."""
     if total == 0:
         yield ()
-    for index, size in enumerate(sizes):
+    for size in sizes:
         if size <= total:
-            for rest in compositions(total - size, sizes[: index + 1]):
+            for rest in compositions(total - size, range(sizes.start, size + 1)):
                 yield (size, *rest)
 
 
+def exhaustive(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> tuple[int, ...]:
+    """The best of all compositions, ties as documented; () where there is none."""
+    pipelines = {size: lines(templates.of(size)) for size in templates.sizes}
+    steps = {
+        sizes: step_ns([pipelines[size] for size in sizes], num_microbatches)
+        for sizes in compositions(num_nodes, templates.sizes)
+        if min_pipelines <= len(sizes) <= num_microbatches
+    }
+    best = min(steps.values(), default=0)
+
+    def microbatches(pipeline: Lines) -> int:
+        return max((best - fill) // slowest for fill, slowest in pipeline)
+
+    ties = [sizes for sizes, step in steps.items() if step == best]
+    return max(ties, key=lambda sizes: (sum(microbatches(pipelines[s]) for s in sizes), sizes), default=())
+
+
+def check(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> None:
+    best = exhaustive(templates, num_nodes, num_microbatches, min_pipelines)
+    if best:
+        assert compose(templates, num_nodes, num_microbatches, min_pipelines) == best
+    else:
+        with pytest.raises(ValueError, match=f"got {num_nodes}; leave nodes out or plan templates for more nodes$"):
+            compose(templates, num_nodes, num_microbatches, min_pipelines)
+
+
 @given(st.data())
-def test_step_time_equals_exhaustive_search(data: st.DataObject):
-    sizes = sorted(data.draw(st.sets(st.integers(1, 7), min_size=1, max_size=5)))
-    times = st.integers(1, 30)
-    templates = {size: template(*data.draw(st.lists(times, min_size=size, max_size=size))) for size in sizes}
-    num_nodes = data.draw(st.integers(1, 14))
-    num_microbatches = data.draw(st.integers(1, 20))
-    least = data.draw(st.integers(1, 3))
-    allowed = [c for c in compositions(num_nodes, sizes) if least <= len(c) <= num_microbatches]
-    if not allowed:
-        with pytest.raises(ValueError, match=f"got {num_nodes}; leave nodes out or add templates$"):
-            compose(templates, num_nodes, num_microbatches, least)
-        return
-
-    def step(composition: tuple[int, ...]) -> int:
-        return step_ns([templates[size] for size in composition], num_microbatches)
-
-    found = compose(templates, num_nodes, num_microbatches, least)
-    assert found in allowed
-    assert step(found) == min(step(composition) for composition in allowed)
+def test_composition_equals_exhaustive_search(data: st.DataObject):
+    smallest = data.draw(st.integers(1, 3))
+    stages = st.lists(st.integers(1, 12), min_size=1, max_size=3)
+    templates = template_set(
+        *(
+            [template(*stages_ms, num_nodes=size) for stages_ms in data.draw(st.lists(stages, min_size=1, max_size=3))]
+            for size in range(smallest, smallest + data.draw(st.integers(1, 5)))
+        )
+    )
+    check(templates, data.draw(st.integers(1, 12)), data.draw(st.integers(1, 16)), data.draw(st.integers(1, 3)))
 
 
-def test_more_nodes_than_microbatches_make_deeper_pipelines():
-    problem = Problem(profile=profile([3.0] * 4), num_microbatches=2)
-    assert len(compose(plan_templates(problem, range(1, 5)), 6, 2, 2)) == 2
+@pytest.mark.parametrize("seed", range(6))
+def test_composition_of_24_nodes_equals_exhaustive_search(seed: int):
+    """Templates as planned: more nodes are faster, a layout with more stages has a faster slowest one."""
+    draw = random.Random(seed)
+    smallest = 1 + seed % 3
+    templates = template_set(
+        *(
+            [
+                template(*(draw.uniform(80, 100) / (size * stages) for _ in range(stages)), num_nodes=size)
+                for stages in (size, 2 * size, 3 * size)
+            ]
+            for size in range(smallest, 9)
+        )
+    )
+    check(templates, 24, draw.choice([8, 64, 1000]), 1 + seed % 4)
 
 
-def test_a_sum_that_does_not_exist_is_refused():
-    message = "num_nodes must be a sum of 2 to 8 template sizes out of [3, 4], got 5; leave nodes out or add templates"
+def test_fewer_microbatches_than_nodes_make_larger_pipelines():
+    """Small pipelines are fastest, but four of the twelve that fit would have nothing to do."""
+    templates = template_set(template(4), template(5, num_nodes=2), template(6, num_nodes=3))
+    assert compose(templates, 12, 12, 2) == (1,) * 12
+    assert compose(templates, 12, 8, 2) == (2, 2, 2, 2, 1, 1, 1, 1)
+    assert compose(templates, 12, 5, 2) == (3, 3, 3, 2, 1)
+
+
+def test_a_layout_for_few_microbatches_decides():
+    """Pipelines of two nodes have a layout that is slow, but done with one microbatch soonest."""
+    single = template(8)
+    pair = [template(5, 5, num_nodes=2), template(7, num_nodes=2)]
+    assert compose(template_set(single, pair), 4, 2, 2) == (2, 2)
+    assert compose(template_set(single, pair[0]), 4, 4, 2) == (1, 1, 1, 1)
+
+
+def test_of_equal_steps_the_one_with_room_for_more_then_the_one_with_the_largest_template():
+    assert compose(template_set(template(2), template(1, num_nodes=2)), 4, 4, 1) == (2, 2)
+    faster_pair = template_set(template(2), template(0.9, num_nodes=2))
+    assert compose(faster_pair, 4, 4, 1) == (2, 2)
+    assert compose(template_set(template(4), template(3, num_nodes=2)), 3, 3, 1) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "num_microbatches", "min_pipelines"),
+    [(5, 8, 2), (2, 8, 1), (0, 8, 1), (9, 2, 1), (6, 1, 2), (4, 8, 2)],
+)
+def test_a_sum_that_does_not_exist_is_refused(num_nodes: int, num_microbatches: int, min_pipelines: int):
+    message = (
+        f"num_nodes must be a sum of {min_pipelines} to {num_microbatches} template sizes from 3 to 4, "
+        f"got {num_nodes}; leave nodes out or plan templates for more nodes"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        compose({3: template(1, 1, 1), 4: template(1, 1, 1, 1)}, 5, 8, 2)
+        compose(template_set(template(1, 1, 1), template(1, 1, 1, 1)), num_nodes, num_microbatches, min_pipelines)
