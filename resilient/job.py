@@ -17,12 +17,13 @@ from resilient.models.layer import LayerSpec, Model
 from resilient.optim import Optimizer
 from resilient.state import Layout
 from resilient.templates.batch import check_batch
-from resilient.templates.profile import LayerProfile, ModelProfile
+from resilient.templates.profile import ModelProfile
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 """Name -> type of parameters, gradients and optimizer slots; "bf16" computes matrix products in bfloat16."""
 
-_NOMINAL_FLOPS_PER_MS = 1e9
+_USABLE_MEMORY = 0.9
+"""Share of a device's memory that states and activations may take; the rest is for libraries and fragmentation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,38 +82,23 @@ class Job:
         """Return the buffer layout of every layer."""
         return {spec.name: Layout.of(spec) for spec in self.model.layers}
 
-    def spec(self, layouts: dict[str, Layout]) -> JobSpec:
-        """Describe the job to the coordinator."""
+    def spec(self, profile: ModelProfile) -> JobSpec:
+        """Describe the job to the coordinator.
+
+        Args:
+            profile: Of the model, on this device.
+        """
         return JobSpec(
-            profile=self._profile(layouts),
+            profile=profile,
             global_batch=self.global_batch,
             microbatch=self.microbatch,
             max_failures=self.max_failures,
             min_pipeline_nodes=self.min_pipeline_nodes,
             num_steps=self.num_steps,
             checkpoint_every=self.checkpoint_every,
+            memory_bytes=_memory_bytes(self.device),
             digest=self._digest(),
         )
-
-    def _profile(self, layouts: dict[str, Layout]) -> ModelProfile:
-        """Estimate the layers' costs from their matrix sizes; a backward is paid only where something trains."""
-        layers: list[LayerProfile] = []
-        trained_before = False
-        for spec in self.model.layers:
-            layout = layouts[spec.name]
-            forward_ms = 2 * spec.flops_per_sample * self.microbatch / _NOMINAL_FLOPS_PER_MS
-            trainable = layout.num_trainable > 0 or bool(spec.tied)
-            layers.append(
-                LayerProfile(
-                    name=spec.name,
-                    forward_ms=forward_ms,
-                    backward_ms=forward_ms * (trained_before + trainable),
-                    state_bytes=layout.numel(len(self.optimizer.slots)) * self.dtype.itemsize,
-                    shares=tuple(dict.fromkeys(owner for owner, _ in spec.tied.values())),
-                )
-            )
-            trained_before = trained_before or trainable
-        return ModelProfile(layers=tuple(layers))
 
     def _digest(self) -> str:
         """Hash what must be equal on all workers for their steps to be those of one job."""
@@ -132,6 +118,10 @@ class Job:
             self.num_steps,
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _memory_bytes(device: torch.device) -> int | None:
+    return int(_USABLE_MEMORY * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
 
 
 def _check(name: str, value: int, least: int, fix: str) -> None:

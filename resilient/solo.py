@@ -16,12 +16,14 @@ from resilient.messages import (
     FromWorkerMessage,
     Generation,
     Note,
+    Output,
     Ready,
     Regroup,
     Saved,
     StepDone,
     ToWorkerMessage,
 )
+from resilient.templates.cluster import Cluster
 from resilient.templates.plan import Problem
 from resilient.templates.replan import first_plan
 
@@ -55,6 +57,8 @@ class SoloClient:
             self._finish_checkpoint(message)
         elif isinstance(message, Note):
             logger.info("%s: %s", message.name, message.value)
+        elif isinstance(message, Output):
+            logger.info("%s", message.text)
         elif isinstance(message, Finished | Failed):
             self._inbox.append(Finish())
 
@@ -68,6 +72,7 @@ class SoloClient:
         alone = Problem(
             profile=job.profile,
             num_microbatches=job.global_batch // job.microbatch,
+            cluster=Cluster(memory_bytes=job.memory_bytes),
             max_failures=0,
         )
         return Generation(

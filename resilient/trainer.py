@@ -19,6 +19,7 @@ from resilient.job import Job
 from resilient.messages import Note, Output
 from resilient.models.layer import Model, WholeModel
 from resilient.optim import Optimizer
+from resilient.profile_cache import job_profile
 from resilient.solo import SoloClient
 from resilient.state import LayerState, bind
 from resilient.worker import Worker
@@ -127,8 +128,10 @@ class Trainer:
                 f"num_steps must be >= the resumed checkpoint's step, got {num_steps} for {resume}; train longer"
             )
         _log_to_stderr()
-        self._client = agent or SoloClient(_solo_directory(), str(resume) if resume else None)
-        self._worker = Worker(self._job.until(num_steps), self._client, os.environ.get("RESILIENT_HOST", "127.0.0.1"))
+        client = self._client = agent or SoloClient(_solo_directory(), str(resume) if resume else None)
+        job, host = self._job.until(num_steps), os.environ.get("RESILIENT_HOST", "127.0.0.1")
+        profile = job_profile(job, lambda text: client.send(Output(text=text)))
+        self._worker = Worker(job, profile, client, host)
         if agent is not None:
             sys.stdout = _ForwardedOutput(sys.stdout, agent, self._worker)
         self._worker.run()

@@ -97,16 +97,7 @@ def _spec(item: Factory | nn.Module, name: str, *, first: bool) -> LayerSpec:
     def construct_again(module: nn.Module) -> None:
         _copy_tensors(build(), module)
 
-    with torch.device("meta"):
-        sized = build()
-    matrices = sum(parameter.numel() for parameter in sized.parameters() if parameter.ndim > 1)
-    return LayerSpec(
-        name=name,
-        unit="chain",
-        build=build,
-        initialize=initialize or construct_again,
-        flops_per_sample=float(matrices),
-    )
+    return LayerSpec(name=name, unit="chain", build=build, initialize=initialize or construct_again)
 
 
 def _from_module(module: nn.Module, name: str) -> tuple[Factory, Callable[[nn.Module], None]]:

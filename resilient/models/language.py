@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from resilient.models.layer import Batch, Carry, Layer, LayerSpec
-from resilient.models.pretrained import Source, first, initializer, load, modeling, num_matrix_parameters
+from resilient.models.pretrained import Source, first, initializer, load, modeling
 from resilient.models.vision import valid_patches
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -113,7 +113,6 @@ def language_layers(
     frozen: bool,
     placeholders: Mapping[str, int],
     patch_sizes: Mapping[str, tuple[int, int]],
-    tokens_per_sample: float,
 ) -> list[LayerSpec]:
     """Cut a language model into ``llm.embed``, ``llm.block.{i}`` and ``llm.head``."""
     config: Any = source.config
@@ -138,7 +137,6 @@ def language_layers(
             build=partial(_build, make, frozen),
             initialize=partial(_initialize, source, names),
             tied=ties,
-            flops_per_sample=num_matrix_parameters(make) * tokens_per_sample,
         )
         for name, make, names, ties in parts
     ]

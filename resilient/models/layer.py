@@ -44,7 +44,6 @@ class LayerSpec:
         initialize: Fill the parameters, on CPU in float32, from torch's global generator (seeded from
             (seed, name) before the call) or from a checkpoint on disk.
         tied: Parameter name in this layer -> (owner layer, parameter name there). The owner holds the state.
-        flops_per_sample: Relative cost for planning: matrix parameters x tokens they are applied to.
     """
 
     name: str
@@ -52,7 +51,6 @@ class LayerSpec:
     build: Callable[[], nn.Module]
     initialize: Callable[[nn.Module], None]
     tied: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    flops_per_sample: float = 1.0
 
 
 class Model(Protocol):

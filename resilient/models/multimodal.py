@@ -28,7 +28,6 @@ class _Options:
     projector: str = "mlp"
     frozen: bool = False
     frozen_projector: bool = False
-    tokens_per_sample: float | None = None
 
 
 class EncoderModule:
@@ -40,7 +39,6 @@ class EncoderModule:
         projector: "linear", or "mlp" for two matrices with a GELU between them.
         frozen: Keep the encoder's parameters as they are.
         frozen_projector: Keep the projector's parameters as they are.
-        tokens_per_sample: Features of a typical sample, a hint for planning; those of one full image when None.
 
     Raises:
         ValueError: For a model that is not supported, or an unknown projector.
@@ -54,7 +52,6 @@ class EncoderModule:
         projector: str = "mlp",
         frozen: bool = False,
         frozen_projector: bool = False,
-        tokens_per_sample: float | None = None,
     ) -> None:
         if projector not in ("mlp", "linear"):
             raise ValueError(f"projector must be 'mlp' or 'linear', got {projector!r}; pass one of them")
@@ -64,7 +61,6 @@ class EncoderModule:
             projector=projector,
             frozen=frozen,
             frozen_projector=frozen_projector,
-            tokens_per_sample=tokens_per_sample,
         )
 
     @property
@@ -90,7 +86,6 @@ class MultimodalModule:
         encoders: By name, in the order they run; empty for a plain language model.
         language_model: A transformers config (llama, mistral, qwen2, qwen3) or a checkpoint folder.
         frozen_language_model: Keep the language model's parameters as they are.
-        tokens_per_sample: Sequence length of a typical sample, a hint for planning; the longest when None.
 
     Raises:
         ValueError: For a model that is not supported, or names and placeholders that clash.
@@ -102,7 +97,6 @@ class MultimodalModule:
         encoders: Mapping[str, EncoderModule],
         language_model: PretrainedConfig | str | Path,
         frozen_language_model: bool = False,
-        tokens_per_sample: float | None = None,
     ) -> None:
         self.encoders = dict(encoders)
         self.language = resolve(language_model, "language_model", language.FAMILIES)
@@ -118,7 +112,6 @@ class MultimodalModule:
                 width=config.hidden_size,
                 frozen=encoder.options.frozen,
                 frozen_projector=encoder.options.frozen_projector,
-                tokens_per_sample=encoder.options.tokens_per_sample or encoder.grid[0] * encoder.grid[1],
             )
         ]
         specs += language_layers(
@@ -126,7 +119,6 @@ class MultimodalModule:
             frozen=frozen_language_model,
             placeholders={name: encoder.options.placeholder_id for name, encoder in self.encoders.items()},
             patch_sizes={name: encoder.patch_size for name, encoder in self.encoders.items()},
-            tokens_per_sample=tokens_per_sample or config.max_position_embeddings,
         )
         self.layers = tuple(specs)
         self._frozen_language_model = frozen_language_model

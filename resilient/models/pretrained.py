@@ -15,7 +15,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
@@ -177,11 +176,3 @@ def load(
 def first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
     """Return a transformers layer's hidden state: version 4 returns a tuple, version 5 the tensor."""
     return output[0] if isinstance(output, tuple) else output
-
-
-def num_matrix_parameters(build: Callable[[], nn.Module]) -> int:
-    """Return how many parameters a layer multiplies each token with, sized without memory."""
-    with torch.device("meta"):
-        module = build()
-    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
-    return sum(p.numel() for p in module.parameters() if p.ndim > 1 and id(p) not in tables)

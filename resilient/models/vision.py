@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from resilient.models.layer import Batch, Carry, Layer, LayerSpec
-from resilient.models.pretrained import Source, first, initializer, load, modeling, num_matrix_parameters
+from resilient.models.pretrained import Source, first, initializer, load, modeling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +202,6 @@ def vision_layers(
     width: int,
     frozen: bool,
     frozen_projector: bool,
-    tokens_per_sample: float,
 ) -> list[LayerSpec]:
     """Cut an encoder into ``{name}.embed``, ``{name}.block.{i}`` and ``{name}.projector``."""
     config: Any = source.config
@@ -215,8 +214,7 @@ def vision_layers(
         return module
 
     def spec(part: str, build: Any, initialize: Any) -> LayerSpec:
-        flops = num_matrix_parameters(build) * tokens_per_sample
-        return LayerSpec(name=f"{name}.{part}", unit=name, build=build, initialize=initialize, flops_per_sample=flops)
+        return LayerSpec(name=f"{name}.{part}", unit=name, build=build, initialize=initialize)
 
     specs = [spec("embed", partial(_build, VisionEmbed, source, name, frozen), partial(_initialize_embed, source))]
     for i in range(config.num_hidden_layers):

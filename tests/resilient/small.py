@@ -14,7 +14,9 @@ from resilient.errors import SampleError
 from resilient.job import Job
 from resilient.models.layer import Batch, Carry, Layer, LayerSpec
 from resilient.optim import AdamW
+from resilient.state import Layout
 from resilient.templates.plan import Pipeline, Plan
+from resilient.templates.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.template import PipelineTemplate, StageSpec
 
 VOCABULARY, WIDTH = 11, 6
@@ -65,7 +67,7 @@ class TiedModel:
             def build() -> nn.Module:
                 return make(*arguments).requires_grad_(name not in frozen)
 
-            return LayerSpec(name=name, unit="llm", build=build, initialize=draw, tied=tied, flops_per_sample=100.0)
+            return LayerSpec(name=name, unit="llm", build=build, initialize=draw, tied=tied)
 
         blocks = [spec(f"block.{i}", Block, dropout) for i in range(num_blocks)]
         self.layers = (spec("embed", Embed), *blocks, spec("head", Head, weight=("embed", "weight")))
@@ -125,12 +127,29 @@ def make_job(**changes: Any) -> Job:
     return Job(**arguments)
 
 
+def make_profile(job: Job) -> ModelProfile:
+    """Return a profile with the job's real sizes and made-up times."""
+    layers: list[LayerProfile] = []
+    for spec in job.model.layers:
+        layout = Layout.of(spec)
+        layers.append(
+            LayerProfile(
+                name=spec.name,
+                costs=(LayerCost(forward_ms=1.0, backward_input_ms=1.0, backward_weight_ms=1.0),),
+                parameter_bytes=layout.numel(0) * job.dtype.itemsize,
+                optimizer_bytes=layout.num_trainable * len(job.optimizer.slots) * job.dtype.itemsize,
+                shares=tuple(owner for owner, _ in spec.tied.values()),
+            )
+        )
+    return ModelProfile(layers=tuple(layers))
+
+
 def make_plan(*pipelines: tuple[Sequence[int], int]) -> Plan:
     """Make a plan from each pipeline's borders (0, ..., number of layers) and number of microbatches."""
     made: list[Pipeline] = []
     for cut, num_microbatches in pipelines:
         stages = tuple(
-            StageSpec(first_layer=first, end_layer=end, node_index=i, device_index=0, stage_ms=1.0)
+            StageSpec(first_layer=first, end_layer=end, node_index=i, forward_ms=0.3, backward_ms=0.7)
             for i, (first, end) in enumerate(pairwise(cut))
         )
         first_node = sum(len(pipeline.nodes) for pipeline in made)

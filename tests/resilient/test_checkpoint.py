@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import CPU, TiedModel, make_job, make_plan
+from small import CPU, TiedModel, make_job, make_plan, make_profile
 from torch import nn
 
 from resilient import checkpoint
@@ -117,7 +117,7 @@ def test_other_precision_is_not_called_damage(saved: tuple[Path, dict[str, Layer
 
 def test_each_state_has_one_writer_among_its_holders_and_the_load_is_spread() -> None:
     job = make_job()
-    profile = job.spec(job.layouts()).profile
+    profile = make_profile(job)
     plan = make_plan(((0, 3, 6), 4), ((0, 6), 4))
     chosen = writers(plan, profile)
     holders = plan.holders(profile)

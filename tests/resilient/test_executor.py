@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import HOST, as_threads
-from small import CPU, TiedModel, Tokens, make_job, make_plan
+from small import CPU, TiedModel, Tokens, make_job, make_plan, make_profile
 from torch import Tensor
 
 from resilient import checkpoint
@@ -90,7 +90,7 @@ def one_step(
     layouts = job.layouts()
     ledger = Ledger(job.optimizer, None)
     installer = Installer(
-        job=job, profile=job.spec(layouts).profile, layouts=layouts, ledger=ledger, fence=Fence(),
+        job=job, profile=make_profile(job), layouts=layouts, ledger=ledger, fence=Fence(),
         faults=Faults(str(path)), host=HOST,
     )  # fmt: skip
     session, installed = installer.install(

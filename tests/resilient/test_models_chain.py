@@ -82,7 +82,6 @@ def test_modules_given_are_not_touched_and_can_be_sized_on_meta() -> None:
         assert all(tensor.is_meta for tensor in tensors(spec.build()))
     initialize_layer(spec, seed=0)
     assert torch.equal(given.weight, before)
-    assert spec.flops_per_sample == 16
 
 
 def test_digest_tells_structures_apart() -> None:

@@ -251,7 +251,6 @@ def test_layers_can_be_sized_on_meta() -> None:
             module = spec.build()
         assert all(parameter.is_meta for parameter in module.parameters())
         assert not list(module.buffers())
-        assert spec.flops_per_sample > 0 or spec.name == "llm.embed"
 
 
 def test_frozen_parts_need_no_gradient() -> None:

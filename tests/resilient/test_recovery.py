@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import HOST, as_threads
-from small import CPU, TiedModel, Tokens, make_job, make_plan
+from small import CPU, TiedModel, Tokens, make_job, make_plan, make_profile
 
 from resilient import checkpoint
 from resilient.comm import StoreHost
@@ -37,7 +37,7 @@ class Member:
     def __init__(self, job: Job, path: Path) -> None:
         self.job, self.feed = job, Feed(job)
         layouts = job.layouts()
-        self.profile = job.spec(layouts).profile
+        self.profile = make_profile(job)
         self.ledger = Ledger(job.optimizer, job.clip_grad_norm)
         self.fence = Fence()
         self.faults: list[Injection] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from ranks import HOST
-from small import Tokens, make_job, make_plan
+from small import Tokens, make_job, make_plan, make_profile
 
 from resilient.job import Job
 from resilient.manifest import Manifest, SavedState, folder, write_manifest
@@ -77,7 +77,7 @@ def generation(number: int = 1, version: int = 0, **changes: Any) -> Generation:
 
 def make_worker(client: ScriptedClient, num_steps: int = 3, **changes: Any) -> Worker:
     job: Job = make_job(**changes).until(num_steps)
-    return Worker(job, client, HOST)
+    return Worker(job, make_profile(job), client, HOST)
 
 
 def test_undisturbed_job_runs_to_its_end(tmp_path: Path) -> None:
