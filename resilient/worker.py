@@ -43,6 +43,7 @@ from resilient.messages import (
 from resilient.optim import learning_rate
 from resilient.recovery import Installer, Session
 from resilient.state import LayerState
+from resilient.templates.profile import ModelProfile
 
 logger = logging.getLogger(__name__)
 
@@ -64,17 +65,17 @@ class Worker:
 
     Args:
         job: What to train.
+        profile: Of its model, on its device.
         client: The connection to the coordinator.
         host: This machine's address for its peers.
     """
 
-    def __init__(self, job: Job, client: Client, host: str) -> None:
-        layouts = job.layouts()
+    def __init__(self, job: Job, profile: ModelProfile, client: Client, host: str) -> None:
         if job.device.type == "cuda":
             torch.cuda.set_device(job.device)  # NCCL groups are made on the current device
         self._job = job
         self._client = client
-        self._spec = job.spec(layouts)
+        self._spec = job.spec(profile)
         self._fence = Fence()
         self._faults = Faults(client.run_directory)
         self._ledger = Ledger(job.optimizer, job.clip_grad_norm)
@@ -82,8 +83,8 @@ class Worker:
         self._store = StoreHost(host)
         self._installer = Installer(
             job=job,
-            profile=self._spec.profile,
-            layouts=layouts,
+            profile=profile,
+            layouts=job.layouts(),
             ledger=self._ledger,
             fence=self._fence,
             faults=self._faults,
