@@ -116,9 +116,13 @@ class Schedule:
     @cached_property
     def rows(self) -> tuple[tuple[Action, ...], ...]:
         """The actions of each row."""
+        return tuple(self.row(index) for index in range(len(self.ends)))
+
+    def row(self, index: int) -> tuple[Action, ...]:
+        """Return the actions of one row; a worker needs no other's."""
         ops = tuple(Op)
-        actions = [Action(stage, ops[op], index) for op, stage, index in self.codes.tolist()]
-        return tuple(tuple(actions[start:end]) for start, end in zip((0, *self.ends), self.ends, strict=False))
+        codes = self.codes[(0, *self.ends)[index] : self.ends[index]].tolist()
+        return tuple(Action(stage, ops[op], index) for op, stage, index in codes)
 
     @cached_property
     def row_of(self) -> tuple[int, ...]:
