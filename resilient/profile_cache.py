@@ -70,10 +70,9 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
             profiler=profiler.VERSION,
         )
 
-    @property
-    def digest(self) -> str:
-        """Content hash; the file's name."""
-        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
+    def file(self, folder: Path) -> Path:
+        """Return the file that keeps what was measured."""
+        return folder / f"{hashlib.sha256(msgspec.json.encode(self)).hexdigest()}.json"
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +102,24 @@ def job_profile(job: Job, announce: Callable[[str], None]) -> ModelProfile:
     return profile
 
 
+def fresh_profile(job: Job, on_layer: Callable[[str], None]) -> tuple[ModelProfile, Path]:
+    """Measure a job's profile, whatever is known of it, and keep it; return it and the file it is in.
+
+    Args:
+        job: The job.
+        on_layer: Called with the name of each layer that is done.
+
+    Raises:
+        SampleError: One of the samples looked at cannot be trained on.
+    """
+    layouts, samples = job.layouts(), profiler.draw_samples(job)
+    folder, key = cache_folder(), Key.of(job, layouts, samples)
+    with _one_at_a_time(folder, key):
+        profile = profiler.measure(job, layouts, samples, on_layer=on_layer)
+        keep(folder, key, profile)
+    return profile, key.file(folder)
+
+
 def cache_folder() -> Path:
     """Return the folder of the profiles: ``resilient/profiles`` in XDG_CACHE_HOME, or in ``~/.cache``."""
     home = os.environ.get("HOME") or tempfile.gettempdir()  # a container's user may have none
@@ -111,7 +128,7 @@ def cache_folder() -> Path:
 
 def load(folder: Path, key: Key) -> ModelProfile | None:
     """Return what was kept under a key; None for nothing, or (with a warning) for a file that cannot be read."""
-    path = folder / f"{key.digest}.json"
+    path = key.file(folder)
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
     except (FileNotFoundError, NotADirectoryError):
@@ -127,7 +144,7 @@ def load(folder: Path, key: Key) -> ModelProfile | None:
 
 def keep(folder: Path, key: Key, profile: ModelProfile) -> None:
     """Write a profile, whole or not at all."""
-    path = folder / f"{key.digest}.json"
+    path = key.file(folder)
     partial = folder / f".{path.name}.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +160,7 @@ def _one_at_a_time(folder: Path, key: Key) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context((folder / f"{key.digest}.lock").open("w"))
+            lock = stack.enter_context(key.file(folder).with_suffix(".lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             logger.warning("profiles are measured without a lock, perhaps by several workers at once: %s", error)

@@ -20,6 +20,7 @@ from resilient.messages import Note, Output
 from resilient.models.layer import Model, WholeModel
 from resilient.optim import Optimizer
 from resilient.profile_cache import job_profile
+from resilient.script import hand_over
 from resilient.solo import SoloClient
 from resilient.state import LayerState, bind
 from resilient.worker import Worker
@@ -118,6 +119,8 @@ class Trainer:
             CheckpointError: ``resume`` is no checkpoint, or another model's.
             Exception: What the model or the data set raised, on the worker where it did.
         """
+        job = self._job.until(num_steps)
+        hand_over(job)
         if self._worker is not None:
             raise ValueError("fit must be called once per Trainer, got a second call; make another Trainer")
         agent = AgentClient.from_environment()
@@ -129,9 +132,8 @@ class Trainer:
             )
         _log_to_stderr()
         client = self._client = agent or SoloClient(_solo_directory(), str(resume) if resume else None)
-        job, host = self._job.until(num_steps), os.environ.get("RESILIENT_HOST", "127.0.0.1")
         profile = job_profile(job, lambda text: client.send(Output(text=text)))
-        self._worker = Worker(job, profile, client, host)
+        self._worker = Worker(job, profile, client, os.environ.get("RESILIENT_HOST", "127.0.0.1"))
         if agent is not None:
             sys.stdout = _ForwardedOutput(sys.stdout, agent, self._worker)
         self._worker.run()

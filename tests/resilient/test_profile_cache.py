@@ -65,7 +65,7 @@ def test_runs_of_other_seeds_lengths_and_learning_rates_share_a_profile() -> Non
     ids=str,
 )
 def test_key_differs_where_the_numbers_would(changes: dict[str, Any]) -> None:
-    assert key(**changes).digest != key().digest
+    assert key(**changes).file(Path()) != key().file(Path())
     assert key() == key()
 
 
@@ -100,7 +100,7 @@ def test_damaged_file_is_measured_again_with_a_warning(
     content: bytes, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert announced() == [MESSAGE]
-    path = folder / f"{key().digest}.json"
+    path = key().file(folder)
     path.write_bytes(content)
     caplog.set_level(logging.WARNING)
     assert announced() == [MESSAGE]
@@ -111,11 +111,9 @@ def test_damaged_file_is_measured_again_with_a_warning(
 def test_file_of_another_key_is_measured_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     job, other = make_job(), key(microbatch=4)
     keep(folder, other, make_profile(job))
-    (folder / f"{other.digest}.json").rename(folder / f"{key().digest}.json")
+    other.file(folder).rename(key().file(folder))
     assert load(folder, key()) is None
-    assert caplog.messages == [
-        f"{folder / key().digest}.json holds the profile of something else and is measured again"
-    ]
+    assert caplog.messages == [f"{key().file(folder)} holds the profile of something else and is measured again"]
 
 
 def test_folder_that_cannot_be_written_is_no_obstacle(
