@@ -1,4 +1,4 @@
-"""The command line: ``resilient run``, ``resilient agent``, ``resilient inject``.
+"""The command line: ``resilient run``, ``agent``, ``inject``, ``profile``, ``demo``.
 
 Exit codes of ``run``: 0 done; 1 failed; 3 stopped for lack of nodes, to be resumed; 4 a layer's state is lost and there
 is no checkpoint; 130 interrupted.
@@ -21,14 +21,18 @@ from rich.console import Console
 from resilient.demo import demo
 from resilient.errors import ResilientError
 from resilient.messages import PHASES, Injection
+from resilient.profile_command import profile
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
 _console = Console(stderr=True, highlight=False)
 
+_OF_A_SCRIPT = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+"""What follows the script is the script's."""
+
 
 @app.command(
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+    context_settings=_OF_A_SCRIPT,
     help="Run a script on simulated nodes of this machine, with an embedded coordinator.",
 )
 def run(
@@ -89,6 +93,7 @@ def agent(
     raise typer.Exit(node.main(["--join", join, "--workers", str(workers), "--heartbeat-s", str(heartbeat_s)]))
 
 
+app.command(context_settings=_OF_A_SCRIPT)(profile)
 app.command()(demo)
 
 inject_app = typer.Typer(no_args_is_help=True, help="Cause failures in a running job.")
