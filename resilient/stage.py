@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from resilient.models.layer import Batch, Carry, Model
+from resilient.split import Deferred, differentiate_inputs
 
 _MASK = (1 << 63) - 1
 
@@ -65,10 +66,12 @@ class Stage:
         self._seed = seed
         self._checkpointing = checkpointing
         self._in_flight: dict[int, _InFlight] = {}
+        self._deferred: dict[int, Deferred] = {}
 
     def begin(self) -> None:
         """Forget microbatches of a step that was given up."""
         self._in_flight.clear()
+        self._deferred.clear()
 
     def forward(
         self, microbatch: int, carry: Carry, batch: Batch, *, step: int, position: int, num_targets: int
@@ -76,7 +79,7 @@ class Stage:
         """Run the layers on one microbatch and keep what its backward needs.
 
         Args:
-            microbatch: Key under which :meth:`backward` finds the activations.
+            microbatch: Key under which the backward finds the activations.
             carry: From the stage before; tensors that want a gradient have ``requires_grad`` set. Empty on the first.
             batch: The collated microbatch on the stage's device.
             step: The step, for the random state.
@@ -110,18 +113,38 @@ class Stage:
             Gradients of the received carry tensors that require one.
         """
         flight = self._in_flight.pop(microbatch)
-        if flight.loss is not None:
-            if flight.loss.requires_grad:
-                flight.loss.backward()
-        else:
-            names = [name for name, tensor in flight.sent.items() if tensor.requires_grad]
-            if names:
-                torch.autograd.backward([flight.sent[name] for name in names], [gradients[name] for name in names])
-        return {
-            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            for name, tensor in flight.received.items()
-            if tensor.requires_grad
-        }
+        outputs, output_gradients = _differentiated(flight, gradients)
+        if outputs:
+            torch.autograd.backward(outputs, output_gradients)
+        received = _wanted(flight.received)
+        return {name: _or_zeros(tensor, tensor.grad) for name, tensor in received.items()}
+
+    def backward_input(self, microbatch: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Differentiate one microbatch for what was received; :meth:`backward_weight` does the rest.
+
+        With checkpointing this is the whole backward: the layers would have to run twice more for two parts.
+
+        Args:
+            microbatch: As given to :meth:`forward`.
+            gradients: Of the carry tensors sent to the next stage that require one.
+
+        Returns:
+            Gradients of the received carry tensors that require one.
+        """
+        received = _wanted(self._in_flight[microbatch].received)
+        if self._checkpointing and received:
+            self._deferred[microbatch] = Deferred()
+            return self.backward(microbatch, gradients)
+        outputs, output_gradients = _differentiated(self._in_flight.pop(microbatch), gradients)
+        parameters = dict.fromkeys(p for layer in self._layers for p in layer.module.parameters() if p.requires_grad)
+        found, self._deferred[microbatch] = differentiate_inputs(
+            outputs, output_gradients, list(received.values()), list(parameters)
+        )
+        return {name: _or_zeros(tensor, grad) for (name, tensor), grad in zip(received.items(), found, strict=True)}
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Add up the parameter gradients of a microbatch whose :meth:`backward_input` is done."""
+        self._deferred.pop(microbatch).accumulate()
 
     def _run(
         self, layer: StageLayer, batch: Batch, step: int, position: int, carry: Carry
@@ -139,3 +162,19 @@ class Stage:
         torch.default_generator.manual_seed(value & _MASK)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(value & _MASK)
+
+
+def _differentiated(flight: _InFlight, gradients: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return what a microbatch's backward starts from, with its gradients."""
+    if flight.loss is not None:
+        return ([flight.loss], [None]) if flight.loss.requires_grad else ([], [])
+    sent = _wanted(flight.sent)
+    return list(sent.values()), [gradients[name] for name in sent]
+
+
+def _wanted(carry: Carry) -> Carry:
+    return {name: tensor for name, tensor in carry.items() if tensor.requires_grad}
+
+
+def _or_zeros(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+    return torch.zeros_like(tensor) if gradient is None else gradient

@@ -30,6 +30,7 @@ def run(
     position: int = 2,
     checkpointing: bool = False,
     autocast: torch.dtype | None = None,
+    split: bool = False,
 ) -> tuple[WholeModel, float, list]:
     """Train one microbatch through stages; return modules with gradients, the loss, and which gradients went back."""
     whole = assemble(model, seed=0, dtype=torch.float64)
@@ -54,8 +55,13 @@ def run(
     gradients: dict[str, Tensor] = {}
     went_back = []
     for stage in reversed(stages):
-        gradients = stage.backward(0, gradients)
+        gradients = stage.backward_input(0, gradients) if split else stage.backward(0, gradients)
         went_back.append(sorted(gradients))
+    if split:
+        if not checkpointing:
+            assert not any(parameter.grad is not None for parameter in whole.parameters())
+        for stage in stages:
+            stage.backward_weight(0)
     assert loss is not None
     return whole, loss.item(), went_back
 
@@ -106,6 +112,21 @@ def test_checkpointing_changes_no_bit(cut: Sequence[int], frozen: Sequence[str],
     again, loss_again, went_back_again = run(model, cut, autocast=autocast, checkpointing=True)
     assert (loss_again, went_back_again) == (loss, went_back)
     torch.testing.assert_close(gradients(again), gradients(kept), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpointing": True}, {"autocast": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize(
+    "frozen", [(), ("embed", "block.0", "block.2"), tuple(spec.name for spec in TiedModel().layers)]
+)
+@pytest.mark.parametrize("cut", CUTS)
+def test_backward_in_two_parts_changes_no_bit(
+    cut: Sequence[int], frozen: Sequence[str], options: dict[str, Any]
+) -> None:
+    model = TiedModel(dropout=0.5, frozen=frozen)
+    whole, loss, went_back = run(model, cut, **options)
+    parts, loss_of_parts, went_back_in_parts = run(model, cut, split=True, **options)
+    assert (loss_of_parts, went_back_in_parts) == (loss, went_back)
+    torch.testing.assert_close(gradients(parts), gradients(whole), rtol=0, atol=0)
 
 
 class Allocations(TorchDispatchMode):
@@ -178,9 +199,10 @@ def test_microbatches_in_flight_are_kept_apart_and_forgotten_on_a_new_step() -> 
     expected = assemble(model, seed=0, dtype=torch.float64)
     (expected.loss(batches[0]) + expected.loss(batches[1])).backward()
     torch.testing.assert_close(gradients(whole), gradients(expected), rtol=1e-12, atol=1e-14)
+    stage.backward_input(2, {})
     stage.begin()
     with pytest.raises(KeyError):
-        stage.backward(2, {})
+        stage.backward_weight(2)
 
 
 def test_autocast_computes_matrix_products_in_the_lower_type() -> None:
