@@ -18,7 +18,7 @@ from rich.text import Text
 from resilient.errors import ResilientError
 from resilient.templates.profile import ModelProfile
 
-_COLUMNS = ("layer", "forward", "backward inputs", "backward weights", "activations", "input", "state")
+_COLUMNS = ("layer", "forward", "backward\ninputs", "backward\nweights", "activations", "input", "state")
 
 
 def profile(
@@ -47,7 +47,7 @@ def profile(
     except (ResilientError, ValueError) as error:
         Console(stderr=True, highlight=False).print(f"error: {error}", markup=False, style="red", soft_wrap=True)
         raise typer.Exit(1) from None
-    console.print(f"{measured.source}, one microbatch of {job.microbatch}", markup=False)
+    console.print(f"{measured.source}, one microbatch of {job.microbatch}; times in ms", markup=False)
     console.print(table(measured))
     console.print(Text(f"kept in {path}"), soft_wrap=True)
     if json_file is not None:
@@ -58,7 +58,7 @@ def profile(
 
 def table(measured: ModelProfile) -> Table:
     """Return the profile as a table, with totals; what is not computed shows as a dash."""
-    rows = Table(box=None, padding=(0, 2, 0, 0), show_footer=True)
+    rows = Table(box=None, pad_edge=False, show_footer=True)
     costs = [layer.costs[0] for layer in measured.layers]
     footers = (
         "total",
@@ -86,11 +86,11 @@ def table(measured: ModelProfile) -> Table:
 
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    return Progress(*columns, console=console, transient=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _ms(value: float) -> str:
-    return f"{value:.3f} ms" if value else "-"
+    return f"{value:.3f}" if value else "-"
 
 
 def _bytes(value: int) -> str:

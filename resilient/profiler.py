@@ -26,7 +26,7 @@ VERSION = 1
 """Of what is measured and how; profiles of another version are measured again."""
 
 _NUM_MICROBATCHES = 4
-_MIN_ROUNDS, _MAX_ROUNDS = 3, 20
+_MIN_ROUNDS, _MAX_ROUNDS = 5, 20
 _ENOUGH_MS = 10.0
 """A layer measured for this long, and in the fewest rounds, is done: its median has settled."""
 _TOO_LONG_MS = 2000.0
