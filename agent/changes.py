@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
-from resilient.agent.agreement import Agreement, uncovered
+from collections.abc import Mapping
+
+from resilient.agent.agreement import Agreement
 from resilient.agent.endings import Endings
-from resilient.agent.events import PreparePlans, Send
+from resilient.agent.events import PreparePlans, Send, Worker
 from resilient.agent.forming import Formed, describe, form, message_for
-from resilient.agent.members import available
+from resilient.agent.members import Member, available
 from resilient.agent.saving import Parts
+from resilient.agent.speeds import slowdowns
 from resilient.agent.state import EXIT_FAILED, Change, Phase
 from resilient.errors import StateLostError
-from resilient.messages import Regroup
+from resilient.messages import Progress, Regroup
 from resilient.templates.nodespec import TooFewNodes
 
 
 class Changes(Endings):
     """Changes the membership."""
+
+    def _await_plans(self, member: Member) -> None:
+        """Keep a node from being planned with, as long as a plan for one node more would have to be computed first.
+
+        Templates for a number of nodes never reached before can take seconds, for which neither a recovery nor the
+        heartbeats may wait.
+        """
+        live = sum(other.is_up and not other.leaving for other in self.members.values())
+        num_nodes = max(live, self._expected) if self.phase is Phase.STARTING else live
+        member.lacks_plans = num_nodes > self._planned_for
+        if num_nodes > self._asked_plans_for:
+            self._ask_for_plans(num_nodes)
+
+    def _ask_for_plans(self, num_nodes: int) -> None:
+        assert self._problem is not None
+        self._asked_plans_for = max(self._asked_plans_for, num_nodes)
+        self._out.append(PreparePlans(problem=self._problem, num_nodes=num_nodes))
+
+    def _take_plans(self, num_nodes: int) -> None:
+        """Plan with as many of the nodes that waited for it as the plans that are ready allow."""
+        self._planned_for = max(self._planned_for, num_nodes)
+        num_ready = len(available(self.members.values()))
+        for member in self.members.values():
+            if member.lacks_plans and not member.leaving and num_ready < self._planned_for:
+                member.lacks_plans = False
+                num_ready += 1
 
     def _ask_for_boundary(self) -> None:
         joining = [node for node in available(self.members.values()) if not self.members[node].admitted]
@@ -59,7 +88,7 @@ class Changes(Endings):
             reports=change.reports if change is not None else {},
             step_under_way=change.step_under_way if change is not None else self.phase is Phase.RUNNING,
         )
-        self.phase, self._saving = Phase.AGREEING, None
+        self.phase, self._saving, self._sources = Phase.AGREEING, None, set()
         self._send_all(Regroup(generation=self._change.generation, at_boundary=at_boundary))
 
     def _publish_next(self, agreement: Agreement) -> None:
@@ -72,9 +101,12 @@ class Changes(Endings):
         if change is not None and change.cause == "failure":
             self._suspicions = 0 if change.lost_nodes else self._suspicions + 1
         nodes = available(self.members.values())
+        if self.plan is not None and change is not None:
+            self._observe_speeds(change.reports)
         try:
-            formed = form(self._problem, self.plan, nodes, agreement, self._checkpoints)
+            formed = form(self._problem, self.plan, self.members, agreement, self._checkpoints, self._slowdowns)
         except TooFewNodes as error:
+            self._needed_nodes = error.needed
             self._save_and_stop(agreement, f"{len(nodes)} nodes are live ({nodes}), {error.needed} are needed")
         except StateLostError as error:
             self._save_and_stop(agreement, str(error))
@@ -83,34 +115,47 @@ class Changes(Endings):
         else:
             if self._suspicions > self.settings.max_suspicions:
                 self._save_and_stop(agreement, "communication keeps failing between live nodes; check the network")
-            elif formed.lost and not uncovered(self._problem.profile, agreement.holders()):
-                self._save_and_stop(agreement, f"only nodes that leave hold {', '.join(formed.lost)}")
             else:
                 self._publish(formed)
+
+    def _observe_speeds(self, reports: Mapping[Worker, Progress]) -> None:
+        """Take in what the workers measured under the plan that ends; what is not measured anew stays known."""
+        assert self._problem is not None
+        assert self.plan is not None
+        stage_ms = {worker: progress.stage_ms for worker, progress in reports.items()}
+        self._slowdowns.update(slowdowns(self._problem.profile, self.plan, stage_ms))
 
     def _publish(self, formed: Formed) -> None:
         change = self._change
         cause = change.cause if change is not None else ("resume" if self.settings.resume else "start")
-        if formed.roll_forward is not None:
+        assert self.job is not None
+        if formed.roll_forward is not None or formed.version == self.job.num_steps:
             self._redoing = False
         elif change is not None and change.cause == "failure" and change.step_under_way:
             self._redoing = True
         self.generation += 1
         self.phase, self._change, self.plan = Phase.INSTALLING, None, formed.plan
         self._version, self._parts = formed.version, Parts()
-        self._installed, self._finished = set(), set()
+        self._installed, self._finished, self._sources = set(), set(), set(formed.senders)
+        self._needed_nodes = formed.needed_nodes
         if formed.lost:
             self.outcome = None  # the job goes back behind what was seen
             text = f"nobody holds {', '.join(formed.lost)}: everybody loads {formed.source}"
             self._record("output", text=text)
         elif formed.roll_forward is not None:
             self.outcome = formed.roll_forward
-        for member in [member for member in self.members.values() if member.leaving]:
-            self._dismiss(member, "left")
-        self._record("generation", cause=cause, lost_steps=int(self._redoing), **describe(formed, self.members))
+        self._let_go()
+        description = describe(formed, self.members, self._slowdowns)
+        self._record("generation", cause=cause, lost_steps=int(self._redoing), **description)
         for worker in self._ready_workers():
             self.members[worker[0]].admitted = True
             message = message_for(worker, self.generation, formed, self.members)
             self._out.append(Send(node=worker[0], local_rank=worker[1], message=message))
-        assert self._problem is not None
-        self._out.append(PreparePlans(problem=self._problem, num_nodes=len(available(self.members.values()))))
+        self._ask_for_plans(len(available(self.members.values())))
+
+    def _let_go(self) -> None:
+        """Dismiss the nodes that leave, once nothing is taken from them any more."""
+        kept = {node for node, _ in self._sources}
+        for member in list(self.members.values()):
+            if member.leaving and member.node not in kept and not self._is_placed(member.node):
+                self._dismiss(member, "left")

@@ -1,7 +1,8 @@
 """The coordinator: sockets, files and time around the membership machine.
 
-One port: ``GET /agent`` (WebSocket, node agents), ``POST /inject``, ``GET /status``; all with the job's token. Holds no
-training state and decides nothing: see :mod:`resilient.agent.membership`. Must not import torch.
+One port: ``GET /agent`` (WebSocket, node agents), ``POST /inject``, ``POST /leave``, ``GET /status``; all with the
+job's token. Holds no training state and decides nothing: see :mod:`resilient.agent.membership`. Plans are prepared in
+a thread, so that the event loop never waits for them. Must not import torch.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import json
 import logging
 import os
@@ -16,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -29,6 +31,7 @@ from resilient.manifest import write_manifest
 from resilient.messages import (
     MAX_MESSAGE_BYTES,
     PHASES,
+    Departure,
     FromWorker,
     Health,
     Hello,
@@ -41,6 +44,7 @@ from resilient.messages import (
     decode_from_agent,
     encode,
 )
+from resilient.templates.plan import Problem
 from resilient.templates.replan import prepare
 
 logger = logging.getLogger(__name__)
@@ -49,6 +53,8 @@ _HELLO_TIMEOUT_S = 10.0
 _FAREWELL_TIMEOUT_S = 10.0
 _TICK_S = 0.5
 _MAX_BODY_BYTES = 1 << 20
+
+_Body = TypeVar("_Body", Injection, Departure)
 
 
 class Coordinator:
@@ -91,6 +97,7 @@ class Coordinator:
             [
                 web.get("/agent", self._serve_agent),
                 web.post("/inject", self._serve_inject),
+                web.post("/leave", self._serve_leave),
                 web.get("/status", self._serve_status),
             ]
         )
@@ -99,11 +106,13 @@ class Coordinator:
         site = web.TCPSite(self._runner, host, port)
         await site.start()
         bound_host, bound_port = self._runner.addresses[0][:2]
-        self.address = f"{bound_host}:{bound_port}"
+        self.address = f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
         _write_private(
             Path(self._settings.run_directory) / "job.json",
             json.dumps({"address": self.address, "token": self._token, "pid": os.getpid()}),
         )
+        if not ipaddress.ip_address(bound_host).is_loopback:
+            self._write_event({"time": time.time(), "kind": "listening", "generation": 0, "address": self.address})
         self._spawn(self._tick())
 
     async def wait(self) -> int:
@@ -129,10 +138,17 @@ class Coordinator:
         self._is_pumping = True
         try:
             while self._queue:
-                for instruction in self._machine.handle(self._queue.popleft(), time.monotonic()):
-                    self._do(instruction)
+                self._handle(self._queue.popleft())
+        except Exception as error:  # an error of ours must end the job, too, and not leave it waiting
+            logger.exception("the coordinator failed")
+            self._queue.clear()
+            self._handle(ev.StopWanted(exit_code=EXIT_FAILED, reason=f"the coordinator failed: {error!r}"))
         finally:
             self._is_pumping = False
+
+    def _handle(self, event: ev.Event) -> None:
+        for instruction in self._machine.handle(event, time.monotonic()):
+            self._do(instruction)
 
     async def _tick(self) -> None:
         while True:
@@ -167,12 +183,21 @@ class Coordinator:
                         ev.StopWanted(exit_code=EXIT_FAILED, reason=f"cannot write the checkpoint {path}: {error}")
                     )
             case ev.PreparePlans(problem=problem, num_nodes=num_nodes):
-                self._spawn(asyncio.to_thread(prepare, problem, num_nodes))
+                self._spawn(self._prepare(problem, num_nodes))
             case ev.Stop(exit_code=exit_code, reason=reason):
                 for node in list(self._connections):
                     self._tell(node, Shutdown(exit_code=exit_code, reason=reason))
                 if not self._stopped.done():
                     self._stopped.set_result(exit_code)
+
+    async def _prepare(self, problem: Problem, num_nodes: int) -> None:
+        try:
+            await asyncio.to_thread(prepare, problem, num_nodes)
+        except ValueError:
+            pass  # there is no plan: the machine finds that out when it needs one
+        except Exception:
+            logger.exception("plans for %d nodes could not be prepared", num_nodes)
+        self.feed(ev.PlansPrepared(num_nodes=num_nodes))
 
     def _tell(self, node: int, message: ToAgentMessage) -> None:
         connection = self._connections.get(node)
@@ -210,17 +235,23 @@ class Coordinator:
         return web.json_response({**self._machine.status(), "health": health})
 
     async def _serve_inject(self, request: web.Request) -> web.Response:
-        try:
-            injection = msgspec.json.decode(await request.read(), type=Injection)
-        except msgspec.DecodeError as error:
-            raise web.HTTPBadRequest(text=f"not an injection: {error}") from None
+        injection = await _read(request, Injection)
         if injection.at_phase is not None and injection.at_phase not in PHASES:
             raise web.HTTPBadRequest(text=f"phase must be one of {', '.join(PHASES)}, got {injection.at_phase!r}")
-        if injection.node not in self._machine.members:
-            live = sorted(self._machine.members)
-            raise web.HTTPNotFound(text=f"node must be one of the live nodes {live}, got {injection.node}")
+        self._check_live(injection.node)
         self.feed(ev.FailureWanted(injection=injection))
         return web.json_response({})
+
+    async def _serve_leave(self, request: web.Request) -> web.Response:
+        departure = await _read(request, Departure)
+        self._check_live(departure.node)
+        self.feed(ev.NodeLeaving(node=departure.node, reason="asked to leave"))
+        return web.json_response({})
+
+    def _check_live(self, node: int) -> None:
+        if node not in self._machine.members:
+            live = sorted(self._machine.members)
+            raise web.HTTPNotFound(text=f"node must be one of the live nodes {live}, got {node}")
 
     # ------------------------------------------------------------ agents
 
@@ -247,7 +278,11 @@ class Coordinator:
         connection = _Connection(socket)
         self._connections[node] = connection
         writer = asyncio.get_running_loop().create_task(connection.write())
-        self.feed(ev.NodeConnected(node=node, host=hello.host, pid=hello.pid, num_workers=hello.num_workers))
+        self.feed(
+            ev.NodeConnected(
+                node=node, host=hello.host, pid=hello.pid, num_workers=hello.num_workers, domain=hello.domain
+            )
+        )
         try:
             await self._listen(node, socket)
         except msgspec.DecodeError as error:
@@ -300,6 +335,14 @@ class _Connection:
         with contextlib.suppress(ConnectionError):  # the reading side notices it as well
             while True:
                 await self._socket.send_bytes(await self.outbox.get())
+
+
+async def _read(request: web.Request, kind: type[_Body]) -> _Body:
+    """Read a request's JSON body."""
+    try:
+        return msgspec.json.decode(await request.read(), type=kind)
+    except msgspec.DecodeError as error:
+        raise web.HTTPBadRequest(text=f"cannot read the {kind.__name__.lower()}: {error}") from None
 
 
 def _write_private(path: Path, text: str) -> None:

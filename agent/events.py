@@ -24,6 +24,7 @@ class NodeConnected:
     host: str
     pid: int
     num_workers: int
+    domain: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,13 @@ class FailureWanted:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlansPrepared:
+    """What :class:`PreparePlans` asked for is done, or cannot be done: planning then fails at once, with the reason."""
+
+    num_nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopWanted:
     """The launcher wants the job to end: somebody pressed Ctrl-C, or all its processes are gone."""
 
@@ -81,7 +89,17 @@ class Tick:
     """Time passes; to be given about once a second."""
 
 
-Event = NodeConnected | NodeLost | WorkerSaid | WorkerEnded | NodeLeaving | FailureWanted | StopWanted | Tick
+Event = (
+    NodeConnected
+    | NodeLost
+    | WorkerSaid
+    | WorkerEnded
+    | NodeLeaving
+    | FailureWanted
+    | PlansPrepared
+    | StopWanted
+    | Tick
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +138,7 @@ class WriteManifest:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparePlans:
-    """Compute ahead, off the event loop, what the next change of membership will need."""
+    """Compute off the event loop what plans for up to so many nodes need; then answer with :class:`PlansPrepared`."""
 
     problem: Problem
     num_nodes: int

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from resilient.agent.agreement import Agreement
 from resilient.agent.events import Worker
-from resilient.agent.members import Member
+from resilient.agent.members import Member, available
 from resilient.errors import StateLostError
 from resilient.messages import INIT, Generation, JobSpec, Outcome
 from resilient.templates.batch import check_batch
+from resilient.templates.cluster import Cluster
 from resilient.templates.plan import Plan, Problem
-from resilient.templates.replan import first_plan, replan
+from resilient.templates.replan import first_plan, replan, templates_for
 from resilient.templates.transfer import Transfer, plan_transfers
 
 
@@ -27,14 +28,28 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Formed:
-    """A generation ready to be published; ``lost`` names states that made it fall back to ``source``."""
+    """A generation ready to be published.
+
+    Args:
+        senders: Workers without a place that send states: their ranks follow those of the plan.
+        needed_nodes: The fewest nodes the job can go on with.
+        lost: States that made it fall back to ``source``.
+    """
 
     plan: Plan
     version: int
     roll_forward: Outcome | None
     transfers: tuple[Transfer, ...]
+    senders: tuple[Worker, ...]
     source: str
+    needed_nodes: int
     lost: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> dict[Worker, int]:
+        """The global ranks of all who take part."""
+        placed = ((slot.node, slot.local_rank) for slot in self.plan.slots)
+        return {worker: rank for rank, worker in enumerate((*placed, *self.senders))}
 
 
 def problem_of(job: JobSpec, workers_per_node: int) -> Problem:
@@ -47,7 +62,7 @@ def problem_of(job: JobSpec, workers_per_node: int) -> Problem:
     return Problem(
         profile=job.profile,
         num_microbatches=job.global_batch // job.microbatch,
-        devices_per_node=workers_per_node,
+        cluster=Cluster(devices_per_node=workers_per_node, memory_bytes=job.memory_bytes),
         max_failures=job.max_failures,
         min_pipeline_nodes=job.min_pipeline_nodes,
     )
@@ -61,55 +76,97 @@ def source_at(version: int, checkpoints: Collection[Checkpoint]) -> str:
 
 
 def form(
-    problem: Problem, plan: Plan | None, nodes: Sequence[int], agreement: Agreement, checkpoints: Collection[Checkpoint]
+    problem: Problem,
+    plan: Plan | None,
+    members: Mapping[int, Member],
+    agreement: Agreement,
+    checkpoints: Collection[Checkpoint],
+    slowdowns: Mapping[int, float],
 ) -> Formed:
     """Make the next generation.
+
+    Args:
+        problem: The job.
+        plan: The plan of the generation before, None for the first.
+        members: Who is there.
+        agreement: What they agreed on.
+        checkpoints: Those there are.
+        slowdowns: Of nodes, as observed.
 
     Raises:
         TooFewNodes: The job cannot go on with its promised redundancy.
         StateLostError: A state is gone for good.
         ValueError: The job fits no plan; the message says what to change.
     """
-    new = first_plan(problem, nodes) if plan is None else replan(problem, plan, nodes)
+    nodes = available(members.values())
+    domains = {node: members[node].domain for node in nodes if members[node].domain}
+    slow = {node: slowdowns[node] for node in nodes if slowdowns.get(node, 1.0) > 1}
+    if plan is None:
+        new = first_plan(problem, nodes, domains=domains, slowdowns=slow)
+    else:
+        new = replan(problem, plan, nodes, domains=domains, slowdowns=slow)
+    needed_nodes = (problem.max_failures + 1) * templates_for(problem, len(nodes)).sizes.start
     source = source_at(agreement.version, checkpoints)
-    rank_of: dict[Worker, int] = {(slot.node, slot.local_rank): slot.rank for slot in new.slots}
-    held = {
-        state: [rank_of[worker] for worker in workers if worker in rank_of]
-        for state, workers in agreement.holders().items()
-    }
-    transfers, lost = plan_transfers(problem, new, held)
+    transfers, lost, senders = _copies(problem, new, agreement)
     if not lost or source:
         return Formed(
             plan=new,
             version=agreement.version,
             roll_forward=agreement.roll_forward,
             transfers=transfers,
+            senders=senders,
             source=source,
+            needed_nodes=needed_nodes,
         )
     newest = max(checkpoints, key=lambda checkpoint: checkpoint.step, default=None)
     if newest is None:
         raise StateLostError(f"no live node holds {', '.join(lost)} and there is no checkpoint; start the job again")
-    return Formed(plan=new, version=newest.step, roll_forward=None, transfers=(), source=newest.path, lost=lost)
+    return Formed(
+        plan=new,
+        version=newest.step,
+        roll_forward=None,
+        transfers=(),
+        senders=(),
+        source=newest.path,
+        needed_nodes=needed_nodes,
+        lost=lost,
+    )
+
+
+def _copies(
+    problem: Problem, plan: Plan, agreement: Agreement
+) -> tuple[tuple[Transfer, ...], tuple[str, ...], tuple[Worker, ...]]:
+    """Plan the copies; return them, the states nobody holds, and who sends without a place in the plan."""
+    placed = [(slot.node, slot.local_rank) for slot in plan.slots]
+    others = sorted(agreement.held.keys() - set(placed))
+    rank_of = {worker: rank for rank, worker in enumerate((*placed, *others))}
+    held = {state: [rank_of[worker] for worker in workers] for state, workers in agreement.holders().items()}
+    transfers, lost = plan_transfers(problem, plan, held, len(others))
+    sending = sorted({transfer.source for transfer in transfers} - set(range(len(placed))))
+    ranks = {rank: len(placed) + position for position, rank in enumerate(sending)}
+    renumbered = tuple(replace(transfer, source=ranks.get(transfer.source, transfer.source)) for transfer in transfers)
+    return renumbered, lost, tuple(others[rank - len(placed)] for rank in sending)
 
 
 def message_for(worker: Worker, generation: int, formed: Formed, members: Mapping[int, Member]) -> Generation:
     """Return the announcement for one worker."""
-    slots = formed.plan.slots
-    first = members[slots[0].node].ready[slots[0].local_rank]
+    first = formed.plan.slots[0]
     return Generation(
         generation=generation,
-        rank=next((slot.rank for slot in slots if (slot.node, slot.local_rank) == worker), None),
+        rank=formed.ranks.get(worker),
         plan=formed.plan,
         version=formed.version,
         roll_forward=formed.roll_forward,
         transfers=formed.transfers,
         source=formed.source,
-        store_address=first.store_address,
+        store_address=members[first.node].ready[first.local_rank].store_address,
+        num_sources=len(formed.senders),
     )
 
 
-def describe(formed: Formed, members: Mapping[int, Member]) -> dict[str, Any]:
+def describe(formed: Formed, members: Mapping[int, Member], slowdowns: Mapping[int, float]) -> dict[str, Any]:
     """Return what the event log says of a generation."""
+    staying = {node: member for node, member in sorted(members.items()) if member.is_ready and not member.leaving}
     slots = formed.plan.slots
     pipelines = [
         {
@@ -136,6 +193,8 @@ def describe(formed: Formed, members: Mapping[int, Member]) -> dict[str, Any]:
         "nodes": sorted(placed),
         "pipelines": pipelines,
         "transfers": len(formed.transfers),
-        "standby": sorted(node for node, member in members.items() if member.is_ready and node not in placed),
-        "pids": {key: pid for node in sorted(members) for key, pid in members[node].pids.items()},
+        "senders": sorted({node for node, _ in formed.senders}),
+        "standby": [node for node in staying if node not in placed],
+        "slowdowns": {str(node): slowdowns[node] for node in staying if slowdowns.get(node, 1.0) > 1},
+        "pids": {key: pid for member in staying.values() for key, pid in member.pids.items()},
     }

@@ -41,6 +41,7 @@ class LaunchOptions:
         port: Port to listen on; 0 for any that is free.
         heartbeat_s: Silence after which a node counts as lost.
         injections: Failures to cause.
+        domains: What the simulated nodes fail together with (zones, racks), in turn; empty for each by itself.
         environment: Further environment variables for nodes and workers.
     """
 
@@ -54,6 +55,7 @@ class LaunchOptions:
     port: int = 0
     heartbeat_s: float = 5.0
     injections: tuple[Injection, ...] = ()
+    domains: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
@@ -82,6 +84,7 @@ class Launcher:
         self._coordinator: Coordinator | None = None
         self._spawner: Spawner | None = None
         self._nodes: set[int] = set()
+        self._num_started = 0
         self._nodes_gone = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -92,6 +95,10 @@ class Launcher:
     def add_node(self) -> None:
         """Start another node, which joins the job; any thread may call this while the job runs."""
         self._call(self._start_node_soon)
+
+    def remove_node(self, node: int) -> None:
+        """Have a node leave at the next step boundary; any thread may call this while the job runs."""
+        self._feed(ev.NodeLeaving(node=node, reason="asked to leave"))
 
     def inject(self, injection: Injection) -> None:
         """Cause a failure; any thread may call this while the job runs."""
@@ -179,6 +186,9 @@ class Launcher:
         options = self._options
         argv = ["resilient.agent.node", "--join", self._coordinator.address]
         argv += ["--workers", str(options.workers_per_node), "--heartbeat-s", str(options.heartbeat_s)]
+        if options.domains:
+            argv += ["--domain", options.domains[self._num_started % len(options.domains)]]
+        self._num_started += 1
         pid = await self._spawner.spawn(
             Spawn(
                 kind="node",

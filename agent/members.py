@@ -14,24 +14,34 @@ class Member:
     """A live node.
 
     Args:
+        domain: What it fails together with (a zone, a rack); "" when it is not known.
         ready: Its workers that are up, by local rank.
         done: Its workers that have ended as they should.
+        leaving: It has announced that it goes away.
         admitted: It was told of the current generation, with a place in it or without.
+        lacks_plans: Plans for as many nodes as there are with it are still being prepared.
     """
 
     node: int
     host: str
     pid: int
     num_workers: int
+    domain: str = ""
     ready: dict[int, Ready] = field(default_factory=dict[int, Ready])
     done: set[int] = field(default_factory=set[int])
     leaving: bool = False
     admitted: bool = False
+    lacks_plans: bool = False
+
+    @property
+    def is_up(self) -> bool:
+        """Whether all its workers are up."""
+        return len(self.ready) == self.num_workers
 
     @property
     def is_ready(self) -> bool:
-        """Whether all its workers are up."""
-        return len(self.ready) == self.num_workers
+        """Whether it can be given a place."""
+        return self.is_up and not self.lacks_plans
 
     @property
     def is_done(self) -> bool:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from functools import singledispatchmethod
 
-from resilient.agent.agreement import NOTHING, Agreement, agree, uncovered
-from resilient.agent.changes import Changes
+from resilient.agent.agreement import NOTHING, agree, uncovered
 from resilient.agent.events import (
     Event,
     FailureWanted,
@@ -19,6 +18,7 @@ from resilient.agent.events import (
     NodeConnected,
     NodeLeaving,
     NodeLost,
+    PlansPrepared,
     Send,
     StopWanted,
     Tell,
@@ -27,8 +27,8 @@ from resilient.agent.events import (
     WorkerEnded,
     WorkerSaid,
 )
-from resilient.agent.forming import problem_of
 from resilient.agent.members import Member
+from resilient.agent.starting import Starting
 from resilient.agent.state import EXIT_DONE, EXIT_FAILED, Phase
 from resilient.manifest import folder
 from resilient.messages import (
@@ -36,7 +36,6 @@ from resilient.messages import (
     Failed,
     Finished,
     Installed,
-    JobSpec,
     Kill,
     Note,
     Outcome,
@@ -51,7 +50,7 @@ from resilient.messages import (
 )
 
 
-class Membership(Changes):
+class Membership(Starting):
     """The machine. Feed it events with :meth:`handle`, in the order in which they happen."""
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
@@ -95,7 +94,7 @@ class Membership(Changes):
             )
         )
         self.members[event.node] = Member(
-            node=event.node, host=event.host, pid=event.pid, num_workers=event.num_workers
+            node=event.node, host=event.host, pid=event.pid, num_workers=event.num_workers, domain=event.domain
         )
         if event.num_workers != settings.workers_per_node:
             reason = f"workers per node must be {settings.workers_per_node} in this job, got {event.num_workers}"
@@ -116,8 +115,8 @@ class Membership(Changes):
         member.leaving = True
         if self.phase is Phase.STARTING:
             self._expected -= 1
-        if not self._is_placed(event.node):
-            self._dismiss(member, "left before it had a place")
+        if not self._is_needed(event.node):
+            self._dismiss(member, "left")
         self._proceed()
 
     @_on.register
@@ -145,13 +144,18 @@ class Membership(Changes):
     def _(self, event: FailureWanted) -> None:
         injection = event.injection
         member = self.members.get(injection.node)
-        if member is None or not member.is_ready:
+        if member is None or not member.is_up:
             self._injections.append(injection)
         elif injection.at_step is None and injection.at_phase is None:
             self._out.append(Tell(node=injection.node, message=Kill(injection=injection)))
         else:
             local_rank = 0 if injection.worker_only else None
             self._out.append(Send(node=injection.node, local_rank=local_rank, message=Arm(injection=injection)))
+
+    @_on.register
+    def _(self, event: PlansPrepared) -> None:
+        self._take_plans(event.num_nodes)
+        self._proceed()
 
     @_on.register
     def _(self, event: StopWanted) -> None:
@@ -189,7 +193,8 @@ class Membership(Changes):
             )
             return
         member.ready[worker[1]] = message
-        if member.is_ready:
+        if member.is_up:
+            self._await_plans(member)
             pids = [member.ready[local_rank].pid for local_rank in range(member.num_workers)]
             self._record("node_ready", node=member.node, pids=pids, device=message.device)
             waiting = [injection for injection in self._injections if injection.node == member.node]
@@ -223,8 +228,9 @@ class Membership(Changes):
             bytes_copied=message.bytes_copied,
         )
         self._installed.add(worker)
-        if self.phase is Phase.INSTALLING and self._installed >= self._placed():
-            self.phase = Phase.RUNNING
+        if self.phase is Phase.INSTALLING and self._installed >= self._placed() | self._sources:
+            self.phase, self._sources = Phase.RUNNING, set()
+            self._let_go()
             self._proceed()
 
     @_hear.register
@@ -285,16 +291,7 @@ class Membership(Changes):
     def _proceed(self) -> None:
         """Do what has become possible."""
         if self.phase is Phase.STARTING:
-            live = list(self.members.values())
-            done = [member.node for member in live if member.is_done]
-            if not live and self._expected <= 0:
-                self._stop(EXIT_FAILED, "all nodes went away before the job began; see their logs", None)
-            elif done and any(member.ready for member in live):
-                self._fail(done[0], "the script ended without training, while it trains on other nodes; see its log")
-            elif len(live) >= self._expected and len(done) == len(live):
-                self._stop(EXIT_DONE, "the script ended without training; its output is in the logs", None)
-            elif self.job is not None and len(live) >= self._expected and all(member.is_ready for member in live):
-                self._publish_next(Agreement(version=self._version, outcome=None, roll_forward=None, held={}))
+            self._begin_when_complete()
         elif self.phase is Phase.RUNNING and not self._finished:
             self._ask_for_boundary()
         elif self.phase is Phase.AGREEING and not self.awaiting:
@@ -340,7 +337,7 @@ class Membership(Changes):
             self._stop_resumable(f"all nodes are lost, the last one ({node}) because of: {cause}")
         elif self.phase is Phase.SAVING and node not in {waited for waited, _ in self.awaiting}:
             self._proceed()  # it has done its part
-        elif self.phase is Phase.SAVING or self._is_placed(node):
+        elif self.phase is Phase.SAVING or self._is_placed(node) or node in {sender for sender, _ in self._sources}:
             if self._change is not None:
                 self._change.reports = {worker: p for worker, p in self._change.reports.items() if worker[0] != node}
             self._begin_failure([node], cause)
@@ -360,36 +357,3 @@ class Membership(Changes):
             self._fail(
                 event.node, "a worker ended before the job was finished; the script must reach Trainer.fit's end"
             )
-
-    def _accept_job(self, job: JobSpec) -> bool:
-        """Take the first worker's job as the job; False if it fits no plan or not the checkpoint."""
-        settings = self.settings
-        try:
-            self._problem = problem_of(job, settings.workers_per_node)
-        except ValueError as error:
-            self._stop(EXIT_FAILED, str(error), None)
-            return False
-        self.job = job
-        self._record(
-            "job",
-            script=settings.script,
-            arguments=list(settings.arguments),
-            num_nodes=settings.num_nodes,
-            workers_per_node=settings.workers_per_node,
-            max_failures=job.max_failures,
-            min_pipeline_nodes=job.min_pipeline_nodes,
-            global_batch=job.global_batch,
-            microbatch=job.microbatch,
-            num_steps=job.num_steps,
-            num_layers=len(job.profile.layers),
-            layers=[layer.name for layer in job.profile.layers],
-        )
-        if self._version > job.num_steps:
-            reason = f"num_steps must be at least the {self._version} steps of the checkpoint, got {job.num_steps}"
-            self._stop(EXIT_FAILED, f"{reason}; train for more steps", None)
-            return False
-        lacking = uncovered(job.profile, settings.resume[1].states) if settings.resume else ()
-        if settings.resume and lacking:
-            reason = f"the checkpoint must hold every state of the model, {settings.resume[0]} lacks {lacking[0]!r}"
-            self._stop(EXIT_FAILED, f"{reason}; resume with the script that wrote it", None)
-        return not lacking

@@ -66,6 +66,7 @@ class NodeOptions:
         max_restarts: How often workers killed by a signal are replaced before the node gives up.
         connect_timeout_s: How long to try to reach the coordinator while no worker can go on without it.
         heartbeat_s: Silence after which the coordinator counts as gone.
+        domain: What this machine fails together with (a zone, a rack); "" when it is not known.
     """
 
     coordinator: str
@@ -75,6 +76,7 @@ class NodeOptions:
     max_restarts: int = 3
     connect_timeout_s: float = 60.0
     heartbeat_s: float = 5.0
+    domain: str = ""
 
 
 class NodeAgent:
@@ -137,6 +139,9 @@ class NodeAgent:
         async with aiohttp.ClientSession(headers=headers) as session:
             while True:
                 async with await self._connect(session) as connection:
+                    if self._is_leaving:  # counted as lost by now: nothing is left to announce
+                        self._end(1)
+                        return
                     if self._pool is not None:  # peers reach the workers where the coordinator reaches this machine
                         self._pool.host = connection.get_extra_info("sockname")[0]
                     await self._converse(connection)
@@ -172,7 +177,13 @@ class NodeAgent:
     async def _converse(self, connection: aiohttp.ClientWebSocketResponse[bool]) -> None:
         self._outbox = asyncio.Queue()
         self._send(
-            Hello(host=socket.gethostname(), pid=os.getpid(), num_workers=self._options.num_workers, node=self._node)
+            Hello(
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                num_workers=self._options.num_workers,
+                node=self._node,
+                domain=self._options.domain,
+            )
         )
         tasks = [asyncio.create_task(self._write(connection)), asyncio.create_task(self._report_health())]
         try:
@@ -274,6 +285,7 @@ class NodeAgent:
             self._outbox.put_nowait(None)
 
     def _on_signal(self, name: str) -> None:
+        """Announce the departure; a second signal ends the node at once."""
         if self._is_leaving or self._pool is None or not self._pool.is_running:
             self._end(1)
         self._is_leaving = True
@@ -286,6 +298,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--join", required=True, metavar="HOST:PORT")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--heartbeat-s", type=float, default=5.0)
+    parser.add_argument("--domain", default="")
     parser.add_argument("--spawner-fd", type=int)
     parsed = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -297,6 +310,7 @@ def main(arguments: list[str]) -> int:
         num_workers=parsed.workers,
         spawner_fd=parsed.spawner_fd,
         heartbeat_s=parsed.heartbeat_s,
+        domain=parsed.domain,
     )
     with contextlib.suppress(KeyboardInterrupt):
         return asyncio.run(NodeAgent(options).run())

@@ -103,6 +103,9 @@ class State:
         self.job: JobSpec | None = None
         self.outcome: Outcome | None = None
         self._problem: Problem | None = None
+        self._needed_nodes = settings.num_nodes  # to go on, as far as it is known
+        self._planned_for = 0  # plans for up to so many nodes are prepared
+        self._asked_plans_for = 0
         self._expected: int = settings.num_nodes
         self._version = settings.resume[1].step if settings.resume else 0
         self._checkpoints: list[Checkpoint] = []
@@ -113,6 +116,8 @@ class State:
         self._saving: Saving | None = None
         self._parts = Parts()
         self._installed: set[Worker] = set()
+        self._sources: set[Worker] = set()  # without a place, but senders in the generation being installed
+        self._slowdowns: dict[int, float] = {}  # of nodes, as observed last
         self._finished: set[Worker] = set()
         self._suspicions = 0
         self._failed = ""  # why the job ends as soon as its progress is saved
@@ -157,6 +162,11 @@ class State:
     def _is_placed(self, node: int) -> bool:
         return self.plan is not None and node in self.plan.nodes
 
+    def _is_needed(self, node: int) -> bool:
+        """Whether others may still want what the node holds: it trains, or a change is under way."""
+        changing = self.phase in (Phase.AGREEING, Phase.INSTALLING, Phase.SAVING)
+        return self._is_placed(node) or (changing and self.members[node].admitted)
+
     def _speaks(self, node: int) -> bool:
         return self.plan is not None and self.plan.slots[0].node == node
 
@@ -189,8 +199,7 @@ class State:
         path = self._newest_path()
         if path is None and self.job is None:
             return ""
-        needed = self._problem.min_nodes if self._problem else self.settings.num_nodes
-        command = ["resilient", "run", "--nodes", str(needed)]
+        command = ["resilient", "run", "--nodes", str(self._needed_nodes)]
         if self.settings.workers_per_node > 1:
             command += ["--workers-per-node", str(self.settings.workers_per_node)]
         if path is not None:

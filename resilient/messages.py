@@ -60,6 +60,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         current: States at ``version`` that took part in the last step.
         retained: Further states at ``version`` that did not (kept from an earlier plan): sources for copies,
             but they cannot be rolled forward.
+        stage_ms: Time this worker's stage computes for one microbatch, forward and backward, the median over the
+            steps of its last generation; 0 after too few steps.
     """
 
     version: int
@@ -67,6 +69,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     passed: Outcome | None = None
     current: tuple[str, ...] = ()
     retained: tuple[str, ...] = ()
+    stage_ms: float = 0.0
 
 
 class Injection(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +86,12 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True):
     at_step: int | None = None
     at_phase: str | None = None
     worker_only: bool = False
+
+
+class Departure(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for a node to be let go at the next step boundary, on behalf of its agent."""
+
+    node: int
 
 
 PHASES = ("forward", "backward", "reduce", "prepare", "commit", "regroup", "copy")
@@ -115,7 +124,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Installed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The worker has its groups and all its states for this generation. Times are Unix seconds."""
+    """The worker has its groups and all its states for this generation, or has sent what it was to send.
+
+    Times are Unix seconds.
+    """
 
     generation: int
     started_at: float
@@ -190,7 +202,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A new generation begins. The same for all workers but ``rank``.
 
     Args:
-        rank: Global rank of the addressee; None when the plan has no place for it (it stands by).
+        rank: Global rank of the addressee; None when it takes no part (it stands by). Ranks from ``len(plan.slots)``
+            on have no place in the plan: they send the copies asked of them and then stand by or are let go.
+        num_sources: How many ranks there are of these.
         version: Committed steps to go on from.
         roll_forward: Outcome of step ``version`` for workers still at ``version - 1``: they apply it.
         transfers: Copies between ranks of this generation.
@@ -206,6 +220,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     transfers: tuple[Transfer, ...]
     source: str
     store_address: str
+    num_sources: int = 0
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -234,13 +249,18 @@ ToWorkerMessage = Regroup | Generation | Save | Finish | Arm
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """First message of an agent. ``node`` is set when it reconnects after the connection broke."""
+    """First message of an agent.
+
+    Args:
+        node: Its number before, when it reconnects after the connection broke.
+        domain: What the node fails together with (a zone, a rack); "" when it is not known.
+    """
 
     host: str
     pid: int
     num_workers: int
     node: int | None = None
-    labels: dict[str, str] = {}
+    domain: str = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):

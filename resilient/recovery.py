@@ -22,6 +22,7 @@ from resilient.messages import INIT, Generation, Installed
 from resilient.models.layer import Batch
 from resilient.stage import Stage, StageLayer
 from resilient.state import LayerState, Layout, bind
+from resilient.stopwatch import Stopwatch
 from resilient.sync import GradientSync
 from resilient.templates.generators import Kind, generate
 from resilient.templates.plan import Plan, Slot
@@ -40,6 +41,7 @@ class Session:
     comm: Communicator
     executor: Executor
     sync: GradientSync
+    stopwatch: Stopwatch
 
     def work(self, step: int, num_targets: int, batch: Callable[[int], Batch]) -> StepWork:
         """Return what the step is for this worker's pipeline; ``batch`` loads a microbatch by position."""
@@ -86,28 +88,37 @@ class Installer:
             CommunicationError: Membership changed again; the states that are complete stay.
         """
         assert message.rank is not None, "a worker without a place stands by"
-        started_at = time.time()
-        self._ledger.begin_install(message.version, message.roll_forward)
-        self._faults.reach("regroup", message.version + 1)
         slot = message.plan.slots[message.rank]
         holders = message.plan.holders(self._profile)
+        started_at = time.time()
         comm = self._connect(message, holders)
         regrouped_at = time.time()
         self._faults.reach("copy", message.version + 1)
         bytes_copied = self._gather(message, slot, comm)
         self._ledger.start()
         session = self._session(message, slot, holders, comm)
-        installed = Installed(
-            generation=message.generation,
-            started_at=started_at,
-            regrouped_at=regrouped_at,
-            installed_at=time.time(),
-            bytes_copied=bytes_copied,
-        )
-        return session, installed
+        return session, _installed(message, started_at, regrouped_at, bytes_copied)
+
+    def supply(self, message: Generation) -> Installed:
+        """Send what a generation that has no place for this worker needs of its states.
+
+        The groups stay until the worker is told what comes next: what was sent may still be on its way.
+
+        Raises:
+            CommunicationError: Membership changed again; the states stay.
+        """
+        started_at = time.time()
+        comm = self._connect(message, message.plan.holders(self._profile))
+        regrouped_at = time.time()
+        self._faults.reach("copy", message.version + 1)
+        copy_states(comm, message.transfers, self._ledger.retained)
+        return _installed(message, started_at, regrouped_at, bytes_copied=0)
 
     def _connect(self, message: Generation, holders: dict[str, tuple[int, ...]]) -> Communicator:
+        """Bring the states to the generation's version, and meet its other ranks."""
         assert message.rank is not None
+        self._ledger.begin_install(message.version, message.roll_forward)
+        self._faults.reach("regroup", message.version + 1)
         summed = [ranks for name, ranks in holders.items() if self._layouts[name].num_trainable]
         groups: list[Group] = [ranks for ranks in dict.fromkeys(summed) if len(ranks) > 1]
         comm = connect(
@@ -120,6 +131,7 @@ class Installer:
             timeout_s=self._job.comm_timeout_s,
             interrupted=self._fence.open(message.generation),
             device=self._job.device,
+            num_sources=message.num_sources,
         )
         self._fence.attach(message.generation, comm)
         return comm
@@ -170,6 +182,7 @@ class Installer:
             {index_of[name]: state for name, state in trained.items()},
             {index_of[name]: holders[name] for name in trained},
         )
+        stopwatch = Stopwatch(job.device, message.plan.pipelines[slot.pipeline_index].num_microbatches)
         executor = Executor(
             actions=self._actions(message.plan, slot),
             stage=stage,
@@ -178,6 +191,7 @@ class Installer:
             upstream=Upstream(comm, slot.rank - 1, job.device),
             downstream=Downstream(comm, slot.rank + 1),
             faults=self._faults,
+            stopwatch=stopwatch,
         )
         return Session(
             generation=message.generation,
@@ -186,6 +200,7 @@ class Installer:
             comm=comm,
             executor=executor,
             sync=sync,
+            stopwatch=stopwatch,
         )
 
     def _actions(self, plan: Plan, slot: Slot) -> tuple[Action, ...]:
@@ -200,3 +215,13 @@ class Installer:
         ]
         schedule = generate(Kind.ONE_F_ONE_B, len(states), pipeline.num_microbatches, states=states)
         return schedule.rows[slot.stage_index]
+
+
+def _installed(message: Generation, started_at: float, regrouped_at: float, bytes_copied: int) -> Installed:
+    return Installed(
+        generation=message.generation,
+        started_at=started_at,
+        regrouped_at=regrouped_at,
+        installed_at=time.time(),
+        bytes_copied=bytes_copied,
+    )

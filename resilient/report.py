@@ -195,22 +195,27 @@ def _restarted_workers(before: Event | None, after: Event) -> int:
 
 
 def _planned_changes(
-    events: Sequence[Event], installed: Mapping[int, Sequence[Event]], cause: str
+    events: Sequence[Event], installed: Mapping[int, Sequence[Event]], kind: str
 ) -> list[dict[str, Any]]:
-    """Measure the generations that began at a step boundary for ``cause``: how long training stood still."""
+    """Measure the generations that began at a step boundary because nodes joined or left (``kind``).
+
+    One in which some joined and others left counts as both.
+    """
     changes = []
     before: Event | None = None
     for event in events:
         if event["kind"] != "generation":
             continue
-        if event["cause"] == cause:
+        joined, left = _members(event) - _members(before), _members(before) - _members(event)
+        nodes = joined if kind == "join" else left
+        if event["cause"] in ("join", "leave") and nodes:
             last_step = _last_step_before(events, event["generation"])
             ends = installed.get(event["generation"], [])
             pause_ms = _ms(last_step["time"], max(end["installed_at"] for end in ends)) if ends and last_step else None
             changes.append(
                 {
                     "generation": event["generation"],
-                    "nodes": sorted(_members(event) ^ _members(before)),
+                    "nodes": sorted(nodes),
                     "step": event["interrupted_step"],
                     "lost_steps": _lost_steps(events, event, event),
                     "pause_ms": pause_ms,

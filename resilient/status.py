@@ -97,6 +97,10 @@ class JobStatus:
             f"survives {count(event['max_failures'], 'failure')} at a time",
         )
 
+    def _on_listening(self, event: Event) -> Iterator[tuple[str, str]]:
+        command = f"resilient agent --join {event['address']} --token TOKEN"
+        yield "note", f"another machine joins with: {command} (TOKEN is in job.json in the folder of the run)"
+
     def _on_node_connected(self, event: Event) -> Iterator[tuple[str, str]]:
         self.nodes[event["node"]] = NodeStatus(node=event["node"], host=event["host"])
         if self.generation:
@@ -154,7 +158,7 @@ class JobStatus:
                 node.layers = self.layer_range(stages[0]["first_layer"], stages[-1]["end_layer"])
         for name in event["standby"]:
             self._node(name).state = "standby"
-        yield "note", f"generation {self.generation}: {self._pipelines_in_words()}{_continuation(event)}"
+        yield "note", f"generation {self.generation}: {self._pipelines_in_words()}{self._continuation(event)}"
 
     def _pipelines_in_words(self) -> str:
         pipelines = [
@@ -162,6 +166,16 @@ class JobStatus:
             for pipeline in self.pipelines
         ]
         return f"{count(len(pipelines), 'pipeline')} ({', '.join(pipelines)} microbatches)"
+
+    def _continuation(self, generation: Event) -> str:
+        if generation["cause"] == "resume":
+            return f", resumed after step {generation['version']}"
+        if generation["cause"] != "failure":
+            return ""
+        if generation["version"] == self.job.get("num_steps"):
+            return ", all steps are done"
+        word = "redoes" if generation["lost_steps"] else "goes on with"
+        return f", {word} step {generation['interrupted_step']}"
 
     def _on_step(self, event: Event) -> Iterator[tuple[str, str]]:
         self.step, self.loss, self.phase = event["step"], event["loss"], "training"
@@ -237,12 +251,3 @@ def _nodes(nodes: Sequence[int]) -> str:
 
 def _pause(change: dict[str, Any]) -> str:
     return "an unknown time" if change["pause_ms"] is None else duration(change["pause_ms"])
-
-
-def _continuation(generation: Event) -> str:
-    if generation["cause"] == "resume":
-        return f", resumed after step {generation['version']}"
-    if generation["cause"] != "failure":
-        return ""
-    word = "redoes" if generation["lost_steps"] else "goes on with"
-    return f", {word} step {generation['interrupted_step']}"

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import torch
 
 from resilient import checkpoint, manifest
@@ -93,6 +94,7 @@ class Worker:
         self._session: Session | None = None
         self._left: Communicator | None = None
         self._failure: Exception | None = None
+        self._stage_ms = 0.0  # measured in the generation that ended last
         self.is_main = False
 
     def run(self) -> None:
@@ -115,7 +117,8 @@ class Worker:
                 return
             if isinstance(message, Regroup):
                 self._leave(broken=not message.at_boundary)
-                self._client.send(Report(generation=message.generation, progress=self._ledger.progress()))
+                progress = msgspec.structs.replace(self._ledger.progress(), stage_ms=self._stage_ms)
+                self._client.send(Report(generation=message.generation, progress=progress))
             elif isinstance(message, Save):
                 self._save_and_stop(message)
             elif isinstance(message, Generation):
@@ -123,11 +126,17 @@ class Worker:
 
     def _enter(self, message: Generation) -> None:
         self._leave()
+        self._stage_ms = 0.0
         self.is_main = message.rank == 0
         if message.rank is None:  # stand by; a failure before the others' next commit may need the states held here
             self._ledger.begin_install(message.version, message.roll_forward)
             return
         try:
+            if message.rank >= len(message.plan.slots):
+                installed = self._installer.supply(message)
+                self._close_left()
+                self._client.send(installed)
+                return
             self._session, installed = self._installer.install(message)
             self._close_left()
             self._client.send(installed)
@@ -151,6 +160,7 @@ class Worker:
                 comm.abort()
                 self._close_left()
         if self._session is not None:
+            self._stage_ms = self._session.stopwatch.stage_ms
             self._session.sync.close()
             self._session = None
 
@@ -190,6 +200,7 @@ class Worker:
         )
         self._faults.reach("commit", step)
         ledger.apply(outcome)
+        session.stopwatch.end_step()
         if session.slot.rank == 0:
             self._client.send(
                 StepDone(

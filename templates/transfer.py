@@ -1,4 +1,8 @@
-"""Who sends which bytes of which layer state to whom."""
+"""Who sends which bytes of which layer state to whom.
+
+Each rank holds whole states. Ranks of the plan come first; those after them have no place in it and only send: workers
+of nodes that leave or stand by.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ class Transfer:
 
 
 def plan_transfers(
-    problem: Problem, plan: Plan, held: Mapping[str, Sequence[int]]
+    problem: Problem, plan: Plan, held: Mapping[str, Sequence[int]], num_sources: int = 0
 ) -> tuple[tuple[Transfer, ...], tuple[str, ...]]:
     """Plan the copies that bring every rank of a plan to the states it needs.
 
@@ -35,24 +39,28 @@ def plan_transfers(
     Args:
         problem: The job.
         plan: The plan to bring about.
-        held: Per state name, the ranks of ``plan`` that hold it at the agreed version, whether or not the plan places
-            it there. States not named are held by none.
+        held: Per state name, the ranks that hold it at the agreed version, whether or not the plan places it there.
+            States not named are held by none.
+        num_sources: Ranks after those of the plan: they send, and receive nothing. Of equally loaded holders, ranks
+            of the plan come first.
 
     Returns:
         The transfers, by state, target and first byte; and the states, in layer order, that some rank needs and none
         holds. There are no transfers of those: they must come from a checkpoint. States without bytes need neither.
 
     Raises:
-        ValueError: ``held`` names a state or rank that does not exist.
+        ValueError: ``held`` names a state or rank that does not exist, or a stage of the plan is sharded.
     """
-    _check_held(problem, plan, held)
+    num_ranks = len(plan.slots) + num_sources
+    _check_whole(plan)
+    _check_held(problem, num_ranks, held)
     missing = [
         _Missing(state, state_bytes, target, sorted(set(held.get(state, ()))))
         for state, state_bytes, target in _needed(problem, plan)
         if target not in held.get(state, ())
     ]
     lost = tuple(dict.fromkeys(want.state for want in missing if not want.holders))
-    load = [0] * len(plan.slots)
+    load = [0] * num_ranks
     transfers: dict[tuple[str, int], list[Transfer]] = {}
     # Those with the least choice of senders first, then the largest: what is left evens the loads out.
     for want in sorted(missing, key=lambda want: (len(want.holders), -want.state_bytes)):
@@ -103,14 +111,22 @@ def _fill_level(loads: Sequence[int], amount: int) -> int:
     return min(-(-(amount + total) // count) for count, total in enumerate(accumulate(loads), start=1))
 
 
-def _check_held(problem: Problem, plan: Plan, held: Mapping[str, Sequence[int]]) -> None:
+def _check_whole(plan: Plan) -> None:
+    degree = max(stage.num_devices for pipeline in plan.pipelines for stage in pipeline.template.stages)
+    if degree > 1:
+        raise ValueError(
+            f"num_devices of every stage must be 1 in a plan that is executed, got {degree}; sharded stages are "
+            f"planned and simulated only: train with a profile of tp_degrees (1,)"
+        )
+
+
+def _check_held(problem: Problem, num_ranks: int, held: Mapping[str, Sequence[int]]) -> None:
     names = {layer.name for layer in problem.profile.layers}
-    num_ranks = len(plan.slots)
     for state, ranks in held.items():
         if state not in names:
             raise ValueError(f"held must name layers of the profile, got {state!r}; use the same profile everywhere")
         if not all(0 <= rank < num_ranks for rank in ranks):
             raise ValueError(
-                f"holders of {state!r} must be ranks 0 to {num_ranks - 1} of the new plan, got {list(ranks)}; "
-                f"leave out workers without a place in it"
+                f"holders of {state!r} must be ranks 0 to {num_ranks - 1} (the new plan's, then sources), "
+                f"got {list(ranks)}; leave out workers that take no part"
             )

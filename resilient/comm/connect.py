@@ -39,24 +39,26 @@ def connect(
     timeout_s: float,
     interrupted: queue.SimpleQueue[object],
     device: torch.device,
+    num_sources: int = 0,
 ) -> Communicator:
     """Build the groups of a generation together with all its other ranks.
 
     Args:
         generation: Its number; the store's keys carry it.
         rank: This worker's rank.
-        size: Number of ranks.
+        size: Number of ranks that train.
         groups: The sets of ranks that all-reduce; the same list on every rank.
         store_address: ``host:port`` of the store of rank 0.
         host: Address of this machine that its peers can reach.
         timeout_s: Last resort for an operation nothing else ends.
         interrupted: Anything put in here from another thread ends the wait for the peers.
         device: Where this worker's tensors are. NCCL is used where every rank has a GPU of its own.
+        num_sources: Ranks after those that train: they are in no group, and only send.
 
     Raises:
         CommunicationError: A peer did not come or the wait was interrupted.
     """
-    if size == 1:
+    if size + num_sources == 1:
         return SoloCommunicator()
     store_host, _, port = store_address.rpartition(":")
 
@@ -76,6 +78,7 @@ def connect(
                 host=host,
                 timeout_s=timeout_s,
                 gpu=gpu_of(device),
+                num_sources=num_sources,
             )
             interrupted.put(NcclCommunicator(gloo, store, groups, timeout_s) if gloo.own_gpus else gloo)
         except Exception as error:  # whatever it is: this thread alone can end the wait for it

@@ -84,19 +84,20 @@ def _serve_waits(works: queue.SimpleQueue[Any], results: queue.SimpleQueue[Runti
 
 
 class GlooCommunicator:
-    """Groups over gloo: one over all ranks (point-to-point, barriers, copies), one per further set of ranks.
+    """Groups over gloo: one over all ranks (point-to-point, copies), one over those that train, one per further set.
 
     Tensors on other devices are staged through host memory, so that several workers may share one GPU.
 
     Args:
         generation: Its number, for messages.
         rank: This worker's rank.
-        size: Number of ranks.
+        size: Number of ranks that train.
         groups: The sets of ranks that all-reduce; the same list on every rank.
         store: Of the generation.
         host: Address of this machine that its peers can reach.
         timeout_s: Last resort for an operation nothing else ends.
         gpu: Name of this worker's GPU, if it has one; ``own_gpus`` tells whether all ranks have, each its own.
+        num_sources: Ranks after those that train.
     """
 
     def __init__(
@@ -110,9 +111,11 @@ class GlooCommunicator:
         host: str,
         timeout_s: float,
         gpu: str = "",
+        num_sources: int = 0,
     ) -> None:
         self.rank = rank
         self.size = size
+        self.num_ranks = size + num_sources
         self._generation = generation
         self._aborted = threading.Event()
         self._waiter = _Waiter()
@@ -121,16 +124,16 @@ class GlooCommunicator:
             self._device = ProcessGroupGloo.create_device(hostname=host)
             (self._address,) = _listeners() - listeners
         store.set(f"rank/{rank}", f"{self._address} {gpu}")
-        self._world = tuple(range(size))
+        self._world = tuple(range(self.num_ranks))
         self._groups = {
             group: self._build(PrefixStore("-".join(map(str, group)), store), group, timeout_s)
-            for group in dict.fromkeys([self._world, *groups])
+            for group in dict.fromkeys([self._world, tuple(range(size)), *groups])
             if rank in group
         }
-        known = [store.get(f"rank/{peer}").decode().partition(" ") for peer in range(size)]
+        known = [store.get(f"rank/{peer}").decode().partition(" ") for peer in self._world]
         self._peers = {address for peer, (address, _, _) in enumerate(known) if peer != rank}
         gpus = {name for _, _, name in known}
-        self.own_gpus = "" not in gpus and len(gpus) == size
+        self.own_gpus = "" not in gpus and len(gpus) == self.num_ranks
 
     def _build(self, store: Store, group: Group, timeout_s: float) -> ProcessGroupGloo:
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]

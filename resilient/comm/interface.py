@@ -23,7 +23,10 @@ class Pending(Protocol):
 
 
 class Communicator(Protocol):
-    """What the executor needs of a generation's groups. Only ``abort`` may be called from other threads."""
+    """What the executor needs of a generation's groups. Only ``abort`` may be called from other threads.
+
+    ``size`` counts the ranks that train. Those from ``size`` on only send states, through ``send`` and ``recv``.
+    """
 
     rank: int
     size: int

@@ -78,14 +78,13 @@ class NcclCommunicator:
         self.rank = gloo.rank
         self.size = gloo.size
         self._gloo = gloo
-        world = tuple(range(self.size))
-        self._up = build(PrefixStore("device/up", store), self.rank, self.size, timeout_s)
-        self._down = build(PrefixStore("device/down", store), self.rank, self.size, timeout_s)
+        self._up = build(PrefixStore("device/up", store), self.rank, gloo.num_ranks, timeout_s)
+        self._down = build(PrefixStore("device/down", store), self.rank, gloo.num_ranks, timeout_s)
         self._groups = {
             group: build(
                 PrefixStore("device/" + "-".join(map(str, group)), store), group.index(self.rank), len(group), timeout_s
             )
-            for group in dict.fromkeys([world, *groups])
+            for group in dict.fromkeys([tuple(range(self.size)), *groups])
             if self.rank in group
         }
 

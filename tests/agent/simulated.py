@@ -11,6 +11,8 @@ from resilient.agent.events import (
     Instruction,
     NodeConnected,
     NodeLost,
+    PlansPrepared,
+    PreparePlans,
     Record,
     Send,
     Stop,
@@ -40,12 +42,18 @@ from resilient.messages import (
     StepDone,
 )
 from resilient.templates.plan import Plan
-from resilient.templates.profile import LayerProfile, ModelProfile
+from resilient.templates.profile import LayerCost, LayerProfile, ModelProfile
 
 NUM_LAYERS = 4
 PROFILE = ModelProfile(
     layers=tuple(
-        LayerProfile(name=f"layer.{i}", forward_ms=1.0, backward_ms=2.0, state_bytes=100) for i in range(NUM_LAYERS)
+        LayerProfile(
+            name=f"layer.{i}",
+            costs=(LayerCost(forward_ms=1.0, backward_input_ms=1.0, backward_weight_ms=1.0),),
+            parameter_bytes=40,
+            optimizer_bytes=60,
+        )
+        for i in range(NUM_LAYERS)
     )
 )
 STATES = tuple(layer.name for layer in PROFILE.layers)
@@ -81,17 +89,30 @@ class SimulatedWorker:
     complete: bool = False
     passed: Outcome | None = None
     current: tuple[str, ...] = ()
+    retained: tuple[str, ...] = ()
     generation: int = 0
+    stage_ms: float = 0.0
     inbox: list[Any] = field(default_factory=list)
 
     def progress(self) -> Progress:
-        return Progress(version=self.version, complete=self.complete, passed=self.passed, current=self.current)
+        return Progress(
+            version=self.version,
+            complete=self.complete,
+            passed=self.passed,
+            current=self.current,
+            retained=self.retained,
+            stage_ms=self.stage_ms,
+        )
 
 
 class Job:
-    """Feeds the machine and plays the nodes. Workers act when told to, through :meth:`answer` and :meth:`step`."""
+    """Feeds the machine and plays the nodes. Workers act when told to, through :meth:`answer` and :meth:`step`.
 
-    def __init__(self, spec: JobSpec | None = None, **changes: Any) -> None:
+    Args:
+        plans_at_once: Plans are prepared as soon as they are asked for; otherwise by :meth:`prepare_plans`.
+    """
+
+    def __init__(self, spec: JobSpec | None = None, *, plans_at_once: bool = True, **changes: Any) -> None:
         self.spec = spec or job_spec()
         self.machine = Membership(settings(**changes))
         self.now = 0.0
@@ -101,6 +122,8 @@ class Job:
         self.manifests: list[WriteManifest] = []
         self.stop: Stop | None = None
         self.next_node = 0
+        self.plans_at_once = plans_at_once
+        self.plans_wanted: list[int] = []
 
     # ------------------------------------------------------------ driving
 
@@ -109,18 +132,24 @@ class Job:
         for instruction in instructions:
             self._obey(instruction)
         self.check()
+        if self.plans_at_once:
+            self.prepare_plans()
         return instructions
+
+    def prepare_plans(self) -> None:
+        while self.plans_wanted:
+            self.feed(PlansPrepared(num_nodes=self.plans_wanted.pop(0)))
 
     def say(self, worker: Worker, message: FromWorkerMessage) -> list[Instruction]:
         return self.feed(WorkerSaid(node=worker[0], local_rank=worker[1], message=message))
 
-    def connect(self) -> int:
+    def connect(self, domain: str = "") -> int:
         node = self.next_node
         self.next_node += 1
         num_workers = self.machine.settings.workers_per_node
         for local_rank in range(num_workers):
             self.workers[node, local_rank] = SimulatedWorker()
-        self.feed(NodeConnected(node=node, host="h", pid=node, num_workers=num_workers))
+        self.feed(NodeConnected(node=node, host="h", pid=node, num_workers=num_workers, domain=domain))
         return node
 
     def ready(self, node: int, spec: JobSpec | None = None) -> None:
@@ -146,7 +175,7 @@ class Job:
         """All placed workers commit a step; ``reported``: the coordinator hears of it."""
         for worker in self.placed():
             state = self.workers[worker]
-            state.version, state.passed, state.complete = number, outcome(number), False
+            state.version, state.passed, state.complete, state.retained = number, outcome(number), False, ()
         if reported:
             self.report_step(number)
 
@@ -204,6 +233,8 @@ class Job:
             self.stop = instruction
         elif isinstance(instruction, WriteManifest):
             self.manifests.append(instruction)
+        elif isinstance(instruction, PreparePlans):
+            self.plans_wanted.append(instruction.num_nodes)
         elif isinstance(instruction, Tell):
             self.told.append(instruction)
             if isinstance(instruction.message, Shutdown):
@@ -232,17 +263,28 @@ class Job:
 
     def _install(self, worker: Worker, message: Generation) -> None:
         state = self.workers[worker]
-        state.generation = message.generation
+        state.generation, state.stage_ms = message.generation, 0.0
+        if state.version == message.version:
+            has = (*state.current, *state.retained)
+        elif state.version == message.version - 1 and state.complete and message.roll_forward is not None:
+            has = state.current
+        else:
+            has, state.passed = (), None
+        state.version, state.complete = message.version, False
+        state.current, state.retained = (), has
         if message.rank is None:
-            state.version, state.current, state.passed = -1, (), None
             return
-        slot = message.plan.slots[message.rank]
-        needed = PROFILE.states(slot.stage.first_layer, slot.stage.end_layer)
-        may_roll = state.version == message.version - 1 and state.complete and message.roll_forward is not None
-        has = state.current if may_roll or state.version == message.version else ()
-        copied = {transfer.state for transfer in message.transfers if transfer.target == message.rank}
-        assert message.source or set(needed) <= {*has, *copied}, "a state comes from nowhere"
-        state.version, state.current, state.complete = message.version, needed, False
+        asked = {transfer.state for transfer in message.transfers if transfer.source == message.rank}
+        assert asked <= set(has), "a worker is to send what it does not hold"
+        if message.rank < len(message.plan.slots):
+            slot = message.plan.slots[message.rank]
+            needed = PROFILE.states(slot.stage.first_layer, slot.stage.end_layer)
+            copied = {transfer.state for transfer in message.transfers if transfer.target == message.rank}
+            assert message.source or set(needed) <= {*has, *copied}, "a state comes from nowhere"
+            state.current, state.retained = needed, tuple(name for name in has if name not in needed)
+        else:
+            assert message.rank < len(message.plan.slots) + message.num_sources
+            assert asked, "a worker without a place takes part for what it sends"
         self.say(
             worker,
             Installed(

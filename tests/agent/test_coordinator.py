@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import stat
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import aiohttp
 import pytest
 from simulated import job_spec, settings
 
+from resilient.agent import changes, coordinator
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.events import StopWanted
 from resilient.messages import (
@@ -28,6 +30,7 @@ from resilient.messages import (
     decode_to_agent,
     encode,
 )
+from resilient.templates.plan import Problem
 
 TOKEN = "secret"
 CLOSINGS = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED)
@@ -176,8 +179,8 @@ def test_injection_over_http_reaches_the_agent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "text"),
     [
-        ("{}", 400, "not an injection"),
-        ('{"node": "0"}', 400, "not an injection"),
+        ("{}", 400, "cannot read the injection: "),
+        ('{"node": "0"}', 400, "cannot read the injection: "),
         ('{"node": 0, "at_phase": "lunch"}', 400, "phase must be one of forward, backward"),
         ('{"node": 5}', 404, r"node must be one of the live nodes \[\], got 5"),
     ],
@@ -189,6 +192,88 @@ def test_bad_injection_is_explained(tmp_path: Path, body: str, status: int, text
             assert re.search(text, await answer.text())
 
     with_coordinator(tmp_path, scenario)
+
+
+def test_departure_asked_for_over_http_is_announced(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        socket = await served.connect()
+        async with served.session.post(served.url("/leave"), json={"node": 0}) as answer:
+            assert answer.status == 200
+        assert (await served.event("node_leaving"))["reason"] == "asked to leave"
+        assert decode_to_agent(await socket.receive_bytes()) == Shutdown(exit_code=0, reason="left")
+
+    with_coordinator(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        ('{"node": 0.5}', 400, "cannot read the departure: "),
+        ('{"node": 5}', 404, r"node must be one of the live nodes \[\], got 5"),
+    ],
+)
+def test_bad_departure_is_explained(tmp_path: Path, body: str, status: int, text: str) -> None:
+    async def scenario(served: Served) -> None:
+        async with served.session.post(served.url("/leave"), data=body) as answer:
+            assert answer.status == status
+            assert re.search(text, await answer.text())
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_port_is_served_while_plans_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, made = asyncio.Event(), threading.Event()
+
+    async def scenario(served: Served) -> None:
+        loop = asyncio.get_running_loop()
+
+        def prepare(problem: Problem, num_nodes: int) -> None:
+            loop.call_soon_threadsafe(asked.set)
+            made.wait(20)
+
+        monkeypatch.setattr(coordinator, "prepare", prepare)
+        try:
+            await make_ready(served, min_pipeline_nodes=1)
+            await asked.wait()
+            async with served.session.get(served.url("/status")) as answer:
+                assert (await answer.json())["generation"] == 0
+        finally:
+            made.set()
+        assert (await served.event("generation"))["generation"] == 1
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_job_that_cannot_be_planned_is_stopped_with_the_reason(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        await make_ready(served, min_pipeline_nodes=5)
+        stopped = await served.event("stopped")
+        assert stopped["exit_code"] == 3
+        assert stopped["reason"].startswith("2 nodes are live ([0, 1]), 10 are needed; start again with: ")
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_error_of_the_planner_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def form(*_: object) -> None:
+        raise RuntimeError("no")
+
+    async def scenario(served: Served) -> None:
+        await make_ready(served, min_pipeline_nodes=1)
+        stopped = await served.event("stopped")
+        assert stopped["exit_code"] == 1
+        assert stopped["reason"].startswith("the coordinator failed: RuntimeError('no'); start again with: ")
+
+    monkeypatch.setattr(changes, "form", form)
+    with_coordinator(tmp_path, scenario)
+
+
+async def make_ready(served: Served, **changes: Any) -> None:
+    """Have two nodes with a worker each that is up."""
+    for _ in range(2):
+        socket = await served.connect()
+        ready = Ready(job=job_spec(**changes), store_address="h:1", pid=5, device="cpu")
+        await socket.send_bytes(encode(FromWorker(local_rank=0, message=ready)))
 
 
 def test_stop_tells_everybody_and_gives_the_exit_code(tmp_path: Path) -> None:

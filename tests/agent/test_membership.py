@@ -8,7 +8,6 @@ from simulated import NUM_LAYERS, STATES, Job, job_spec, outcome
 from resilient.agent.events import (
     FailureWanted,
     NodeConnected,
-    NodeLeaving,
     Send,
     StopWanted,
     Tell,
@@ -176,17 +175,6 @@ def test_worker_ending_by_itself_stops_everything(exit_code: int, error: str) ->
     assert job.stop is not None
     assert job.stop.exit_code == 1
     assert (error or "exit code 7") in job.stop.reason
-    assert job.manifests[-1].path == "/runs/x/checkpoints/step-00000003"
-
-
-def test_leaver_that_alone_holds_a_state_is_saved_before_it_goes() -> None:
-    job = started(num_nodes=3, spec=job_spec(max_failures=0, min_pipeline_nodes=1, microbatch=24))
-    job.step(3)
-    assert len(job.plan.pipelines) == 1
-    job.feed(NodeLeaving(node=job.plan.slots[0].node, reason="SIGTERM"))
-    job.answer()
-    assert job.stop is not None
-    assert job.stop.exit_code == 3
     assert job.manifests[-1].path == "/runs/x/checkpoints/step-00000003"
 
 
@@ -432,31 +420,6 @@ def test_suspicion_during_a_pending_boundary_upgrades_it() -> None:
     job.ready(job.connect())
     job.say((1, 0), Suspect(generation=1, reason="reset"))
     assert regroups(job, 0)[-1] == Regroup(generation=2)
-
-
-def test_leaver_is_left_out_and_shut_down_after_publication() -> None:
-    job = started()
-    job.step(1)
-    job.feed(NodeLeaving(node=3, reason="SIGTERM"))
-    assert job.told[-1].message != Shutdown(exit_code=0, reason="left")
-    job.step(2)
-    job.answer()
-    assert job.told[-1] == Tell(node=3, message=Shutdown(exit_code=0, reason="left"))
-    generation = job.last("generation")
-    assert (generation["cause"], generation["version"], generation["lost_steps"]) == ("leave", 2, 0)
-    assert 3 not in generation["nodes"]
-    job.lose(3)
-    assert job.machine.phase is Phase.RUNNING
-
-
-def test_departure_that_leaves_too_few_nodes_saves_and_stops_at_the_boundary() -> None:
-    job = started(num_nodes=4)
-    job.feed(NodeLeaving(node=3, reason="SIGTERM"))
-    job.step(1)
-    job.answer()
-    assert job.stop is not None
-    assert job.stop.exit_code == 3
-    assert job.manifests[-1].manifest.step == 1
 
 
 def test_joiner_lost_before_it_is_ready_disturbs_nobody() -> None:

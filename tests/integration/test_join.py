@@ -138,25 +138,3 @@ def test_joiner_dies_while_it_joins(reference, tmp_path):
     check_recovered(run, reference)
     assert run.generations[-1]["nodes"] == [0, 1, 2, 3]
     assert sum(recovery["lost_steps"] for recovery in run.report["recoveries"]) == 0
-
-
-def test_agent_told_to_terminate_leaves_without_loss(reference, tmp_path):
-    """SIGTERM announces a departure, as a spot notice does."""
-    gate = tmp_path / "gate"
-    agents: dict[int, int] = {}
-
-    def act(launcher, event):
-        if event["kind"] == "node_connected":
-            agents[event["node"]] = event["pid"]
-        elif event["kind"] == "step" and event["step"] == 3:
-            os.kill(agents[2], signal.SIGTERM)
-        elif event["kind"] == "boundary":
-            gate.touch()
-
-    run = run_job(tmp_path / "run", "--hold-in", "6", "--gate", str(gate), nodes=NODES + 1, act=act)
-    check_equal(run, reference)
-    check_survivors(run)
-    assert run.of_kind("node_leaving")[0]["reason"] == "SIGTERM"
-    assert [(departure["nodes"], departure["lost_steps"]) for departure in run.report["departures"]] == [([2], 0)]
-    assert run.report["recoveries"] == []
-    assert 2 not in run.generations[-1]["nodes"]

@@ -20,7 +20,9 @@ Result = TypeVar("Result")
 Started = tuple[BaseProcess, Connection]
 
 
-def join(address: str, rank: int, size: int, groups: Sequence[Group] = (), generation: int = 1) -> Communicator:
+def join(
+    address: str, rank: int, size: int, groups: Sequence[Group] = (), generation: int = 1, num_sources: int = 0
+) -> Communicator:
     return connect(
         generation=generation,
         rank=rank,
@@ -31,6 +33,7 @@ def join(address: str, rank: int, size: int, groups: Sequence[Group] = (), gener
         timeout_s=600.0,  # beyond the time limit of a test
         interrupted=queue.SimpleQueue(),
         device=torch.device("cpu"),
+        num_sources=num_sources,
     )
 
 

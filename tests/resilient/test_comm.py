@@ -49,6 +49,23 @@ def test_sums_cover_their_group_alone() -> None:
     assert as_threads(4, work) == [[111, 101, 1111], [111, 1010, 1111], [111, 101, 1111], [1010, 1111]]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_sources_send_and_are_in_no_sum(size: int) -> None:
+    def work(rank: int, address: str) -> tuple[int, float]:
+        comm = join(address, rank, size, num_sources=1)
+        if rank == size:
+            for target in range(size):
+                comm.send(torch.tensor([7.0 + target]), target, 1).wait()
+            return comm.size, 0.0
+        received = torch.empty(1)
+        comm.recv(received, size, 1).wait()
+        comm.all_reduce(received, tuple(range(comm.size))).wait()
+        return comm.size, received.item()
+
+    total = {1: 7.0, 2: 15.0}[size]
+    assert as_threads(size + 1, work) == [(size, total)] * size + [(size, 0.0)]
+
+
 def test_one_worker_needs_no_store() -> None:
     comm = connect(
         generation=1, rank=0, size=1, groups=[], store_address="", host=HOST, timeout_s=1.0,

@@ -184,3 +184,47 @@ def test_copies_come_from_states_the_new_plan_does_not_give_the_sender(tmp_path:
         return sorted(progress.current), sorted(progress.retained)
 
     assert as_threads(2, work) == [(["embed"], ["block.0", "head"]), (["block.0", "embed", "head"], [])]
+
+
+def test_worker_without_a_place_sends_what_it_holds_and_is_not_needed_any_more(tmp_path: Path) -> None:
+    job = make_job()
+    start, store = start_from_files(job, tmp_path), StoreHost(HOST)
+    installed_everywhere, source_is_gone = threading.Barrier(3), threading.Barrier(3)
+    plan = make_plan(((0, 3, 6), 8))
+    holders = plan.holders(make_profile(job))
+    transfers = tuple(
+        Transfer(state=name, source=2, target=rank, first_byte=0, end_byte=job.layouts()[name].numel(2) * 8)
+        for name, ranks in holders.items()
+        for rank in ranks
+    )
+
+    def work(rank: int, address: str) -> tuple[int, list[str], list[str]]:
+        member = Member(job, tmp_path)
+        announced = message(plan, rank, store.address, generation=2, transfers=transfers, num_sources=1)
+        if rank == 2:
+            session, _ = member.installer.install(message(make_plan(((0, 6), 8)), 0, address, start))
+            member.leave(session)
+            num_bytes = member.installer.supply(announced).bytes_copied
+            installed_everywhere.wait()
+            comm = member.fence.release()
+            assert comm is not None
+            comm.close()
+            source_is_gone.wait()
+        else:
+            session, installed = member.installer.install(announced)
+            num_bytes = installed.bytes_copied
+            installed_everywhere.wait()
+            source_is_gone.wait()
+            outcome, _ = member.reduce(session)
+            member.ledger.apply(outcome)
+            member.leave(session)
+        progress = member.ledger.progress()
+        return num_bytes, sorted(progress.current), sorted(progress.retained)
+
+    everything = sorted(job.layouts())
+    results = as_threads(3, work)
+    assert results[2] == (0, [], everything)
+    for rank, (num_bytes, current, retained) in enumerate(results[:2]):
+        needed = [name for name, ranks in holders.items() if rank in ranks]
+        assert (current, retained) == (sorted(needed), [])
+        assert num_bytes == sum(t.end_byte for t in transfers if t.target == rank)

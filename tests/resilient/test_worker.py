@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import queue
 import re
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ranks import HOST
-from small import Tokens, make_job, make_plan, make_profile
+from small import CPU, Tokens, make_job, make_plan, make_profile
 
+from resilient.comm import Communicator, connect
 from resilient.job import Job
 from resilient.manifest import Manifest, SavedState, folder, write_manifest
 from resilient.messages import (
@@ -32,6 +35,7 @@ from resilient.messages import (
     Suspect,
     ToWorkerMessage,
 )
+from resilient.stopwatch import MIN_STEPS
 from resilient.worker import Worker
 
 ALONE = make_plan(((0, 6), 8))
@@ -113,6 +117,23 @@ def test_worker_pauses_at_the_boundary_and_goes_on_without_losing_the_step(tmp_p
     assert set(progress.current) == NAMES
 
 
+@pytest.mark.parametrize("num_steps", [MIN_STEPS - 1, MIN_STEPS])
+def test_time_of_a_stage_is_reported_once_it_is_known(num_steps: int, tmp_path: Path) -> None:
+    client = ScriptedClient(tmp_path, generation())
+
+    def join_after_the_steps(message: FromWorkerMessage) -> None:
+        if isinstance(message, StepDone) and message.outcome.step == num_steps - 1:
+            client.announce(Regroup(generation=2, at_boundary=True))
+        if isinstance(message, Report):
+            client.inbox.append(Finish())
+
+    client.hears = join_after_the_steps
+    make_worker(client, num_steps=2 * MIN_STEPS).run()
+    progress = client.last(Report).progress
+    assert progress.version == num_steps
+    assert (progress.stage_ms > 0) == (num_steps >= MIN_STEPS)
+
+
 def test_broken_generation_is_suspected_and_reported(tmp_path: Path) -> None:
     client = ScriptedClient(tmp_path, generation(4))
 
@@ -147,6 +168,38 @@ def test_worker_without_a_place_stands_by_and_does_not_speak_for_the_job(tmp_pat
     progress = client.last(Report).progress
     assert (progress.version, progress.current) == (3, ())
     assert progress.retained, "until the others have committed, its states may be needed"
+
+
+def test_worker_that_only_sends_says_when_it_is_done_and_keeps_its_states(tmp_path: Path) -> None:
+    """With nothing to send: that the bytes arrive is seen where all ranks are real."""
+    client = ScriptedClient(tmp_path, generation())
+    address = ""
+
+    def meet() -> Communicator:
+        return connect(
+            generation=2, rank=0, size=1, groups=[], store_address=address, host=HOST, timeout_s=30.0,
+            interrupted=queue.SimpleQueue(), device=CPU, num_sources=1,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(1) as pool:
+
+        def send_after_step_1(message: FromWorkerMessage) -> None:
+            nonlocal address
+            if isinstance(message, Ready):
+                address = message.store_address
+                pool.submit(meet)
+            if isinstance(message, Installed) and message.generation == 1:
+                client.announce(Regroup(generation=2, at_boundary=True))
+            if isinstance(message, Report) and message.generation == 2:
+                change = generation(2, version=1, rank=1, num_sources=1, store_address=address)
+                client.inbox.extend([change, Regroup(generation=3), Finish()])
+
+        client.hears = send_after_step_1
+        make_worker(client).run()
+    assert client.kinds() == ["Ready", "Installed", "StepDone", "Report", "Installed", "Report"]
+    assert client.last(Installed).generation == 2
+    progress = client.last(Report).progress
+    assert (progress.version, progress.current, set(progress.retained)) == (1, (), NAMES)
 
 
 def test_states_are_saved_on_demand(tmp_path: Path) -> None:

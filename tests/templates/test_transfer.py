@@ -5,8 +5,9 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import MIB, problems, profile, survivors
+from jobs import MIB, enough_nodes, problems, profile, survivors
 
+from resilient.templates.cluster import Cluster
 from resilient.templates.plan import Plan, Problem
 from resilient.templates.replan import first_plan, replan
 from resilient.templates.transfer import Transfer, plan_transfers
@@ -18,14 +19,15 @@ def job(num_layers: int = 3, state_bytes: int = MIB, num_nodes: int = 3) -> tupl
     return problem, first_plan(problem, range(num_nodes))
 
 
-@given(st.data(), problems())
+@given(st.data(), problems(max_degree=1))
 def test_every_missing_byte_comes_once_from_a_rank_that_holds_it(data: st.DataObject, problem: Problem):
-    plan = first_plan(problem, range(problem.min_nodes + data.draw(st.integers(0, 3))))
-    ranks = range(len(plan.slots))
+    plan = first_plan(problem, range(enough_nodes(problem) + data.draw(st.integers(0, 3))))
+    num_sources = data.draw(st.integers(0, 3))
+    ranks = range(len(plan.slots) + num_sources)
     held = {
         layer.name: sorted(data.draw(st.sets(st.sampled_from(ranks), max_size=4))) for layer in problem.profile.layers
     }
-    transfers, lost = plan_transfers(problem, plan, held)
+    transfers, lost = plan_transfers(problem, plan, held, num_sources)
 
     by_need: dict[tuple[str, int], list[Transfer]] = {}
     for transfer in transfers:
@@ -47,12 +49,12 @@ def test_every_missing_byte_comes_once_from_a_rank_that_holds_it(data: st.DataOb
         assert bounds[-1] == sizes[state]
         assert all(bound % 4096 == 0 for bound in bounds[:-1])
         assert all(part.first_byte < part.end_byte for part in parts)
-    assert plan_transfers(problem, plan, held) == (transfers, lost)
+    assert plan_transfers(problem, plan, held, num_sources) == (transfers, lost)
 
 
-@given(st.data(), problems())
+@given(st.data(), problems(max_degree=1))
 def test_nothing_is_lost_with_up_to_f_failures_and_any_joins(data: st.DataObject, problem: Problem):
-    nodes = range(problem.min_nodes + data.draw(st.integers(problem.max_failures, 4)))
+    nodes = range(enough_nodes(problem) + data.draw(st.integers(problem.max_failures, 4)))
     joiners = range(100, 100 + data.draw(st.integers(0, 8)))
     before = first_plan(problem, nodes)
     dead = data.draw(st.sets(st.sampled_from(nodes), max_size=problem.max_failures))
@@ -125,8 +127,39 @@ def test_unknown_state_is_refused():
         plan_transfers(problem, plan, {"l9": [0]})
 
 
-def test_rank_outside_the_plan_is_refused():
+def test_rank_that_takes_no_part_is_refused():
     problem, plan = job()
-    message = r"^holders of 'l0' must be ranks 0 to 2 of the new plan, got \[0, 3\]; leave out workers without a place"
+    message = r"^holders of 'l0' must be ranks 0 to 3 \(the new plan's, then sources\), got \[0, 4\]; leave out workers"
     with pytest.raises(ValueError, match=message):
-        plan_transfers(problem, plan, {"l0": [0, 3]})
+        plan_transfers(problem, plan, {"l0": [0, 4]}, num_sources=1)
+
+
+def test_source_without_a_place_gives_what_only_it_holds():
+    problem, plan = job(num_layers=2, num_nodes=2)
+    transfers, lost = plan_transfers(problem, plan, {"l0": [0, 1], "l1": [2]}, num_sources=1)
+    assert lost == ()
+    assert transfers == tuple(
+        Transfer(state="l1", source=2, target=target, first_byte=0, end_byte=MIB) for target in (0, 1)
+    )
+
+
+def test_source_without_a_place_takes_a_share_of_the_load_but_not_the_first():
+    problem, plan = job(num_layers=3, num_nodes=2)
+    everything = dict.fromkeys(("l0", "l1", "l2"), [0, 2])
+    transfers, _ = plan_transfers(problem, plan, everything, num_sources=1)
+    assert [(transfer.state, transfer.source) for transfer in transfers] == [("l0", 0), ("l1", 2), ("l2", 0)]
+
+
+def test_plan_with_a_sharded_stage_is_refused():
+    problem = Problem(
+        profile=profile([1.0], tp_degrees=(2,)),
+        num_microbatches=2,
+        cluster=Cluster(devices_per_node=2),
+        max_failures=0,
+    )
+    message = (
+        r"^num_devices of every stage must be 1 in a plan that is executed, got 2; sharded stages are planned and "
+        r"simulated only: train with a profile of tp_degrees \(1,\)$"
+    )
+    with pytest.raises(ValueError, match=message):
+        plan_transfers(problem, first_plan(problem, [0]), {})

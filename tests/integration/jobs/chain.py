@@ -23,14 +23,12 @@ class Waves:
 
     Args:
         raising: Samples that cannot be read.
-        held: Samples that cannot be read before ``gate`` exists.
-        gate: A file the test makes when what it waits for has come.
+        gates: Samples that cannot be read before a file exists, which the test makes when what it waits for has come.
     """
 
-    def __init__(self, raising: frozenset[int], held: frozenset[int], gate: Path | None) -> None:
+    def __init__(self, raising: frozenset[int], gates: Mapping[int, Path]) -> None:
         self._raising = raising
-        self._held = held
-        self._gate = gate
+        self._gates = gates
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -38,7 +36,7 @@ class Waves:
     def __getitem__(self, index: int) -> Mapping[str, Tensor]:
         if index in self._raising:
             raise RuntimeError(f"sample {index} is not to be had")
-        while index in self._held and self._gate is not None and not self._gate.exists():
+        while index in self._gates and not self._gates[index].exists():
             time.sleep(0.005)
         point = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
         return {"input": point, "target": point.sum().sin()[None]}
@@ -71,8 +69,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--min-pipeline-nodes", type=int, default=2)
     parser.add_argument("--checkpoint-every", type=int, default=0)
     parser.add_argument("--raise-in", type=int, metavar="STEP", help="the samples of this step cannot be read")
-    parser.add_argument("--hold-in", type=int, metavar="STEP", help="this step waits until --gate exists")
-    parser.add_argument("--gate", type=Path)
+    parser.add_argument(
+        "--hold-in", type=int, action="append", default=[], metavar="STEP", help="this step waits until --gate exists"
+    )
+    parser.add_argument("--gate", type=Path, action="append", default=[], help="one for each --hold-in, in order")
     return parser.parse_args()
 
 
@@ -85,10 +85,12 @@ def main() -> None:
     def samples_of(step: int | None) -> frozenset[int]:
         return frozenset() if step is None else frozenset(map(int, sampler.indices(step)))
 
+    held = zip(args.hold_in, args.gate, strict=True)
+    gates = {index: gate for step, gate in held for index in samples_of(step)}
     optimizers = {"adamw": rs.AdamW(lr=3e-3), "sgd": rs.SGD(lr=1e-2, momentum=0.9)}
     trainer = rs.Trainer(
         build_model(args.layers),
-        Waves(samples_of(args.raise_in), samples_of(args.hold_in), args.gate),
+        Waves(samples_of(args.raise_in), gates),
         optimizer=optimizers[args.optimizer],
         global_batch=args.batch,
         microbatch=args.microbatch,

@@ -1,0 +1,83 @@
+"""How much slower than the others a node is, from what the workers have measured. Pure.
+
+Measured times are compared with measured times: where the profile is wrong about a layer, it is as wrong for every
+holder. It only weighs the layers of a stage against each other, because pipelines cut the model differently.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+from resilient.agent.events import Worker
+from resilient.templates.plan import Plan, Slot
+from resilient.templates.profile import ModelProfile
+
+_NOISE = 1.25
+"""Smaller factors are not told apart from the ups and downs of a machine."""
+
+
+def slowdowns(profile: ModelProfile, plan: Plan, stage_ms: Mapping[Worker, float]) -> dict[int, float]:
+    """Compare each worker with the holders of its layers in the other pipelines.
+
+    A worker counts as slow as far as it takes longer than the median of those for the same layers, and no further than
+    its whole pipeline takes longer than the median pipeline: all pipelines do the same work, whatever the cut.
+
+    Args:
+        profile: Of the model.
+        plan: The plan under which the times were measured.
+        stage_ms: Measured time of forward and backward of one microbatch; 0 or nothing where it is not known.
+
+    Returns:
+        Per node, the factor (>= 1, that of its slowest worker) by which it is slower; nodes of pipelines that were not
+        measured as a whole are left out, and so are all where there is nothing to compare with.
+    """
+    pipelines = [
+        slots
+        for slots in _by_pipeline(plan)
+        if all(stage_ms.get((slot.node, slot.local_rank), 0.0) > 0 and _planned_ms(profile, slot) > 0 for slot in slots)
+    ]
+    if len(pipelines) < 2:
+        return {}
+    measured = {slot.rank: stage_ms[slot.node, slot.local_rank] for slots in pipelines for slot in slots}
+    totals = [sum(measured[slot.rank] for slot in slots) for slots in pipelines]
+    ratios: list[list[float]] = [[] for _ in profile.layers]
+    for slots in pipelines:
+        for slot in slots:
+            for layer in range(slot.stage.first_layer, slot.stage.end_layer):
+                ratios[layer].append(measured[slot.rank] / _planned_ms(profile, slot))
+    ratios, sorted_totals = [sorted(of_layer) for of_layer in ratios], sorted(totals)
+    found: dict[int, float] = {}
+    for slots, total in zip(pipelines, totals, strict=True):
+        excess_ms = total - _median_of_others(sorted_totals, total)
+        for slot in slots:
+            ratio = measured[slot.rank] / _planned_ms(profile, slot)
+            expected_ms = sum(
+                _layer_ms(profile, slot, layer) * _median_of_others(ratios[layer], ratio)
+                for layer in range(slot.stage.first_layer, slot.stage.end_layer)
+            )
+            factor = 1 + min(measured[slot.rank] - expected_ms, excess_ms) / expected_ms
+            found[slot.node] = max(found.get(slot.node, 1.0), round(factor, 2) if factor >= _NOISE else 1.0)
+    return found
+
+
+def _by_pipeline(plan: Plan) -> list[list[Slot]]:
+    slots: list[list[Slot]] = [[] for _ in plan.pipelines]
+    for slot in plan.slots:
+        slots[slot.pipeline_index].append(slot)
+    return slots
+
+
+def _planned_ms(profile: ModelProfile, slot: Slot) -> float:
+    return sum(_layer_ms(profile, slot, layer) for layer in range(slot.stage.first_layer, slot.stage.end_layer))
+
+
+def _layer_ms(profile: ModelProfile, slot: Slot, index: int) -> float:
+    layer = profile.layers[index]
+    return (1 + slot.stage.checkpointing) * layer.costs[0].forward_ms + layer.backward_ms()
+
+
+def _median_of_others(ascending: Sequence[float], own: float) -> float:
+    """Return the (lower) median of a sorted sequence without one of its elements."""
+    middle = (len(ascending) - 2) // 2
+    return ascending[middle] if middle < bisect_left(ascending, own) else ascending[middle + 1]

@@ -1,0 +1,165 @@
+"""Nodes that announce that they go: no step is lost, and what only they hold goes to the others first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+from harness import Run, check_equal, check_recovered, check_survivors, command, run_job, started
+
+pytestmark = pytest.mark.timeout(90)
+
+NODES = 5
+STEP = 6
+"""Waits until the departure is announced, so that the job does not end before it."""
+
+ONE_PIPELINE = ("--max-failures", "0", "--min-pipeline-nodes", "1", "--microbatch", "28")
+"""Each state is on one node only."""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Run:
+    """The run in which nobody leaves."""
+    run = run_job(tmp_path_factory.mktemp("reference"), nodes=NODES)
+    assert run.exit_code == 0, run.reason
+    return run
+
+
+def run_and_leave(folder, *arguments: str, leaving: dict[int, int], nodes: int = NODES, inject=()) -> Run:
+    """Run a job in which nodes are asked to leave, each after a step."""
+    gate = folder / "gate"
+
+    def act(launcher, event):
+        if event["kind"] == "step":
+            for node, step in leaving.items():
+                if step == event["step"]:
+                    launcher.remove_node(node)
+        elif event["kind"] == "boundary":
+            gate.touch()
+
+    options = ("--hold-in", str(STEP), "--gate", str(gate))
+    return run_job(folder / "run", *options, *arguments, nodes=nodes, inject=inject, act=act)
+
+
+def check_left(run: Run, *nodes: int) -> None:
+    """Check that these nodes left, without any work lost."""
+    departures = run.report["departures"]
+    assert sorted(node for departure in departures for node in departure["nodes"]) == sorted(nodes)
+    assert all(departure["lost_steps"] == 0 for departure in departures)
+    assert run.report["recoveries"] == []
+    assert not set(nodes) & set(run.generations[-1]["nodes"])
+    steps = [event["step"] for event in run.of_kind("step")]
+    assert steps == sorted(set(steps)), "no step may be done twice"
+    check_survivors(run)
+
+
+def test_node_leaves_at_a_step_boundary(reference, tmp_path):
+    run = run_and_leave(tmp_path, leaving={2: 3})
+    check_equal(run, reference)
+    check_left(run, 2)
+    assert run.of_kind("node_lost") == []
+
+
+def test_agent_told_to_terminate_leaves(reference, tmp_path):
+    """SIGTERM announces a departure, as a spot notice does."""
+    gate = tmp_path / "gate"
+    agents: dict[int, int] = {}
+
+    def act(launcher, event):
+        if event["kind"] == "node_connected":
+            agents[event["node"]] = event["pid"]
+        elif event["kind"] == "step" and event["step"] == 3:
+            os.kill(agents[2], signal.SIGTERM)
+        elif event["kind"] == "boundary":
+            gate.touch()
+
+    run = run_job(tmp_path / "run", "--hold-in", str(STEP), "--gate", str(gate), nodes=NODES, act=act)
+    check_equal(run, reference)
+    check_left(run, 2)
+    assert run.of_kind("node_leaving")[0]["reason"] == "SIGTERM"
+
+
+@pytest.mark.parametrize("leaving", [{0: 3}, {0: 3, 2: 3}, {1: 3, 0: 8}], ids=["one", "all but one", "one by one"])
+def test_states_that_only_the_leaving_node_holds_are_handed_over(leaving, reference, tmp_path):
+    run = run_and_leave(tmp_path, *ONE_PIPELINE, leaving=leaving, nodes=3)
+    check_equal(run, reference)
+    check_left(run, *leaving)
+    assert {node for generation in run.generations for node in generation["senders"]} == set(leaving)
+    held = {
+        stage["node"]: (stage["first_layer"], stage["end_layer"])
+        for stage in run.generations[0]["pipelines"][0]["stages"]
+    }
+    assert len(held) == 3, "each node had a part of the model"
+    assert all(departure["bytes_copied"] > 0 for departure in run.report["departures"])
+
+
+def test_leaving_node_dies_while_others_copy_from_it(reference, tmp_path):
+    """Then it is a failure like any other: the others hold everything as well."""
+    run = run_and_leave(tmp_path, leaving={2: 3}, inject=["node=2,phase=copy"])
+    (fired,) = run.injections
+    assert (fired["node"], fired["phase"]) == (2, "copy")
+    check_recovered(run, reference)
+    (recovery,) = run.report["recoveries"]
+    assert (recovery["nodes"], recovery["lost_steps"]) == ([2], 0)
+
+
+def test_only_holder_dies_while_others_copy_from_it(tmp_path):
+    run = run_and_leave(tmp_path, *ONE_PIPELINE, leaving={0: 3}, nodes=3, inject=["node=0,phase=copy"])
+    assert run.exit_code == 4
+    assert "no live node holds layer.0" in run.reason
+
+
+def test_departure_that_leaves_too_few_nodes_stops_with_a_checkpoint(tmp_path):
+    run = run_and_leave(tmp_path, leaving={0: 3, 3: 3})
+    assert run.exit_code == 3
+    assert run.reason.startswith("3 nodes are live ([1, 2, 4]), 4 are needed; resume with: resilient run --nodes 4 ")
+    assert run.report["exit"]["checkpoint"].endswith(f"step-{STEP:08d}")
+
+
+def test_departure_asked_for_through_the_command_line(reference, tmp_path):
+    gate = tmp_path / "gate"
+    with started(tmp_path / "run", "--hold-in", STEP, "--gate", gate, nodes=NODES) as job:
+        job.wait_for_step(STEP - 1)
+        subprocess.run(command("inject", "leave", "--run", job.directory, "--node", 3), check=True, timeout=30)
+        job.wait_for(lambda event: event["kind"] == "boundary")
+        gate.touch()
+        run = job.wait()
+    check_equal(run, reference)
+    check_left(run, 3)
+    assert "node 3 left, training paused for" in job.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_machine_that_joined_leaves_again_when_told_to_end(number, reference, tmp_path):
+    """The signal reaches the agent's whole process group, as Ctrl-C does; SIGTERM the agent alone."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    options = ("--hold-in", STEP, "--gate", first, "--hold-in", STEP + 3, "--gate", second)
+    with started(tmp_path / "run", *options, nodes=NODES) as job:
+        job.wait_for_step(1)
+        access = json.loads((job.directory / "job.json").read_text())
+        agent = subprocess.Popen(
+            command("agent", "--join", access["address"], "--token", access["token"]),
+            start_new_session=True,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            job.wait_for(lambda event: event["kind"] == "boundary" and event["joining"] == [NODES])
+            job.processes.take_in_children(agent.pid)
+            first.touch()
+            job.wait_for(lambda event: event["kind"] == "generation" and NODES in event["nodes"])
+            (os.killpg if number == signal.SIGINT else os.kill)(agent.pid, number)
+            job.wait_for(lambda event: event["kind"] == "boundary" and event["leaving"] == [NODES])
+            second.touch()
+            run = job.wait()
+            _, errors = agent.communicate(timeout=20)
+        finally:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+    assert agent.returncode == 0, errors
+    check_equal(run, reference)
+    check_left(run, NODES)
+    assert run.of_kind("node_leaving")[0]["reason"] == number.name
