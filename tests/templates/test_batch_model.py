@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.templates.batch import Lines, finish_ns, split_microbatches
+from resilient.templates.batch import Lines, finish_ns, split_microbatches, step_ns
 from resilient.templates.batch_model import split_with_constraints
 
 EQUAL: list[Lines] = [((0, 10),)] * 4
@@ -85,6 +85,23 @@ def test_without_constraints_the_finishing_times_are_those_of_the_direct_split(d
     found = split_with_constraints(pipelines, total)
     direct = split_microbatches(pipelines, total)
     assert sorted(map(finish_ns, pipelines, found)) == sorted(map(finish_ns, pipelines, direct))
+
+
+def test_a_nanosecond_decides_though_the_solver_does_not_see_it():
+    """Steps of 1000 s: with its tolerances HiGHS alone ends 3 ns later."""
+    fill, slow = 10**12, 10**7
+    pipelines: list[Lines] = [
+        ((fill + 3, slow), (fill + slow + 1, slow - 1), (fill + 2 * slow, slow - 20)),
+        ((fill + 4, slow), (fill + slow + 4, slow - 3), (fill + 2 * slow + 1, slow - 10)),
+        ((fill, slow), (fill + slow + 1, slow - 1), (fill + 2 * slow + 5, slow - 2)),
+        ((fill + 3, slow), (fill + slow, slow - 1), (fill + 2 * slow, slow - 2)),
+    ]
+    assert max(map(finish_ns, pipelines, split_with_constraints(pipelines, 21))) == step_ns(pipelines, 21)
+
+
+def test_few_pipelines_finish_last_then_all_together_take_the_least_time():
+    """The first is latest with one microbatch; the second is fastest, but with ten it would be as late."""
+    assert split_with_constraints([((109, 1),), ((100, 1),), ((0, 2),)], 16) == (1, 9, 6)
 
 
 def test_memory_caps_move_work_to_slower_pipelines():

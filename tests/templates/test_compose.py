@@ -88,6 +88,12 @@ def test_fewer_microbatches_than_nodes_make_larger_pipelines():
     assert compose(templates, 12, 5, 2) == (3, 3, 3, 2, 1)
 
 
+def test_there_may_be_fewer_pipelines_than_microbatches_though_more_nodes_would_do_one_each():
+    """Six single nodes would be done first, but three microbatches keep three busy, and pairs are slow."""
+    templates = template_set(template(10), template(100, num_nodes=2), template(*[1] * 13, num_nodes=3))
+    assert compose(templates, 6, 3, 2) == (3, 3)
+
+
 def test_a_layout_for_few_microbatches_decides():
     """Pipelines of two nodes have a layout that is slow, but done with one microbatch soonest."""
     single = template(8)
