@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -26,9 +26,11 @@ VERSION = 1
 """Of what is measured and how; profiles of another version are measured again."""
 
 _NUM_MICROBATCHES = 4
-_MIN_ROUNDS, _MAX_ROUNDS = 5, 20
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 20
+_MIN_SAMPLES = 5
+"""Rounds of a kind of layer whose median has settled, over all layers of the kind."""
 _ENOUGH_MS = 10.0
-"""A layer measured for this long, and in the fewest rounds, is done: its median has settled."""
+"""A layer measured for this long, and in the fewest rounds, is done."""
 _TOO_LONG_MS = 2000.0
 """A layer measured for this long is done in any case."""
 
@@ -54,16 +56,32 @@ class Sample:
     carry: Carry = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What one layer does with microbatches of one shape."""
+
+    activation_bytes: int
+    input_bytes: int
+    input_gradient: bool
+
+
 @dataclass(kw_only=True)
-class _Measured:
-    """One layer with microbatches of one shape."""
+class _Times:
+    """How long one kind of layer takes for microbatches of one shape, round by round."""
 
     forward_ms: list[float] = field(default_factory=list)
     backward_input_ms: list[float] = field(default_factory=list)
     backward_ms: list[float] = field(default_factory=list)
-    activation_bytes: int = 0
-    input_bytes: int = 0
-    input_gradient: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """One layer; ``seen`` and ``times`` by sample, ``times`` shared by all layers of its kind."""
+
+    spec: LayerSpec
+    trainable: bool
+    seen: tuple[_Seen, ...]
+    times: list[_Times]
 
 
 def draw_samples(job: Job) -> list[Sample]:
@@ -95,6 +113,8 @@ def measure(
     """Measure all layers of a job.
 
     A time is the median over some rounds, the mean over the samples' shapes; bytes are those of the largest sample.
+    Layers of one kind (equal modules that keep and receive the same) are measured together: what disturbs a measurement
+    would otherwise tell them apart, and a model of equal layers would be cut unevenly.
 
     Args:
         job: The job; its device is free but for this.
@@ -104,15 +124,18 @@ def measure(
         timed: The clock; the device's own by default.
     """
     timed = timed or _clock(job.device)
-    layers: list[LayerProfile] = []
+    measured: list[_Measured] = []
+    kinds: dict[Hashable, list[_Times]] = {}
     cuda = [job.device] if job.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):  # dropout draws here; the script's own draws stay what they were
         for spec in job.model.layers:
-            layers.append(_measure_layer(job, spec, layouts, samples, timed))
+            measured.append(_measure_layer(job, spec, layouts, samples, timed, kinds))
             on_layer(spec.name)
     if cuda:
         torch.cuda.empty_cache()
-    return ModelProfile(layers=tuple(layers), source=f"measured on {device_name(job.device)}, {job.precision}")
+    weights = [sample.count for sample in samples]
+    layers = tuple(_layer_profile(job, layouts[layer.spec.name], layer, weights) for layer in measured)
+    return ModelProfile(layers=layers, source=f"measured on {device_name(job.device)}, {job.precision}")
 
 
 def device_name(device: torch.device) -> str:
@@ -137,43 +160,58 @@ def _materialise(job: Job, spec: LayerSpec, layouts: Mapping[str, Layout]) -> nn
 
 
 def _measure_layer(
-    job: Job, spec: LayerSpec, layouts: Mapping[str, Layout], samples: Sequence[Sample], timed: Timed
-) -> LayerProfile:
+    job: Job,
+    spec: LayerSpec,
+    layouts: Mapping[str, Layout],
+    samples: Sequence[Sample],
+    timed: Timed,
+    kinds: dict[Hashable, list[_Times]],
+) -> _Measured:
     module = _materialise(job, spec, layouts)
     trainable = any(parameter.requires_grad for parameter in module.parameters())
     is_last = spec.name == job.model.layers[-1].name
     passes = [_Pass(job, module, sample, is_last=is_last) for sample in samples]
-    found = [one.inspect() for one in passes]
+    seen = tuple(one.inspect() for one in passes)
+    kind = (spec.unit, repr(module), layouts[spec.name], trainable, is_last, seen)
+    times = kinds.setdefault(kind, [_Times() for _ in samples])
     elapsed_ms = 0.0
     for num_rounds in range(1, _MAX_ROUNDS + 1):
-        for one, measured in zip(passes, found, strict=True):
-            elapsed_ms += one.time(measured, timed, trainable=trainable)
-        if elapsed_ms >= _TOO_LONG_MS or (elapsed_ms >= _ENOUGH_MS and num_rounds >= _MIN_ROUNDS):
+        for one, found, taken in zip(passes, seen, times, strict=True):
+            elapsed_ms += one.time(taken, timed, trainable=trainable, input_gradient=found.input_gradient)
+        settled = num_rounds >= _MIN_ROUNDS and len(times[0].forward_ms) >= _MIN_SAMPLES
+        if elapsed_ms >= _TOO_LONG_MS or (elapsed_ms >= _ENOUGH_MS and settled):
             break
     for one in passes:
         one.advance()
-    weights = [sample.count for sample in samples]
-    backward_ms = _mean([median(measured.backward_ms) for measured in found], weights)
-    backward_input_ms = _mean([median(measured.backward_input_ms) for measured in found], weights)
-    backward_input_ms = min(backward_input_ms, backward_ms)  # what both take together was measured, not the rest
-    layout, itemsize = layouts[spec.name], job.dtype.itemsize
+    return _Measured(spec=spec, trainable=trainable, seen=seen, times=times)
+
+
+def _layer_profile(job: Job, layout: Layout, measured: _Measured, weights: Sequence[int]) -> LayerProfile:
+    def mean(times_ms: Sequence[list[float]]) -> float:
+        medians = [median(rounds) for rounds in times_ms]
+        return sum(value * weight for value, weight in zip(medians, weights, strict=True)) / sum(weights)
+
+    backward_ms = mean([times.backward_ms for times in measured.times])
+    # what is measured is the time of both and of one; the other is the rest
+    backward_input_ms = min(mean([times.backward_input_ms for times in measured.times]), backward_ms)
+    itemsize = job.dtype.itemsize
     return LayerProfile(
-        name=spec.name,
+        name=measured.spec.name,
         costs=(
             LayerCost(
-                forward_ms=_mean([median(measured.forward_ms) for measured in found], weights),
+                forward_ms=mean([times.forward_ms for times in measured.times]),
                 backward_input_ms=backward_input_ms,
                 backward_weight_ms=backward_ms - backward_input_ms,
-                activation_bytes=max(measured.activation_bytes for measured in found),
+                activation_bytes=max(seen.activation_bytes for seen in measured.seen),
             ),
         ),
         parameter_bytes=layout.numel(0) * itemsize,
         optimizer_bytes=layout.num_trainable * len(job.optimizer.slots) * itemsize,
         gradient_bytes=layout.num_trainable * itemsize,
-        input_bytes=max(measured.input_bytes for measured in found),
-        trainable=trainable,
-        input_gradient=any(measured.input_gradient for measured in found),
-        shares=tuple(dict.fromkeys(owner for owner, _ in spec.tied.values())),
+        input_bytes=max(seen.input_bytes for seen in measured.seen),
+        trainable=measured.trainable,
+        input_gradient=any(seen.input_gradient for seen in measured.seen),
+        shares=tuple(dict.fromkeys(owner for owner, _ in measured.spec.tied.values())),
     )
 
 
@@ -196,7 +234,7 @@ class _Pass:
         self._sent: Carry = {}
         self._ends: list[Tensor] = []
 
-    def inspect(self) -> _Measured:
+    def inspect(self) -> _Seen:
         """Run once, untimed, to see what is kept and where gradients go."""
         batch, parameters = self._sample.batch, [*self._module.parameters(), *self._module.buffers()]
         others = {tensor.untyped_storage().data_ptr() for tensor in [*batch.values(), *parameters]}
@@ -211,23 +249,23 @@ class _Pass:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             self._forward()
         activation_bytes = sum(kept.values())  # the graph is alive: no address stands for two storages
-        return _Measured(
+        return _Seen(
             activation_bytes=activation_bytes,
             input_bytes=sum(tensor.numel() * tensor.element_size() for tensor in self._received.values()),
             input_gradient=any(gradient is not None for gradient in self._input_gradients()),
         )
 
-    def time(self, measured: _Measured, timed: Timed, *, trainable: bool) -> float:
+    def time(self, times: _Times, timed: Timed, *, trainable: bool, input_gradient: bool) -> float:
         """Run once, timed; return the ms of it all."""
         forward_ms, input_ms, backward_ms = timed(self._forward), 0.0, 0.0
-        if measured.input_gradient and trainable:
+        if trainable and input_gradient:
             input_ms = timed(self._input_backward)
             self._forward()
         if self._ends:
             backward_ms = timed(self._backward)
-        measured.forward_ms.append(forward_ms)
-        measured.backward_input_ms.append(input_ms if trainable else backward_ms)
-        measured.backward_ms.append(backward_ms)
+        times.forward_ms.append(forward_ms)
+        times.backward_input_ms.append(input_ms if trainable else backward_ms)
+        times.backward_ms.append(backward_ms)
         return forward_ms + input_ms + backward_ms
 
     def advance(self) -> None:
@@ -261,10 +299,6 @@ class _Pass:
             return ()
         ones = [torch.ones_like(tensor) for tensor in self._ends]
         return torch.autograd.grad(self._ends, wanted, ones, allow_unused=True)
-
-
-def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
 def _clock(device: torch.device) -> Timed:

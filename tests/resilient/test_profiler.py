@@ -265,3 +265,16 @@ def test_layers_are_there_one_at_a_time() -> None:
 
     profile(model=Chain([Counted] * 5, loss), dataset=Points())
     assert max(alive) <= 2, "the layer that is measured, and a copy while it gets its initial values"
+
+
+def test_equal_layers_cost_the_same_however_the_measurement_is_disturbed() -> None:
+    clock = count()
+
+    def drifting(run: Run) -> float:
+        run()
+        return 1.0 + next(clock)
+
+    layers = profile(timed=drifting, model=TiedModel(num_blocks=6, frozen=["block.4"]))
+    same = [times(layers[f"block.{i}"]) for i in (0, 1, 2, 3, 5)]
+    assert len(set(same)) == 1
+    assert len({times(layer) for layer in layers.values()}) == 4, "embed, head and the frozen block are of other kinds"
