@@ -17,10 +17,14 @@ from resilient.models.layer import LayerSpec, Model
 from resilient.optim import Optimizer
 from resilient.state import Layout
 from resilient.templates.batch import check_batch
+from resilient.templates.generators import Kind
 from resilient.templates.profile import ModelProfile
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 """Name -> type of parameters, gradients and optimizer slots; "bf16" computes matrix products in bfloat16."""
+
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2")
+"""Kinds of schedules a job can choose: those that train, with one stage per worker, as plans have it."""
 
 _USABLE_MEMORY = 0.9
 """Share of a device's memory that states and activations may take; the rest is for libraries and fragmentation."""
@@ -41,6 +45,7 @@ class Job:
     precision: str
     clip_grad_norm: float | None
     checkpoint_every: int
+    schedule: str
     device: torch.device
     comm_timeout_s: float
     num_steps: int = 1
@@ -54,6 +59,11 @@ class Job:
         if self.precision not in PRECISIONS:
             raise ValueError(
                 f"precision must be one of {sorted(PRECISIONS)}, got {self.precision!r}; choose one of them"
+            )
+        if self.schedule not in SCHEDULES:
+            raise ValueError(
+                f"schedule must be one of {list(SCHEDULES)}, got {self.schedule!r}; choose one of them, 1f1b needs the "
+                f"least memory"
             )
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be > 0, got {self.clip_grad_norm}; pass None not to clip")
@@ -73,6 +83,11 @@ class Job:
     def autocast(self) -> torch.dtype | None:
         """Type of matrix products, when it differs."""
         return torch.bfloat16 if self.precision == "bf16" else None
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of schedule."""
+        return Kind(self.schedule)
 
     def layer(self, name: str) -> LayerSpec:
         """Return the layer called ``name``."""
@@ -115,6 +130,7 @@ class Job:
             self.seed,
             self.precision,
             self.clip_grad_norm,
+            self.schedule,
             self.num_steps,
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -60,6 +60,9 @@ class Trainer:
         precision: "fp32", "bf16" (matrix products in bfloat16, everything else in float32) or "fp64".
         clip_grad_norm: Largest norm of the whole gradient; None for no limit.
         checkpoint_every: Steps between checkpoints; 0 for one at the end.
+        schedule: Order of the work in a pipeline: "1f1b"; "eager-1f1b" (hides messages); "zb-h1" or "zb-h2" (split the
+            backward to shorten the waiting); "gpipe". Results are the same. Memory is planned for 1f1b, the others keep
+            more activations (:func:`resilient.templates.generators.generate`).
         device: Where to train; by default this worker's CUDA device if there is one, else the CPU.
         comm_timeout_s: Last resort against a peer that hangs without its connection breaking.
 
@@ -81,6 +84,7 @@ class Trainer:
         precision: str = "fp32",
         clip_grad_norm: float | None = None,
         checkpoint_every: int = 0,
+        schedule: str = "1f1b",
         device: str | torch.device | None = None,
         comm_timeout_s: float = 120.0,
     ) -> None:
@@ -96,6 +100,7 @@ class Trainer:
             precision=precision,
             clip_grad_norm=clip_grad_norm,
             checkpoint_every=checkpoint_every,
+            schedule=schedule,
             device=torch.device(device) if device is not None else _own_device(),
             comm_timeout_s=comm_timeout_s,
         )

@@ -120,6 +120,7 @@ def make_job(**changes: Any) -> Job:
         "precision": "fp64",
         "clip_grad_norm": None,
         "checkpoint_every": 0,
+        "schedule": "1f1b",
         "device": CPU,
         "comm_timeout_s": 30.0,
         **changes,

@@ -29,6 +29,9 @@ from resilient.optim import SGD, AdamW, WarmupCosine
         ({"checkpoint_every": -5}, "checkpoint_every must be >= 0, got -5; 0 means at the end only"),
         ({"precision": "fp16"},
          "precision must be one of ['bf16', 'fp32', 'fp64'], got 'fp16'; choose one of them"),
+        ({"schedule": "interleaved-1f1b"},
+         "schedule must be one of ['gpipe', '1f1b', 'eager-1f1b', 'zb-h1', 'zb-h2'], got 'interleaved-1f1b'; "
+         "choose one of them, 1f1b needs the least memory"),
         ({"clip_grad_norm": 0.0}, "clip_grad_norm must be > 0, got 0.0; pass None not to clip"),
         ({"dataset": Tokens(0)}, "dataset must hold at least one sample, got 0; check how it is built"),
     ],
@@ -68,6 +71,7 @@ def digest(**changes: Any) -> str:
         {"dataset": Tokens(25)},
         {"optimizer": SGD(lr=0.01)},
         {"optimizer": AdamW(lr=0.02)},
+        {"schedule": "zb-h1"},
         {"optimizer": AdamW(lr=0.01, weight_decay=0.5)},
         {"optimizer": AdamW(lr=0.01, betas=(0.5, 0.9))},
         {"global_batch": 32},
