@@ -96,13 +96,12 @@ class _Knapsack:
         row, nodes = len(best) - 1, self._num_nodes
         while nodes:
             before = max(row - 1, 0)
-            size = next(
-                size
-                for size in range(min(nodes, self._smallest + len(capacity) - 1), 0, -1)
-                if best[before, nodes - size] + capacity[size - self._smallest] == best[row, nodes]
-            )
-            chosen.append(size)
-            row, nodes = before, nodes - size
+            num_sizes = min(len(capacity), nodes - self._smallest + 1)
+            first_rest = nodes - self._smallest - num_sizes + 1
+            by_falling_size = best[before, first_rest : first_rest + num_sizes] + capacity[num_sizes - 1 :: -1]
+            rest = first_rest + int((by_falling_size == best[row, nodes]).argmax())
+            chosen.append(nodes - rest)
+            row, nodes = before, rest
         return tuple(chosen)
 
 
