@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from resilient.templates.cluster import Cluster, Link
-from resilient.templates.plan import Plan, Problem
+from resilient.templates.plan import Pipeline, Plan, Problem
 from resilient.templates.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSet
 
@@ -167,3 +167,29 @@ def enough_nodes(problem: Problem) -> int:
     """A number of nodes on which f + 1 pipelines hold the model, whatever :func:`problems` drew."""
     deepest = len(problem.profile.layers) // problem.cluster.devices_per_node
     return (problem.max_failures + 1) * max(problem.min_pipeline_nodes, deepest)
+
+
+def cut(*ends: int, degree: int = 1, devices: int = 1) -> PipelineTemplate:
+    """A template with stages that end before these layers, of ``degree`` devices each, ``devices`` to a node."""
+    return PipelineTemplate(
+        num_nodes=len(ends) * degree // devices,
+        stages=tuple(
+            StageSpec(
+                first_layer=first,
+                end_layer=end,
+                node_index=i * degree // devices,
+                first_device=i * degree % devices,
+                num_devices=degree,
+                forward_ms=(end - first) / degree / 3,
+                backward_ms=(end - first) / degree - (end - first) / degree / 3,
+            )
+            for i, (first, end) in enumerate(zip((0, *ends), ends, strict=False))
+        ),
+    )
+
+
+def plan_of(*pipelines: tuple[PipelineTemplate, Sequence[int]]) -> Plan:
+    """A plan of these templates on these nodes, with one microbatch each."""
+    return Plan(
+        pipelines=tuple(Pipeline(template=of, nodes=tuple(nodes), num_microbatches=1) for of, nodes in pipelines)
+    )

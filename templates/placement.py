@@ -1,0 +1,177 @@
+"""Which node takes which place of the new pipelines: few bytes are copied, and no domain is the only one with a state.
+
+A node that holds exactly what a place needs is put there first. What a node must receive for a place is a distance (a
+set difference), so moving it elsewhere can never save more than it costs: the assignment is left with what changes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+
+from resilient.templates.assignment import assign
+from resilient.templates.holdings import EMPTY, Holdings, Ints
+from resilient.templates.plan import Plan, Problem
+from resilient.templates.spread import lacking_domains, spread
+from resilient.templates.template import PipelineTemplate
+
+_FREE = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A pipeline to be made.
+
+    Args:
+        template: Its layout.
+        continues: Index of the pipeline of the old plan that it goes on from: nodes of that which hold what their
+            position needs keep it. No two targets continue the same. None for a new one.
+    """
+
+    template: PipelineTemplate
+    continues: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Nodes in their places.
+
+    Args:
+        nodes: Of each target, in the order of its template.
+        copied_bytes: What nodes have to receive from other nodes, all in all.
+        busiest_bytes: The most that one node receives, or sends where the holders of a state send equal parts of it.
+        lacking_domains: In how many more failure domains states should be held, summed over the states.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    copied_bytes: int
+    busiest_bytes: int
+    lacking_domains: int
+
+
+class Placer:
+    """Puts nodes into the places of new pipelines.
+
+    Args:
+        problem: The job.
+        plan: What the nodes hold; without pipelines where they hold nothing.
+        nodes: The live nodes. Of equally good ones earlier ones are taken first.
+        domains: Label of the failure domain (zone, rack) of nodes; a node without one shares its fate with no other.
+    """
+
+    def __init__(self, problem: Problem, plan: Plan, nodes: Sequence[int], domains: Mapping[int, str]) -> None:
+        self._plan, self._nodes = plan, nodes
+        self._index_of = {node: index for index, node in enumerate(nodes)}
+        self._holdings = Holdings(problem.profile)
+        self._held = np.full(len(nodes), EMPTY)
+        for pipeline in plan.pipelines:
+            for node, part in zip(pipeline.nodes, self._holdings.number(pipeline.template), strict=True):
+                if node in self._index_of:
+                    self._held[self._index_of[node]] = part
+        labels: list[str | int] = [domains.get(node, node) for node in nodes]
+        numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+        self._domains = np.array([numbers[label] for label in labels])
+        # Nodes of one pipeline never hold the same, so that domains of one node each lack nothing.
+        self._wanted_domains = min(problem.max_failures + 1, len(numbers)) if domains else 0
+
+    def continuing(self, targets: Sequence[Target]) -> list[Target]:
+        """Let targets that continue nothing go on from a pipeline with their layout that nothing else continues.
+
+        Of several that are left, the one that has lost fewest nodes goes first.
+        """
+        taken = {target.continues for target in targets}
+        lost = [sum(node not in self._index_of for node in pipeline.nodes) for pipeline in self._plan.pipelines]
+        left: dict[tuple[int, ...], deque[int]] = defaultdict(deque)
+        for index in sorted(range(len(lost)), key=lost.__getitem__):
+            if index not in taken:
+                left[self._layout(self._plan.pipelines[index].template)].append(index)
+        return [
+            replace(target, continues=same.popleft())
+            if target.continues is None and (same := left[self._layout(target.template)])
+            else target
+            for target in targets
+        ]
+
+    def place(self, targets: Sequence[Target]) -> Placement:
+        """Place nodes; there must be enough of them.
+
+        Of all placements one is taken whose copies are cheapest (:meth:`Holdings.prices`). Where it holds a state in
+        fewer than f + 1 failure domains, nodes exchange places until no exchange improves that, at whatever price
+        (:func:`resilient.templates.spread.spread`): like f + 1 pipelines, it is what makes failures survivable.
+        """
+        needed = np.array(list(chain.from_iterable(self._layout(target.template) for target in targets)))
+        chosen = self._keep(targets, needed)
+        self._keep_equal(chosen, needed)
+        self._fill(chosen, needed)
+        lacking = 0
+        if self._wanted_domains:
+            chosen, lacking = self._spread(chosen, needed)
+        copied, busiest = self._volume(chosen, needed)
+        names = iter([self._nodes[index] for index in chosen])
+        return Placement(
+            nodes=tuple(tuple(next(names) for _ in range(target.template.num_nodes)) for target in targets),
+            copied_bytes=copied,
+            busiest_bytes=busiest,
+            lacking_domains=lacking,
+        )
+
+    def _layout(self, template: PipelineTemplate) -> tuple[int, ...]:
+        return self._holdings.number(template)
+
+    def _keep(self, targets: Sequence[Target], needed: Ints) -> Ints:
+        """Return the index of the node in each place; only of nodes that keep their position in what is continued."""
+        chosen = np.full(len(needed), _FREE)
+        first = 0
+        for target in targets:
+            old = () if target.continues is None else self._plan.pipelines[target.continues].nodes
+            for place, node in enumerate(old[: target.template.num_nodes], start=first):
+                index = self._index_of.get(node, _FREE)
+                if index != _FREE and self._held[index] == needed[place]:
+                    chosen[place] = index
+            first += target.template.num_nodes
+        return chosen
+
+    def _keep_equal(self, chosen: Ints, needed: Ints) -> None:
+        """Fill places with nodes that hold exactly what these need."""
+        left: dict[int, deque[int]] = defaultdict(deque)
+        for index in np.setdiff1d(np.arange(len(self._held)), chosen):
+            left[int(self._held[index])].append(int(index))
+        for place in np.flatnonzero(chosen == _FREE):
+            if same := left[int(needed[place])]:
+                chosen[place] = same.popleft()
+
+    def _fill(self, chosen: Ints, needed: Ints) -> None:
+        """Fill all places that are left, as cheaply as can be."""
+        places = np.flatnonzero(chosen == _FREE)
+        left = np.setdiff1d(np.arange(len(self._held)), chosen)
+        if (self._held[left] == EMPTY).all():
+            chosen[places] = left[: len(places)]
+        elif len(places):
+            chosen[places] = left[assign(self._holdings.prices(needed[places], self._held[left]))]
+
+    def _spread(self, chosen: Ints, needed: Ints) -> tuple[Ints, int]:
+        """Return the placement after exchanges between domains, and what it still lacks."""
+        needs = self._holdings.states(needed) & (self._holdings.state_bytes > 0)
+        if not lacking_domains(needs, self._domains[chosen], self._wanted_domains):
+            return chosen, 0
+        # Places that need nothing stand for the nodes that are left out.
+        left_out = np.setdiff1d(np.arange(len(self._held)), chosen)
+        padded = np.concatenate((needs, np.zeros((len(left_out), needs.shape[1]), dtype=np.bool_)))
+        prices = np.zeros((len(self._held), len(self._held)))
+        prices[: len(needed)] = self._holdings.prices(needed, self._held)
+        chosen = spread(padded, prices, np.concatenate((chosen, left_out)), self._domains, self._wanted_domains)
+        chosen = chosen[: len(needed)]
+        return chosen, lacking_domains(needs, self._domains[chosen], self._wanted_domains)
+
+    def _volume(self, chosen: Ints, needed: Ints) -> tuple[int, int]:
+        """Return what is copied between nodes: all of it, and the most that one node receives or sends."""
+        holders = self._holdings.states(self._held)
+        missing = self._holdings.states(needed) & ~holders[chosen]
+        received = missing @ self._holdings.state_bytes
+        demand = missing.sum(axis=0) * self._holdings.state_bytes
+        shares = -(-demand // np.maximum(holders.sum(axis=0), 1))
+        return int(received.sum()), int(max(received.max(), (holders @ shares).max()))
