@@ -1,12 +1,12 @@
-"""Runs one stage's actions of a schedule, and nothing else.
+"""Runs one row of a schedule, and nothing else.
 
 Owns the order of work within a step on this worker: what the schedule says is what happens. Arithmetic is the
-stage's, messages are the wire's, sums are the gradient sync's.
+stages', messages are the wire's, sums are the gradient sync's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,9 +17,13 @@ from resilient.comm import Communicator, Pending
 from resilient.faults import Faults
 from resilient.models.layer import Batch, Carry
 from resilient.stage import Stage
+from resilient.stopwatch import Stopwatch
 from resilient.sync import GradientSync
 from resilient.templates.schedule import Action, Op
-from resilient.wire import Downstream, Upstream, signature
+from resilient.wire import Downstream, Signature, Upstream, signature
+
+_Pass = tuple[int, int]
+"""Stage and microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,43 +44,53 @@ class StepWork:
 
 
 class Executor:
-    """Interprets the actions of one stage.
+    """Interprets the actions of one row.
 
     Args:
-        actions: The stage's actions, in order.
-        stage: Computes.
+        actions: The row's actions, in order.
+        stages: The stages they are of, by index.
         sync: Sums gradients.
         comm: The generation's groups.
-        upstream: The border to the stage before; unused on the first.
-        downstream: The border to the stage after; unused on the last.
+        upstream: By stage, the border to the stage before, where that is another worker's.
+        downstream: By stage, the border to the stage after, where that is another worker's.
         faults: Told of every phase.
+        stopwatch: Runs while a stage computes.
     """
 
     def __init__(
         self,
         *,
         actions: Sequence[Action],
-        stage: Stage,
+        stages: Mapping[int, Stage],
         sync: GradientSync,
         comm: Communicator,
-        upstream: Upstream,
-        downstream: Downstream,
+        upstream: Mapping[int, Upstream],
+        downstream: Mapping[int, Downstream],
         faults: Faults,
+        stopwatch: Stopwatch,
     ) -> None:
         self._actions = tuple(actions)
-        self._stage = stage
+        self._stages = stages
         self._sync = sync
         self._comm = comm
         self._upstream = upstream
         self._downstream = downstream
         self._faults = faults
-        backwards = [action for action in self._actions if action.op is Op.BACKWARD]
-        self._last_backward = backwards[-1] if backwards else None
-        receipts = [action.index for action in self._actions if action.op is Op.RECV_F]
-        self._next_receipt = dict(pairwise(receipts))
+        self._stopwatch = stopwatch
+        self._states: dict[int, list[int]] = {stage: [] for stage in stages}
+        for action in self._actions:
+            if action.op is Op.REDUCE:
+                self._states[action.stage].append(action.index)
+        ends = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+        self._last_backward = {action.stage: action for action in self._actions if action.op in ends}
+        reads = (Op.RECV_F, Op.FORWARD, Op.SEND_F)
+        self._last_read = {action.index: action for action in self._actions if action.op in reads}
+        self._next_receipt = dict(pairwise(action for action in self._actions if action.op is Op.RECV_F))
         self._run = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
             Op.SEND_F: self._send_f,
             Op.RECV_F: self._recv_f,
             Op.SEND_B: self._send_b,
@@ -85,77 +99,105 @@ class Executor:
         }
 
     def run(self, work: StepWork) -> Tensor:
-        """Run the step up to the reduced gradients; return the loss summed over this stage's microbatches.
+        """Run the step up to the reduced gradients; return the loss summed over this row's microbatches.
 
         Raises:
             CommunicationError: The step is given up; gradients are to be dropped.
         """
         self._work = work
         self._batches: dict[int, Batch] = {}
-        self._received: dict[int, Carry] = {}
-        self._sent: dict[int, Carry] = {}
-        self._gradients_in: dict[int, dict[str, Tensor]] = {}
-        self._gradients_out: dict[int, dict[str, Tensor]] = {}
+        self._received: dict[_Pass, Carry] = {}
+        self._sent: dict[_Pass, Carry] = {}
+        self._gradients_in: dict[_Pass, dict[str, Tensor]] = {}
+        self._gradients_out: dict[_Pass, dict[str, Tensor]] = {}
         # Nobody waits for a send: what is kept here stays untouched until the receiver has shown that it has it, by
         # the gradient it returns or by passing the prepare barrier of this step.
-        self._carry_sends: dict[int, list[Pending]] = {}
+        self._carry_sends: dict[_Pass, list[Pending]] = {}
         self._gradient_sends: list[Pending] = []
         self._loss = torch.zeros((), dtype=torch.float64)
-        self._stage.begin()
+        for stage in self._stages.values():
+            stage.begin()
         self._sync.begin()
         for action in self._actions:
             self._comm.check()  # a step that is given up is not worth another microbatch
             self._run[action.op](action)
+            if action is self._last_read.get(action.index):
+                del self._batches[action.index]
         return self._loss
 
     def _forward(self, action: Action) -> None:
         self._faults.reach("forward", self._work.step)
-        carry, loss = self._stage.forward(
-            action.index,
-            self._received.pop(action.index, {}),
-            self._batch(action.index),
-            step=self._work.step,
-            position=self._work.first_position + action.index,
-            num_targets=self._work.num_targets,
-        )
-        if loss is None:
-            self._sent[action.index] = carry
-        else:
+        batch = self._batch(action.index)
+        with self._stopwatch:
+            carry, loss = self._stages[action.stage].forward(
+                action.index,
+                self._received.pop((action.stage, action.index), {}),
+                batch,
+                step=self._work.step,
+                position=self._work.first_position + action.index,
+                num_targets=self._work.num_targets,
+            )
+        if loss is not None:
             self._loss += loss.double().cpu()
+        elif action.stage in self._downstream:
+            self._sent[action.stage, action.index] = carry
+        else:
+            handed = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in carry.items()}
+            self._received[action.stage + 1, action.index] = handed
 
     def _backward(self, action: Action) -> None:
         self._faults.reach("backward", self._work.step)
-        if action is self._last_backward:
-            self._sync.arm()
-        gradients = self._gradients_in.pop(action.index, {})
-        self._gradients_out[action.index] = self._stage.backward(action.index, gradients)
-        del self._batches[action.index]
+        self._arm(action)
+        stage = self._stages[action.stage]
+        differentiate = stage.backward if action.op is Op.BACKWARD else stage.backward_input
+        gradients = self._gradients_in.pop((action.stage, action.index), {})
+        with self._stopwatch:
+            found = differentiate(action.index, gradients)
+        if action.stage in self._upstream:
+            self._gradients_out[action.stage, action.index] = found
+        elif action.stage > 0:
+            self._gradients_in[action.stage - 1, action.index] = found
+
+    def _backward_weight(self, action: Action) -> None:
+        self._faults.reach("backward", self._work.step)
+        self._arm(action)
+        with self._stopwatch:
+            self._stages[action.stage].backward_weight(action.index)
 
     def _send_f(self, action: Action) -> None:
-        carry = self._sent.pop(action.index)
-        shapes = signature(self._batch(action.index))
-        self._carry_sends[action.index] = self._downstream.send(carry, action.index, shapes)
+        carry = self._sent.pop((action.stage, action.index))
+        sends = self._downstream[action.stage].send(carry, action.index, self._shapes(action.index))
+        self._carry_sends[action.stage, action.index] = sends
 
     def _recv_f(self, action: Action) -> None:
-        shapes = signature(self._batch(action.index))
-        self._received[action.index] = self._upstream.receive(action.index, shapes)
-        following = self._next_receipt.get(action.index)
+        carry = self._upstream[action.stage].receive(action.index, self._shapes(action.index))
+        self._received[action.stage, action.index] = carry
+        following = self._next_receipt.get(action)
         if following is not None:
-            self._upstream.post(following, signature(self._batch(following)))
+            self._upstream[following.stage].post(following.index, self._shapes(following.index))
 
     def _send_b(self, action: Action) -> None:
-        self._gradient_sends += self._upstream.send(self._gradients_out.pop(action.index), action.index)
+        gradients = self._gradients_out.pop((action.stage, action.index))
+        self._gradient_sends += self._upstream[action.stage].send(gradients, action.index)
 
     def _recv_b(self, action: Action) -> None:
-        gradients = self._gradients_in[action.index] = self._downstream.receive(action.index)
+        gradients = self._downstream[action.stage].receive(action.index)
+        self._gradients_in[action.stage, action.index] = gradients
         if gradients:
-            del self._carry_sends[action.index]
+            del self._carry_sends[action.stage, action.index]
 
     def _reduce(self, action: Action) -> None:
         self._faults.reach("reduce", self._work.step)
         self._sync.wait(action.index)
 
+    def _arm(self, action: Action) -> None:
+        if action is self._last_backward[action.stage]:
+            self._sync.arm(self._states[action.stage])
+
     def _batch(self, microbatch: int) -> Batch:
         if microbatch not in self._batches:
             self._batches[microbatch] = self._work.batch(self._work.first_position + microbatch)
         return self._batches[microbatch]
+
+    def _shapes(self, microbatch: int) -> Signature:
+        return signature(self._batch(microbatch))

@@ -24,7 +24,7 @@ from resilient.stage import Stage, StageLayer
 from resilient.state import LayerState, Layout, bind
 from resilient.stopwatch import Stopwatch
 from resilient.sync import GradientSync
-from resilient.templates.generators import Kind, generate
+from resilient.templates.generators import generate
 from resilient.templates.plan import Plan, Slot
 from resilient.templates.profile import ModelProfile
 from resilient.templates.schedule import Action
@@ -161,15 +161,15 @@ class Installer:
         self, message: Generation, slot: Slot, holders: dict[str, tuple[int, ...]], comm: Communicator
     ) -> Session:
         job, states = self._job, self._ledger.current
-        template = message.plan.pipelines[slot.pipeline_index].template
+        index, last = slot.stage_index, len(message.plan.pipelines[slot.pipeline_index].template.stages) - 1
         layers = [
-            StageLayer(index=index, module=bind(job.model.layers[index], states, job.device))
-            for index in range(slot.stage.first_layer, slot.stage.end_layer)
+            StageLayer(index=layer, module=bind(job.model.layers[layer], states, job.device))
+            for layer in range(slot.stage.first_layer, slot.stage.end_layer)
         ]
         stage = Stage(
             job.model,
             layers,
-            is_last=slot.stage_index == len(template.stages) - 1,
+            is_last=index == last,
             device=job.device,
             autocast=job.autocast,
             seed=job.seed,
@@ -185,11 +185,11 @@ class Installer:
         stopwatch = Stopwatch(job.device, message.plan.pipelines[slot.pipeline_index].num_microbatches)
         executor = Executor(
             actions=self._actions(message.plan, slot),
-            stage=stage,
+            stages={index: stage},
             sync=sync,
             comm=comm,
-            upstream=Upstream(comm, slot.rank - 1, job.device),
-            downstream=Downstream(comm, slot.rank + 1),
+            upstream={index: Upstream(comm, slot.rank - 1, job.device)} if index > 0 else {},
+            downstream={index: Downstream(comm, slot.rank + 1)} if index < last else {},
             faults=self._faults,
             stopwatch=stopwatch,
         )
@@ -213,8 +213,8 @@ class Installer:
             ]
             for stage in pipeline.template.stages
         ]
-        schedule = generate(Kind.ONE_F_ONE_B, len(states), pipeline.num_microbatches, states=states)
-        return schedule.rows[slot.stage_index]
+        schedule = generate(self._job.kind, len(states), pipeline.num_microbatches, states=states)
+        return schedule.row(slot.stage_index)
 
 
 def _installed(message: Generation, started_at: float, regrouped_at: float, bytes_copied: int) -> Installed:

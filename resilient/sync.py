@@ -1,4 +1,4 @@
-"""Gradient sums over all holders of each layer state, overlapped with the last backward of a step.
+"""Gradient sums over all holders of each layer state, overlapped with the last backwards of a step.
 
 Owns when a sum starts and in which order: pipelines cut the model at different layers, so every holder must issue
 the sums in the same order, from the last layer to the first.
@@ -6,7 +6,7 @@ the sums in the same order, from the last layer to the first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from resilient.state import LayerState
 class GradientSync:
     """The layer-wise gradient sums of one worker in one generation.
 
-    Each step: ``begin``, any number of backwards, ``arm`` before the last one, then ``wait`` per state.
+    Each step: ``begin``, any number of backwards, ``arm`` before the last one of each state, then ``wait`` per state.
 
     Args:
         comm: The generation's groups.
@@ -40,12 +40,11 @@ class GradientSync:
         self._missing: dict[int, int] = {}
         self._num_started = 0
         self._pending: dict[int, Pending] = {}
-        self._armed = False
         self._handles = [handle for index in self._order for handle in self._watch(index, states[index])]
 
     def _watch(self, index: int, state: LayerState) -> Sequence[RemovableHandle]:
         def accumulated(_: Tensor) -> None:
-            if self._armed:
+            if index in self._missing:
                 self._missing[index] -= 1
                 self._start_ready()
 
@@ -57,17 +56,15 @@ class GradientSync:
         for state in self._states.values():
             state.grad.zero_()
         self.squares = torch.zeros((), dtype=torch.float64)
-        self._armed = False
+        self._missing.clear()
         self._num_started = 0
         self._pending.clear()
 
-    def arm(self) -> None:
-        """The next backward is the step's last: start each sum as soon as its gradients are final."""
-        self._armed = True
-        self._missing = {
-            index: sum(parameter.requires_grad for parameter in self._states[index].parameters.values())
-            for index in self._order
-        }
+    def arm(self, indices: Iterable[int]) -> None:
+        """The next backward is the step's last for these states: start each sum as soon as its gradients are final."""
+        for index in indices:
+            parameters = self._states[index].parameters.values()
+            self._missing[index] = sum(parameter.requires_grad for parameter in parameters)
 
     def wait(self, index: int) -> None:
         """Wait for the sum of one state; all backwards of the step must be done."""
@@ -85,7 +82,7 @@ class GradientSync:
             handle.remove()
 
     def _start_ready(self) -> None:
-        while self._num_started < len(self._order) and self._missing[self._order[self._num_started]] <= 0:
+        while self._num_started < len(self._order) and self._missing.get(self._order[self._num_started], 1) <= 0:
             self._start_next()
 
     def _start_next(self) -> None:

@@ -47,8 +47,21 @@ def signature(batch: Batch) -> Signature:
     return tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items())
 
 
-def _tag(microbatch: int, kind: int, position: int = 0) -> int:
-    return (microbatch * 3 + kind) * _MAX_TENSORS + position
+@dataclass(frozen=True)
+class Lane:
+    """One of several borders: two workers that run several stages each share more than one.
+
+    Args:
+        index: Which one.
+        count: Of how many.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def tag(self, microbatch: int, kind: int, position: int = 0) -> int:
+        """Return what tells a message from all others of the step."""
+        return ((microbatch * self.count + self.index) * 3 + kind) * _MAX_TENSORS + position
 
 
 class Upstream:
@@ -58,12 +71,14 @@ class Upstream:
         comm: The generation's groups.
         rank: Rank of the stage before.
         device: Where received tensors go.
+        lane: The border.
     """
 
-    def __init__(self, comm: Communicator, rank: int, device: torch.device) -> None:
+    def __init__(self, comm: Communicator, rank: int, device: torch.device, lane: Lane = Lane()) -> None:
         self._comm = comm
         self._rank = rank
         self._device = device
+        self._tag = lane.tag
         self._known: dict[Signature, _Description] = {}
         self._posted: dict[int, _Posted] = {}
 
@@ -76,7 +91,7 @@ class Upstream:
         """Return a carry; its tensors are leaves that require a gradient where one is wanted."""
         if shapes not in self._known:
             header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-            self._comm.recv(header, self._rank, _tag(microbatch, _HEADER)).wait()
+            self._comm.recv(header, self._rank, self._tag(microbatch, _HEADER)).wait()
             self._known[shapes] = _decode(header.numpy().tobytes().rstrip(b"\0"))  # ends with a bool, never with a zero
         self.post(microbatch, shapes)
         posted = self._posted.pop(microbatch)
@@ -89,7 +104,7 @@ class Upstream:
     def send(self, gradients: dict[str, Tensor], microbatch: int) -> list[Pending]:
         """Send the gradients of a received carry back."""
         return [
-            self._comm.send(tensor.contiguous(), self._rank, _tag(microbatch, _BACKWARD, position))
+            self._comm.send(tensor.contiguous(), self._rank, self._tag(microbatch, _BACKWARD, position))
             for position, tensor in enumerate(gradients.values())
         ]
 
@@ -99,7 +114,7 @@ class Upstream:
             for item in description
         }
         pending = tuple(
-            self._comm.recv(tensor, self._rank, _tag(microbatch, _FORWARD, position))
+            self._comm.recv(tensor, self._rank, self._tag(microbatch, _FORWARD, position))
             for position, tensor in enumerate(carry.values())
         )
         self._posted[microbatch] = _Posted(description, carry, pending)
@@ -111,11 +126,13 @@ class Downstream:
     Args:
         comm: The generation's groups.
         rank: Rank of the stage after.
+        lane: The border.
     """
 
-    def __init__(self, comm: Communicator, rank: int) -> None:
+    def __init__(self, comm: Communicator, rank: int, lane: Lane = Lane()) -> None:
         self._comm = comm
         self._rank = rank
+        self._tag = lane.tag
         self._known: dict[Signature, _Description] = {}
         self._posted: dict[int, tuple[dict[str, Tensor], list[Pending]]] = {}
 
@@ -132,7 +149,7 @@ class Downstream:
         pending = [] if self._is_known(shapes, description) else [self._send_header(description, microbatch)]
         for position, tensor in enumerate(carry.values()):
             data = tensor.detach().contiguous()
-            pending.append(self._comm.send(data, self._rank, _tag(microbatch, _FORWARD, position)))
+            pending.append(self._comm.send(data, self._rank, self._tag(microbatch, _FORWARD, position)))
         self._posted[microbatch] = self._post(carry, microbatch)
         return pending
 
@@ -160,7 +177,7 @@ class Downstream:
                 f"{len(description)} tensors in {len(text)} bytes; carry fewer tensors between layers"
             )
         header = torch.frombuffer(bytearray(text.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
-        return self._comm.send(header, self._rank, _tag(microbatch, _HEADER))
+        return self._comm.send(header, self._rank, self._tag(microbatch, _HEADER))
 
     def _post(self, carry: Carry, microbatch: int) -> tuple[dict[str, Tensor], list[Pending]]:
         gradients = {
@@ -169,7 +186,7 @@ class Downstream:
             if tensor.requires_grad
         }
         pending = [
-            self._comm.recv(tensor, self._rank, _tag(microbatch, _BACKWARD, position))
+            self._comm.recv(tensor, self._rank, self._tag(microbatch, _BACKWARD, position))
             for position, tensor in enumerate(gradients.values())
         ]
         return gradients, pending

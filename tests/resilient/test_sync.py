@@ -60,6 +60,7 @@ class Setup:
         self.comm = RecordingCommunicator(self.events, {s.grad.data_ptr(): n for n, s in self.states.items()})
         index = {spec.name: i for i, spec in enumerate(model.layers)}
         trained = {name: state for name, state in self.states.items() if state.layout.num_trainable}
+        self.trained = [index[name] for name in trained]
         self.sync = GradientSync(
             self.comm,
             {index[name]: state for name, state in trained.items()},
@@ -83,10 +84,24 @@ def test_sums_start_inside_the_last_backward_and_only_there() -> None:
     setup.backward(0)
     assert not any(event.startswith("sum") for event in setup.events)
     setup.events.clear()
-    setup.sync.arm()
+    setup.sync.arm(setup.trained)
     setup.backward(1)
     assert [event for event in setup.events if event != "backward embed"] == [
         "backward head", "sum head", "backward block.1", "sum block.1", "backward block.0", "sum block.0", "sum embed",
+    ]  # fmt: skip
+
+
+def test_states_are_armed_apart_and_summed_in_order() -> None:
+    """Stages of one worker have their last backwards at different times."""
+    setup = Setup(TiedModel(num_blocks=2))
+    setup.sync.begin()
+    setup.sync.arm([1, 3])
+    setup.backward(0)
+    assert [event for event in setup.events if event.startswith("sum")] == ["sum head"]
+    setup.sync.arm([2, 0])
+    setup.backward(1)
+    assert [event for event in setup.events if event.startswith("sum")] == [
+        "sum head", "sum block.1", "sum block.0", "sum embed",
     ]  # fmt: skip
 
 
@@ -96,7 +111,7 @@ def test_waiting_gives_the_sum_of_all_backwards_over_the_holders() -> None:
         for each in (setup, alone):
             each.sync.begin()
             each.backward(step)
-        setup.sync.arm()
+        setup.sync.arm(setup.trained)
         for each in (setup, alone):
             each.backward(0)
         for index in (3, 2, 1, 0):
@@ -108,7 +123,7 @@ def test_waiting_gives_the_sum_of_all_backwards_over_the_holders() -> None:
 def test_parameters_without_gradient_hold_up_the_order_until_the_wait() -> None:
     setup = Setup(TiedModel(num_blocks=2))
     setup.sync.begin()
-    setup.sync.arm()
+    setup.sync.arm(setup.trained)
     hidden = setup.whole.layer("block.0")({"hidden": torch.ones(1, 2, 6, dtype=torch.float64)}, {})["hidden"]
     hidden.sum().backward()  # neither head nor block.1 took part
     assert setup.events[-1] == "backward block.0"
@@ -119,7 +134,7 @@ def test_parameters_without_gradient_hold_up_the_order_until_the_wait() -> None:
 def test_state_with_one_holder_and_frozen_state_are_not_summed() -> None:
     setup = Setup(TiedModel(num_blocks=2, frozen=["block.0"]), groups={"head": (0,), "embed": (0, 3)})
     setup.sync.begin()
-    setup.sync.arm()
+    setup.sync.arm(setup.trained)
     setup.backward(0)
     for index in (3, 2, 0):
         setup.sync.wait(index)
@@ -129,7 +144,7 @@ def test_state_with_one_holder_and_frozen_state_are_not_summed() -> None:
 def test_closed_sync_starts_nothing() -> None:
     setup = Setup(TiedModel(num_blocks=2))
     setup.sync.begin()
-    setup.sync.arm()
+    setup.sync.arm(setup.trained)
     setup.sync.close()
     setup.backward(0)
     assert not any(event.startswith("sum") for event in setup.events)
