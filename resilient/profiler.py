@@ -58,11 +58,20 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """What one layer does with microbatches of one shape."""
+    """What one layer does with microbatches of one shape.
+
+    Args:
+        activation_bytes: As in :class:`LayerCost`.
+        input_bytes: As in :class:`LayerProfile`.
+        input_gradient: Some tensor that enters wants a gradient, though the layer may do no more than hand it on: an
+            encoder does so with the features of the encoders before it.
+        differentiates: A gradient is computed for one of them.
+    """
 
     activation_bytes: int
     input_bytes: int
     input_gradient: bool
+    differentiates: bool
 
 
 @dataclass(kw_only=True)
@@ -177,7 +186,7 @@ def _measure_layer(
     elapsed_ms = 0.0
     for num_rounds in range(1, _MAX_ROUNDS + 1):
         for one, found, taken in zip(passes, seen, times, strict=True):
-            elapsed_ms += one.time(taken, timed, trainable=trainable, input_gradient=found.input_gradient)
+            elapsed_ms += one.time(taken, timed, trainable=trainable, differentiates=found.differentiates)
         settled = num_rounds >= _MIN_ROUNDS and len(times[0].forward_ms) >= _MIN_SAMPLES
         if elapsed_ms >= _TOO_LONG_MS or (elapsed_ms >= _ENOUGH_MS and settled):
             break
@@ -252,13 +261,14 @@ class _Pass:
         return _Seen(
             activation_bytes=activation_bytes,
             input_bytes=sum(tensor.numel() * tensor.element_size() for tensor in self._received.values()),
-            input_gradient=any(gradient is not None for gradient in self._input_gradients()),
+            input_gradient=any(tensor.requires_grad for tensor in self._received.values()),
+            differentiates=any(gradient is not None for gradient in self._input_gradients()),
         )
 
-    def time(self, times: _Times, timed: Timed, *, trainable: bool, input_gradient: bool) -> float:
+    def time(self, times: _Times, timed: Timed, *, trainable: bool, differentiates: bool) -> float:
         """Run once, timed; return the ms of it all."""
         forward_ms, input_ms, backward_ms = timed(self._forward), 0.0, 0.0
-        if trainable and input_gradient:
+        if trainable and differentiates:
             input_ms = timed(self._input_backward)
             self._forward()
         if self._ends:
