@@ -6,16 +6,19 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from small import CPU, TiedModel, Tokens, make_job
 from torch import Tensor, nn
 
+from resilient import stage
 from resilient.errors import CheckpointError, SampleError
 from resilient.feed import Feed
 from resilient.models.layer import assemble
 from resilient.optim import SGD, AdamW, Optimizer, WarmupCosine
+from resilient.profile_cache import job_profile
 from resilient.trainer import Trainer
 
 SCHEDULE = WarmupCosine(warmup_steps=3, total_steps=8, floor=0.1)
@@ -94,6 +97,27 @@ def test_resumed_training_ends_where_training_through_does(name: str, tmp_path: 
     resumed.fit(5, resume=checkpoints / "step-00000002")
     for key, value in parameters(resumed).items():
         assert torch.equal(value, expected[key])
+
+
+def test_model_that_fits_with_checkpointing_only_trains_with_it_to_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = TiedModel(num_blocks=6, dropout=0.3)
+    roomy = make_trainer(model=model)
+    roomy.fit(3)
+    layers = job_profile(roomy._job, lambda _: None).layers
+    states = sum(layer.state_bytes + layer.gradient_bytes for layer in layers)
+    kept = [layer.costs[0].activation_bytes for layer in layers]
+    inputs = sum(layer.input_bytes for layer in layers)
+    assert inputs + max(kept) < sum(kept)
+    monkeypatch.setattr("resilient.job._memory_bytes", lambda device: states + inputs + max(kept))
+    runs_again = Mock(wraps=stage.checkpoint)
+    monkeypatch.setattr(stage, "checkpoint", runs_again)
+    narrow = make_trainer(model=model)
+    narrow.fit(3)
+    assert runs_again.call_count == 3 * 4 * len(layers)
+    for key, value in parameters(narrow).items():
+        assert torch.equal(value, parameters(roomy)[key])
 
 
 def test_bf16_trains_about_as_fp32_does() -> None:
