@@ -155,7 +155,7 @@ class Placer:
 
     def _spread(self, chosen: Ints, needed: Ints) -> tuple[Ints, int]:
         """Return the placement after exchanges between domains, and what it still lacks."""
-        needs = self._holdings.states(needed) & (self._holdings.state_bytes > 0)
+        needs = self._holdings.states(needed)[:, self._holdings.state_bytes > 0]
         if not lacking_domains(needs, self._domains[chosen], self._wanted_domains):
             return chosen, 0
         # Places that need nothing stand for the nodes that are left out.
