@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -18,7 +19,7 @@ from resilient.errors import SampleError
 from resilient.models.chain import Chain
 from resilient.models.layer import Batch
 from resilient.models.multimodal import EncoderModule, MultimodalModule
-from resilient.profiler import Run, draw_samples, measure
+from resilient.profiler import Run, _clock, draw_samples, measure
 from resilient.templates.profile import LayerProfile
 
 IN, OUT, MICROBATCH = 6, 10, 2
@@ -294,3 +295,13 @@ def test_equal_layers_cost_the_same_however_the_measurement_is_disturbed() -> No
     same = [times(layers[f"block.{i}"]) for i in (0, 1, 2, 3, 5)]
     assert len(set(same)) == 1
     assert len({times(layer) for layer in layers.values()}) == 4, "embed, head and the frozen block are of other kinds"
+
+
+@pytest.mark.parametrize(("num_threads", "expected_ms"), [(1, 20.0), (2, 3000.0)])
+def test_a_single_thread_is_not_charged_for_what_others_do(
+    num_threads: int, expected_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    monkeypatch.setattr(time, "thread_time", iter([1.0, 1.02]).__next__)
+    monkeypatch.setattr(time, "perf_counter", iter([5.0, 8.0]).__next__)
+    assert _clock(CPU)(lambda: None) == pytest.approx(expected_ms)
