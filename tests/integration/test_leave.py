@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 from harness import Run, check_equal, check_recovered, check_survivors, command, run_job, started
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.timeout(90)
 
 NODES = 5
 STEP = 6
-"""Waits until the departure is announced, so that the job does not end before it."""
+"""The departure is announced in it."""
 
 ONE_PIPELINE = ("--max-failures", "0", "--min-pipeline-nodes", "1", "--microbatch", "28")
 """Each state is on one node only."""
@@ -28,19 +29,20 @@ def reference(tmp_path_factory) -> Run:
     return run
 
 
-def run_and_leave(folder, *arguments: str, leaving: dict[int, int], nodes: int = NODES, inject=()) -> Run:
-    """Run a job in which nodes are asked to leave, each after a step."""
-    gate = folder / "gate"
+def run_and_leave(folder: Path, *arguments: str, leaving: dict[int, int], nodes: int = NODES, inject=()) -> Run:
+    """Run a job in which nodes are asked to leave, each in a step, which waits for it: the change comes after it."""
+    gates = {step: folder / f"gate-{step}" for step in sorted(set(leaving.values()))}
+    closed = list(gates.values())
 
     def act(launcher, event):
         if event["kind"] == "step":
             for node, step in leaving.items():
-                if step == event["step"]:
+                if event["step"] == step - 1:
                     launcher.remove_node(node)
         elif event["kind"] == "boundary":
-            gate.touch()
+            closed.pop(0).touch()
 
-    options = ("--hold-in", str(STEP), "--gate", str(gate))
+    options = [word for step, gate in gates.items() for word in ("--hold-in", str(step), "--gate", str(gate))]
     return run_job(folder / "run", *options, *arguments, nodes=nodes, inject=inject, act=act)
 
 
@@ -57,9 +59,11 @@ def check_left(run: Run, *nodes: int) -> None:
 
 
 def test_node_leaves_at_a_step_boundary(reference, tmp_path):
-    run = run_and_leave(tmp_path, leaving={2: 3})
+    run = run_and_leave(tmp_path, leaving={2: STEP})
     check_equal(run, reference)
     check_left(run, 2)
+    (departure,) = run.report["departures"]
+    assert departure["step"] == STEP + 1
     assert run.of_kind("node_lost") == []
 
 
@@ -82,7 +86,7 @@ def test_agent_told_to_terminate_leaves(reference, tmp_path):
     assert run.of_kind("node_leaving")[0]["reason"] == "SIGTERM"
 
 
-@pytest.mark.parametrize("leaving", [{0: 3}, {0: 3, 2: 3}, {1: 3, 0: 8}], ids=["one", "all but one", "one by one"])
+@pytest.mark.parametrize("leaving", [{0: 6}, {0: 6, 2: 6}, {1: 6, 0: 9}], ids=["one", "all but one", "one by one"])
 def test_states_that_only_the_leaving_node_holds_are_handed_over(leaving, reference, tmp_path):
     run = run_and_leave(tmp_path, *ONE_PIPELINE, leaving=leaving, nodes=3)
     check_equal(run, reference)
@@ -98,22 +102,24 @@ def test_states_that_only_the_leaving_node_holds_are_handed_over(leaving, refere
 
 def test_leaving_node_dies_while_others_copy_from_it(reference, tmp_path):
     """Then it is a failure like any other: the others hold everything as well."""
-    run = run_and_leave(tmp_path, leaving={2: 3}, inject=["node=2,phase=copy"])
+    run = run_and_leave(tmp_path, leaving={2: STEP}, inject=[f"node=2,step={STEP + 1},phase=copy"])
     (fired,) = run.injections
-    assert (fired["node"], fired["phase"]) == (2, "copy")
+    assert (fired["node"], fired["step"]) == (2, STEP + 1)
     check_recovered(run, reference)
     (recovery,) = run.report["recoveries"]
     assert (recovery["nodes"], recovery["lost_steps"]) == ([2], 0)
 
 
 def test_only_holder_dies_while_others_copy_from_it(tmp_path):
-    run = run_and_leave(tmp_path, *ONE_PIPELINE, leaving={0: 3}, nodes=3, inject=["node=0,phase=copy"])
+    run = run_and_leave(
+        tmp_path, *ONE_PIPELINE, leaving={0: STEP}, nodes=3, inject=[f"node=0,step={STEP + 1},phase=copy"]
+    )
     assert run.exit_code == 4
     assert "no live node holds layer.0" in run.reason
 
 
 def test_departure_that_leaves_too_few_nodes_stops_with_a_checkpoint(tmp_path):
-    run = run_and_leave(tmp_path, leaving={0: 3, 3: 3})
+    run = run_and_leave(tmp_path, leaving={0: STEP, 3: STEP})
     assert run.exit_code == 3
     assert run.reason.startswith("3 nodes are live ([1, 2, 4]), 4 are needed; resume with: resilient run --nodes 4 ")
     assert run.report["exit"]["checkpoint"].endswith(f"step-{STEP:08d}")
