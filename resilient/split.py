@@ -100,17 +100,19 @@ def _anchors(
     roots = [get_gradient_edge(output).node for output in outputs]
     targets = {get_gradient_edge(leaf).node for leaf in inputs}
     leaves = {get_gradient_edge(leaf).node: leaf for leaf in parameters}
-    order = _children_first(roots)
-    through: dict[Node, bool] = {}
+    children: dict[Node, list[Node]] = {}
+    order = _children_first(roots, children)
+    through: set[Node] = set()
     for node in order:
-        through[node] = node in targets or any(through[child] for child in _children(node))
-    sides: dict[Node | None, list[Node]] = {None: [root for root in roots if not through[root]]}
+        if node in targets or not through.isdisjoint(children[node]):
+            through.add(node)
+    sides: dict[Node | None, list[Node]] = {None: [root for root in roots if root not in through]}
     for node in reversed(order):
-        if through[node]:
-            sides[node] = [child for child in _children(node) if not through[child]]
+        if node in through:
+            sides[node] = [child for child in children[node] if child not in through]
     anchors_of: dict[Node, list[Node | None]] = {leaf: [] for leaf in leaves}
     for anchor, side in sides.items():
-        for node in _children_first(side):
+        for node in _children_first(side, children):
             if node in leaves:
                 anchors_of[node].append(anchor)
     anchored: dict[Node | None, list[Tensor]] = {}
@@ -121,12 +123,8 @@ def _anchors(
     return {anchor: anchored[anchor] for anchor in sides if anchor in anchored}, several
 
 
-def _children(node: Node) -> list[Node]:
-    return [child for child, _ in node.next_functions if child is not None]
-
-
-def _children_first(roots: Iterable[Node]) -> list[Node]:
-    """Return all nodes that are reached from ``roots``, each after the nodes it leads to."""
+def _children_first(roots: Iterable[Node], children: dict[Node, list[Node]]) -> list[Node]:
+    """Return all nodes that are reached from ``roots``, each after the nodes it leads to, which ``children`` keeps."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack = [(root, False) for root in roots]
@@ -137,5 +135,7 @@ def _children_first(roots: Iterable[Node]) -> list[Node]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack.extend((child, False) for child in _children(node) if child not in seen)
+            if node not in children:
+                children[node] = [child for child, _ in node.next_functions if child is not None]
+            stack.extend((child, False) for child in children[node] if child not in seen)
     return order
