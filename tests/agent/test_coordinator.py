@@ -246,10 +246,10 @@ def test_port_is_served_while_plans_are_made(tmp_path: Path, monkeypatch: pytest
 
 def test_job_that_cannot_be_planned_is_stopped_with_the_reason(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
-        await make_ready(served, min_pipeline_nodes=5)
+        await make_ready(served, min_pipeline_nodes=2)
         stopped = await served.event("stopped")
         assert stopped["exit_code"] == 3
-        assert stopped["reason"].startswith("2 nodes are live ([0, 1]), 10 are needed; start again with: ")
+        assert stopped["reason"].startswith("2 nodes are live ([0, 1]), 4 are needed; start again with: ")
 
     with_coordinator(tmp_path, scenario)
 
