@@ -45,6 +45,11 @@ class Device:
     inter_node: Link
 
 
+def network(gbit_per_s: float) -> Link:
+    """Describe a network between nodes by its nominal bandwidth, of a device and in one direction."""
+    return _link(gbit_per_s / 8, 0.02)
+
+
 def _link(gb_per_s: float, latency_ms: float) -> Link:
     return Link(latency_ms=latency_ms, bytes_per_s=LINK_EFFICIENCY * gb_per_s * 1e9)
 
@@ -52,7 +57,7 @@ def _link(gb_per_s: float, latency_ms: float) -> Link:
 # Latencies are what a message of a few bytes takes through NCCL, to the order of magnitude.
 _PCIE_4 = _link(32, 0.015)
 _NVLINK_2, _NVLINK_3, _NVLINK_4 = _link(150, 0.01), _link(300, 0.01), _link(450, 0.01)
-_IB_EDR, _IB_HDR, _IB_NDR = _link(12.5, 0.02), _link(25, 0.02), _link(50, 0.02)
+_IB_EDR, _IB_HDR, _IB_NDR = network(100), network(200), network(400)
 
 DEVICES = {
     # 300 W do not sustain the nominal clock in large products, nor 72 W that of the L4.
