@@ -1,4 +1,4 @@
-"""The command line: ``resilient run``, ``agent``, ``inject``, ``profile``, ``demo``.
+"""The command line: ``resilient run``, ``agent``, ``inject``, ``profile``, ``plan``, ``demo``.
 
 Exit codes of ``run``: 0 done; 1 failed; 3 stopped for lack of nodes, to be resumed; 4 a layer's state is lost and there
 is no checkpoint; 130 interrupted.
@@ -21,6 +21,7 @@ from rich.console import Console
 from resilient.demo import demo
 from resilient.errors import ResilientError
 from resilient.messages import PHASES, Injection
+from resilient.plan_command import plan
 from resilient.profile_command import profile
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -95,6 +96,7 @@ def agent(
 
 app.command(context_settings=_OF_A_SCRIPT)(profile)
 app.command()(demo)
+app.command()(plan)
 
 inject_app = typer.Typer(no_args_is_help=True, help="Cause failures in a running job.")
 app.add_typer(inject_app, name="inject")
