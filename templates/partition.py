@@ -1,100 +1,226 @@
-"""Layers -> stages -> devices: the best template of every size. One device per stage.
+"""Layers -> stages -> devices: for each number of nodes the templates with the shortest step.
 
-Objective: the slowest stage takes the least time. All partitions have the same sum, so this makes the step
-``sum(t) + (N - 1) max(t)`` shortest for every number N of microbatches. Among those, the stage times are as even as can
-be (least sum of squares); among those, later stages have more layers. Times are compared in whole nanoseconds, so that
-sums are exact and every machine finds the same template. Layers that all take no time count for one each.
+A template for n nodes uses all their devices in order. Each stage has contiguous layers and the devices of one node, as
+many as one of the profile's tensor-parallel degrees; a node may have several stages, of different degrees. Stages hold
+what 1F1B keeps in flight (:mod:`resilient.templates.stagecost` has their times and bytes).
+
+Objective: ``sum(t) + sync + (N - 1) max(t)`` for N microbatches, exactly the least of all templates. How many a
+pipeline gets is decided when templates are composed, so a size has a layout for each N that it can expect: from half
+its proportional share up to all. These are corners of the lower hull of all (max(t), sum(t) + sync). The compiled
+search finds the shortest sum under a bound on max(t), which no smaller bound undercuts. So a range of bounds needs no
+search where even the shortest sum of its largest, with the smallest, would be the shortest step for no N.
+
+Times are compared as whole nanoseconds and ties are broken by rule (:mod:`resilient.templates.search`), so every
+machine finds the same templates.
 """
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from resilient.templates.nodespec import node_counts
 from resilient.templates.plan import Problem
-from resilient.templates.profile import LayerProfile
-from resilient.templates.template import PipelineTemplate, StageSpec, nanoseconds
+from resilient.templates.stagecost import StageCosts
+from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSet
+
+if TYPE_CHECKING:
+    from resilient.templates.search import Found
+
+_UNLIMITED = 1 << 62
+"""More than any time."""
+
+_GROWTH = 1.125
+"""Of the bound on the slowest stage, from the devices' even share of the work up, until there is a template."""
 
 
-def plan_templates(problem: Problem, sizes: Iterable[int]) -> dict[int, PipelineTemplate]:
-    """Return the best template for each number of nodes.
+def plan_templates(problem: Problem, num_nodes: int) -> TemplateSet:
+    """Return the templates for a cluster of up to ``num_nodes`` nodes.
+
+    The sizes are consecutive: from n0, the first from ``min_pipeline_nodes`` on that fits in memory, to the last that
+    leaves room for ``max_failures`` pipelines of n0 nodes, or that is before the first without a template (it would
+    have more stages than layers, or too many microbatches in flight). Where a size leaves no room for another pipeline
+    of n0 nodes, there are no gradients to sum.
 
     Args:
-        problem: Profile and devices per node.
-        sizes: Numbers of nodes.
+        problem: Profile, cluster, microbatches.
+        num_nodes: The most nodes the templates are to serve.
 
     Raises:
-        ValueError: A size has more devices than the model has layers; leave it out.
+        TooFewNodes: ``num_nodes < (max_failures + 1) n0``.
+        ValueError: No number of nodes has a template; the message says what to change.
     """
-    wanted = sorted(set(sizes))
-    for size in wanted:
-        if not 1 <= size <= problem.max_pipeline_nodes:
-            raise ValueError(
-                f"template size must be 1 to {problem.max_pipeline_nodes} nodes ({len(problem.profile.layers)} layers, "
-                f"{problem.devices_per_node} devices per node, one layer per device at least), got {size}"
-            )
-    if not wanted:
-        return {}
-    layers = problem.profile.layers
-    times = _range_times(layers)
-    slowest = _least_slowest(times, wanted[-1] * problem.devices_per_node)
-    templates: dict[int, PipelineTemplate] = {}
-    for size in wanted:
-        num_stages = size * problem.devices_per_node
-        ends = _most_even_ends(times, num_stages, slowest[num_stages])
-        templates[size] = PipelineTemplate(num_nodes=size, stages=_stages(layers, ends, problem.devices_per_node))
-    return templates
+    search = _Search(problem)
+    smallest = next((size for size in search.sizes if search.fits(size)), None)
+    if smallest is None:
+        raise ValueError(_misfit(search))
+    layouts: list[tuple[PipelineTemplate, ...]] = []
+    for size in node_counts(num_nodes, problem.max_failures, smallest):
+        share = problem.num_microbatches * size // (2 * num_nodes)
+        extra = range(max(1, share) - 1, problem.num_microbatches)
+        found = search.layouts(size, extra, with_sync=size + smallest <= num_nodes)
+        if not found:
+            break
+        layouts.append(found)
+    return TemplateSet(problem_digest=problem.digest, layouts=tuple(layouts))
 
 
-def _range_times(layers: Sequence[LayerProfile]) -> npt.NDArray[np.float64]:
-    """Return ``times[i, j]``, the nanoseconds of layers i .. j - 1; infinite where i >= j. [layers + 1, layers + 1]"""
-    costs = [nanoseconds(layer.forward_ms + layer.backward_ms) for layer in layers]
-    if not any(costs):
-        costs = [1] * len(layers)
-    starts = np.concatenate(([0], np.cumsum(costs, dtype=np.int64))).astype(np.float64)
-    times = starts[None, :] - starts[:, None]
-    times[np.tril_indices(len(starts))] = math.inf
-    return times
+class _Corner(NamedTuple):
+    """Of the hull: the shortest step with ``extra`` or more microbatches beyond the first, up to the next corner's."""
+
+    slowest: int
+    total: int
+    extra: int
 
 
-def _least_slowest(times: npt.NDArray[np.float64], max_stages: int) -> list[float]:
-    """Return, by number of stages 0 .. max_stages, the least time of the slowest stage over all layers."""
-    best = np.full(len(times), math.inf)
-    best[0] = 0.0
-    slowest = [math.inf]
-    for _ in range(max_stages):
-        best = np.maximum(best[:, None], times).min(axis=0)
-        slowest.append(float(best[-1]))
-    return slowest
+class _Search:
+    """The search for all sizes of one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.costs = StageCosts(problem)
+        self._tables = {with_sync: self.costs.tables(with_sync=with_sync) for with_sync in (False, True)}
+        self._times: list[int] = self.costs.times().tolist()
+
+    @property
+    def sizes(self) -> range:
+        """The numbers of nodes whose devices the layers suffice for."""
+        return range(self.problem.min_pipeline_nodes, self.costs.num_layers // self.costs.fewest_per_node + 1)
+
+    def fits(self, size: int) -> bool:
+        """Return whether there is a template for a number of nodes."""
+        return self._least_sum(size, self._times[-1], with_sync=False) is not None
+
+    def layouts(self, size: int, extra: range, *, with_sync: bool) -> tuple[PipelineTemplate, ...]:
+        """Return the best templates for a number of nodes and each number of microbatches beyond the first."""
+        corners: list[_Corner] = []
+        bound = self.costs.least_total / (size * self.problem.cluster.devices_per_node)
+        ranges = [(0, len(self._times), self.costs.least_total)]
+        while ranges:
+            first, end, least = ranges.pop()
+            end = min(end, bisect_right(self._times, _worth(corners, least, extra)))
+            if first >= end:
+                continue
+            middle = (first + end - 1) // 2
+            if not corners:
+                bound *= _GROWTH
+                middle = min(max(first, bisect_left(self._times, bound)), end - 1)
+            found = self._least_sum(size, self._times[middle], with_sync=with_sync)
+            ranges.append((middle + 1, end, least))
+            if found is not None:
+                points = [(corner.slowest, corner.total) for corner in corners]
+                corners = _hull([*points, (found.slowest, found.total)], extra)
+                ranges.append((first, bisect_left(self._times, found.slowest), found.total))
+        return tuple(self._template(size, corner.slowest, with_sync=with_sync) for corner in corners)
+
+    def _least_sum(self, size: int, bound: int, *, with_sync: bool) -> Found | None:
+        from resilient.templates.search import least_sum
+
+        return least_sum(self._tables[with_sync], bound, size * self.problem.cluster.devices_per_node)
+
+    def _template(self, size: int, slowest: int, *, with_sync: bool) -> PipelineTemplate:
+        found = self._least_sum(size, slowest, with_sync=with_sync)
+        assert found is not None
+        stages: list[StageSpec] = []
+        first = device = 0
+        for k, (end, degree_index) in enumerate(found.stages):
+            stages.append(self.costs.stage(first, end, degree_index, device, len(found.stages) - k))
+            first, device = end, device + self.costs.degrees[degree_index]
+        end, degree_index = found.stages[0]
+        sync_ms = self.costs.sync_ms(end, degree_index) if with_sync else 0.0
+        return PipelineTemplate(num_nodes=size, stages=tuple(stages), sync_ms=sync_ms)
 
 
-def _most_even_ends(times: npt.NDArray[np.float64], num_stages: int, bound: float) -> list[int]:
-    """Return the stages' end layers with the least sum of squared times, no stage slower than ``bound``."""
-    squares = np.where(times <= bound, times * times, math.inf)
-    best = np.full(len(times), math.inf)
-    best[0] = 0.0
-    previous: list[npt.NDArray[np.intp]] = []
-    for _ in range(num_stages):
-        sums = best[:, None] + squares
-        previous.append(sums.argmin(axis=0))
-        best = sums.min(axis=0)
-    ends = [len(times) - 1]
-    for starts in reversed(previous[1:]):
-        ends.append(int(starts[ends[-1]]))
-    return ends[::-1]
+def _hull(points: Iterable[tuple[int, int]], extra: range) -> list[_Corner]:
+    """Return the ``(slowest, total)`` that are the shortest step for some number in ``extra``, by falling ``slowest``.
+
+    Of equal steps the shorter sum.
+    """
+    corners: list[_Corner] = []
+    for slowest, total in sorted(points, key=lambda point: (-point[0], point[1])):
+        start = extra.start
+        while corners:
+            last = corners[-1]
+            if total <= last.total and slowest < last.slowest:
+                start = extra.start
+            elif slowest < last.slowest:
+                start = max(extra.start, (total - last.total) // (last.slowest - slowest) + 1)
+            else:
+                start = extra.stop
+            if start > last.extra:
+                break
+            corners.pop()
+        if start < extra.stop:
+            corners.append(_Corner(slowest, total, start))
+    return corners
 
 
-def _stages(layers: Sequence[LayerProfile], ends: Sequence[int], devices_per_node: int) -> tuple[StageSpec, ...]:
-    return tuple(
-        StageSpec(
-            first_layer=first,
-            end_layer=end,
-            node_index=index // devices_per_node,
-            device_index=index % devices_per_node,
-            stage_ms=math.fsum(layer.forward_ms + layer.backward_ms for layer in layers[first:end]),
+def _worth(corners: Sequence[_Corner], total: int, extra: range) -> int:
+    """Return the greatest time of a slowest stage with which a sum would make a shorter step than all found so far."""
+    if not corners:
+        return _UNLIMITED
+    worth = -1
+    stops = [corner.extra for corner in corners[1:]] + [extra.stop]
+    for corner, stop in zip(corners, stops, strict=True):
+        for count in (corner.extra, stop - 1):
+            less = corner.total + count * corner.slowest - total - 1
+            if count:
+                worth = max(worth, less // count)
+            elif less >= 0:
+                return _UNLIMITED
+    return worth
+
+
+def _misfit(search: _Search) -> str:
+    """Return why no number of nodes has a template."""
+    problem, costs = search.problem, search.costs
+    devices, degrees = problem.cluster.devices_per_node, problem.profile.tp_degrees
+    if costs.fewest_per_node > costs.num_layers:
+        return (
+            f"layers and tp_degrees must suffice for stages on all devices_per_node = {devices} devices of a node, got "
+            f"{costs.num_layers} layers and {degrees}; profile other degrees, or use fewer devices"
         )
-        for index, (first, end) in enumerate(zip([0, *ends], ends, strict=False))
+    if not search.sizes:
+        return (
+            f"min_pipeline_nodes must be at most {search.sizes.stop - 1} ({costs.num_layers} layers, at least "
+            f"{costs.fewest_per_node} stages in a node), got {problem.min_pipeline_nodes}; lower it"
+        )
+    memory = problem.cluster.memory_bytes
+    assert memory is not None
+    fixes = "use smaller microbatches" + ", activation_checkpointing=True" * (not problem.activation_checkpointing)
+    fixes += f", larger tp_degrees than {costs.degrees[-1]}" * (costs.degrees[-1] < devices)
+    fixes += " or devices with more memory"
+    needed, layer = max((costs.least_memory_bytes(i), -i) for i in range(costs.num_layers))
+    if needed > memory:
+        return (
+            f"memory_bytes must hold layer {problem.profile.layers[-layer].name!r} alone in a stage, {needed} bytes on "
+            f"each device, got {memory}; {fixes}"
+        )
+    enough, size = _enough_memory(problem, memory)
+    return (
+        f"memory_bytes must hold the stages of a pipeline of {search.sizes.start} to {search.sizes.stop - 1} nodes "
+        f"with what they have in flight, got {memory}; {fixes}: {enough} bytes would do for {size} nodes"
     )
+
+
+def _enough_memory(problem: Problem, too_little: int) -> tuple[int, int]:
+    """Return how much memory suffices, within 2 % of the least, and for how many nodes. Not all sizes are tried."""
+    enough = 2 * too_little
+    while (size := _first_fit(problem, enough)) is None:
+        too_little, enough = enough, 2 * enough
+    while enough > too_little + max(1, too_little // 50):
+        middle = (too_little + enough) // 2
+        fit = _first_fit(problem, middle)
+        if fit is None:
+            too_little = middle
+        else:
+            enough, size = middle, fit
+    return enough, size
+
+
+def _first_fit(problem: Problem, memory_bytes: int) -> int | None:
+    search = _Search(replace(problem, cluster=replace(problem.cluster, memory_bytes=memory_bytes)))
+    sizes = (search.sizes.start << k for k in range(search.sizes.stop.bit_length()))
+    return next((size for size in sizes if size in search.sizes and search.fits(size)), None)

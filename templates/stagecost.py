@@ -1,0 +1,241 @@
+"""What a stage costs: time and memory of contiguous layers at a tensor-parallel degree, as whole nanoseconds and bytes.
+
+A stage of layers i .. j - 1 on d devices of a node costs, for one microbatch, their forward, their backward and the two
+messages over the boundary before it (the gradient's only where layer i needs one). Activation checkpointing adds the
+forward of all its layers once more, where it runs a backward at all. Each device holds
+
+    ceil((states + gradients) / d) + in_flight * activations
+
+where the states and gradients are those of the layers and of the owners they share from, and in_flight is the number of
+stages from this one to the last: what 1F1B keeps of a pipeline that has enough microbatches, so that a template holds
+whatever its share becomes. With checkpointing, in_flight counts the layers' inputs, and the activations of one layer
+(the largest) come on top. A stage keeps its activations if they fit, and checkpoints if only that fits.
+
+Before the first stage's gradient sum there is no backward left that could hide it: its time comes on top of the step
+once. The sums of later stages are taken to hide behind the backwards of the stages before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from resilient.templates.plan import Problem
+from resilient.templates.template import StageSpec, nanoseconds
+
+Table = npt.NDArray[np.int64]
+
+STAGE_BITS = 12
+"""Sums of times are kept with the number of stages in the low bits: one comparison finds the least sum, then stages."""
+
+
+class Tables(NamedTuple):
+    """The costs as the compiled search reads them. D degrees, L layers, M devices of a node.
+
+    Times are shifted left by ``STAGE_BITS``. An end is the last j up to which stages i .. j - 1 qualify, i where none
+    does.
+
+    Args:
+        degrees: Those that fit in a node, ascending. [D]
+        sums: Times of the layers before each one: forward and backward, or two forwards and backward; without, or with
+            the gradient sum of a first stage that ends there. [forward again, with gradient sum, D, L + 1]
+        send: Messages before a stage that starts with the layer, within a node or between nodes. [2, L]
+        next_backward: First layer, from each one on, that runs a backward; L where none does. [L]
+        ends: Ends of stages that fit in memory with activations kept, or with those or checkpoints, by how much is in
+            flight. [2, D, L, L + 1]
+        fewest: Least number of stages that use x devices of a node; L + 1 where none can. [M + 1]
+    """
+
+    degrees: Table
+    sums: Table
+    send: Table
+    next_backward: Table
+    ends: Table
+    fewest: Table
+
+
+class StageCosts:
+    """Costs of all stages of a problem.
+
+    Layers that all take no time count for one nanosecond each, so that they are cut evenly.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        profile, cluster = problem.profile, problem.cluster
+        layers = profile.layers
+        self.problem = problem
+        self.num_layers = len(layers)
+        self.degrees = tuple(d for d in profile.tp_degrees if d <= cluster.devices_per_node)
+        forward = [[nanoseconds(layer.costs[q].forward_ms) for layer in layers] for q in range(len(self.degrees))]
+        backward = [[nanoseconds(layer.backward_ms(q)) for layer in layers] for q in range(len(self.degrees))]
+        if not any(map(any, forward)) and not any(map(any, backward)):
+            forward = [[1] * self.num_layers for _ in self.degrees]
+        self._forward = [_prefix_sums(row) for row in forward]
+        self._backward = [_prefix_sums(row) for row in backward]
+        self._send = [
+            [0] + [nanoseconds(link.transfer_ms(x.input_bytes)) * (1 + x.input_gradient) for x in layers[1:]]
+            for link in (cluster.intra_node, cluster.inter_node)
+        ]
+        self._fewest = self._fewest_stages()
+        gradients = _prefix_sums([layer.gradient_bytes for layer in layers])
+        self._sync = [
+            [nanoseconds(cluster.inter_node.transfer_ms(2 * total / degree)) if total else 0 for total in gradients]
+            for degree in self.degrees
+        ]
+        self._next_backward = [self.num_layers] * (self.num_layers + 1)
+        for i in reversed(range(self.num_layers)):
+            runs = layers[i].trainable or layers[i].input_gradient
+            self._next_backward[i] = i if runs else self._next_backward[i + 1]
+        self._held = _held_bytes(problem)
+        self._inputs = _prefix_sums([layer.input_bytes for layer in layers])
+        self._activations = [[layer.costs[q].activation_bytes for layer in layers] for q in range(len(self.degrees))]
+        self._kept = [_prefix_sums(row) for row in self._activations]
+
+    @property
+    def fewest_per_node(self) -> int:
+        """The least number of stages that use all devices of a node; more than the layers where none can."""
+        return self._fewest[-1]
+
+    @property
+    def least_total(self) -> int:
+        """A time that all stages take at least."""
+        work = np.diff(np.array(self._forward, dtype=np.int64) + np.array(self._backward, dtype=np.int64))
+        return int(work.min(axis=0).sum())
+
+    def tables(self, *, with_sync: bool) -> Tables:
+        """Return the costs for the search; without ``with_sync`` for a pipeline that has none to sum gradients with."""
+        forward = np.array(self._forward, dtype=np.int64)
+        work = forward + np.array(self._backward, dtype=np.int64)
+        sync = np.array(self._sync, dtype=np.int64) * with_sync
+        sums = np.stack([np.stack([times, times + sync]) for times in (work, work + forward)])
+        return Tables(
+            degrees=np.array(self.degrees, dtype=np.int64),
+            sums=sums << STAGE_BITS,
+            send=np.array(self._send, dtype=np.int64) << STAGE_BITS,
+            next_backward=np.array(self._next_backward[:-1], dtype=np.int64),
+            ends=np.stack(self._ends()),
+            fewest=np.array(self._fewest, dtype=np.int64),
+        )
+
+    def times(self) -> Table:
+        """Return all distinct times of stages, ascending."""
+        size = self.num_layers
+        forward = np.array(self._forward, dtype=np.int64)
+        work = forward + np.array(self._backward, dtype=np.int64)
+        first, end = np.triu_indices(size + 1, 1)
+        spans = [work[:, end] - work[:, first]]
+        if self.problem.cluster.memory_bytes is not None and self.problem.activation_checkpointing:
+            again = np.array(self._next_backward)[first] < end
+            spans.append(spans[0] + again * (forward[:, end] - forward[:, first]))
+        sends = np.unique(np.array(self._send, dtype=np.int64)[:, first], axis=0)
+        return np.unique([span + send for span in spans for send in sends])
+
+    def stage(self, first: int, end: int, degree_index: int, device: int, in_flight: int) -> StageSpec:
+        """Return the stage of layers ``first .. end - 1``.
+
+        Args:
+            first: First layer.
+            end: One past the last layer.
+            degree_index: Of its tensor-parallel degree.
+            device: Its first device, counted over the nodes of the template.
+            in_flight: Microbatches it holds at once: the number of stages from this one to the last.
+        """
+        devices_per_node = self.problem.cluster.devices_per_node
+        forward = self._forward[degree_index][end] - self._forward[degree_index][first]
+        backward = self._backward[degree_index][end] - self._backward[degree_index][first]
+        memory = self._memory_bytes(first, end, degree_index, in_flight, checkpointing=False)
+        limit = self.problem.cluster.memory_bytes
+        checkpointing = limit is not None and memory > limit
+        if checkpointing:
+            memory = self._memory_bytes(first, end, degree_index, in_flight, checkpointing=True)
+            backward += forward * (self._next_backward[first] < end)
+        return StageSpec(
+            first_layer=first,
+            end_layer=end,
+            node_index=device // devices_per_node,
+            first_device=device % devices_per_node,
+            num_devices=self.degrees[degree_index],
+            checkpointing=checkpointing,
+            forward_ms=forward / 1e6,
+            backward_ms=backward / 1e6,
+            send_ms=self._send[device % devices_per_node == 0][first] / 1e6,
+            memory_bytes=memory,
+        )
+
+    def sync_ms(self, end: int, degree_index: int) -> float:
+        """Return the time of the gradient sum of a first stage of layers ``0 .. end - 1``."""
+        return self._sync[degree_index][end] / 1e6
+
+    def least_memory_bytes(self, layer: int) -> int:
+        """Return what a stage of one layer needs at least, on each device, at the best of degrees."""
+        checkpointing = (False, True) if self.problem.activation_checkpointing else (False,)
+        return min(
+            self._memory_bytes(layer, layer + 1, q, 1, checkpointing=again)
+            for q in range(len(self.degrees))
+            for again in checkpointing
+        )
+
+    def _memory_bytes(self, first: int, end: int, degree_index: int, in_flight: int, *, checkpointing: bool) -> int:
+        held = -(-int(self._held[first, end]) // self.degrees[degree_index])
+        if not checkpointing:
+            return held + in_flight * (self._kept[degree_index][end] - self._kept[degree_index][first])
+        largest = max(self._activations[degree_index][first:end])
+        return held + in_flight * (self._inputs[end] - self._inputs[first]) + largest
+
+    def _fewest_stages(self) -> list[int]:
+        fewest = [0]
+        for devices in range(1, self.problem.cluster.devices_per_node + 1):
+            before = [fewest[devices - degree] for degree in self.degrees if degree <= devices]
+            fewest.append(min([self.num_layers + 1, *(count + 1 for count in before)]))
+        return fewest
+
+    def _ends(self) -> tuple[Table, Table]:
+        """Return ``plain_end`` and ``fitting_end`` of :class:`Tables`."""
+        size = self.num_layers
+        memory = self.problem.cluster.memory_bytes
+        plain = np.full((len(self.degrees), size, size + 1), size, dtype=np.int64)
+        if memory is None:
+            return plain, plain
+        fitting = np.array(plain)
+        inputs = np.array(self._inputs, dtype=np.int64)
+        counts = np.arange(size + 1)
+        for q, degree in enumerate(self.degrees):
+            kept = np.array(self._kept[q], dtype=np.int64)
+            for i in range(size):
+                free = memory - -(-self._held[i, i + 1 :] // degree)
+                most = _most_in_flight(free, kept[i + 1 :] - kept[i], size)
+                plain[q, i] = i + np.searchsorted(-most, -counts, side="right")
+                if self.problem.activation_checkpointing:
+                    free -= np.maximum.accumulate(self._activations[q][i:])
+                    most = np.maximum(most, _most_in_flight(free, inputs[i + 1 :] - inputs[i], size))
+                fitting[q, i] = i + np.searchsorted(-most, -counts, side="right")
+        return plain, fitting
+
+
+def _prefix_sums(values: Sequence[int]) -> list[int]:
+    return list(accumulate(values, initial=0))
+
+
+def _held_bytes(problem: Problem) -> Table:
+    """Return ``held[i, j]``, states and gradients of layers i .. j - 1 with their owners elsewhere. [L, L + 1]"""
+    layers = problem.profile.layers
+    sizes = [layer.state_bytes + layer.gradient_bytes for layer in layers]
+    sums = np.array(_prefix_sums(sizes), dtype=np.int64)
+    held = np.maximum(sums[None, :] - sums[:-1, None], 0)
+    first, end = np.arange(len(layers))[:, None], np.arange(len(layers) + 1)[None, :]
+    for owner in {owner for layer in layers for owner in layer.shares}:
+        position = problem.profile.index(owner)
+        users = np.array([i for i, layer in enumerate(layers) if owner in layer.shares])
+        next_user = np.append(users, len(layers))[np.searchsorted(users, first)]
+        held += sizes[position] * ((next_user < end) & ((position < first) | (position >= end)))
+    return held
+
+
+def _most_in_flight(free: Table, each: Table, limit: int) -> Table:
+    """Return how many times ``each`` goes into ``free`` bytes, at most ``limit``; 0 where not even nothing fits."""
+    most = np.where(each > 0, free // np.maximum(each, 1), limit)
+    return np.where(free < 0, 0, np.minimum(most, limit))
