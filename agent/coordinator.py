@@ -45,6 +45,7 @@ from resilient.messages import (
     encode,
 )
 from resilient.templates.plan import Problem
+from resilient.templates.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.replan import prepare
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class Coordinator:
         if not ipaddress.ip_address(bound_host).is_loopback:
             self._write_event({"time": time.time(), "kind": "listening", "generation": 0, "address": self.address})
         self._spawn(self._tick())
+        self._spawn(asyncio.to_thread(_warm_up))
 
     async def wait(self) -> int:
         """Serve until the job is over; return its exit code."""
@@ -335,6 +337,12 @@ class _Connection:
         with contextlib.suppress(ConnectionError):  # the reading side notices it as well
             while True:
                 await self._socket.send_bytes(await self.outbox.get())
+
+
+def _warm_up() -> None:
+    """Load and compile what planning needs while the workers start, which takes as long."""
+    layer = LayerProfile(name="layer", costs=(LayerCost(forward_ms=1.0),))
+    prepare(Problem(profile=ModelProfile(layers=(layer,)), num_microbatches=1, max_failures=0), 1)
 
 
 async def _read(request: web.Request, kind: type[_Body]) -> _Body:
