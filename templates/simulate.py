@@ -18,8 +18,9 @@ from resilient.templates.schedule import Action, Op, Schedule
 from resilient.templates.template import PipelineTemplate, nanoseconds
 from resilient.templates.validate import check_ended
 
+_NS = 1e6
 # the compiled code knows plain numbers
-_SEND_F, _RECV_F, _SEND_B, _RECV_B = int(Op.SEND_F), int(Op.RECV_F), int(Op.SEND_B), int(Op.RECV_B)
+_FORWARD, _BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT, _SEND_F, _RECV_F, _SEND_B, _RECV_B, _ = map(int, Op)
 
 Values = float | Sequence[float] | NDArray[Any]
 """One number for all, one per stage (or border), or ``[stages, microbatches]``."""
@@ -120,22 +121,30 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         ScheduleError: A deadlock.
         ValueError: A cost is negative or does not fit the numbers of stages and microbatches.
     """
-    codes, row_of, ends = schedule.codes, np.array(schedule.row_of), np.array(schedule.ends)
-    stages, borders = (len(row_of), schedule.num_microbatches), (len(row_of) - 1, schedule.num_microbatches)
-    latency = _nanoseconds("latency_ms", costs.latency_ms, borders)
-    duration = _durations(codes, costs, stages, borders)
+    codes, ends = schedule.codes, np.array(schedule.ends)
+    num_stages, num_microbatches = len(schedule.row_of), schedule.num_microbatches
+    stages, borders = (num_stages, num_microbatches), (num_stages - 1, num_microbatches)
+    positions, peaks = np.zeros((2, len(ends)), np.int64)
     start_ns, end_ns = np.zeros((2, len(codes)), np.int64)
-    positions = _compiled()(codes, ends, row_of, duration, latency, start_ns, end_ns)
+    _compiled()(
+        codes,
+        ends,
+        np.array(schedule.row_of),
+        _table("forward_ms", costs.forward_ms, stages, _NS),
+        _table("backward_input_ms", costs.backward_input_ms, stages, _NS),
+        _table("backward_weight_ms", costs.backward_weight_ms, stages, _NS),
+        _table("latency_ms", costs.latency_ms, borders, _NS),
+        _table("transfer_ms", costs.transfer_ms, borders, _NS),
+        _table("activation_bytes", costs.activation_bytes, stages, 1),
+        positions,
+        start_ns,
+        end_ns,
+        peaks,
+    )
     check_ended(schedule, positions.tolist())
     if costs.reduce_ms:
         _sum_gradients(schedule, costs, start_ns, end_ns)
-    held = np.zeros(len(codes), np.int64)
-    activation_bytes = _table("activation_bytes", costs.activation_bytes, stages).astype(np.int64)
-    for op, sign in ((Op.FORWARD, 1), (Op.BACKWARD, -1), (Op.BACKWARD_WEIGHT, -1)):
-        at = np.flatnonzero(codes[:, 0] == op)
-        held[at] = sign * activation_bytes[codes[at, 1], codes[at, 2]]
-    peaks = tuple(int(np.cumsum(row).max(initial=0)) for row in np.split(held, ends[:-1]))
-    return Timeline(schedule, start_ns, end_ns, peaks)
+    return Timeline(schedule, start_ns, end_ns, tuple(peaks.tolist()))
 
 
 def simulate_template(template: PipelineTemplate, num_microbatches: int) -> Timeline:
@@ -151,7 +160,8 @@ def simulate_template(template: PipelineTemplate, num_microbatches: int) -> Time
     return simulate(generate(Kind.ONE_F_ONE_B, len(stages), num_microbatches, states=states), costs)
 
 
-def _table(name: str, values: Values, shape: tuple[int, int]) -> NDArray[Any]:
+def _table(name: str, values: Values, shape: tuple[int, int], unit: float) -> NDArray[np.int64]:
+    """Return a cost as whole units for each stage (border) and microbatch."""
     array = np.asarray(values)
     if array.shape not in ((), shape[:1], shape):
         raise ValueError(
@@ -160,60 +170,41 @@ def _table(name: str, values: Values, shape: tuple[int, int]) -> NDArray[Any]:
         )
     if array.size and array.min() < 0:
         raise ValueError(f"{name} must be >= 0, got {array.min()}; give times and sizes")
-    return np.broadcast_to(array[:, None] if array.ndim == 1 else array, shape)
-
-
-def _nanoseconds(name: str, values: Values, shape: tuple[int, int]) -> NDArray[np.int64]:
-    return np.rint(_table(name, values, shape) * 1e6).astype(np.int64)
-
-
-def _durations(
-    codes: NDArray[np.int32], costs: Costs, stages: tuple[int, int], borders: tuple[int, int]
-) -> NDArray[np.int64]:
-    """Return how long each action keeps a device or a link busy; receives and sums take none of it."""
-    forward = _nanoseconds("forward_ms", costs.forward_ms, stages)
-    inputs = _nanoseconds("backward_input_ms", costs.backward_input_ms, stages)
-    weights = _nanoseconds("backward_weight_ms", costs.backward_weight_ms, stages)
-    transfer = _nanoseconds("transfer_ms", costs.transfer_ms, borders)
-    duration = np.zeros(len(codes), np.int64)
-    for op, times, shift in (
-        (Op.FORWARD, forward, 0),
-        (Op.BACKWARD, inputs + weights, 0),
-        (Op.BACKWARD_INPUT, inputs, 0),
-        (Op.BACKWARD_WEIGHT, weights, 0),
-        (Op.SEND_F, transfer, 0),
-        (Op.SEND_B, transfer, 1),
-    ):
-        at = np.flatnonzero(codes[:, 0] == op)
-        duration[at] = times[codes[at, 1] - shift, codes[at, 2]]
-    return duration
+    whole = np.rint(array * unit).astype(np.int64)
+    return np.ascontiguousarray(np.broadcast_to(whole[:, None] if array.ndim == 1 else whole, shape))
 
 
 @cache
-def _compiled() -> Callable[..., NDArray[np.int64]]:
+def _compiled() -> Callable[..., None]:
     from numba import njit  # pyright: ignore[reportUnknownVariableType]
 
-    return cast("Callable[..., NDArray[np.int64]]", njit(cache=True)(_run))
+    return cast("Callable[..., None]", njit(cache=True)(_run))
 
 
 def _run(
     codes: NDArray[np.int32],
     ends: NDArray[np.int64],
     row_of: NDArray[np.int64],
-    duration: NDArray[np.int64],
+    forward: NDArray[np.int64],
+    inputs: NDArray[np.int64],
+    weights: NDArray[np.int64],
     latency: NDArray[np.int64],
+    transfer: NDArray[np.int64],
+    held: NDArray[np.int64],
+    positions: NDArray[np.int64],
     start_ns: NDArray[np.int64],
     end_ns: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """Fill in the times of all that can run; return, per row, how many actions that is.
+    peaks: NDArray[np.int64],
+) -> None:
+    """Fill in the last four: how many actions of each row can run, their times, and the rows' peaks.
 
     A link has one sender, so its messages follow each other in the order of that row: no event has to wait for
     another to be handled first, and each row runs on until it needs a message that was not sent yet.
     """
-    num_rows, num_microbatches = len(ends), latency.shape[1]
-    positions, clocks = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+    num_rows = len(ends)
+    clocks, in_use = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
     free_at = np.zeros((num_rows, num_rows), np.int64)
-    arrivals = np.full((2, len(row_of), num_microbatches), -1)
+    arrivals = np.full((2, forward.shape[0], forward.shape[1]), -1)
     progress = True
     while progress:
         progress = False
@@ -229,21 +220,29 @@ def _run(
                     if arrival < 0:
                         break
                     clock = max(clock, arrival)
-                    end = clock
-                elif op in (_SEND_F, _SEND_B):
+                elif op == _FORWARD:
+                    clock += forward[stage, index]
+                    in_use[row] += held[stage, index]
+                    peaks[row] = max(peaks[row], in_use[row])
+                elif op in (_BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT):
+                    if op != _BACKWARD_WEIGHT:
+                        clock += inputs[stage, index]
+                    if op != _BACKWARD_INPUT:
+                        clock += weights[stage, index]
+                        in_use[row] -= held[stage, index]
+                end = clock
+                if op in (_SEND_F, _SEND_B):
                     target, border = (stage + 1, stage) if op == _SEND_F else (stage - 1, stage - 1)
+                    if not 0 <= border < len(transfer):
+                        break  # out of the arrays' bounds, which compiled code does not check
                     begin = max(clock, free_at[row, row_of[target]])
-                    end = begin + duration[position]
+                    end = begin + transfer[border, index]
                     free_at[row, row_of[target]] = end
                     arrivals[int(op == _SEND_B), target, index] = end + latency[border, index]
-                else:
-                    clock += duration[position]
-                    end = clock
                 start_ns[position], end_ns[position] = begin, end
                 position += 1
                 progress = True
             clocks[row], positions[row] = clock, position - first
-    return positions
 
 
 def _sum_gradients(schedule: Schedule, costs: Costs, start_ns: NDArray[np.int64], end_ns: NDArray[np.int64]) -> None:

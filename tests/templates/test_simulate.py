@@ -256,6 +256,12 @@ def test_deadlock_is_an_error_with_the_table():
     assert ">1RECV_F0<" in str(raised.value)
 
 
+@pytest.mark.parametrize("text", ["0F0 0SEND_F0", "0F0 0B0 0SEND_B0"])
+def test_message_to_nowhere_cannot_be_sent(text: str):
+    with pytest.raises(ScheduleError, match=r"^deadlock: 0SEND_[FB]0 wait for"):
+        simulate(Schedule.parse(text), Costs(forward_ms=1, backward_input_ms=1))
+
+
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
