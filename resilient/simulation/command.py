@@ -1,0 +1,275 @@
+"""``resilient simulate``: what a job would get done, and at what price, on nodes that come and go.
+
+Owns options and files; what is slow to import is imported when the command runs. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from resilient.simulation.costs import Costs
+    from resilient.simulation.scenario import Scenario
+    from resilient.simulation.traces import Trace
+    from resilient.templates.plan import Problem
+
+_PERIODIC = re.compile(r"every-(\d+(?:\.\d+)?)(h|min|s)")
+_SECONDS = {"h": 3600, "min": 60, "s": 1}
+_DEFAULT_HOURS = 12.0
+_DEFAULT_NODES = 30
+
+
+def simulate(
+    model: Annotated[str, typer.Option(help="A published model.")],
+    device: Annotated[str, typer.Option(help="The accelerator.")],
+    trace: Annotated[
+        list[str],
+        typer.Option(
+            help='A file (time_ms,add|remove,node or YYYY-MM-DD, HH:MM:SS, count); "ec2-p3" or "g4dn" for made-up spot '
+            'nodes; "every-6h", "every-10min" for a loss each time, down to half of the nodes. Repeatable.'
+        ),
+    ],
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Scale to so many nodes at most; a file's own number by default, else 30.")
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="resilient, bamboo, varuna or restart; repeatable; all, or resilient alone in a sweep."),
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Devices of each node.")] = 1,
+    max_failures: Annotated[int, typer.Option(min=0, help="Node failures to survive at the same time.")] = 1,
+    global_batch: Annotated[int | None, typer.Option(help="Samples of a step; the model's usual by default.")] = None,
+    microbatch: Annotated[
+        int | None, typer.Option(help="Samples of a microbatch; the model's usual by default.")
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sample; the model's usual by default.")] = None,
+    hours: Annotated[
+        float | None, typer.Option(help="Length; a file is cut or prolonged to it, spot nodes are made up for 12.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of what is made up, and of the nodes that a count does not name.")] = 0,
+    announced: Annotated[
+        bool, typer.Option("--announced", help="Nodes are told in time and stay until the step is finished.")
+    ] = False,
+    regroup_ms: Annotated[float, typer.Option(help="resilient: from a loss to new groups.")] = 61.0,
+    restart_s: Annotated[float, typer.Option(help="Others: from a loss to restarted processes.")] = 60.0,
+    storage_gb_s: Annotated[float, typer.Option(help="Saving and loading checkpoints, GB/s of the whole job.")] = 1.0,
+    checkpoint_steps: Annotated[int, typer.Option(min=1, help="varuna, restart: steps between checkpoints.")] = 10,
+    insurance_steps: Annotated[int, typer.Option(min=0, help="resilient: steps between checkpoints; 0 for none.")] = 30,
+    restart_nodes: Annotated[
+        int | None, typer.Option(min=1, help="restart: nodes of the job; as many as at the start by default.")
+    ] = None,
+    step_factor: Annotated[float, typer.Option(help="By which steps take longer than derived.")] = 1.0,
+    price: Annotated[float | None, typer.Option(help="$ for a node and hour; a spot price by default.")] = None,
+    sweep: Annotated[
+        list[str] | None, typer.Option(help='What if: "nodes=16,24,32", "max-failures=1,2,3"; repeatable.')
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
+    png_file: Annotated[
+        Path | None, typer.Option("--png", help="Draw here; with several traces, their names are added.")
+    ] = None,
+) -> None:
+    """Replay availability traces: throughput, where the nodes' time goes, and dollars, by policy."""
+    from resilient.simulation.costs import Costs
+    from resilient.simulation.outcome import PRICES
+    from resilient.simulation.scenario import POLICIES, Scenario
+    from resilient.simulation.sweep import parse_sweeps
+    from resilient.templates.names import look_up
+
+    console = Console(highlight=False)
+    started = time.monotonic()
+    try:
+        if not storage_gb_s > 0:
+            raise ValueError(f"storage_gb_s must be > 0, got {storage_gb_s}; give what was measured")
+        problem, batch = _job(model, device, gpus_per_node, max_failures, global_batch, microbatch, seq_len)
+        storage_s = sum(layer.state_bytes for layer in problem.profile.layers) / storage_gb_s / 1e9
+        costs = Costs(
+            regroup_ms=regroup_ms,
+            restart_s=restart_s,
+            load_s=storage_s,
+            checkpoint_s=storage_s,
+            checkpoint_steps=checkpoint_steps,
+            insurance_steps=insurance_steps or None,
+            step_factor=step_factor,
+        )
+        dollars = gpus_per_node * look_up("device", device, PRICES) if price is None else price
+        sweeps = parse_sweeps(sweep or ())
+        policies = tuple(dict.fromkeys(policy or (("resilient",) if sweeps else POLICIES)))
+        for name in policies:
+            look_up("policy", name, dict.fromkeys(POLICIES))
+
+        @cache
+        def scenario(failures: int | None, max_nodes: int) -> Scenario:
+            return Scenario(
+                problem=_with_failures(problem, failures),
+                batch=batch,
+                max_nodes=max_nodes,
+                costs=costs,
+                node_hour_dollars=dollars,
+                announced=announced,
+                restart_nodes=restart_nodes,
+            )
+
+        written: list[Any] = []
+        for text in trace:
+
+            def made(count: int | None, text: str = text) -> Trace:
+                return load_trace(text, count or nodes, hours, seed)
+
+            if sweeps:
+                written.append(_sweep(made, sweeps, scenario, policies, console))
+            else:
+                png = png_file if png_file is None or len(trace) == 1 else _named(png_file, made(None))
+                written.append(_compare(made(None), scenario, policies, console, png))
+        if json_file is not None:
+            json_file.parent.mkdir(parents=True, exist_ok=True)
+            summary = _summary(problem, batch, costs, dollars, announced)
+            json_file.write_text(json.dumps({"job": summary, "traces": written}, indent=2) + "\n")
+    except (ValueError, OSError) as error:
+        Console(stderr=True, highlight=False).print(f"error: {error}", markup=False, style="red", soft_wrap=True)
+        raise typer.Exit(2) from None
+    console.print(f"\nreplayed in {time.monotonic() - started:.1f} s", style="dim")
+
+
+def load_trace(text: str, nodes: int | None, hours: float | None, seed: int) -> Trace:
+    """Return the trace that ``--trace`` names.
+
+    Args:
+        text: A file, a market, or ``every-<number><h|min|s>``.
+        nodes: The most nodes; a file's own number, or 30, by default.
+        hours: Length; a file's and periodic failures' own, or 12, by default.
+        seed: Of what is made up.
+
+    Raises:
+        ValueError: It is none of these, or not a trace.
+        OSError: The file cannot be read.
+    """
+    from resilient.simulation.spot import MARKETS, spot_trace
+    from resilient.simulation.traces import periodic_failures, read_trace
+
+    if text in MARKETS:
+        return spot_trace(text, nodes or _DEFAULT_NODES, _DEFAULT_HOURS if hours is None else hours, seed=seed)
+    periodic = _PERIODIC.fullmatch(text)
+    if periodic:
+        interval_s = float(periodic[1]) * _SECONDS[periodic[2]]
+        trace = periodic_failures(nodes or _DEFAULT_NODES, interval_s, seed=seed)
+    elif Path(text).is_file():
+        trace = read_trace(Path(text), seed=seed)
+        trace = trace if nodes is None else trace.scaled(nodes)
+    else:
+        raise ValueError(f"--trace must be a file, {', '.join(MARKETS)} or like every-6h, got {text!r}; check the path")
+    return trace if hours is None else trace.lasting(hours)
+
+
+def _job(
+    model: str,
+    device: str,
+    gpus_per_node: int,
+    max_failures: int,
+    global_batch: int | None,
+    microbatch: int | None,
+    seq_len: int | None,
+) -> tuple[Problem, int]:
+    """Return the job, and the samples of its step."""
+    from resilient.templates.batch import check_batch
+    from resilient.templates.derive import derive_profile
+    from resilient.templates.devices import cluster_of
+    from resilient.templates.known_models import MODELS
+    from resilient.templates.plan import Problem
+
+    profile = derive_profile(model, device, microbatch=microbatch, seq_len=seq_len)
+    batch = MODELS[model].global_batch if global_batch is None else global_batch
+    each = MODELS[model].microbatch if microbatch is None else microbatch
+    check_batch(batch, each, max_failures + 1)
+    cluster = cluster_of(device, gpus_per_node)
+    return (
+        Problem(profile=profile, num_microbatches=batch // each, cluster=cluster, max_failures=max_failures),
+        batch,
+    )
+
+
+def _with_failures(problem: Problem, failures: int | None) -> Problem:
+    from dataclasses import replace
+
+    return problem if failures is None else replace(problem, max_failures=failures)
+
+
+def _compare(
+    trace: Trace,
+    scenario: Callable[[int | None, int], Scenario],
+    policies: Sequence[str],
+    console: Console,
+    png_file: Path | None,
+) -> dict[str, Any]:
+    from resilient.simulation.picture import draw_outcomes
+    from resilient.simulation.scenario import DoesNotFit
+    from resilient.simulation.tables import show_outcomes, show_trace
+
+    outcomes, missing = [], []
+    for policy in policies:
+        try:
+            outcomes.append(scenario(None, trace.max_nodes).run(trace, policy))
+        except DoesNotFit as error:
+            missing.append((policy, str(error)))
+    show_trace(trace, console)
+    show_outcomes(outcomes, missing, console)
+    if png_file is not None and outcomes:
+        png_file.parent.mkdir(parents=True, exist_ok=True)
+        draw_outcomes(outcomes, png_file)
+    return {
+        "trace": trace.name,
+        "outcomes": [outcome.to_dict() for outcome in outcomes],
+        "does_not_fit": dict(missing),
+    }
+
+
+def _sweep(
+    trace: Callable[[int | None], Trace],
+    sweeps: dict[str, tuple[int, ...]],
+    scenario: Callable[[int | None, int], Scenario],
+    policies: Sequence[str],
+    console: Console,
+) -> dict[str, Any]:
+    from resilient.simulation.sweep import run_sweep
+    from resilient.simulation.tables import show_sweep, show_trace
+
+    rows = list(run_sweep(sweeps, trace, scenario, policies))
+    own = trace(None)
+    show_trace(own, console)
+    show_sweep(rows, console)
+    return {
+        "trace": own.name,
+        "rows": [
+            {"values": dict(row.values), "policy": row.policy, "does_not_fit": row.reason}
+            if row.outcome is None
+            else {"values": dict(row.values), **row.outcome.to_dict()}
+            for row in rows
+        ],
+    }
+
+
+def _summary(problem: Problem, batch: int, costs: Costs, node_hour_dollars: float, announced: bool) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "profile": problem.profile.source,
+        "global_batch": batch,
+        "num_microbatches": problem.num_microbatches,
+        "devices_per_node": problem.cluster.devices_per_node,
+        "max_failures": problem.max_failures,
+        "announced": announced,
+        "node_hour_dollars": node_hour_dollars,
+        "costs": asdict(costs),
+    }
+
+
+def _named(path: Path, trace: Trace) -> Path:
+    return path.with_name(f"{path.stem}-{trace.name}{path.suffix}")

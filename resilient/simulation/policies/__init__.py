@@ -1,0 +1,1 @@
+"""Ways to train on nodes that come and go, one file each."""

@@ -1,0 +1,182 @@
+"""This project's own way: the planner of the runtime decides, and only what is missing is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from resilient.simulation.costs import Costs
+from resilient.simulation.engine import Membership, When
+from resilient.simulation.job import Response, Work
+from resilient.templates.batch import finish_ns, lines
+from resilient.templates.nodespec import TooFewNodes
+from resilient.templates.plan import Plan, Problem
+from resilient.templates.replan import candidates, first_plan
+from resilient.templates.template import nanoseconds
+
+
+class Resilient:
+    """Survivors go on from the last finished step with the plan that :mod:`resilient.templates.replan` makes.
+
+    A change costs regrouping and the time of the node that copies most. Joiners and nodes that announce their
+    departure cost no work. When a state is lost with all its holders, everybody loads the last checkpoint; when too few
+    nodes are left, the job stores its progress and waits to be restarted.
+
+    Args:
+        planner: Of the job; runs that share one need not plan again what another has planned.
+        costs: ``regroup_ms``, ``restart_s``, ``load_s``, ``checkpoint_s``, ``insurance_steps``.
+    """
+
+    name = "resilient"
+
+    def __init__(self, planner: Planner, costs: Costs) -> None:
+        self._planner = planner
+        self._costs = costs
+        self._arrangement: Arrangement | None = None
+        self._nodes: tuple[int, ...] = ()
+        self._started = False
+
+    def when(self, change: Membership) -> When:
+        """A loss in a pipeline is answered at once, a join between two steps; standby nodes do not count."""
+        if not set(self._nodes).isdisjoint(change.lost):
+            return When.NOW
+        return When.STEP if change.joined else When.NEVER
+
+    def respond(self, change: Membership) -> Response:
+        """Go on with the next plan, from the checkpoint if need be; the first start is free."""
+        before = self._arrangement
+        try:
+            if before is None:
+                self._arrangement = self._planner.first(len(change.live))
+                self._nodes = change.live[: len(self._arrangement.plan.nodes)]
+                pause_ns = self._costs.restart_ns if self._started else 0
+                self._started = True
+                return Response(work=self._work(self._arrangement), pause_ns=pause_ns)
+        except TooFewNodes:
+            return Response(work=None)
+        return self._go_on(before, change)
+
+    def _go_on(self, before: Arrangement, change: Membership) -> Response:
+        live = set(change.live)
+        gone = [place for place, node in enumerate(self._nodes) if node not in live]
+        placed = set(self._nodes)
+        spare = [node for node in change.live if node not in placed]
+        rolls_back = not change.announced and self._planner.loses_state(before, gone)
+        try:
+            move = self._planner.next(before, gone, len(spare))
+        except TooFewNodes:
+            self._arrangement, self._nodes = None, ()
+            return Response(work=None, rolls_back=rolls_back)
+        named = (*self._nodes, *spare)
+        self._arrangement = move.arrangement
+        self._nodes = tuple(named[place] for place in move.places)
+        pause_ns = self._costs.regroup_ns + (self._costs.load_ns if rolls_back else move.copy_ns)
+        return Response(work=self._work(move.arrangement), pause_ns=pause_ns, rolls_back=rolls_back)
+
+    def _work(self, arrangement: Arrangement) -> Work:
+        return Work(
+            step_ns=self._costs.step_ns(arrangement.step_ns),
+            num_nodes=len(arrangement.plan.nodes),
+            checkpoint_steps=self._costs.insurance_steps,
+            checkpoint_ns=self._costs.checkpoint_ns,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """A plan whose nodes are called 0, 1, 2, ... in the order of their places, and what its step takes."""
+
+    plan: Plan
+    step_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """How a job goes on.
+
+    Args:
+        arrangement: The next plan.
+        places: Which node is in each of its places: a place of the plan before, or one after these for a spare node.
+        copy_ns: Time for copying states.
+    """
+
+    arrangement: Arrangement
+    places: tuple[int, ...]
+    copy_ns: int
+
+
+_Key = tuple[tuple[int, int], ...]
+
+
+class Planner:
+    """The runtime's planner, which need not plan twice what differs in the names of nodes only.
+
+    Args:
+        problem: The job.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._arrangements: dict[_Key, Arrangement] = {}
+        self._next: dict[tuple[_Key, tuple[int, ...], int], Move] = {}
+
+    def first(self, num_nodes: int) -> Arrangement:
+        """Return the plan of a job that starts.
+
+        Raises:
+            TooFewNodes: It cannot.
+        """
+        plan = first_plan(self._problem, range(num_nodes))
+        step_ns = max(finish_ns(lines([p.template]), p.num_microbatches) for p in plan.pipelines)
+        return self._arrangement(plan, step_ns)
+
+    def next(self, before: Arrangement, gone: Sequence[int], num_spare: int) -> Move:
+        """Return the best way to go on.
+
+        Args:
+            before: What the job did.
+            gone: Places whose nodes are gone, ascending.
+            num_spare: Live nodes without a place: joiners and those that stood by.
+
+        Raises:
+            TooFewNodes: There is none.
+        """
+        key = _key(before.plan), tuple(gone), num_spare
+        if key not in self._next:
+            num_places = len(before.plan.nodes)
+            live = [*sorted(set(range(num_places)) - set(gone)), *range(num_places, num_places + num_spare)]
+            best = candidates(self._problem, before.plan, live)[0]
+            self._next[key] = Move(
+                arrangement=self._arrangement(best.plan, nanoseconds(best.step_ms)),
+                places=best.plan.nodes,
+                copy_ns=nanoseconds(best.copy_ms),
+            )
+        return self._next[key]
+
+    def loses_state(self, before: Arrangement, gone: Sequence[int]) -> bool:
+        """Return whether all holders of some state are among the places that are gone."""
+        if len(gone) <= self._problem.max_failures:
+            return False
+        lost = set(gone)
+        held = {
+            (stage.first_layer, stage.end_layer)
+            for pipeline in before.plan.pipelines
+            for stage in pipeline.template.stages
+            if pipeline.nodes[stage.node_index] not in lost
+        }
+        profile = self._problem.profile
+        return len({state for layers in held for state in profile.states(*layers)}) < len(profile.layers)
+
+    def _arrangement(self, plan: Plan, step_ns: int) -> Arrangement:
+        """Return the plan with its nodes named by their places; equal plans are one object."""
+        key = _key(plan)
+        if key not in self._arrangements:
+            places = iter(range(len(plan.nodes)))
+            renamed = (replace(p, nodes=tuple(next(places) for _ in p.nodes)) for p in plan.pipelines)
+            self._arrangements[key] = Arrangement(plan=Plan(pipelines=tuple(renamed)), step_ns=max(1, step_ns))
+        return self._arrangements[key]
+
+
+def _key(plan: Plan) -> _Key:
+    # Templates are compared by identity: those of a job come from one cached set, and hashing them is slow.
+    return tuple((id(pipeline.template), pipeline.num_microbatches) for pipeline in plan.pipelines)

@@ -1,0 +1,52 @@
+"""A fixed number of nodes, as under ``torchrun --nnodes N``: restart from the last checkpoint when there are enough."""
+
+from __future__ import annotations
+
+from resilient.simulation.costs import Costs
+from resilient.simulation.engine import Membership, When
+from resilient.simulation.grids import Grids
+from resilient.simulation.job import Response, Work
+
+
+class Restart:
+    """Trains on exactly N nodes. Others stand by to replace them; while there are too few, the job waits.
+
+    Args:
+        grids: The best grid for N nodes decides what a step takes.
+        costs: ``restart_s``, ``load_s``, ``checkpoint_s``, ``checkpoint_steps``.
+        num_nodes: N.
+
+    Raises:
+        ValueError: No pipeline is made of so few nodes.
+    """
+
+    name = "restart"
+
+    def __init__(self, grids: Grids, costs: Costs, num_nodes: int) -> None:
+        grid = grids.best(num_nodes)
+        if grid is None:
+            raise ValueError(f"num_nodes must hold a pipeline, got {num_nodes}; restart with more nodes")
+        self._costs = costs
+        self._num_nodes = num_nodes
+        self._work = Work(
+            step_ns=costs.step_ns(grid.step_ns),
+            num_nodes=grid.num_nodes,
+            checkpoint_steps=costs.checkpoint_steps,
+            checkpoint_ns=costs.checkpoint_ns,
+        )
+        self._members: frozenset[int] = frozenset()
+        self._started = False
+
+    def when(self, change: Membership) -> When:
+        """The loss of a member, even of one that the grid leaves idle, breaks the job; nothing else does."""
+        return When.NOW if self._members.intersection(change.lost) else When.NEVER
+
+    def respond(self, change: Membership) -> Response:
+        """Restart on N nodes, those first that were there first, or wait for them; the first start is free."""
+        if len(change.live) < self._num_nodes:
+            self._members = frozenset()
+            return Response(work=None, rolls_back=True)
+        self._members = frozenset(change.live[: self._num_nodes])
+        pause_ns = self._costs.restart_ns if self._started else 0
+        self._started = True
+        return Response(work=self._work, pause_ns=pause_ns, rolls_back=True)

@@ -1,0 +1,110 @@
+"""A job on a kind of cluster: runs policies on traces, and shares between runs what they plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from resilient.simulation.costs import Costs
+from resilient.simulation.engine import Policy, replay
+from resilient.simulation.grids import Grids, TemplateTime, plain_ns
+from resilient.simulation.outcome import Outcome
+from resilient.simulation.policies.bamboo import Bamboo, redundant_ns
+from resilient.simulation.policies.resilient import Planner, Resilient
+from resilient.simulation.policies.restart import Restart
+from resilient.simulation.policies.varuna import Varuna
+from resilient.simulation.traces import Trace
+from resilient.templates.names import look_up
+from resilient.templates.plan import Problem
+from resilient.templates.replan import templates_for
+
+POLICIES = ("resilient", "bamboo", "varuna", "restart")
+
+
+class DoesNotFit(ValueError):  # noqa: N818
+    """A policy can never train here: the memory is too small, or the nodes too few."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What a trace is replayed for.
+
+    Args:
+        problem: The job.
+        batch: Samples of a step.
+        max_nodes: The most nodes of any trace; decides how deep pipelines may be.
+        costs: What changes and checkpoints cost.
+        node_hour_dollars: Price of a node for an hour.
+        announced: Whether nodes are told before they are taken and stay until the step under way is finished.
+        restart_nodes: Nodes that the policy ``restart`` needs; by default as many as a trace begins with.
+    """
+
+    problem: Problem
+    batch: int
+    max_nodes: int
+    costs: Costs = field(default_factory=Costs)
+    node_hour_dollars: float = 0.0
+    announced: bool = False
+    restart_nodes: int | None = None
+
+    def run(self, trace: Trace, policy: str) -> Outcome:
+        """Replay a trace.
+
+        Args:
+            trace: What happens.
+            policy: One of :data:`POLICIES`.
+
+        Raises:
+            OutOfMemory: The policy cannot hold the model.
+            ValueError: There is no such policy, or ``restart_nodes`` hold no pipeline.
+        """
+        return Outcome(
+            policy=policy,
+            trace=trace.name,
+            stretches=replay(trace, self._policy(policy, trace), announced=self.announced),
+            batch=self.batch,
+            node_hour_dollars=self.node_hour_dollars,
+        )
+
+    def _policy(self, name: str, trace: Trace) -> Policy:
+        make: dict[str, Callable[[], Policy]] = {
+            "resilient": lambda: Resilient(self._planner, self.costs),
+            "bamboo": lambda: Bamboo(self._redundant_grids, self.costs),
+            "varuna": lambda: Varuna(self._grids, self.costs),
+            "restart": lambda: self._restart(self.restart_nodes or trace.first_nodes),
+        }
+        return look_up("policy", name, make)()
+
+    @cached_property
+    def _planner(self) -> Planner:
+        return Planner(self.problem)
+
+    @cached_property
+    def _grids(self) -> Grids:
+        return self._make_grids(replace(self.problem, max_failures=0), plain_ns)
+
+    @cached_property
+    def _redundant_grids(self) -> Grids:
+        """Of two nodes or more, each with half of its memory for the layers of its successor."""
+        cluster = self.problem.cluster
+        if cluster.memory_bytes is not None:
+            cluster = replace(cluster, memory_bytes=cluster.memory_bytes // 2)
+        least = max(2, self.problem.min_pipeline_nodes)
+        problem = replace(self.problem, max_failures=0, cluster=cluster, min_pipeline_nodes=least)
+        try:
+            return self._make_grids(problem, redundant_ns)
+        except DoesNotFit as error:
+            raise DoesNotFit(f"half of the memory is for the next node's layers: {error}") from None
+
+    def _make_grids(self, problem: Problem, time: TemplateTime) -> Grids:
+        try:
+            return Grids(templates_for(problem, self.max_nodes), problem.num_microbatches, time)
+        except ValueError as error:
+            raise DoesNotFit(str(error)) from None
+
+    def _restart(self, num_nodes: int) -> Restart:
+        try:
+            return Restart(self._grids, self.costs, num_nodes)
+        except ValueError as error:
+            raise DoesNotFit(str(error)) from None

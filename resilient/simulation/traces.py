@@ -1,0 +1,261 @@
+"""Availability traces: which nodes there are, and when they come and go."""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+_HOUR_MS = 3_600_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Nodes that come and go at one time.
+
+    Args:
+        time_ms: Since the trace's beginning.
+        joined: Nodes that are there from now on.
+        lost: Nodes that are gone.
+    """
+
+    time_ms: int
+    joined: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What happens to a cluster, beginning without nodes. A node that comes back is another node.
+
+    Args:
+        name: For people.
+        changes: By time, at most one for each time.
+        end_ms: When the observation ends.
+    """
+
+    name: str
+    changes: tuple[Change, ...]
+    end_ms: int
+
+    def __post_init__(self) -> None:
+        if not any(change.joined for change in self.changes):
+            raise ValueError(f"changes of trace {self.name!r} must let a node join, got none; nothing could be trained")
+        if not 0 < self.end_ms >= self.changes[-1].time_ms:
+            raise ValueError(
+                f"end_ms of trace {self.name!r} must be > 0 and not before its last change at "
+                f"{self.changes[-1].time_ms}, got {self.end_ms}; cut the trace instead"
+            )
+
+    def counts(self) -> Iterator[tuple[int, int]]:
+        """Yield (time in ms, live nodes from then on) for each change."""
+        live = 0
+        for change in self.changes:
+            live += len(change.joined) - len(change.lost)
+            yield change.time_ms, live
+
+    @property
+    def max_nodes(self) -> int:
+        """The most nodes that are live at a time."""
+        return max(count for _, count in self.counts())
+
+    @property
+    def first_nodes(self) -> int:
+        """Nodes there are when the first ones are."""
+        return next(count for _, count in self.counts() if count)
+
+    def lasting(self, hours: float) -> Trace:
+        """Return the trace cut, or prolonged without changes, to a number of hours.
+
+        Raises:
+            ValueError: No node joins so early.
+        """
+        end_ms = round(hours * _HOUR_MS)
+        return replace(self, changes=tuple(c for c in self.changes if c.time_ms <= end_ms), end_ms=end_ms)
+
+    def scaled(self, num_nodes: int) -> Trace:
+        """Return the trace for a cluster whose most live nodes are ``num_nodes``.
+
+        Each node becomes no, one or several nodes that come and go together, such that the number of live nodes stays
+        near its share: what is lost at once stays so, in proportion.
+
+        Raises:
+            ValueError: ``num_nodes`` is less than 1.
+        """
+        if num_nodes < 1:
+            raise ValueError(f"num_nodes must be >= 1, got {num_nodes}; leave scaling out to keep the trace's own")
+        most = self.max_nodes
+        if num_nodes == most:
+            return self
+        copies: dict[int, tuple[int, ...]] = {}
+        live, scaled_live, next_node = 0, 0, 0
+        changes: list[Change] = []
+        for change in self.changes:
+            lost = [copy for node in change.lost for copy in copies.pop(node)]
+            live -= len(change.lost)
+            scaled_live -= len(lost)
+            joined: list[int] = []
+            for node in change.joined:
+                live += 1
+                missing = (2 * live * num_nodes + most) // (2 * most) - scaled_live
+                count = max(0, min(missing, -(-num_nodes // most)))
+                copies[node] = tuple(range(next_node, next_node + count))
+                next_node += count
+                scaled_live += count
+                joined += copies[node]
+            if joined or lost:
+                changes.append(Change(time_ms=change.time_ms, joined=tuple(joined), lost=tuple(lost)))
+        return replace(self, changes=tuple(changes))
+
+
+def read_trace(path: Path, *, seed: int = 0) -> Trace:
+    """Read a trace of either format; the first line decides which.
+
+    - ``time_ms,add|remove,node``, a line for each node that comes or goes;
+    - ``YYYY-MM-DD, HH:MM:SS, count``, samples of how many nodes there are.
+
+    Args:
+        path: The file.
+        seed: For counts, which do not say which nodes are lost: any of them, evenly.
+
+    Returns:
+        The trace, ending with the file's last line.
+
+    Raises:
+        ValueError: A line does not have the form of the first or contradicts those before; the message names it.
+        OSError: The file cannot be read.
+    """
+    with path.open(newline="") as file:
+        rows = [
+            (line, [field.strip() for field in row])
+            for line, row in enumerate(csv.reader(file), start=1)
+            if any(field.strip() for field in row)
+        ]
+    if not rows:
+        raise ValueError(f"{path} must hold a trace, got no lines; see read_trace for the formats")
+    try:
+        samples = len(rows[0][1]) == 3 and not rows[0][1][0].isdigit()
+        changes, end_ms = _read_counts(rows, random.Random(seed)) if samples else _read_events(rows)
+        return Trace(name=path.stem, changes=changes, end_ms=end_ms)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def periodic_failures(num_nodes: int, interval_s: float, *, down_to: int | None = None, seed: int = 0) -> Trace:
+    """Lose one node after every interval, until so many are left; those stay for an interval, too.
+
+    Args:
+        num_nodes: Nodes at the start.
+        interval_s: Between two losses.
+        down_to: Nodes at the end; half of them by default.
+        seed: Which nodes are lost.
+
+    Raises:
+        ValueError: ``down_to`` is not 1 .. ``num_nodes``, or the interval not positive.
+    """
+    down_to = num_nodes // 2 if down_to is None else down_to
+    if not 1 <= down_to <= num_nodes:
+        raise ValueError(f"down_to must be 1 to num_nodes {num_nodes}, got {down_to}; lose fewer nodes")
+    if not interval_s > 0:
+        raise ValueError(f"interval_s must be > 0, got {interval_s}; give seconds")
+    lost = random.Random(seed).sample(range(num_nodes), num_nodes - down_to)
+    losses = (Change(time_ms=round(1e3 * interval_s * count), lost=(node,)) for count, node in enumerate(lost, start=1))
+    return Trace(
+        name=f"every-{interval_name(interval_s)}",
+        changes=(Change(time_ms=0, joined=tuple(range(num_nodes))), *losses),
+        end_ms=math.ceil(1e3 * interval_s * (len(lost) + 1)),
+    )
+
+
+def interval_name(interval_s: float) -> str:
+    """Return ``6h``, ``10min`` or ``45s``."""
+    for seconds, unit in ((3600, "h"), (60, "min")):
+        if interval_s >= seconds and interval_s % seconds == 0:
+            return f"{interval_s / seconds:g}{unit}"
+    return f"{interval_s:g}s"
+
+
+def _read_events(rows: Iterable[tuple[int, list[str]]]) -> tuple[tuple[Change, ...], int]:
+    gathered = _Gathered()
+    live: dict[str, int] = {}
+    for line, fields in rows:
+        if len(fields) != 3 or not fields[0].isdigit() or fields[1] not in ("add", "remove") or not fields[2]:
+            raise ValueError(f"line {line} must be time_ms,add|remove,node, got {','.join(fields)!r}")
+        time_ms, name = int(fields[0]), fields[2]
+        gathered.advance(line, time_ms)
+        if fields[1] == "add":
+            if name in live:
+                raise ValueError(
+                    f"line {line} must add a node that is not there, got {name}, which is; remove it first"
+                )
+            live[name] = gathered.join()
+        else:
+            if name not in live:
+                raise ValueError(
+                    f"line {line} must remove a node that is there, got {name}, which is not; add it first"
+                )
+            gathered.lose(live.pop(name))
+    return gathered.changes(), gathered.time_ms
+
+
+def _read_counts(rows: Iterable[tuple[int, list[str]]], rng: random.Random) -> tuple[tuple[Change, ...], int]:
+    gathered = _Gathered()
+    live: list[int] = []
+    first: datetime | None = None
+    for line, fields in rows:
+        try:
+            date, time, number = fields
+            moment, count = datetime.strptime(f"{date} {time}", "%Y-%m-%d %H:%M:%S"), int(number)
+            if count < 0:
+                raise ValueError(number)
+        except ValueError:
+            text = ", ".join(fields)
+            raise ValueError(f"line {line} must be YYYY-MM-DD, HH:MM:SS, count, got {text!r}") from None
+        first = first or moment
+        gathered.advance(line, round((moment - first).total_seconds() * 1e3))
+        while len(live) < count:
+            live.append(gathered.join())
+        while len(live) > count:
+            gathered.lose(live.pop(rng.randrange(len(live))))
+    return gathered.changes(), gathered.time_ms
+
+
+class _Gathered:
+    """Changes line by line; those of one time become one."""
+
+    def __init__(self) -> None:
+        self.time_ms = 0
+        self._changes: dict[int, tuple[list[int], list[int]]] = {}
+        self._num_nodes = 0
+
+    def advance(self, line: int, time_ms: int) -> None:
+        if time_ms < self.time_ms:
+            raise ValueError(
+                f"line {line} must not be earlier than the line before, at {self.time_ms} ms, got {time_ms}; "
+                f"sort the file"
+            )
+        self.time_ms = time_ms
+
+    def join(self) -> int:
+        self._num_nodes += 1
+        self._now()[0].append(self._num_nodes - 1)
+        return self._num_nodes - 1
+
+    def lose(self, node: int) -> None:
+        joined, lost = self._now()
+        # Here and gone at the same time: never seen.
+        joined.remove(node) if node in joined else lost.append(node)
+
+    def changes(self) -> tuple[Change, ...]:
+        return tuple(
+            Change(time_ms=time_ms, joined=tuple(joined), lost=tuple(lost))
+            for time_ms, (joined, lost) in self._changes.items()
+            if joined or lost
+        )
+
+    def _now(self) -> tuple[list[int], list[int]]:
+        return self._changes.setdefault(self.time_ms, ([], []))

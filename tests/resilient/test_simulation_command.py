@@ -1,0 +1,108 @@
+"""``resilient simulate`` from its options to its files."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from resilient.cli import app
+from resilient.simulation.command import load_trace
+
+JOB = ["simulate", "--model", "gpt2-medium", "--device", "a40", "--global-batch", "256"]
+
+
+def run(*arguments: str) -> str:
+    """Return what is printed; the command must succeed."""
+    ended = CliRunner().invoke(app, [*JOB, *arguments], env={"COLUMNS": "80"})
+    assert ended.exit_code == 0, ended.output
+    return ended.output
+
+
+def test_policies_are_compared_on_each_trace(tmp_path):
+    (tmp_path / "two.csv").write_text("".join(f"0,add,n{i}\n" for i in range(8)) + "1800000,remove,n3\n3600000,add,x\n")
+    files = ["--json", str(tmp_path / "out" / "all.json"), "--png", str(tmp_path / "out" / "all.png")]
+    output = run("--trace", str(tmp_path / "two.csv"), "--trace", "every-30min", "--nodes", "8", *files)
+    assert "two\n1 h, 8 nodes at the start, 8 at most; 1 lost, 1 joined\n" in output
+    assert "every-30min\n2.5 h, 8 nodes at the start, 8 at most; 4 lost, 0 joined\n" in output
+    assert len(re.findall(r"^(resilient|bamboo|varuna|restart) +\d", output, re.MULTILINE)) == 8
+    assert all(len(line) <= 80 for line in output.splitlines())
+    written = json.loads((tmp_path / "out" / "all.json").read_text())
+    assert written["job"]["profile"] == "derived: gpt2-medium, a40, microbatch 32, 1024 tokens"
+    assert written["job"]["node_hour_dollars"] == 0.4
+    assert [trace["trace"] for trace in written["traces"]] == ["two", "every-30min"]
+    for trace in written["traces"]:
+        assert [each["policy"] for each in trace["outcomes"]] == ["resilient", "bamboo", "varuna", "restart"]
+        for each in trace["outcomes"]:
+            assert sum(each["node_hours_by_part"].values()) == pytest.approx(each["node_hours"])
+            assert each["dollars"] == pytest.approx(0.4 * each["node_hours"])
+    assert (tmp_path / "out" / "all-two.png").stat().st_size > 10_000
+    assert (tmp_path / "out" / "all-every-30min.png").stat().st_size > 10_000
+
+
+def test_a_sweep_marks_the_fastest_and_the_cheapest(tmp_path):
+    sweeps = ["--sweep", "nodes=4,8", "--sweep", "max-failures=1,2"]
+    output = run("--trace", "g4dn", "--hours", "2", *sweeps, "--price", "1.5", "--json", str(tmp_path / "s.json"))
+    assert output.count("fastest") == output.count("cheapest") == 1
+    (trace,) = json.loads((tmp_path / "s.json").read_text())["traces"]
+    assert [(row["values"]["nodes"], row["values"]["max-failures"]) for row in trace["rows"]] == [
+        (4, 1), (4, 2), (8, 1), (8, 2),
+    ]  # fmt: skip
+    assert {row["policy"] for row in trace["rows"]} == {"resilient"}
+    fastest = max(trace["rows"], key=lambda row: row["samples_per_s"])["values"]
+    assert re.search(rf"^{fastest['nodes']} +{fastest['max-failures']} .*fastest", output, re.MULTILINE)
+
+
+def test_a_policy_that_does_not_fit_is_said_with_the_reason():
+    output = run(
+        "--trace", "every-1h", "--nodes", "2", "--microbatch", "128", "--policy", "bamboo", "--policy", "varuna"
+    )
+    assert re.search(r"^bamboo +does not fit *$", output, re.MULTILINE)
+    assert "bamboo: half of the memory is for the next node's layers: memory_bytes must hold layer 'llm.head'" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--trace", "nowhere.csv"],
+            "--trace must be a file, ec2-p3, g4dn or like every-6h, got 'nowhere.csv'; check the path",
+        ),
+        (
+            ["--trace", "g4dn", "--policy", "oobleck"],
+            "policy must be one of resilient, bamboo, varuna, restart, got 'oobleck'; choose one of these",
+        ),
+        (
+            ["--trace", "g4dn", "--sweep", "gpus=2"],
+            "--sweep must look like \"nodes=16,24,32\", each of nodes and max-failures at most once, got 'gpus=2'",
+        ),
+        (["--trace", "g4dn", "--storage-gb-s", "0"], "storage_gb_s must be > 0, got 0.0; give what was measured"),
+        (["--trace", "g4dn", "--restart-s", "-1"], "restart_s must be >= 0, got -1.0; 0 means none"),
+    ],
+)
+def test_bad_options_are_refused_with_the_fix(arguments, message):
+    ended = CliRunner().invoke(app, [*JOB, *arguments])
+    assert ended.exit_code == 2
+    assert ended.stderr.strip() == f"error: {message}"
+
+
+def test_a_bad_line_is_named(tmp_path):
+    path = tmp_path / "bad.csv"
+    path.write_text("0,add,a\n5,remove,b\n")
+    ended = CliRunner().invoke(app, [*JOB, "--trace", str(path)])
+    assert ended.exit_code == 2
+    assert f"error: {path}: line 2 must remove a node that is there, got b, which is not; add it first" in ended.stderr
+
+
+def test_traces_are_made_up_scaled_and_cut(tmp_path):
+    path = tmp_path / "small.csv"
+    path.write_text("0,add,a\n0,add,b\n7200000,remove,b\n")
+    assert load_trace(str(path), None, None, 0).max_nodes == 2
+    assert load_trace(str(path), 6, 1.0, 0).max_nodes == 6
+    assert load_trace(str(path), 6, 1.0, 0).end_ms == 3_600_000
+    assert load_trace("every-90s", None, None, 0).end_ms == 16 * 90_000
+    assert load_trace("ec2-p3", None, None, 0).end_ms == 12 * 3_600_000
+    assert load_trace("ec2-p3", 40, 5.0, 3).max_nodes <= 40
+    assert load_trace("ec2-p3", 40, 5.0, 3) != load_trace("ec2-p3", 40, 5.0, 4)
