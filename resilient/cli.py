@@ -1,4 +1,4 @@
-"""The command line: ``resilient run``, ``agent``, ``inject``, ``profile``, ``plan``, ``demo``.
+"""The command line: ``resilient run``, ``agent``, ``inject``, ``profile``, ``plan``, ``simulate``, ``demo``.
 
 Exit codes of ``run``: 0 done; 1 failed; 3 stopped for lack of nodes, to be resumed; 4 a layer's state is lost and there
 is no checkpoint; 130 interrupted.
@@ -23,6 +23,7 @@ from resilient.errors import ResilientError
 from resilient.messages import PHASES, Injection
 from resilient.plan_command import plan
 from resilient.profile_command import profile
+from resilient.simulation.command import simulate
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
@@ -97,6 +98,7 @@ def agent(
 app.command(context_settings=_OF_A_SCRIPT)(profile)
 app.command()(demo)
 app.command()(plan)
+app.command()(simulate)
 
 inject_app = typer.Typer(no_args_is_help=True, help="Cause failures in a running job.")
 app.add_typer(inject_app, name="inject")
