@@ -47,9 +47,8 @@ def _headline(report: PlanReport) -> list[str]:
         report.source or "measured",
         f"{_count(report.num_nodes, 'node')} with {_count(report.devices_per_node, 'device')}{limit} each",
         f"global batch {report.global_batch}, microbatch {report.microbatch}",
-        f"a pipeline takes {_count(report.min_pipeline_nodes, 'node')} or more; "
-        f"to survive {_count(report.max_failures, 'failure')} at once: {_count(num_pipelines, 'pipeline')}, "
-        f"{_count(report.fewest_nodes, 'node')}",
+        f"to survive {_count(report.max_failures, 'failure')} at once: {_count(num_pipelines, 'pipeline')} of "
+        f"{_count(report.min_pipeline_nodes, 'node')} or more, {report.fewest_nodes} in all",
     ]
 
 
@@ -134,7 +133,7 @@ def _digits(value: float) -> str:
 
 
 def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f}"
+    return f"{num_bytes / 1e9:.1f}" if num_bytes >= 1e9 else f"{num_bytes / 1e9:.2g}"
 
 
 def _count(number: int, word: str) -> str:
