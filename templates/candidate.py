@@ -81,11 +81,11 @@ class Situation:
         self._known_lines: dict[tuple[int, int], Lines] = {}
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield the candidates, local ones first; none that differs from another by the order of pipelines alone."""
+        """Yield the candidates, local ones first; no two with equal layouts that the same pipelines keep."""
         seen: set[tuple[tuple[int, int], ...]] = set()
         for kind, wanted in self._ways():
             targets = self._targets(wanted)
-            key = tuple(sorted((id(t.template), -1 if t.continues is None else t.continues) for t in targets))
+            key = tuple(sorted((id(target.template), self._kept(target)) for target in targets))
             if key not in seen:
                 seen.add(key)
                 yield self._candidate(kind, targets)
@@ -125,6 +125,11 @@ class Situation:
         if index is not None and self._plan.pipelines[index].template.num_nodes == size:
             return (self._plan.pipelines[index].template,), index
         return self._templates.of(size), index
+
+    def _kept(self, target: Target) -> int:
+        """Return the index of the pipeline that goes on with its layout in a target, -1 if there is none."""
+        index = target.continues
+        return index if index is not None and self._plan.pipelines[index].template is target.template else -1
 
     def _targets(self, wanted: Sequence[_Wanted]) -> list[Target]:
         """Choose the layouts for the split of the batch over nodes as fast as profiled.

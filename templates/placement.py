@@ -20,6 +20,7 @@ from resilient.templates.spread import lacking_domains, spread
 from resilient.templates.template import PipelineTemplate
 
 _FREE = -1
+_NONE = -2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +69,12 @@ class Placer:
         self._index_of = {node: index for index, node in enumerate(nodes)}
         self._holdings = Holdings(problem.profile)
         self._held = np.full(len(nodes), EMPTY)
-        for pipeline in plan.pipelines:
+        self._pipeline_of = np.full(len(nodes), _NONE)
+        for number, pipeline in enumerate(plan.pipelines):
             for node, part in zip(pipeline.nodes, self._holdings.number(pipeline.template), strict=True):
                 if node in self._index_of:
                     self._held[self._index_of[node]] = part
+                    self._pipeline_of[self._index_of[node]] = number
         labels: list[str | int] = [domains.get(node, node) for node in nodes]
         numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         self._domains = np.array([numbers[label] for label in labels])
@@ -99,14 +102,15 @@ class Placer:
     def place(self, targets: Sequence[Target]) -> Placement:
         """Place nodes; there must be enough of them.
 
-        Of all placements one is taken whose copies are cheapest (:meth:`Holdings.prices`). Where it holds a state in
-        fewer than f + 1 failure domains, nodes exchange places until no exchange improves that, at whatever price
+        Of all placements one is taken whose copies are cheapest (:meth:`Holdings.prices`); of places where a node costs
+        the same, it stays with the pipeline that continues its own. Where that placement holds a state in fewer than
+        f + 1 failure domains, nodes exchange places until no exchange improves that, at whatever price
         (:func:`resilient.templates.spread.spread`): like f + 1 pipelines, it is what makes failures survivable.
         """
         needed = np.array(list(chain.from_iterable(self._layout(target.template) for target in targets)))
         chosen = self._keep(targets, needed)
         self._keep_equal(chosen, needed)
-        self._fill(chosen, needed)
+        self._fill(chosen, needed, targets)
         lacking = 0
         if self._wanted_domains:
             chosen, lacking = self._spread(chosen, needed)
@@ -144,14 +148,19 @@ class Placer:
             if same := left[int(needed[place])]:
                 chosen[place] = same.popleft()
 
-    def _fill(self, chosen: Ints, needed: Ints) -> None:
+    def _fill(self, chosen: Ints, needed: Ints, targets: Sequence[Target]) -> None:
         """Fill all places that are left, as cheaply as can be."""
         places = np.flatnonzero(chosen == _FREE)
         left = np.setdiff1d(np.arange(len(self._held)), chosen)
-        if (self._held[left] == EMPTY).all():
+        if not len(places) or (self._held[left] == EMPTY).all():
             chosen[places] = left[: len(places)]
-        elif len(places):
-            chosen[places] = left[assign(self._holdings.prices(needed[places], self._held[left]))]
+            return
+        continued = [_FREE if target.continues is None else target.continues for target in targets]
+        pipelines = np.repeat(continued, [target.template.num_nodes for target in targets])[places]
+        leaving = pipelines[:, None] != self._pipeline_of[left]
+        # Prices are whole numbers, which all nodes together that leave their pipeline must not reach.
+        prices = self._holdings.prices(needed[places], self._held[left]) + leaving / (2 * len(left))
+        chosen[places] = left[assign(prices)]
 
     def _spread(self, chosen: Ints, needed: Ints) -> tuple[Ints, int]:
         """Return the placement after exchanges between domains, and what it still lacks."""

@@ -151,6 +151,13 @@ def test_no_state_can_be_in_more_zones_than_there_are():
     assert placed(problem, plan, targets, range(6), zones).lacking_domains == 6
 
 
+def test_f_plus_1_zones_are_enough():
+    plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
+    targets = [Target(template=cut(3, 6))] * 2
+    found = placed(job(6), plan, targets, range(4), dict(enumerate("abca")))
+    assert (found.nodes, found.lacking_domains) == (((0, 1), (2, 3)), 0)
+
+
 def test_states_without_bytes_need_no_zones():
     problem = job(6, state_bytes=0)
     plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))

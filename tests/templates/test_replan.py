@@ -210,13 +210,17 @@ def test_copying_takes_as_long_as_the_link_takes_for_the_busiest_node():
     assert found.copy_ms == pytest.approx(0.001 + MIB // 3 / 1e3)
 
 
-def test_pipelines_that_can_stay_stay_in_the_best_composition():
-    problem = small_job(smallest=1)
-    old = cut(1, 6)  # not the layout that would be chosen now
-    before = plan_of((old, (0, 1)), (cut(3, 6), (2, 3)), (cut(6), (4,)))
-    composed = [candidate.plan for candidate in candidates(problem, before, range(6)) if candidate.kind == "composed"]
-    assert all(sizes(plan) == [1] * 6 for plan in composed)
-    assert all((4,) in [pipeline.nodes for pipeline in plan.pipelines] for plan in composed)
+def test_pipelines_stay_as_they_are_in_one_best_composition_and_not_in_the_other():
+    problem = small_job()
+    old, even = cut(1, 6), cut(3, 6)
+    before = plan_of((old, (0, 1)), (cut(1, 2, 3, 4, 6), (2, 3, 4, 5, 6)))
+    found = candidates(problem, before, range(7))
+    best = [candidate.plan for candidate in found if candidate.kind == "composed"]
+    assert [sizes(plan) for plan in best] == [[3, 2, 2], [3, 2, 2]]
+    stages = [[stage.end_layer for stage in of.stages] for of in (old, even)]
+    cuts = [sorted([s.end_layer for s in p.template.stages] for p in plan.pipelines[1:]) for plan in best]
+    assert sorted(cuts) == [[stages[0], stages[1]], [stages[1], stages[1]]]
+    assert (0, 1) in [pipeline.nodes for plan in best for pipeline in plan.pipelines]
 
 
 def test_a_slow_node_shifts_microbatches_to_the_other_pipelines():
@@ -263,6 +267,15 @@ def test_spreading_over_zones_comes_before_copying_less():
     found = candidates(problem, before, range(4), domains={0: "a", 2: "a", 1: "b", 3: "b"})
     assert [candidate.lacking_domains for candidate in found] == [0] * len(found)
     assert found[0].copied_bytes == 6 * MIB
+
+
+def test_a_candidate_that_spreads_comes_before_one_that_copies_less():
+    problem = small_job(smallest=1, failure_interval_s=1e-9)
+    before = made_of(problem, (0, 1), (2, 3))
+    assert candidates(problem, before, range(4))[0].kind == "keep"
+    # The only node of the other zone can hold everything if it is a pipeline of its own.
+    found = candidates(problem, before, range(4), domains=dict(enumerate("aaab")))
+    assert [(candidate.kind, candidate.lacking_domains) for candidate in found] == [("composed", 0), ("keep", 3)]
 
 
 def test_a_plan_is_made_even_where_a_state_has_no_live_holder():

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from jobs import cut, layout, plan_of, profile, template_set
+
+from resilient.templates.candidate import Situation
+from resilient.templates.plan import Plan, Problem
+from resilient.templates.template import TemplateSet
+
+
+def situation(
+    templates: TemplateSet,
+    composition: Sequence[int],
+    plan: Plan,
+    live: Sequence[int],
+    num_microbatches: int = 12,
+    slowdowns: Mapping[int, float] | None = None,
+) -> Situation:
+    num_layers = templates.layouts[0][0].stages[-1].end_layer
+    problem = Problem(profile=profile([1.0] * num_layers), num_microbatches=num_microbatches)
+    return Situation(problem, templates, composition, plan, live, {}, slowdowns or {})
+
+
+def test_layouts_suit_the_split():
+    # 5.3 ms for the first microbatch and 4 ms for each more, or 6 ms and 3 ms.
+    even, uneven = cut(3, 6), cut(2, 6)
+    short = replace(uneven, stages=(replace(uneven.stages[0], forward_ms=0.0), uneven.stages[1]))
+    few, many = (situation(template_set((short, even)), (2, 2), plan_of(), range(4), count) for count in (2, 40))
+    assert [pipeline.template for pipeline in few.composed().plan.pipelines] == [short, short]
+    assert [pipeline.template for pipeline in many.composed().plan.pipelines] == [even, even]
+
+
+def test_pipelines_that_shrink_keep_their_own_nodes():
+    templates = template_set(cut(2, 6), cut(2, 4, 6))
+    before = plan_of((cut(2, 4, 6), (5, 6, 7)), (cut(2, 4, 6), (0, 1, 2)))
+    simple = next(situation(templates, (2, 2), before, [0, 1, 5, 6]).candidates())
+    assert simple.kind == "simple"
+    assert [pipeline.nodes for pipeline in simple.plan.pipelines] == [(5, 6), (0, 1)]
+
+
+def test_candidates_that_differ_in_the_order_of_pipelines_alone_are_one():
+    two, three = cut(3, 6), cut(2, 4, 6)
+    before = plan_of((two, (0, 1)), (three, (2, 3, 4)))
+    found = situation(template_set(two, three), (3, 2), before, range(5)).candidates()
+    assert [candidate.kind for candidate in found] == ["keep"]
+
+
+def test_only_repairs_that_use_as_many_nodes_as_can_be_used_are_candidates():
+    one, two = cut(6), cut(3, 6)
+    before = plan_of((one, (0,)), (one, (1,)))
+    # With one microbatch for each of two pipelines there can be no third; the fifth node has no place.
+    found = situation(template_set(one, two), (2, 2), before, range(5), num_microbatches=2).candidates()
+    assert [(candidate.kind, len(candidate.plan.nodes)) for candidate in found] == [("join", 4)]
+    found = situation(template_set(one, two), (2, 1), before, range(5), num_microbatches=2).candidates()
+    assert [(candidate.kind, len(candidate.plan.nodes)) for candidate in found] == [("composed", 3)]
+
+
+def test_steps_take_as_long_as_slow_nodes_make_them():
+    two = cut(3, 6)
+    before = plan_of((two, (0, 1)), (two, (2, 3)))
+    slow = next(situation(template_set(two), (2, 2), before, range(4), slowdowns={1: 4.0}).candidates())
+    # 3 + 2 x 12 = 27 and 3 + 10 x 3 = 33, against 3 + 3 x 12 = 39.
+    assert (layout(slow.plan), slow.step_ms) == ([((0, 1), 2), ((2, 3), 10)], 33.0)
