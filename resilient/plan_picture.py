@@ -20,6 +20,8 @@ _SMALLEST, _LARGEST = (0.72, 0.83, 0.95), (0.08, 0.22, 0.4)
 """Colours of the smallest and the largest pipelines; those between are mixed."""
 _IDLE_COLOUR = "#f2c94c"
 _MOST_SIZES = 8
+_MOST_BORDERED_NODES = 64
+"""Of more nodes, the borders of pipelines would hide them."""
 
 
 def draw_plan(report: PlanReport, path: Path | str) -> None:
@@ -82,10 +84,11 @@ def _draw_pipelines(axes: Axes, losses: Sequence[LossRow]) -> None:
     sizes = sorted({size for row in losses for size in row.pipelines})
     colours = {size: _mixed(i / max(1, len(sizes) - 1)) for i, size in enumerate(sizes)}
     width = 0.8 * _stride(losses)
+    border = 0.8 if sum(losses[0].pipelines) <= _MOST_BORDERED_NODES else 0.0
     for row in losses:
         bottom = 0
         for size in row.pipelines:
-            axes.bar(row.num_lost, size, width, bottom=bottom, color=colours[size], edgecolor="white", linewidth=0.8)
+            axes.bar(row.num_lost, size, width, bottom=bottom, color=colours[size], edgecolor="white", linewidth=border)
             bottom += size
         if row.num_idle:
             axes.bar(row.num_lost, row.num_idle, width, bottom=bottom, color=_IDLE_COLOUR, linewidth=0)

@@ -190,7 +190,7 @@ def _losses(
 ) -> tuple[LossRow, ...]:
     can_lose = num_nodes - fewest_nodes
     stride = max(1, -(-can_lose // MOST_LOSSES))
-    counts = range(stride, can_lose + 1, stride)
+    counts = sorted({*range(stride, can_lose + 1, stride), can_lose} - {0})
     jobs: list[list[Plan]] = []
     for seed in range(SEQUENCES):
         order = random.Random(seed).sample(range(num_nodes), num_nodes)
