@@ -158,6 +158,13 @@ def test_f_plus_1_zones_are_enough():
     assert (found.nodes, found.lacking_domains) == (((0, 1), (2, 3)), 0)
 
 
+def test_nodes_without_a_label_share_no_zone():
+    plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
+    targets = [Target(template=cut(3, 6))] * 2
+    found = placed(job(6), plan, targets, range(4), {0: "a"})
+    assert (found.nodes, found.lacking_domains) == (((0, 1), (2, 3)), 0)
+
+
 def test_states_without_bytes_need_no_zones():
     problem = job(6, state_bytes=0)
     plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))

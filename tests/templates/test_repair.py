@@ -111,6 +111,11 @@ def test_left_over_joiners_extend_the_smallest_or_make_a_pipeline():
     ]
 
 
+def test_a_new_pipeline_is_as_large_as_the_smallest_other():
+    plan = plan_with(5, 4)
+    assert found(plan, without(plan, joined=5), n0=2)[1] == ("join", [(0, 5), (1, 5), (None, 4)])
+
+
 def test_a_new_pipeline_only_where_there_is_a_microbatch_for_it():
     plan = plan_with(2, 2)
     assert found(plan, without(plan, joined=2), n0=2, max_pipelines=2) == [("join", [(0, 3), (1, 3)])]
