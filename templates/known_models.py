@@ -6,7 +6,7 @@ runtime: ``vision.embed``, ``vision.block.3``, ``vision.projector``, ``llm.embed
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +152,20 @@ def _llama3(source: str, blocks: Blocks, *, positions: int = 8192, tied: bool = 
     )
 
 
+def _qwen2(blocks: Blocks, *, vocabulary: int, tied: bool) -> KnownModel:
+    """How they were batched is not published; as Llama 3 is our choice, in sequences half as long."""
+    return KnownModel(
+        source="Qwen et al. 2024 (Qwen2.5), table 1, and config.json",
+        blocks=replace(blocks, qkv_bias=True),
+        vocabulary=vocabulary,
+        positions=32768,
+        tied=tied,
+        seq_len=4096,
+        microbatch=1,
+        global_batch=1024,
+    )
+
+
 MODELS = {
     # Devlin et al.'s batches were smaller; these, and those of GPT-2 and GPT-3 below, are what Oobleck (SOSP'23) and
     # the systems it is compared with were measured with.
@@ -173,8 +187,15 @@ MODELS = {
     "llama3.2-1b": _llama3(
         "meta-llama/Llama-3.2-1B, config.json", _llama_blocks(16, 2048, 32, 8, 8192), positions=131072, tied=True
     ),
+    "llama3.2-3b": _llama3(
+        "meta-llama/Llama-3.2-3B, config.json", _llama_blocks(28, 3072, 24, 8, 8192), positions=131072, tied=True
+    ),
     "llama3-8b": _llama3("Grattafiori et al. 2024, table 3", _llama_blocks(32, 4096, 32, 8, 14336)),
     "llama3-70b": _llama3("Grattafiori et al. 2024, table 3", _llama_blocks(80, 8192, 64, 8, 28672)),
+    "qwen2.5-0.5b": _qwen2(_llama_blocks(24, 896, 14, 2, 4864), vocabulary=151936, tied=True),
+    "qwen2.5-1.5b": _qwen2(_llama_blocks(28, 1536, 12, 2, 8960), vocabulary=151936, tied=True),
+    "qwen2.5-7b": _qwen2(_llama_blocks(28, 3584, 28, 4, 18944), vocabulary=152064, tied=False),
+    "qwen2.5-32b": _qwen2(_llama_blocks(64, 5120, 40, 8, 27648), vocabulary=152064, tied=False),
     # How it was batched is not published: a picture of 896 x 896 pixels (1024 tokens) in each sample is our choice.
     "qwen2-vl-7b": KnownModel(
         source="Qwen/Qwen2-VL-7B-Instruct, config.json",

@@ -5,6 +5,7 @@ Owns the counting, layer kind by layer kind; :mod:`resilient.templates.derive` s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -88,11 +89,14 @@ def layer_works(model: str, microbatch: int, seq_len: int) -> Iterator[LayerWork
             backward_reduces=1,
             input_bytes=patch_bytes,
         )
-        yield from _block_works("vision", tower, microbatch, known.vision.patches)
-        yield _projector_work(known.vision.patches_per_token, tower.hidden, hidden, patches)
-    yield _embed_work(known, microbatch, seq_len)
-    yield from _block_works("llm", known.blocks, microbatch, seq_len)
-    yield _head_work(known, microbatch, seq_len)
+        yield from block_works("vision", tower, microbatch, known.vision.patches)
+        merged = known.vision.patches_per_token * tower.hidden
+        yield projector_work(
+            "vision", (merged, merged, hidden), patches // known.vision.patches_per_token, norm=tower.hidden
+        )
+    yield embed_work(known, microbatch, seq_len)
+    yield from block_works("llm", known.blocks, microbatch, seq_len)
+    yield head_work(known, microbatch, seq_len)
 
 
 def _check(known: KnownModel, model: str, microbatch: int, seq_len: int) -> None:
@@ -107,7 +111,8 @@ def _check(known: KnownModel, model: str, microbatch: int, seq_len: int) -> None
         )
 
 
-def _block_works(unit: str, blocks: Blocks, microbatch: int, seq_len: int) -> Iterator[LayerWork]:
+def block_works(unit: str, blocks: Blocks, microbatch: int, seq_len: int) -> Iterator[LayerWork]:
+    """Yield what the blocks of a unit do."""
     hidden, ffn, tokens = blocks.hidden, blocks.ffn, microbatch * seq_len
     queries, keys = blocks.num_heads * blocks.head_size, blocks.num_kv_heads * blocks.head_size
     matrix = hidden * (2 * queries + 2 * keys) + (3 if blocks.gated else 2) * hidden * ffn
@@ -135,27 +140,34 @@ def _block_works(unit: str, blocks: Blocks, microbatch: int, seq_len: int) -> It
         )
 
 
-def _projector_work(patches_per_token: int, tower_hidden: int, hidden: int, patches: int) -> LayerWork:
-    """Norm, then two matrices with GELU between them, on the values of the patches that become one token."""
-    merged, tokens = patches_per_token * tower_hidden, patches // patches_per_token
-    matrix = merged * merged + merged * hidden
+def projector_work(unit: str, widths: tuple[int, ...], tokens: int, *, norm: int) -> LayerWork:
+    """Norm, then a matrix, or two with GELU between them, on what becomes one token of the language model.
+
+    Args:
+        unit: The encoder.
+        widths: Of what enters, of what is between the two matrices where there are two, and of what leaves.
+        tokens: Of the language model.
+        norm: Width of the norm before.
+    """
+    entering, *inner, leaving = widths
+    matrix = sum(before * after for before, after in itertools.pairwise(widths))
     return LayerWork(
-        name="vision.projector",
-        parameters=matrix + merged + hidden + 2 * tower_hidden,
+        name=f"{unit}.projector",
+        parameters=matrix + sum(widths[1:]) + 2 * norm,
         matrix=matrix,
         tokens=tokens,
-        traffic_bytes=tokens * 4 * merged,
-        sharded_traffic_bytes=tokens * 4 * merged,
-        kept_bytes=tokens * 4 * merged,
-        sharded_kept_bytes=tokens * 4 * merged,
-        reduce_bytes=2 * tokens * hidden,
+        traffic_bytes=tokens * 4 * entering,
+        sharded_traffic_bytes=tokens * 4 * sum(inner),
+        kept_bytes=tokens * 4 * entering,
+        sharded_kept_bytes=tokens * 4 * sum(inner),
+        reduce_bytes=2 * tokens * leaving,
         forward_reduces=1,
         backward_reduces=1,
-        input_bytes=2 * tokens * merged,
+        input_bytes=2 * tokens * entering,
     )
 
 
-def _embed_work(known: KnownModel, microbatch: int, seq_len: int) -> LayerWork:
+def embed_work(known: KnownModel, microbatch: int, seq_len: int) -> LayerWork:
     """Rows of the table are read and written; where there is a picture, its tokens are put in between."""
     blocks, tokens = known.blocks, microbatch * seq_len
     hidden, masked = blocks.hidden, not blocks.causal
@@ -176,7 +188,7 @@ def _embed_work(known: KnownModel, microbatch: int, seq_len: int) -> LayerWork:
     )
 
 
-def _head_work(known: KnownModel, microbatch: int, seq_len: int) -> LayerWork:
+def head_work(known: KnownModel, microbatch: int, seq_len: int) -> LayerWork:
     """Norm, the matrix to the vocabulary and the loss; for masked tokens a transform as well, and a bias."""
     blocks, tokens = known.blocks, microbatch * seq_len
     hidden, vocabulary, masked = blocks.hidden, known.vocabulary, not blocks.causal

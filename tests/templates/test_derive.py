@@ -21,8 +21,13 @@ PUBLISHED = {
     "gpt3-2.7b": 2_651_553_280,
     "gpt3-6.7b": 6_658_404_352,
     "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
     "qwen2-vl-7b": 8_291_375_616,
 }
 """Parameters of the released checkpoints; for GPT-3, which has none, of GPT-2's code at GPT-3's sizes."""
