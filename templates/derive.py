@@ -35,7 +35,7 @@ from resilient.templates.profile import LayerCost, LayerProfile, ModelProfile
 TP_DEGREES = (1, 2, 4, 8)
 """Tensor-parallel degrees that are considered; those that divide the heads of all blocks are used."""
 
-_FLASH_BACKWARD = 2.5
+FLASH_BACKWARD = 2.5
 """FLOPs of attention's backward by its forward's: scores again, and the gradients of values, scores, queries, keys."""
 
 
@@ -127,7 +127,7 @@ def _cost(work: LayerWork, device: Device, degree: int) -> LayerCost:
     matrix_flops = 2 * work.matrix * work.tokens
     return LayerCost(
         forward_ms=products_ms(work.forward_flops, weight_bytes) + rest_ms + work.forward_reduces * reduce_ms,
-        backward_input_ms=products_ms(matrix_flops + _FLASH_BACKWARD * work.attention_flops, weight_bytes)
+        backward_input_ms=products_ms(matrix_flops + FLASH_BACKWARD * work.attention_flops, weight_bytes)
         + rest_ms
         + work.backward_reduces * reduce_ms,
         # The gradient is read, added to, and written.

@@ -221,7 +221,7 @@ class CostModel:
         one of the language model also when anything in any encoder is.
 
         Args:
-            names: Units (``vision``) or single layers (``vision.projector``).
+            names: Units (``vision``: all its layers but its projector) or single layers (``vision.projector``).
 
         Raises:
             ValueError: A name is neither.
@@ -238,7 +238,8 @@ class CostModel:
             trained_before = encoder_trains if position == len(self.units) - 1 else False
             layers: list[UnitLayer] = []
             for layer in unit.layers:
-                trainable = layer.trainable and not {unit.name, f"{unit.name}.{layer.name}"} & set(names)
+                of_unit = unit.name in names and layer.name != "projector"
+                trainable = layer.trainable and not (of_unit or f"{unit.name}.{layer.name}" in names)
                 if not trainable:
                     layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0)
                 layers.append(replace(layer, input_gradient=trained_before))
