@@ -1,6 +1,6 @@
 """Varuna: a grid of equal pipelines, checkpoints, and a restart whenever the grid changes.
 
-Source: Varuna (EuroSys'22); a checkpoint every 10 steps as in Oobleck's comparison (SOSP'23, section 7).
+Source: Varuna (EuroSys'22); a checkpoint every 10 steps as in Oobleck's comparison (SOSP'23).
 """
 
 from __future__ import annotations
