@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,7 +29,7 @@ def made_of(problem: Problem, *pipelines: tuple[int, ...]) -> Plan:
     return plan_of(*((templates.best(len(nodes), problem.num_microbatches // 2), nodes) for nodes in pipelines))
 
 
-def small_job(num_layers: int = 6, smallest: int = 2, **more: object) -> Problem:
+def small_job(num_layers: int = 6, smallest: int = 2, **more: Any) -> Problem:
     return Problem(profile=profile([1.0] * num_layers), num_microbatches=12, min_pipeline_nodes=smallest, **more)
 
 
