@@ -256,6 +256,7 @@ def _stages(
                     if labels[k] == before and (time > longest or (time == longest and j > next_i)):
                         longest, next_i, next_e, next_label = time, j, rest, before
                         chosen[count, 0], chosen[count, 1] = j, q
+        assert longest >= 0
         q, in_flight = chosen[count, 1], label & _COUNT
         again = int(next_i > max(ends[0, q, i, in_flight], next_backward[i]))
         time = sums[again, 0, q, next_i] - sums[again, 0, q, i] + send[into, i]

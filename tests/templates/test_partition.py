@@ -135,14 +135,20 @@ def test_layouts_are_the_shortest_of_all_templates_for_each_number_of_microbatch
 
 
 def tight_problem(seed: int) -> Problem:
-    """Degrees that save little time, so that stages are many, and what they have in flight does not always fit."""
+    """Degrees that save little time, so that stages are many, and what they have in flight does not always fit.
+
+    In some, the first layers are frozen but keep activations: they run no backward, and are checkpointed for nothing.
+    """
     draw = random.Random(seed)
     factors = {degree: draw.uniform(0.6 * degree**0.5, 1.1 * degree) for degree in (1, 2, 4)}
     layers: list[LayerProfile] = []
     for i in range(draw.randint(6, 8)):
         ms, activations = draw.uniform(0.5, 2.0), draw.choice([10, 20, 30])
         costs = [cost(ms * factor / degree, activations) for degree, factor in factors.items()]
-        layers.append(layer(i, costs, 12, input_bytes=draw.choice([1, 2, 5])))
+        made = layer(i, costs, 12, input_bytes=draw.choice([1, 2, 5]))
+        if seed % 4 == 0:
+            made = replace(made, trainable=i > 3, input_gradient=i > 4)
+        layers.append(made)
     return Problem(
         profile=ModelProfile(layers=tuple(layers), tp_degrees=(1, 2, 4)),
         num_microbatches=draw.choice([8, 32]),
@@ -201,6 +207,10 @@ def test_of_equal_steps_the_first_stages_have_more_work():
     assert ends(job([1.0] * 7, 3)) == [3, 6, 7]
 
 
+def test_of_equal_first_stages_the_one_with_more_layers_is_taken():
+    assert ends(job([1.0, 0.0, 1.0], 2)) == [2, 3]
+
+
 def test_of_equal_steps_the_one_with_fewer_stages_is_taken():
     """One stage on two devices that takes 2 ms, or two of 1 ms: with one microbatch the same."""
     layers = tuple(layer(i, [cost(1.0), cost(1.0)], 0) for i in range(2))
@@ -244,6 +254,18 @@ def test_first_stage_pays_for_gradients_where_there_is_room_for_another_pipeline
     templates = plan_templates(problem, 3)
     assert [templates.best(size, 4).sync_ms for size in templates.sizes] == [8.0, 4.0, 0.0]
     assert templates.best(2, 1).sync_ms == 2.0, "one layer less to wait for outweighs a slower stage"
+
+
+def test_tied_state_counts_once_in_a_stage_and_again_away_from_its_owner():
+    problem = Problem(
+        profile=profile([1.0] * 3, state_bytes=300, shares={2: (0,)}),
+        num_microbatches=8,
+        cluster=Cluster(memory_bytes=1200),
+        max_failures=0,
+    )
+    templates = plan_templates(problem, 3)
+    held = [[stage.memory_bytes for stage in templates.best(size, 8).stages] for size in templates.sizes]
+    assert held == [[1200], [800, 800], [400, 400, 800]]
 
 
 def test_layers_of_seconds_do_not_overflow():
