@@ -47,7 +47,7 @@ class Outcome:
     Args:
         policy: Name of the policy.
         trace: Name of the trace.
-        stretches: The run.
+        stretches: The run; at least one.
         batch: Samples of a step.
         node_hour_dollars: Price of a node for an hour, whether it works or not.
     """
@@ -61,7 +61,7 @@ class Outcome:
     @property
     def duration_ns(self) -> int:
         """From the first node's joining to the end."""
-        return self.stretches[-1].end_ns - self.stretches[0].start_ns if self.stretches else 0
+        return self.stretches[-1].end_ns - self.stretches[0].start_ns
 
     @property
     def samples(self) -> int:
@@ -71,7 +71,7 @@ class Outcome:
     @property
     def samples_per_s(self) -> float:
         """Mean over the whole duration."""
-        return self.samples / self.duration_ns * 1e9 if self.duration_ns else 0.0
+        return self.samples / self.duration_ns * 1e9
 
     @property
     def node_ns(self) -> int:
@@ -102,8 +102,6 @@ class Outcome:
             window_s: Length of a window; the last one may be shorter.
         """
         window_ns = round(window_s * 1e9)
-        if not self.stretches:
-            return
         start, done = self.stretches[0].start_ns, 0.0
         for stretch in self.stretches:
             first = stretch.start_ns + stretch.recovery_ns
@@ -126,12 +124,11 @@ class Outcome:
             "policy": self.policy,
             "trace": self.trace,
             "hours": self.duration_ns / _HOUR_NS,
-            "changes": max(0, len(self.stretches) - 1),
             "samples": self.samples,
             "samples_per_s": self.samples_per_s,
             "node_hours": total / _HOUR_NS,
             "node_hours_by_part": {part: part_ns / _HOUR_NS for part, part_ns in self.split_ns.items()},
-            "share_by_part": {part: part_ns / total if total else 0.0 for part, part_ns in self.split_ns.items()},
+            "share_by_part": {part: part_ns / total for part, part_ns in self.split_ns.items()},
             "stopped_hours": sum(stretch.stopped_ns for stretch in self.stretches) / _HOUR_NS,
             "dollars": self.dollars,
             "dollars_per_million_samples": self.dollars_per_million,

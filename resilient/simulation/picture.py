@@ -36,10 +36,9 @@ def draw_outcomes(outcomes: Sequence[Outcome], path: Path | str) -> None:
         _draw_nodes(axes[0], outcomes[0])
         _draw_throughput(axes[1], outcomes)
         _draw_split(axes[2], outcomes)
-        hours = [each.stretches[i].start_ns / _HOUR_NS for each in outcomes[:1] for i in (0, -1)]
-        end = outcomes[0].stretches[-1].end_ns / _HOUR_NS
+        run = outcomes[0].stretches
         for each in axes[:2]:
-            each.set_xlim(hours[0], end)
+            each.set_xlim(run[0].start_ns / _HOUR_NS, run[-1].end_ns / _HOUR_NS)
 
 
 def _draw_nodes(axes: Axes, outcome: Outcome) -> None:

@@ -45,10 +45,11 @@ class Trace:
     def __post_init__(self) -> None:
         if not any(change.joined for change in self.changes):
             raise ValueError(f"changes of trace {self.name!r} must let a node join, got none; nothing could be trained")
-        if not 0 < self.end_ms >= self.changes[-1].time_ms:
+        first_ms, last_ms = self.changes[0].time_ms, self.changes[-1].time_ms
+        if not first_ms < self.end_ms >= last_ms:
             raise ValueError(
-                f"end_ms of trace {self.name!r} must be > 0 and not before its last change at "
-                f"{self.changes[-1].time_ms}, got {self.end_ms}; cut the trace instead"
+                f"end_ms of trace {self.name!r} must be after its first change at {first_ms} and not before its last "
+                f"at {last_ms}, got {self.end_ms}; observe for longer"
             )
 
     def counts(self) -> Iterator[tuple[int, int]]:

@@ -121,9 +121,23 @@ def test_cutting_and_prolonging():
 
 
 def test_an_end_before_the_last_change_is_refused():
-    message = "end_ms of trace 'x' must be > 0 and not before its last change at 9, got 8; cut the trace instead"
+    changes = (Change(time_ms=3, joined=(0,)), Change(time_ms=9, lost=(0,)))
+    message = (
+        "end_ms of trace 'x' must be after its first change at 3 and not before its last at 9, got 8; "
+        "observe for longer"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Trace(name="x", changes=(Change(time_ms=9, joined=(0,)),), end_ms=8)
+        Trace(name="x", changes=changes, end_ms=8)
+
+
+def test_a_trace_of_a_moment_is_refused(tmp_path):
+    path = written(tmp_path, "7,add,a\n")
+    message = (
+        f"{path}: end_ms of trace 't' must be after its first change at 7 and not before its last at 7, got 7; "
+        f"observe for longer"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        read_trace(path)
 
 
 @st.composite
@@ -151,11 +165,14 @@ def test_scaled_traces_keep_their_shares_and_bulk_losses(trace, num_nodes):
         now = by_time.pop(change.time_ms, Change(time_ms=0))
         assert live.issuperset(now.lost)
         assert live.isdisjoint(now.joined)
+        kept = len(live) - len(now.lost)
         live = live - set(now.lost) | set(now.joined)
         whole += len(change.joined) - len(change.lost)
-        # Each node that was left behind took at most one copy too many or too few with it.
-        if change.joined and num_nodes <= most:
-            assert len(live) <= -(-whole * num_nodes // most) + sum(len(c.lost) for c in trace.changes)
+        share = whole * num_nodes / most
+        # Losses may leave too many behind, joins never bring too many.
+        assert kept <= len(live) <= max(kept, round(share + 1e-9))
+        if num_nodes % most == 0:
+            assert len(live) == share
         assert bool(now.lost) <= bool(change.lost)
     assert not by_time
 
