@@ -159,6 +159,8 @@ class JobStatus:
         for name in event["standby"]:
             self._node(name).state = "standby"
         yield "note", f"generation {self.generation}: {self._pipelines_in_words()}{self._continuation(event)}"
+        for name, factor in event.get("slowdowns", {}).items():
+            yield "note", f"node {name} is slower than others, {factor:g} times: its pipeline gets less to do"
 
     def _pipelines_in_words(self) -> str:
         pipelines = [

@@ -102,6 +102,18 @@ def test_job_file_is_private_and_says_where_to_connect(tmp_path: Path) -> None:
     with_coordinator(tmp_path, scenario)
 
 
+def test_address_that_others_can_reach_is_told(tmp_path: Path) -> None:
+    async def play() -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        served = Coordinator(settings(run_directory=str(tmp_path), num_nodes=2), TOKEN, events.append)
+        await served.start("0.0.0.0", 0)
+        await served.close()
+        assert [event["address"] for event in events] == [served.address]
+        return events
+
+    assert [event["kind"] for event in asyncio.run(play())] == ["listening"]
+
+
 @pytest.mark.parametrize("data", [b"\xc1", b"", encode(Shutdown(exit_code=0, reason="not an agent's")), encode(HELLO)])
 def test_nonsense_closes_that_connection_only(tmp_path: Path, data: bytes) -> None:
     async def scenario(served: Served) -> None:

@@ -232,6 +232,15 @@ def test_failure_redoes_the_step_under_way() -> None:
     assert job.machine.generation == 2
 
 
+def test_failure_after_the_last_step_redoes_nothing() -> None:
+    job = started()
+    job.step(10)
+    job.lose(2)
+    job.answer()
+    generation = job.last("generation")
+    assert (generation["version"], generation["lost_steps"]) == (10, 0)
+
+
 def test_survivors_roll_forward_when_one_of_them_passed_the_barrier() -> None:
     job = started()
     job.step(1)

@@ -10,7 +10,19 @@ from resilient.agent.events import NodeLeaving, Tick
 from resilient.agent.state import Phase
 from resilient.messages import Suspect
 
-_ACTIONS = ("step", "half step", "lose", "kill worker", "suspect", "join", "leave", "answer one", "answer", "tick")
+_ACTIONS = (
+    "step",
+    "half step",
+    "lose",
+    "kill worker",
+    "suspect",
+    "join",
+    "leave",
+    "answer one",
+    "answer",
+    "tick",
+    "plans",
+)
 
 
 def _act(job: Job, action: str, choice: int) -> None:
@@ -31,6 +43,8 @@ def _act(job: Job, action: str, choice: int) -> None:
     elif action == "tick":
         job.now += 40.0
         job.feed(Tick())
+    elif action == "plans":
+        job.prepare_plans()
     elif action == "answer":
         job.answer()
     elif node is None:
@@ -52,15 +66,23 @@ def _act(job: Job, action: str, choice: int) -> None:
 @given(
     num_nodes=st.integers(2, 6),
     min_pipeline_nodes=st.integers(1, 2),
+    max_failures=st.integers(0, 1),
     started=st.booleans(),
+    plans_at_once=st.booleans(),
     history=st.lists(st.tuples(st.sampled_from(_ACTIONS), st.integers(0, 7)), max_size=25),
 )
 def test_every_history_ends_in_training_or_in_a_stop(
-    num_nodes: int, min_pipeline_nodes: int, started: bool, history: list[tuple[str, int]]
+    num_nodes: int,
+    min_pipeline_nodes: int,
+    max_failures: int,
+    started: bool,
+    plans_at_once: bool,
+    history: list[tuple[str, int]],
 ) -> None:
-    job = Job(job_spec(min_pipeline_nodes=min_pipeline_nodes), num_nodes=num_nodes)
+    job = Job(job_spec(min_pipeline_nodes=min_pipeline_nodes, max_failures=max_failures), num_nodes=num_nodes)
     if started:
         job.start()
+    job.plans_at_once = plans_at_once
     for action, choice in history:
         if job.stop is None:
             _act(job, action, choice)
@@ -68,6 +90,8 @@ def test_every_history_ends_in_training_or_in_a_stop(
         job.ready(node)
     while job.stop is None and len(job.machine.members) < num_nodes and job.machine.phase is Phase.STARTING:
         job.ready(job.connect())
+    job.plans_at_once = True
+    job.prepare_plans()
     job.answer()
     phase = job.machine.phase
     assert phase in (Phase.RUNNING, Phase.STOPPED)

@@ -105,7 +105,9 @@ def play(folder: Path, scenario: Callable[[Coordinator], Awaitable[None]], exit_
         zygote = await asyncio.create_subprocess_exec(sys.executable, *command, pass_fds=[theirs.fileno()])
         theirs.close()
         host, port = runner.addresses[0][:2]
-        options = NodeOptions(coordinator=f"{host}:{port}", token="t", spawner_fd=ours.detach(), max_restarts=1)
+        options = NodeOptions(
+            coordinator=f"{host}:{port}", token="t", spawner_fd=ours.detach(), max_restarts=1, domain="zone-a"
+        )
 
         async def act() -> None:
             await scenario(coordinator)
@@ -125,7 +127,7 @@ def play(folder: Path, scenario: Callable[[Coordinator], Awaitable[None]], exit_
 def test_messages_are_relayed_both_ways_until_shutdown(tmp_path: Path) -> None:
     async def scenario(coordinator: Coordinator) -> None:
         connection, hello = await coordinator.accept(node=0)
-        assert (hello.pid, hello.num_workers, hello.node) == (os.getpid(), 1, None)
+        assert (hello.pid, hello.num_workers, hello.node, hello.domain) == (os.getpid(), 1, None, "zone-a")
         pid = await coordinator.note(connection)
         await coordinator.tell(connection, ToWorkers(message=Regroup(generation=7)))
         assert await coordinator.note(connection) == 7
@@ -165,6 +167,18 @@ def test_killed_worker_is_reported_and_the_node_comes_back_as_often_as_it_may(tm
             exited = await coordinator.hear(connection)
             assert exited == WorkerExited(local_rank=0, exit_code=-9)
             assert (await connection.receive()).type is WSMsgType.CLOSE
+
+    play(tmp_path, scenario, 1)
+
+
+def test_leaving_node_that_was_counted_as_lost_ends(tmp_path: Path) -> None:
+    async def scenario(coordinator: Coordinator) -> None:
+        connection, _ = await coordinator.accept(node=0)
+        await coordinator.note(connection)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await coordinator.hear(connection) == Leaving(reason="SIGTERM")
+        await connection.close()
+        await coordinator.connections.get()
 
     play(tmp_path, scenario, 1)
 

@@ -36,8 +36,9 @@ def test_resuming_from_no_checkpoint_fails_with_the_reason(tmp_path: Path) -> No
     assert result.exit_code == 1
 
 
-def test_injecting_without_a_run_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["kill", "leave"])
+def test_injecting_without_a_run_is_explained(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["inject", "kill", "--node", "1"])
+    result = CliRunner().invoke(app, ["inject", what, "--node", "1"])
     assert result.exit_code == 2
     assert "no run in ./runs" in result.output

@@ -102,6 +102,30 @@ def test_plain_view_writes_a_line_for_each_notable_event():
         assert text.count(expected) == 1, expected
 
 
+def test_plain_view_tells_how_another_machine_joins_and_who_is_slow():
+    run = Run()
+    run.add(0, "listening", address="10.0.0.5:29400")
+    run.generation(10, 1, "start", 0, [0, 1, 2], slowdowns={"2": 1.5})
+    text = plain_text(run.events)
+    assert (
+        "another machine joins with: resilient agent --join 10.0.0.5:29400 --token TOKEN "
+        "(TOKEN is in job.json in the folder of the run)"
+    ) in text
+    assert "node 2 is slower than others, 1.5 times: its pipeline gets less to do" in text
+
+
+@pytest.mark.parametrize(
+    ("version", "lost_steps", "words"),
+    [(2, 1, ", redoes step 3\n"), (3, 0, ", goes on with step 4\n"), (4, 0, ", all steps are done\n")],
+)
+def test_plain_view_says_where_a_recovery_goes_on(version, lost_steps, words):
+    run = Run(num_steps=4)
+    run.generation(0, 1, "start", 0, [0, 1, 2])
+    run.detected(250, [1], 2)
+    run.generation(260, 2, "failure", version, [0, 2], lost_steps=lost_steps)
+    assert words in plain_text(run.events)
+
+
 def test_plain_view_prints_output_verbatim():
     run = Run()
     run.add(0, "output", text="[bold]0.5[/bold] " + "x" * 300)

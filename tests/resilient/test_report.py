@@ -180,6 +180,25 @@ def test_departure_is_measured_like_a_join():
     assert (departure["nodes"], departure["lost_steps"], departure["pause_ms"]) == ([1], 0, 50.0)
 
 
+def test_nodes_that_join_and_leave_at_one_boundary_are_a_join_and_a_departure():
+    run = started()
+    run.generation(210, 2, "join", 2, [0, 2, 3])
+    run.installed(230, 250)
+    run.step(350, 3)
+    report = build_report(run.events)
+    assert [change["nodes"] for change in report["joins"]] == [[3]]
+    assert [change["nodes"] for change in report["departures"]] == [[1]]
+
+
+def test_boundary_after_which_all_are_still_there_is_neither_join_nor_departure():
+    run = started()
+    run.generation(210, 2, "join", 2, [0, 1, 2])  # the joiner was lost on the way
+    run.installed(230, 250)
+    run.step(350, 3)
+    report = build_report(run.events)
+    assert (report["joins"], report["departures"]) == ([], [])
+
+
 def test_report_of_no_events_says_the_run_was_cut_off():
     report = build_report([])
     assert (report["steps"], report["final_loss"], report["throughput_samples_per_s"]) == (0, None, None)
