@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -44,12 +44,16 @@ def run(
     workers_per_node: Annotated[int, typer.Option(min=1, help="Workers of each node.")] = 1,
     resume: Annotated[Path | None, typer.Option(help="Checkpoint folder to begin from.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<time> by default.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="This machine's address, for other machines to join.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any that is free.")] = 0,
     heartbeat_s: Annotated[float, typer.Option(help="Silence after which a node counts as lost.")] = 5.0,
     inject: Annotated[
         list[str] | None, typer.Option(help='A failure to cause, "node=2,step=15,phase=backward[,worker]"; repeatable.')
     ] = None,
+    domains: Annotated[
+        str,
+        typer.Option(help='What the nodes fail together with, in turn: "zone-a,zone-b"; each by itself by default.'),
+    ] = "",
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
 ) -> None:
     from resilient.agent.launch import Launcher, LaunchOptions
@@ -68,6 +72,7 @@ def run(
             port=port,
             heartbeat_s=heartbeat_s,
             injections=tuple(parse_injection(text) for text in inject or ()),
+            domains=tuple(label.strip() for label in domains.split(",") if label.strip()),
         )
         launcher = Launcher(options)
         with make_view(plain or None) as view:
@@ -81,18 +86,20 @@ def run(
     raise typer.Exit(exit_code)
 
 
-@app.command(help="Join this machine to a running job.")
+@app.command(help="Join this machine to a running job. SIGTERM or Ctrl-C: leave it at the next step boundary.")
 def agent(
     join: Annotated[str, typer.Option(metavar="HOST:PORT", help="The coordinator's address.")],
     token: Annotated[str | None, typer.Option(envvar="RESILIENT_TOKEN", help="The job's token.")] = None,
     run_dir: Annotated[Path | None, typer.Option("--run", help="Take the token from this run's job.json.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Workers to start.")] = 1,
     heartbeat_s: Annotated[float, typer.Option(help="Silence after which the coordinator counts as gone.")] = 5.0,
+    domain: Annotated[str, typer.Option(help="What this machine fails together with: its zone or rack.")] = "",
 ) -> None:
     from resilient.agent import node
 
     os.environ["RESILIENT_TOKEN"] = token or _read_job(run_dir)["token"]
-    raise typer.Exit(node.main(["--join", join, "--workers", str(workers), "--heartbeat-s", str(heartbeat_s)]))
+    options = ["--join", join, "--workers", str(workers), "--heartbeat-s", str(heartbeat_s), "--domain", domain]
+    raise typer.Exit(node.main(options))
 
 
 app.command(context_settings=_OF_A_SCRIPT)(profile)
@@ -100,13 +107,8 @@ app.command()(demo)
 app.command()(plan)
 app.command()(simulate)
 
-inject_app = typer.Typer(no_args_is_help=True, help="Cause failures in a running job.")
+inject_app = typer.Typer(no_args_is_help=True, help="Cause failures and departures in a running job.")
 app.add_typer(inject_app, name="inject")
-
-
-@inject_app.callback()
-def _inject() -> None:
-    """Cause failures in a running job."""
 
 
 @inject_app.command(help="Kill a node (its agent and all workers) or one worker with SIGKILL.")
@@ -117,10 +119,22 @@ def kill(
     worker_only: Annotated[bool, typer.Option("--worker-only", help="Kill a worker, its agent survives.")] = False,
     run_dir: Annotated[Path | None, typer.Option("--run", help="Folder of the run; the newest by default.")] = None,
 ) -> None:
+    _ask(run_dir, "inject", {"node": node, "at_step": at_step, "at_phase": at_phase, "worker_only": worker_only})
+
+
+@inject_app.command(help="Have a node leave at the next step boundary, as SIGTERM to its agent or a spot notice would.")
+def leave(
+    node: Annotated[int, typer.Option(min=0, help="Number of the node.")],
+    run_dir: Annotated[Path | None, typer.Option("--run", help="Folder of the run; the newest by default.")] = None,
+) -> None:
+    _ask(run_dir, "leave", {"node": node})
+
+
+def _ask(run_dir: Path | None, what: str, body: dict[str, Any]) -> None:
+    """Send a request to the coordinator of a run."""
     job = _read_job(run_dir)
-    body = {"node": node, "at_step": at_step, "at_phase": at_phase, "worker_only": worker_only}
     request = urllib.request.Request(
-        f"http://{job['address']}/inject",
+        f"http://{job['address']}/{what}",
         data=json.dumps(body).encode(),
         headers={"Authorization": f"Bearer {job['token']}", "Content-Type": "application/json"},
     )
