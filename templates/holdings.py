@@ -96,7 +96,7 @@ class Holdings:
         to_devices = cells * np.add.reduceat(need.sum(axis=1, keepdims=True), wants.starts) - kept
 
         prices = (INTRA_NODE_SPEEDUP - 1) * cells * from_nodes + to_devices
-        return prices[needed_row[:, None], held_row]
+        return prices[needed_row].take(held_row, axis=1)
 
     def _stage_states(self, stages: _Stages) -> Flags:
         return self._used_before[stages.ends] > self._used_before[stages.firsts]

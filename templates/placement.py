@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -70,11 +70,18 @@ class Placer:
         self._holdings = Holdings(problem.profile)
         self._held = np.full(len(nodes), EMPTY)
         self._pipeline_of = np.full(len(nodes), _NONE)
+        layouts = [self._holdings.number(pipeline.template) for pipeline in plan.pipelines]
+        lost = [0] * len(layouts)
         for number, pipeline in enumerate(plan.pipelines):
-            for node, part in zip(pipeline.nodes, self._holdings.number(pipeline.template), strict=True):
-                if node in self._index_of:
-                    self._held[self._index_of[node]] = part
-                    self._pipeline_of[self._index_of[node]] = number
+            for node, part in zip(pipeline.nodes, layouts[number], strict=True):
+                index = self._index_of.get(node)
+                if index is None:
+                    lost[number] += 1
+                else:
+                    self._held[index], self._pipeline_of[index] = part, number
+        self._most_complete_first = [
+            (number, layouts[number]) for number in sorted(range(len(lost)), key=lost.__getitem__)
+        ]
         labels: list[str | int] = [domains.get(node, node) for node in nodes]
         numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         self._domains = np.array([numbers[label] for label in labels])
@@ -87,14 +94,13 @@ class Placer:
         Of several that are left, the one that has lost fewest nodes goes first.
         """
         taken = {target.continues for target in targets}
-        lost = [sum(node not in self._index_of for node in pipeline.nodes) for pipeline in self._plan.pipelines]
         left: dict[tuple[int, ...], deque[int]] = defaultdict(deque)
-        for index in sorted(range(len(lost)), key=lost.__getitem__):
+        for index, layout in self._most_complete_first:
             if index not in taken:
-                left[self._layout(self._plan.pipelines[index].template)].append(index)
+                left[layout].append(index)
         return [
             replace(target, continues=same.popleft())
-            if target.continues is None and (same := left[self._layout(target.template)])
+            if target.continues is None and (same := left[self._holdings.number(target.template)])
             else target
             for target in targets
         ]
@@ -107,7 +113,7 @@ class Placer:
         f + 1 failure domains, nodes exchange places until no exchange improves that, at whatever price
         (:func:`resilient.templates.spread.spread`): like f + 1 pipelines, it is what makes failures survivable.
         """
-        needed = np.array(list(chain.from_iterable(self._layout(target.template) for target in targets)))
+        needed = np.array(list(chain.from_iterable(self._holdings.number(target.template) for target in targets)))
         chosen = self._keep(targets, needed)
         self._keep_equal(chosen, needed)
         self._fill(chosen, needed, targets)
@@ -115,16 +121,14 @@ class Placer:
         if self._wanted_domains:
             chosen, lacking = self._spread(chosen, needed)
         copied, busiest = self._volume(chosen, needed)
-        names = iter([self._nodes[index] for index in chosen])
+        names = [self._nodes[index] for index in chosen]
+        ends = list(accumulate((target.template.num_nodes for target in targets), initial=0))
         return Placement(
-            nodes=tuple(tuple(next(names) for _ in range(target.template.num_nodes)) for target in targets),
+            nodes=tuple(tuple(names[first:end]) for first, end in pairwise(ends)),
             copied_bytes=copied,
             busiest_bytes=busiest,
             lacking_domains=lacking,
         )
-
-    def _layout(self, template: PipelineTemplate) -> tuple[int, ...]:
-        return self._holdings.number(template)
 
     def _keep(self, targets: Sequence[Target], needed: Ints) -> Ints:
         """Return the index of the node in each place; only of nodes that keep their position in what is continued."""
@@ -157,9 +161,9 @@ class Placer:
             return
         continued = [_FREE if target.continues is None else target.continues for target in targets]
         pipelines = np.repeat(continued, [target.template.num_nodes for target in targets])[places]
-        leaving = pipelines[:, None] != self._pipeline_of[left]
-        # Prices are whole numbers, which all nodes together that leave their pipeline must not reach.
-        prices = self._holdings.prices(needed[places], self._held[left]) + leaving / (2 * len(left))
+        prices = self._holdings.prices(needed[places], self._held[left])
+        # Prices are whole numbers, to which all nodes together that leave their pipeline must not add one.
+        np.add(prices, 1 / (2 * len(left)), out=prices, where=pipelines[:, None] != self._pipeline_of[left])
         chosen[places] = left[assign(prices)]
 
     def _spread(self, chosen: Ints, needed: Ints) -> tuple[Ints, int]:

@@ -10,7 +10,7 @@ Source: Oobleck (SOSP'23), section 5.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,10 +47,13 @@ def repairs(
         min_pipelines: f + 1.
         max_pipelines: One per microbatch.
     """
+    live = set(nodes)
+    left = [sum(node in live for node in pipeline.nodes) for pipeline in plan.pipelines]
+    wanted = [len(pipeline.nodes) for pipeline in plan.pipelines]
     found: dict[tuple[tuple[int | None, int], ...], Repair] = {}
     for giving_up in (False, True):
         for adding in (False, True):
-            change = _Change(plan, nodes, sizes, min_pipelines, max_pipelines)
+            change = _Change(left, wanted, len(live) - sum(left), sizes, min_pipelines, max_pipelines)
             change.replace_lost()
             if change.make_viable(giving_up):
                 change.use_spare(adding)
@@ -61,13 +64,17 @@ def repairs(
 
 class _Change:
     def __init__(
-        self, plan: Plan, nodes: Collection[int], sizes: range, min_pipelines: int, max_pipelines: int
+        self,
+        left: Sequence[int],
+        wanted: Sequence[int],
+        spare: int,
+        sizes: range,
+        min_pipelines: int,
+        max_pipelines: int,
     ) -> None:
-        live = set(nodes)
-        self._wanted = [len(pipeline.nodes) for pipeline in plan.pipelines]
         # By index in the plan; new pipelines follow, and those that are given up are gone.
-        self._sizes = {i: len(live.intersection(pipeline.nodes)) for i, pipeline in enumerate(plan.pipelines)}
-        self._spare = len(live) - sum(self._sizes.values())
+        self._sizes = dict(enumerate(left))
+        self._wanted, self._spare = wanted, spare
         self._n0, self._largest = sizes[0], sizes[-1]
         self._min_pipelines, self._max_pipelines = min_pipelines, max_pipelines
         self._joined = self._borrowed = self._merged = False
