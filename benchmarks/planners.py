@@ -1,0 +1,96 @@
+"""How long multimodal planners take: per step (assignments) and once per job (configurations).
+
+    python benchmarks/planners.py [--repeats 7] [name ...]
+
+Medians after a call that compiles. Names are those of the table's first column; all rows where none is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from resilient.planners.balance import longest_first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What is timed.
+
+    Args:
+        name: Of the planner or step, as in ``resilient/planners``.
+        case: How much it is given.
+        call: Does it once; its inputs are made beforehand.
+        published: What others report for it.
+        target: What is asked for.
+    """
+
+    name: str
+    case: str
+    call: Callable[[], object]
+    published: str = ""
+    target: str = ""
+
+
+def balance() -> list[Row]:
+    """Steps that planners share."""
+    draw = np.random.default_rng(0)
+    weights = draw.lognormal(6.0, 1.0, 60 * 2560).astype(np.int64)
+    slowdowns = np.ones(2560)
+    slowdowns[::40] = 0.8
+    return [
+        Row(
+            name="longest_first",
+            case="153,600 samples over 2,560 bins",
+            call=lambda: longest_first(weights, np.ones(2560)),
+            published="54 ms, OrchMLLM's whole balance",
+            target="20 ms, with OrchMLLM's balance",
+        ),
+        Row(
+            name="longest_first",
+            case="the same, a 40th of the bins slower",
+            call=lambda: longest_first(weights, slowdowns),
+        ),
+    ]
+
+
+ROWS: tuple[Callable[[], list[Row]], ...] = (balance,)
+"""Makers of rows, in the order of the table."""
+
+
+def median_ms(call: Callable[[], object], repeats: int) -> float:
+    """Call once to compile, then measure."""
+    call()
+    times: list[float] = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return 1e3 * statistics.median(times)
+
+
+def main() -> None:
+    """Measure the rows and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
+    table = Table(title=f"planners, median of {options.repeats}")
+    for column in ("name", "case", "measured", "published", "target"):
+        table.add_column(column, justify="right" if column == "measured" else "left")
+    for row in (row for make in ROWS for row in make()):
+        if not options.names or row.name in options.names:
+            measured = f"{median_ms(row.call, options.repeats):.1f} ms"
+            table.add_row(row.name, row.case, measured, row.published, row.target)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
