@@ -77,7 +77,7 @@ class Membership(Starting):
     @_on.register
     def _(self, event: NodeConnected) -> None:
         settings = self.settings
-        self._record("node_connected", node=event.node, host=event.host, pid=event.pid)
+        self._record("node_connected", node=event.node, host=event.host, pid=event.pid, domain=event.domain)
         self._out.append(
             Tell(
                 node=event.node,

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,8 @@ def test_departure_that_leaves_too_few_nodes_stops_with_a_checkpoint(tmp_path):
 
 def test_departure_asked_for_through_the_command_line(reference, tmp_path):
     gate = tmp_path / "gate"
-    with started(tmp_path / "run", "--hold-in", STEP, "--gate", gate, nodes=NODES) as job:
+    options = "--domains east,west"
+    with started(tmp_path / "run", "--hold-in", STEP, "--gate", gate, nodes=NODES, options=options) as job:
         job.wait_for_step(STEP - 1)
         subprocess.run(command("inject", "leave", "--run", job.directory, "--node", 3), check=True, timeout=30)
         job.wait_for(lambda event: event["kind"] == "boundary")
@@ -136,6 +138,7 @@ def test_departure_asked_for_through_the_command_line(reference, tmp_path):
     check_equal(run, reference)
     check_left(run, 3)
     assert "node 3 left, training paused for" in job.output
+    assert Counter(event["domain"] for event in run.of_kind("node_connected")) == {"east": 3, "west": 2}
 
 
 def test_machine_that_joined_leaves_again_when_interrupted(reference, tmp_path):
