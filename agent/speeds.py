@@ -20,8 +20,9 @@ _NOISE = 1.25
 def slowdowns(profile: ModelProfile, plan: Plan, stage_ms: Mapping[Worker, float]) -> dict[int, float]:
     """Compare each worker with the holders of its layers in the other pipelines.
 
-    A worker counts as slow as far as it takes longer than the median of those for the same layers, and no further than
-    its whole pipeline takes longer than the median pipeline: all pipelines do the same work, whatever the cut.
+    A worker counts as slow as far as it takes longer than the median of those for the same layers. All pipelines do the
+    same work, whatever the cut: so the workers of one, the latest first, are no later together than it is later than
+    the median pipeline.
 
     Args:
         profile: Of the model.
@@ -49,16 +50,23 @@ def slowdowns(profile: ModelProfile, plan: Plan, stage_ms: Mapping[Worker, float
     ratios, sorted_totals = [sorted(of_layer) for of_layer in ratios], sorted(totals)
     found: dict[int, float] = {}
     for slots, total in zip(pipelines, totals, strict=True):
-        excess_ms = total - _median_of_others(sorted_totals, total)
-        for slot in slots:
-            ratio = measured[slot.rank] / _planned_ms(profile, slot)
-            expected_ms = sum(
-                _layer_ms(profile, slot, layer) * _median_of_others(ratios[layer], ratio)
-                for layer in range(slot.stage.first_layer, slot.stage.end_layer)
-            )
-            factor = 1 + min(measured[slot.rank] - expected_ms, excess_ms) / expected_ms
+        excess_ms = max(0.0, total - _median_of_others(sorted_totals, total))
+        expected = {slot.rank: _expected_ms(profile, slot, measured[slot.rank], ratios) for slot in slots}
+        for slot in sorted(slots, key=lambda slot: (expected[slot.rank] - measured[slot.rank], slot.rank)):
+            late_ms = min(excess_ms, max(0.0, measured[slot.rank] - expected[slot.rank]))
+            excess_ms -= late_ms
+            factor = 1 + late_ms / expected[slot.rank]
             found[slot.node] = max(found.get(slot.node, 1.0), round(factor, 2) if factor >= _NOISE else 1.0)
     return found
+
+
+def _expected_ms(profile: ModelProfile, slot: Slot, measured_ms: float, ratios: Sequence[Sequence[float]]) -> float:
+    """Return how long the other holders would take for a slot's layers, from each layer's ratios of its holders."""
+    ratio = measured_ms / _planned_ms(profile, slot)
+    return sum(
+        _layer_ms(profile, slot, layer) * _median_of_others(ratios[layer], ratio)
+        for layer in range(slot.stage.first_layer, slot.stage.end_layer)
+    )
 
 
 def _by_pipeline(plan: Plan) -> list[list[Slot]]:

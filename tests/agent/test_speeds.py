@@ -76,6 +76,15 @@ def test_profile_that_is_wrong_makes_nobody_slow(planned_ms, true_ms) -> None:
     assert set(found.values()) == {1.0}
 
 
+@pytest.mark.parametrize(
+    ("true_ms", "node"), [((0.7, 0.7, 0.7, 1.4), 0), ((0.7, 1.4, 1.4, 0.7), 2), ((1.4, 1.0, 0.7, 1.4), 4)]
+)
+def test_wrong_profile_beside_a_slow_node_makes_its_neighbour_no_slower(true_ms: tuple[float, ...], node: int) -> None:
+    found = slowdowns(profile(1.0, 1.0, 1.0, 1.0), THREE, measured(THREE, true_ms, {node: 50.0}))
+    assert found.pop(node) > 30
+    assert set(found.values()) == {1.0}
+
+
 @given(st.dictionaries(st.integers(0, 5), st.floats(1.0, 1.24)))
 def test_small_differences_are_noise(slow: dict[int, float]) -> None:
     found = slowdowns(profile(*PLANNED_MS), THREE, measured(THREE, PLANNED_MS, slow))

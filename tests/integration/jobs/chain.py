@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from resilient.data.sampler import StepSampler
 WIDTH = 24
 NUM_LAYERS = 10
 NUM_SAMPLES = 4096
+DELAY_S = 0.02
 
 
 class Waves:
@@ -42,15 +44,30 @@ class Waves:
         return {"input": point, "target": point.sum().sin()[None]}
 
 
+class Delay(nn.Module):
+    """Passes its input on, after a while on one of the nodes."""
+
+    def __init__(self, slow_node: int | None) -> None:
+        super().__init__()
+        self._slow = slow_node is not None and os.environ.get("RESILIENT_NODE") == str(slow_node)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self._slow:
+            time.sleep(DELAY_S)
+        return hidden
+
+
 def squared_error(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the loss summed over the samples."""
     return ((output - batch["target"]) ** 2).sum()
 
 
-def build_model(num_layers: int) -> rs.Chain:
+def build_model(num_layers: int, slow_node: int | None = None) -> rs.Chain:
     """Return a chain of ``num_layers`` layers of different sizes."""
     hidden = [
-        lambda inner=WIDTH * (1 + i % 3): nn.Sequential(nn.Linear(WIDTH, inner), nn.Tanh(), nn.Linear(inner, WIDTH))
+        lambda inner=WIDTH * (1 + i % 3): nn.Sequential(
+            nn.Linear(WIDTH, inner), nn.Tanh(), nn.Linear(inner, WIDTH), Delay(slow_node)
+        )
         for i in range(num_layers - 1)
     ]
     return rs.Chain([*hidden, lambda: nn.Linear(WIDTH, 1)], squared_error)
@@ -73,6 +90,7 @@ def parse_arguments() -> argparse.Namespace:
         "--hold-in", type=int, action="append", default=[], metavar="STEP", help="this step waits until --gate exists"
     )
     parser.add_argument("--gate", type=Path, action="append", default=[], help="one for each --hold-in, in order")
+    parser.add_argument("--slow-node", type=int, metavar="NODE", help="computes slowly")
     return parser.parse_args()
 
 
@@ -89,7 +107,7 @@ def main() -> None:
     gates = {index: gate for step, gate in held for index in samples_of(step)}
     optimizers = {"adamw": rs.AdamW(lr=3e-3), "sgd": rs.SGD(lr=1e-2, momentum=0.9)}
     trainer = rs.Trainer(
-        build_model(args.layers),
+        build_model(args.layers, args.slow_node),
         Waves(samples_of(args.raise_in), gates),
         optimizer=optimizers[args.optimizer],
         global_batch=args.batch,
