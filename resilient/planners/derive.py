@@ -76,7 +76,7 @@ def derive_costs(model: str, device: str, *, frozen: Collection[str] = ()) -> Co
             hardware,
             output_bytes=2 * hidden / encoder.tokens_per_output,
         )
-        for encoder in encoders
+        for encoder in encoders.values()
     ]
     units.append(_unit("llm", _language_works(language), language.blocks, hardware, output_bytes=0.0))
     source = f"derived: {model}, {device}" + (f", frozen {', '.join(sorted(frozen))}" if frozen else "")

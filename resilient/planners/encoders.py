@@ -128,8 +128,8 @@ SHORT = {"qwen2-vl-7b": "qwen2-vl+qwen2.5-7b"}
 """Names of whole models, and what they are put together of."""
 
 
-def parts(model: str) -> tuple[tuple[Encoder, ...], KnownModel]:
-    """Return the encoders and the language model of a multimodal model.
+def parts(model: str) -> tuple[dict[str, Encoder], KnownModel]:
+    """Return the encoders, by name, and the language model of a multimodal model.
 
     Args:
         model: Encoders and a language model, ``siglip-so400m+whisper-large-v3+llama3-8b``; a name in :data:`SHORT`; or
@@ -139,8 +139,8 @@ def parts(model: str) -> tuple[tuple[Encoder, ...], KnownModel]:
         ValueError: A name is not known (the message lists those that are), or two encoders are of one unit.
     """
     *names, language = SHORT.get(model, model).split("+")
-    encoders = tuple(look_up("encoder", name, ENCODERS) for name in names)
-    units = [encoder.unit for encoder in encoders]
+    encoders = {name: look_up("encoder", name, ENCODERS) for name in names}
+    units = [ENCODERS[name].unit for name in names]
     if len(set(units)) != len(units):
         raise ValueError(f"encoders of {model!r} must be of different units, got {', '.join(units)}; leave one out")
     known = {name: each for name, each in MODELS.items() if each.vision is None}
