@@ -1,0 +1,122 @@
+"""Compiled loops that planners share. Import it where it is needed: it loads numba."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+
+from resilient.planners.samples import Ints
+
+Floats = npt.NDArray[np.float64]
+
+_F = TypeVar("_F", bound=Callable[..., object])
+
+_DIGIT_BITS = 11
+_NUM_DIGITS = 6
+"""Enough for 64 bits."""
+
+
+def compiled(function: _F) -> _F:
+    """Compile a loop when it is first called, and keep the result where there is a place for it."""
+    try:
+        return cast(_F, njit(cache=True)(function))
+    except RuntimeError:  # there is nowhere to keep what was compiled
+        return cast(_F, njit(function))
+
+
+@compiled
+def descending(items: Floats) -> Ints:
+    """Return the order from the largest item, >= +0.0, to the smallest; equal ones by position.
+
+    Digit by digit from the last: the bits of such numbers, read as integers, are in the numbers' order. Whole numbers
+    have few digits that differ.
+    """
+    count = np.zeros((_NUM_DIGITS, 1 << _DIGIT_BITS), dtype=np.int64)
+    low = (1 << _DIGIT_BITS) - 1
+    keys, next_keys = ~items.view(np.int64), np.empty(len(items), dtype=np.int64)
+    order, next_order = np.arange(len(items)), np.empty(len(items), dtype=np.int64)
+    for key in keys:
+        for digit in range(_NUM_DIGITS):
+            count[digit, (key >> (_DIGIT_BITS * digit)) & low] += 1
+    for digit in range(_NUM_DIGITS):
+        if count[digit].max() == len(items):
+            continue
+        before = 0
+        for value in range(low + 1):
+            here = count[digit, value]
+            count[digit, value] = before
+            before += here
+        for i in range(len(items)):
+            value = (keys[i] >> (_DIGIT_BITS * digit)) & low
+            place = count[digit, value]
+            count[digit, value] = place + 1
+            next_keys[place], next_order[place] = keys[i], order[i]
+        keys, next_keys = next_keys, keys
+        order, next_order = next_order, order
+    return order
+
+
+@compiled
+def spread(items: Floats, order: Ints, speeds: Floats, members: Ints, starts: Ints) -> Ints:
+    """Give items in order to the bin that is done first; of equally fast bins that is the one with the least load.
+
+    Each speed has a tournament of its bins: inner nodes hold who lost there, by load and then by position, so only the
+    winner's way from its leaf to the root is played again. Loads are compared as the integers that their bits are, for
+    which there are moves without branches.
+
+    Args:
+        items: Weights, >= 0. [num_items]
+        order: Of the items. [num_items]
+        speeds: They, all different. [num_speeds]
+        members: The bins of each speed, one speed after the other, ascending within. [num_bins]
+        starts: Where each speed's bins start, and the end. [num_speeds + 1]
+
+    Returns:
+        The bin of each item. [num_items]
+    """
+    first = np.zeros(len(speeds) + 1, dtype=np.int64)
+    for speed in range(len(speeds)):
+        size = 1
+        while size < starts[speed + 1] - starts[speed]:
+            size *= 2
+        first[speed + 1] = first[speed] + size
+    nobody = np.int64(np.iinfo(np.int64).max)
+    lost, loser = np.full(first[-1], nobody), np.zeros(first[-1], dtype=np.int64)
+    for speed in range(len(speeds)):
+        size = first[speed + 1] - first[speed]
+        for node in range(1, size):
+            leaf = 2 * node + 1
+            while leaf < size:
+                leaf *= 2
+            loser[first[speed] + node] = leaf - size
+            if leaf - size < starts[speed + 1] - starts[speed]:
+                lost[first[speed] + node] = 0
+    winner, won = np.zeros(len(speeds), dtype=np.int64), np.zeros(len(speeds))
+    chosen = np.empty(len(items), dtype=np.int64)
+    for item in order:
+        best, finish = 0, np.inf
+        for speed in range(len(speeds)):
+            done = (won[speed] + items[item]) / speeds[speed]
+            if done < finish or (
+                done == finish and members[starts[speed] + winner[speed]] < members[starts[best] + winner[best]]
+            ):
+                best, finish = speed, done
+        chosen[item] = members[starts[best] + winner[best]]
+        won[best] += items[item]
+        bits = won.view(np.int64)[best]
+        leaf, root, node = winner[best], first[best], first[best + 1] - first[best] + winner[best]
+        while node > 1:
+            from_right = node & 1  # equal loads: the left one wins
+            node >>= 1
+            other_bits, other = lost[root + node], loser[root + node]
+            swap = other_bits < bits + from_right
+            lost[root + node] = bits if swap else other_bits
+            loser[root + node] = leaf if swap else other
+            bits = other_bits if swap else bits
+            leaf = other if swap else leaf
+        winner[best], won.view(np.int64)[best] = leaf, bits
+    return chosen

@@ -1,0 +1,81 @@
+"""Steps that planners share, against plain versions of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient.planners.balance import cut_chain, loads, longest_first
+
+
+def plain_longest_first(weights: list[float], speeds: list[float]) -> list[int]:
+    load, chosen = [0.0] * len(speeds), [0] * len(weights)
+    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
+        least = {speed: min((load[b], b) for b in range(len(speeds)) if speeds[b] == speed) for speed in speeds}
+        of_speed = [((has + weights[item]) / speed, b) for speed, (has, b) in least.items()]
+        chosen[item] = min(of_speed)[1]
+        load[chosen[item]] += weights[item]
+    return chosen
+
+
+WEIGHTS = st.lists(st.integers(0, 5).map(float) | st.floats(0, 1e6) | st.just(-0.0), max_size=60)
+
+
+@settings(max_examples=300, deadline=None)
+@given(WEIGHTS, st.lists(st.sampled_from([0.5, 1.0, 1.5, 3.0]), min_size=1, max_size=20))
+def test_longest_first_equals_the_plain_rule(weights: list[float], speeds: list[float]) -> None:
+    assert longest_first(weights, speeds).tolist() == plain_longest_first(weights, speeds)
+
+
+def test_longest_first_equals_the_plain_rule_with_many_items_and_bins() -> None:
+    draw = np.random.default_rng(3)
+    for weights in (draw.lognormal(6, 1, 3000), draw.integers(0, 2**40, 3000), draw.integers(0, 4, 3000)):
+        for speeds in (np.ones(70), draw.choice([1.0, 0.9], 33)):
+            assert longest_first(weights, speeds).tolist() == plain_longest_first(
+                weights.astype(np.float64).tolist(), speeds.tolist()
+            )
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 3))
+def test_longest_first_is_within_four_thirds_of_the_best(weights: list[int], num_bins: int) -> None:
+    best = min(
+        max(loads(weights, np.array(bins), num_bins))
+        for bins in itertools.product(range(num_bins), repeat=len(weights))
+    )
+    fullest = max(loads(weights, longest_first(weights, [1.0] * num_bins), num_bins))
+    assert best <= fullest <= best * (4 / 3 - 1 / (3 * num_bins)) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("weights", "speeds", "got"),
+    [
+        ([1.0], [], "weights from 0.0 to 1.0 and 0 speeds from inf"),
+        ([1.0, -1.0], [1.0], "weights from -1.0 to 1.0 and 1 speeds from 1.0"),
+        ([1.0, np.inf], [1.0], "weights from 0.0 to inf and 1 speeds from 1.0"),
+        ([np.nan], [1.0], "weights from nan to nan and 1 speeds from 1.0"),
+        ([1.0], [2.0, 0.0], "weights from 0.0 to 1.0 and 2 speeds from 0.0"),
+    ],
+)
+def test_longest_first_refuses_what_has_no_answer(weights: list[float], speeds: list[float], got: str) -> None:
+    with pytest.raises(ValueError, match=f"^weights must be >= 0 and speeds of one bin or more > 0, got {got}$"):
+        longest_first(weights, speeds)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
+def test_cut_chain_equals_trying_all_cuts(costs: list[int], data: st.DataObject) -> None:
+    num_stages = data.draw(st.integers(1, len(costs)))
+    cuts = [(0, *inner, len(costs)) for inner in itertools.combinations(range(1, len(costs)), num_stages - 1)]
+    slowest = {tuple(np.diff(cut).tolist()): max(sum(costs[a:b]) for a, b in itertools.pairwise(cut)) for cut in cuts}
+    least = min(slowest.values())
+    assert cut_chain(costs, num_stages) == max(counts for counts, cost in slowest.items() if cost == least)
+
+
+def test_cut_chain_refuses_more_stages_than_layers() -> None:
+    with pytest.raises(ValueError, match=r"^num_stages must be 1 to 2, the number of layers, got 3; use fewer$"):
+        cut_chain([1.0, 1.0], 3)
