@@ -84,7 +84,7 @@ def slowest_stages(costs: npt.ArrayLike, max_stages: int) -> Floats:
 
 
 def _cuts(costs: npt.ArrayLike, num_stages: int) -> tuple[Floats, Floats]:
-    """Return what layers ``[first, end)`` cost together, and what ``[k, i]``, cutting layers i.. into k stages, does."""
+    """Return what layers ``[first, end)`` cost together, and, at ``[k, i]``, cutting layers i.. into k stages."""
     layers = np.asarray(costs, dtype=np.float64)
     if not 1 <= num_stages <= len(layers):
         raise ValueError(f"num_stages must be 1 to {len(layers)}, the number of layers, got {num_stages}; use fewer")

@@ -199,7 +199,7 @@ class UnitCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """All units of a model, encoders first, the language model last.
+    """All units of a model: encoders, the language model ``llm``, and a generator where there is one.
 
     Args:
         units: In order of execution.
@@ -218,7 +218,7 @@ class CostModel:
         """Return the model with some parts frozen.
 
         An encoder's layer needs a gradient of its input when a layer strictly before it in the encoder is trainable;
-        one of the language model also when anything in any encoder is.
+        one of the language model also when anything in any encoder is, one of a generator when anything before it is.
 
         Args:
             names: Units (``vision``: all its layers but its projector) or single layers (``vision.projector``).
@@ -234,8 +234,9 @@ class CostModel:
             )
         units: list[UnitCosts] = []
         encoder_trains = False
+        language = next((i for i, unit in enumerate(self.units) if unit.name == "llm"), len(self.units) - 1)
         for position, unit in enumerate(self.units):
-            trained_before = encoder_trains if position == len(self.units) - 1 else False
+            trained_before = encoder_trains if position >= language else False
             layers: list[UnitLayer] = []
             for layer in unit.layers:
                 of_unit = unit.name in names and layer.name != "projector"
