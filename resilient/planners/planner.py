@@ -15,8 +15,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.costs import CostModel
-from resilient.planners.samples import Ints, SampleTable
+from resilient.planners.correction import Correction
+from resilient.planners.costs import CostModel, Floats
+from resilient.planners.samples import Ints, Lengths, SampleTable
 from resilient.templates.cluster import Cluster
 from resilient.templates.plan import Plan
 
@@ -34,6 +35,7 @@ class Setting:
         num_nodes: How many.
         global_batch: Samples of a step.
         microbatch: Samples of a microbatch, on average.
+        correction: What was learnt from measured times.
     """
 
     costs: CostModel
@@ -41,6 +43,7 @@ class Setting:
     num_nodes: int
     global_batch: int
     microbatch: int
+    correction: Correction = Correction()
 
     def __post_init__(self) -> None:
         if min(self.num_nodes, self.global_batch, self.microbatch) < 1:
@@ -53,6 +56,11 @@ class Setting:
     def num_devices(self) -> int:
         """Devices of all nodes."""
         return self.num_nodes * self.cluster.devices_per_node
+
+    def sample_ms(self, unit: str, lengths: Lengths, tp: int = 1, cp: int = 1) -> Floats:
+        """Return what a unit's layers take for each sample, forward and backward, corrected. [num_samples]"""
+        predicted = self.costs.by_name[unit].work(tp, cp).of(lengths)
+        return predicted * self.correction.factor(unit, tp, lengths.longest)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,106 @@
+"""What fits into a device: activations between measured points, and how many tokens there is room for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from resilient.planners.costs import CostModel, UnitCosts
+from resilient.planners.planner import Configuration
+from resilient.templates.cluster import Cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationGrid:
+    """Measured activations of a unit.
+
+    Args:
+        layers: Numbers of layers that were measured, ascending.
+        tp: Tensor-parallel degrees, ascending.
+        tokens: Of a call, ascending.
+        bytes: ``[layers][tp][tokens]``, of the call in all the layers, on each device.
+    """
+
+    layers: tuple[int, ...]
+    tp: tuple[int, ...]
+    tokens: tuple[int, ...]
+    bytes: tuple[tuple[tuple[float, ...], ...], ...]
+
+    def __post_init__(self) -> None:
+        for axis in (self.layers, self.tp, self.tokens):
+            if not axis or list(axis) != sorted(set(axis)) or axis[0] < 1:
+                raise ValueError(
+                    f"layers, tp and tokens must ascend from 1 or more, got {self.layers}, {self.tp} and {self.tokens}"
+                )
+        shape = (len(self.layers), len(self.tp), len(self.tokens))
+        if np.shape(self.bytes) != shape:
+            raise ValueError(f"bytes must be of shape {shape}, got {np.shape(self.bytes)}; measure it all")
+
+    def activation_bytes(self, layers: int, tp: int, tokens: int) -> float:
+        """Return what a call keeps on each device.
+
+        Between the measured layers and tokens it is interpolated. Beyond them a layer and a token have what they have
+        at the border. Degrees are not interpolated.
+
+        Raises:
+            ValueError: The degree was not measured.
+        """
+        if tp not in self.tp:
+            raise ValueError(f"tp must be one of {self.tp}, which were measured, got {tp}; measure it too")
+        table = np.array(self.bytes)[:, self.tp.index(tp)]
+        by_layers = [float(np.interp(tokens, self.tokens, row)) for row in table]
+        inside = float(np.interp(layers, self.layers, by_layers))
+        inside_layers = min(max(layers, self.layers[0]), self.layers[-1])
+        inside_tokens = min(max(tokens, self.tokens[0]), self.tokens[-1])
+        return inside * (layers / inside_layers) * (tokens / inside_tokens)
+
+
+def token_limit(
+    unit: UnitCosts, memory_bytes: int, *, tp: int = 1, cp: int = 1, num_stages: int = 1, in_flight: int = 1
+) -> int:
+    """Return how many tokens a call may have so that it fits into each device's memory.
+
+    Args:
+        unit: The unit; its layers are taken to be spread evenly over its stages.
+        memory_bytes: Of a device.
+        tp: Tensor-parallel degree.
+        cp: Context-parallel degree; the tokens are those of the whole group.
+        num_stages: Stages of the unit.
+        in_flight: Calls whose activations are kept at a time.
+
+    Raises:
+        ValueError: The state alone does not fit, or the degree was not profiled.
+    """
+    free = memory_bytes - unit.state_bytes / (tp * num_stages)
+    if free <= 0:
+        raise ValueError(
+            f"the state of {unit.name!r} must fit into {memory_bytes} bytes, got "
+            f"{unit.state_bytes / (tp * num_stages):.0f} at tp {tp} and {num_stages} stages; use more devices for it"
+        )
+    kept = unit.activation_bytes(tp, cp) / num_stages * in_flight
+    return int(free / kept) if kept else 2**62
+
+
+def token_limits(costs: CostModel, cluster: Cluster, configuration: Configuration) -> Mapping[str, int]:
+    """Return how many tokens a sample may have in each unit, for :func:`~resilient.planners.records.sample_table`.
+
+    A sample must fit alone into a microbatch while as many microbatches are kept as 1F1B keeps on the first stage.
+
+    Raises:
+        ValueError: The state of a unit does not fit.
+    """
+    if cluster.memory_bytes is None:
+        return {}
+    return {
+        name: token_limit(
+            costs.by_name[name],
+            cluster.memory_bytes,
+            tp=unit.tp,
+            cp=unit.cp,
+            num_stages=unit.pp,
+            in_flight=unit.pp,
+        )
+        for name, unit in configuration.units.items()
+    }
