@@ -1,0 +1,184 @@
+"""Megatron-like planning: one parallelism for the whole model, samples as they come.
+
+The model is one chain: every encoder is a stage of its own before those of the language model, which hold equally many
+layers. Data and tensor parallelism are the same everywhere. What a microbatch costs is taken to be what the mean one
+does; that it is not is what other planners are for. The optimizer is sharded over replicas.
+
+:func:`in_order` is also what other planners are compared with and fall back to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from resilient.planners.costs import CostModel, Floats, UnitCosts
+from resilient.planners.expected import stage_curves
+from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Place, Replica, Setting
+from resilient.planners.samples import Lengths, SampleTable
+
+
+def in_order(num_samples: int, replicas: Sequence[Replica]) -> Place:
+    """Return consecutive samples in consecutive microbatches of (nearly) equal numbers of samples.
+
+    Args:
+        num_samples: Of the batch.
+        replicas: They; each gets samples by its number of microbatches.
+    """
+    counts = [each.num_microbatches for each in replicas]
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    slot = np.arange(num_samples, dtype=np.int64) * starts[-1] // max(num_samples, 1)
+    replica = np.searchsorted(starts, slot, side="right") - 1
+    return Place(replica=replica.astype(np.int64), microbatch=slot - starts[replica])
+
+
+def num_microbatches(setting: Setting, dp: int) -> int:
+    """Return how many microbatches each of ``dp`` replicas has; the last ones may lack a sample."""
+    return -(-setting.global_batch // (dp * setting.microbatch))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stages:
+    """The stages of one unit when they process the mean microbatch; all ``[num_stages]``.
+
+    Args:
+        forward_ms: Of a microbatch.
+        backward_ms: Likewise.
+        state_bytes: Parameters, gradients and the sharded optimizer on each device.
+        kept_bytes: Activations of a microbatch on each device.
+    """
+
+    forward_ms: Floats
+    backward_ms: Floats
+    state_bytes: Floats
+    kept_bytes: Floats
+
+    @classmethod
+    def of(cls, unit: UnitCosts, spread: Parallelism, lengths: Lengths, samples: float) -> Stages:
+        """Return a unit's stages.
+
+        Args:
+            unit: The unit.
+            spread: How it is spread.
+            lengths: Of some samples.
+            samples: Of a microbatch, on average.
+        """
+        if not len(lengths.tokens):
+            raise ValueError("samples must be one or more, got none; draw some from the data set")
+        tokens, squares = samples * float(lengths.tokens.mean()), samples * float(lengths.squares.mean())
+        curves = stage_curves(unit, spread)
+        index = unit.index(spread.tp, spread.cp)
+        firsts = np.concatenate(([0], np.cumsum(spread.stage_layers)[:-1]))
+        held = np.array([layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers], dtype=np.float64)
+        sharded = np.array([layer.optimizer_bytes for layer in unit.layers], dtype=np.float64)
+        state = held / spread.tp + sharded / (spread.tp * spread.dp * spread.cp)
+        kept = np.array([layer.curves[index].activation_bytes for layer in unit.layers]) * tokens
+        return cls(
+            forward_ms=np.array([forward.call_ms(tokens, squares) for forward, _ in curves]),
+            backward_ms=np.array([backward.call_ms(tokens, squares) for _, backward in curves]),
+            state_bytes=np.add.reduceat(state, firsts),
+            kept_bytes=np.add.reduceat(kept, firsts),
+        )
+
+
+def chained(stages: Iterable[Stages]) -> Stages:
+    """Return units' stages one after the other."""
+    parts = list(stages)
+    return Stages(
+        forward_ms=np.concatenate([each.forward_ms for each in parts]),
+        backward_ms=np.concatenate([each.backward_ms for each in parts]),
+        state_bytes=np.concatenate([each.state_bytes for each in parts]),
+        kept_bytes=np.concatenate([each.kept_bytes for each in parts]),
+    )
+
+
+def common_degrees(costs: CostModel) -> tuple[tuple[int, int], ...]:
+    """Return the degrees that every unit was profiled at, ascending."""
+    return tuple(sorted(set.intersection(*(set(unit.degrees) for unit in costs.units))))
+
+
+def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Return the layers of stages of equally many, the first ones with one more where they do not divide."""
+    each, more = divmod(num_layers, num_stages)
+    return (each + 1,) * more + (each,) * (num_stages - more)
+
+
+def fastest(found: Iterable[Configuration], planner: str, setting: Setting) -> Configuration:
+    """Return the configuration with the least predicted time, the first of equals.
+
+    Raises:
+        ValueError: There is none.
+    """
+    best = min(found, key=lambda each: round(each.predicted_ms * 1e6), default=None)
+    if best is None:
+        raise ValueError(
+            f"num_nodes must be enough for {planner!r}, got {setting.num_nodes} of {setting.cluster.devices_per_node} "
+            f"devices; use more nodes, a smaller microbatch, or another planner"
+        )
+    return best
+
+
+def fits(setting: Setting, num_bytes: Floats) -> bool:
+    """Return whether devices have so much memory."""
+    return setting.cluster.memory_bytes is None or bool(num_bytes.max() <= setting.cluster.memory_bytes)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """The planner."""
+
+    name: str = "uniform"
+    source: str = "Narayanan et al. 2021 (Megatron-LM), as DistTrain describes its use for multimodal models"
+
+    def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
+        """Return the fastest of all (dp, pp, tp) that use the devices.
+
+        Args:
+            setting: The job.
+            samples: A sample of the data set.
+
+        Raises:
+            ValueError: It does not fit.
+        """
+        return fastest(self._candidates(setting, samples), self.name, setting)
+
+    def assign(
+        self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
+    ) -> Assignment:
+        """Take samples as they come; all units place a sample alike.
+
+        Args:
+            setting: The job.
+            configuration: As decided.
+            batch: The global batch.
+            replicas: The language model's replicas as they are now.
+        """
+        return Assignment(units=dict.fromkeys(batch.units, in_order(len(batch), replicas)))
+
+    def _candidates(self, setting: Setting, samples: SampleTable) -> Iterable[Configuration]:
+        units = setting.costs.units
+        language = setting.costs.by_name[LLM]
+        for tp, cp in common_degrees(setting.costs):
+            if cp > 1 or tp > setting.cluster.devices_per_node:
+                continue
+            for pp in range(1, len(language.layers) + 1):
+                dp = min(setting.num_devices // ((len(units) - 1 + pp) * tp), setting.global_batch)
+                if not dp:
+                    break
+                layers: Mapping[str, tuple[int, ...]] = {
+                    unit.name: even_layers(len(unit.layers), pp if unit is language else 1) for unit in units
+                }
+                spread = {
+                    name: Parallelism(dp=dp, pp=len(each), tp=tp, stage_layers=each) for name, each in layers.items()
+                }
+                number = num_microbatches(setting, dp)
+                mean = setting.global_batch / (dp * number)
+                chain = chained(Stages.of(unit, spread[unit.name], samples.units[unit.name], mean) for unit in units)
+                in_flight = np.minimum(np.arange(len(chain.forward_ms), 0, -1), number)
+                if not fits(setting, chain.state_bytes + chain.kept_bytes * in_flight):
+                    continue
+                stage_ms = chain.forward_ms + chain.backward_ms
+                predicted = float(stage_ms.sum() + (number - 1) * stage_ms.max())
+                yield Configuration(units=spread, num_microbatches=number, predicted_ms=predicted)
