@@ -21,6 +21,7 @@ from resilient.agent.process import Spawner, start_zygote
 from resilient.agent.state import EXIT_FAILED, EXIT_INTERRUPTED, Settings
 from resilient.manifest import read_manifest
 from resilient.messages import Injection
+from resilient.tracing import parse_steps
 from resilient.zygote import Spawn
 
 _LINGER_S = 5.0
@@ -42,6 +43,7 @@ class LaunchOptions:
         heartbeat_s: Silence after which a node counts as lost.
         injections: Failures to cause.
         domains: What the simulated nodes fail together with (zones, racks), in turn; empty for each by itself.
+        trace: Steps of which workers write down when they did what, as in "10" or "10-12"; "" for none.
         environment: Further environment variables for nodes and workers.
     """
 
@@ -56,6 +58,7 @@ class LaunchOptions:
     heartbeat_s: float = 5.0
     injections: tuple[Injection, ...] = ()
     domains: tuple[str, ...] = ()
+    trace: str = ""
     environment: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
@@ -70,6 +73,7 @@ class LaunchOptions:
             )
         if not Path(self.script).is_file():
             raise ValueError(f"script must be a file, got {self.script!r}; give the path of the job's script")
+        parse_steps(self.trace)
 
 
 class Launcher:
@@ -166,6 +170,7 @@ class Launcher:
             resume=resume,
             injections=options.injections,
             heartbeat_s=options.heartbeat_s,
+            trace=options.trace,
         )
 
     def _handle_signals(self) -> None:

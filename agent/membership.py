@@ -90,6 +90,7 @@ class Membership(Starting):
                     run_directory=settings.run_directory,
                     heartbeat_s=settings.heartbeat_s,
                     num_nodes=settings.num_nodes,
+                    trace=settings.trace,
                 ),
             )
         )

@@ -34,6 +34,7 @@ class Settings:
         heartbeat_s: Silence after which a node counts as lost.
         report_timeout_s: How long a worker may take to get out of its generation before its node is evicted.
         save_timeout_s: How long writing the last checkpoint may take.
+        trace: Steps of which workers write down when they did what; "" for none.
         max_suspicions: Regroups of the same members without a step between them before the job is stopped.
     """
 
@@ -48,6 +49,7 @@ class Settings:
     heartbeat_s: float = 5.0
     report_timeout_s: float = 60.0
     save_timeout_s: float = 600.0
+    trace: str = ""
     max_suspicions: int = 3
 
 

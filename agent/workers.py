@@ -152,6 +152,7 @@ class WorkerPool:
             "RESILIENT_TOKEN": self._token,
             "RESILIENT_NODE": str(welcome.node),
             "RESILIENT_RUN_DIR": welcome.run_directory,
+            "RESILIENT_TRACE": welcome.trace,
         }
 
     def _error_file(self, local_rank: int) -> Path:

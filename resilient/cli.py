@@ -1,4 +1,4 @@
-"""The command line: ``resilient run``, ``agent``, ``inject``, ``profile``, ``plan``, ``simulate``, ``demo``.
+"""The command line: ``run``, ``agent``, ``inject``, ``profile``, ``plan``, ``schedule``, ``simulate`` and ``demo``.
 
 Exit codes of ``run``: 0 done; 1 failed; 3 stopped for lack of nodes, to be resumed; 4 a layer's state is lost and there
 is no checkpoint; 130 interrupted.
@@ -23,6 +23,7 @@ from resilient.errors import ResilientError
 from resilient.messages import PHASES, Injection
 from resilient.plan_command import plan
 from resilient.profile_command import profile
+from resilient.schedule_command import schedule
 from resilient.simulation.command import simulate
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -54,6 +55,9 @@ def run(
         str,
         typer.Option(help='What the nodes fail together with, in turn: "zone-a,zone-b"; each by itself by default.'),
     ] = "",
+    trace: Annotated[
+        str, typer.Option(metavar="STEPS", help='Write what each worker did when in these steps: "10" or "10-12".')
+    ] = "",
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
 ) -> None:
     from resilient.agent.launch import Launcher, LaunchOptions
@@ -73,6 +77,7 @@ def run(
             heartbeat_s=heartbeat_s,
             injections=tuple(parse_injection(text) for text in inject or ()),
             domains=tuple(label.strip() for label in domains.split(",") if label.strip()),
+            trace=trace,
         )
         launcher = Launcher(options)
         with make_view(plain or None) as view:
@@ -83,6 +88,8 @@ def run(
         raise typer.Exit(1) from None
     if (run_directory / "events.jsonl").exists():
         _write_report(run_directory)
+        if trace:
+            _write_trace(run_directory, trace)
     raise typer.Exit(exit_code)
 
 
@@ -105,6 +112,7 @@ def agent(
 app.command(context_settings=_OF_A_SCRIPT)(profile)
 app.command()(demo)
 app.command()(plan)
+app.command()(schedule)
 app.command()(simulate)
 
 inject_app = typer.Typer(no_args_is_help=True, help="Cause failures and departures in a running job.")
@@ -205,3 +213,20 @@ def _write_report(run_directory: Path) -> None:
 
     report = write_report(run_directory)
     draw_report(read_events(run_directory / "events.jsonl"), report, run_directory / "report.png")
+
+
+def _write_trace(run_directory: Path, steps: str) -> None:
+    from resilient.chart import recorded_chart
+    from resilient.schedule_picture import draw_charts
+    from resilient.tracing import recorded_trace
+
+    trace = recorded_trace(run_directory)
+    if trace is None:
+        _console.print(f"no trace: no worker here began a step of {steps}", markup=False)
+        return
+    path = run_directory / "trace.json"
+    path.write_bytes(trace.to_json())
+    _console.print(f"trace in {path}: open it in https://ui.perfetto.dev", markup=False, soft_wrap=True)
+    chart = recorded_chart(trace)
+    if chart is not None:
+        draw_charts([chart], path.with_suffix(".png"))

@@ -20,6 +20,7 @@ from resilient.stage import Stage
 from resilient.stopwatch import Stopwatch
 from resilient.sync import GradientSync
 from resilient.templates.schedule import Action, Op
+from resilient.tracing import Taken
 from resilient.wire import Downstream, Signature, Upstream, signature
 
 _Pass = tuple[int, int]
@@ -55,6 +56,9 @@ class Executor:
         downstream: By stage, the border to the stage after, where that is another worker's.
         faults: Told of every phase.
         stopwatch: Runs while a stage computes.
+
+    Attributes:
+        taken: When what the step consists of started and ended; the worker adds what comes after the actions.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Executor:
         self._downstream = downstream
         self._faults = faults
         self._stopwatch = stopwatch
+        self.taken = Taken()
         self._states: dict[int, list[int]] = {stage: [] for stage in stages}
         for action in self._actions:
             if action.op is Op.REDUCE:
@@ -105,6 +110,7 @@ class Executor:
             CommunicationError: The step is given up; gradients are to be dropped.
         """
         self._work = work
+        self.taken.clear()
         self._batches: dict[int, Batch] = {}
         self._received: dict[_Pass, Carry] = {}
         self._sent: dict[_Pass, Carry] = {}
@@ -115,12 +121,14 @@ class Executor:
         self._carry_sends: dict[_Pass, list[Pending]] = {}
         self._gradient_sends: list[Pending] = []
         self._loss = torch.zeros((), dtype=torch.float64)
-        for stage in self._stages.values():
-            stage.begin()
-        self._sync.begin()
+        with self.taken.during("begin"):
+            for stage in self._stages.values():
+                stage.begin()
+            self._sync.begin()
         for action in self._actions:
             self._comm.check()  # a step that is given up is not worth another microbatch
-            self._run[action.op](action)
+            with self.taken.during(action):
+                self._run[action.op](action)
             if action is self._last_read.get(action.index):
                 del self._batches[action.index]
         return self._loss
@@ -196,7 +204,8 @@ class Executor:
 
     def _batch(self, microbatch: int) -> Batch:
         if microbatch not in self._batches:
-            self._batches[microbatch] = self._work.batch(self._work.first_position + microbatch)
+            with self.taken.during(f"load {microbatch}"):
+                self._batches[microbatch] = self._work.batch(self._work.first_position + microbatch)
         return self._batches[microbatch]
 
     def _shapes(self, microbatch: int) -> Signature:

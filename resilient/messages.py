@@ -265,7 +265,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answer to ``Hello``: the node's number and what to start. ``fresh``: workers from before are fenced off,
-    the agent kills them and starts new ones. ``num_nodes``: nodes the job was started with."""
+    the agent kills them and starts new ones. ``num_nodes``: nodes the job was started with. ``trace``: steps of which
+    workers write down when they did what (:func:`resilient.tracing.parse_steps`)."""
 
     node: int
     fresh: bool
@@ -275,6 +276,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     run_directory: str
     heartbeat_s: float
     num_nodes: int = 1
+    trace: str = ""
 
 
 class FromWorker(msgspec.Struct, frozen=True, kw_only=True, tag=True):

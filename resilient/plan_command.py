@@ -63,7 +63,7 @@ def plan(
         if profile is not None:
             if model is not None or seq_len is not None:
                 raise ValueError("--profile must come without --model and --seq-len: it says both; leave them out")
-            costs = _read_profile(profile, units)
+            costs = read_profile(profile, units)
             global_batch, microbatch = _measured_batch(global_batch, microbatch)
         else:
             costs, global_batch, microbatch = _derive(model, device, global_batch, microbatch, seq_len, units)
@@ -115,7 +115,16 @@ def _derive(
     )
 
 
-def _read_profile(path: Path, frozen: Sequence[str]) -> ModelProfile:
+def read_profile(path: Path, frozen: Sequence[str]) -> ModelProfile:
+    """Read what ``--profile`` names.
+
+    Args:
+        path: The file.
+        frozen: Units that are not trained.
+
+    Raises:
+        ValueError: It is no profile, or has no such units.
+    """
     from resilient.templates.derive import freeze
     from resilient.templates.profile import ModelProfile
 

@@ -23,6 +23,7 @@ from resilient.profile_cache import job_profile
 from resilient.script import hand_over
 from resilient.solo import SoloClient
 from resilient.state import LayerState, bind
+from resilient.tracing import parse_steps
 from resilient.worker import Worker
 
 
@@ -138,7 +139,8 @@ class Trainer:
         _log_to_stderr()
         client = self._client = agent or SoloClient(_solo_directory(), str(resume) if resume else None)
         profile = job_profile(job, lambda text: client.send(Output(text=text)))
-        self._worker = Worker(job, profile, client, os.environ.get("RESILIENT_HOST", "127.0.0.1"))
+        host, traced_steps = os.environ.get("RESILIENT_HOST", "127.0.0.1"), os.environ.get("RESILIENT_TRACE", "")
+        self._worker = Worker(job, profile, client, host, parse_steps(traced_steps))
         if agent is not None:
             sys.stdout = _ForwardedOutput(sys.stdout, agent, self._worker)
         self._worker.run()

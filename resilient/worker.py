@@ -45,6 +45,7 @@ from resilient.optim import learning_rate
 from resilient.recovery import Installer, Session
 from resilient.state import LayerState
 from resilient.templates.profile import ModelProfile
+from resilient.tracing import TracedStep
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +70,17 @@ class Worker:
         profile: Of its model, on its device.
         client: The connection to the coordinator.
         host: This machine's address for its peers.
+        traced_steps: Steps of which it writes down when it did what.
     """
 
-    def __init__(self, job: Job, profile: ModelProfile, client: Client, host: str) -> None:
+    def __init__(
+        self, job: Job, profile: ModelProfile, client: Client, host: str, traced_steps: range = range(0)
+    ) -> None:
         if job.device.type == "cuda":
             torch.cuda.set_device(job.device)  # NCCL groups are made on the current device
         self._job = job
         self._client = client
+        self._traced_steps = traced_steps
         self._spec = job.spec(profile)
         self._fence = Fence()
         self._faults = Faults(client.run_directory)
@@ -172,7 +177,7 @@ class Worker:
 
     def _train(self, session: Session) -> None:
         while self._ledger.version < self._job.num_steps:
-            paused = self._step(session)
+            paused = self._traced_step(session)
             every = self._job.checkpoint_every
             if every and self._ledger.version % every == 0 and self._ledger.version < self._job.num_steps:
                 self._checkpoint(session)
@@ -181,8 +186,27 @@ class Worker:
         self._checkpoint(session)
         self._client.send(Finished(generation=session.generation))
 
+    def _traced_step(self, session: Session) -> bool:
+        """Train one step, and write down how if that was asked for; return whether to stop at the boundary after it."""
+        step, started_ns = self._ledger.version + 1, time.time_ns()
+        try:
+            return self._step(session)
+        finally:
+            if step in self._traced_steps:
+                slot = session.slot
+                TracedStep(
+                    step=step,
+                    generation=session.generation,
+                    node=slot.node,
+                    local_rank=slot.local_rank,
+                    pipeline=slot.pipeline_index,
+                    stage=slot.stage_index,
+                    start_ns=started_ns,
+                    end_ns=time.time_ns(),
+                    spans=session.executor.taken.spans(),
+                ).write(self._client.run_directory)
+
     def _step(self, session: Session) -> bool:
-        """Train one step; return whether to stop at the boundary after it."""
         started = time.perf_counter()
         ledger, step = self._ledger, self._ledger.version + 1
         self._faults.reach("step", step)
@@ -191,16 +215,13 @@ class Worker:
         work = session.work(step, num_targets, lambda position: self._feed.batch(step, position))
         loss = session.executor.run(work)
         self._faults.reach("prepare", step)
-        outcome, paused = ledger.prepare(
-            session.comm,
-            loss,
-            session.sync.squares,
-            num_targets,
-            self._fence.pause_wanted(session.generation),
-        )
+        pause = self._fence.pause_wanted(session.generation)
+        with session.executor.taken.during("prepare"):
+            outcome, paused = ledger.prepare(session.comm, loss, session.sync.squares, num_targets, pause)
         self._faults.reach("commit", step)
-        ledger.apply(outcome)
-        session.stopwatch.end_step()
+        with session.executor.taken.during("commit"):
+            ledger.apply(outcome)
+            session.stopwatch.end_step()
         if session.slot.rank == 0:
             self._client.send(
                 StepDone(

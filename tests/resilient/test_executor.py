@@ -20,6 +20,7 @@ from resilient.models.layer import Carry
 from resilient.stopwatch import Stopwatch
 from resilient.templates.generators import Kind, generate
 from resilient.templates.schedule import Op, Schedule
+from resilient.trace import ACTION, PART
 
 TRAINING = [kind for kind in Kind if kind is not Kind.FORWARD_ONLY]
 
@@ -133,6 +134,11 @@ def test_what_is_executed_is_the_schedule(kind: Kind, row: int, tmp_path: Path) 
     actions = schedule.row(row)
     assert without_arms(recorder) == [f"REDUCE{a.index}" if a.op is Op.REDUCE else str(a) for a in actions]
     assert sorted(loaded) == [10, 11, 12, 13], "each microbatch is loaded once, by its position in the step"
+    taken = executor.taken.spans()
+    assert [name for category, name, _, _ in taken if category == ACTION] == [str(action) for action in actions]
+    parts = [name for category, name, _, _ in taken if category == PART]
+    assert (parts[0], sorted(parts[1:])) == ("begin", [f"load {index}" for index in range(4)])
+    assert [start for _, _, start, _ in taken] == sorted(start for _, _, start, _ in taken)
     receipts = [str(action) for action in actions if action.op is Op.RECV_F]
     assert recorder.posted == receipts[1:], "the next receipt is posted ahead of its time"
     assert loss.item() == (4.0 if row == 2 else 0.0)
@@ -187,3 +193,4 @@ def test_step_of_an_aborted_generation_stops_before_the_next_action(tmp_path: Pa
     with pytest.raises(CommunicationError):
         executor.run(StepWork(step=1, num_targets=4, first_position=0, batch=lambda _: {"x": torch.zeros(1)}))
     assert recorder.events == ["0F0", "0B0", "0F1"]
+    assert [span[1] for span in executor.taken.spans() if span[0] == ACTION] == ["0F0", "0B0", "0F1"]

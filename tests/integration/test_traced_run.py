@@ -1,0 +1,88 @@
+"""Traces of real runs: what was run is the schedule, worker by worker."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from harness import Run, started
+
+from resilient.templates.generators import Kind, generate
+from resilient.trace import ACTION, PART, RECOVERY, STEP, Slice, Trace
+
+pytestmark = pytest.mark.timeout(90)
+
+STEPS = (4, 5)
+
+
+def traced_run(folder: Path, *, nodes: int, options: str) -> tuple[Run, Trace]:
+    with started(folder, "--steps", 7, nodes=nodes, options=f"--trace {STEPS[0]}-{STEPS[-1]} {options}") as job:
+        run = job.wait()
+    assert run.exit_code == 0, run.reason
+    assert f"trace in {folder}/trace.json: open it in https://ui.perfetto.dev" in job.output
+    return run, Trace.from_json((folder / "trace.json").read_bytes())
+
+
+def check_no_overlap(slices: list[Slice]) -> None:
+    for before, after in pairwise(slices):
+        assert before.end_ns <= after.start_ns, (before, after)
+
+
+def check_is_the_schedule(trace: Trace, run: Run, generation: int, steps: tuple[int, ...]) -> None:
+    """Check that in these steps every worker of a generation did what its row of the schedule says, and committed."""
+    formed = run.generations[generation - 1]
+    for pipeline in formed["pipelines"]:
+        states = [list(range(stage["first_layer"], stage["end_layer"])) for stage in pipeline["stages"]]
+        schedule = generate(Kind.ONE_F_ONE_B, len(states), pipeline["num_microbatches"], states=states)
+        for row, stage in enumerate(pipeline["stages"]):
+            of_worker = [s for s in trace.slices if (s.process, s.thread) == (stage["node"], stage["local_rank"])]
+            for step in steps:
+                of_step = [s for s in of_worker if (s.args["generation"], s.args.get("step")) == (generation, step)]
+                of_step.sort(key=lambda s: s.start_ns)
+                (whole,) = [s for s in of_step if s.category == STEP]
+                actions = [s for s in of_step if s.category == ACTION]
+                assert [s.name for s in actions] == [str(action) for action in schedule.row(row)]
+                ends = [s for s in of_step if s.category == PART and s.name in ("begin", "prepare", "commit")]
+                assert [s.name for s in ends] == ["begin", "prepare", "commit"]
+                in_order = [ends[0], *actions, *ends[1:]]
+                check_no_overlap(in_order)
+                assert whole.start_ns <= in_order[0].start_ns
+                assert in_order[-1].end_ns <= whole.end_ns
+                loads = [s for s in of_step if s.name.startswith("load")]
+                assert len(loads) == pipeline["num_microbatches"]
+                for load in loads:
+                    assert any(s.start_ns <= load.start_ns and load.end_ns <= s.end_ns for s in actions)
+
+
+def test_what_was_run_is_the_schedule(tmp_path: Path) -> None:
+    """Two pipelines of two stages."""
+    run, trace = traced_run(tmp_path / "run", nodes=4, options="")
+    (generation,) = run.generations
+    assert [len(pipeline["stages"]) for pipeline in generation["pipelines"]] == [2, 2]
+    assert sorted(trace.processes.values()) == ["node 0", "node 1", "node 2", "node 3"]
+    check_is_the_schedule(trace, run, 1, STEPS)
+    for process, thread in trace.threads:
+        steps = trace.of(process, thread, STEP)
+        assert [each.name for each in steps] == [f"step {number}" for number in STEPS]
+        check_no_overlap(steps)
+        assert trace.of(process, thread, RECOVERY) == []
+    assert (tmp_path / "run" / "trace.png").stat().st_size > 10_000
+
+
+def test_step_that_was_given_up_and_the_recovery_are_in_the_trace(tmp_path: Path) -> None:
+    run, trace = traced_run(tmp_path / "run", nodes=5, options="--inject node=1,step=5,phase=backward")
+    (recovery,) = run.report["recoveries"]
+    assert (recovery["step"], recovery["nodes"]) == (5, [1])
+    check_is_the_schedule(trace, run, 1, STEPS[:1])
+    check_is_the_schedule(trace, run, 2, STEPS[1:])
+    given_up = [s for s in trace.slices if s.category == STEP and (s.args["step"], s.args["generation"]) == (5, 1)]
+    assert 1 not in {s.process for s in given_up}, "who is killed writes nothing down"
+    assert given_up
+    for step in given_up:
+        (regroup,) = [s for s in trace.of(step.process, step.thread, RECOVERY) if s.name == "regroup"]
+        assert step.end_ns <= regroup.start_ns
+    survivors = {name: sorted(s.process for s in trace.slices if s.name == name) for name in ("regroup", "copy")}
+    assert survivors == {"regroup": [0, 2, 3, 4], "copy": [0, 2, 3, 4]}
+    (coordinator,) = [process for process, name in trace.processes.items() if name == "coordinator"]
+    assert [s.name for s in trace.of(coordinator, 0, RECOVERY)] == ["detect", "agree"]
