@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from resilient.planners.balance import longest_first
+from resilient.planners.masks import TEXT, PackedSequence, balance_blocks, block_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,29 @@ def balance() -> list[Row]:
     ]
 
 
-ROWS: tuple[Callable[[], list[Row]], ...] = (balance,)
+def masks() -> list[Row]:
+    """Work of mask blocks, and their balance over context-parallel ranks."""
+    draw = np.random.default_rng(0)
+    runs: list[tuple[int, int, int]] = []
+    tokens = 0
+    for document in range(65_536):
+        for _ in range(int(draw.integers(1, 6))):
+            text, picture = int(draw.integers(20, 800)), int(draw.integers(256, 2500))
+            runs += [(text, document, TEXT), (picture, document, len(runs))]
+            tokens += text + picture
+        if tokens >= 65_536:
+            break
+    sequence = PackedSequence.of(runs)
+    return [
+        Row(
+            name="masks",
+            case="64k tokens with pictures over 8 ranks",
+            call=lambda: balance_blocks(block_rows(sequence).work, 8),
+        )
+    ]
+
+
+ROWS: tuple[Callable[[], list[Row]], ...] = (balance, masks)
 """Makers of rows, in the order of the table."""
 
 
