@@ -1,0 +1,413 @@
+"""Simulates one step of a planner's answer: the judge that all planners are compared by.
+
+A replica of the language model and its share of each encoder are a pipeline. Its stages run 1F1B: a stage with d stages
+after it is d microbatches ahead. A microbatch of the language model waits for all encoder microbatches that its samples
+were in. An encoder's backward waits for the language model's microbatches that its samples went to; samples that went
+to different ones are differentiated apart (Entrain's split backward). Where encoders are colocated, their forwards all
+come before the language model's on the same devices, their backwards all after.
+
+Places are indexed by the replicas that ``assign`` was given, in every unit. With another number of encoder replicas
+each pipeline has a share of them: too few are slower, as if each worked for several pipelines at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from resilient.planners.balance import loads
+from resilient.planners.costs import Floats, UnitCosts
+from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Place, Replica, Setting
+from resilient.planners.samples import Ints, Lengths, SampleTable
+from resilient.planners.stage_work import Calls, Work, gathers_ms, gradient_sum_ms, stage_work, state_bytes
+from resilient.planners.timeline import Tasks, end_times
+from resilient.templates.cluster import Link
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Spans:
+    """What is computed when; arrays ``[num_tasks]``.
+
+    Args:
+        lane: A stage of one unit in one pipeline, index of ``Result.lanes``.
+        backward: Whether it is one.
+        microbatch: Of its unit and pipeline.
+        start_ns: From the step's start.
+        end_ns: Likewise.
+    """
+
+    lane: Ints
+    backward: npt.NDArray[np.bool_]
+    microbatch: Ints
+    start_ns: Ints
+    end_ns: Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """One stage of one unit in one pipeline."""
+
+    unit: str
+    pipeline: int
+    stage: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Result:
+    """What a step takes.
+
+    Args:
+        iteration_ms: With the sums of gradients.
+        sum_ms: Part of it after the last backward, in which gradients are summed over replicas.
+        bubble: Part of its devices' time in which nothing is computed.
+        std_ms: By unit, standard deviation over microbatches of their time in all stages, at full speed.
+        peak_bytes: Of the device that needs most memory.
+        lanes: All stages of all pipelines.
+        spans: What they do.
+    """
+
+    iteration_ms: float
+    sum_ms: float
+    bubble: float
+    std_ms: Mapping[str, float]
+    peak_bytes: int
+    lanes: tuple[Lane, ...]
+    spans: Spans
+
+
+def evaluate(
+    setting: Setting,
+    configuration: Configuration,
+    assignment: Assignment,
+    batch: SampleTable,
+    replicas: Sequence[Replica],
+) -> Result:
+    """Simulate one step.
+
+    Args:
+        setting: The job.
+        configuration: How it uses its devices.
+        assignment: Where the samples go.
+        batch: The samples.
+        replicas: What ``assign`` was given.
+
+    Raises:
+        ValueError: A place is not within the replicas and their microbatches, or a unit's layers are not spread.
+    """
+    units = [_Unit.of(setting, configuration, unit, assignment, batch, replicas) for unit in setting.costs.units]
+    return _Step(setting, configuration, units, batch, replicas).result()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Unit:
+    """A unit's work. A cell is a microbatch of a pipeline."""
+
+    costs: UnitCosts
+    spread: Parallelism
+    share: float
+    lengths: Lengths
+    width: int  # cells of each pipeline, used or not
+    cell: Ints
+    counted: npt.NDArray[np.bool_]
+    work: Work
+    speeds: Floats
+
+    @classmethod
+    def of(
+        cls,
+        setting: Setting,
+        configuration: Configuration,
+        costs: UnitCosts,
+        assignment: Assignment,
+        batch: SampleTable,
+        replicas: Sequence[Replica],
+    ) -> _Unit:
+        spread, place = configuration.units[costs.name], assignment.units[costs.name]
+        if len(spread.stage_layers) != spread.pp or sum(spread.stage_layers) != len(costs.layers):
+            raise ValueError(
+                f"stage_layers of {costs.name!r} must spread {len(costs.layers)} layers over {spread.pp} stages, got "
+                f"{spread.stage_layers}"
+            )
+        counts = np.array([each.num_microbatches for each in replicas])
+        if np.any(place.replica >= len(replicas)) or np.any(place.microbatch >= counts[place.replica]):
+            raise ValueError(
+                f"places in {costs.name!r} must be within {len(replicas)} replicas of {counts.tolist()} microbatches, "
+                f"got replica {place.replica.max(initial=0)} and microbatch {place.microbatch.max(initial=0)}"
+            )
+        width = int(counts.max())
+        cell = place.replica * width + place.microbatch
+        lengths = batch.units[costs.name]
+        last = np.zeros(len(replicas), np.int64)
+        np.maximum.at(last, place.replica, place.microbatch + 1)
+        if costs.name == LLM:
+            last = counts
+        share = 1.0 if configuration.colocated else spread.dp / configuration.units[LLM].dp
+        return cls(
+            costs=costs,
+            spread=spread,
+            share=share,
+            lengths=lengths,
+            width=width,
+            cell=cell,
+            counted=(np.arange(width)[None, :] < last[:, None]).ravel(),
+            work=stage_work(costs, spread, _calls(place, cell, lengths, spread.cp, len(replicas) * width), share),
+            speeds=np.repeat([each.speed for each in replicas], width),
+        )
+
+    @cached_property
+    def tokens(self) -> Floats:
+        """Of each cell."""
+        return loads(self.lengths.tokens, self.cell, len(self.counted))
+
+    @cached_property
+    def trained(self) -> npt.NDArray[np.bool_]:
+        """Which stages have a backward. A stage that does comes after none that does not, up to the first trained."""
+        return self.work.backward_ms.max(axis=1, initial=0.0) > 0
+
+    @property
+    def std_ms(self) -> float:
+        total = (self.work.forward_ms + self.work.backward_ms).sum(axis=0)[self.counted]
+        return float(total.std()) if len(total) else 0.0
+
+
+def _calls(place: Place, cell: Ints, lengths: Lengths, cp: int, num_cells: int) -> Calls:
+    if place.group is None or place.degree is None:
+        group, degree = np.zeros_like(cell), np.full_like(cell, cp)
+    else:
+        group, degree = place.group, place.degree
+    wide = int(group.max(initial=0)) + 1
+    keys, first, call = np.unique(cell * wide + group, return_index=True, return_inverse=True)
+    return Calls(
+        cell=keys // wide,
+        degree=degree[first],
+        tokens=loads(lengths.tokens, call, len(keys)),
+        squares=loads(lengths.squares, call, len(keys)),
+        num_cells=num_cells,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Backwards:
+    """The backwards of a unit: of a whole cell, or of its samples that went to one turn of the language model."""
+
+    cell: Ints
+    turn: Ints
+    part: Floats  # of the cell's time and activations
+    of_sample: Ints
+
+
+class _Step:
+    """Builds the tasks of a step and reads the result off their times."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        configuration: Configuration,
+        units: Sequence[_Unit],
+        batch: SampleTable,
+        replicas: Sequence[Replica],
+    ) -> None:
+        self.setting, self.configuration, self.units, self.batch = setting, configuration, units, batch
+        self.num_pipelines = len(replicas)
+        self.llm = next(unit for unit in units if unit.costs.name == LLM)
+        self.first_lane = np.cumsum([0, *(self.num_pipelines * unit.spread.pp for unit in units)])
+        self.columns: list[Ints] = []  # of tasks: lane, turn, backward, microbatch, length
+        self.kept: list[Floats] = []
+        self.waits: list[Ints] = [np.zeros((3, 0), np.int64)]  # source, target, delay
+        self.count = 0
+
+    def result(self) -> Result:
+        ids = {unit.costs.name: self._add(number, unit) for number, unit in enumerate(self.units)}
+        for unit in self.units:
+            if unit is not self.llm:
+                self._join(unit, *ids[unit.costs.name], *ids[LLM])
+        lane, turn, backward, microbatch, length = np.concatenate(self.columns, axis=1)
+        order = np.lexsort((microbatch, backward, turn, lane))
+        position = np.empty_like(order)
+        position[order] = np.arange(len(order))
+        if self.configuration.colocated:
+            self._take_turns(lane[order], backward[order], order)
+        source, target, delay = np.concatenate(self.waits, axis=1)
+        lane, length = lane[order], length[order]
+        ends = end_times(
+            Tasks(row=lane, length_ns=length, sources=position[source], targets=position[target], delays_ns=delay)
+        )
+        step_ns = self._with_sums(lane, ends)
+        return Result(
+            iteration_ms=step_ns / 1e6,
+            sum_ms=(step_ns - int(ends.max(initial=0))) / 1e6,
+            bubble=self._bubble(lane, length, step_ns),
+            std_ms={unit.costs.name: unit.std_ms for unit in self.units},
+            peak_bytes=self._peak_bytes(lane, np.concatenate(self.kept)[order]),
+            lanes=tuple(
+                Lane(unit=unit.costs.name, pipeline=pipeline, stage=stage)
+                for unit in self.units
+                for pipeline in range(self.num_pipelines)
+                for stage in range(unit.spread.pp)
+            ),
+            spans=Spans(
+                lane=lane,
+                backward=backward[order] > 0,
+                microbatch=microbatch[order],
+                start_ns=ends - length,
+                end_ns=ends,
+            ),
+        )
+
+    def _add(self, number: int, unit: _Unit) -> tuple[Ints, Ints, _Backwards]:
+        """Add a unit's tasks; return those of forwards and backwards, ``[stage, cell]``, -1 where there is none."""
+        stages, cells = np.arange(unit.spread.pp)[:, None], np.flatnonzero(unit.tokens > 0)
+        after = unit.spread.pp - 1 - stages + (0 if unit is self.llm else self.llm.spread.pp)
+        backwards = self._backwards(unit)
+        if unit is self.llm or self.configuration.colocated:
+            turns = cells % unit.width
+        else:
+            first = np.full(len(unit.tokens), unit.width)
+            np.minimum.at(first, backwards.cell, backwards.turn)
+            by_pipeline = first.reshape(-1, unit.width)
+            # Encoders run in order: what comes before an early one is early, too.
+            turns = np.minimum.accumulate(by_pipeline[:, ::-1], axis=1)[:, ::-1].ravel()[cells]
+        one, other = unit.work.forward_ms / unit.speeds, unit.work.backward_ms / unit.speeds
+        if self.configuration.sharded:
+            gather, scatter = gathers_ms(unit.costs, unit.spread, self.setting.cluster)
+            one, other = np.maximum(one, gather[:, None]), np.maximum(other, scatter[:, None])
+        forward_ids = np.full(one.shape, -1)
+        forward_ids[:, cells] = self._tasks(number, cells, turns + 0 * stages, 0, one[:, cells])
+        trained = np.flatnonzero(unit.trained)
+        backward_ids = np.full((unit.spread.pp, len(backwards.cell)), -1)
+        if self.configuration.colocated and unit is not self.llm:
+            late = backwards.turn + 2 * unit.width + 0 * stages
+        else:
+            late = backwards.turn + after
+        lengths = other[:, backwards.cell] * backwards.part
+        backward_ids[trained] = self._tasks(number, backwards.cell, late[trained], 1, lengths[trained], trained)
+        for stage in range(unit.spread.pp):
+            self.kept.append(unit.work.kept_bytes[stage, cells])
+        for stage in trained:
+            self.kept.append(-unit.work.kept_bytes[stage, backwards.cell] * backwards.part)
+        link = self._link(unit)
+        delay = np.array([link.transfer_ms(each * unit.costs.boundary_bytes / unit.spread.tp) for each in unit.tokens])
+        for stage in range(1, unit.spread.pp):
+            self._wait(forward_ids[stage - 1, cells], forward_ids[stage, cells], delay[cells])
+            if unit.trained[stage - 1]:
+                self._wait(backward_ids[stage], backward_ids[stage - 1], delay[backwards.cell] * backwards.part)
+        return forward_ids, backward_ids, backwards
+
+    def _backwards(self, unit: _Unit) -> _Backwards:
+        """Return a unit's backwards, with the turn in which the language model returns their gradients."""
+        consumer = self.llm.cell % unit.width
+        if unit is self.llm or self.configuration.colocated:
+            consumer = unit.cell % unit.width
+        keys, of_sample = np.unique(unit.cell * unit.width + consumer, return_inverse=True)
+        tokens = loads(unit.lengths.tokens, of_sample, len(keys))
+        used = tokens > 0
+        renumbered = np.where(used, np.cumsum(used) - 1, -1)
+        cell = keys[used] // unit.width
+        return _Backwards(
+            cell=cell,
+            turn=keys[used] % unit.width,
+            part=tokens[used] / unit.tokens[cell],
+            of_sample=renumbered[of_sample],
+        )
+
+    def _tasks(
+        self, number: int, cells: Ints, turns: Ints, backward: int, lengths_ms: Floats, stages: Ints | None = None
+    ) -> Ints:
+        """Add tasks, stage by stage. [len(stages), len(cells)]"""
+        unit = self.units[number]
+        stages = np.arange(unit.spread.pp) if stages is None else stages
+        lanes = self.first_lane[number] + (cells // unit.width) * unit.spread.pp + stages[:, None]
+        shape = (len(stages), len(cells))
+        columns = (lanes, turns, np.full(shape, backward), cells % unit.width, np.rint(lengths_ms * 1e6))
+        self.columns.append(np.stack([np.broadcast_to(each, shape).ravel() for each in columns]).astype(np.int64))
+        first = self.count
+        self.count += shape[0] * shape[1]
+        return np.arange(first, self.count).reshape(shape)
+
+    def _join(
+        self, unit: _Unit, forward: Ints, backward: Ints, parts: _Backwards, to: Ints, back: Ints, llm: _Backwards
+    ) -> None:
+        """Have the language model wait for an encoder's outputs, and the encoder for their gradients."""
+        uses = (unit.lengths.tokens > 0) & (self.llm.lengths.tokens > 0)
+        if not uses.any():
+            return
+        link = self._link(unit)
+        pairs = np.stack([unit.cell, self.llm.cell, parts.of_sample, llm.of_sample])[:, uses]
+        (source, target, part, from_llm), sample = np.unique(pairs, axis=1, return_inverse=True)
+        tokens = loads(unit.lengths.tokens[uses], sample.ravel(), len(source))
+        delay = np.array([link.transfer_ms(each * unit.costs.output_bytes) for each in tokens])
+        self._wait(forward[-1, source], to[0, target], delay)
+        if unit.trained[-1]:
+            self._wait(back[0, from_llm], backward[-1, part], delay)
+
+    def _wait(self, sources: Ints, targets: Ints, delays_ms: Floats) -> None:
+        self.waits.append(np.stack([sources, targets, np.rint(delays_ms * 1e6).astype(np.int64)]))
+
+    def _take_turns(self, lane: Ints, backward: Ints, order: Ints) -> None:
+        """Let units that share devices follow each other: encoders, language model, encoders' backwards in reverse."""
+        last = np.full((2, self.first_lane[-1]), -1)
+        first = np.full((2, self.first_lane[-1]), -1)
+        last[backward, lane] = order  # numpy keeps the last one
+        first[backward[::-1], lane[::-1]] = order[::-1]
+        whole = slice(self.first_lane[-2], self.first_lane[-1])
+        last[0, whole], first[1, whole] = np.where(last[1, whole] >= 0, last[1, whole], last[0, whole]), -1
+        on_device = [self._lane_of_device(number) for number in range(len(self.units))]
+        for number, lanes in enumerate(on_device):
+            for later in on_device[number + 1 :]:
+                pairs = np.unique(np.stack([lanes, later]), axis=1)
+                pairs = pairs[:, (pairs >= 0).all(axis=0)]
+                after = np.where(last[1, pairs[1]] >= 0, last[1, pairs[1]], last[0, pairs[1]])
+                for sources, targets in ((last[0, pairs[0]], first[0, pairs[1]]), (after, first[1, pairs[0]])):
+                    both = (sources >= 0) & (targets >= 0)
+                    self._wait(sources[both], targets[both], np.zeros(int(both.sum())))
+
+    def _lane_of_device(self, number: int) -> Ints:
+        """Return the lane of a unit that each device is in, -1 for none. Devices are numbered pipeline by pipeline."""
+        most = max(self.num_pipelines * each.spread.num_devices // each.spread.dp for each in self.units)
+        each = self.units[number].spread
+        lanes = self.first_lane[number] + np.arange(most) // (each.tp * each.cp)
+        return np.where(lanes < self.first_lane[number + 1], lanes, -1)
+
+    def _link(self, unit: _Unit) -> Link:
+        cluster, spread = self.setting.cluster, unit.spread
+        inside = spread.pp * spread.tp * spread.cp <= cluster.devices_per_node
+        return cluster.intra_node if inside else cluster.inter_node
+
+    def _with_sums(self, lane: Ints, ends: Ints) -> int:
+        """Return when the step ends: after every stage's gradients are summed over its replicas."""
+        done = np.zeros(self.first_lane[-1], np.int64)
+        np.maximum.at(done, lane, ends)
+        step = int(ends.max(initial=0))
+        if self.configuration.sharded:
+            return step
+        for number, unit in enumerate(self.units):
+            lanes = done[self.first_lane[number] : self.first_lane[number + 1]].reshape(-1, unit.spread.pp)
+            sums = np.rint(1e6 * gradient_sum_ms(unit.costs, unit.spread, self.setting.cluster)).astype(np.int64)
+            step = max(step, int((lanes + sums).max()))
+        return step
+
+    def _bubble(self, lane: Ints, length: Ints, step_ns: int) -> float:
+        devices = [unit.spread.tp * unit.spread.cp * unit.share for unit in self.units]
+        weights = np.repeat(devices, np.diff(self.first_lane))
+        busy = float(np.dot(np.bincount(lane, weights=length, minlength=len(weights)), weights))
+        by_unit = [weights[first:end].sum() for first, end in zip(self.first_lane, self.first_lane[1:], strict=False)]
+        total = max(by_unit) if self.configuration.colocated else sum(by_unit)
+        return 1 - busy / (step_ns * total) if step_ns else 0.0
+
+    def _peak_bytes(self, lane: Ints, changes: Floats) -> int:
+        """Return the most that a device holds: activations in the order of its tasks, and state."""
+        sums = np.cumsum(changes)
+        before = np.concatenate(([0.0], sums))[np.searchsorted(lane, np.arange(self.first_lane[-1]))]
+        peaks = np.zeros(self.first_lane[-1])
+        np.maximum.at(peaks, lane, sums - before[lane])
+        for number, unit in enumerate(self.units):
+            state = state_bytes(unit.costs, unit.spread, sharded=self.configuration.sharded)
+            peaks[self.first_lane[number] : self.first_lane[number + 1]] += np.tile(state, self.num_pipelines)
+        if not self.configuration.colocated:
+            return round(peaks.max())
+        on_device = np.stack([self._lane_of_device(number) for number in range(len(self.units))])
+        return round(np.where(on_device >= 0, peaks[on_device], 0.0).sum(axis=0).max())

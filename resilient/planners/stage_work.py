@@ -1,0 +1,159 @@
+"""What the stages of a unit take for given microbatches: times, messages and memory, at any context-parallel degree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from resilient.planners.costs import Curve, Floats, UnitCosts
+from resilient.planners.planner import Parallelism
+from resilient.planners.samples import Ints
+from resilient.templates.cluster import Cluster, Link
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calls:
+    """Calls of a unit: the sequences that some of its devices process at once.
+
+    Args:
+        cell: Of each, the microbatch that it is a part of, ``[num_calls]``; a microbatch takes as long as the longest
+            of its calls.
+        degree: Devices that share its sequences, in the direction of context parallelism.
+        tokens: Sum of the sequences' lengths.
+        squares: Sum of their squares.
+        num_cells: Microbatches.
+    """
+
+    cell: Ints
+    degree: Ints
+    tokens: Floats
+    squares: Floats
+    num_cells: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Work:
+    """What microbatches take on each stage; all ``[num_stages, num_cells]``.
+
+    Args:
+        forward_ms: Time of the forward.
+        backward_ms: Time of the backward; 0 on stages that need none.
+        kept_bytes: Activations on each device, where there is a backward.
+    """
+
+    forward_ms: Floats
+    backward_ms: Floats
+    kept_bytes: Floats
+
+
+def stage_work(unit: UnitCosts, spread: Parallelism, calls: Calls, share: float) -> Work:
+    """Return what the calls take.
+
+    Args:
+        unit: The unit.
+        spread: How it is spread.
+        calls: What it processes.
+        share: Replicas of the unit for each of the pipelines that the calls are of. Below one a replica works for
+            several pipelines: each is as slow as if it had that part of a device all the time.
+    """
+    shape = (spread.pp, calls.num_cells)
+    forward, backward, kept = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    firsts = np.concatenate(([0], np.cumsum(spread.stage_layers)))
+    for degree in np.unique(calls.degree).tolist():
+        chosen = calls.degree == degree
+        cells, tokens, squares = calls.cell[chosen], calls.tokens[chosen], calls.squares[chosen]
+        for stage in range(spread.pp):
+            curves = [curves_at(unit, layer, spread.tp, degree) for layer in range(firsts[stage], firsts[stage + 1])]
+            for table, curve in (
+                (forward, sum((each[0] for each in curves), Curve())),
+                (backward, sum((each[1] for each in curves), Curve())),
+            ):
+                work = (curve.attention * squares + curve.linear * tokens) / share + curve.fixed / min(share, 1.0)
+                np.maximum.at(table[stage], cells, np.where(tokens > 0, work, 0.0))
+            if any(each[1] != Curve() for each in curves):
+                np.maximum.at(kept[stage], cells, tokens / share * sum(each[2] for each in curves))
+    return Work(forward_ms=forward, backward_ms=backward, kept_bytes=kept)
+
+
+def curves_at(unit: UnitCosts, layer: int, tp: int, cp: int) -> tuple[Curve, Curve, float]:
+    """Return a layer's forward, its backward and its activations per token.
+
+    Between profiled degrees of context parallelism they go linearly in ``1 / cp``, as shares of work and the bytes that
+    a ring sends do; beyond the largest, too.
+
+    Raises:
+        ValueError: The tensor-parallel degree was not profiled.
+    """
+    known = [degree for each, degree in unit.degrees if each == tp]
+    if cp in known or len(known) < 2:
+        return _profiled(unit, layer, tp, cp)
+    above = min(int(np.searchsorted(known, cp)), len(known) - 1)
+    low, high = known[max(above - 1, 0)], known[max(above, 1)]
+    weight = (1 / low - 1 / cp) / (1 / low - 1 / high)
+    one, other = _profiled(unit, layer, tp, low), _profiled(unit, layer, tp, high)
+    return (
+        _between(one[0], other[0], weight),
+        _between(one[1], other[1], weight),
+        max(0.0, one[2] + weight * (other[2] - one[2])),
+    )
+
+
+def _profiled(unit: UnitCosts, layer: int, tp: int, cp: int) -> tuple[Curve, Curve, float]:
+    index = unit.index(tp, cp)
+    of = unit.layers[layer]
+    return of.curves[index].forward, of.backward(index), of.curves[index].activation_bytes
+
+
+def _between(one: Curve, other: Curve, weight: float) -> Curve:
+    return Curve(
+        attention=max(0.0, one.attention + weight * (other.attention - one.attention)),
+        linear=max(0.0, one.linear + weight * (other.linear - one.linear)),
+        fixed=max(0.0, one.fixed + weight * (other.fixed - one.fixed)),
+    )
+
+
+def state_bytes(unit: UnitCosts, spread: Parallelism, *, sharded: bool) -> Floats:
+    """Return what parameters, gradients and the optimizer take on a device of each stage. [num_stages]
+
+    The optimizer is spread over the replicas; with ``sharded`` all of it is.
+    """
+    copies = spread.dp * spread.cp
+    held = by_stage(spread, [layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers])
+    optimizer = by_stage(spread, [layer.optimizer_bytes for layer in unit.layers])
+    return (held / (copies if sharded else 1) + optimizer / copies) / spread.tp
+
+
+def gradient_sum_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster) -> Floats:
+    """Return how long a ring over the replicas (and context-parallel devices) sums each stage's gradients.
+
+    Stages do so at the same time, after their last backward. [num_stages]
+    """
+    ring, link = spread.dp * spread.cp, _link(spread, cluster)
+    num_bytes = by_stage(spread, [layer.gradient_bytes for layer in unit.layers]) / spread.tp
+    if ring == 1:
+        return np.zeros(spread.pp)
+    return np.array([2 * (ring - 1) * link.transfer_ms(each / ring) if each else 0.0 for each in num_bytes])
+
+
+def gathers_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster) -> tuple[Floats, Floats]:
+    """Return how long full sharding's messages take: parameters before a forward; before a backward again, and then
+    gradients. Each [num_stages]."""
+    ring, link = spread.dp * spread.cp, _link(spread, cluster)
+    part = (ring - 1) / ring / spread.tp
+    gather = np.array([link.transfer_ms(part * layer.parameter_bytes) if part else 0.0 for layer in unit.layers])
+    scatter = np.array([link.transfer_ms(part * layer.gradient_bytes) if part else 0.0 for layer in unit.layers])
+    trained = np.array([layer.trainable for layer in unit.layers])
+    passed = trained | np.array([layer.input_gradient for layer in unit.layers])
+    return by_stage(spread, gather), by_stage(spread, gather * passed + scatter * trained)
+
+
+def by_stage(spread: Parallelism, values: npt.ArrayLike) -> Floats:
+    """Return the sum over each stage's layers. [num_stages]"""
+    firsts = np.concatenate(([0], np.cumsum(spread.stage_layers)[:-1])).astype(np.int64)
+    return np.add.reduceat(np.asarray(values, dtype=np.float64), firsts)
+
+
+def _link(spread: Parallelism, cluster: Cluster) -> Link:
+    return cluster.intra_node if spread.num_devices <= cluster.devices_per_node else cluster.inter_node
