@@ -18,14 +18,14 @@ RUNS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(-1, 
 
 def dense(runs: list[tuple[int, int, int]], block: int) -> npt.NDArray[np.bool_]:
     """The mask of all tokens, then which of its blocks have anything. [num_blocks, num_blocks]"""
-    tokens = [(document, instance) for length, document, instance in runs for _ in range(length)]
-    num_blocks = -(-len(tokens) // block)
-    found = np.zeros((num_blocks, num_blocks), dtype=np.bool_)
-    for query, (document, instance) in enumerate(tokens):
-        for key, (key_document, key_instance) in enumerate(tokens):
-            causal = instance == TEXT and key_document == document and key <= query
-            if causal or (instance != TEXT and key_instance == instance):
-                found[query // block, key // block] = True
+    lengths = np.array([length for length, _, _ in runs], dtype=np.int64)
+    document, instance = (np.repeat(np.array([run[i] for run in runs], dtype=np.int64), lengths) for i in (1, 2))
+    tokens = np.arange(len(document))
+    causal = (document[:, None] == document) & (tokens[:, None] >= tokens) & (instance == TEXT)[:, None]
+    mask = causal | ((instance[:, None] == instance) & (instance != TEXT)[:, None])
+    found = np.zeros((-(-len(tokens) // block),) * 2, dtype=np.bool_)
+    queries, keys = np.nonzero(mask)
+    found[queries // block, keys // block] = True
     return found
 
 
