@@ -1,0 +1,178 @@
+"""Items with several weights into buckets, such that no bucket is heavy in any of them.
+
+Source: DFLOP, the online microbatch scheduler: an item has a weight for the encoder and one for the language model.
+The paper's integer program hardly gets beyond its start within the time a step leaves. So exchanges between the
+heaviest bucket and the others come first, which take milliseconds, and HiGHS goes on from there while there is time.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from resilient.planners.balance import Floats, longest_first
+from resilient.planners.samples import Ints
+
+_SEARCH = 2**24
+"""Exchanges that may be considered: some ten milliseconds."""
+
+_ENOUGH = 1.0001
+"""Of the least that is possible: where exchanges end."""
+
+_SOLVED = 2**14
+"""Items times buckets up to which HiGHS is asked: it needs longer than a step for its first relaxation of more."""
+
+
+def fill_buckets(weights: npt.ArrayLike, speeds: npt.ArrayLike, *, time_limit_s: float = 0.0) -> Ints:
+    """Put items into buckets such that the largest of :func:`peak` is small.
+
+    It is never larger than when each item counts by its largest weight alone and the longest goes first. Without a time
+    limit the answer is the same everywhere; what HiGHS finds in time depends on the machine, so then one process must
+    decide for all.
+
+    Args:
+        weights: What each item costs in each unit, in ms, ``[num_units, num_items]``, >= 0.
+        speeds: Work per time of each bucket, ``[num_buckets]``, > 0.
+        time_limit_s: For HiGHS; 0 leaves it out, as problems do that are too large for it.
+
+    Returns:
+        The bucket of each item, ``[num_items]``.
+
+    Raises:
+        ValueError: There is no bucket, a weight is negative or a speed is not positive.
+    """
+    table = np.rint(np.atleast_2d(np.asarray(weights, dtype=np.float64)) * 1e6).astype(np.int64)
+    rates = np.asarray(speeds, dtype=np.float64)
+    start = longest_first(table.max(axis=0), rates)
+    improved = start.copy()
+    least = least_peak(table, rates)
+    _kernel()(table, rates, improved, least * _ENOUGH, _SEARCH)
+    found = [start, improved]
+    if (
+        time_limit_s > 0
+        and table.shape[1] * len(rates) <= _SOLVED
+        and peak(table, improved, rates) > least * (1 + 1e-9)
+    ):
+        found.append(_solve(table, rates, improved, time_limit_s))
+    return min(found, key=lambda bucket: peak(table, bucket, rates))
+
+
+def peak(weights: npt.ArrayLike, bucket: Ints, speeds: npt.ArrayLike) -> float:
+    """Return how long the slowest bucket takes in any unit."""
+    rates = np.asarray(speeds, dtype=np.float64)
+    rows = np.atleast_2d(np.asarray(weights, dtype=np.float64))
+    return max(float((np.bincount(bucket, weights=row, minlength=len(rates)) / rates).max()) for row in rows)
+
+
+def least_peak(weights: npt.ArrayLike, speeds: npt.ArrayLike) -> float:
+    """Return what :func:`peak` cannot be less than: work shared evenly, or the longest item where it is fastest."""
+    rates = np.asarray(speeds, dtype=np.float64)
+    rows = np.atleast_2d(np.asarray(weights, dtype=np.float64))
+    return max(float(rows.sum(axis=1).max() / rates.sum()), float(rows.max(initial=0.0) / rates.max()))
+
+
+def _solve(weights: Ints, speeds: Floats, start: Ints, time_limit_s: float) -> Ints:
+    """Let HiGHS improve on ``start``: binary x[item, bucket], and the peak, to be minimised, above all loads."""
+    import highspy
+
+    num_units, num_items = weights.shape
+    num_buckets = len(speeds)
+    scale = peak(weights, start, speeds)
+    size = num_items * num_buckets
+    columns = np.arange(size).reshape(num_items, num_buckets)
+    once = np.column_stack((np.repeat(np.arange(num_items), num_buckets), columns.ravel(), np.ones(size)))
+    blocks = [once]
+    for unit in range(num_units):
+        rows = num_items + unit * num_buckets + np.tile(np.arange(num_buckets), num_items)
+        shares = (weights[unit][:, None] / scale / speeds[None, :]).ravel()
+        blocks.append(np.column_stack((rows, columns.ravel(), shares)))
+        peaks = num_items + unit * num_buckets + np.arange(num_buckets)
+        blocks.append(np.column_stack((peaks, np.full(num_buckets, size), np.full(num_buckets, -1.0))))
+    entries = np.concatenate(blocks)
+    entries = entries[np.lexsort((entries[:, 1], entries[:, 0]))]
+    entries = entries[entries[:, 2] != 0]
+    num_rows = num_items + num_units * num_buckets
+
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = size + 1, num_rows
+    model.col_cost_ = np.concatenate((np.zeros(size), [1.0]))
+    model.col_lower_ = np.concatenate((np.zeros(size), [least_peak(weights, speeds) / scale]))
+    model.col_upper_ = np.ones(size + 1)
+    model.row_lower_ = np.concatenate((np.ones(num_items), np.full(num_rows - num_items, -highspy.kHighsInf)))
+    model.row_upper_ = np.concatenate((np.ones(num_items), np.zeros(num_rows - num_items)))
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = np.searchsorted(entries[:, 0], np.arange(num_rows + 1)).astype(np.int32)
+    model.a_matrix_.index_ = entries[:, 1].astype(np.int32)
+    model.a_matrix_.value_ = entries[:, 2]
+    model.integrality_ = [highspy.HighsVarType.kInteger] * size + [highspy.HighsVarType.kContinuous]
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    solver.setOptionValue("time_limit", float(time_limit_s))
+    solver.setOptionValue("mip_rel_gap", 0.0)
+    solver.passModel(model)
+    known = highspy.HighsSolution()
+    chosen = np.zeros((num_items, num_buckets))
+    chosen[np.arange(num_items), start] = 1.0
+    known.col_value = [*chosen.ravel(), 1.0]
+    solver.setSolution(known)
+    solver.run()
+    values = np.array(solver.getSolution().col_value)
+    # Without a solution in time there are no values.
+    return values[:size].reshape(num_items, num_buckets).argmax(axis=1) if len(values) > size else start
+
+
+@lru_cache(maxsize=1)
+def _kernel() -> Any:
+    from numba import njit  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+
+    return njit(cache=True)(_exchange)
+
+
+def _exchange(weights: Ints, speeds: Floats, bucket: Ints, enough: float, work: int) -> None:
+    """Move an item out of the slowest bucket, or exchange two, as long as both buckets are then faster than it was."""
+    num_units, num_items = weights.shape
+    num_buckets = len(speeds)
+    load = np.zeros((num_units, num_buckets), np.int64)
+    for item in range(num_items):
+        for unit in range(num_units):
+            load[unit, bucket[item]] += weights[unit, item]
+    while work > 0:
+        slowest, highest = 0, -1.0
+        for each in range(num_buckets):
+            for unit in range(num_units):
+                if load[unit, each] / speeds[each] > highest:
+                    slowest, highest = each, load[unit, each] / speeds[each]
+        if highest <= enough:
+            return
+        best, leaves, enters, other = highest, -1, -1, -1
+        for item in range(num_items):
+            if bucket[item] != slowest:
+                continue
+            # Partners: first nothing in each bucket, then each item.
+            for partner in range(-num_buckets, num_items):
+                into = partner + num_buckets if partner < 0 else bucket[partner]
+                if into == slowest:
+                    continue
+                work -= 1
+                value = 0.0
+                for unit in range(num_units):
+                    moved = weights[unit, item] - (weights[unit, partner] if partner >= 0 else 0)
+                    value = max(value, (load[unit, slowest] - moved) / speeds[slowest])
+                    value = max(value, (load[unit, into] + moved) / speeds[into])
+                    if value >= best:
+                        break
+                if value < best:
+                    best, leaves, enters, other = value, item, partner, into
+        if leaves < 0:
+            return
+        for unit in range(num_units):
+            moved = weights[unit, leaves] - (weights[unit, enters] if enters >= 0 else 0)
+            load[unit, slowest] -= moved
+            load[unit, other] += moved
+        bucket[leaves] = other
+        if enters >= 0:
+            bucket[enters] = slowest
