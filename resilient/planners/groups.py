@@ -1,0 +1,174 @@
+"""Context-parallel groups of any degree within a microbatch: what they cost, which sequences, how many ranks.
+
+Source: DHP, its cost model (section 4.2) and its two stages: best-fit decreasing into groups that hold their sequences,
+then a dynamic program over groups and ranks. With sums over a group's sequences i of s_i tokens, at degree d:
+
+    memory   m_tok * sum(s_i) / d + M_state <= E
+    compute  (a1 * sum((1 + eta_i) * s_i^2) + a2 * sum(s_i)) / d + b1
+    ring     a3 * (d - 1) / d * sum(s_i) / v, and b2 once if d > 1
+    time     compute + ring - min(attention's part of compute, ring)
+
+Memory is counted in shares of what one rank has room for, so that several units and stages can have their say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from resilient.planners.balance import Floats, loads, longest_first
+from resilient.planners.samples import Ints
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sequences:
+    """Sequences of one microbatch, on one rank; all arrays ``[num_sequences]``.
+
+    Args:
+        attention_ms: Time of attention, ``a1 * (1 + eta) * s^2``: what communication can hide behind.
+        other_ms: Time of everything else.
+        tokens: Whose keys and values travel around the ring.
+        kept: Memory, in shares of the room of one rank.
+    """
+
+    attention_ms: Floats
+    other_ms: Floats
+    tokens: Floats
+    kept: Floats
+
+    def __getitem__(self, chosen: Ints) -> Sequences:
+        return Sequences(
+            attention_ms=self.attention_ms[chosen],
+            other_ms=self.other_ms[chosen],
+            tokens=self.tokens[chosen],
+            kept=self.kept[chosen],
+        )
+
+    @property
+    def work_ms(self) -> Floats:
+        """Time on one rank, without what each call takes."""
+        return self.attention_ms + self.other_ms
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ranks:
+    """The ranks of a microbatch; arrays by degree less one, ``[num_ranks]``.
+
+    Args:
+        fixed_ms: Of each call, whatever the degree.
+        ring_ms: Per token, if all of it travelled: ``a3 / v``. A larger group may use slower links.
+        start_ms: Of each call beside; 0 for one rank, infinite for a degree that must not be used.
+    """
+
+    fixed_ms: float
+    ring_ms: Floats
+    start_ms: Floats
+
+    def __len__(self) -> int:
+        return len(self.ring_ms)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Groups:
+    """The groups of one microbatch. Group g has the ranks from ``sum(degrees[:g])`` on.
+
+    Args:
+        group: Of each sequence. [num_sequences]
+        degrees: Of the groups, largest first; their sum is at most the number of ranks. [num_groups]
+        slowest_ms: Time of the slowest of them.
+    """
+
+    group: Ints
+    degrees: Ints
+    slowest_ms: float
+
+
+def group_ms(sequences: Sequences, bins: Ints, num_bins: int, ranks: Ranks) -> Floats:
+    """Return the time of each group at each degree. [num_bins, num_ranks]"""
+    degree = np.arange(1, len(ranks) + 1)
+    attention = loads(sequences.attention_ms, bins, num_bins)[:, None] / degree
+    other = loads(sequences.other_ms, bins, num_bins)[:, None] / degree
+    ring = loads(sequences.tokens, bins, num_bins)[:, None] * (ranks.ring_ms * (degree - 1) / degree)
+    return other + np.maximum(attention, ring) + ranks.fixed_ms + ranks.start_ms
+
+
+def pack(kept: Floats) -> tuple[Ints, Ints]:
+    """Stage 1: put sequences into as few groups as hold them, largest first, each where it fits most tightly.
+
+    A sequence larger than a rank opens a group of as few ranks as hold it; what is left of them takes others.
+
+    Returns:
+        The group of each sequence, ``[num_sequences]``, and the least degree of each group, ``[num_groups]``.
+    """
+    from resilient.planners.group_kernels import best_fit
+    from resilient.planners.kernels import descending
+
+    sizes = np.ascontiguousarray(kept, dtype=np.float64) + 0.0  # a negative zero has other bits
+    return best_fit(sizes, descending(sizes))
+
+
+def choose_degrees(times: Floats, least: Ints) -> Ints:
+    """Stage 2: give each group as many ranks as makes the slowest group fastest.
+
+    Groups take the fewest ranks with which that is so; what is left then widens the slowest group that gets faster by
+    it, again and again, which shortens the wait of the others.
+
+    Args:
+        times: Of each group at each degree, ``[num_groups, num_ranks]``.
+        least: Degree of each group that holds its sequences, ``[num_groups]``; their sum is at most ``num_ranks``.
+
+    Returns:
+        The degree of each group.
+
+    Raises:
+        ValueError: There are too few ranks.
+    """
+    from resilient.planners.group_kernels import min_max_degrees
+
+    if least.sum() > times.shape[1]:
+        raise ValueError(
+            f"least must sum to at most {times.shape[1]}, the number of ranks, got {least.sum()}; split the microbatch"
+        )
+    return min_max_degrees(np.ascontiguousarray(times), least)
+
+
+def plan_groups(sequences: Sequences, ranks: Ranks, bins: Ints, least: Ints) -> Groups:
+    """Return the groups of a microbatch from its packing.
+
+    The paper takes the packing as it is: where memory is plentiful, that is few large groups, which communicate much.
+    So packings into more groups, balanced by work, are tried as well: one group per rank, per two ranks, per four and
+    so on. The fastest wins; the result is never slower than the paper's.
+
+    Args:
+        sequences: Of the microbatch.
+        ranks: Its ranks.
+        bins: As :func:`pack` returns, or another packing that holds them.
+        least: Likewise.
+
+    Raises:
+        ValueError: The packing needs more ranks than there are.
+    """
+    if not len(bins):
+        return Groups(group=bins, degrees=np.empty(0, dtype=np.int64), slowest_ms=0.0)
+    best = _widened(sequences, ranks, bins, least)
+    count = len(ranks)
+    while count:
+        if len(least) < count <= len(bins):
+            spread = longest_first(sequences.work_ms, np.ones(count))
+            needed = np.maximum(np.ceil(loads(sequences.kept, spread, count)), 1).astype(np.int64)
+            if needed.sum() <= len(ranks):
+                other = _widened(sequences, ranks, spread, needed)
+                best = other if other.slowest_ms < best.slowest_ms else best
+        count //= 2
+    return best
+
+
+def _widened(sequences: Sequences, ranks: Ranks, bins: Ints, least: Ints) -> Groups:
+    times = group_ms(sequences, bins, len(least), ranks)
+    degrees = choose_degrees(times, least)
+    slowest = times[np.arange(len(least)), degrees - 1].max()
+    order = np.argsort(-degrees, kind="stable")
+    position = np.empty_like(order)
+    position[order] = np.arange(len(order))
+    return Groups(group=position[bins], degrees=degrees[order], slowest_ms=float(slowest))

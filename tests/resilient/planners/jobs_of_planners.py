@@ -1,0 +1,84 @@
+"""A small multimodal job with round numbers, random batches, and replicas as failures leave them."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.planner import Assignment, Replica, Setting, replicas_of
+from resilient.planners.samples import Lengths, SampleTable
+from resilient.templates.cluster import Cluster
+from resilient.templates.nodespec import TooFewNodes
+from resilient.templates.replan import first_plan, replan
+from tests.templates.jobs import enough_nodes, problems
+
+DEGREES = ((1, 1), (1, 2), (1, 4), (2, 1))
+
+
+def unit(name: str, num_layers: int, linear: float, attention: float) -> UnitCosts:
+    """Equal layers of 16 kB and 100 bytes per token, whose ring takes a tenth of a token's time."""
+    curves = tuple(
+        LayerCurves(
+            forward=Curve(
+                attention=attention / (tp * cp),
+                linear=linear / (tp * cp) + 0.1 * linear * (cp - 1) / cp,
+                fixed=0.05 * cp,
+            ),
+            backward_input=Curve(linear=linear / (tp * cp)),
+            backward_weight=Curve(linear=linear / (tp * cp)),
+            activation_bytes=100.0 / (tp * cp),
+        )
+        for tp, cp in DEGREES
+    )
+    layers = tuple(
+        UnitLayer(name=str(index), curves=curves, parameter_bytes=4000, optimizer_bytes=8000, gradient_bytes=4000)
+        for index in range(num_layers)
+    )
+    return UnitCosts(name=name, layers=layers, degrees=DEGREES, output_bytes=64.0)
+
+
+COSTS = CostModel(units=(unit("vision", 4, 0.001, 1e-6), unit("llm", 8, 0.002, 1e-6)))
+
+
+def setting(memory_bytes: int | None = None) -> Setting:
+    """Eight nodes of two devices, 32 samples a step."""
+    cluster = Cluster(devices_per_node=2, memory_bytes=memory_bytes)
+    return Setting(costs=COSTS, cluster=cluster, num_nodes=8, global_batch=32, microbatch=2)
+
+
+def table(count: int, seed: int = 0) -> SampleTable:
+    """Samples of which some are long, and some have nothing for the encoder."""
+    draw = np.random.default_rng((count, seed))
+    vision = (draw.lognormal(5, 1, count) * (draw.random(count) < 0.8)).astype(np.int64)
+    text = draw.lognormal(5, 1, count).astype(np.int64) + 1
+    return SampleTable(units={"vision": Lengths.of(vision), "llm": Lengths.of(text + vision)})
+
+
+@st.composite
+def after_failures(draw: st.DrawFn) -> list[Replica]:
+    """The pipelines of a plan after some nodes failed, one after the other."""
+    problem = draw(problems())
+    num_nodes = enough_nodes(problem) + draw(st.integers(0, 5))
+    try:
+        plan = first_plan(problem, range(num_nodes))
+        for _ in range(draw(st.integers(0, 3))):
+            lost = draw(st.sampled_from(plan.nodes))
+            num_nodes -= 1
+            plan = replan(problem, plan, [node for node in range(num_nodes + 1) if node != lost][:num_nodes])
+    except TooFewNodes:
+        assume(False)
+    return list(replicas_of(plan))
+
+
+def check_places(assignment: Assignment, again: Assignment, count: int, replicas: list[Replica]) -> None:
+    """Each sample has one place per unit, within its replica's microbatches, and the same one when asked again."""
+    assert set(assignment.units) == {"vision", "llm"}
+    counts = np.array([each.num_microbatches for each in replicas])
+    for name, place in assignment.units.items():
+        assert place.replica.shape == place.microbatch.shape == (count,)
+        assert ((place.replica >= 0) & (place.replica < len(replicas))).all()
+        assert ((place.microbatch >= 0) & (place.microbatch < counts[place.replica])).all()
+        np.testing.assert_array_equal(place.replica, again.units[name].replica)
+        np.testing.assert_array_equal(place.microbatch, again.units[name].microbatch)

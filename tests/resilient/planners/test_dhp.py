@@ -1,0 +1,116 @@
+"""DHP as a planner: places on any replicas, memory, splitting, and what does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs_of_planners import after_failures, check_places, setting, table
+
+from resilient.planners.dhp import DHP, ranks_of, sequences_of
+from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Replica, Setting
+from resilient.planners.samples import SampleTable
+
+MEMORY = 2_500_000
+
+
+CONFIGURATION = Configuration(
+    units={
+        "vision": Parallelism(dp=1, pp=1, cp=6, stage_layers=(4,)),
+        "llm": Parallelism(dp=1, pp=2, cp=6, stage_layers=(4, 4)),
+    },
+    num_microbatches=3,
+)
+
+
+def check_groups(job: Setting, configuration: Configuration, batch: SampleTable, assignment: Assignment) -> None:
+    """Groups are of one degree, hold their samples, and have ranks enough together."""
+    place = assignment.units[LLM]
+    assert place.group is not None
+    assert place.degree is not None
+    kept = sequences_of(job, configuration, batch).kept
+    for replica, microbatch in sorted(set(zip(place.replica.tolist(), place.microbatch.tolist(), strict=True))):
+        chosen = assignment.members(LLM, replica, microbatch)
+        total = 0
+        for group in np.unique(place.group[chosen]):
+            inside = chosen[place.group[chosen] == group]
+            degree = int(place.degree[inside[0]])
+            assert (place.degree[inside] == degree).all()
+            assert kept[inside].sum() <= degree * (1 + 1e-9)
+            total += degree
+        assert total <= configuration.units[LLM].cp
+
+
+def test_the_uniform_replicas_become_the_ranks_of_one() -> None:
+    configuration = DHP().configure(setting(), table(200))
+    assert {spread.dp for spread in configuration.units.values()} == {1}
+    assert configuration.units[LLM].cp * sum(each.pp * each.tp for each in configuration.units.values()) == 16
+
+
+@settings(max_examples=40, deadline=None)
+@given(count=st.integers(0, 60), replicas=after_failures(), seed=st.integers(0, 9))
+def test_every_sample_has_one_place_after_failures(count: int, replicas: list[Replica], seed: int) -> None:
+    job, batch = setting(), table(count, seed)
+    assignment = DHP().assign(job, CONFIGURATION, batch, replicas)
+    check_places(assignment, DHP().assign(job, CONFIGURATION, batch, replicas), count, replicas)
+    check_groups(job, CONFIGURATION, batch, assignment)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    speed=st.floats(0.2, 1),
+    count=st.integers(1, 150),
+    seed=st.integers(0, 9),
+)
+def test_memory_is_held_when_there_is_some_to_spare(counts: list[int], speed: float, count: int, seed: int) -> None:
+    job, batch = setting(MEMORY), table(count, seed)
+    replicas = [Replica(num_microbatches=each, speed=speed if i else 1.0) for i, each in enumerate(counts)]
+    kept = sequences_of(job, CONFIGURATION, batch).kept
+    if kept.max() > 6:
+        with pytest.raises(ValueError, match=r"^samples must fit into 6 ranks, "):
+            DHP().assign(job, CONFIGURATION, batch, replicas)
+        return
+    if kept.sum() > 0.4 * 6 * sum(counts):
+        return  # it may not fit, however little is wasted
+    assignment = DHP().assign(job, CONFIGURATION, batch, replicas)
+    check_places(assignment, DHP().assign(job, CONFIGURATION, batch, replicas), count, replicas)
+    check_groups(job, CONFIGURATION, batch, assignment)
+
+
+def test_a_microbatch_too_large_for_its_ranks_is_split() -> None:
+    job = setting(MEMORY)
+    num_ranks = CONFIGURATION.units[LLM].cp
+    batch = table(400)
+    kept = sequences_of(job, CONFIGURATION, batch).kept
+    count = int(np.ceil(1.3 * kept.sum() / num_ranks))
+    # One replica is so slow that, by work alone, the other gets more than it can hold.
+    replicas = [Replica(num_microbatches=count), Replica(num_microbatches=count, speed=0.01)]
+    assignment = DHP().assign(job, CONFIGURATION, batch, replicas)
+    check_groups(job, CONFIGURATION, batch, assignment)
+    share = kept[assignment.units[LLM].replica == 0].sum() / num_ranks
+    assert 0.7 * count < share <= count
+
+
+def test_too_few_microbatches_are_an_error() -> None:
+    job = setting(MEMORY)
+    with pytest.raises(ValueError, match=r"^num_microbatches must sum to \d+ or more to hold the batch on \d+ ranks, "):
+        DHP().assign(job, CONFIGURATION, table(2000), [Replica(num_microbatches=1)])
+
+
+def test_a_sample_too_long_for_all_ranks_is_named() -> None:
+    job = setting(MEMORY)
+    units = {name: lengths.of(lengths.tokens * 10**6) for name, lengths in table(3).units.items()}
+    batch = SampleTable(units=units, names=("a", "b", "c"))
+    with pytest.raises(ValueError, match=r"^samples must fit into \d+ ranks, the most of a group, got '[abc]' that "):
+        DHP().assign(job, CONFIGURATION, batch, [Replica(num_microbatches=4)])
+
+
+def test_the_ring_is_what_curves_have_beside_their_share() -> None:
+    job = setting()
+    ranks = ranks_of(job, CONFIGURATION)
+    # 8 layers of 0.1 * 0.002 ms a token, forward; fixed times of 0.05 ms a layer and rank
+    np.testing.assert_allclose(ranks.ring_ms[1:], 8 * 0.1 * 0.002)
+    np.testing.assert_allclose(ranks.start_ms[:4], [0, 0.4, 1.2, 1.2])
+    assert len(ranks) == CONFIGURATION.units[LLM].cp
