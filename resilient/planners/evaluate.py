@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from resilient.planners.balance import loads
-from resilient.planners.costs import Floats, UnitCosts
-from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Place, Replica, Setting
-from resilient.planners.samples import Ints, Lengths, SampleTable
-from resilient.planners.stage_work import Calls, Work, gathers_ms, gradient_sum_ms, stage_work, state_bytes
+from resilient.planners.costs import Floats
+from resilient.planners.planner import LLM, Assignment, Configuration, Replica, Setting
+from resilient.planners.samples import Ints, SampleTable
+from resilient.planners.stage_work import gathers_ms, gradient_sum_ms, state_bytes
+from resilient.planners.step_unit import StepUnit
 from resilient.planners.timeline import Tasks, end_times
 from resilient.templates.cluster import Link
 
@@ -98,96 +98,8 @@ def evaluate(
     Raises:
         ValueError: A place is not within the replicas and their microbatches, or a unit's layers are not spread.
     """
-    units = [_Unit.of(setting, configuration, unit, assignment, batch, replicas) for unit in setting.costs.units]
+    units = [StepUnit.of(configuration, unit, assignment, batch, replicas) for unit in setting.costs.units]
     return _Step(setting, configuration, units, batch, replicas).result()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Unit:
-    """A unit's work. A cell is a microbatch of a pipeline."""
-
-    costs: UnitCosts
-    spread: Parallelism
-    share: float
-    lengths: Lengths
-    width: int  # cells of each pipeline, used or not
-    cell: Ints
-    counted: npt.NDArray[np.bool_]
-    work: Work
-    speeds: Floats
-
-    @classmethod
-    def of(
-        cls,
-        setting: Setting,
-        configuration: Configuration,
-        costs: UnitCosts,
-        assignment: Assignment,
-        batch: SampleTable,
-        replicas: Sequence[Replica],
-    ) -> _Unit:
-        spread, place = configuration.units[costs.name], assignment.units[costs.name]
-        if len(spread.stage_layers) != spread.pp or sum(spread.stage_layers) != len(costs.layers):
-            raise ValueError(
-                f"stage_layers of {costs.name!r} must spread {len(costs.layers)} layers over {spread.pp} stages, got "
-                f"{spread.stage_layers}"
-            )
-        counts = np.array([each.num_microbatches for each in replicas])
-        if np.any(place.replica >= len(replicas)) or np.any(place.microbatch >= counts[place.replica]):
-            raise ValueError(
-                f"places in {costs.name!r} must be within {len(replicas)} replicas of {counts.tolist()} microbatches, "
-                f"got replica {place.replica.max(initial=0)} and microbatch {place.microbatch.max(initial=0)}"
-            )
-        width = int(counts.max())
-        cell = place.replica * width + place.microbatch
-        lengths = batch.units[costs.name]
-        last = np.zeros(len(replicas), np.int64)
-        np.maximum.at(last, place.replica, place.microbatch + 1)
-        if costs.name == LLM:
-            last = counts
-        share = 1.0 if configuration.colocated else spread.dp / configuration.units[LLM].dp
-        return cls(
-            costs=costs,
-            spread=spread,
-            share=share,
-            lengths=lengths,
-            width=width,
-            cell=cell,
-            counted=(np.arange(width)[None, :] < last[:, None]).ravel(),
-            work=stage_work(costs, spread, _calls(place, cell, lengths, spread.cp, len(replicas) * width), share),
-            speeds=np.repeat([each.speed for each in replicas], width),
-        )
-
-    @cached_property
-    def tokens(self) -> Floats:
-        """Of each cell."""
-        return loads(self.lengths.tokens, self.cell, len(self.counted))
-
-    @cached_property
-    def trained(self) -> npt.NDArray[np.bool_]:
-        """Which stages have a backward. A stage that does comes after none that does not, up to the first trained."""
-        return self.work.backward_ms.max(axis=1, initial=0.0) > 0
-
-    @property
-    def std_ms(self) -> float:
-        total = (self.work.forward_ms + self.work.backward_ms).sum(axis=0)[self.counted]
-        return float(total.std()) if len(total) else 0.0
-
-
-def _calls(place: Place, cell: Ints, lengths: Lengths, cp: int, num_cells: int) -> Calls:
-    if place.group is None or place.degree is None:
-        group, degree = np.zeros_like(cell), np.full_like(cell, cp)
-    else:
-        group, degree = place.group, place.degree
-    wide = int(group.max(initial=0)) + 1
-    keys, first, call = np.unique(cell * wide + group, return_index=True, return_inverse=True)
-    return Calls(
-        cell=keys // wide,
-        degree=degree[first],
-        tokens=loads(lengths.tokens, call, len(keys)),
-        squares=loads(lengths.squares, call, len(keys)),
-        num_cells=num_cells,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -207,7 +119,7 @@ class _Step:
         self,
         setting: Setting,
         configuration: Configuration,
-        units: Sequence[_Unit],
+        units: Sequence[StepUnit],
         batch: SampleTable,
         replicas: Sequence[Replica],
     ) -> None:
@@ -217,6 +129,7 @@ class _Step:
         self.first_lane = np.cumsum([0, *(self.num_pipelines * unit.spread.pp for unit in units)])
         self.columns: list[Ints] = []  # of tasks: lane, turn, backward, microbatch, length
         self.kept: list[Floats] = []
+        self.filled: list[Floats] = []
         self.waits: list[Ints] = [np.zeros((3, 0), np.int64)]  # source, target, delay
         self.count = 0
 
@@ -240,7 +153,7 @@ class _Step:
         return Result(
             iteration_ms=step_ns / 1e6,
             sum_ms=(step_ns - int(ends.max(initial=0))) / 1e6,
-            bubble=self._bubble(lane, length, step_ns),
+            bubble=self._bubble(lane, length * np.concatenate(self.filled)[order], step_ns),
             std_ms={unit.costs.name: unit.std_ms for unit in self.units},
             peak_bytes=self._peak_bytes(lane, np.concatenate(self.kept)[order]),
             lanes=tuple(
@@ -258,7 +171,7 @@ class _Step:
             ),
         )
 
-    def _add(self, number: int, unit: _Unit) -> tuple[Ints, Ints, _Backwards]:
+    def _add(self, number: int, unit: StepUnit) -> tuple[Ints, Ints, _Backwards]:
         """Add a unit's tasks; return those of forwards and backwards, ``[stage, cell]``, -1 where there is none."""
         stages, cells = np.arange(unit.spread.pp)[:, None], np.flatnonzero(unit.tokens > 0)
         after = unit.spread.pp - 1 - stages + (0 if unit is self.llm else self.llm.spread.pp)
@@ -287,8 +200,10 @@ class _Step:
         backward_ids[trained] = self._tasks(number, backwards.cell, late[trained], 1, lengths[trained], trained)
         for stage in range(unit.spread.pp):
             self.kept.append(unit.work.kept_bytes[stage, cells])
+            self.filled.append(unit.work.filled[stage, cells])
         for stage in trained:
             self.kept.append(-unit.work.kept_bytes[stage, backwards.cell] * backwards.part)
+            self.filled.append(unit.work.filled[stage, backwards.cell])
         link = self._link(unit)
         delay = np.array([link.transfer_ms(each * unit.costs.boundary_bytes / unit.spread.tp) for each in unit.tokens])
         for stage in range(1, unit.spread.pp):
@@ -297,7 +212,7 @@ class _Step:
                 self._wait(backward_ids[stage], backward_ids[stage - 1], delay[backwards.cell] * backwards.part)
         return forward_ids, backward_ids, backwards
 
-    def _backwards(self, unit: _Unit) -> _Backwards:
+    def _backwards(self, unit: StepUnit) -> _Backwards:
         """Return a unit's backwards, with the turn in which the language model returns their gradients."""
         consumer = self.llm.cell % unit.width
         if unit is self.llm or self.configuration.colocated:
@@ -329,7 +244,7 @@ class _Step:
         return np.arange(first, self.count).reshape(shape)
 
     def _join(
-        self, unit: _Unit, forward: Ints, backward: Ints, parts: _Backwards, to: Ints, back: Ints, llm: _Backwards
+        self, unit: StepUnit, forward: Ints, backward: Ints, parts: _Backwards, to: Ints, back: Ints, llm: _Backwards
     ) -> None:
         """Have the language model wait for an encoder's outputs, and the encoder for their gradients."""
         uses = (unit.lengths.tokens > 0) & (self.llm.lengths.tokens > 0)
@@ -349,10 +264,10 @@ class _Step:
 
     def _take_turns(self, lane: Ints, backward: Ints, order: Ints) -> None:
         """Let units that share devices follow each other: encoders, language model, encoders' backwards in reverse."""
-        last = np.full((2, self.first_lane[-1]), -1)
-        first = np.full((2, self.first_lane[-1]), -1)
-        last[backward, lane] = order  # numpy keeps the last one
-        first[backward[::-1], lane[::-1]] = order[::-1]
+        last, first = np.full((2, 2, self.first_lane[-1]), -1)
+        _, at = np.unique(lane * 2 + backward, return_index=True)  # tasks are in order of both
+        ends = np.append(at[1:], len(lane)) - 1
+        first[backward[at], lane[at]], last[backward[at], lane[at]] = order[at], order[ends]
         whole = slice(self.first_lane[-2], self.first_lane[-1])
         last[0, whole], first[1, whole] = np.where(last[1, whole] >= 0, last[1, whole], last[0, whole]), -1
         on_device = [self._lane_of_device(number) for number in range(len(self.units))]
@@ -372,7 +287,7 @@ class _Step:
         lanes = self.first_lane[number] + np.arange(most) // (each.tp * each.cp)
         return np.where(lanes < self.first_lane[number + 1], lanes, -1)
 
-    def _link(self, unit: _Unit) -> Link:
+    def _link(self, unit: StepUnit) -> Link:
         cluster, spread = self.setting.cluster, unit.spread
         inside = spread.pp * spread.tp * spread.cp <= cluster.devices_per_node
         return cluster.intra_node if inside else cluster.inter_node
@@ -390,7 +305,7 @@ class _Step:
             step = max(step, int((lanes + sums).max()))
         return step
 
-    def _bubble(self, lane: Ints, length: Ints, step_ns: int) -> float:
+    def _bubble(self, lane: Ints, length: Floats, step_ns: int) -> float:
         devices = [unit.spread.tp * unit.spread.cp * unit.share for unit in self.units]
         weights = np.repeat(devices, np.diff(self.first_lane))
         busy = float(np.dot(np.bincount(lane, weights=length, minlength=len(weights)), weights))

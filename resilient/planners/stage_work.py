@@ -41,14 +41,16 @@ class Work:
         forward_ms: Time of the forward.
         backward_ms: Time of the backward; 0 on stages that need none.
         kept_bytes: Activations on each device, where there is a backward.
+        filled: Part of the devices' time in that of the microbatch: groups that are done earlier wait.
     """
 
     forward_ms: Floats
     backward_ms: Floats
     kept_bytes: Floats
+    filled: Floats
 
 
-def stage_work(unit: UnitCosts, spread: Parallelism, calls: Calls, share: float) -> Work:
+def stage_work(unit: UnitCosts, spread: Parallelism, calls: Calls, share: float, *, ring: bool) -> Work:
     """Return what the calls take.
 
     Args:
@@ -57,24 +59,32 @@ def stage_work(unit: UnitCosts, spread: Parallelism, calls: Calls, share: float)
         calls: What it processes.
         share: Replicas of the unit for each of the pipelines that the calls are of. Below one a replica works for
             several pipelines: each is as slow as if it had that part of a device all the time.
+        ring: Whether devices that share sequences exchange keys and values. Without it they share whole sequences out
+            among themselves, evenly.
     """
     shape = (spread.pp, calls.num_cells)
-    forward, backward, kept = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    forward, backward, kept, used = np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape)
     firsts = np.concatenate(([0], np.cumsum(spread.stage_layers)))
     for degree in np.unique(calls.degree).tolist():
         chosen = calls.degree == degree
         cells, tokens, squares = calls.cell[chosen], calls.tokens[chosen], calls.squares[chosen]
+        split = share if ring else share * degree
         for stage in range(spread.pp):
-            curves = [curves_at(unit, layer, spread.tp, degree) for layer in range(firsts[stage], firsts[stage + 1])]
+            layers = range(firsts[stage], firsts[stage + 1])
+            curves = [curves_at(unit, layer, spread.tp, degree if ring else 1) for layer in layers]
             for table, curve in (
                 (forward, sum((each[0] for each in curves), Curve())),
                 (backward, sum((each[1] for each in curves), Curve())),
             ):
-                work = (curve.attention * squares + curve.linear * tokens) / share + curve.fixed / min(share, 1.0)
-                np.maximum.at(table[stage], cells, np.where(tokens > 0, work, 0.0))
+                work = (curve.attention * squares + curve.linear * tokens) / split + curve.fixed / min(share, 1.0)
+                work = np.where(tokens > 0, work, 0.0)
+                np.maximum.at(table[stage], cells, work)
+                np.add.at(used[stage], cells, work * degree / spread.cp)
             if any(each[1] != Curve() for each in curves):
-                np.maximum.at(kept[stage], cells, tokens / share * sum(each[2] for each in curves))
-    return Work(forward_ms=forward, backward_ms=backward, kept_bytes=kept)
+                np.maximum.at(kept[stage], cells, tokens / split * sum(each[2] for each in curves))
+    total = forward + backward
+    filled = np.divide(used, total, out=np.ones(shape), where=total > 0)
+    return Work(forward_ms=forward, backward_ms=backward, kept_bytes=kept, filled=np.minimum(filled, 1.0))
 
 
 def curves_at(unit: UnitCosts, layer: int, tp: int, cp: int) -> tuple[Curve, Curve, float]:

@@ -116,6 +116,11 @@ def test_evaluate_starts_nothing_before_its_inputs_wherever_samples_are(
     for lane in range(len(result.lanes)):
         of_lane = spans.lane == lane
         assert (spans.start_ns[of_lane][1:] >= spans.end_ns[of_lane][:-1]).all()
+    for device in range(2 * llm_pp) if colocated and encoder_pp == llm_pp else ():
+        vision, llm = spans.lane == device, spans.lane == 2 * llm_pp + device
+        if vision.any() and llm.any():
+            assert spans.end_ns[vision & ~spans.backward].max() <= spans.start_ns[llm].min()
+            assert spans.start_ns[vision & spans.backward].min() >= spans.end_ns[llm].max()
     assert spans.end_ns.max() / 1e6 == result.iteration_ms
     assert 0 <= result.bubble < 1
 
