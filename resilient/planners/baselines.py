@@ -170,6 +170,6 @@ def _colocated(setting: Setting, samples: SampleTable, pp: int, tp: int, cp: int
             in_flight = np.full(pp, number)
             for stage_ms in (stages.forward_ms, stages.backward_ms):
                 predicted += float(stage_ms.sum() + (number - 1) * stage_ms.max())
-        num_bytes += stages.state_bytes + stages.kept_bytes * (in_flight - 1 + longest)
+        num_bytes += stages.state_bytes(dp * cp) + stages.kept_bytes * (in_flight - 1 + longest)
     if fits(setting, num_bytes):
         yield Configuration(units=spread, num_microbatches=number, colocated=True, predicted_ms=predicted)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -82,6 +83,19 @@ class Parallelism:
         return self.dp * self.pp * self.tp * self.cp
 
 
+class Encoders(str, Enum):
+    """Where encoders are.
+
+    ``parallel``: each has stages of its own, and they run side by side. ``colocated``: they share theirs, the k-th
+    stage of each being on the same devices, one after the other. ``replicated``: every stage of the language model has
+    all of them and runs them again.
+    """
+
+    PARALLEL = "parallel"
+    COLOCATED = "colocated"
+    REPLICATED = "replicated"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
     """What is decided once.
@@ -91,12 +105,14 @@ class Configuration:
         num_microbatches: Of each replica of the language model, in one step.
         colocated: Whether the encoders' stages lie on the language model's devices (and all encoder work comes first)
             instead of on their own.
+        encoders: How encoders share devices with each other.
         predicted_ms: Step time as the planner itself predicts it.
     """
 
     units: Mapping[str, Parallelism]
     num_microbatches: int
     colocated: bool = False
+    encoders: Encoders = Encoders.PARALLEL
     predicted_ms: float = 0.0
 
 

@@ -46,14 +46,20 @@ class Stages:
     Args:
         forward_ms: Of a microbatch.
         backward_ms: Likewise.
-        state_bytes: Parameters, gradients and the sharded optimizer on each device.
+        held_bytes: Parameters and gradients on each device.
+        optimizer_bytes: The optimizer of those, before it is sharded over replicas.
         kept_bytes: Activations of a microbatch on each device.
     """
 
     forward_ms: Floats
     backward_ms: Floats
-    state_bytes: Floats
+    held_bytes: Floats
+    optimizer_bytes: Floats
     kept_bytes: Floats
+
+    def state_bytes(self, replicas: int) -> Floats:
+        """Return what each device holds beside activations, with the optimizer sharded over so many replicas."""
+        return self.held_bytes + self.optimizer_bytes / replicas
 
     @classmethod
     def of(cls, unit: UnitCosts, spread: Parallelism, lengths: Lengths, samples: float) -> Stages:
@@ -73,12 +79,12 @@ class Stages:
         firsts = np.concatenate(([0], np.cumsum(spread.stage_layers)[:-1]))
         held = np.array([layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers], dtype=np.float64)
         sharded = np.array([layer.optimizer_bytes for layer in unit.layers], dtype=np.float64)
-        state = held / spread.tp + sharded / (spread.tp * spread.dp * spread.cp)
         kept = np.array([layer.curves[index].activation_bytes for layer in unit.layers]) * tokens
         return cls(
             forward_ms=np.array([forward.call_ms(tokens, squares) for forward, _ in curves]),
             backward_ms=np.array([backward.call_ms(tokens, squares) for _, backward in curves]),
-            state_bytes=np.add.reduceat(state, firsts),
+            held_bytes=np.add.reduceat(held, firsts) / spread.tp,
+            optimizer_bytes=np.add.reduceat(sharded, firsts) / spread.tp,
             kept_bytes=np.add.reduceat(kept, firsts),
         )
 
@@ -89,7 +95,8 @@ def chained(stages: Iterable[Stages]) -> Stages:
     return Stages(
         forward_ms=np.concatenate([each.forward_ms for each in parts]),
         backward_ms=np.concatenate([each.backward_ms for each in parts]),
-        state_bytes=np.concatenate([each.state_bytes for each in parts]),
+        held_bytes=np.concatenate([each.held_bytes for each in parts]),
+        optimizer_bytes=np.concatenate([each.optimizer_bytes for each in parts]),
         kept_bytes=np.concatenate([each.kept_bytes for each in parts]),
     )
 
@@ -177,7 +184,7 @@ class Uniform:
                 mean = setting.global_batch / (dp * number)
                 chain = chained(Stages.of(unit, spread[unit.name], samples.units[unit.name], mean) for unit in units)
                 in_flight = np.minimum(np.arange(len(chain.forward_ms), 0, -1), number)
-                if not fits(setting, chain.state_bytes + chain.kept_bytes * in_flight):
+                if not fits(setting, chain.state_bytes(dp) + chain.kept_bytes * in_flight):
                     continue
                 stage_ms = chain.forward_ms + chain.backward_ms
                 predicted = float(stage_ms.sum() + (number - 1) * stage_ms.max())
