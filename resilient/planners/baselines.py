@@ -74,6 +74,7 @@ class FullySharded(Uniform):
                 },
                 num_microbatches=number,
                 colocated=True,
+                sharded=True,
                 predicted_ms=number * step_ms,
             )
 

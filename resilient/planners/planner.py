@@ -106,6 +106,7 @@ class Configuration:
         colocated: Whether the encoders' stages lie on the language model's devices (and all encoder work comes first)
             instead of on their own.
         encoders: How encoders share devices with each other.
+        sharded: Whether replicas share parameters and gradients, too (FSDP), and gather them layer by layer.
         predicted_ms: Step time as the planner itself predicts it.
     """
 
@@ -113,6 +114,7 @@ class Configuration:
     num_microbatches: int
     colocated: bool = False
     encoders: Encoders = Encoders.PARALLEL
+    sharded: bool = False
     predicted_ms: float = 0.0
 
 
