@@ -30,6 +30,7 @@ from resilient.planners.costs import UnitCosts
 from resilient.planners.expected import expected, parallelism
 from resilient.planners.planner import LLM, Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.samples import Ints, SampleTable
+from resilient.planners.slots import slots
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,8 @@ class Dflop:
             batch: The global batch.
             replicas: The language model's replicas as they are now.
         """
-        counts = [each.num_microbatches for each in replicas]
-        replica = np.repeat(np.arange(len(replicas)), counts)
-        microbatch = np.concatenate([np.arange(count) for count in counts])
+        replica, microbatch, speeds = slots(replicas)
         weights = stage_weights(setting, configuration, batch)
-        speeds = np.array([each.speed for each in replicas])[replica]
         bucket = fill_buckets(weights, speeds, time_limit_s=self.time_limit_s)
         place = Place(replica=replica[bucket], microbatch=microbatch[bucket])
         return Assignment(units=dict.fromkeys(configuration.units, place))
@@ -100,7 +98,7 @@ def stage_weights(setting: Setting, configuration: Configuration, batch: SampleT
     for unit in setting.costs.units:
         spread = configuration.units[unit.name]
         share = configuration.units[LLM].dp / spread.dp / spread.pp
-        rows.append(unit.work(spread.tp, spread.cp).of(batch.units[unit.name]) * share)
+        rows.append(setting.sample_ms(unit.name, batch.units[unit.name], spread.tp, spread.cp) * share)
     return np.stack(rows)
 
 

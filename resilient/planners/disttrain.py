@@ -138,7 +138,7 @@ def _stage_ms(
     fixed: list[tuple[float, float]] = []
     for unit in setting.costs.units:
         spread, lengths = configuration.units[unit.name], batch.units[unit.name]
-        share = replicas / spread.dp
+        share = replicas / spread.dp * setting.correction.factor(unit.name, spread.tp, lengths.longest)
         for forward, backward in stage_curves(unit, spread):
             rows.append((forward.of(lengths) * share, backward.of(lengths) * share))
             fixed.append((forward.fixed, backward.fixed))

@@ -1,0 +1,62 @@
+"""Buckets: never worse than longest first, as good as any where HiGHS ends."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient.planners.balance import Floats, longest_first
+from resilient.planners.buckets import fill_buckets, least_peak, peak
+
+
+@st.composite
+def cases(draw: st.DrawFn, max_items: int, max_buckets: int) -> tuple[Floats, Floats]:
+    count = draw(st.integers(0, max_items))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    weights = rng.lognormal(0, 0.8, (draw(st.integers(1, 2)), count)) * (rng.random(count) < 0.9)
+    speeds = draw(st.lists(st.sampled_from([0.25, 0.5, 1.0]), min_size=1, max_size=max_buckets))
+    return np.round(weights, 3), np.array(speeds)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(40, 8))
+def test_never_worse_than_longest_first(case: tuple[Floats, Floats]) -> None:
+    weights, speeds = case
+    bucket = fill_buckets(weights, speeds)
+    assert bucket.shape == weights.shape[1:]
+    assert ((bucket >= 0) & (bucket < len(speeds))).all()
+    found = peak(weights, bucket, speeds)
+    longest = peak(weights, longest_first(np.rint(weights.max(axis=0) * 1e6), speeds), speeds)
+    assert least_peak(weights, speeds) * (1 - 1e-9) <= found <= longest * (1 + 1e-9)
+    np.testing.assert_array_equal(bucket, fill_buckets(weights, speeds))
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases(7, 3))
+def test_highs_finds_the_least_peak(case: tuple[Floats, Floats]) -> None:
+    weights, speeds = case
+    ways = product(range(len(speeds)), repeat=weights.shape[1])
+    least = min(peak(weights, np.array(way, dtype=np.int64), speeds) for way in ways)
+    found = peak(weights, fill_buckets(weights, speeds, time_limit_s=60), speeds)
+    assert found == pytest.approx(least, rel=2e-6, abs=1e-9)
+
+
+def test_both_weights_count() -> None:
+    # Longest first on the larger weight would put the two encoder-heavy items together.
+    weights = np.array([[9.0, 0.0, 9.0, 0.0], [0.0, 10.0, 0.0, 10.0]])
+    bucket = fill_buckets(weights, [1.0, 1.0])
+    assert peak(weights, bucket, [1.0, 1.0]) == 10.0
+
+
+def test_exchanges_come_near_the_bound() -> None:
+    draw = np.random.default_rng(1)
+    weights = np.stack([draw.lognormal(0, 1, 256), draw.lognormal(0, 0.5, 256)])
+    speeds = np.full(16, 1.0)
+    speeds[0] = 0.6
+    least = least_peak(weights, speeds)
+    assert peak(weights, longest_first(weights.max(axis=0), speeds), speeds) > 1.02 * least
+    assert peak(weights, fill_buckets(weights, speeds), speeds) < 1.002 * least

@@ -1,0 +1,158 @@
+"""DistTrain: the best of all configurations by the paper's formulas, and places on any replicas."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs_of_planners import COSTS, after_failures, check_places, setting, table, unit
+
+from resilient.planners.balance import longest_first, slowest_stages
+from resilient.planners.costs import CostModel
+from resilient.planners.disttrain import DistTrain
+from resilient.planners.microbatch_order import pipeline_ms
+from resilient.planners.planner import LLM, Configuration, Parallelism, Replica, Setting
+from resilient.planners.samples import SampleTable
+from resilient.templates.cluster import Cluster
+
+SMALL = CostModel(units=(unit("vision", 2, 0.001, 1e-6), unit("llm", 3, 0.002, 1e-6)))
+THREE = CostModel(units=(*SMALL.units, unit("generator", 2, 0.003, 0.0)))
+
+
+def drawn(costs: CostModel, seed: int) -> SampleTable:
+    of = table(30, seed)
+    return SampleTable(units={each.name: of.units["llm" if each.name == LLM else "vision"] for each in costs.units})
+
+
+def divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def by_hand(job: Setting, samples: SampleTable, spread: dict[str, Parallelism]) -> tuple[float, float]:
+    """The step's time and the most memory of a device, by the formulas of the module's docstring."""
+    llm = spread[LLM].dp
+    warm, slowest, memory = 0.0, 0.0, 0.0
+    for each in job.costs.units:
+        at, lengths = spread[each.name], samples.units[each.name]
+        number = llm * job.microbatch / at.dp
+        index = each.index(at.tp, 1)
+        layers = [
+            float((layer.curves[index].forward + layer.backward(index)).of(lengths).mean()) for layer in each.layers
+        ]
+        fixed = each.work(at.tp).fixed
+        warm += number * sum(layers) + fixed
+        slowest = max(slowest, number * slowest_stages(layers, at.pp)[-1] + fixed / at.pp)
+        held = sum(layer.parameter_bytes + layer.gradient_bytes for layer in each.layers) / (at.pp * at.tp)
+        sharded = sum(layer.optimizer_bytes for layer in each.layers) / (at.pp * at.tp * at.dp)
+        kept = number * float(lengths.tokens.mean()) * each.activation_bytes(at.tp)
+        memory = max(memory, held + sharded + kept)
+    steps = job.global_batch / (llm * job.microbatch)
+    return warm + slowest * (steps - 1), memory
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    costs=st.sampled_from([SMALL, THREE]),
+    num_nodes=st.integers(2, 4),
+    batch=st.sampled_from([4, 6, 8]),
+    microbatch=st.sampled_from([1, 2]),
+    memory=st.none() | st.integers(60_000, 400_000),
+    seed=st.integers(0, 5),
+)
+def test_no_configuration_is_better(
+    costs: CostModel, num_nodes: int, batch: int, microbatch: int, memory: int | None, seed: int
+) -> None:
+    job = Setting(
+        costs=costs,
+        cluster=Cluster(devices_per_node=2, memory_bytes=memory),
+        num_nodes=num_nodes,
+        global_batch=batch,
+        microbatch=microbatch,
+    )
+    samples = drawn(costs, seed)
+    total = batch // microbatch
+    ways: list[dict[str, Parallelism]] = []
+    for llm in divisors(total):
+        options = [
+            [
+                Parallelism(dp=dp, pp=pp, tp=tp)
+                for dp in ([llm] if each.name == LLM else divisors(llm * microbatch))
+                for pp in range(1, len(each.layers) + 1)
+                for tp in (1, 2)
+                if dp * pp * tp <= job.num_devices
+            ]
+            for each in costs.units
+        ]
+        ways += [dict(zip(samples.units, way, strict=True)) for way in product(*options)]
+    ways = [way for way in ways if sum(each.num_devices for each in way.values()) <= job.num_devices]
+    rated = [(*by_hand(job, samples, way), sum(each.num_devices for each in way.values())) for way in ways]
+    fitting = [(ms, devices) for ms, used, devices in rated if memory is None or used <= memory]
+    if not fitting:
+        with pytest.raises(ValueError, match=r"^num_nodes must be enough for the model's units side by side, got "):
+            DistTrain().configure(job, samples)
+        return
+    found = DistTrain().configure(job, samples)
+    ms, used = by_hand(job, samples, dict(found.units))
+    assert found.predicted_ms == pytest.approx(ms, rel=1e-6)
+    assert ms == pytest.approx(min(fitting)[0], rel=1e-6)
+    assert memory is None or used <= memory
+    assert found.num_microbatches == total // found.units[LLM].dp
+    assert list(found.units) == [each.name for each in costs.units]
+    for each in costs.units:
+        assert sum(found.units[each.name].stage_layers) == len(each.layers)
+        assert len(found.units[each.name].stage_layers) == found.units[each.name].pp
+    assert found == DistTrain().configure(job, samples)
+
+
+def test_devices_that_do_not_help_are_left_out() -> None:
+    job = replace(setting(), num_nodes=64, global_batch=2, microbatch=1)
+    found = DistTrain().configure(job, table(50))
+    assert sum(each.num_devices for each in found.units.values()) < job.num_devices
+
+
+def test_a_model_that_does_not_fit_is_refused() -> None:
+    message = (
+        "num_nodes must be enough for the model's units side by side, got 8 of 2 devices; use more, or a smaller "
+        "microbatch"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        DistTrain().configure(setting(memory_bytes=1000), table(50))
+
+
+@settings(max_examples=25, deadline=None)
+@given(after_failures(), st.integers(0, 60), st.integers(0, 100))
+def test_places_on_the_replicas_that_failures_leave(replicas: list[Replica], count: int, seed: int) -> None:
+    planner, job = DistTrain(), setting()
+    found = planner.configure(job, table(50))
+    batch = table(count, seed)
+    assignment = planner.assign(job, found, batch, replicas)
+    check_places(assignment, planner.assign(job, found, batch, replicas), count, replicas)
+    # An encoder's replica computes what comes from all that it serves.
+    work = sum(
+        job.costs.by_name[name].work(each.tp).of(batch.units[name]) * found.units[LLM].dp / each.dp
+        for name, each in found.units.items()
+    )
+    expected = longest_first(work, [each.speed for each in replicas])
+    assert np.bincount(assignment.units[LLM].replica, work, len(replicas)) == pytest.approx(
+        np.bincount(expected, work, len(replicas))
+    )
+
+
+def test_microbatches_run_in_a_better_order_than_they_come_in() -> None:
+    stages = {"vision": Parallelism(dp=1, pp=1, stage_layers=(4,)), LLM: Parallelism(dp=1, pp=2, stage_layers=(4, 4))}
+    configuration = Configuration(units=stages, num_microbatches=16)
+    batch = table(16)
+    place = DistTrain().assign(setting(), configuration, batch, [Replica(num_microbatches=16)]).units[LLM]
+    assert sorted(place.microbatch.tolist()) == list(range(16))
+    vision, llm = COSTS.by_name["vision"], COSTS.by_name[LLM]
+    has = batch.units["vision"].tokens > 0
+    forward = np.stack([vision.forward().of(batch.units["vision"]) + vision.forward().fixed * has] * 3)
+    forward[1:] = (llm.forward().of(batch.units[LLM]) + llm.forward().fixed) / 2
+    backward = np.stack([vision.backward().of(batch.units["vision"])] + [llm.backward().of(batch.units[LLM]) / 2] * 2)
+    ordered = pipeline_ms(np.argsort(place.microbatch), forward, backward)
+    assert ordered < pipeline_ms(range(16), forward, backward)
