@@ -18,7 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from resilient.planners.balance import longest_first
+from resilient.planners.cornstarch import Cornstarch
+from resilient.planners.derive import derive_costs
 from resilient.planners.masks import TEXT, PackedSequence, balance_blocks, block_rows
+from resilient.planners.planner import Setting
+from resilient.planners.samples import Lengths, SampleTable
+from resilient.templates.cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +89,34 @@ def masks() -> list[Row]:
     ]
 
 
-ROWS: tuple[Callable[[], list[Row]], ...] = (balance, masks)
+def cornstarch() -> list[Row]:
+    """Stages of a model with two frozen encoders."""
+    draw = np.random.default_rng(0)
+    vision, audio = draw.integers(256, 4096, 2000), draw.integers(100, 1500, 2000)
+    samples = SampleTable(
+        units={
+            "vision": Lengths.of(vision),
+            "audio": Lengths.of(audio),
+            "llm": Lengths.of(vision // 4 + audio // 2 + draw.integers(50, 1000, 2000)),
+        }
+    )
+    setting = Setting(
+        costs=derive_costs("internvit-6b+whisper-large-v3+llama3-8b", "a100-80gb", frozen=("vision", "audio")),
+        cluster=Cluster(devices_per_node=8, memory_bytes=75 * 2**30),
+        num_nodes=16,
+        global_batch=512,
+        microbatch=1,
+    )
+    return [
+        Row(
+            name="cornstarch",
+            case="two encoders and an 8B model on 128 devices, once",
+            call=lambda: Cornstarch().configure(setting, samples),
+        )
+    ]
+
+
+ROWS: tuple[Callable[[], list[Row]], ...] = (balance, masks, cornstarch)
 """Makers of rows, in the order of the table."""
 
 

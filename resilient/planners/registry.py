@@ -20,9 +20,13 @@ PLANNERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "fsdp": ("baselines", "FullySharded"),
         "dip": ("baselines", "EncoderFirst"),
         "static-cp": ("baselines", "StaticContext"),
+        "cornstarch": ("cornstarch", "Cornstarch"),
+        "cornstarch": ("cornstarch", "Cornstarch"),
         "disttrain": ("disttrain", "DistTrain"),
         "dflop": ("dflop", "Dflop"),
         "dhp": ("dhp", "DHP"),
+        "orchmllm": ("orchmllm", "OrchMLLM"),
+        "entrain": ("entrain", "Entrain"),
     }
 )
 """By name, in the order they are shown: the module in this package, and its class."""

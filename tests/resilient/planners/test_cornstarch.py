@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from resilient.planners.cornstarch import Cornstarch, all_trained
 from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.evaluate import evaluate
 from resilient.planners.expected import stage_curves
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
@@ -81,6 +82,22 @@ def test_cuts_by_what_is_run_are_never_slower_under_the_simulator(
     aware, unaware = (each.configure(job, table("vision", "llm")) for each in (Cornstarch(), UNAWARE))
     assert simulated_ms(costs, aware) <= simulated_ms(costs, unaware) * 1.0001
     assert sum(spread.num_devices for spread in aware.units.values()) <= num_devices
+
+
+@pytest.mark.parametrize("frozen", [(), ("vision", "audio"), ("vision", "audio", "llm.0"), ("audio", "llm")])
+@pytest.mark.parametrize("num_devices", [6, 8, 12])
+def test_cuts_by_what_is_run_are_never_slower_with_two_encoders(frozen: tuple[str, ...], num_devices: int) -> None:
+    units = (unit("vision", [2.0] * 6), unit("audio", [1.0] * 8), unit("llm", [0.2] + [1.0] * 10 + [0.8]))
+    costs = CostModel(units=units).frozen(frozen)
+    job = replace(setting(costs, 1, global_batch=48), num_nodes=num_devices)
+    batch = table("vision", "audio", "llm", count=48)
+    steps: list[float] = []
+    for planner in (Cornstarch(), UNAWARE):
+        configuration = planner.configure(job, batch)
+        replicas = [Replica(num_microbatches=configuration.num_microbatches)] * configuration.units["llm"].dp
+        assignment = planner.assign(job, configuration, batch, replicas)
+        steps.append(evaluate(job, configuration, assignment, batch, replicas).iteration_ms)
+    assert steps[0] <= steps[1] * 1.0001
 
 
 def test_frozen_encoders_get_fewer_devices_and_the_step_is_faster() -> None:
