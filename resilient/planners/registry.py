@@ -21,7 +21,6 @@ PLANNERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "dip": ("baselines", "EncoderFirst"),
         "static-cp": ("baselines", "StaticContext"),
         "cornstarch": ("cornstarch", "Cornstarch"),
-        "cornstarch": ("cornstarch", "Cornstarch"),
         "disttrain": ("disttrain", "DistTrain"),
         "dflop": ("dflop", "Dflop"),
         "dhp": ("dhp", "DHP"),
