@@ -184,6 +184,10 @@ class Correction:
         return replace(self, factors=factors)
 
 
+UNCORRECTED = Correction()
+"""What nothing was learnt for yet."""
+
+
 def _moved(average: float, newest: float, weight: float) -> float:
     return average + weight * (newest - average)
 

@@ -50,7 +50,7 @@ class Fingerprint:
 def histogram(samples: SampleTable) -> dict[str, list[tuple[int, int]]]:
     """Return, by unit, how many samples are in each bucket of tokens (two for a doubling); -1 where there are none.
 
-    Neither the order of the samples nor a few tokens more or less of one change it.
+    The order of the samples does not change it.
     """
     counts: dict[str, list[tuple[int, int]]] = {}
     for unit, lengths in samples.units.items():

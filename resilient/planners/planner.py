@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.correction import Correction
+from resilient.planners.correction import UNCORRECTED, Correction
 from resilient.planners.costs import CostModel, Floats
 from resilient.planners.samples import Ints, Lengths, SampleTable
 from resilient.templates.cluster import Cluster
@@ -44,7 +44,7 @@ class Setting:
     num_nodes: int
     global_batch: int
     microbatch: int
-    correction: Correction = Correction()
+    correction: Correction = UNCORRECTED
 
     def __post_init__(self) -> None:
         if min(self.num_nodes, self.global_batch, self.microbatch) < 1:

@@ -26,7 +26,8 @@ MAX_RATIO = 200.0
 
 Policy = Literal["error", "drop", "resize"]
 
-_ATTEMPTS = 12
+_MOST_HALVINGS, _BISECTIONS = 16.0, 14
+"""Of a sample, to make it fit, and steps to find how many do."""
 
 _NAMED = 5
 """Bad samples that an error names."""
@@ -216,8 +217,7 @@ class _Judge:
 
     def _within(self, unit: str, encode: Callable[[Floats], Encoded]) -> Encoded:
         """Return what ``encode`` makes of samples reduced to some parts of their size, such that limits are held."""
-        part = np.ones(len(self.records))
-        encoded = encode(part)
+        encoded = encode(np.ones(len(self.records)))
         limit = self.limits.get(unit)
         if limit is None:
             return encoded
@@ -225,14 +225,15 @@ class _Judge:
         for sample in np.flatnonzero(over).tolist():
             reason = f"{encoded.lengths.tokens[sample]} tokens of {unit}, more than {limit}"
             self._note(sample, reason, dropped=False)
-        if self.bad == "resize":
-            for attempt in range(_ATTEMPTS):
-                # Tokens come in steps: where the right part does not do, ever smaller ones are tried.
-                part[over] *= limit / encoded.lengths.tokens[over] * 0.9**attempt
-                encoded = encode(part)
-                over = encoded.lengths.tokens > limit
-                if not over.any():
-                    break
+        if self.bad == "resize" and over.any():
+            # What halvings do is bisected: tokens come in steps, and rules reduce large pictures themselves.
+            few, many = np.zeros(len(over)), np.where(over, _MOST_HALVINGS, 0.0)
+            for _ in range(_BISECTIONS):
+                middle = (few + many) / 2
+                fits = encode(2**-middle).lengths.tokens <= limit
+                few, many = np.where(fits, few, middle), np.where(fits, middle, many)
+            encoded = encode(2**-many)
+            over = encoded.lengths.tokens > limit
         for sample in np.flatnonzero(over).tolist():
             self._note(sample, f"{encoded.lengths.tokens[sample]} tokens of {unit}, more than {limit}", dropped=True)
         return encoded
