@@ -165,7 +165,7 @@ def _colocated(setting: Setting, samples: SampleTable, pp: int, tp: int, cp: int
         longest = max(1.0, float(lengths.tokens.max()) / tokens) if tokens else 1.0
         if unit.name == LLM:
             in_flight = np.minimum(np.arange(pp, 0, -1), number)
-            stage_ms = stages.forward_ms + stages.backward_ms
+            stage_ms = stages.work_ms
             predicted += float(stage_ms.sum() + (number - 1) * stage_ms.max())
         else:
             in_flight = np.full(pp, number)

@@ -166,13 +166,14 @@ def _options(
         if cp > 1 or tp > setting.cluster.devices_per_node:
             continue
         most = min(setting.num_devices // tp, *(len(unit.layers) for unit in units))
-        whole = [_stages(unit, (len(unit.layers),), tp, setting, samples) for unit in everywhere]
-        extra_ms = sum(float((each.forward_ms + each.backward_ms).sum()) for each in whole)
+        single = {unit.name: _layers(unit, tp, setting, samples) for unit in together}
+        whole = [single[unit.name].joined((len(unit.layers),)) for unit in everywhere]
+        extra_ms = sum(float(each.work_ms.sum()) for each in whole)
         options: list[_Option] = []
         for pp in range(1, most + 1):
-            layers = {unit.name: _cut(unit, tp, pp, setting, samples) for unit in units}
-            stages = [_stages(unit, layers[unit.name], tp, setting, samples) for unit in units]
-            stage_ms = sum((each.forward_ms + each.backward_ms for each in stages), np.full(pp, extra_ms))
+            layers = {unit.name: cut_chain(single[unit.name].work_ms, pp) for unit in units}
+            stages = [single[name].joined(counts) for name, counts in layers.items()]
+            stage_ms = sum((each.work_ms for each in stages), np.full(pp, extra_ms))
             options.append(
                 _Option(
                     tp=tp,
@@ -186,15 +187,10 @@ def _options(
     return found
 
 
-def _stages(unit: UnitCosts, layers: tuple[int, ...], tp: int, setting: Setting, samples: SampleTable) -> Stages:
-    spread = Parallelism(dp=1, pp=len(layers), tp=tp, stage_layers=layers)
+def _layers(unit: UnitCosts, tp: int, setting: Setting, samples: SampleTable) -> Stages:
+    """Return a unit with a stage for each layer."""
+    spread = Parallelism(dp=1, pp=len(unit.layers), tp=tp, stage_layers=(1,) * len(unit.layers))
     return Stages.of(unit, spread, samples.units[unit.name], setting.microbatch)
-
-
-def _cut(unit: UnitCosts, tp: int, pp: int, setting: Setting, samples: SampleTable) -> tuple[int, ...]:
-    lengths = samples.units[unit.name]
-    tokens, squares = (setting.microbatch * float(each.mean()) for each in (lengths.tokens, lengths.squares))
-    return cut_chain(sum(unit.layer_ms(tokens, squares, tp)), pp)
 
 
 def _plans(branches: Sequence[Sequence[_Option]]) -> list[tuple[tuple[_Option, ...], float, float, int]]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from resilient.planners.costs import CostModel, Floats, UnitCosts
-from resilient.planners.expected import stage_curves
 from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Place, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
 
@@ -57,6 +56,11 @@ class Stages:
     optimizer_bytes: Floats
     kept_bytes: Floats
 
+    @property
+    def work_ms(self) -> Floats:
+        """Forward and backward of a microbatch."""
+        return self.forward_ms + self.backward_ms
+
     def state_bytes(self, replicas: int) -> Floats:
         """Return what each device holds beside activations, with the optimizer sharded over so many replicas."""
         return self.held_bytes + self.optimizer_bytes / replicas
@@ -74,18 +78,26 @@ class Stages:
         if not len(lengths.tokens):
             raise ValueError("samples must be one or more, got none; draw some from the data set")
         tokens, squares = samples * float(lengths.tokens.mean()), samples * float(lengths.squares.mean())
-        curves = stage_curves(unit, spread)
+        forward_ms, backward_ms = unit.layer_ms(tokens, squares, spread.tp, spread.cp)
         index = unit.index(spread.tp, spread.cp)
-        firsts = np.concatenate(([0], np.cumsum(spread.stage_layers)[:-1]))
-        held = np.array([layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers], dtype=np.float64)
-        sharded = np.array([layer.optimizer_bytes for layer in unit.layers], dtype=np.float64)
-        kept = np.array([layer.curves[index].activation_bytes for layer in unit.layers]) * tokens
+        held = [layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers]
         return cls(
-            forward_ms=np.array([forward.call_ms(tokens, squares) for forward, _ in curves]),
-            backward_ms=np.array([backward.call_ms(tokens, squares) for _, backward in curves]),
-            held_bytes=np.add.reduceat(held, firsts) / spread.tp,
-            optimizer_bytes=np.add.reduceat(sharded, firsts) / spread.tp,
-            kept_bytes=np.add.reduceat(kept, firsts),
+            forward_ms=forward_ms,
+            backward_ms=backward_ms,
+            held_bytes=np.array(held) / spread.tp,
+            optimizer_bytes=np.array([layer.optimizer_bytes for layer in unit.layers]) / spread.tp,
+            kept_bytes=np.array([layer.curves[index].activation_bytes for layer in unit.layers]) * tokens,
+        ).joined(spread.stage_layers)
+
+    def joined(self, counts: Sequence[int]) -> Stages:
+        """Return stages that each hold so many of these, in order."""
+        firsts = np.concatenate(([0], np.cumsum(counts)[:-1]))
+        return Stages(
+            forward_ms=np.add.reduceat(self.forward_ms, firsts),
+            backward_ms=np.add.reduceat(self.backward_ms, firsts),
+            held_bytes=np.add.reduceat(self.held_bytes, firsts),
+            optimizer_bytes=np.add.reduceat(self.optimizer_bytes, firsts),
+            kept_bytes=np.add.reduceat(self.kept_bytes, firsts),
         )
 
 
@@ -186,6 +198,6 @@ class Uniform:
                 in_flight = np.minimum(np.arange(len(chain.forward_ms), 0, -1), number)
                 if not fits(setting, chain.state_bytes(dp) + chain.kept_bytes * in_flight):
                     continue
-                stage_ms = chain.forward_ms + chain.backward_ms
+                stage_ms = chain.work_ms
                 predicted = float(stage_ms.sum() + (number - 1) * stage_ms.max())
                 yield Configuration(units=spread, num_microbatches=number, predicted_ms=predicted)
