@@ -1,0 +1,119 @@
+"""Balancing after sampling: which data-parallel instance gets which sample, for each way a unit processes a batch.
+
+Source: OrchMLLM, post-balancing algorithms 2 to 4; 1 (no padding) is
+:func:`~resilient.planners.balance.longest_first`. Instances here may be of unequal speed: what one holds is divided by
+its speed. Where this differs from the paper:
+
+- *Padding* (2). The bisection needs bounds between which there is an answer: the least is that of the longest sample
+  alone, the largest that of batches of equally many samples all as long as the longest one. The printed ones are too
+  small: under them d batches seldom hold the samples.
+- *Quadratic attention* (3). Loads go by how many tolerances their sum is, then by their sum of squares. The printed
+  comparison is not transitive, as none is that calls sums equal when they are within a tolerance of each other: who
+  comes first then depends on who is asked first.
+- *Convolutions with padding* (4). A batch of b samples padded to m costs b * m + lambda * b * m^2: that of samples of
+  length m + lambda * m^2. So algorithm 2 minimises it, which an order of batches by it only keeps small.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from resilient.planners.balance import Floats
+from resilient.planners.samples import Ints
+
+
+def balance_padded(lengths: npt.ArrayLike, speeds: npt.ArrayLike, *, squared: float = 0.0) -> Ints:
+    """Algorithms 2 and 4, padding: bisect what a batch may cost; batches are filled in ascending order.
+
+    With equal speeds no assignment has a cheaper most expensive batch.
+
+    Args:
+        lengths: Of the samples, >= 0. [num_samples]
+        speeds: Work per time of each instance, > 0; the slowest get the shortest samples. [num_instances]
+        squared: Cost of a padded sample's squared length, of its length being 1 (the paper's lambda).
+
+    Returns:
+        The instance of each sample; the fastest ones may get none.
+
+    Raises:
+        ValueError: There is no instance, a length is negative or a speed is not positive.
+    """
+    from resilient.planners.balance_kernels import fill_ascending
+    from resilient.planners.kernels import descending
+
+    items, rates = _checked(lengths, speeds)
+    order = descending(items)[::-1]
+    costs = items[order]
+    costs = np.ascontiguousarray(costs + squared * costs**2)
+    by_speed = np.argsort(rates, kind="stable")
+    low, high = cost_bounds(costs, rates)
+    chosen = np.empty(len(items), dtype=np.int64)
+    chosen[order] = by_speed[fill_ascending(costs, rates[by_speed], low, high)]
+    return chosen
+
+
+def cost_bounds(costs: npt.ArrayLike, speeds: npt.ArrayLike) -> tuple[float, float]:
+    """Return between which times the slowest instance's is: the second is enough whatever the lengths.
+
+    Args:
+        costs: Of each sample, were no other longer. [num_samples]
+        speeds: Work per time of each instance. [num_instances]
+    """
+    items, rates = np.asarray(costs, dtype=np.float64), np.asarray(speeds, dtype=np.float64)
+    longest = float(items.max(initial=0.0))
+    return longest / float(rates.max()), longest * -(-len(items) // len(rates)) / float(rates.min())
+
+
+def balance_quadratic(lengths: npt.ArrayLike, speeds: npt.ArrayLike, tolerance: float) -> Ints:
+    """Algorithm 3, quadratic attention: longest first, each to the instance that comes first by :func:`load_key`.
+
+    Args:
+        lengths: Of the samples, >= 0. [num_samples]
+        speeds: Work per time of each instance, > 0. [num_instances]
+        tolerance: Sums within a multiple of it are taken to be equal; > 0.
+
+    Returns:
+        The instance of each sample; equal instances go by position.
+
+    Raises:
+        ValueError: There is no instance, a length is negative, or a speed or the tolerance is not positive.
+    """
+    from resilient.planners.balance_kernels import fill_by_key
+    from resilient.planners.kernels import descending
+
+    items, rates = _checked(lengths, speeds)
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be > 0, got {tolerance}; a mean length is a good one")
+    return fill_by_key(items, descending(items), rates, float(tolerance))
+
+
+def load_key(total: float, squares: float, speed: float, tolerance: float) -> tuple[float, float]:
+    """Return by what instances are ordered in algorithm 3: how many tolerances, then the squares.
+
+    Args:
+        total: Sum of an instance's lengths.
+        squares: Sum of their squares.
+        speed: Of the instance.
+        tolerance: As for :func:`balance_quadratic`.
+    """
+    return float(np.floor(total / speed / tolerance)), squares / speed
+
+
+def padded_cost(lengths: npt.ArrayLike, instances: Ints, num_instances: int, squared: float = 0.0) -> Floats:
+    """Return what each instance's batch costs when padded to its longest sample. [num_instances]"""
+    items = np.asarray(lengths, dtype=np.float64)
+    longest = np.zeros(num_instances)
+    np.maximum.at(longest, instances, items)
+    return np.bincount(instances, minlength=num_instances) * (longest + squared * longest**2)
+
+
+def _checked(lengths: npt.ArrayLike, speeds: npt.ArrayLike) -> tuple[Floats, Floats]:
+    items = np.ascontiguousarray(lengths, dtype=np.float64) + 0.0  # a negative zero has other bits
+    rates = np.ascontiguousarray(speeds, dtype=np.float64)
+    if not rates.size or rates.min() <= 0 or items.min(initial=0.0) < 0:
+        raise ValueError(
+            f"lengths must be >= 0 and speeds of one instance or more > 0, got lengths down to "
+            f"{items.min(initial=0.0)} and {rates.size} speeds down to {rates.min(initial=np.inf)}"
+        )
+    return items, rates
