@@ -11,19 +11,25 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from resilient.planners.balance import longest_first
+from resilient.planners.buckets import fill_buckets
 from resilient.planners.cornstarch import Cornstarch
+from resilient.planners.costs import CostModel
 from resilient.planners.derive import derive_costs
+from resilient.planners.dflop import Dflop
+from resilient.planners.disttrain import DistTrain
 from resilient.planners.masks import TEXT, PackedSequence, balance_blocks, block_rows
+from resilient.planners.microbatch_order import reorder
 from resilient.planners.planner import Setting
 from resilient.planners.samples import Lengths, SampleTable
 from resilient.templates.cluster import Cluster
+from resilient.templates.devices import cluster_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +122,62 @@ def cornstarch() -> list[Row]:
     ]
 
 
-ROWS: tuple[Callable[[], list[Row]], ...] = (balance, masks, cornstarch)
+def orchestration() -> list[Row]:
+    """Configurations of the paper's largest job: encoder, 70B language model, generator."""
+    device = "a100-80gb"
+    model = derive_costs("internvit-6b+llama3-70b", device)
+    generator = replace(derive_costs("siglip-so400m+llama3-8b", device).units[0], name="generator")
+    draw = np.random.default_rng(0)
+    vision = draw.lognormal(8.0, 0.7, 1000).astype(np.int64)
+    lengths = {"vision": vision, "llm": np.full(1000, 8192), "generator": vision // 2}
+    samples = SampleTable(units={name: Lengths.of(each) for name, each in lengths.items()})
+    three = Setting(
+        costs=CostModel(units=(*model.units, generator)),
+        cluster=cluster_of(device, 8),
+        num_nodes=162,
+        global_batch=1920,
+        microbatch=1,
+    )
+    two = replace(three, costs=model)
+    return [
+        Row(
+            name="disttrain",
+            case="three units on 1,296 devices, batch 1,920",
+            call=lambda: DistTrain().configure(three, samples),
+            published="922 ms",
+            target="50 ms",
+        ),
+        Row(name="dflop", case="two units on the same", call=lambda: Dflop().configure(two, samples)),
+    ]
+
+
+def buckets() -> list[Row]:
+    """DFLOP's scheduler: exchanges alone, and HiGHS after them."""
+    draw = np.random.default_rng(0)
+    many = np.stack([draw.lognormal(0, 1, 2048), draw.lognormal(0, 0.5, 2048)])
+    few = draw.lognormal(0, 0.5, (2, 64))
+    return [
+        Row(name="buckets", case="2,048 items, 128 buckets", call=lambda: fill_buckets(many, np.ones(128))),
+        Row(name="buckets", case="64 items, 16 buckets", call=lambda: fill_buckets(few, np.ones(16))),
+        Row(
+            name="buckets",
+            case="the same, HiGHS for 0.2 s",
+            call=lambda: fill_buckets(few, np.ones(16), time_limit_s=0.2),
+            target="200 ms, its time limit",
+        ),
+    ]
+
+
+def order() -> list[Row]:
+    """DistTrain's order of the microbatches of one pipeline."""
+    draw = np.random.default_rng(0)
+    forward = np.concatenate([10 * draw.lognormal(0, 0.6, (2, 64)), np.full((8, 64), 12.0)])
+    return [
+        Row(name="microbatch_order", case="64 on 10 stages", call=lambda: reorder(forward, 2 * forward)),
+    ]
+
+
+ROWS: tuple[Callable[[], list[Row]], ...] = (balance, orchestration, order, buckets, masks, cornstarch)
 """Makers of rows, in the order of the table."""
 
 

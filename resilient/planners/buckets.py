@@ -20,7 +20,7 @@ _SEARCH = 2**24
 """Exchanges that may be considered: some ten milliseconds."""
 
 _ENOUGH = 1.0001
-"""Of the least that is possible: where exchanges end."""
+"""Of an even share: where exchanges end."""
 
 _SOLVED = 2**14
 """Items times buckets up to which HiGHS is asked: it needs longer than a step for its first relaxation of more."""
@@ -49,8 +49,8 @@ def fill_buckets(weights: npt.ArrayLike, speeds: npt.ArrayLike, *, time_limit_s:
     start = longest_first(table.max(axis=0), rates)
     improved = start.copy()
     least = least_peak(table, rates)
-    _kernel()(table, rates, improved, least * _ENOUGH, _SEARCH)
-    found = [start, improved]
+    _kernel()(table, rates, improved, table.sum(axis=1).max() / rates.sum() * _ENOUGH, _SEARCH)
+    found = [improved, start]
     if (
         time_limit_s > 0
         and table.shape[1] * len(rates) <= _SOLVED
@@ -133,18 +133,22 @@ def _kernel() -> Any:
 
 
 def _exchange(weights: Ints, speeds: Floats, bucket: Ints, enough: float, work: int) -> None:
-    """Move an item out of the slowest bucket, or exchange two, as long as both buckets are then faster than it was."""
+    """Move an item out of the slowest bucket, or exchange two, as long as both buckets are then faster than it was.
+
+    Where that is not possible the bucket is left alone, and the next one is the slowest.
+    """
     num_units, num_items = weights.shape
     num_buckets = len(speeds)
     load = np.zeros((num_units, num_buckets), np.int64)
     for item in range(num_items):
         for unit in range(num_units):
             load[unit, bucket[item]] += weights[unit, item]
+    left_alone = np.zeros(num_buckets, np.bool_)
     while work > 0:
         slowest, highest = 0, -1.0
         for each in range(num_buckets):
             for unit in range(num_units):
-                if load[unit, each] / speeds[each] > highest:
+                if not left_alone[each] and load[unit, each] / speeds[each] > highest:
                     slowest, highest = each, load[unit, each] / speeds[each]
         if highest <= enough:
             return
@@ -155,7 +159,7 @@ def _exchange(weights: Ints, speeds: Floats, bucket: Ints, enough: float, work: 
             # Partners: first nothing in each bucket, then each item.
             for partner in range(-num_buckets, num_items):
                 into = partner + num_buckets if partner < 0 else bucket[partner]
-                if into == slowest:
+                if left_alone[into] or into == slowest:
                     continue
                 work -= 1
                 value = 0.0
@@ -168,7 +172,8 @@ def _exchange(weights: Ints, speeds: Floats, bucket: Ints, enough: float, work: 
                 if value < best:
                     best, leaves, enters, other = value, item, partner, into
         if leaves < 0:
-            return
+            left_alone[slowest] = True
+            continue
         for unit in range(num_units):
             moved = weights[unit, leaves] - (weights[unit, enters] if enters >= 0 else 0)
             load[unit, slowest] -= moved

@@ -16,7 +16,7 @@ from resilient.planners.buckets import peak
 from resilient.planners.costs import CostModel
 from resilient.planners.dflop import Dflop, stage_weights
 from resilient.planners.planner import LLM, Parallelism, Replica, Setting
-from resilient.planners.samples import SampleTable
+from resilient.planners.samples import Lengths, SampleTable
 from resilient.planners.slots import slots
 from resilient.templates.cluster import Cluster
 
@@ -122,7 +122,8 @@ def test_places_on_the_replicas_that_failures_leave(replicas: list[Replica], cou
 def test_a_replica_with_half_the_speed_and_half_the_microbatches_has_half_the_work() -> None:
     job = setting()
     found = Dflop().configure(job, table(50))
-    batch = table(400)
+    draw = np.random.default_rng(0)
+    batch = SampleTable(units={name: Lengths.of(draw.integers(50, 500, 400)) for name in found.units})
     replicas = [Replica(num_microbatches=8), Replica(num_microbatches=4, speed=0.5)]
     place = Dflop().assign(job, found, batch, replicas).units[LLM]
     weights = stage_weights(job, found, batch)
