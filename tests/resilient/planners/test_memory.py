@@ -1,0 +1,96 @@
+"""Activations between measured points, and the tokens there is room for."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient.planners.derive import derive_costs
+from resilient.planners.memory import ActivationGrid, token_limit, token_limits
+from resilient.planners.planner import Configuration, Parallelism
+from resilient.templates.cluster import Cluster, Link
+from resilient.templates.devices import cluster_of
+
+
+def kept(layers: float, tp: int, tokens: float) -> float:
+    """An embedding beside equal layers: linear in each alone."""
+    return tokens * (100 + layers * (20 + 80 / tp))
+
+
+LAYERS, TP, TOKENS = (2, 4, 8), (1, 4), (64, 1024)
+GRID = ActivationGrid(
+    layers=LAYERS,
+    tp=TP,
+    tokens=TOKENS,
+    bytes=tuple(tuple(tuple(kept(layers, tp, tokens) for tokens in TOKENS) for tp in TP) for layers in LAYERS),
+)
+
+
+@given(layers=st.integers(2, 8), tp=st.sampled_from(TP), tokens=st.integers(64, 1024))
+def test_activations_are_interpolated_inside_the_grid(layers: int, tp: int, tokens: int) -> None:
+    assert GRID.activation_bytes(layers, tp, tokens) == pytest.approx(kept(layers, tp, tokens))
+
+
+@given(layers=st.integers(1, 40), tokens=st.integers(1, 10000))
+def test_activations_beyond_the_grid_are_those_of_the_border(layers: int, tokens: int) -> None:
+    inside_layers, inside_tokens = min(max(layers, 2), 8), min(max(tokens, 64), 1024)
+    border = kept(inside_layers, 1, inside_tokens)
+    expected = border * layers / inside_layers * tokens / inside_tokens
+    assert GRID.activation_bytes(layers, 1, tokens) == pytest.approx(expected)
+
+
+def test_degrees_are_not_interpolated() -> None:
+    message = "tp must be one of (1, 4), which were measured, got 2; measure it too"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        GRID.activation_bytes(4, 2, 128)
+    with pytest.raises(ValueError, match=re.escape("bytes must be of shape (1, 1, 1), got (1, 1, 2); measure it all")):
+        ActivationGrid(layers=(2,), tp=(1,), tokens=(64,), bytes=(((1.0, 2.0),),))
+    message = "layers, tp and tokens must ascend from 1 or more, got (2, 1), (1,) and (64,)"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        ActivationGrid(layers=(2, 1), tp=(1,), tokens=(64,), bytes=(((1.0,),), ((1.0,),)))
+
+
+@given(
+    tp=st.sampled_from((1, 2, 4)),
+    cp=st.sampled_from((1, 2, 8)),
+    num_stages=st.integers(1, 8),
+    in_flight=st.integers(1, 8),
+)
+def test_a_token_more_does_not_fit(tp: int, cp: int, num_stages: int, in_flight: int) -> None:
+    llm = derive_costs("qwen2-vl-7b", "h100", frozen=("llm",)).by_name["llm"]
+    memory = 80 * 2**30
+    limit = token_limit(llm, memory, tp=tp, cp=cp, num_stages=num_stages, in_flight=in_flight)
+
+    def used(tokens: int) -> float:
+        activations = tokens * llm.activation_bytes(tp, cp) * in_flight
+        return (llm.state_bytes / tp + activations) / num_stages
+
+    assert used(limit) <= memory < used(limit + 1)
+
+
+def test_a_state_that_does_not_fit_is_named() -> None:
+    llm = derive_costs("qwen2-vl-7b", "h100").by_name["llm"]
+    message = (
+        f"the state of 'llm' must fit into {80 * 2**30} bytes, got {llm.state_bytes} at tp 1 and 1 stages; use more "
+        f"devices for it"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        token_limit(llm, 80 * 2**30)
+
+
+def test_limits_of_a_configuration() -> None:
+    costs, cluster = derive_costs("qwen2-vl-7b", "h100"), cluster_of("h100", 8)
+    units = {"vision": Parallelism(dp=4, pp=1, tp=2), "llm": Parallelism(dp=2, pp=4, tp=4)}
+    configuration = Configuration(units=units, num_microbatches=8)
+    limits = token_limits(costs, cluster, configuration)
+    assert cluster.memory_bytes is not None
+    assert limits == {
+        "vision": token_limit(costs.units[0], cluster.memory_bytes, tp=2),
+        "llm": token_limit(costs.units[1], cluster.memory_bytes, tp=4, num_stages=4, in_flight=4),
+    }
+    free = Link(latency_ms=0.0, bytes_per_s=None)
+    unbounded = Cluster(devices_per_node=8, memory_bytes=None, intra_node=free, inter_node=free)
+    assert token_limits(costs, unbounded, configuration) == {}
