@@ -42,7 +42,7 @@ def plan(
     min_pipeline_nodes: Annotated[int, typer.Option(min=1, help="Fewest nodes of a pipeline.")] = 1,
     global_batch: Annotated[int | None, typer.Option(help="Samples of a step; the model's usual by default.")] = None,
     microbatch: Annotated[
-        int | None, typer.Option(help="Samples of a microbatch; the model's usual by default.")
+        int | None, typer.Option(help="Samples of a microbatch; the model's usual, or the measured one, by default.")
     ] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a sample; the model's usual by default.")] = None,
     frozen: Annotated[
@@ -64,7 +64,7 @@ def plan(
             if model is not None or seq_len is not None:
                 raise ValueError("--profile must come without --model and --seq-len: it says both; leave them out")
             costs = read_profile(profile, units)
-            global_batch, microbatch = _measured_batch(global_batch, microbatch)
+            global_batch, microbatch = _measured_batch(costs, global_batch, microbatch)
         else:
             costs, global_batch, microbatch = _derive(model, device, global_batch, microbatch, seq_len, units)
         problem = _problem(costs, cluster, global_batch, microbatch, max_failures, min_pipeline_nodes)
@@ -137,7 +137,14 @@ def read_profile(path: Path, frozen: Sequence[str]) -> ModelProfile:
     return freeze(measured, frozen) if frozen else measured
 
 
-def _measured_batch(global_batch: int | None, microbatch: int | None) -> tuple[int, int]:
+def _measured_batch(costs: ModelProfile, global_batch: int | None, microbatch: int | None) -> tuple[int, int]:
+    measured = costs.microbatch
+    microbatch = measured if microbatch is None else microbatch
+    if measured is not None and microbatch != measured:
+        raise ValueError(
+            f"--microbatch must be {measured}, the one that --profile is of, got {microbatch}; leave it out, or profile "
+            f"with another"
+        )
     if global_batch is None or microbatch is None:
         raise ValueError(
             "--global-batch and --microbatch must be given with --profile, got "

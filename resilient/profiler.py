@@ -144,7 +144,8 @@ def measure(
         torch.cuda.empty_cache()
     weights = [sample.count for sample in samples]
     layers = tuple(_layer_profile(job, layouts[layer.spec.name], layer, weights) for layer in measured)
-    return ModelProfile(layers=layers, source=f"measured on {device_name(job.device)}, {job.precision}")
+    source = f"measured on {device_name(job.device)}, {job.precision}"
+    return ModelProfile(layers=layers, source=source, microbatch=job.microbatch)
 
 
 def device_name(device: torch.device) -> str:

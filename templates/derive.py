@@ -83,7 +83,8 @@ def derive_profile(
     source = f"derived: {model}, {device}, microbatch {microbatch}, {seq_len} tokens"
     if frozen:
         source += f", frozen {', '.join(sorted(frozen))}"
-    return freeze(ModelProfile(layers=layers, tp_degrees=degrees, source=source), frozen)
+    profile = ModelProfile(layers=layers, tp_degrees=degrees, source=source, microbatch=microbatch)
+    return freeze(profile, frozen)
 
 
 def freeze(profile: ModelProfile, units: Collection[str]) -> ModelProfile:

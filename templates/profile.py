@@ -29,8 +29,9 @@ class LayerCost:
     activation_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.forward_ms, self.backward_input_ms, self.backward_weight_ms, self.activation_bytes) < 0:
-            raise ValueError(f"costs of a layer must be >= 0, got {self}; profile the layer again")
+        times = self.forward_ms, self.backward_input_ms, self.backward_weight_ms
+        if not all(0 <= time < float("inf") for time in times) or self.activation_bytes < 0:
+            raise ValueError(f"costs of a layer must be >= 0 and finite, got {self}; profile the layer again")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +86,13 @@ class ModelProfile:
         layers: The layers.
         tp_degrees: Tensor-parallel degrees that were profiled, ascending; planners use no others.
         source: Where the numbers come from, for people: the device and how they were found.
+        microbatch: Samples of the microbatch that the costs are of; None where that is not known.
     """
 
     layers: tuple[LayerProfile, ...]
     tp_degrees: tuple[int, ...] = (1,)
     source: str = ""
+    microbatch: int | None = None
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]

@@ -32,6 +32,9 @@ Table = npt.NDArray[np.int64]
 STAGE_BITS = 12
 """Sums of times are kept with the number of stages in the low bits: one comparison finds the least sum, then stages."""
 
+_MOST_NS = 10**14
+"""Of a microbatch through all layers: about a day. Sums of times, with the number of stages, then fit into 64 bits."""
+
 
 class Tables(NamedTuple):
     """The costs as the compiled search reads them. D degrees, L layers, M devices of a node.
@@ -86,6 +89,8 @@ class StageCosts:
             [nanoseconds(cluster.inter_node.transfer_ms(2 * total / degree)) if total else 0 for total in gradients]
             for degree in self.degrees
         ]
+        messages = max(map(sum, self._send)) + max(map(max, self._sync))
+        _check_times(2 * max(map(sum, forward)) + max(map(sum, backward)) + messages)
         self._next_backward = [self.num_layers] * (self.num_layers + 1)
         for i in reversed(range(self.num_layers)):
             runs = layers[i].trainable or layers[i].input_gradient
@@ -214,6 +219,14 @@ class StageCosts:
                     most = np.maximum(most, _most_in_flight(free, inputs[i + 1 :] - inputs[i], size))
                 fitting[q, i] = i + np.searchsorted(-most, -counts, side="right")
         return plain, fitting
+
+
+def _check_times(sum_ns: int) -> None:
+    if sum_ns > _MOST_NS:
+        raise ValueError(
+            f"costs and messages of all layers must be at most {_MOST_NS // 10**6} ms in all, got "
+            f"{sum_ns / 1e6:g}; times are in milliseconds: profile the layers again"
+        )
 
 
 def _prefix_sums(values: Sequence[int]) -> list[int]:

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -139,6 +140,7 @@ def test_a_measured_profile_is_planned_like_a_derived_one(tmp_path: Path) -> Non
     (tmp_path / "profile.json").write_bytes(derive_profile("gpt3-2.7b", "a40").to_json())
     measured = planned(tmp_path, model=None, profile=str(tmp_path / "profile.json"))
     assert measured == planned(tmp_path)
+    assert measured == planned(tmp_path, model=None, profile=str(tmp_path / "profile.json"), microbatch=None)
     unlimited = planned(tmp_path, model=None, device=None, profile=str(tmp_path / "profile.json"))
     assert unlimited["device_memory_bytes"] is None
     assert unlimited["min_pipeline_nodes"] == 1
@@ -247,6 +249,12 @@ def test_bad_profiles_are_refused_with_the_fix(tmp_path: Path) -> None:
         2,
         "error: --profile must come without --model and --seq-len: it says both; leave them out\n",
     )
+    ended = run({**SMALL, "--model": None, "--profile": str(path), "--microbatch": "16"})
+    assert (ended.exit_code, ended.output) == (
+        2,
+        "error: --microbatch must be 32, the one that --profile is of, got 16; leave it out, or profile with another\n",
+    )
+    path.write_bytes(replace(derive_profile("bert-large", "a40"), microbatch=None).to_json())
     ended = run({**SMALL, "--model": None, "--profile": str(path), "--microbatch": None})
     assert (ended.exit_code, ended.output) == (
         2,

@@ -339,3 +339,17 @@ def test_devices_that_no_degrees_add_up_to_are_refused():
         "layers and tp_degrees must suffice for stages on all devices_per_node = 5 devices of a node, got 5 layers and "
         "(2, 4); profile other degrees, or use fewer devices"
     )
+
+
+def test_times_beyond_what_sums_can_hold_are_refused():
+    plan_templates(job([3e7, 3e7], 1), 2)
+    assert refusal(job([1e9, 1e300], 1)) == (
+        "costs and messages of all layers must be at most 100000000 ms in all, got 1.33333e+300; times are in "
+        "milliseconds: profile the layers again"
+    )
+
+
+@pytest.mark.parametrize("time_ms", [-1.0, float("nan"), float("inf")])
+def test_costs_that_are_no_times_are_refused(time_ms: float):
+    with pytest.raises(ValueError, match=r"^costs of a layer must be >= 0 and finite, got .*; profile"):
+        LayerCost(forward_ms=1.0, backward_weight_ms=time_ms)
