@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs_of_planners import after_failures, check_places, setting, table, unit
 
-from resilient.planners.balance import longest_first, slowest_stages
+from resilient.planners.balance import cut_chain, loads, longest_first
 from resilient.planners.buckets import peak
 from resilient.planners.costs import CostModel
 from resilient.planners.dflop import Dflop, stage_weights
@@ -35,7 +35,8 @@ def by_hand(job: Setting, samples: SampleTable, spread: dict[str, Parallelism], 
         layers = [
             float((layer.curves[index].forward + layer.backward(index)).of(lengths).mean()) for layer in each.layers
         ]
-        slowest = max(slowest, number * slowest_stages(layers, at.pp)[-1] + each.work(at.tp).fixed / at.pp)
+        stage_of = np.repeat(np.arange(at.pp), cut_chain(layers, at.pp))
+        slowest = max(slowest, number * max(loads(layers, stage_of, at.pp)) + each.work(at.tp).fixed / at.pp)
         kept = number * float(lengths.tokens.mean()) * each.activation_bytes(at.tp) / at.pp * behind
         memory = max(memory, each.state_bytes / (at.tp * at.pp) + kept)
         behind -= at.pp

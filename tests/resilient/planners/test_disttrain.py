@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs_of_planners import COSTS, after_failures, check_places, setting, table, unit
 
-from resilient.planners.balance import longest_first, slowest_stages
+from resilient.planners.balance import cut_chain, loads, longest_first
 from resilient.planners.costs import CostModel
 from resilient.planners.disttrain import DistTrain
 from resilient.planners.microbatch_order import pipeline_ms
@@ -46,7 +46,8 @@ def by_hand(job: Setting, samples: SampleTable, spread: dict[str, Parallelism]) 
         ]
         fixed = each.work(at.tp).fixed
         warm += number * sum(layers) + fixed
-        slowest = max(slowest, number * slowest_stages(layers, at.pp)[-1] + fixed / at.pp)
+        stage_of = np.repeat(np.arange(at.pp), cut_chain(layers, at.pp))
+        slowest = max(slowest, number * max(loads(layers, stage_of, at.pp)) + fixed / at.pp)
         held = sum(layer.parameter_bytes + layer.gradient_bytes for layer in each.layers) / (at.pp * at.tp)
         sharded = sum(layer.optimizer_bytes for layer in each.layers) / (at.pp * at.tp * at.dp)
         kept = number * float(lengths.tokens.mean()) * each.activation_bytes(at.tp)
