@@ -1,4 +1,5 @@
-"""The command line: ``run``, ``agent``, ``inject``, ``profile``, ``plan``, ``schedule``, ``simulate`` and ``demo``.
+"""The command line: ``run``, ``agent``, ``inject``, ``profile``, ``plan``, ``compare``, ``schedule``, ``simulate`` and
+``demo``.
 
 Exit codes of ``run``: 0 done; 1 failed; 3 stopped for lack of nodes, to be resumed; 4 a layer's state is lost and there
 is no checkpoint; 130 interrupted.
@@ -18,6 +19,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from resilient.compare_command import compare
 from resilient.demo import demo
 from resilient.errors import ResilientError
 from resilient.messages import PHASES, Injection
@@ -110,6 +112,7 @@ def agent(
 
 
 app.command(context_settings=_OF_A_SCRIPT)(profile)
+app.command()(compare)
 app.command()(demo)
 app.command()(plan)
 app.command()(schedule)

@@ -149,7 +149,7 @@ class _Step:
         ends = end_times(
             Tasks(row=lane, length_ns=length, sources=position[source], targets=position[target], delays_ns=delay)
         )
-        step_ns = self._with_sums(lane, ends)
+        step_ns = self._with_sums(lane, ends - length, ends)
         return Result(
             iteration_ms=step_ns / 1e6,
             sum_ms=(step_ns - int(ends.max(initial=0))) / 1e6,
@@ -292,17 +292,23 @@ class _Step:
         inside = spread.pp * spread.tp * spread.cp <= cluster.devices_per_node
         return cluster.intra_node if inside else cluster.inter_node
 
-    def _with_sums(self, lane: Ints, ends: Ints) -> int:
-        """Return when the step ends: after every stage's gradients are summed over its replicas."""
-        done = np.zeros(self.first_lane[-1], np.int64)
+    def _with_sums(self, lane: Ints, starts: Ints, ends: Ints) -> int:
+        """Return when the step ends: after every stage's gradients are summed over its replicas.
+
+        The sum of a layer's gradient starts when its last backward ends; the layers of a stage follow each other.
+        """
+        begun, done = np.zeros((2, self.first_lane[-1]), np.int64)
+        np.maximum.at(begun, lane, starts)
         np.maximum.at(done, lane, ends)
         step = int(ends.max(initial=0))
         if self.configuration.sharded:
             return step
         for number, unit in enumerate(self.units):
-            lanes = done[self.first_lane[number] : self.first_lane[number + 1]].reshape(-1, unit.spread.pp)
+            own = slice(self.first_lane[number], self.first_lane[number + 1])
             sums = np.rint(1e6 * gradient_sum_ms(unit.costs, unit.spread, self.setting.cluster)).astype(np.int64)
-            step = max(step, int((lanes + sums).max()))
+            last = sums // np.array(unit.spread.stage_layers)
+            first_ends = begun[own].reshape(-1, unit.spread.pp) + sums
+            step = max(step, int(np.maximum(first_ends, done[own].reshape(-1, unit.spread.pp) + last).max()))
         return step
 
     def _bubble(self, lane: Ints, length: Floats, step_ns: int) -> float:
