@@ -151,7 +151,21 @@ def test_less_memory_never_makes_a_step_faster_and_none_is_an_error(planner: Pla
         configured(least // 2)
 
 
-def _fits(configured: Callable[[int], float], memory_bytes: int) -> bool:
+def test_the_first_stage_keeps_as_many_microbatches_as_there_are_stages() -> None:
+    samples = SampleTable(
+        units={"vision": Lengths.of(np.full(4, 1000)), "llm": Lengths.of(np.full(4, 500))},
+    )
+    setting = replace(SETTING, num_nodes=1, global_batch=8)
+    # Four layers of 16,000 bytes, and twice the 100 bytes that each keeps of 2000 tokens
+    need = 4 * 16_000 + 2 * 4 * 100 * 2000
+    for memory_bytes, fits in ((need, True), (need - 1, False)):
+        cluster = Cluster(devices_per_node=2, memory_bytes=memory_bytes)
+        assert (
+            _fits(lambda _, cluster=cluster: Uniform().configure(replace(setting, cluster=cluster), samples), 0) == fits
+        )
+
+
+def _fits(configured: Callable[[int], object], memory_bytes: int) -> bool:
     try:
         configured(memory_bytes)
     except ValueError:

@@ -219,6 +219,19 @@ def test_memory_is_held(encoders: Encoders) -> None:
         Cornstarch(encoders=encoders).configure(setting(costs, 8, 8, 2_000), table("vision", "llm"))
 
 
+def test_encoders_keep_microbatches_until_the_language_model_is_done_with_them() -> None:
+    costs = CostModel(units=(unit("vision", [1.0]), unit("llm", [1.0])))
+    samples = table("vision", "llm")
+    # A layer of 4000 bytes, and 1000 bytes of each of two microbatches
+    assert Cornstarch().configure(setting(costs, 2, 8, 6000), samples).units["vision"].pp == 1
+    message = (
+        "num_nodes must be enough for 'cornstarch', got 1 of 2 devices; "
+        "use more nodes, a smaller microbatch, or another planner"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Cornstarch().configure(setting(costs, 2, 8, 5999), samples)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     count=st.integers(0, 30),
