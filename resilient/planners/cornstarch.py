@@ -10,8 +10,8 @@ A step of K microbatches is predicted as the stages of the longest branch and K 
 combination of tensor-parallel degrees and each bound on the slowest stage every unit has the fewest stages that hold
 it; more of them would not make a step faster, as the sum over a branch does not depend on its cuts. So the search is
 exact under the prediction, as long as it is not memory that asks for more stages; memory is what the mean microbatch
-needs. Context parallelism is :mod:`resilient.planners.masks`. Samples are taken as they come: the paper does not balance
-them.
+needs. Context parallelism is :mod:`resilient.planners.masks`. Samples are taken as they come: the paper does not
+balance them.
 """
 
 from __future__ import annotations
