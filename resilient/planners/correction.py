@@ -15,8 +15,9 @@ Source: DFLOP, section 3.4.3. What an error is worth there is not said; the meas
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,9 @@ Floats = npt.NDArray[np.float64]
 
 Key = tuple[str, int, int]
 """Unit, tensor-parallel degree, bucket."""
+
+_NUM_BUCKETS = 126
+"""Of all 64-bit numbers."""
 
 
 def buckets(tokens: npt.ArrayLike) -> Ints:
@@ -119,12 +123,11 @@ class Correction:
         A bucket that was never observed is taken for its nearest observed neighbour of the same unit and degree, the
         shorter one where two are as near; without any the factor is 1.
         """
-        wanted = buckets(tokens)
         known = sorted(bucket for name, degree, bucket in self.factors if (name, degree) == (unit, tp))
         if not known:
-            return np.ones(wanted.shape)
-        values = np.array([self.factors[unit, tp, bucket].value for bucket in known])
-        return values[np.abs(wanted[..., None] - np.array(known)).argmin(axis=-1)]
+            return np.ones(np.shape(tokens))
+        nearest = np.abs(np.arange(_NUM_BUCKETS)[:, None] - np.array(known)).argmin(axis=1)
+        return np.array([self.factors[unit, tp, bucket].value for bucket in known])[nearest][buckets(tokens)]
 
     def observe(self, observations: Sequence[Observation], *, cost_ms: float) -> Correction:
         """Learn from one measured step.
@@ -140,10 +143,13 @@ class Correction:
             return self
         predicted = np.array([each.predicted_ms for each in observations])
         actual = np.array([each.actual_ms for each in observations])
-        corrected = predicted * [float(self.factor(each.unit, each.tp, each.tokens)) for each in observations]
-        groups = {(each.unit, each.replica): None for each in observations}
-        place = {group: index for index, group in enumerate(groups)}
-        group = np.array([place[each.unit, each.replica] for each in observations])
+        tokens = np.array([each.tokens for each in observations])
+        corrected = predicted.copy()
+        for (unit, tp), calls in _positions((each.unit, each.tp) for each in observations).items():
+            corrected[calls] *= self.factor(unit, tp, tokens[calls])
+        group = np.empty(len(observations), dtype=np.int64)
+        for index, calls in enumerate(_positions((each.unit, each.replica) for each in observations).values()):
+            group[calls] = index
         error = float(np.abs(actual - corrected).sum() / actual.sum())
         if not self.tracking:
             now = _moved(self.error, error, 1 / 3)
@@ -171,8 +177,9 @@ class Correction:
     def _learnt(self, observations: Sequence[Observation]) -> Correction:
         """Move the factors; the calls of a key in one step count as one."""
         sums: dict[Key, tuple[float, float]] = {}
-        for each in observations:
-            key = (each.unit, each.tp, int(buckets(each.tokens)))
+        by_length = buckets([each.tokens for each in observations]).tolist()
+        for each, bucket in zip(observations, by_length, strict=True):
+            key = (each.unit, each.tp, bucket)
             actual, predicted = sums.get(key, (0.0, 0.0))
             sums[key] = (actual + each.actual_ms, predicted + each.predicted_ms)
         factors = dict(self.factors)
@@ -186,6 +193,17 @@ class Correction:
 
 UNCORRECTED = Correction()
 """What nothing was learnt for yet."""
+
+
+_Label = TypeVar("_Label")
+
+
+def _positions(labels: Iterable[_Label]) -> dict[_Label, list[int]]:
+    """Return where each label stands."""
+    found: dict[_Label, list[int]] = {}
+    for position, label in enumerate(labels):
+        found.setdefault(label, []).append(position)
+    return found
 
 
 def _moved(average: float, newest: float, weight: float) -> float:
