@@ -33,6 +33,7 @@ class Formed:
     Args:
         senders: Workers without a place that send states: their ranks follow those of the plan.
         needed_nodes: The fewest nodes the job can go on with.
+        templates: Digest of the templates that the plan is made of.
         lost: States that made it fall back to ``source``.
     """
 
@@ -43,6 +44,7 @@ class Formed:
     senders: tuple[Worker, ...]
     source: str
     needed_nodes: int
+    templates: str
     lost: tuple[str, ...] = ()
 
     @property
@@ -105,7 +107,8 @@ def form(
         new = first_plan(problem, nodes, domains=domains, slowdowns=slow)
     else:
         new = replan(problem, plan, nodes, domains=domains, slowdowns=slow)
-    needed_nodes = (problem.max_failures + 1) * templates_for(problem, len(nodes)).sizes.start
+    templates = templates_for(problem, len(nodes))
+    needed_nodes = (problem.max_failures + 1) * templates.sizes.start
     source = source_at(agreement.version, checkpoints)
     transfers, lost, senders = _copies(problem, new, agreement)
     if not lost or source:
@@ -117,6 +120,7 @@ def form(
             senders=senders,
             source=source,
             needed_nodes=needed_nodes,
+            templates=templates.digest,
         )
     newest = max(checkpoints, key=lambda checkpoint: checkpoint.step, default=None)
     if newest is None:
@@ -129,6 +133,7 @@ def form(
         senders=(),
         source=newest.path,
         needed_nodes=needed_nodes,
+        templates=templates.digest,
         lost=lost,
     )
 
@@ -191,6 +196,7 @@ def describe(formed: Formed, members: Mapping[int, Member], slowdowns: Mapping[i
         "roll_forward": formed.roll_forward is not None,
         "interrupted_step": formed.version + 1,
         "nodes": sorted(placed),
+        "templates": formed.templates,
         "pipelines": pipelines,
         "transfers": len(formed.transfers),
         "senders": sorted({node for node, _ in formed.senders}),

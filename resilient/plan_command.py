@@ -142,8 +142,8 @@ def _measured_batch(costs: ModelProfile, global_batch: int | None, microbatch: i
     microbatch = measured if microbatch is None else microbatch
     if measured is not None and microbatch != measured:
         raise ValueError(
-            f"--microbatch must be {measured}, the one that --profile is of, got {microbatch}; leave it out, or profile "
-            f"with another"
+            f"--microbatch must be {measured}, the one that --profile is of, got {microbatch}; leave it out, or "
+            f"profile with another"
         )
     if global_batch is None or microbatch is None:
         raise ValueError(

@@ -122,7 +122,7 @@ class TemplateSet:
         """Return the layout with the shortest step for a number of microbatches (ties: the first)."""
         return min(self.of(num_nodes), key=lambda template: nanoseconds(template.iteration_ms(num_microbatches)))
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Content hash; nodes with the same digest use the same templates."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()

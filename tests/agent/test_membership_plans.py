@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from simulated import STATES, Job
+from simulated import STATES, Job, job_spec
 
+from resilient.agent.forming import problem_of
 from resilient.agent.state import Phase
 from resilient.messages import Regroup, Suspect
+from resilient.templates.replan import templates_for
 
 
 def started(num_nodes: int = 5, **changes: object) -> Job:
@@ -42,6 +44,15 @@ def test_plans_are_prepared_from_the_first_worker_on_and_waited_for() -> None:
     assert (job.machine.generation, job.plans_wanted) == (0, [5])
     job.prepare_plans()
     assert job.machine.generation == 1
+
+
+def test_generations_say_by_their_digest_what_templates_they_are_made_of() -> None:
+    job = started()
+    digest = templates_for(problem_of(job_spec(), 1), 5).digest
+    assert job.last("generation")["templates"] == digest
+    job.lose(3)
+    job.answer()
+    assert (len(job.last("generation")["nodes"]), job.last("generation")["templates"]) == (4, digest)
 
 
 def test_job_that_cannot_be_planned_stops_after_the_attempt() -> None:
