@@ -28,8 +28,33 @@ def longest_first(weights: npt.ArrayLike, speeds: npt.ArrayLike) -> Ints:
 
     Source: Graham (1969); for unequal speeds Gonzalez, Ibarra and Sahni (1977).
     """
-    from resilient.planners.kernels import descending, spread
+    from resilient.planners.kernels import descending
 
+    items, bins = _checked(weights, speeds)
+    return give_out(items, bins, descending(items))
+
+
+def give_out(weights: npt.ArrayLike, speeds: npt.ArrayLike, order: Ints) -> Ints:
+    """Spread weights over bins in an order, else like :func:`longest_first`.
+
+    Args:
+        weights: As there.
+        speeds: As there.
+        order: Positions of items. Those that are not in it have no bin, -1.
+
+    Raises:
+        ValueError: As there.
+    """
+    from resilient.planners.kernels import spread
+
+    items, bins = _checked(weights, speeds)
+    different, group = np.unique(bins, return_inverse=True)
+    members = np.argsort(group, kind="stable")
+    starts = np.searchsorted(group[members], np.arange(len(different) + 1))
+    return spread(items, np.ascontiguousarray(order, dtype=np.int64), different, members, starts)
+
+
+def _checked(weights: npt.ArrayLike, speeds: npt.ArrayLike) -> tuple[Floats, Floats]:
     items = np.asarray(weights, dtype=np.float64) + 0.0  # -0.0 becomes 0.0
     bins = np.ascontiguousarray(speeds, dtype=np.float64)
     if not (bins.size and bins.min() > 0 and items.min(initial=0.0) >= 0 and items.max(initial=0.0) < np.inf):
@@ -37,10 +62,7 @@ def longest_first(weights: npt.ArrayLike, speeds: npt.ArrayLike) -> Ints:
             f"weights must be >= 0 and speeds of one bin or more > 0, got weights from {items.min(initial=0.0)} to "
             f"{items.max(initial=0.0)} and {bins.size} speeds from {bins.min(initial=np.inf)}"
         )
-    different, group = np.unique(bins, return_inverse=True)
-    members = np.argsort(group, kind="stable")
-    starts = np.searchsorted(group[members], np.arange(len(different) + 1))
-    return spread(items, descending(items), different, members, starts)
+    return items, bins
 
 
 def loads(weights: npt.ArrayLike, bins: Ints, num_bins: int) -> Floats:
@@ -61,13 +83,7 @@ def cut_chain(costs: npt.ArrayLike, num_stages: int) -> tuple[int, ...]:
     Raises:
         ValueError: More stages than layers, or none.
     """
-    spans, least = _cuts(costs, num_stages)
-    bound, first, counts = least[num_stages, 0], 0, list[int]()
-    for k in range(num_stages, 0, -1):
-        fits = np.flatnonzero((spans[first] <= bound) & (least[k - 1] <= bound))
-        counts.append(int(fits[-1]) - first)
-        first = int(fits[-1])
-    return tuple(counts)
+    return Cuts(costs, num_stages).layers(num_stages)
 
 
 def slowest_stages(costs: npt.ArrayLike, max_stages: int) -> Floats:
@@ -80,19 +96,44 @@ def slowest_stages(costs: npt.ArrayLike, max_stages: int) -> Floats:
     Raises:
         ValueError: As there.
     """
-    return _cuts(costs, max_stages)[1][1:, 0].copy()
+    return Cuts(costs, max_stages).slowest
 
 
-def _cuts(costs: npt.ArrayLike, num_stages: int) -> tuple[Floats, Floats]:
-    """Return what layers ``[first, end)`` cost together, and, at ``[k, i]``, cutting layers i.. into k stages."""
-    layers = np.asarray(costs, dtype=np.float64)
-    if not 1 <= num_stages <= len(layers):
-        raise ValueError(f"num_stages must be 1 to {len(layers)}, the number of layers, got {num_stages}; use fewer")
-    sums = np.concatenate(([0.0], np.cumsum(layers)))
-    spans = sums[None, :] - sums[:, None]
-    spans[np.tril_indices(len(sums))] = np.inf
-    least = np.full((num_stages + 1, len(sums)), np.inf)
-    least[0, -1] = 0.0
-    for k in range(1, num_stages + 1):
-        least[k] = np.maximum(spans, least[k - 1][None, :]).min(axis=1)
-    return spans, least
+class Cuts:
+    """The best cuts of one chain into 1, 2, ... stages, see :func:`cut_chain`.
+
+    Args:
+        costs: As there.
+        max_stages: At most one per layer.
+
+    Attributes:
+        slowest: As :func:`slowest_stages` returns it.
+
+    Raises:
+        ValueError: As there.
+    """
+
+    def __init__(self, costs: npt.ArrayLike, max_stages: int) -> None:
+        layers = np.asarray(costs, dtype=np.float64)
+        if not 1 <= max_stages <= len(layers):
+            raise ValueError(
+                f"num_stages must be 1 to {len(layers)}, the number of layers, got {max_stages}; use fewer"
+            )
+        sums = np.concatenate(([0.0], np.cumsum(layers)))
+        self._spans = sums[None, :] - sums[:, None]  # [first, end]
+        self._spans[np.tril_indices(len(sums))] = np.inf
+        # least[k, i]: the most expensive stage when layers i.. are cut into k stages
+        self._least = np.full((max_stages + 1, len(sums)), np.inf)
+        self._least[0, -1] = 0.0
+        for k in range(1, max_stages + 1):
+            self._least[k] = np.maximum(self._spans, self._least[k - 1][None, :]).min(axis=1)
+        self.slowest = self._least[1:, 0].copy()
+
+    def layers(self, num_stages: int) -> tuple[int, ...]:
+        """Return the number of layers of each stage."""
+        bound, first, counts = self.slowest[num_stages - 1], 0, list[int]()
+        for k in range(num_stages, 0, -1):
+            fits = np.flatnonzero((self._spans[first] <= bound) & (self._least[k - 1] <= bound))
+            counts.append(int(fits[-1]) - first)
+            first = int(fits[-1])
+        return tuple(counts)

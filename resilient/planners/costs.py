@@ -167,17 +167,28 @@ class UnitCosts:
 
     def forward(self, tp: int = 1, cp: int = 1) -> Curve:
         """Return the forward of all layers."""
-        index = self.index(tp, cp)
-        return sum((layer.curves[index].forward for layer in self.layers), Curve())
+        return self._sums(tp, cp)[0]
 
     def backward(self, tp: int = 1, cp: int = 1) -> Curve:
         """Return the backward of all layers, as far as something needs it."""
-        index = self.index(tp, cp)
-        return sum((layer.backward(index) for layer in self.layers), Curve())
+        return self._sums(tp, cp)[1]
 
     def work(self, tp: int = 1, cp: int = 1) -> Curve:
         """Return forward and backward of all layers: what planners balance."""
         return self.forward(tp, cp) + self.backward(tp, cp)
+
+    def _sums(self, tp: int, cp: int) -> tuple[Curve, Curve]:
+        if (tp, cp) not in self._known_sums:
+            index = self.index(tp, cp)
+            forward = sum((layer.curves[index].forward for layer in self.layers), Curve())
+            backward = sum((layer.backward(index) for layer in self.layers), Curve())
+            self._known_sums[tp, cp] = forward, backward
+        return self._known_sums[tp, cp]
+
+    @cached_property
+    def _known_sums(self) -> dict[tuple[int, int], tuple[Curve, Curve]]:
+        """Asked for in every step."""
+        return {}
 
     def layer_ms(self, tokens: float, squares: float, tp: int = 1, cp: int = 1) -> tuple[Floats, Floats]:
         """Return each layer's forward and backward time of one call. [num_layers] each"""

@@ -70,13 +70,13 @@ def spread(items: Floats, order: Ints, speeds: Floats, members: Ints, starts: In
 
     Args:
         items: Weights, >= 0. [num_items]
-        order: Of the items. [num_items]
+        order: Of the items, or of some.
         speeds: They, all different. [num_speeds]
         members: The bins of each speed, one speed after the other, ascending within. [num_bins]
         starts: Where each speed's bins start, and the end. [num_speeds + 1]
 
     Returns:
-        The bin of each item. [num_items]
+        The bin of each item, -1 where it is not in the order. [num_items]
     """
     first = np.zeros(len(speeds) + 1, dtype=np.int64)
     for speed in range(len(speeds)):
@@ -96,7 +96,7 @@ def spread(items: Floats, order: Ints, speeds: Floats, members: Ints, starts: In
             if leaf - size < starts[speed + 1] - starts[speed]:
                 lost[first[speed] + node] = 0
     winner, won = np.zeros(len(speeds), dtype=np.int64), np.zeros(len(speeds))
-    chosen = np.empty(len(items), dtype=np.int64)
+    chosen = np.full(len(items), -1)
     for item in order:
         best, finish = 0, np.inf
         for speed in range(len(speeds)):
@@ -120,3 +120,65 @@ def spread(items: Floats, order: Ints, speeds: Floats, members: Ints, starts: In
             leaf = other if swap else leaf
         winner[best], won.view(np.int64)[best] = leaf, bits
     return chosen
+
+
+@compiled
+def subset_sums(weights: Floats, starts: Ints, num_quanta: int) -> tuple[Ints, Ints, Floats]:
+    """Find which sums subsets of a group have, in quanta of the group's sum, as a bit set that remembers how it grew.
+
+    Args:
+        weights: Of items, group after group, >= 0. [num_items]
+        starts: Where each group starts, and the end. [num_groups + 1]
+        num_quanta: Parts of a group's sum; weights are rounded to them.
+
+    Returns:
+        The items' weights in quanta, ``[num_items]``. For each group and sum in quanta, the last item of the first
+        subset found with it: what is left without the item was found before it. And the sum of that subset's weights,
+        not a number where there is none, ``[num_groups, num_sums]`` both.
+    """
+    num_groups = len(starts) - 1
+    most = 0
+    for group in range(num_groups):
+        most = max(most, starts[group + 1] - starts[group])
+    sizes = np.zeros(len(weights), dtype=np.int64)
+    last = np.full((num_groups, num_quanta + most // 2 + 2), -1)
+    sums = np.full(last.shape, np.nan)
+    for group in range(num_groups):
+        first, end = starts[group], starts[group + 1]
+        total = weights[first:end].sum()
+        sums[group, 0] = 0.0
+        reached = 0
+        for item in range(first, end):
+            size = int(np.rint(weights[item] / total * num_quanta)) if total > 0 else 0
+            if size == 0:
+                continue
+            sizes[item] = size
+            for rest in range(reached, -1, -1):
+                if not np.isnan(sums[group, rest]) and np.isnan(sums[group, rest + size]):
+                    last[group, rest + size] = item
+                    sums[group, rest + size] = sums[group, rest] + weights[item]
+            reached += size
+    return sizes, last, sums
+
+
+@compiled
+def nearest_sums(sums: Floats, wanted: Floats) -> Ints:
+    """Return for each group the sums nearest to some, the smaller of two as near.
+
+    Args:
+        sums: As :func:`subset_sums` returns them.
+        wanted: In quanta, >= 0. [num_groups, num_wanted]
+    """
+    found = np.zeros(wanted.shape, dtype=np.int64)
+    num_sums = sums.shape[1]
+    for group in range(wanted.shape[0]):
+        for i in range(wanted.shape[1]):
+            below = min(int(wanted[group, i]), num_sums - 1)
+            above = below + 1
+            while np.isnan(sums[group, below]):
+                below -= 1
+            while above < num_sums and np.isnan(sums[group, above]):
+                above += 1
+            nearer = above < num_sums and above - wanted[group, i] < wanted[group, i] - below
+            found[group, i] = above if nearer else below
+    return found

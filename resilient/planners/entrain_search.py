@@ -1,0 +1,191 @@
+"""Entrain's configuration search: every unit as many stages as its work is worth.
+
+For each number of replicas and each degree of tensor and context parallelism of each unit, the devices of a replica are
+divided in proportion to the units' mean work, counted in device time at that degree; layers are cut into the stages
+that this makes; and
+
+    step = longest branch + (K - 1) * slowest stage + sum of gradients,
+
+where a branch is an encoder's stages, those of the language model after it, the messages between stages, and
+*resharding*: each device of the smaller group sends or receives its part of the encoder's output, and of its gradient.
+K = B / (DP * mu) microbatches, so DP divides B / mu. The last term, of the stage with most parameters, is not in the
+paper; without it, many replicas of few microbatches are chosen whose gradients take longer than the step.
+
+Everything is that of the mean microbatch: mu samples of mean length and mean square. Its activations count as often as
+1F1B holds them, and once more in encoders, because of deferred samples. The optimizer is sharded over replicas.
+
+Source: Entrain, sections 4.4.1 and 4.4.2.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from resilient.planners.allocation import proportional
+from resilient.planners.balance import Cuts, Floats
+from resilient.planners.costs import UnitCosts
+from resilient.planners.planner import LLM, Configuration, Parallelism, Setting
+from resilient.planners.samples import Lengths, SampleTable
+from resilient.templates.cluster import Cluster, Link
+
+
+def search(setting: Setting, samples: SampleTable) -> Configuration:
+    """Return the configuration that takes least and fits; of equals one on the fewest devices.
+
+    Args:
+        setting: The job.
+        samples: A sample of the data set.
+
+    Raises:
+        ValueError: There is none.
+    """
+    names = [unit.name for unit in setting.costs.units]
+    if LLM not in names:
+        raise ValueError(f"costs must have a unit {LLM!r}, got {names}; name it so")
+    if not len(samples):
+        raise ValueError("samples must be one or more, got none; draw some from the data set")
+    language = names.index(LLM)
+    options = [_options(setting, unit, samples.units[unit.name]) for unit in setting.costs.units]
+    number = -(-setting.global_batch // setting.microbatch)
+    found = sorted(_candidates(setting, options, language, number), key=lambda each: (each.step_ns, each.num_devices))
+    if not found:
+        raise ValueError(
+            f"num_nodes must give every unit stages in proportion to its work, and no more than it has layers, got "
+            f"{setting.num_nodes} of {setting.cluster.devices_per_node} devices for {number} microbatches; use more "
+            f"nodes, or fewer"
+        )
+    memory, least = setting.cluster.memory_bytes, np.inf
+    for each in found:
+        needed = 0.0 if memory is None else _memory_bytes(each, language, number // each.dp)
+        if memory is None or needed <= memory:
+            spread = {
+                name: Parallelism(dp=each.dp, pp=pp, tp=option.tp, cp=option.cp, stage_layers=option.cut(pp))
+                for name, option, pp in zip(names, each.options, each.stages, strict=True)
+            }
+            return Configuration(units=spread, num_microbatches=number // each.dp, predicted_ms=each.step_ns / 1e6)
+        least = min(least, needed)
+    raise ValueError(
+        f"memory_bytes must be >= {least:.0f}, what the least demanding configuration needs, got {memory}; use more "
+        f"nodes, a smaller microbatch, or larger devices"
+    )
+
+
+class _Option:
+    """One unit at one degree: what the mean microbatch costs it.
+
+    Attributes:
+        tp: The degree.
+        cp: Likewise.
+        size: Devices of a stage.
+        total_ms: Forward and backward of all layers.
+        slowest_ms: Those of the slowest stage, by the number of stages less one.
+        send_ms: Messages over a boundary between two stages.
+        output_bytes: Of what the next unit gets, and of the gradient that it returns.
+    """
+
+    def __init__(self, setting: Setting, unit: UnitCosts, lengths: Lengths, tp: int, cp: int) -> None:
+        self.tp, self.cp, self.size = tp, cp, tp * cp
+        tokens, squares = (setting.microbatch * float(each.mean()) for each in (lengths.tokens, lengths.squares))
+        forward_ms, backward_ms = unit.layer_ms(tokens, squares, tp, cp)
+        layer_ms = forward_ms + backward_ms
+        self.total_ms = float(layer_ms.sum())
+        self._cuts = Cuts(layer_ms, len(unit.layers))
+        self.slowest_ms = self._cuts.slowest
+        directions = 1 + any(layer.input_gradient for layer in unit.layers[1:])
+        self.send_ms = directions * _link(setting).transfer_ms(unit.boundary_bytes * tokens / self.size)
+        self.output_bytes = unit.output_bytes * tokens
+        index = unit.index(tp, cp)
+        kept = [
+            layer.curves[index].activation_bytes * tokens * (layer.trainable or layer.input_gradient)
+            for layer in unit.layers
+        ]
+        held = [layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers]
+        optimizer = [layer.optimizer_bytes / cp for layer in unit.layers]
+        gradients = [layer.gradient_bytes for layer in unit.layers]
+        self._bytes = np.stack([kept, np.array(held) / tp, np.array(optimizer) / tp, np.array(gradients) / tp])
+        self._stages: dict[int, tuple[tuple[int, ...], Floats]] = {}
+
+    def cut(self, num_stages: int) -> tuple[int, ...]:
+        """Return the layers of each stage."""
+        return self._cut(num_stages)[0]
+
+    def sum_ms(self, num_stages: int, dp: int, cluster: Cluster) -> float:
+        """Return how long a ring takes to sum the gradients of the stage that has most."""
+        ring = dp * self.cp
+        inside = dp * num_stages * self.size <= cluster.devices_per_node
+        link = cluster.intra_node if inside else cluster.inter_node
+        most = float(self._cut(num_stages)[1][3].max())
+        return 2 * (ring - 1) * link.transfer_ms(most / ring) if most else 0.0
+
+    def memory_bytes(self, num_stages: int, dp: int, in_flight: Floats) -> float:
+        """Return what the fullest stage needs on each device, with the microbatches in flight on each stage."""
+        kept, held, optimizer, _ = self._cut(num_stages)[1]
+        return float((held + optimizer / dp + kept * in_flight).max())
+
+    def _cut(self, num_stages: int) -> tuple[tuple[int, ...], Floats]:
+        """Return each stage's layers and its bytes: kept, held, of the optimizer, of gradients. [4, num_stages]"""
+        if num_stages not in self._stages:
+            layers = self._cuts.layers(num_stages)
+            self._stages[num_stages] = layers, np.add.reduceat(self._bytes, np.cumsum((0, *layers[:-1])), axis=1)
+        return self._stages[num_stages]
+
+
+class _Candidate(NamedTuple):
+    step_ns: int
+    num_devices: int
+    dp: int
+    options: tuple[_Option, ...]
+    stages: tuple[int, ...]
+
+
+def _options(setting: Setting, unit: UnitCosts, lengths: Lengths) -> list[_Option]:
+    most = setting.cluster.devices_per_node
+    return [_Option(setting, unit, lengths, tp, cp) for tp, cp in unit.degrees if tp <= most and not most % tp]
+
+
+def _link(setting: Setting) -> Link:
+    return setting.cluster.inter_node if setting.num_nodes > 1 else setting.cluster.intra_node
+
+
+def _candidates(
+    setting: Setting, options: Sequence[Sequence[_Option]], language: int, number: int
+) -> Iterator[_Candidate]:
+    """Yield what has at most one stage for each layer, whether it fits into memory or not."""
+    returns = setting.costs.units[language].layers[0].input_gradient
+    link = _link(setting)
+    for dp in (each for each in range(1, min(number, setting.num_devices) + 1) if number % each == 0):
+        devices = setting.num_devices // dp
+        for chosen in itertools.product(*options):
+            sizes = [each.size for each in chosen]
+            if sum(sizes) > devices:
+                continue
+            allocated = proportional([each.total_ms * each.size for each in chosen], sizes, devices)
+            stages = tuple(count // size for count, size in zip(allocated, sizes, strict=True))
+            if any(pp > len(each.slowest_ms) for pp, each in zip(stages, chosen, strict=True)):
+                continue
+            slowest = max(float(each.slowest_ms[pp - 1]) for pp, each in zip(stages, chosen, strict=True))
+            filled = [each.total_ms + (pp - 1) * each.send_ms for pp, each in zip(stages, chosen, strict=True)]
+            reshard = [
+                (1 + returns) * link.transfer_ms(each.output_bytes / min(each.size, chosen[language].size))
+                for each in chosen[:language]
+            ]
+            branch = max(map(sum, zip(filled[:language], reshard, strict=True)), default=0.0)
+            sums = max(each.sum_ms(pp, dp, setting.cluster) for pp, each in zip(stages, chosen, strict=True))
+            step_ms = branch + sum(filled[language:]) + (number // dp - 1) * slowest + sums
+            yield _Candidate(round(step_ms * 1e6), dp * sum(allocated), dp, chosen, stages)
+
+
+def _memory_bytes(candidate: _Candidate, language: int, num_microbatches: int) -> float:
+    """Return what the fullest device needs."""
+    fullest, behind = 0.0, 0
+    for unit in range(len(candidate.options) - 1, -1, -1):
+        pp = candidate.stages[unit]
+        held = behind + np.arange(pp, 0, -1) + (unit < language)
+        in_flight = np.minimum(held, num_microbatches).astype(np.float64)
+        fullest = max(fullest, candidate.options[unit].memory_bytes(pp, candidate.dp, in_flight))
+        behind += pp if unit >= language else 0  # encoders stand side by side
+    return fullest
