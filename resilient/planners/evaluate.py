@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from resilient.planners.balance import loads
 from resilient.planners.costs import Floats
-from resilient.planners.planner import LLM, Assignment, Configuration, Replica, Setting
+from resilient.planners.planner import LLM, Assignment, Configuration, Encoders, Replica, Setting
 from resilient.planners.samples import Ints, SampleTable
 from resilient.planners.stage_work import gathers_ms, gradient_sum_ms, state_bytes
 from resilient.planners.step_unit import StepUnit
@@ -96,8 +96,15 @@ def evaluate(
         replicas: What ``assign`` was given.
 
     Raises:
-        ValueError: A place is not within the replicas and their microbatches, or a unit's layers are not spread.
+        ValueError: A place is not within the replicas and their microbatches, a unit's layers are not spread, or
+            encoders share stages among themselves, which is not simulated.
     """
+    several = len(setting.costs.units) > 2
+    if configuration.encoders is Encoders.REPLICATED or (configuration.encoders is Encoders.COLOCATED and several):
+        raise ValueError(
+            f"encoders must be {Encoders.PARALLEL.value} to be simulated, got {configuration.encoders.value}; "
+            f"compare by predicted_ms, or give them stages of their own"
+        )
     units = [StepUnit.of(configuration, unit, assignment, batch, replicas) for unit in setting.costs.units]
     return _Step(setting, configuration, units, batch, replicas).result()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
 from resilient.planners.evaluate import Result, evaluate
-from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica, Setting
+from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Place, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
 from resilient.planners.stage_work import curves_at
 from resilient.planners.timeline import Tasks, end_times
@@ -243,6 +243,21 @@ def test_evaluate_refuses_layers_that_are_not_spread() -> None:
         evaluate(
             setting(unit("llm", [1.0, 1.0])),
             Configuration(units={"llm": replace(spread(1, 1))}, num_microbatches=1),
+            Assignment(units={"llm": place([0], [0])}),
+            table(llm=[1]),
+            [Replica(num_microbatches=1)],
+        )
+
+
+def test_evaluate_refuses_encoders_that_share_stages() -> None:
+    message = (
+        "encoders must be parallel to be simulated, got replicated; compare by predicted_ms, or give them stages of "
+        "their own"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        evaluate(
+            setting(unit("llm", [1.0])),
+            Configuration(units={"llm": spread(1, 1)}, num_microbatches=1, encoders=Encoders.REPLICATED),
             Assignment(units={"llm": place([0], [0])}),
             table(llm=[1]),
             [Replica(num_microbatches=1)],

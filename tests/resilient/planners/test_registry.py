@@ -1,0 +1,59 @@
+"""Every planner by its name, on one small job before and after nodes are lost."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from resilient.planners.derive import derive_costs
+from resilient.planners.evaluate import evaluate
+from resilient.planners.planner import Setting
+from resilient.planners.registry import BASELINE, PLANNERS, planner
+from resilient.planners.samples import SampleTable
+from resilient.planners.survivors import survivors
+from resilient.planners.workloads import workload
+from resilient.templates.devices import cluster_of
+
+MODEL = "siglip-so400m+llama3.2-1b"
+
+
+@pytest.fixture(scope="module")
+def job() -> tuple[Setting, SampleTable, SampleTable]:
+    setting = Setting(
+        costs=derive_costs(MODEL, "a100-80gb"),
+        cluster=cluster_of("a100-80gb", 4),
+        num_nodes=3,
+        global_batch=24,
+        microbatch=1,
+    )
+    table = workload("coco", 224, 0, MODEL)
+    return setting, table[:200], table[200:]
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_planners_plan_a_job_that_can_be_simulated_and_goes_on_after_a_loss(
+    name: str, job: tuple[Setting, SampleTable, SampleTable]
+) -> None:
+    setting, samples, batch = job
+    chosen = planner(name)
+    assert chosen.name == name
+    configuration = chosen.configure(setting, samples)
+    steps: list[float] = []
+    for lost in (0, 1):
+        replicas = survivors(setting, configuration, lost)
+        assignment = chosen.assign(setting, configuration, batch, replicas)
+        result = evaluate(setting, configuration, assignment, batch, replicas)
+        assert 0 <= result.bubble < 1
+        assert result.peak_bytes > 0
+        steps.append(result.iteration_ms)
+    assert 0 < steps[0] < math.inf
+    assert steps[1] > 0.999 * steps[0]
+
+
+def test_planner_names_those_there_are() -> None:
+    message = f"planner must be one of {', '.join(PLANNERS)}, got 'megatron'; choose one of these"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        planner("megatron")
+    assert BASELINE in PLANNERS
