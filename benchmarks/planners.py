@@ -17,17 +17,22 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from resilient.planners.balance import longest_first
+from resilient.planners.balance import loads, longest_first
 from resilient.planners.buckets import fill_buckets
 from resilient.planners.cornstarch import Cornstarch
 from resilient.planners.costs import CostModel
 from resilient.planners.derive import derive_costs
 from resilient.planners.dflop import Dflop
+from resilient.planners.dhp import DHP, ranks_of, sequences_of
 from resilient.planners.disttrain import DistTrain
+from resilient.planners.groups import pack, plan_groups
 from resilient.planners.masks import TEXT, PackedSequence, balance_blocks, block_rows
 from resilient.planners.microbatch_order import reorder
-from resilient.planners.planner import Setting
+from resilient.planners.nodewise import rearrange
+from resilient.planners.planner import Configuration, Parallelism, Replica, Setting
+from resilient.planners.post_balance import balance_padded, balance_quadratic
 from resilient.planners.samples import Lengths, SampleTable
+from resilient.planners.workloads import workload
 from resilient.templates.cluster import Cluster
 from resilient.templates.devices import cluster_of
 
@@ -177,7 +182,75 @@ def order() -> list[Row]:
     ]
 
 
-ROWS: tuple[Callable[[], list[Row]], ...] = (balance, orchestration, order, buckets, masks, cornstarch)
+def groups() -> list[Row]:
+    """DHP's two stages for one microbatch."""
+    job = Setting(
+        costs=derive_costs("siglip-so400m+llama3.2-3b", "h200"),
+        cluster=cluster_of("h200", 8),
+        num_nodes=8,
+        global_batch=512,
+        microbatch=8,
+    )
+    batch = workload("laion", 512, 0, "siglip-so400m+llama3.2-3b")
+    units = {unit.name: Parallelism(dp=1, pp=1, cp=64, stage_layers=(len(unit.layers),)) for unit in job.costs.units}
+    configuration = Configuration(units=units, num_microbatches=1)
+    sequences, ranks = sequences_of(job, configuration, batch), ranks_of(job, configuration)
+    one = [Replica(num_microbatches=1)]
+    return [
+        Row(
+            name="groups",
+            case="512 sequences, 64 ranks",
+            call=lambda: plan_groups(sequences, ranks, *pack(sequences.kept)),
+            published="86 ms",
+            target="5 ms",
+        ),
+        Row(name="dhp", case="the same, with costs", call=lambda: DHP().assign(job, configuration, batch, one)),
+    ]
+
+
+def post_balance() -> list[Row]:
+    """OrchMLLM's balancing of one phase, and its node-wise rearrangement."""
+    draw = np.random.default_rng(0)
+    lengths, even = draw.lognormal(6.0, 1.0, 60 * 2560).astype(np.int64), np.ones(2560)
+    read_on = np.repeat(np.arange(2560), 60) // 8
+    batches = longest_first(lengths, even)
+    volumes = loads(lengths, batches * 320 + read_on, 2560 * 320).reshape(2560, 320)
+    nodes, kinds = np.arange(2560) // 8, np.zeros(2560, dtype=np.int64)
+    case, published, target = "153,600 samples, 2,560 instances", "54 ms, all of it", "20 ms"
+    return [
+        Row(
+            name="post_balance",
+            case=f"padded, {case}",
+            call=lambda: balance_padded(lengths, even),
+            published=published,
+            target=target,
+        ),
+        Row(
+            name="post_balance",
+            case=f"quadratic, {case}",
+            call=lambda: balance_quadratic(lengths, even, 665.0),
+            published=published,
+            target=target,
+        ),
+        Row(
+            name="nodewise",
+            case="2,560 instances on 320 nodes",
+            call=lambda: rearrange(volumes, nodes, kinds),
+            target="1000 ms",
+        ),
+    ]
+
+
+ROWS: tuple[Callable[[], list[Row]], ...] = (
+    balance,
+    orchestration,
+    order,
+    buckets,
+    masks,
+    cornstarch,
+    groups,
+    post_balance,
+)
 """Makers of rows, in the order of the table."""
 
 

@@ -24,6 +24,9 @@ from resilient.planners.samples import Ints, SampleTable
 from resilient.planners.slots import slots
 from resilient.planners.uniform import Uniform
 
+_SPARE = 1.25
+"""Ranks of all microbatches per rank that packed samples need on average: batches differ."""
+
 
 @dataclass(frozen=True)
 class DHP:
@@ -35,6 +38,8 @@ class DHP:
     def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
         """Return the uniform configuration with its replicas as the ranks of one.
 
+        It has more microbatches where the samples, packed, would not fit into as many.
+
         Args:
             setting: The job.
             samples: A sample of the data set.
@@ -44,7 +49,10 @@ class DHP:
         """
         uniform = Uniform().configure(setting, samples)
         units = {name: replace(spread, dp=1, cp=spread.dp * spread.cp) for name, spread in uniform.units.items()}
-        return replace(uniform, units=units)
+        merged = replace(uniform, units=units)
+        needed = pack(_kept(setting, merged, samples))[1].sum() / len(samples) * setting.global_batch
+        least = int(np.ceil(_SPARE * needed / merged.units[LLM].cp))
+        return replace(merged, num_microbatches=max(merged.num_microbatches, least))
 
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]

@@ -16,8 +16,8 @@ import numpy as np
 from resilient.planners.balance import Floats
 from resilient.planners.samples import Ints
 
-_SOLVED = 64
-"""Batches times nodes up to which HiGHS is asked: some tens of milliseconds."""
+SOLVED = 64
+"""Batches times nodes up to which HiGHS takes some tens of milliseconds."""
 
 _SOLVER_NODES = 2000
 """Of its search tree. A limit of time would make the answer depend on the machine."""
@@ -48,13 +48,14 @@ class Rearrangement:
         return self.volume / self.lower_bound - 1 if self.lower_bound else float(self.volume > 0)
 
 
-def rearrange(volumes: Floats, nodes: Ints, kinds: Ints) -> Rearrangement:
+def rearrange(volumes: Floats, nodes: Ints, kinds: Ints, *, solver_size: int = SOLVED) -> Rearrangement:
     """Choose an instance for each batch; never worse than batch i on instance i. Deterministic.
 
     Args:
         volumes: What of each batch lies on each node beforehand, >= 0. [num_instances, num_nodes]
         nodes: Of each instance. [num_instances]
         kinds: Of each instance; batch i is balanced for the speed of instance i, and goes to one of the same kind.
+        solver_size: Batches times nodes up to which HiGHS is asked.
     """
     volumes = np.ascontiguousarray(volumes, dtype=np.float64)
     kind = np.unique(kinds, return_inverse=True)[1].astype(np.int64)
@@ -63,11 +64,13 @@ def rearrange(volumes: Floats, nodes: Ints, kinds: Ints) -> Rearrangement:
     identity = largest_volume(volumes, nodes)
     least = _lower_bound(volumes, free.sum(axis=0))
     found = [np.asarray(nodes, dtype=np.int64), *_searched(volumes, kind, free, nodes)]
-    if volumes.size <= _SOLVED:
-        solved, bound = _solve(volumes, kind, free)
-        found += [solved] if solved is not None else []
-        least = max(least, bound)
     values = [largest_volume(volumes, each) for each in found]
+    if volumes.size <= solver_size and min(values) > least:
+        solved, bound = _solve(volumes, kind, free)
+        if solved is not None:
+            found.append(solved)
+            values.append(largest_volume(volumes, solved))
+        least = max(least, bound)
     best = int(np.argmin(values))
     return Rearrangement(
         instance=_instances(found[best], nodes, kind),

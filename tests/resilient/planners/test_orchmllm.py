@@ -37,6 +37,8 @@ def test_every_sample_has_one_place_after_failures(
     batch = table(count, seed)
     assignment = planner.assign(setting(), CONFIGURATION, batch, replicas)
     check_places(assignment, planner.assign(setting(), CONFIGURATION, batch, replicas), count, replicas)
+    turns = [place.microbatch.tolist() for place in assignment.units.values()]
+    assert turns[0] == turns[1], "pipelines would wait"
 
 
 @pytest.mark.parametrize("attention", [0.0, 1.0])
@@ -68,7 +70,7 @@ def test_each_phase_is_balanced_over_unequal_replicas(attention: float) -> None:
         times = loads(tokens, place.replica, 3) / [1, 0.6, 1]
         before = loads(tokens, uniform.replica, 3) / [1, 0.6, 1]
         fair = tokens.sum() / 2.6
-        assert times.max() - fair < 0.25 * (before.max() - fair)
+        assert times.max() - fair < 0.5 * (before.max() - fair)
 
 
 def test_batches_go_where_their_encoder_outputs_are() -> None:
