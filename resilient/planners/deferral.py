@@ -27,7 +27,7 @@ from resilient.planners.matching import SubsetSums, pair_up
 from resilient.planners.samples import Ints
 
 
-def encoder_microbatches(encoder_ms: Floats, llm_ms: Floats, num_microbatches: int) -> Ints:
+def encoder_microbatches(encoder_ms: Floats, llm_ms: Floats, num_microbatches: int, fewest: int = 1) -> Ints:
     """Put samples into microbatches such that the encoder's work is even.
 
     Samples that cost the language model more than the median come first, then the others, both in order of the
@@ -37,6 +37,7 @@ def encoder_microbatches(encoder_ms: Floats, llm_ms: Floats, num_microbatches: i
         encoder_ms: What each sample costs the encoder, >= 0. [num_samples]
         llm_ms: What it costs the language model, >= 0.
         num_microbatches: At most; all are used if the encoder has nothing to do.
+        fewest: At least.
 
     Returns:
         The microbatch of each sample. [num_samples]
@@ -44,7 +45,7 @@ def encoder_microbatches(encoder_ms: Floats, llm_ms: Floats, num_microbatches: i
     busy = encoder_ms > 0
     microbatch = np.zeros(len(encoder_ms), dtype=np.int64)
     if busy.any():
-        even = max(int(each.sum() / each.max() + 1e-9) for each in (encoder_ms, llm_ms) if each.any())
+        even = max(fewest, *(int(each.sum() / each.max() + 1e-9) for each in (encoder_ms, llm_ms) if each.any()))
         fine = llm_ms <= np.median(llm_ms)
         order = np.lexsort((-encoder_ms, fine))
         microbatch = give_out(encoder_ms, np.ones(min(num_microbatches, even)), order[busy[order]])

@@ -23,6 +23,7 @@ from resilient.planners.deferral import defer, encoder_microbatches
 from resilient.planners.entrain_search import search
 from resilient.planners.planner import LLM, Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.samples import SampleTable
+from resilient.planners.stage_work import by_stage, state_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,8 @@ class Entrain:
         encoder, llm = np.zeros_like(replica), np.zeros_like(replica)
         for index, each in enumerate(replicas):
             own = np.flatnonzero(replica == index)
-            microbatch = encoder_microbatches(encoder_ms[own], llm_ms[own], each.num_microbatches)
+            fewest = _fewest_microbatches(setting, configuration, batch[own])
+            microbatch = encoder_microbatches(encoder_ms[own], llm_ms[own], each.num_microbatches, fewest)
             encoder[own], llm[own] = defer(encoder_ms[own], llm_ms[own], microbatch, each.num_microbatches)
         early, late = Place(replica=replica, microbatch=encoder), Place(replica=replica, microbatch=llm)
         return Assignment(units={name: early if name in names[:language] else late for name in names})
@@ -94,3 +96,24 @@ def _work_ms(setting: Setting, configuration: Configuration, batch: SampleTable,
         spread = configuration.units[name]
         total += setting.sample_ms(name, batch.units[name], spread.tp, spread.cp)
     return total
+
+
+def _fewest_microbatches(setting: Setting, configuration: Configuration, samples: SampleTable) -> int:
+    """Return how many microbatches a replica's samples need if what 1F1B holds, and deferral, is to fit into memory."""
+    memory = setting.cluster.memory_bytes
+    if memory is None:
+        return 1
+    fewest, behind = 1.0, 0
+    names = list(configuration.units)
+    for name in reversed(names):
+        unit, spread = setting.costs.by_name[name], configuration.units[name]
+        index, early = unit.index(spread.tp, spread.cp), names.index(name) < names.index(LLM)
+        held = behind + np.arange(spread.pp, 0, -1) + early
+        kept = by_stage(spread, [layer.curves[index].activation_bytes for layer in unit.layers])
+        kept *= float(samples.units[name].tokens.sum())
+        kept *= by_stage(spread, [layer.trainable or layer.input_gradient for layer in unit.layers]) > 0
+        free = np.maximum(memory - state_bytes(unit, spread, sharded=False), 1.0)
+        # A stage that all fits into need not hold fewer.
+        fewest = max(fewest, float(np.where(kept <= free, 1.0, np.ceil(kept * held / free)).max()))
+        behind += 0 if early else spread.pp
+    return int(min(fewest, 2.0**31))

@@ -12,7 +12,8 @@ K = B / (DP * mu) microbatches, so DP divides B / mu. The last term, of the stag
 paper; without it, many replicas of few microbatches are chosen whose gradients take longer than the step.
 
 Everything is that of the mean microbatch: mu samples of mean length and mean square. Its activations count as often as
-1F1B holds them, and once more in encoders, because of deferred samples. The optimizer is sharded over replicas.
+1F1B holds them, and once more in encoders, because of deferred samples; one of those held may consist of the largest
+sample. The optimizer is sharded over replicas.
 
 Source: Entrain, sections 4.4.1 and 4.4.2.
 """
@@ -99,14 +100,13 @@ class _Option:
         self.send_ms = directions * _link(setting).transfer_ms(unit.boundary_bytes * tokens / self.size)
         self.output_bytes = unit.output_bytes * tokens
         index = unit.index(tp, cp)
-        kept = [
-            layer.curves[index].activation_bytes * tokens * (layer.trainable or layer.input_gradient)
-            for layer in unit.layers
-        ]
+        kept = [layer.curves[index].activation_bytes * tokens for layer in unit.layers]
+        trains = [layer.trainable or layer.input_gradient for layer in unit.layers]
+        self._excess = max(float(lengths.tokens.max()) / tokens - 1, 0.0) if tokens else 0.0
         held = [layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers]
         optimizer = [layer.optimizer_bytes / cp for layer in unit.layers]
         gradients = [layer.gradient_bytes for layer in unit.layers]
-        self._bytes = np.stack([kept, np.array(held) / tp, np.array(optimizer) / tp, np.array(gradients) / tp])
+        self._bytes = np.stack([kept, trains, np.array(held) / tp, np.array(optimizer) / tp, np.array(gradients) / tp])
         self._stages: dict[int, tuple[tuple[int, ...], Floats]] = {}
 
     def cut(self, num_stages: int) -> tuple[int, ...]:
@@ -118,16 +118,17 @@ class _Option:
         ring = dp * self.cp
         inside = dp * num_stages * self.size <= cluster.devices_per_node
         link = cluster.intra_node if inside else cluster.inter_node
-        most = float(self._cut(num_stages)[1][3].max())
+        most = float(self._cut(num_stages)[1][4].max())
         return 2 * (ring - 1) * link.transfer_ms(most / ring) if most else 0.0
 
     def memory_bytes(self, num_stages: int, dp: int, in_flight: Floats) -> float:
         """Return what the fullest stage needs on each device, with the microbatches in flight on each stage."""
-        kept, held, optimizer, _ = self._cut(num_stages)[1]
-        return float((held + optimizer / dp + kept * in_flight).max())
+        kept, trains, held, optimizer, _ = self._cut(num_stages)[1]
+        return float((held + optimizer / dp + kept * (trains > 0) * (in_flight + self._excess)).max())
 
     def _cut(self, num_stages: int) -> tuple[tuple[int, ...], Floats]:
-        """Return each stage's layers and its bytes: kept, held, of the optimizer, of gradients. [4, num_stages]"""
+        """Return each stage's layers, and of each its activations, how many of its layers run a backward, and the bytes
+        of parameters and gradients, of the optimizer, and of gradients alone. [5, num_stages]"""
         if num_stages not in self._stages:
             layers = self._cuts.layers(num_stages)
             self._stages[num_stages] = layers, np.add.reduceat(self._bytes, np.cumsum((0, *layers[:-1])), axis=1)
