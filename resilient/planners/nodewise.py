@@ -101,7 +101,8 @@ def _lower_bound(volumes: Floats, capacity: Ints) -> float:
     if not volumes.size:
         return 0.0
     crossing = volumes.sum() - volumes.max(axis=1).sum()
-    most = -np.sort(-volumes, axis=0).cumsum(axis=0)
+    rest = len(volumes) - int(capacity.max())
+    most = np.sort(np.partition(volumes, min(rest, len(volumes) - 1), axis=0)[rest:], axis=0)[::-1].cumsum(axis=0)
     kept = np.where(capacity > 0, most[np.maximum(capacity, 1) - 1, np.arange(len(capacity))], 0.0)
     return float(max(crossing / int((capacity > 0).sum()), (volumes.sum(axis=0) - kept).max(), 0.0))
 
