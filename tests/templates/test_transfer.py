@@ -145,7 +145,7 @@ def test_source_without_a_place_gives_what_only_it_holds():
 
 def test_source_without_a_place_takes_a_share_of_the_load_but_not_the_first():
     problem, plan = job(num_layers=3, num_nodes=2)
-    everything = dict.fromkeys(("l0", "l1", "l2"), [0, 2])
+    everything = {state: [0, 2] for state in ("l0", "l1", "l2")}
     transfers, _ = plan_transfers(problem, plan, everything, num_sources=1)
     assert [(transfer.state, transfer.source) for transfer in transfers] == [("l0", 0), ("l1", 2), ("l2", 0)]
 
