@@ -193,6 +193,14 @@ class Membership(Starting):
                 "worker; start the same script with the same arguments and code on all nodes",
             )
             return
+        needed, own = self.job.memory_bytes, message.job.memory_bytes
+        if needed is not None and own is not None and own < needed:
+            self._fail(
+                member.node,
+                f"devices must have at least {needed} bytes of memory, those of the first worker, got {own}; "
+                f"start with a node of the least memory, or use equal nodes",
+            )
+            return
         member.ready[worker[1]] = message
         if member.is_up:
             self._await_plans(member)

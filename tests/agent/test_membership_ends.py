@@ -46,6 +46,21 @@ def test_joiner_that_fails_disturbs_nobody() -> None:
     assert set(job.machine.members) == set(range(5))
 
 
+def test_joiner_with_less_memory_than_is_planned_with_is_sent_away() -> None:
+    job = Job(job_spec(memory_bytes=2**30))
+    job.start()
+    node = job.connect()
+    job.ready(node, job_spec(memory_bytes=2**30 - 1))
+    assert job.last("node_lost") == {
+        "node": node,
+        "cause": "cannot join: devices must have at least 1073741824 bytes of memory, those of the first worker, got "
+        "1073741823; start with a node of the least memory, or use equal nodes",
+    }
+    assert (job.machine.phase, job.machine.generation, job.stop) == (Phase.RUNNING, 1, None)
+    job.ready(job.connect(), job_spec(memory_bytes=2**31))
+    assert job.last("node_ready")["node"] == node + 1
+
+
 def test_script_that_ends_on_one_node_only_fails_the_start() -> None:
     job = Job(num_nodes=3)
     for _ in range(3):
