@@ -25,6 +25,7 @@ from resilient.planners.derive import derive_costs
 from resilient.planners.dflop import Dflop
 from resilient.planners.dhp import DHP, ranks_of, sequences_of
 from resilient.planners.disttrain import DistTrain
+from resilient.planners.entrain import Entrain
 from resilient.planners.groups import pack, plan_groups
 from resilient.planners.masks import TEXT, PackedSequence, balance_blocks, block_rows
 from resilient.planners.microbatch_order import reorder
@@ -156,6 +157,36 @@ def orchestration() -> list[Row]:
     ]
 
 
+def entrain() -> list[Row]:
+    """Configurations of Qwen2-VL 7B, and its microbatches with deferral."""
+    model = "qwen2-vl-7b"
+    costs, samples, batch = (
+        derive_costs(model, "h100"),
+        workload("laion", 2000, 0, model),
+        workload("laion", 512, 1, model),
+    )
+    large, small = (
+        Setting(costs=costs, cluster=cluster_of("h100", 8), num_nodes=nodes, global_batch=samples, microbatch=4)
+        for nodes, samples in ((512, 4096), (4, 512))
+    )
+    configuration = Entrain().configure(small, samples)
+    replicas = [Replica(num_microbatches=32)] * 4
+    return [
+        Row(
+            name="entrain",
+            case="Qwen2-VL 7B on 4096 devices, once",
+            call=lambda: Entrain().configure(large, samples),
+            target="5 s",
+        ),
+        Row(
+            name="entrain",
+            case="512 samples to 4 replicas of 32 microbatches, a step",
+            call=lambda: Entrain().assign(small, configuration, batch, replicas),
+            target="20 ms",
+        ),
+    ]
+
+
 def buckets() -> list[Row]:
     """DFLOP's scheduler: exchanges alone, and HiGHS after them."""
     draw = np.random.default_rng(0)
@@ -245,6 +276,7 @@ ROWS: tuple[Callable[[], list[Row]], ...] = (
     balance,
     orchestration,
     order,
+    entrain,
     buckets,
     masks,
     cornstarch,

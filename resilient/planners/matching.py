@@ -25,7 +25,7 @@ class SubsetSums:
 
         starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
         totals = loads(weights, np.repeat(np.arange(len(starts) - 1), np.diff(starts)), len(starts) - 1)
-        self._quanta = QUANTA / np.where(totals > 0, totals, np.inf)
+        self._totals = np.where(totals > 0, totals, np.inf)[:, None]
         self._sizes, self._last, self._sums = subset_sums(np.ascontiguousarray(weights), starts, QUANTA)
 
     def nearest(self, targets: Floats) -> tuple[Ints, Floats]:
@@ -39,7 +39,7 @@ class SubsetSums:
         """
         from resilient.planners.kernels import nearest_sums
 
-        subset = nearest_sums(self._sums, targets * self._quanta[:, None])
+        subset = nearest_sums(self._sums, targets / self._totals * QUANTA)
         return subset, np.take_along_axis(self._sums, subset, axis=1)
 
     def members(self, group: int, subset: int) -> list[int]:

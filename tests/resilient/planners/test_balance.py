@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.balance import cut_chain, loads, longest_first
+from resilient.planners.balance import cut_chain, give_out, loads, longest_first, slowest_stages
 
 
 def plain_longest_first(weights: list[float], speeds: list[float]) -> list[int]:
@@ -33,7 +33,7 @@ def test_longest_first_equals_the_plain_rule(weights: list[float], speeds: list[
 
 def test_longest_first_equals_the_plain_rule_with_many_items_and_bins() -> None:
     draw = np.random.default_rng(3)
-    for weights in (draw.lognormal(6, 1, 3000), draw.integers(0, 2**40, 3000), draw.integers(0, 4, 3000)):
+    for weights in (draw.lognormal(6, 1, 900), draw.integers(0, 2**40, 900), draw.integers(0, 4, 900)):
         for speeds in (np.ones(70), draw.choice([1.0, 0.9], 33)):
             assert longest_first(weights, speeds).tolist() == plain_longest_first(
                 weights.astype(np.float64).tolist(), speeds.tolist()
@@ -49,6 +49,12 @@ def test_longest_first_is_within_four_thirds_of_the_best(weights: list[int], num
     )
     fullest = max(loads(weights, longest_first(weights, [1.0] * num_bins), num_bins))
     assert best <= fullest <= best * (4 / 3 - 1 / (3 * num_bins)) + 1e-9
+
+
+def test_give_out_goes_by_the_order_and_leaves_out_what_is_not_in_it() -> None:
+    weights, order = [9.0, 1.0, 2.0, 2.0, 5.0], np.array([1, 3, 4, 2])
+    assert give_out(weights, [1.0, 1.0], order).tolist() == [-1, 0, 1, 1, 0]
+    assert give_out(weights, [1.0, 2.0], order).tolist() == [-1, 1, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +80,8 @@ def test_cut_chain_equals_trying_all_cuts(costs: list[int], data: st.DataObject)
     slowest = {tuple(np.diff(cut).tolist()): max(sum(costs[a:b]) for a, b in itertools.pairwise(cut)) for cut in cuts}
     least = min(slowest.values())
     assert cut_chain(costs, num_stages) == max(counts for counts, cost in slowest.items() if cost == least)
+    assert slowest_stages(costs, num_stages)[-1] == least
+    assert slowest_stages(costs, len(costs)).shape == (len(costs),)
 
 
 def test_cut_chain_refuses_more_stages_than_layers() -> None:
