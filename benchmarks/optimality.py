@@ -19,7 +19,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "templates"))
 
-from simulated import KINDS, random_case, ratio_to_best  # pyright: ignore[reportMissingImports]
+from simulated_steps import KINDS, random_case, ratio_to_best  # pyright: ignore[reportMissingImports]
 
 
 def ratios(kind: str, num_cases: int) -> list[float]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import statistics
 
 from exhaustive import all_templates
-from simulated import KINDS, random_case, ratio_to_best, shortest_ns
+from simulated_steps import KINDS, random_case, ratio_to_best, shortest_ns
 
 from resilient.templates.simulate import simulate_template
 
