@@ -142,6 +142,7 @@ def large(repeats: int) -> list[Row]:
     templates_s = time.perf_counter() - started
     sizes = templates.sizes
     composed_s = median_s(lambda: compose(templates, 1024, 4096, 2), repeats)
+    few_s = median_s(lambda: compose(templates, 1024, 500, 2), repeats)
 
     prepare(problem, 1024)
     plan = first_plan(problem, range(1024))
@@ -155,6 +156,11 @@ def large(repeats: int) -> list[Row]:
     return [
         Row(what=f"templates of {sizes[0]} to {sizes[-1]} nodes ({layouts} layouts)", measured=f"{templates_s:.3f} s"),
         Row(what=f"composition, 1024 nodes, {len(sizes)} sizes", measured=ms(composed_s), target="50 ms"),
+        Row(
+            what=f"the same, room for {1024 // sizes[0]} pipelines, but 500 microbatches",
+            measured=ms(few_s),
+            target="50 ms",
+        ),
         Row(
             what=f"decision after a failure, 1024 nodes, {len(plan.pipelines)} pipelines",
             measured=ms(median_s(lose_one, repeats)),

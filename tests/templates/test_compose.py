@@ -80,6 +80,34 @@ def test_composition_of_24_nodes_equals_exhaustive_search(seed: int):
     check(templates, 24, draw.choice([8, 64, 1000]), 1 + seed % 4)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 20, 25, 28, 32, 48, 52, 70, 134])
+def test_composition_with_fewer_microbatches_than_small_pipelines_equals_exhaustive_search(seed: int):
+    """Times at random: the most microbatches that so many pipelines get through jump up and down with the number."""
+    draw = random.Random(seed)
+    smallest = 1 + seed % 2
+    templates = template_set(
+        *(
+            [
+                template(
+                    *(draw.choice([1, 3, 10]) / draw.choice([1, size]) for _ in range(draw.randint(1, 4))),
+                    num_nodes=size,
+                )
+                for _ in range(3)
+            ]
+            for size in range(smallest, 9)
+        )
+    )
+    check(templates, 26, draw.randint(4, 25 // smallest), 1 + seed % 4)
+
+
+def test_capacities_as_large_as_the_step_in_nanoseconds_are_compared_exactly():
+    """One pipeline takes months for a microbatch, in which the others could do more than products of 64 bits hold."""
+    fast, slow = 1e-6, 1e10
+    templates = template_set(*(template(fast if size < 4 else slow, num_nodes=size) for size in range(1, 7)))
+    check(templates, 11, 3, 2)
+    assert compose(templates, 11, 3, 2) == (6, 3, 2)
+
+
 def test_fewer_microbatches_than_nodes_make_larger_pipelines():
     """Small pipelines are fastest, but four of the twelve that fit would have nothing to do."""
     templates = template_set(template(4), template(5, num_nodes=2), template(6, num_nodes=3))
