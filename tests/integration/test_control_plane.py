@@ -102,8 +102,9 @@ def test_silent_node_is_noticed_by_its_missing_heartbeat(reference, tmp_path):
         job.wait_for(lambda event: event["kind"] == "generation" and event["generation"] > 1)
         stop_session(agent, signal.SIGCONT)
         job.wait_for(lambda event: event["kind"] == "node_connected" and event["node"] == NODES)
+        job.wait_for(lambda event: event["kind"] == "boundary" and NODES in event["joining"])
+        gate.touch()  # not before: the job could be over; not later: the boundary may be that of the held step
         job.wait_for(lambda event: event["kind"] == "generation" and NODES in event["nodes"] + event["standby"])
-        gate.touch()
         run = job.wait()
     check_recovered(run, reference)
     connected = {event["node"]: event["pid"] for event in run.of_kind("node_connected")}
