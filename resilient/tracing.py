@@ -1,9 +1,10 @@
 """Traces of real runs: what each worker did when, in the steps that were asked for.
 
-A worker takes down what it does in every step, which costs it less than a microsecond for each action, and writes it to
-a file of its own beside its log when a chosen step ends. When the run is over these files become one trace, with what
-the event log knows of the recoveries between. Times are Unix times: those of several machines fit together as well as
-their clocks do. On a GPU they are the host's, which runs ahead of the device. Must not import torch.
+A worker takes down what it does in every step, which costs it less than a microsecond for each action, in chosen steps
+two for its processor time as well. When one of these ends, it writes that to a file of its own beside its log; when the
+run is over the files become one trace, with what the event log knows of the recoveries between. Times are Unix times:
+those of several machines fit together as well as their clocks do. On a GPU they are the host's, which runs ahead of the
+device. Must not import torch.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from resilient.trace import ACTION, PART, RECOVERY, STEP, Slice, Trace
 
 logger = logging.getLogger(__name__)
 
-Span = tuple[str, str, int, int]
-"""Category, name, start and end in Unix nanoseconds."""
+Span = tuple[str, str, int, int, int]
+"""Category, name, start and end in Unix nanoseconds, and microseconds of processor time between them."""
 
 _STEPS = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -47,9 +48,14 @@ def parse_steps(text: str) -> range:
 
 
 class Taken:
-    """What a worker does in a step, and when; one entry costs less than a microsecond."""
+    """What a worker does in a step, and when.
+
+    Attributes:
+        with_processor_time: Also take down the thread's processor time, which tells work from waiting.
+    """
 
     def __init__(self) -> None:
+        self.with_processor_time = False
         self._entries: list[_Entry] = []
 
     def clear(self) -> None:
@@ -58,30 +64,48 @@ class Taken:
 
     def during(self, what: Action | str) -> _Entry:
         """Return a context that takes down when it is entered and left, also by an exception."""
-        entry = _Entry(what)
+        entry = _ThoroughEntry(what) if self.with_processor_time else _Entry(what)
         self._entries.append(entry)
         return entry
 
     def spans(self) -> tuple[Span, ...]:
         """Return all of the step, in the order in which it began."""
         return tuple(
-            (ACTION if isinstance(entry.what, Action) else PART, str(entry.what), entry.start_ns, entry.end_ns)
+            (
+                ACTION if isinstance(entry.what, Action) else PART,
+                str(entry.what),
+                entry.start_ns,
+                entry.end_ns,
+                entry.busy_ns // 1000,
+            )
             for entry in self._entries
         )
 
 
 class _Entry:
-    __slots__ = ("end_ns", "start_ns", "what")
+    __slots__ = ("busy_ns", "end_ns", "start_ns", "what")
 
     def __init__(self, what: Action | str) -> None:
         self.what = what
-        self.start_ns = self.end_ns = 0
+        self.start_ns = self.end_ns = self.busy_ns = 0
 
     def __enter__(self) -> None:
         self.start_ns = time.time_ns()
 
     def __exit__(self, *_: object) -> None:
         self.end_ns = time.time_ns()
+
+
+class _ThoroughEntry(_Entry):
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.busy_ns = -time.thread_time_ns()
+
+    def __exit__(self, *_: object) -> None:
+        self.busy_ns += time.thread_time_ns()
+        super().__exit__()
 
 
 class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +120,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
         stage: Its stage.
         start_ns: When the step started, Unix time.
         end_ns: When it ended.
+        busy_us: Processor time it took.
         spans: What was done.
     """
 
@@ -107,6 +132,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
     stage: int
     start_ns: int
     end_ns: int
+    busy_us: int
     spans: tuple[Span, ...]
 
     def write(self, run_directory: str | Path) -> None:
@@ -122,8 +148,8 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
     def slices(self) -> Iterator[Slice]:
         """Yield the step and all that was done in it."""
         known = {"step": self.step, "generation": self.generation, "pipeline": self.pipeline, "stage": self.stage}
-        whole = (STEP, f"step {self.step}", self.start_ns, self.end_ns)
-        for category, name, start_ns, end_ns in (whole, *self.spans):
+        whole = (STEP, f"step {self.step}", self.start_ns, self.end_ns, self.busy_us)
+        for category, name, start_ns, end_ns, busy_us in (whole, *self.spans):
             yield Slice(
                 process=self.node,
                 thread=self.local_rank,
@@ -131,7 +157,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
                 category=category,
                 start_ns=start_ns,
                 end_ns=end_ns,
-                args=known,
+                args={**known, "busy_us": busy_us},
             )
 
 

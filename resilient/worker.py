@@ -188,12 +188,13 @@ class Worker:
 
     def _traced_step(self, session: Session) -> bool:
         """Train one step, and write down how if that was asked for; return whether to stop at the boundary after it."""
-        step, started_ns = self._ledger.version + 1, time.time_ns()
+        step, slot, taken = self._ledger.version + 1, session.slot, session.executor.taken
+        taken.with_processor_time = step in self._traced_steps
+        started_ns, started_busy_ns = time.time_ns(), time.thread_time_ns()
         try:
             return self._step(session)
         finally:
             if step in self._traced_steps:
-                slot = session.slot
                 TracedStep(
                     step=step,
                     generation=session.generation,
@@ -203,7 +204,8 @@ class Worker:
                     stage=slot.stage_index,
                     start_ns=started_ns,
                     end_ns=time.time_ns(),
-                    spans=session.executor.taken.spans(),
+                    busy_us=(time.thread_time_ns() - started_busy_ns) // 1000,
+                    spans=taken.spans(),
                 ).write(self._client.run_directory)
 
     def _step(self, session: Session) -> bool:

@@ -49,6 +49,7 @@ def check_is_the_schedule(trace: Trace, run: Run, generation: int, steps: tuple[
                 check_no_overlap(in_order)
                 assert whole.start_ns <= in_order[0].start_ns
                 assert in_order[-1].end_ns <= whole.end_ns
+                assert 0 < sum(s.args["busy_us"] for s in in_order) <= whole.args["busy_us"]
                 loads = [s for s in of_step if s.name.startswith("load")]
                 assert len(loads) == pipeline["num_microbatches"]
                 for load in loads:

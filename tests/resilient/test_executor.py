@@ -135,10 +135,10 @@ def test_what_is_executed_is_the_schedule(kind: Kind, row: int, tmp_path: Path) 
     assert without_arms(recorder) == [f"REDUCE{a.index}" if a.op is Op.REDUCE else str(a) for a in actions]
     assert sorted(loaded) == [10, 11, 12, 13], "each microbatch is loaded once, by its position in the step"
     taken = executor.taken.spans()
-    assert [name for category, name, _, _ in taken if category == ACTION] == [str(action) for action in actions]
-    parts = [name for category, name, _, _ in taken if category == PART]
+    assert [name for category, name, *_ in taken if category == ACTION] == [str(action) for action in actions]
+    parts = [name for category, name, *_ in taken if category == PART]
     assert (parts[0], sorted(parts[1:])) == ("begin", [f"load {index}" for index in range(4)])
-    assert [start for _, _, start, _ in taken] == sorted(start for _, _, start, _ in taken)
+    assert [start for _, _, start, *_ in taken] == sorted(start for _, _, start, *_ in taken)
     receipts = [str(action) for action in actions if action.op is Op.RECV_F]
     assert recorder.posted == receipts[1:], "the next receipt is posted ahead of its time"
     assert loss.item() == (4.0 if row == 2 else 0.0)

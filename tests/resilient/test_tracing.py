@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -50,8 +51,23 @@ def test_taken_down_is_what_was_done_in_the_order_in_which_it_began() -> None:
         raise RuntimeError("aborted")
     spans = taken.spans()
     assert [span[:2] for span in spans] == [(ACTION, "2F0"), (PART, "load 0"), (PART, "prepare")]
-    (_, _, start, end), (_, _, inner_start, inner_end), (_, _, failed_start, failed_end) = spans
+    (start, end, _), (inner_start, inner_end, _), (failed_start, failed_end, _) = (span[2:] for span in spans)
     assert 0 < start <= inner_start <= inner_end <= end <= failed_start <= failed_end
+    assert [span[4] for span in spans] == [0, 0, 0]
+
+
+def test_processor_time_is_taken_down_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"now": 1000, "busy": 50_000}
+    fakes = SimpleNamespace(time_ns=lambda: clock["now"], thread_time_ns=lambda: clock["busy"])
+    monkeypatch.setattr("resilient.tracing.time", fakes)
+    taken = Taken()
+    taken.with_processor_time = True
+    with taken.during("waiting"):
+        clock["now"] += 9_000
+    with taken.during("work"):
+        clock["now"] += 9_000
+        clock["busy"] += 6_500
+    assert taken.spans() == ((PART, "waiting", 1000, 10_000, 0), (PART, "work", 10_000, 19_000, 6))
 
 
 def at(time_ms: float) -> int:
@@ -59,9 +75,11 @@ def at(time_ms: float) -> int:
 
 
 def step(number: int, node: int, start_ms: float, *spans: tuple[str, str, float, float], **changes: Any) -> TracedStep:
-    made = tuple((category, name, at(start), at(end)) for category, name, start, end in spans)
+    made = tuple((category, name, at(start), at(end), 7) for category, name, start, end in spans)
     fields = {"generation": 1, "local_rank": 0, "pipeline": 0, "stage": node, **changes}
-    return TracedStep(step=number, node=node, start_ns=at(start_ms), end_ns=made[-1][3], spans=made, **fields)
+    return TracedStep(
+        step=number, node=node, start_ns=at(start_ms), end_ns=made[-1][3], busy_us=9, spans=made, **fields
+    )
 
 
 def write_run(folder: Path, run: Run, *steps: TracedStep) -> None:
@@ -107,6 +125,9 @@ def test_workers_files_become_one_trace_with_the_recoveries_between(tmp_path: Pa
     assert recoveries == {0: installed, 1: [], 7: installed, 8: [("detect", 2), ("agree", 2)]}
     assert [(s.name, s.args["generation"]) for s in trace.of(0, 0, STEP)] == [("step 2", 1), ("step 2", 2)]
     assert [s.name for s in trace.of(0, 0, ACTION)] == ["0F0", "0RECV_B0", "0F0", "0B0", "0REDUCE3"]
+    known = {"step": 2, "generation": 2, "pipeline": 0, "stage": 0}
+    assert trace.of(0, 0, STEP)[1].args == {**known, "busy_us": 9}
+    assert trace.of(0, 0, ACTION)[2].args == {**known, "busy_us": 7}
     (agreed,) = [s for s in trace.slices if s.name == "agree"]
     assert [round((t - at(0)) / MS) for t in (agreed.start_ns, agreed.end_ns)] == [130, 140]
 
