@@ -18,7 +18,7 @@ from resilient.schedule_report import ScheduleReport
 _STYLES = {
     "F": Style(bgcolor="dodger_blue3", color="white"),
     "B": Style(bgcolor="dark_green", color="white"),
-    "I": Style(bgcolor="dark_orange3", color="white"),
+    "I": Style(bgcolor="dark_orange3", color="black"),
     "W": Style(bgcolor="chartreuse3", color="black"),
 }
 _WAITING = "·"
