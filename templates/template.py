@@ -77,7 +77,10 @@ class PipelineTemplate:
         return math.fsum(stage.stage_ms for stage in self.stages) - self.slowest_ms + self.sync_ms
 
     def iteration_ms(self, num_microbatches: int) -> float:
-        """Return the time of one step, ``sum(t) + (N - 1) max(t) + sync``: an upper bound of 1F1B's.
+        """Return the time of one step, ``sum(t) + (N - 1) max(t) + sync``.
+
+        1F1B takes no longer where messages are free and every stage's backward is the same multiple of its forward.
+        Otherwise it can: its warm-up runs forwards of later microbatches before a backward that is ready.
 
         Source: Oobleck (SOSP'23), section 4.1.2, to first order.
         """
