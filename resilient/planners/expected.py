@@ -9,7 +9,9 @@ import numpy as np
 from resilient.planners.balance import Floats, cut_chain, slowest_stages
 from resilient.planners.costs import Curve, UnitCosts
 from resilient.planners.planner import Parallelism
-from resilient.planners.samples import Lengths
+from resilient.planners.samples import Ints, Lengths
+from resilient.planners.stage_work import ring_ms
+from resilient.templates.cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -21,6 +23,7 @@ class Expected:
         sample_ms: Forward and backward of a sample in all layers.
         call_ms: What each call takes beside, in all layers.
         slowest_ms: ``sample_ms`` of the slowest stage, by the number of stages less one.
+        gradient_bytes: On each device of the stage that has most gradients, likewise.
         activation_bytes: What all layers keep of a sample, on each device.
     """
 
@@ -28,7 +31,24 @@ class Expected:
     sample_ms: float
     call_ms: float
     slowest_ms: Floats
+    gradient_bytes: Floats
     activation_bytes: float
+
+    def sum_ms(self, dp: Ints, pp: Ints, cluster: Cluster) -> Floats:
+        """Return how long it takes to sum the gradients of the stage that has most.
+
+        Beyond the papers. It bounds what :func:`~resilient.planners.stage_work.exposed_sum_ms` says from above: here no
+        backward hides anything.
+
+        Args:
+            dp: Replicas; any shape.
+            pp: Stages; of the same shape.
+            cluster: The nodes.
+        """
+        num_bytes = self.gradient_bytes[pp - 1]
+        inside = dp * pp * self.tp <= cluster.devices_per_node
+        near, far = (ring_ms(num_bytes, dp, link) for link in (cluster.intra_node, cluster.inter_node))
+        return np.where(inside, near, far)
 
 
 def expected(unit: UnitCosts, lengths: Lengths, max_devices: int, max_tp: int) -> list[Expected]:
@@ -46,17 +66,20 @@ def expected(unit: UnitCosts, lengths: Lengths, max_devices: int, max_tp: int) -
     found: list[Expected] = []
     if not len(lengths.tokens):
         raise ValueError("samples must be one or more, got none; draw some from the data set")
+    gradients = np.array([layer.gradient_bytes for layer in unit.layers], dtype=np.float64)
     for tp, cp in unit.degrees:
         if cp > 1 or tp > min(max_tp, max_devices):
             continue
         curves = _work(unit, tp)
         layers = _sample_ms(curves, lengths)
+        slowest = slowest_stages(layers, min(len(layers), max_devices // tp))
         found.append(
             Expected(
                 tp=tp,
                 sample_ms=float(layers.sum()),
                 call_ms=sum(curve.fixed for curve in curves) if lengths.tokens.any() else 0.0,
-                slowest_ms=slowest_stages(layers, min(len(layers), max_devices // tp)),
+                slowest_ms=slowest,
+                gradient_bytes=_largest_sums(layers, slowest, gradients) / tp,
                 activation_bytes=unit.activation_bytes(tp) * float(lengths.tokens.mean()),
             )
         )
@@ -84,6 +107,25 @@ def stage_curves(unit: UnitCosts, spread: Parallelism) -> list[tuple[Curve, Curv
         )
         for first, end in zip((0, *ends), ends, strict=False)
     ]
+
+
+def _largest_sums(layers: Floats, slowest: Floats, values: Floats) -> Floats:
+    """Return the largest sum of the values in a stage, for each number of stages that a chain is cut into.
+
+    Args:
+        layers: What the layers take, as :func:`~resilient.planners.balance.cut_chain` cuts them.
+        slowest: What the slowest stage does.
+        values: Of each layer.
+    """
+    ends, sums = (np.concatenate(([0.0], np.cumsum(each))) for each in (layers, values))
+    num_stages = np.arange(1, len(slowest) + 1)
+    first, largest = np.zeros(len(slowest), dtype=np.int64), np.zeros(len(slowest))
+    for stage in range(len(slowest)):
+        # As many layers as the slowest stage takes, but one for each stage that follows.
+        end = (ends[None, :] - ends[first][:, None] <= slowest[:, None]).sum(axis=1) - 1
+        end = np.where(num_stages > stage, np.minimum(end, len(layers) - (num_stages - 1 - stage)), first)
+        largest, first = np.maximum(largest, sums[end] - sums[first]), end
+    return largest
 
 
 def _work(unit: UnitCosts, tp: int) -> list[Curve]:

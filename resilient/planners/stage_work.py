@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from resilient.planners.costs import Curve, Floats, UnitCosts
-from resilient.planners.planner import Parallelism
+from resilient.planners.planner import LLM, Parallelism
 from resilient.planners.samples import Ints
 from resilient.templates.cluster import Cluster, Link
 
@@ -140,11 +141,52 @@ def gradient_sum_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster) -> F
 
     Stages do so at the same time, after their last backward. [num_stages]
     """
-    ring, link = spread.dp * spread.cp, _link(spread, cluster)
     num_bytes = by_stage(spread, [layer.gradient_bytes for layer in unit.layers]) / spread.tp
-    if ring == 1:
-        return np.zeros(spread.pp)
-    return np.array([2 * (ring - 1) * link.transfer_ms(each / ring) if each else 0.0 for each in num_bytes])
+    return ring_ms(num_bytes, spread.dp * spread.cp, _link(spread, cluster))
+
+
+def exposed_sum_ms(
+    units: Sequence[UnitCosts],
+    spreads: Mapping[str, Parallelism],
+    cluster: Cluster,
+    backward_ms: Mapping[str, Floats],
+) -> float:
+    """Return how much longer a step takes because gradients are summed: what of the sums no backward hides.
+
+    Beyond the papers, whose predictions end with the last backward; without this, they choose many small replicas whose
+    sums take as long as the step. A layer's sum starts when its last backward ends, and those of a stage follow each
+    other. While a stage sums, the stages before it still run their last backward, and after the language model's first
+    stage so do encoders. Where encoders run all their backwards after the language model's, ask for them and for the
+    language model apart.
+
+    Args:
+        units: Those that are summed.
+        spreads: How each is spread.
+        cluster: The nodes.
+        backward_ms: By unit, what a microbatch's backward takes on each stage; 0 where there is none.
+    """
+    last = {unit.name: np.asarray(backward_ms[unit.name], dtype=np.float64) for unit in units}
+    encoders_ms = max((float(each.sum()) for name, each in last.items() if name != LLM), default=0.0)
+    exposed = 0.0
+    for unit in units:
+        spread, own = spreads[unit.name], last[unit.name]
+        sums = gradient_sum_ms(unit, spread, cluster)
+        behind = np.cumsum(own) - own + (encoders_ms if unit.name == LLM else 0.0)
+        exposed = max(exposed, float((np.maximum(sums - own, sums / np.array(spread.stage_layers)) - behind).max()))
+    return exposed
+
+
+def ring_ms(num_bytes: Floats, ring: npt.ArrayLike, link: Link) -> Floats:
+    """Return how long rings take to sum so many bytes on each of their devices; nothing to sum takes no time.
+
+    Args:
+        num_bytes: Any shape; likewise the next.
+        ring: Devices.
+        link: Between two of them.
+    """
+    size = np.asarray(ring, dtype=np.float64)
+    per_byte = 0.0 if link.bytes_per_s is None else 1e3 / link.bytes_per_s
+    return np.where(num_bytes > 0, 2 * (size - 1) * (link.latency_ms + num_bytes / size * per_byte), 0.0)
 
 
 def gathers_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster) -> tuple[Floats, Floats]:
