@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from resilient.planners.balance import Floats
-from resilient.planners.kernels import compiled
+from resilient.planners.kernels import compiled, descending, spread
 from resilient.planners.samples import Ints
 
 
@@ -32,42 +32,88 @@ def best_fit(sizes: Floats, order: Ints) -> tuple[Ints, Ints]:
 
 @compiled
 def min_max_degrees(times: Floats, least: Ints) -> Ints:
-    """Run the dynamic program over groups and ranks, take the fewest ranks that reach its value, widen with the rest.
+    """Start from the fewest ranks, and widen the slowest group that gets faster by it until no rank helps.
 
-    ``reach[i, j]``: the slowest of the first i groups, on at most j ranks.
+    As long as the slowest group of all is widened, no other choice makes the slowest faster with fewer ranks for any
+    group: it has to be widened at least as far. Where it cannot be, the slowest is as fast as it can be.
     """
     groups, ranks = times.shape
-    reach = np.full((groups + 1, ranks + 1), np.inf)
-    reach[0] = 0.0
-    before = 0
-    for i in range(1, groups + 1):
-        fewest = least[i - 1]
-        for j in range(before + fewest, ranks + 1):
-            value = np.inf
-            for degree in range(fewest, j - before + 1):
-                value = min(value, max(reach[i - 1, j - degree], times[i - 1, degree - 1]))
-            reach[i, j] = value
-        before += fewest
-    bound, left = reach[groups, ranks], ranks
-    chosen = np.empty(groups, dtype=np.int64)
-    for i in range(groups, 0, -1):
-        degree = least[i - 1]
-        while times[i - 1, degree - 1] > bound:
-            degree += 1
-        chosen[i - 1] = degree
-        left -= degree
+    chosen = least.copy()
+    done = np.zeros(groups, np.bool_)
+    left = ranks - least.sum()
     while left > 0:
-        slowest, wider = -1, 0
+        slowest, now = -1, 0.0
         for group in range(groups):
-            now = times[group, chosen[group] - 1]
-            if slowest >= 0 and now <= times[slowest, chosen[slowest] - 1]:
-                continue
-            for degree in range(chosen[group] + 1, chosen[group] + left + 1):
-                if times[group, degree - 1] < now:
-                    slowest, wider = group, degree
-                    break
+            if not done[group] and (slowest < 0 or times[group, chosen[group] - 1] > now):
+                slowest, now = group, times[group, chosen[group] - 1]
         if slowest < 0:
             break
-        left -= wider - chosen[slowest]
-        chosen[slowest] = wider
+        done[slowest] = True
+        for degree in range(chosen[slowest] + 1, chosen[slowest] + left + 1):
+            if times[slowest, degree - 1] < now:
+                left -= degree - chosen[slowest]
+                chosen[slowest] = degree
+                done[slowest] = False
+                break
     return chosen
+
+
+@compiled
+def times_of(work: Floats, bins: Ints, num_bins: int, ring: Floats, start: Floats) -> Floats:
+    """Return the time of each group at each degree. [num_bins, num_ranks]
+
+    Args:
+        work: Of each sequence, attention's time, that of the rest, and the tokens. [3, num_sequences]
+        bins: The group of each.
+        num_bins: Groups.
+        ring: Time per token, by degree less one.
+        start: Of each call, likewise.
+    """
+    sums = np.zeros((3, num_bins))
+    for item in range(len(bins)):
+        for kind in range(3):
+            sums[kind, bins[item]] += work[kind, item]
+    times = np.empty((num_bins, len(ring)))
+    for group in range(num_bins):
+        for degree in range(1, len(ring) + 1):
+            share = 1.0 / degree
+            around = sums[2, group] * ring[degree - 1] * (1.0 - share)
+            alone = max(sums[0, group] * share, around)
+            times[group, degree - 1] = sums[1, group] * share + alone + start[degree - 1]
+    return times
+
+
+@compiled
+def fastest_groups(
+    work: Floats, kept: Floats, ring: Floats, start: Floats, bins: Ints, least: Ints
+) -> tuple[Ints, Ints, float]:
+    """Return the group of each sequence, the groups' degrees and the slowest's time, of all packings that are tried."""
+    num_ranks, total = len(ring), work[0] + work[1]
+    order = descending(total)
+    times = times_of(work, bins, len(least), ring, start)
+    degrees = min_max_degrees(times, least)
+    best, best_ms = bins, 0.0
+    for group in range(len(least)):
+        best_ms = max(best_ms, times[group, degrees[group] - 1])
+    static = num_ranks
+    while static:
+        count = min(static, len(bins))
+        static //= 2
+        if min(static, len(bins)) == count:
+            continue
+        bounds = np.array([0, count])
+        evenly = spread(total, order, np.ones(1), np.arange(count), bounds)
+        held = np.zeros(count)
+        for item in range(len(bins)):
+            held[evenly[item]] += kept[item]
+        needed = np.maximum(np.ceil(held), 1.0).astype(np.int64)
+        if needed.sum() > num_ranks:
+            continue
+        times = times_of(work, evenly, count, ring, start)
+        other = min_max_degrees(times, needed)
+        slowest = 0.0
+        for group in range(count):
+            slowest = max(slowest, times[group, other[group] - 1])
+        if slowest < best_ms:
+            best, degrees, best_ms = evenly, other, slowest
+    return best, degrees, best_ms

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from resilient.planners.balance import Floats, loads, longest_first
+from resilient.planners.balance import Floats
 from resilient.planners.samples import Ints
 
 
@@ -86,11 +86,9 @@ class Groups:
 
 def group_ms(sequences: Sequences, bins: Ints, num_bins: int, ranks: Ranks) -> Floats:
     """Return the time of each group at each degree. [num_bins, num_ranks]"""
-    degree = np.arange(1, len(ranks) + 1)
-    attention = loads(sequences.attention_ms, bins, num_bins)[:, None] / degree
-    other = loads(sequences.other_ms, bins, num_bins)[:, None] / degree
-    ring = loads(sequences.tokens, bins, num_bins)[:, None] * (ranks.ring_ms * (degree - 1) / degree)
-    return other + np.maximum(attention, ring) + ranks.fixed_ms + ranks.start_ms
+    from resilient.planners.group_kernels import times_of
+
+    return times_of(_work(sequences), bins, num_bins, ranks.ring_ms, ranks.fixed_ms + ranks.start_ms)
 
 
 def pack(kept: Floats) -> tuple[Ints, Ints]:
@@ -112,7 +110,8 @@ def choose_degrees(times: Floats, least: Ints) -> Ints:
     """Stage 2: give each group as many ranks as makes the slowest group fastest.
 
     Groups take the fewest ranks with which that is so; what is left then widens the slowest group that gets faster by
-    it, again and again, which shortens the wait of the others.
+    it, again and again, which shortens the wait of the others. The paper's dynamic program over groups and ranks finds
+    the same time for the slowest; widening it step by step needs no table.
 
     Args:
         times: Of each group at each degree, ``[num_groups, num_ranks]``.
@@ -126,10 +125,7 @@ def choose_degrees(times: Floats, least: Ints) -> Ints:
     """
     from resilient.planners.group_kernels import min_max_degrees
 
-    if least.sum() > times.shape[1]:
-        raise ValueError(
-            f"least must sum to at most {times.shape[1]}, the number of ranks, got {least.sum()}; split the microbatch"
-        )
+    _check(least, times.shape[1])
     return min_max_degrees(np.ascontiguousarray(times), least)
 
 
@@ -137,8 +133,9 @@ def plan_groups(sequences: Sequences, ranks: Ranks, bins: Ints, least: Ints) -> 
     """Return the groups of a microbatch from its packing.
 
     The paper takes the packing as it is: where memory is plentiful, that is few large groups, which communicate much.
-    So packings into more groups, balanced by work, are tried as well: one group per rank, per two ranks, per four and
-    so on. The fastest wins; the result is never slower than the paper's.
+    So static groups are tried as well: as many as there are with 1, 2, 4, ... ranks each, or as there are sequences,
+    balanced by work, and then widened where they are slow. The fastest wins: the result is never slower than the
+    paper's, and never than static groups that hold their sequences.
 
     Args:
         sequences: Of the microbatch.
@@ -149,26 +146,26 @@ def plan_groups(sequences: Sequences, ranks: Ranks, bins: Ints, least: Ints) -> 
     Raises:
         ValueError: The packing needs more ranks than there are.
     """
+    from resilient.planners.group_kernels import fastest_groups
+
     if not len(bins):
         return Groups(group=bins, degrees=np.empty(0, dtype=np.int64), slowest_ms=0.0)
-    best = _widened(sequences, ranks, bins, least)
-    count = len(ranks)
-    while count:
-        if len(least) < count <= len(bins):
-            spread = longest_first(sequences.work_ms, np.ones(count))
-            needed = np.maximum(np.ceil(loads(sequences.kept, spread, count)), 1).astype(np.int64)
-            if needed.sum() <= len(ranks):
-                other = _widened(sequences, ranks, spread, needed)
-                best = other if other.slowest_ms < best.slowest_ms else best
-        count //= 2
-    return best
-
-
-def _widened(sequences: Sequences, ranks: Ranks, bins: Ints, least: Ints) -> Groups:
-    times = group_ms(sequences, bins, len(least), ranks)
-    degrees = choose_degrees(times, least)
-    slowest = times[np.arange(len(least)), degrees - 1].max()
+    _check(least, len(ranks))
+    group, degrees, slowest_ms = fastest_groups(
+        _work(sequences), sequences.kept, ranks.ring_ms, ranks.fixed_ms + ranks.start_ms, bins, least
+    )
     order = np.argsort(-degrees, kind="stable")
     position = np.empty_like(order)
     position[order] = np.arange(len(order))
-    return Groups(group=position[bins], degrees=degrees[order], slowest_ms=float(slowest))
+    return Groups(group=position[group], degrees=degrees[order], slowest_ms=slowest_ms)
+
+
+def _work(sequences: Sequences) -> Floats:
+    return np.stack((sequences.attention_ms, sequences.other_ms, sequences.tokens))
+
+
+def _check(least: Ints, num_ranks: int) -> None:
+    if least.sum() > num_ranks:
+        raise ValueError(
+            f"least must sum to at most {num_ranks}, the number of ranks, got {least.sum()}; split the microbatch"
+        )

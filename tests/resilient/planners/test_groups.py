@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.balance import Floats, loads
+from resilient.planners.balance import Floats, loads, longest_first
 from resilient.planners.group_pool import GroupPool, members
 from resilient.planners.groups import Ranks, Sequences, choose_degrees, group_ms, pack, plan_groups
 from resilient.planners.samples import Ints
@@ -28,6 +28,17 @@ def brute_force(times: Floats, least: Ints) -> float:
     )
 
 
+def dynamic_program(times: Floats, least: Ints) -> float:
+    """The paper's: the slowest of the first groups on so many ranks."""
+    reach = np.zeros(times.shape[1] + 1)
+    for group, fewest in enumerate(least.tolist()):
+        before, reach = reach, np.full_like(reach, np.inf)
+        for j in range(len(reach)):
+            for degree in range(fewest, j - int(least[:group].sum()) + 1):
+                reach[j] = min(reach[j], max(before[j - degree], times[group, degree - 1]))
+    return float(reach[-1])
+
+
 def sequences(draw: np.random.Generator, count: int, scale: float = 1.0) -> Sequences:
     tokens = draw.lognormal(5, 1, count).astype(np.int64).astype(np.float64)
     return Sequences(attention_ms=1e-5 * tokens**2, other_ms=0.01 * tokens, tokens=tokens, kept=tokens * scale)
@@ -39,7 +50,7 @@ def ranks(count: int, ring: float = 0.004, start: float = 0.2) -> Ranks:
     return Ranks(fixed_ms=0.5, ring_ms=np.full(count, ring), start_ms=starts)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(seed=SEEDS, num_groups=st.integers(1, 4), falling=st.booleans())
 def test_degrees_are_those_of_brute_force(seed: int, num_groups: int, falling: bool) -> None:
     draw = np.random.default_rng(seed)
@@ -52,6 +63,18 @@ def test_degrees_are_those_of_brute_force(seed: int, num_groups: int, falling: b
     assert (degrees >= least).all()
     assert degrees.sum() <= num_ranks
     assert times[np.arange(num_groups), degrees - 1].max() == brute_force(times, least)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=SEEDS, num_groups=st.integers(1, 8), more=st.integers(0, 16), falling=st.booleans())
+def test_degrees_are_those_of_the_dynamic_program(seed: int, num_groups: int, more: int, falling: bool) -> None:
+    draw = np.random.default_rng(seed)
+    least = draw.integers(1, 4, num_groups)
+    times = draw.uniform(1, 9, (num_groups, int(least.sum()) + more))
+    if falling:
+        times = np.ascontiguousarray(np.sort(times, axis=1)[:, ::-1])
+    degrees = choose_degrees(times, least)
+    assert times[np.arange(num_groups), degrees - 1].max() == dynamic_program(times, least)
 
 
 def test_ranks_that_are_left_over_widen_the_slowest_group_that_gets_faster() -> None:
@@ -103,6 +126,45 @@ def test_each_sequence_is_in_one_group_that_holds_it(seed: int, count: int, scal
     packed = group_ms(these, bins, len(least), ranks(num_ranks))
     of_paper = choose_degrees(packed, least)
     assert groups.slowest_ms <= packed[np.arange(len(least)), of_paper - 1].max() * (1 + 1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=SEEDS,
+    count=st.integers(1, 40),
+    num_ranks=st.integers(1, 24),
+    scale=st.sampled_from([0.0, 1e-3, 2e-3]),
+    ring=st.sampled_from([0.0, 0.004, 0.1]),
+)
+def test_no_slower_than_static_groups(seed: int, count: int, num_ranks: int, scale: float, ring: float) -> None:
+    these, all_ranks = sequences(np.random.default_rng(seed), count, scale), ranks(num_ranks, ring=ring)
+    bins, least = pack(these.kept)
+    if least.sum() > num_ranks:
+        with pytest.raises(ValueError, match=r"^least must sum to at most "):
+            plan_groups(these, all_ranks, bins, least)
+        return
+    found = plan_groups(these, all_ranks, bins, least).slowest_ms
+    degree = 1
+    while degree <= num_ranks:
+        groups = num_ranks // degree
+        static = longest_first(these.work_ms, np.ones(groups))
+        if (loads(these.kept, static, groups) <= degree).all():
+            used = np.unique(static)
+            assert found <= group_ms(these, static, groups, all_ranks)[used, degree - 1].max() * (1 + 1e-12)
+        degree *= 2
+
+
+def test_static_groups_are_tried_where_the_packing_has_as_many_groups() -> None:
+    # The packing fills the two ranks of the long sequence with the middle ones: 16 ms of work on three ranks at best.
+    these = Sequences(
+        attention_ms=np.zeros(4),
+        other_ms=np.array([6.0, 5.0, 5.0, 4.0]),
+        tokens=np.ones(4),
+        kept=np.array([1.2, 0.4, 0.4, 0.4]),
+    )
+    bins, least = pack(these.kept)
+    groups = plan_groups(these, ranks(4, ring=0.0, start=0.0), bins, least)
+    assert groups.slowest_ms == pytest.approx(5.5)
 
 
 def test_plentiful_memory_does_not_put_all_sequences_into_one_group() -> None:
