@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from resilient.planners.balance import Floats
-from resilient.planners.kernels import compiled
+from resilient.planners.kernels import compiled, set_up, tournament_starts
 from resilient.planners.samples import Ints
 
 _EXACT = 1e-12
@@ -32,8 +32,8 @@ def _ends(costs: Floats, speeds: Floats, bound: float, ends: Ints) -> bool:
 
 
 @compiled
-def fill_ascending(costs: Floats, speeds: Floats, low: float, high: float) -> Ints:
-    """Return the instance of each sample under the least bound, between ``low`` and ``high``, that holds all.
+def fill_ascending(costs: Floats, speeds: Floats, low: float, high: float) -> tuple[Ints, float]:
+    """Return the instance of each sample under the least bound, between ``low`` and ``high``, that holds all, and it.
 
     Args:
         costs: Ascending. [num_samples]
@@ -59,41 +59,68 @@ def fill_ascending(costs: Floats, speeds: Floats, low: float, high: float) -> In
     for instance in range(len(speeds)):
         chosen[start : best[instance]] = instance
         start = best[instance]
-    return chosen
+    return chosen, high
 
 
 @compiled
-def fill_by_key(items: Floats, order: Ints, speeds: Floats, tolerance: float) -> Ints:
-    """Give items in order to the instance first by (tolerances, squares, position), from a heap of all."""
-    count = len(speeds)
-    steps, squares, total = np.zeros(count), np.zeros(count), np.zeros(count)
-    heap = np.arange(count)
+def fill_by_key(items: Floats, order: Ints, speeds: Floats, members: Ints, starts: Ints, tolerance: float) -> Ints:
+    """Give items in order to the instance first by (tolerances, squares, position).
+
+    As in :func:`~resilient.planners.kernels.spread`, each speed has a tournament of its instances, of which only the
+    winner's way from its leaf to the root is played again; both parts of keys are compared as the integers that their
+    bits are, without branches. Of the winners, the one that is first with the item gets it.
+
+    Args:
+        items: Lengths, >= 0. [num_items]
+        order: Of the items.
+        speeds: They, all different. [num_speeds]
+        members: The instances of each speed, one speed after the other, ascending within. [num_instances]
+        starts: Where each speed's instances start, and the end. [num_speeds + 1]
+        tolerance: Lengths that count as one step.
+    """
+    num_speeds, step_size = len(speeds), speeds * tolerance
+    first = tournament_starts(starts)
+    steps, squares, loser = np.empty((3, first[-1]), dtype=np.int64)
+    for speed in range(num_speeds):
+        own = slice(first[speed], first[speed + 1])
+        for keys in (steps, squares):
+            set_up(keys[own], loser[own], starts[speed + 1] - starts[speed])
+    total, total_squares = np.zeros(len(members)), np.zeros(len(members))
+    winner, best_key, key = starts[:-1].copy(), np.zeros(2), np.zeros(2)
+    bits = best_key.view(np.int64)
     chosen = np.empty(len(items), dtype=np.int64)
     for item in order:
-        top = heap[0]
-        chosen[item] = top
-        total[top] += items[item]
-        steps[top] = np.floor(total[top] / speeds[top] / tolerance)
-        squares[top] += items[item] ** 2 / speeds[top]
-        hole = 0
-        while True:
-            child = 2 * hole + 1
-            if child >= count:
-                break
-            if child + 1 < count and _before(heap[child + 1], heap[child], steps, squares):
-                child += 1
-            if _before(top, heap[child], steps, squares):
-                break
-            heap[hole] = heap[child]
-            hole = child
-        heap[hole] = top
+        best = -1
+        for speed in range(num_speeds):
+            who = winner[speed]
+            key[0] = np.floor((total[who] + items[item]) / step_size[speed])
+            key[1] = total_squares[who] + items[item] ** 2 / speeds[speed]
+            if (
+                best < 0
+                or key[0] < best_key[0]
+                or (
+                    key[0] == best_key[0]
+                    and (key[1] < best_key[1] or (key[1] == best_key[1] and members[who] < members[winner[best]]))
+                )
+            ):
+                best = speed
+                best_key[0], best_key[1] = key[0], key[1]
+        who = winner[best]
+        chosen[item] = members[who]
+        total[who] += items[item]
+        total_squares[who] = best_key[1]
+        step, square, leaf, root = bits[0], bits[1], who - starts[best], first[best]
+        node = first[best + 1] - root + leaf
+        while node > 1:
+            from_right = node & 1  # equal keys: the left one wins
+            node >>= 1
+            other_step, other_square, other = steps[root + node], squares[root + node], loser[root + node]
+            swap = (other_step < step) | ((other_step == step) & (other_square < square + from_right))
+            steps[root + node] = step if swap else other_step
+            squares[root + node] = square if swap else other_square
+            loser[root + node] = leaf if swap else other
+            step = other_step if swap else step
+            square = other_square if swap else square
+            leaf = other if swap else leaf
+        winner[best] = starts[best] + leaf
     return chosen
-
-
-@compiled
-def _before(one: int, other: int, steps: Floats, squares: Floats) -> bool:
-    if steps[one] != steps[other]:
-        return steps[one] < steps[other]
-    if squares[one] != squares[other]:
-        return squares[one] < squares[other]
-    return one < other

@@ -61,6 +61,36 @@ def descending(items: Floats) -> Ints:
 
 
 @compiled
+def tournament_starts(starts: Ints) -> Ints:
+    """Return where tournaments start, and the end, whose sizes are powers of 2 that hold groups with these starts."""
+    first = np.zeros(len(starts), dtype=np.int64)
+    for group in range(len(starts) - 1):
+        size = 1
+        while size < starts[group + 1] - starts[group]:
+            size *= 2
+        first[group + 1] = first[group] + size
+    return first
+
+
+@compiled
+def set_up(lost: Ints, loser: Ints, count: int) -> None:
+    """Write down a tournament in which nobody has anything yet: the leftmost has won.
+
+    Args:
+        lost: What the loser at each inner node has; those that are not there have more than any. [size, a power of 2]
+        loser: Who it is: its leaf. [size]
+        count: Who is there.
+    """
+    size = len(lost)
+    for node in range(1, size):
+        leaf = 2 * node + 1
+        while leaf < size:
+            leaf *= 2
+        loser[node] = leaf - size
+        lost[node] = 0 if leaf - size < count else np.iinfo(np.int64).max
+
+
+@compiled
 def spread(items: Floats, order: Ints, speeds: Floats, members: Ints, starts: Ints) -> Ints:
     """Give items in order to the bin that is done first; of equally fast bins that is the one with the least load.
 
@@ -78,23 +108,11 @@ def spread(items: Floats, order: Ints, speeds: Floats, members: Ints, starts: In
     Returns:
         The bin of each item, -1 where it is not in the order. [num_items]
     """
-    first = np.zeros(len(speeds) + 1, dtype=np.int64)
+    first = tournament_starts(starts)
+    lost, loser = np.empty(first[-1], dtype=np.int64), np.empty(first[-1], dtype=np.int64)
     for speed in range(len(speeds)):
-        size = 1
-        while size < starts[speed + 1] - starts[speed]:
-            size *= 2
-        first[speed + 1] = first[speed] + size
-    nobody = np.int64(np.iinfo(np.int64).max)
-    lost, loser = np.full(first[-1], nobody), np.zeros(first[-1], dtype=np.int64)
-    for speed in range(len(speeds)):
-        size = first[speed + 1] - first[speed]
-        for node in range(1, size):
-            leaf = 2 * node + 1
-            while leaf < size:
-                leaf *= 2
-            loser[first[speed] + node] = leaf - size
-            if leaf - size < starts[speed + 1] - starts[speed]:
-                lost[first[speed] + node] = 0
+        own = slice(first[speed], first[speed + 1])
+        set_up(lost[own], loser[own], starts[speed + 1] - starts[speed])
     winner, won = np.zeros(len(speeds), dtype=np.int64), np.zeros(len(speeds))
     chosen = np.full(len(items), -1)
     for item in order:

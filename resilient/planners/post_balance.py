@@ -6,10 +6,11 @@ its speed. Where this differs from the paper:
 
 - *Padding* (2). The bisection needs bounds between which there is an answer: the least is that of the longest sample
   alone, the largest that of batches of equally many samples all as long as the longest one. The printed ones are too
-  small: under them d batches seldom hold the samples.
+  small: under them d batches seldom hold the samples. Which of unequal instances get the shortest samples is tried both
+  ways, as either may be several times better.
 - *Quadratic attention* (3). Loads go by how many tolerances their sum is, then by their sum of squares. The printed
   comparison is not transitive, as none is that calls sums equal when they are within a tolerance of each other: who
-  comes first then depends on who is asked first.
+  comes first then depends on who is asked first. Among unequal instances it counts what each has with the sample.
 - *Convolutions with padding* (4). A batch of b samples padded to m costs b * m + lambda * b * m^2: that of samples of
   length m + lambda * m^2. So algorithm 2 minimises it, which an order of batches by it only keeps small.
 """
@@ -19,22 +20,23 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.balance import Floats
+from resilient.planners.balance import Floats, by_speed
 from resilient.planners.samples import Ints
 
 
 def balance_padded(lengths: npt.ArrayLike, speeds: npt.ArrayLike, *, squared: float = 0.0) -> Ints:
     """Algorithms 2 and 4, padding: bisect what a batch may cost; batches are filled in ascending order.
 
-    With equal speeds no assignment has a cheaper most expensive batch.
+    With equal speeds no assignment has a cheaper most expensive batch. With unequal ones none has that fills ascending
+    batches of instances in the order of their speeds, from the slowest on or from the fastest on.
 
     Args:
         lengths: Of the samples, >= 0. [num_samples]
-        speeds: Work per time of each instance, > 0; the slowest get the shortest samples. [num_instances]
+        speeds: Work per time of each instance, > 0. [num_instances]
         squared: Cost of a padded sample's squared length, of its length being 1 (the paper's lambda).
 
     Returns:
-        The instance of each sample; the fastest ones may get none.
+        The instance of each sample; the last ones may get none.
 
     Raises:
         ValueError: There is no instance, a length is negative or a speed is not positive.
@@ -46,10 +48,15 @@ def balance_padded(lengths: npt.ArrayLike, speeds: npt.ArrayLike, *, squared: fl
     order = descending(items)[::-1]
     costs = items[order]
     costs = np.ascontiguousarray(costs + squared * costs**2)
-    by_speed = np.argsort(rates, kind="stable")
     low, high = cost_bounds(costs, rates)
+    instances = np.argsort(rates, kind="stable")
+    filled, time = fill_ascending(costs, rates[instances], low, high)
+    if rates[instances[0]] != rates[instances[-1]]:
+        other, other_time = fill_ascending(costs, np.ascontiguousarray(rates[instances[::-1]]), low, high)
+        if other_time < time:
+            filled, instances = other, instances[::-1]
     chosen = np.empty(len(items), dtype=np.int64)
-    chosen[order] = by_speed[fill_ascending(costs, rates[by_speed], low, high)]
+    chosen[order] = instances[filled]
     return chosen
 
 
@@ -68,10 +75,18 @@ def cost_bounds(costs: npt.ArrayLike, speeds: npt.ArrayLike) -> tuple[float, flo
 def balance_quadratic(lengths: npt.ArrayLike, speeds: npt.ArrayLike, tolerance: float) -> Ints:
     """Algorithm 3, quadratic attention: longest first, each to the instance that comes first by :func:`load_key`.
 
+    Of instances with different speeds, one that comes first in its speed, that is the one that does with the sample;
+    without it, it would be a slow one that gets the longest. With n instances of speeds that are V together, none takes
+    longer for its lengths than
+
+        (sum of lengths + (n - 1) * longest) / V + 2 * tolerance,
+
+    as no other would have taken less, a tolerance for the rounding of each of both.
+
     Args:
         lengths: Of the samples, >= 0. [num_samples]
         speeds: Work per time of each instance, > 0. [num_instances]
-        tolerance: Sums within a multiple of it are taken to be equal; > 0.
+        tolerance: Sums by speed within a multiple of it are taken to be equal; > 0.
 
     Returns:
         The instance of each sample; equal instances go by position.
@@ -85,7 +100,7 @@ def balance_quadratic(lengths: npt.ArrayLike, speeds: npt.ArrayLike, tolerance: 
     items, rates = _checked(lengths, speeds)
     if not tolerance > 0:
         raise ValueError(f"tolerance must be > 0, got {tolerance}; a mean length is a good one")
-    return fill_by_key(items, descending(items), rates, float(tolerance))
+    return fill_by_key(items, descending(items), *by_speed(rates), float(tolerance))
 
 
 def load_key(total: float, squares: float, speed: float, tolerance: float) -> tuple[float, float]:
@@ -97,7 +112,7 @@ def load_key(total: float, squares: float, speed: float, tolerance: float) -> tu
         speed: Of the instance.
         tolerance: As for :func:`balance_quadratic`.
     """
-    return float(np.floor(total / speed / tolerance)), squares / speed
+    return float(np.floor(total / (speed * tolerance))), squares / speed
 
 
 def padded_cost(lengths: npt.ArrayLike, instances: Ints, num_instances: int, squared: float = 0.0) -> Floats:

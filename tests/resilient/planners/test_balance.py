@@ -41,14 +41,27 @@ def test_longest_first_equals_the_plain_rule_with_many_items_and_bins() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 3))
-def test_longest_first_is_within_four_thirds_of_the_best(weights: list[int], num_bins: int) -> None:
-    best = min(
-        max(loads(weights, np.array(bins), num_bins))
-        for bins in itertools.product(range(num_bins), repeat=len(weights))
-    )
-    fullest = max(loads(weights, longest_first(weights, [1.0] * num_bins), num_bins))
-    assert best <= fullest <= best * (4 / 3 - 1 / (3 * num_bins)) + 1e-9
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    st.integers(1, 3).map(lambda count: [1.0] * count)
+    | st.lists(st.sampled_from([0.3, 0.5, 1.0, 1.7]), min_size=1, max_size=3),
+)
+def test_longest_first_is_within_its_bounds_of_the_best(weights: list[int], speeds: list[float]) -> None:
+    count = len(speeds)
+    every_way = np.array(list(itertools.product(range(count), repeat=len(weights))))
+    held = np.stack([(every_way == each) @ np.array(weights) for each in range(count)])
+    best = (held / np.array(speeds)[:, None]).max(axis=0).min()
+    last = (loads(weights, longest_first(weights, speeds), count) / speeds).max()
+    equal = len(set(speeds)) == 1
+    bound = 4 / 3 - 1 / (3 * count) if equal else min(2 * count / (count + 1), 1 + 3**0.5 / 3)
+    assert best * (1 - 1e-9) <= last <= best * bound * (1 + 1e-9)
+
+
+def test_longest_first_reaches_grahams_bound() -> None:
+    """Two bins: 7 instead of 6; three: 11 instead of 9."""
+    for weights, count, most in (([3, 3, 2, 2, 2], 2, 7), ([5, 5, 4, 4, 3, 3, 3], 3, 11)):
+        assert max(loads(weights, longest_first(weights, np.ones(count)), count)) == most
+        assert most * 3 * count == (4 * count - 1) * sum(weights) // count
 
 
 def test_give_out_goes_by_the_order_and_leaves_out_what_is_not_in_it() -> None:
