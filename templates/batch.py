@@ -79,19 +79,26 @@ def split_microbatches(pipelines: Sequence[Lines], num_microbatches: int) -> tup
             f"num_microbatches must be at least the number of pipelines, one or more, got {num_microbatches} for "
             f"{len(pipelines)}; raise the global batch, lower the microbatch, or make fewer pipelines"
         )
-    fill, slowest = line_table(pipelines)
+    # Pipelines with the same lines get through the same number, so only one of them is looked at.
+    kinds = {id(of): of for of in pipelines}
+    numbers = dict(zip(kinds, range(len(kinds)), strict=True))
+    kind = np.array([numbers[id(of)] for of in pipelines])
+    fill, slowest = line_table(list(kinds.values()))
+    num_each = np.bincount(kind)
     low, high = 0, finish_ns(pipelines[0], num_microbatches)
     while low < high:
-        middle = (low + high) // 2
-        if np.maximum(capacities(fill, slowest, middle), 1).sum() >= num_microbatches:
-            high = middle
+        # Between the times at which some layout is done with one more, all are alike.
+        done = ((low + high) // 2 - fill) // slowest
+        if num_each @ np.maximum(done.max(axis=1), 1) >= num_microbatches:
+            high = max(low, int((fill + done * slowest).max()))
         else:
-            low = middle + 1
-    counts = np.maximum(capacities(fill, slowest, low - 1), 1)
-    able = np.flatnonzero(capacities(fill, slowest, low) > counts)
-    without = (fill[able] + counts[able, None] * slowest[able]).min(axis=1)
+            low = int((fill + (done + 1) * slowest).min())
+    least = np.maximum(capacities(fill, slowest, low - 1), 1)
+    able = capacities(fill, slowest, low) > least
+    without = (fill + least[:, None] * slowest).min(axis=1)
+    counts, candidates = least[kind], np.flatnonzero(able[kind])
     left_over = num_microbatches - int(counts.sum())
-    counts[able[np.argsort(-without, kind="stable")[:left_over]]] += 1
+    counts[candidates[np.argsort(-without[kind[candidates]], kind="stable")[:left_over]]] += 1
     return tuple(counts.tolist())
 
 

@@ -11,8 +11,9 @@ Candidates are made of precomputed templates:
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from resilient.templates.batch import Lines, finish_ns, lines, slowed_line, split_microbatches
@@ -52,6 +53,19 @@ class Candidate:
     lacking_domains: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A candidate before its nodes are in their places: that takes longest, and most ways are out without it.
+
+    Args:
+        step_ms: The candidate's.
+        candidate: Places the nodes and returns the candidate.
+    """
+
+    step_ms: float
+    candidate: Callable[[], Candidate]
+
+
 class Situation:
     """What there is to go on from.
 
@@ -75,30 +89,32 @@ class Situation:
         domains: Mapping[int, str],
         slowdowns: Mapping[int, float],
     ) -> None:
-        self._problem, self._templates, self._composition = problem, templates, composition
+        self._problem, self._composition = problem, composition
+        self._sizes, self._layouts = templates.sizes, cache(templates.of)
         self._plan, self._live, self._slowdowns = plan, live, slowdowns
+        self._any_slow = not slowdowns.keys().isdisjoint(live)
         self._placer = Placer(problem, plan, live, domains)
         self._known_lines: dict[tuple[int, int], Lines] = {}
 
-    def candidates(self) -> Iterator[Candidate]:
-        """Yield the candidates, local ones first; no two with equal layouts that the same pipelines keep."""
+    def ways(self) -> Iterator[Way]:
+        """Yield the ways to go on, local ones first; no two with equal layouts that the same pipelines keep."""
         seen: set[tuple[tuple[int, int], ...]] = set()
-        for kind, wanted in self._ways():
+        for kind, wanted in self._changes():
             targets = self._targets(wanted)
             key = tuple(sorted((id(target.template), self._kept(target)) for target in targets))
             if key not in seen:
                 seen.add(key)
-                yield self._candidate(kind, targets)
+                yield self._way(kind, targets)
 
     def composed(self) -> Candidate:
         """Return the best composition, free in its layouts."""
-        return self._candidate("composed", self._targets(self._composed()))
+        return self._way("composed", self._targets(self._composed())).candidate()
 
-    def _ways(self) -> Iterator[tuple[CandidateKind, list[_Wanted]]]:
+    def _changes(self) -> Iterator[tuple[CandidateKind, list[_Wanted]]]:
         changes = repairs(
             self._plan,
             self._live,
-            self._templates.sizes,
+            self._sizes,
             min_pipelines=self._problem.max_failures + 1,
             max_pipelines=self._problem.num_microbatches,
         )
@@ -109,7 +125,7 @@ class Situation:
         yield "composed", self._composed()
 
     def _composed(self) -> list[_Wanted]:
-        return [(self._templates.of(size), None) for size in self._composition]
+        return [(self._layouts(size), None) for size in self._composition]
 
     def _with_intact(self) -> Iterator[tuple[int | None, int]]:
         """Yield the best composition; pipelines that lost no node are continued where their size is wanted."""
@@ -124,7 +140,7 @@ class Situation:
     def _kept_or_new(self, index: int | None, size: int) -> _Wanted:
         if index is not None and self._plan.pipelines[index].template.num_nodes == size:
             return (self._plan.pipelines[index].template,), index
-        return self._templates.of(size), index
+        return self._layouts(size), index
 
     def _kept(self, target: Target) -> int:
         """Return the index of the pipeline that goes on with its layout in a target, -1 if there is none."""
@@ -147,23 +163,32 @@ class Situation:
             targets.append(Target(template=best[key], continues=index))
         return self._placer.continuing(targets)
 
-    def _candidate(self, kind: CandidateKind, targets: Sequence[Target]) -> Candidate:
-        """Place the nodes and split the batch over them as fast as they are."""
-        placement = self._placer.place(targets)
-        speeds = [self._speed(target.template, on) for target, on in zip(targets, placement.nodes, strict=True)]
+    def _way(self, kind: CandidateKind, targets: Sequence[Target]) -> Way:
+        """Split the batch over the pipelines, as fast as their nodes are."""
+        place = cache(lambda: self._placer.place(targets))
+        if self._any_slow:
+            speeds = [self._speed(target.template, on) for target, on in zip(targets, place().nodes, strict=True)]
+        else:
+            speeds = [self._lines((target.template,)) for target in targets]
         counts = split_microbatches(speeds, self._problem.num_microbatches)
-        pipelines = tuple(
-            Pipeline(template=target.template, nodes=on, num_microbatches=count)
-            for target, on, count in zip(targets, placement.nodes, counts, strict=True)
-        )
-        return Candidate(
-            kind=kind,
-            plan=Plan(pipelines=pipelines),
-            copied_bytes=placement.copied_bytes,
-            copy_ms=_copy_ms(self._problem.cluster.inter_node, placement.busiest_bytes),
-            step_ms=max(map(finish_ns, speeds, counts)) / 1e6,
-            lacking_domains=placement.lacking_domains,
-        )
+        step_ms = max(map(finish_ns, speeds, counts)) / 1e6
+
+        def candidate() -> Candidate:
+            placement = place()
+            pipelines = tuple(
+                Pipeline(template=target.template, nodes=on, num_microbatches=count)
+                for target, on, count in zip(targets, placement.nodes, counts, strict=True)
+            )
+            return Candidate(
+                kind=kind,
+                plan=Plan(pipelines=pipelines),
+                copied_bytes=placement.copied_bytes,
+                copy_ms=_copy_ms(self._problem.cluster.inter_node, placement.busiest_bytes),
+                step_ms=step_ms,
+                lacking_domains=placement.lacking_domains,
+            )
+
+        return Way(step_ms=step_ms, candidate=candidate)
 
     def _lines(self, layouts: Sequence[PipelineTemplate]) -> Lines:
         # By identity: the layouts of a size are one tuple, and a kept one stands for itself.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappush, heapreplace
 from typing import Literal
 
 from resilient.templates.plan import Plan
@@ -96,16 +97,17 @@ class _Change:
 
     def replace_lost(self) -> None:
         """Fill up: first pipelines that get to n0 by it, then those that lack least."""
-        while self._spare:
-            short = [index for index, size in self._sizes.items() if size < self._wanted[index]]
-            if not short:
-                return
-            sizes = self._sizes
-            self._extend(
-                min(
-                    short, key=lambda i: (not sizes[i] < self._n0 <= sizes[i] + self._spare, self._wanted[i] - sizes[i])
-                )
+        sizes = self._sizes
+        short = [index for index, size in sizes.items() if size < self._wanted[index]]
+        while self._spare and short:
+            index = min(
+                short, key=lambda i: (not sizes[i] < self._n0 <= sizes[i] + self._spare, self._wanted[i] - sizes[i])
             )
+            sizes[index] += 1
+            self._spare -= 1
+            self._joined = True
+            if sizes[index] == self._wanted[index]:
+                short.remove(index)
 
     def make_viable(self, giving_up: bool) -> bool:
         """Borrow and merge until every pipeline has n0 nodes; return whether that is possible."""
@@ -126,23 +128,25 @@ class _Change:
 
     def use_spare(self, adding: bool) -> None:
         """Make new pipelines as large as the smallest, or extend the smallest; what fits nowhere is left out."""
+        smallest_first = [(size, index) for index, size in self._sizes.items()]
+        heapify(smallest_first)
+        next_index = max(len(self._wanted), *self._sizes) + 1
         while self._spare:
-            smallest = min(self._sizes, key=self._sizes.__getitem__)
-            full = self._sizes[smallest] >= self._largest
+            size, index = smallest_first[0]
+            full = size >= self._largest
             if (adding or full) and self._spare >= self._n0 and len(self._sizes) < self._max_pipelines:
-                new = min(self._spare, self._sizes[smallest])
-                self._sizes[max(len(self._wanted), *self._sizes) + 1] = new
+                new = min(self._spare, size)
+                heappush(smallest_first, (new, next_index))
+                self._sizes[next_index] = new
                 self._spare -= new
-                self._joined = True
+                next_index += 1
             elif full:
                 return
             else:
-                self._extend(smallest)
-
-    def _extend(self, index: int) -> None:
-        self._sizes[index] += 1
-        self._spare -= 1
-        self._joined = True
+                heapreplace(smallest_first, (size + 1, index))
+                self._sizes[index] += 1
+                self._spare -= 1
+            self._joined = True
 
     def _merge(self, index: int) -> None:
         """Give a pipeline up: its nodes go to others below n0, or all to the smallest, or wherever there is room."""

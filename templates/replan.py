@@ -12,13 +12,14 @@ others are out (:func:`resilient.templates.spread.lacking_domains`). Ties: fewer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from heapq import heappop, heappush
 
 import numpy as np
 
 from resilient.templates.assignment import assign
-from resilient.templates.candidate import Candidate, Situation
+from resilient.templates.candidate import Candidate, Situation, Way
 from resilient.templates.compose import compose
 from resilient.templates.nodespec import TooFewNodes, usable_nodes
 from resilient.templates.partition import plan_templates
@@ -60,7 +61,7 @@ def prepare(problem: Problem, num_nodes: int) -> None:
     fewer = max(problem.max_failures, _PREPARED_CHANGE)
     for live in range(max(least, num_nodes - fewer), num_nodes + _PREPARED_CHANGE + 1):
         _composed(problem, live)
-    candidates(problem, plan, range(1, num_nodes + 1))
+    replan(problem, plan, range(1, num_nodes + 1))
     assign(np.zeros((1, 1)))
 
 
@@ -108,7 +109,7 @@ def replan(
         A plan on all nodes that pipelines can use; the same for the same arguments, in whatever order ``nodes`` are.
         There is one even where a state has no live holder: that must then come from a checkpoint.
     """
-    return candidates(problem, plan, nodes, domains=domains, slowdowns=slowdowns)[0].plan
+    return next(candidates(problem, plan, nodes, domains=domains, slowdowns=slowdowns)).plan
 
 
 def candidates(
@@ -118,7 +119,7 @@ def candidates(
     *,
     domains: Mapping[int, str] | None = None,
     slowdowns: Mapping[int, float] | None = None,
-) -> tuple[Candidate, ...]:
+) -> Iterator[Candidate]:
     """Return the ways to go on with the nodes that are live now, best first.
 
     Args:
@@ -129,21 +130,34 @@ def candidates(
         slowdowns: Nodes that were seen to be slow, and by what factor (1 or more). Microbatches shift to the other
             pipelines; layouts are for nodes as fast as profiled.
 
+    Returns:
+        An iterator: nodes are put into their places in those ways only that can be the next best.
+
     Raises:
         TooFewNodes: Not enough for f + 1 pipelines: store the progress and stop, or wait for nodes.
     """
     live, factors = _distinct(nodes), _checked(slowdowns)
     templates, composition = templates_for(problem, len(live)), _composed(problem, len(live))
-    found = tuple(Situation(problem, templates, composition, plan, live, domains or {}, factors).candidates())
-    fastest_ns = min(nanoseconds(candidate.step_ms) for candidate in found)
-    interval_ns = nanoseconds(problem.failure_interval_s * 1e3)
+    situation = Situation(problem, templates, composition, plan, live, domains or {}, factors)
+    return _best_first(situation.ways(), nanoseconds(problem.failure_interval_s * 1e3))
 
-    def rank(candidate: Candidate) -> tuple[int, int, int]:
+
+def _best_first(ways: Iterable[Way], interval_ns: int) -> Iterator[Candidate]:
+    # What copies cost and what is lacking is at least nothing, so the step alone says how good a way can be at best.
+    left = sorted(
+        ((nanoseconds(way.step_ms), number, way) for number, way in enumerate(ways)), key=lambda each: each[:2]
+    )
+    fastest_ns = left[0][0]
+    found: list[tuple[int, int, int, int, Candidate]] = []
+    for step_ns, number, way in left:
+        while found and found[0][:4] < (0, interval_ns * step_ns, 0, number):
+            yield heappop(found)[-1]
+        candidate = way.candidate()
         # The formula above times the fastest step: a whole number, so that no rounding decides.
-        as_far_ns = nanoseconds(candidate.copy_ms) * fastest_ns + interval_ns * nanoseconds(candidate.step_ms)
-        return candidate.lacking_domains, as_far_ns, candidate.copied_bytes
-
-    return tuple(sorted(found, key=rank))
+        as_far_ns = nanoseconds(candidate.copy_ms) * fastest_ns + interval_ns * step_ns
+        heappush(found, (candidate.lacking_domains, as_far_ns, candidate.copied_bytes, number, candidate))
+    while found:
+        yield heappop(found)[-1]
 
 
 def _distinct(nodes: Sequence[int]) -> list[int]:

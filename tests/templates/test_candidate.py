@@ -35,7 +35,7 @@ def test_layouts_suit_the_split():
 def test_pipelines_that_shrink_keep_their_own_nodes():
     templates = template_set(cut(2, 6), cut(2, 4, 6))
     before = plan_of((cut(2, 4, 6), (5, 6, 7)), (cut(2, 4, 6), (0, 1, 2)))
-    simple = next(situation(templates, (2, 2), before, [0, 1, 5, 6]).candidates())
+    simple = next(situation(templates, (2, 2), before, [0, 1, 5, 6]).ways()).candidate()
     assert simple.kind == "simple"
     assert [pipeline.nodes for pipeline in simple.plan.pipelines] == [(5, 6), (0, 1)]
 
@@ -43,23 +43,23 @@ def test_pipelines_that_shrink_keep_their_own_nodes():
 def test_candidates_that_differ_in_the_order_of_pipelines_alone_are_one():
     two, three = cut(3, 6), cut(2, 4, 6)
     before = plan_of((two, (0, 1)), (three, (2, 3, 4)))
-    found = situation(template_set(two, three), (3, 2), before, range(5)).candidates()
-    assert [candidate.kind for candidate in found] == ["keep"]
+    found = situation(template_set(two, three), (3, 2), before, range(5)).ways()
+    assert [way.candidate().kind for way in found] == ["keep"]
 
 
 def test_only_repairs_that_use_as_many_nodes_as_can_be_used_are_candidates():
     one, two = cut(6), cut(3, 6)
     before = plan_of((one, (0,)), (one, (1,)))
     # With one microbatch for each of two pipelines there can be no third; the fifth node has no place.
-    found = situation(template_set(one, two), (2, 2), before, range(5), num_microbatches=2).candidates()
-    assert [(candidate.kind, len(candidate.plan.nodes)) for candidate in found] == [("join", 4)]
-    found = situation(template_set(one, two), (2, 1), before, range(5), num_microbatches=2).candidates()
-    assert [(candidate.kind, len(candidate.plan.nodes)) for candidate in found] == [("composed", 3)]
+    found = situation(template_set(one, two), (2, 2), before, range(5), num_microbatches=2).ways()
+    assert [(way.candidate().kind, len(way.candidate().plan.nodes)) for way in found] == [("join", 4)]
+    found = situation(template_set(one, two), (2, 1), before, range(5), num_microbatches=2).ways()
+    assert [(way.candidate().kind, len(way.candidate().plan.nodes)) for way in found] == [("composed", 3)]
 
 
 def test_steps_take_as_long_as_slow_nodes_make_them():
     two = cut(3, 6)
     before = plan_of((two, (0, 1)), (two, (2, 3)))
-    slow = next(situation(template_set(two), (2, 2), before, range(4), slowdowns={1: 4.0}).candidates())
+    slow = next(situation(template_set(two), (2, 2), before, range(4), slowdowns={1: 4.0}).ways()).candidate()
     # 3 + 2 x 12 = 27 and 3 + 10 x 3 = 33, against 3 + 3 x 12 = 39.
     assert (layout(slow.plan), slow.step_ms) == ([((0, 1), 2), ((2, 3), 10)], 33.0)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,11 +13,17 @@ from hypothesis import strategies as st
 from jobs import MIB, cut, enough_nodes, layout, plan_of, problems, profile
 
 from resilient.templates import replan as module
+from resilient.templates.candidate import Candidate
 from resilient.templates.cluster import Cluster, Link
 from resilient.templates.nodespec import TooFewNodes, usable_nodes
+from resilient.templates.placement import Placer
 from resilient.templates.plan import Plan, Problem
 from resilient.templates.repair import repairs
-from resilient.templates.replan import candidates, first_plan, prepare, replan, templates_for
+from resilient.templates.replan import first_plan, prepare, replan, templates_for
+
+
+def candidates(*args: Any, **kwargs: Any) -> list[Candidate]:
+    return list(module.candidates(*args, **kwargs))
 
 
 def sizes(plan: Plan) -> list[int]:
@@ -101,12 +108,28 @@ def test_the_candidate_with_which_the_job_is_furthest_comes_first(
     problem = replace(problem, failure_interval_s=failure_interval_ms / 1e3)
     nodes = range(enough_nodes(problem) + 3)
     lost = data.draw(st.sets(st.sampled_from(nodes), max_size=3))
-    found = candidates(
-        problem, first_plan(problem, nodes), [node for node in range(len(nodes) + 1) if node not in lost]
-    )
+    live = [node for node in range(len(nodes) + 1) if node not in lost]
+    domains = data.draw(st.dictionaries(st.sampled_from(live), st.sampled_from("ab"), max_size=len(live)))
+    slowdowns = data.draw(st.dictionaries(st.sampled_from(live), st.floats(1, 4), max_size=1))
+    found = candidates(problem, first_plan(problem, nodes), live, domains=domains, slowdowns=slowdowns)
     fastest = min(candidate.step_ms for candidate in found)
-    costs = [candidate.copy_ms + failure_interval_ms * candidate.step_ms / fastest for candidate in found]
-    assert costs == sorted(costs) or costs == pytest.approx(sorted(costs), rel=1e-9)
+    ranks = [(c.lacking_domains, c.copy_ms + failure_interval_ms * c.step_ms / fastest) for c in found]
+    for (lacking, cost), (next_lacking, next_cost) in pairwise(ranks):
+        assert lacking < next_lacking or (lacking == next_lacking and cost <= next_cost * (1 + 1e-9))
+
+
+def test_nodes_are_placed_only_in_ways_that_can_be_the_best(monkeypatch: pytest.MonkeyPatch):
+    problem = small_job(num_layers=8, smallest=1)
+    before = made_of(problem, (0, 1, 2, 3), (4, 5, 6, 7))
+    live = [0, 1, 2, 3, 4, 5, 6]
+    placed: list[int] = []
+    place = Placer.place
+    monkeypatch.setattr(Placer, "place", lambda *args: placed.append(1) or place(*args))
+    # The composed plan, of which a step takes 16 ms, copies for less than a second; the other's takes 20 ms.
+    assert next(module.candidates(replace(problem, failure_interval_s=10.0), before, live)).kind == "composed"
+    assert len(placed) == 1
+    assert next(module.candidates(replace(problem, failure_interval_s=1e-3), before, live)).kind == "simple"
+    assert len(placed) == 3
 
 
 def test_first_plan_fills_pipelines_with_the_nodes_in_order():

@@ -145,7 +145,7 @@ class Planner:
         if key not in self._next:
             num_places = len(before.plan.nodes)
             live = [*sorted(set(range(num_places)) - set(gone)), *range(num_places, num_places + num_spare)]
-            best = candidates(self._problem, before.plan, live)[0]
+            best = next(candidates(self._problem, before.plan, live))
             self._next[key] = Move(
                 arrangement=self._arrangement(best.plan, nanoseconds(best.step_ms)),
                 places=best.plan.nodes,
