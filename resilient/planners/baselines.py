@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from resilient.planners.balance import cut_chain
-from resilient.planners.costs import UnitCosts
+from resilient.planners.costs import Floats, UnitCosts
 from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Place, Replica, Setting
 from resilient.planners.samples import Ints, SampleTable
+from resilient.planners.stage_work import exposed_sum_ms
 from resilient.planners.uniform import Stages, Uniform, common_degrees, fits, in_order, num_microbatches
 
 
@@ -154,7 +155,8 @@ def _colocated(setting: Setting, samples: SampleTable, pp: int, tp: int, cp: int
     number = num_microbatches(setting, dp)
     mean = setting.global_batch / (dp * number)
     spread: dict[str, Parallelism] = {}
-    num_bytes, predicted = np.zeros(pp), 0.0
+    num_bytes, predicted, afterwards = np.zeros(pp), 0.0, 0.0
+    backward_ms: dict[str, Floats] = {}
     for unit in setting.costs.units:
         lengths = samples.units[unit.name]
         tokens, squares = mean * float(lengths.tokens.mean()), mean * float(lengths.squares.mean())
@@ -171,6 +173,13 @@ def _colocated(setting: Setting, samples: SampleTable, pp: int, tp: int, cp: int
             in_flight = np.full(pp, number)
             for stage_ms in (stages.forward_ms, stages.backward_ms):
                 predicted += float(stage_ms.sum() + (number - 1) * stage_ms.max())
+            afterwards += float(stages.backward_ms.sum() + (number - 1) * stages.backward_ms.max())
+        backward_ms[unit.name] = stages.backward_ms
         num_bytes += stages.state_bytes(dp * cp) + stages.kept_bytes * (in_flight - 1 + longest)
     if fits(setting, num_bytes):
+        # While the language model's gradients are summed, encoders run all their backwards.
+        language = setting.costs.by_name[LLM]
+        encoders = [unit for unit in setting.costs.units if unit is not language]
+        sums = exposed_sum_ms([language], spread, setting.cluster, backward_ms) - afterwards
+        predicted += max(sums, exposed_sum_ms(encoders, spread, setting.cluster, backward_ms))
         yield Configuration(units=spread, num_microbatches=number, colocated=True, predicted_ms=predicted)

@@ -8,25 +8,29 @@ encoders, which run forwards only, about three times the devices they need.
 
 A step of K microbatches is predicted as the stages of the longest branch and K - 1 times the slowest stage. For each
 combination of tensor-parallel degrees and each bound on the slowest stage every unit has the fewest stages that hold
-it; more of them would not make a step faster, as the sum over a branch does not depend on its cuts. So the search is
-exact under the prediction, as long as it is not memory that asks for more stages; memory is what the mean microbatch
-needs. Context parallelism is :mod:`resilient.planners.masks`. Samples are taken as they come: the paper does not
-balance them.
+it; more of them would not make that faster, as the sum over a branch does not depend on its cuts. Beyond the paper, the
+sums of gradients that no backward hides count, too, and a stage's gradients are a second bound. So the search is exact
+under the prediction, as long as it is not memory, nor what a backward hides, that asks for more stages; memory is what
+the mean microbatch needs. Context parallelism is :mod:`resilient.planners.masks`. Samples are taken as they come: the
+paper does not balance them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 
 import numpy as np
 
-from resilient.planners.balance import cut_chain
+from resilient.planners.balance import Cuts
 from resilient.planners.costs import CostModel, Floats, UnitCosts
 from resilient.planners.planner import LLM, Assignment, Configuration, Encoders, Parallelism, Replica, Setting
 from resilient.planners.samples import Ints, SampleTable
+from resilient.planners.stage_work import ring_ms, unhidden_ms
 from resilient.planners.uniform import Stages, fastest, fits, in_order, num_microbatches
+from resilient.templates.cluster import Cluster
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ class Cornstarch:
         fewest = {num_microbatches(setting, dp): dp for dp in range(most, 0, -1)}
         number, dp = np.array(list(fewest)), np.array(list(fewest.values()))
         branch_ms, slowest_ms, devices = np.array([plan[1:] for plan in plans]).reshape(-1, 3).T[:, :, None]
-        step_ns = np.rint((branch_ms + (number - 1) * slowest_ms) * 1e6)
+        sums_ms = _exposed_ms([plan[0] for plan in plans], dp, setting)
+        step_ns = np.rint((branch_ms + (number - 1) * slowest_ms + sums_ms) * 1e6)
         used = devices * dp
         for place in np.lexsort((used.ravel(), step_ns.ravel())).tolist():
             plan, row = divmod(place, len(number))
@@ -147,6 +152,22 @@ class _Option:
         """What each stage needs however many replicas there are."""
         return sum((each.held_bytes + each.kept_bytes for each in self.stages), np.zeros(len(self.stage_ms)))
 
+    @cached_property
+    def backward_ms(self) -> Floats:
+        """Of a microbatch, on each stage."""
+        return sum((each.backward_ms for each in self.stages), np.zeros(len(self.stage_ms)))
+
+    @cached_property
+    def gradient_bytes(self) -> Floats:
+        """On each device of each stage."""
+        return sum((each.gradient_bytes for each in self.stages), np.zeros(len(self.stage_ms)))
+
+    def unhidden_ms(self, dp: Ints, cluster: Cluster) -> Floats:
+        """Return :func:`~resilient.planners.stage_work.unhidden_ms` for each number of replicas."""
+        sums = ring_ms(self.gradient_bytes, dp[:, None], dp[:, None] * self.tp * len(self.stage_ms), cluster)
+        layers = sum((np.array(each) for each in self.stage_layers.values()), np.zeros(len(self.stage_ms), np.int64))
+        return unhidden_ms(sums, self.backward_ms, layers)
+
     def num_bytes(self, dp: int, number: int, language: _Option) -> Floats:
         """Return what each stage needs, with the microbatches that 1F1B has between its forward and its backward."""
         after = 0 if self is language else len(language.stage_ms)
@@ -170,9 +191,10 @@ def _options(
         single = {unit.name: _layers(unit, tp, setting, samples) for unit in together}
         whole = [single[unit.name].joined((len(unit.layers),)) for unit in everywhere]
         extra_ms = sum(float(each.work_ms.sum()) for each in whole)
+        cuts = {unit.name: Cuts(single[unit.name].work_ms, most) for unit in units}
         options: list[_Option] = []
         for pp in range(1, most + 1):
-            layers = {unit.name: cut_chain(single[unit.name].work_ms, pp) for unit in units}
+            layers = {name: each.layers(pp) for name, each in cuts.items()}
             stages = [single[name].joined(counts) for name, counts in layers.items()]
             stage_ms = sum((each.work_ms for each in stages), np.full(pp, extra_ms))
             options.append(
@@ -195,7 +217,7 @@ def _layers(unit: UnitCosts, tp: int, setting: Setting, samples: SampleTable) ->
 
 
 def _plans(branches: Sequence[Sequence[_Option]]) -> list[tuple[tuple[_Option, ...], float, float, int]]:
-    """Return, for each bound on the slowest stage, options within it on the fewest devices.
+    """Return, for each pair of bounds on any stage's time and gradients, options within both on the fewest devices.
 
     Args:
         branches: Ways to cut each branch into 1, 2, ... stages; the language model last.
@@ -204,11 +226,16 @@ def _plans(branches: Sequence[Sequence[_Option]]) -> list[tuple[tuple[_Option, .
         Options, the longest branch, the slowest stage, and devices.
     """
     slowest = [np.array([option.stage_ms.max() for option in options]) for options in branches]
+    most = [np.array([option.gradient_bytes.max() for option in options]) for options in branches]
     if not all(len(each) for each in slowest):
         return []
-    bounds = np.unique(np.concatenate(slowest))
-    bounds = bounds[bounds >= max(each.min() for each in slowest)]
-    first: Ints = np.stack([(each[None, :] <= bounds[:, None]).argmax(axis=1) for each in slowest], axis=1)
+    times, sizes = _bounds(slowest)[:, None], _bounds(most)[None, :]
+    within = [
+        (of_time <= times[..., None]) & (of_size <= sizes[..., None])
+        for of_time, of_size in zip(slowest, most, strict=True)
+    ]
+    possible = np.all([each.any(axis=-1) for each in within], axis=0)
+    first: Ints = np.stack([each.argmax(axis=-1)[possible] for each in within], axis=1)
     plans: list[tuple[tuple[_Option, ...], float, float, int]] = []
     for picks in np.unique(first, axis=0).tolist():
         chosen = tuple(options[pick] for options, pick in zip(branches, picks, strict=True))
@@ -216,3 +243,22 @@ def _plans(branches: Sequence[Sequence[_Option]]) -> list[tuple[tuple[_Option, .
         stage = max(float(each[pick]) for each, pick in zip(slowest, picks, strict=True))
         plans.append((chosen, longest, stage, sum(option.tp * len(option.stage_ms) for option in chosen)))
     return plans
+
+
+def _bounds(values: Sequence[Floats]) -> Floats:
+    """Return all values that every branch can be within, ascending."""
+    bounds = np.unique(np.concatenate(values))
+    return bounds[bounds >= max(each.min() for each in values)]
+
+
+def _exposed_ms(plans: Sequence[tuple[_Option, ...]], dp: Ints, setting: Setting) -> Floats:
+    """Return :func:`~resilient.planners.stage_work.exposed_sum_ms` by plan and number of replicas."""
+    options = {id(option): option for plan in plans for option in plan}
+    unhidden = {key: option.unhidden_ms(dp, setting.cluster) for key, option in options.items()}
+    exposed = np.zeros((len(plans), len(dp)))
+    for row, (*encoders, language) in zip(exposed, plans, strict=True):
+        hides = max((float(each.backward_ms.sum()) for each in encoders), default=0.0)
+        for each in encoders:
+            np.maximum(row, unhidden[id(each)], out=row)
+        np.maximum(row, unhidden[id(language)] - hides, out=row)
+    return exposed

@@ -9,8 +9,9 @@ pp stages of tp devices computes, for each microbatch of all replicas of the lan
 
 and keeps P / (pp * tp) + S / (pp * tp * dp) + L / tp bytes (parameters with gradients, the sharded optimizer, and the
 activations of a microbatch). The paper relaxes pp to a convex problem. Here it is a whole number, and T_u is that of
-the slowest stage when layers stay whole; what a call takes however few its samples are counts too. The search is exact
-under these formulas: it leaves out only what a lower bound excludes.
+the slowest stage when layers stay whole; what a call takes however few its samples are counts too. Beyond the paper,
+the sum of gradients is added that takes longest, for the stage that has most of them. The search is exact under these
+formulas: it leaves out only what a lower bound excludes.
 
 Samples are spread longest first over replicas by what they cost, and microbatches put into an order
 (:mod:`resilient.planners.microbatch_order`). Replicas here are of unequal speed, so they need not get equally many
@@ -75,6 +76,7 @@ class DistTrain:
                 np.concatenate([each.num_devices for each in picked]),
                 np.concatenate([each.warm_ns for each in picked]),
                 np.concatenate([each.stage_ns for each in picked]),
+                np.concatenate([each.sum_ns for each in picked]),
                 total // dp - 1,
                 setting.num_devices,
                 best_ns,
@@ -154,6 +156,7 @@ class _Picked:
     num_devices: Ints
     warm_ns: Ints
     stage_ns: Ints
+    sum_ns: Ints
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -166,6 +169,7 @@ class _Options:
     sample_ms: Floats
     call_ms: Floats
     slowest_ms: Floats
+    sum_ns: Ints
     kept_bytes: Floats
     state_bytes: Floats
 
@@ -174,8 +178,10 @@ class _Options:
         held = sum(layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers)
         sharded = sum(layer.optimizer_bytes for layer in unit.layers)
         degrees = expected(unit, samples.units[unit.name], setting.num_devices, setting.cluster.devices_per_node)
-        columns = [_columns(each, replicas, setting.num_devices) for each in degrees]
-        tp, dp, pp, sample_ms, call_ms, slowest_ms, kept = (np.concatenate(each) for each in zip(*columns, strict=True))
+        columns = [_columns(each, replicas, setting) for each in degrees]
+        tp, dp, pp, sample_ms, call_ms, slowest_ms, sum_ms, kept = (
+            np.concatenate(each) for each in zip(*columns, strict=True)
+        )
         return cls(
             tp=tp.astype(np.int64),
             dp=dp.astype(np.int64),
@@ -183,6 +189,7 @@ class _Options:
             sample_ms=sample_ms,
             call_ms=call_ms,
             slowest_ms=slowest_ms,
+            sum_ns=np.rint(sum_ms * 1e6).astype(np.int64),
             kept_bytes=kept,
             state_bytes=(held + sharded / dp) / (pp * tp),
         )
@@ -201,15 +208,20 @@ class _Options:
         order = np.argsort(stage_ns, kind="stable")
         num_devices = (self.tp * self.dp * self.pp)[index]
         return _Picked(
-            index=index[order], num_devices=num_devices[order], warm_ns=warm_ns[order], stage_ns=stage_ns[order]
+            index=index[order],
+            num_devices=num_devices[order],
+            warm_ns=warm_ns[order],
+            stage_ns=stage_ns[order],
+            sum_ns=self.sum_ns[index[order]],
         )
 
 
-def _columns(each: Expected, replicas: Sequence[int], num_devices: int) -> tuple[Floats, ...]:
+def _columns(each: Expected, replicas: Sequence[int], setting: Setting) -> tuple[Floats, ...]:
     dp, pp = (grid.ravel() for grid in np.meshgrid(replicas, np.arange(1, len(each.slowest_ms) + 1), indexing="ij"))
-    few = dp * pp * each.tp <= num_devices
+    few = dp * pp * each.tp <= setting.num_devices
     dp, pp = dp[few], pp[few]
-    values = (each.tp, dp, pp, each.sample_ms, each.call_ms, each.slowest_ms[pp - 1], each.activation_bytes)
+    slowest_ms, sum_ms = each.slowest_ms[pp - 1], each.sum_ms(dp, pp, setting.cluster)
+    values = (each.tp, dp, pp, each.sample_ms, each.call_ms, slowest_ms, sum_ms, each.activation_bytes)
     return tuple(np.broadcast_to(np.asarray(value, dtype=np.float64), dp.shape) for value in values)
 
 
@@ -229,6 +241,7 @@ def _search(
     size: Ints,
     warm: Ints,
     stage: Ints,
+    after: Ints,
     steady: int,
     devices: int,
     best: int,
@@ -237,16 +250,17 @@ def _search(
 ) -> tuple[int, int]:
     """Choose one option per unit, depth first, and fill in which; leave out what cannot beat (best, best_size)."""
     count = len(ends) - 1
-    # Of all units from one on: the least devices, warm-up and stage time, and device times.
-    least = np.zeros((4, count + 1), np.int64)
+    # Of all units from one on: the least devices, warm-up and stage time, device times, and sums of gradients.
+    least = np.zeros((5, count + 1), np.int64)
     for unit in range(count - 1, -1, -1):
         first, end = ends[unit], ends[unit + 1]
         least[0, unit] = least[0, unit + 1] + size[first:end].min()
         least[1, unit] = least[1, unit + 1] + warm[first:end].min()
         least[2, unit] = max(least[2, unit + 1], stage[first:end].min())
         least[3, unit] = least[3, unit + 1] + (size[first:end] * stage[first:end]).min()
+        least[4, unit] = max(least[4, unit + 1], after[first:end].min())
     at = ends[:-1].copy()
-    sums = np.zeros((3, count + 1), np.int64)
+    sums = np.zeros((4, count + 1), np.int64)
     depth = 0
     while depth >= 0:
         option = at[depth]
@@ -259,15 +273,17 @@ def _search(
         used = sums[0, depth] + size[option]
         warmed = sums[1, depth] + warm[option]
         slowest = max(sums[2, depth], stage[option])
+        longest = max(sums[3, depth], after[option])
         fewest = used + least[0, depth + 1]
         if fewest <= devices:
             bound = max(slowest, least[2, depth + 1])
             if depth + 1 < count:
                 bound = max(bound, least[3, depth + 1] // (devices - used))
-            step = warmed + least[1, depth + 1] + steady * bound
+            step = warmed + least[1, depth + 1] + steady * bound + max(longest, least[4, depth + 1])
             if step < best or (step == best and fewest < best_size):
                 if depth + 1 < count:
-                    sums[0, depth + 1], sums[1, depth + 1], sums[2, depth + 1] = used, warmed, slowest
+                    sums[0, depth + 1], sums[1, depth + 1] = used, warmed
+                    sums[2, depth + 1], sums[3, depth + 1] = slowest, longest
                     depth += 1
                     continue
                 best, best_size = step, used

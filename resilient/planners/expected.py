@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -45,10 +47,7 @@ class Expected:
             pp: Stages; of the same shape.
             cluster: The nodes.
         """
-        num_bytes = self.gradient_bytes[pp - 1]
-        inside = dp * pp * self.tp <= cluster.devices_per_node
-        near, far = (ring_ms(num_bytes, dp, link) for link in (cluster.intra_node, cluster.inter_node))
-        return np.where(inside, near, far)
+        return ring_ms(self.gradient_bytes[pp - 1], dp, dp * pp * self.tp, cluster)
 
 
 def expected(unit: UnitCosts, lengths: Lengths, max_devices: int, max_tp: int) -> list[Expected]:
@@ -117,15 +116,28 @@ def _largest_sums(layers: Floats, slowest: Floats, values: Floats) -> Floats:
         slowest: What the slowest stage does.
         values: Of each layer.
     """
-    ends, sums = (np.concatenate(([0.0], np.cumsum(each))) for each in (layers, values))
-    num_stages = np.arange(1, len(slowest) + 1)
-    first, largest = np.zeros(len(slowest), dtype=np.int64), np.zeros(len(slowest))
-    for stage in range(len(slowest)):
-        # As many layers as the slowest stage takes, but one for each stage that follows.
-        end = (ends[None, :] - ends[first][:, None] <= slowest[:, None]).sum(axis=1) - 1
-        end = np.where(num_stages > stage, np.minimum(end, len(layers) - (num_stages - 1 - stage)), first)
-        largest, first = np.maximum(largest, sums[end] - sums[first]), end
+    largest = np.zeros(len(slowest))
+    _kernel()(np.concatenate(([0.0], np.cumsum(layers))), slowest, np.concatenate(([0.0], np.cumsum(values))), largest)
     return largest
+
+
+@lru_cache(maxsize=1)
+def _kernel() -> Any:
+    from numba import njit  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+
+    return njit(cache=True)(_fill)
+
+
+def _fill(ends: Floats, slowest: Floats, sums: Floats, largest: Floats) -> None:
+    for count in range(len(slowest)):
+        first = 0
+        for following in range(count, -1, -1):
+            # As many layers as the slowest stage takes, but one for each stage that follows.
+            end = first + 1
+            while end < len(ends) - 1 - following and ends[end + 1] - ends[first] <= slowest[count]:
+                end += 1
+            largest[count] = max(largest[count], sums[end] - sums[first])
+            first = end
 
 
 def _work(unit: UnitCosts, tp: int) -> list[Curve]:

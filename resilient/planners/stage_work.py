@@ -142,7 +142,7 @@ def gradient_sum_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster) -> F
     Stages do so at the same time, after their last backward. [num_stages]
     """
     num_bytes = by_stage(spread, [layer.gradient_bytes for layer in unit.layers]) / spread.tp
-    return ring_ms(num_bytes, spread.dp * spread.cp, _link(spread, cluster))
+    return ring_ms(num_bytes, spread.dp * spread.cp, spread.num_devices, cluster)
 
 
 def exposed_sum_ms(
@@ -165,28 +165,44 @@ def exposed_sum_ms(
         cluster: The nodes.
         backward_ms: By unit, what a microbatch's backward takes on each stage; 0 where there is none.
     """
-    last = {unit.name: np.asarray(backward_ms[unit.name], dtype=np.float64) for unit in units}
-    encoders_ms = max((float(each.sum()) for name, each in last.items() if name != LLM), default=0.0)
+    encoders_ms = max((float(backward_ms[unit.name].sum()) for unit in units if unit.name != LLM), default=0.0)
     exposed = 0.0
     for unit in units:
-        spread, own = spreads[unit.name], last[unit.name]
+        spread = spreads[unit.name]
         sums = gradient_sum_ms(unit, spread, cluster)
-        behind = np.cumsum(own) - own + (encoders_ms if unit.name == LLM else 0.0)
-        exposed = max(exposed, float((np.maximum(sums - own, sums / np.array(spread.stage_layers)) - behind).max()))
+        left = float(unhidden_ms(sums, backward_ms[unit.name], np.array(spread.stage_layers)))
+        exposed = max(exposed, left - encoders_ms if unit.name == LLM else left)
     return exposed
 
 
-def ring_ms(num_bytes: Floats, ring: npt.ArrayLike, link: Link) -> Floats:
+def unhidden_ms(sums_ms: Floats, backward_ms: Floats, layers: Ints) -> Floats:
+    """Return how long after the last backward of its first stage a unit has summed its gradients; negative if before.
+
+    Args:
+        sums_ms: Of each stage, ``[..., num_stages]``.
+        backward_ms: A microbatch's, ``[num_stages]``.
+        layers: Of each stage, ``[num_stages]``.
+    """
+    before = np.cumsum(backward_ms) - backward_ms
+    return (np.maximum(sums_ms - backward_ms, sums_ms / layers) - before).max(axis=-1)
+
+
+def ring_ms(num_bytes: Floats, ring: npt.ArrayLike, num_devices: npt.ArrayLike, cluster: Cluster) -> Floats:
     """Return how long rings take to sum so many bytes on each of their devices; nothing to sum takes no time.
 
     Args:
-        num_bytes: Any shape; likewise the next.
-        ring: Devices.
-        link: Between two of them.
+        num_bytes: Any shape that goes with those of the next two.
+        ring: Devices of each ring.
+        num_devices: Of the whole unit: within a node, rings are, too.
+        cluster: The nodes.
     """
     size = np.asarray(ring, dtype=np.float64)
-    per_byte = 0.0 if link.bytes_per_s is None else 1e3 / link.bytes_per_s
-    return np.where(num_bytes > 0, 2 * (size - 1) * (link.latency_ms + num_bytes / size * per_byte), 0.0)
+    inside = np.asarray(num_devices) <= cluster.devices_per_node
+    near, far = (
+        link.latency_ms + (0.0 if link.bytes_per_s is None else 1e3 / link.bytes_per_s) * num_bytes / size
+        for link in (cluster.intra_node, cluster.inter_node)
+    )
+    return np.where(num_bytes > 0, 2 * (size - 1) * np.where(inside, near, far), 0.0)
 
 
 def gathers_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster) -> tuple[Floats, Floats]:

@@ -17,6 +17,7 @@ import numpy as np
 from resilient.planners.costs import CostModel, Floats, UnitCosts
 from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Place, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
+from resilient.planners.stage_work import exposed_sum_ms
 
 
 def in_order(num_samples: int, replicas: Sequence[Replica]) -> Place:
@@ -46,6 +47,7 @@ class Stages:
         forward_ms: Of a microbatch.
         backward_ms: Likewise.
         held_bytes: Parameters and gradients on each device.
+        gradient_bytes: The gradients alone.
         optimizer_bytes: The optimizer of those, before it is sharded over replicas.
         kept_bytes: Activations of a microbatch on each device.
     """
@@ -53,6 +55,7 @@ class Stages:
     forward_ms: Floats
     backward_ms: Floats
     held_bytes: Floats
+    gradient_bytes: Floats
     optimizer_bytes: Floats
     kept_bytes: Floats
 
@@ -85,6 +88,7 @@ class Stages:
             forward_ms=forward_ms,
             backward_ms=backward_ms,
             held_bytes=np.array(held) / spread.tp,
+            gradient_bytes=np.array([layer.gradient_bytes for layer in unit.layers]) / spread.tp,
             optimizer_bytes=np.array([layer.optimizer_bytes for layer in unit.layers]) / spread.tp,
             kept_bytes=np.array([layer.curves[index].activation_bytes for layer in unit.layers]) * tokens,
         ).joined(spread.stage_layers)
@@ -96,6 +100,7 @@ class Stages:
             forward_ms=np.add.reduceat(self.forward_ms, firsts),
             backward_ms=np.add.reduceat(self.backward_ms, firsts),
             held_bytes=np.add.reduceat(self.held_bytes, firsts),
+            gradient_bytes=np.add.reduceat(self.gradient_bytes, firsts),
             optimizer_bytes=np.add.reduceat(self.optimizer_bytes, firsts),
             kept_bytes=np.add.reduceat(self.kept_bytes, firsts),
         )
@@ -108,6 +113,7 @@ def chained(stages: Iterable[Stages]) -> Stages:
         forward_ms=np.concatenate([each.forward_ms for each in parts]),
         backward_ms=np.concatenate([each.backward_ms for each in parts]),
         held_bytes=np.concatenate([each.held_bytes for each in parts]),
+        gradient_bytes=np.concatenate([each.gradient_bytes for each in parts]),
         optimizer_bytes=np.concatenate([each.optimizer_bytes for each in parts]),
         kept_bytes=np.concatenate([each.kept_bytes for each in parts]),
     )
@@ -194,10 +200,15 @@ class Uniform:
                 }
                 number = num_microbatches(setting, dp)
                 mean = setting.global_batch / (dp * number)
-                chain = chained(Stages.of(unit, spread[unit.name], samples.units[unit.name], mean) for unit in units)
+                stages = {
+                    unit.name: Stages.of(unit, spread[unit.name], samples.units[unit.name], mean) for unit in units
+                }
+                chain = chained(stages.values())
                 in_flight = np.minimum(np.arange(len(chain.forward_ms), 0, -1), number)
                 if not fits(setting, chain.state_bytes(dp) + chain.kept_bytes * in_flight):
                     continue
                 stage_ms = chain.work_ms
                 predicted = float(stage_ms.sum() + (number - 1) * stage_ms.max())
+                backward_ms = {name: each.backward_ms for name, each in stages.items()}
+                predicted += exposed_sum_ms(units, spread, setting.cluster, backward_ms)
                 yield Configuration(units=spread, num_microbatches=number, predicted_ms=predicted)

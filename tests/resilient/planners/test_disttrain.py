@@ -18,7 +18,8 @@ from resilient.planners.disttrain import DistTrain
 from resilient.planners.microbatch_order import pipeline_ms
 from resilient.planners.planner import LLM, Configuration, Parallelism, Replica, Setting
 from resilient.planners.samples import SampleTable
-from resilient.templates.cluster import Cluster
+from resilient.planners.stage_work import gradient_sum_ms
+from resilient.templates.cluster import Cluster, Link
 
 SMALL = CostModel(units=(unit("vision", 2, 0.001, 1e-6), unit("llm", 3, 0.002, 1e-6)))
 THREE = CostModel(units=(*SMALL.units, unit("generator", 2, 0.003, 0.0)))
@@ -36,7 +37,7 @@ def divisors(number: int) -> list[int]:
 def by_hand(job: Setting, samples: SampleTable, spread: dict[str, Parallelism]) -> tuple[float, float]:
     """The step's time and the most memory of a device, by the formulas of the module's docstring."""
     llm = spread[LLM].dp
-    warm, slowest, memory = 0.0, 0.0, 0.0
+    warm, slowest, sums, memory = 0.0, 0.0, 0.0, 0.0
     for each in job.costs.units:
         at, lengths = spread[each.name], samples.units[each.name]
         number = llm * job.microbatch / at.dp
@@ -46,14 +47,16 @@ def by_hand(job: Setting, samples: SampleTable, spread: dict[str, Parallelism]) 
         ]
         fixed = each.work(at.tp).fixed
         warm += number * sum(layers) + fixed
-        stage_of = np.repeat(np.arange(at.pp), cut_chain(layers, at.pp))
+        cut = replace(at, stage_layers=cut_chain(layers, at.pp))
+        stage_of = np.repeat(np.arange(at.pp), cut.stage_layers)
         slowest = max(slowest, number * max(loads(layers, stage_of, at.pp)) + fixed / at.pp)
+        sums = max(sums, float(gradient_sum_ms(each, cut, job.cluster).max()))
         held = sum(layer.parameter_bytes + layer.gradient_bytes for layer in each.layers) / (at.pp * at.tp)
         sharded = sum(layer.optimizer_bytes for layer in each.layers) / (at.pp * at.tp * at.dp)
         kept = number * float(lengths.tokens.mean()) * each.activation_bytes(at.tp)
         memory = max(memory, held + sharded + kept)
     steps = job.global_batch / (llm * job.microbatch)
-    return warm + slowest * (steps - 1), memory
+    return warm + slowest * (steps - 1) + sums, memory
 
 
 @settings(max_examples=25, deadline=None)
@@ -63,14 +66,21 @@ def by_hand(job: Setting, samples: SampleTable, spread: dict[str, Parallelism]) 
     batch=st.sampled_from([4, 6, 8]),
     microbatch=st.sampled_from([1, 2]),
     memory=st.none() | st.integers(60_000, 400_000),
+    bytes_per_s=st.sampled_from([None, 1e7, 1e6, 1e5]),
     seed=st.integers(0, 5),
 )
 def test_no_configuration_is_better(
-    costs: CostModel, num_nodes: int, batch: int, microbatch: int, memory: int | None, seed: int
+    costs: CostModel,
+    num_nodes: int,
+    batch: int,
+    microbatch: int,
+    memory: int | None,
+    bytes_per_s: float | None,
+    seed: int,
 ) -> None:
     job = Setting(
         costs=costs,
-        cluster=Cluster(devices_per_node=2, memory_bytes=memory),
+        cluster=Cluster(devices_per_node=2, memory_bytes=memory, inter_node=Link(bytes_per_s=bytes_per_s)),
         num_nodes=num_nodes,
         global_batch=batch,
         microbatch=microbatch,
