@@ -67,6 +67,7 @@ def problem_of(job: JobSpec, workers_per_node: int) -> Problem:
         cluster=Cluster(devices_per_node=workers_per_node, memory_bytes=job.memory_bytes),
         max_failures=job.max_failures,
         min_pipeline_nodes=job.min_pipeline_nodes,
+        schedule=job.schedule,
     )
 
 

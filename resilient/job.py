@@ -112,6 +112,7 @@ class Job:
             num_steps=self.num_steps,
             checkpoint_every=self.checkpoint_every,
             memory_bytes=_memory_bytes(self.device),
+            schedule=self.kind,
             digest=self._digest(),
         )
 

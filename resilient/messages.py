@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
+from resilient.templates.generators import Kind
 from resilient.templates.plan import Plan
 from resilient.templates.profile import ModelProfile
 from resilient.templates.transfer import Transfer
@@ -29,6 +30,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         profile: As measured where this worker runs: on other machines the times are others.
         memory_bytes: What training may use of a device's memory; None for no limit.
+        schedule: What pipelines run.
     """
 
     profile: ModelProfile
@@ -39,6 +41,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     checkpoint_every: int = 0
     memory_bytes: int | None = None
+    schedule: Kind = Kind.ONE_F_ONE_B
     digest: str = ""
 
 

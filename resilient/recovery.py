@@ -24,7 +24,7 @@ from resilient.stage import Stage, StageLayer
 from resilient.state import LayerState, Layout, bind
 from resilient.stopwatch import Stopwatch
 from resilient.sync import GradientSync
-from resilient.templates.generators import generate
+from resilient.templates.generators import schedule_of
 from resilient.templates.plan import Plan, Slot
 from resilient.templates.profile import ModelProfile
 from resilient.templates.schedule import Action
@@ -213,7 +213,7 @@ class Installer:
             ]
             for stage in pipeline.template.stages
         ]
-        schedule = generate(self._job.kind, len(states), pipeline.num_microbatches, states=states)
+        schedule = schedule_of(self._job.kind, pipeline.template, pipeline.num_microbatches, states)
         return schedule.row(slot.stage_index)
 
 

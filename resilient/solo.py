@@ -74,6 +74,7 @@ class SoloClient:
             num_microbatches=job.global_batch // job.microbatch,
             cluster=Cluster(memory_bytes=job.memory_bytes),
             max_failures=0,
+            schedule=job.schedule,
         )
         return Generation(
             generation=1,

@@ -62,8 +62,8 @@ class Trainer:
         clip_grad_norm: Largest norm of the whole gradient; None for no limit.
         checkpoint_every: Steps between checkpoints; 0 for one at the end.
         schedule: Order of the work in a pipeline: "1f1b"; "eager-1f1b" (hides messages); "zb-h1" or "zb-h2" (split the
-            backward to shorten the waiting); "gpipe". Results are the same. Memory is planned for 1f1b, the others keep
-            more activations (:func:`resilient.templates.generators.generate`).
+            backward to shorten the waiting); "gpipe". Results are the same. Memory is planned for what each keeps in
+            flight; "1f1b" needs the least, "eager-1f1b" no more than that, and takes what is left.
         device: Where to train; by default this worker's CUDA device if there is one, else the CPU.
         comm_timeout_s: Last resort against a peer that hangs without its connection breaking.
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from resilient.templates.schedule import Op, Schedule
+from resilient.templates.template import PipelineTemplate
 
 
 class Kind(str, Enum):
@@ -29,6 +30,43 @@ class Kind(str, Enum):
 
 
 _SPLIT = (Kind.ZB_H1, Kind.ZB_H2)
+
+
+def most_in_flight(kind: Kind, num_rows: int, num_microbatches: int) -> tuple[int, ...]:
+    """Return, per row, how many microbatches its memory must hold.
+
+    1f1b and eager-1f1b may count more than there are; eager-1f1b keeps to what the memory holds beyond 1f1b's.
+
+    Args:
+        kind: One that trains, with one stage per row.
+        num_rows: Rows of the pipeline.
+        num_microbatches: The most that it can get.
+    """
+    each = {Kind.GPIPE: num_microbatches, Kind.ZB_H1: num_rows, Kind.ZB_H2: 2 * num_rows - 1}
+    if kind in each:
+        return (min(each[kind], num_microbatches),) * num_rows
+    return tuple(range(num_rows, 0, -1))
+
+
+def schedule_of(
+    kind: Kind, template: PipelineTemplate, num_microbatches: int, states: Sequence[Sequence[int]] | None = None
+) -> Schedule:
+    """Return the schedule of a pipeline for one step, within the memory of its devices; the same on all workers.
+
+    Args:
+        kind: The one that the template was planned for.
+        template: Of the pipeline.
+        num_microbatches: Its share of the step.
+        states: As for :func:`generate`.
+    """
+    limits = [stage.max_in_flight for stage in template.stages]
+    return generate(
+        kind,
+        len(template.stages),
+        num_microbatches,
+        states=states,
+        max_in_flight=None if kind is not Kind.EAGER or None in limits else [limit for limit in limits if limit],
+    )
 
 
 def generate(

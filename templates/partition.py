@@ -2,7 +2,7 @@
 
 A template for n nodes uses all their devices in order. Each stage has contiguous layers and the devices of one node, as
 many as one of the profile's tensor-parallel degrees; a node may have several stages, of different degrees. Stages hold
-what 1F1B keeps in flight (:mod:`resilient.templates.stagecost` has their times and bytes).
+what the schedule keeps in flight (:mod:`resilient.templates.stagecost` has their times and bytes).
 
 Objective: ``sum(t) + sync + (N - 1) max(t)`` for N microbatches, exactly the least of all templates. How many a
 pipeline gets is decided when templates are composed, so a size has a layout for each N that it can expect: from half
@@ -19,11 +19,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from resilient.templates.generators import Kind, most_in_flight
 from resilient.templates.nodespec import node_counts
 from resilient.templates.plan import Problem
-from resilient.templates.stagecost import StageCosts
+from resilient.templates.stagecost import StageCosts, Tables
 from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSet
 
 if TYPE_CHECKING:
@@ -81,7 +83,7 @@ class _Search:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.costs = StageCosts(problem)
-        self._tables = {with_sync: self.costs.tables(with_sync=with_sync) for with_sync in (False, True)}
+        self._tables: dict[tuple[bool, int | None], Tables] = {}
         self._times: list[int] = self.costs.times().tolist()
 
     @property
@@ -116,17 +118,32 @@ class _Search:
         return tuple(self._template(size, corner.slowest, with_sync=with_sync) for corner in corners)
 
     def _least_sum(self, size: int, bound: int, *, with_sync: bool) -> Found | None:
-        from resilient.templates.search import least_sum
+        from resilient.templates.search import least_sum, least_sum_of_depths
 
-        return least_sum(self._tables[with_sync], bound, size * self.problem.cluster.devices_per_node)
+        num_devices = size * self.problem.cluster.devices_per_node
+        fewest, most = size * self.costs.fewest_per_node, min(self.costs.num_layers, num_devices)
+
+        @cache
+        def search(in_flight: int | None, most_stages: int | None) -> Found | None:
+            return least_sum(self._tables_of(in_flight, with_sync=with_sync), bound, num_devices, most_stages)
+
+        if self.costs.in_flight(fewest) == self.costs.in_flight(most):
+            return search(self.costs.in_flight(fewest), None)
+        return least_sum_of_depths(lambda number, up_to: search(self.costs.in_flight(number), up_to), fewest, most)
+
+    def _tables_of(self, in_flight: int | None, *, with_sync: bool) -> Tables:
+        if (with_sync, in_flight) not in self._tables:
+            self._tables[with_sync, in_flight] = self.costs.tables(with_sync=with_sync, in_flight=in_flight)
+        return self._tables[with_sync, in_flight]
 
     def _template(self, size: int, slowest: int, *, with_sync: bool) -> PipelineTemplate:
         found = self._least_sum(size, slowest, with_sync=with_sync)
         assert found is not None
         stages: list[StageSpec] = []
         first = device = 0
-        for k, (end, degree_index) in enumerate(found.stages):
-            stages.append(self.costs.stage(first, end, degree_index, device, len(found.stages) - k))
+        in_flight = most_in_flight(self.problem.schedule, len(found.stages), self.problem.most_microbatches)
+        for (end, degree_index), count in zip(found.stages, in_flight, strict=True):
+            stages.append(self.costs.stage(first, end, degree_index, device, count))
             first, device = end, device + self.costs.degrees[degree_index]
         end, degree_index = found.stages[0]
         sync_ms = self.costs.sync_ms(end, degree_index) if with_sync else 0.0
@@ -191,8 +208,10 @@ def _misfit(search: _Search) -> str:
     assert memory is not None
     fixes = "use smaller microbatches" + ", activation_checkpointing=True" * (not problem.activation_checkpointing)
     fixes += f", larger tp_degrees than {costs.degrees[-1]}" * (costs.degrees[-1] < devices)
+    fixes += ", schedule 1f1b" * (problem.schedule not in (Kind.ONE_F_ONE_B, Kind.EAGER))
     fixes += " or devices with more memory"
-    needed, layer = max((costs.least_memory_bytes(i), -i) for i in range(costs.num_layers))
+    in_flight = costs.in_flight(search.sizes.start * costs.fewest_per_node) or 1
+    needed, layer = max((costs.least_memory_bytes(i, in_flight), -i) for i in range(costs.num_layers))
     if needed > memory:
         return (
             f"memory_bytes must hold layer {problem.profile.layers[-layer].name!r} alone in a stage, {needed} bytes on "

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from resilient.templates.cluster import Cluster
+from resilient.templates.generators import Kind
 from resilient.templates.profile import ModelProfile
 from resilient.templates.template import PipelineTemplate, StageSpec
 
@@ -25,6 +26,7 @@ class Problem:
             is larger where the memory of so few nodes does not hold the model.
         activation_checkpointing: Whether stages that do not fit otherwise may run their forward again in the backward.
         failure_interval_s: Expected time between two changes of membership, over which a reconfiguration must pay.
+        schedule: What pipelines run; memory must hold the microbatches that it keeps in flight.
     """
 
     profile: ModelProfile
@@ -34,6 +36,7 @@ class Problem:
     min_pipeline_nodes: int = 1
     activation_checkpointing: bool = True
     failure_interval_s: float = 3600.0
+    schedule: Kind = Kind.ONE_F_ONE_B
 
     def __post_init__(self) -> None:
         if self.max_failures < 0:
@@ -47,11 +50,21 @@ class Problem:
                 f"num_microbatches must be at least max_failures + 1 = {self.max_failures + 1} (each pipeline "
                 f"processes one), got {self.num_microbatches}; raise the global batch or lower the microbatch"
             )
+        if self.schedule in (Kind.INTERLEAVED, Kind.FORWARD_ONLY):
+            raise ValueError(
+                f"schedule must train with one stage per device, got {self.schedule.value}; "
+                f"choose another, {Kind.ONE_F_ONE_B.value} needs the least memory"
+            )
         if self.cluster.devices_per_node < self.profile.tp_degrees[0]:
             raise ValueError(
                 f"devices_per_node must be at least the profile's smallest tensor-parallel degree, "
                 f"{self.profile.tp_degrees[0]}, got {self.cluster.devices_per_node}; profile smaller degrees"
             )
+
+    @property
+    def most_microbatches(self) -> int:
+        """The most that one pipeline can get: there are f others, each of which gets one."""
+        return self.num_microbatches - self.max_failures
 
     @property
     def digest(self) -> str:

@@ -48,14 +48,16 @@ class Found(NamedTuple):
     slowest: int
 
 
-def least_sum(tables: Tables, bound: int, num_devices: int) -> Found | None:
+def least_sum(tables: Tables, bound: int, num_devices: int, most_stages: int | None = None) -> Found | None:
     """Return the best template under a bound; None if there is none.
 
     Args:
         tables: Costs of stages.
         bound: Most that a stage may take, in nanoseconds.
         num_devices: Devices of the template, a multiple of a node's.
+        most_stages: The most stages it may have; None for no limit.
     """
+    limit = _COUNT if most_stages is None else most_stages
     bound <<= STAGE_BITS
     band = _band(tables, bound, num_devices)
     if band[0, 0] > band[0, 1] or band[num_devices, 0] > band[num_devices, 1]:
@@ -63,11 +65,43 @@ def least_sum(tables: Tables, bound: int, num_devices: int) -> Found | None:
     reach = _reach(tables, bound)
     labels = _sums(tables, reach, band)
     start = np.arange(len(labels) + 1)
-    stages, total, slowest, holds = _stages(tables, reach, band, start, labels, False)
-    if not holds:
+    stages, total, slowest, holds = _stages(tables, reach, band, start, labels, _COUNT, False)
+    if not holds or len(stages) > limit:
         start, labels = _sums_by_stages(tables, reach, band)
-        stages, total, slowest, holds = _stages(tables, reach, band, start, labels, True)
+        stages, total, slowest, holds = _stages(tables, reach, band, start, labels, limit, True)
     return Found(stages.tolist(), total >> STAGE_BITS, slowest >> STAGE_BITS) if len(stages) else None
+
+
+def least_sum_of_depths(search: Callable[[int, int], Found | None], fewest: int, most: int) -> Found | None:
+    """Return the best template where what all stages have in flight follows from, and grows with, their number.
+
+    A search that lets stages hold what fewer have in flight finds none worse than the best. So it bounds all numbers
+    from there on, and the one that it finds is tried with what belongs to it before the numbers around.
+
+    Args:
+        search: ``search(number, most)`` returns the best of up to ``most`` stages that hold what ``number`` stages have
+            in flight.
+        fewest: The fewest stages there can be.
+        most: The most.
+    """
+    best: Found | None = None
+    ranges = [(fewest, most)]
+    while ranges:
+        first, last = ranges.pop()
+        bound = search(first, last) if first <= last else None
+        if bound is None or not _is_better(bound, best):
+            continue
+        number = len(bound.stages)
+        found = bound if number <= first else search(number, number)
+        if found is not None and _is_better(found, best):
+            best = found
+        if found is None or _is_better(bound, found):
+            ranges += [(number + 1, last), (first, number - 1)]
+    return best if best is None else search(len(best.stages), len(best.stages))
+
+
+def _is_better(found: Found, than: Found | None) -> bool:
+    return than is None or (found.total, len(found.stages)) < (than.total, len(than.stages))
 
 
 def _compiled(function: _F) -> _F:
@@ -225,16 +259,20 @@ def _sums_by_stages(tables: Tables, reach: Table, band: Table) -> tuple[Table, T
 
 @_compiled
 def _stages(
-    tables: Tables, reach: Table, band: Table, start: Table, labels: Table, by_stages: bool
+    tables: Tables, reach: Table, band: Table, start: Table, labels: Table, most_stages: int, by_stages: bool
 ) -> tuple[Table, int, int, bool]:
-    """Return the stages of the least label, it, the slowest stage, and whether they hold what is in flight."""
+    """Return the stages of the least label, it, the slowest stage, and whether they hold what is in flight.
+
+    Only labels of up to ``most_stages`` count.
+    """
     sums, send, ends, degrees = tables.sums, tables.send, tables.ends, tables.degrees
     next_backward = tables.next_backward
     num_layers, e, size = sums.shape[3] - 1, len(band) - 1, len(tables.fewest) - 1
     chosen = np.empty((num_layers, 2), dtype=np.int64)
     label = _NEVER
     for k in range(start[e * (num_layers + 1)], start[e * (num_layers + 1) + 1]):
-        label = min(label, labels[k])
+        if labels[k] & _COUNT <= most_stages:
+            label = min(label, labels[k])
     total, holds = label, True
     count = i = slowest = 0
     while i < num_layers and label < _NEVER:

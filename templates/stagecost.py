@@ -6,10 +6,12 @@ forward of all its layers once more, where it runs a backward at all. Each devic
 
     ceil((states + gradients) / d) + in_flight * activations
 
-where the states and gradients are those of the layers and of the owners they share from, and in_flight is the number of
-stages from this one to the last: what 1F1B keeps of a pipeline that has enough microbatches, so that a template holds
-whatever its share becomes. With checkpointing, in_flight counts the layers' inputs, and the activations of one layer
-(the largest) come on top. A stage keeps its activations if they fit, and checkpoints if only that fits.
+where the states and gradients are those of the layers and of the owners they share from, and in_flight is what the
+schedule keeps of a pipeline that has enough microbatches, so that a template holds whatever its share becomes. In 1F1B
+that is the number of stages from this one to the last; in the others it follows from the number of all stages
+(:func:`resilient.templates.generators.most_in_flight`). With checkpointing, in_flight counts the layers' inputs, and
+the activations of one layer (the largest) come on top. A stage keeps its activations if they fit, and checkpoints if
+only that fits.
 
 Before the first stage's gradient sum there is no backward left that could hide it: its time comes on top of the step
 once. The sums of later stages are taken to hide behind the backwards of the stages before them.
@@ -24,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from resilient.templates.generators import Kind, most_in_flight
 from resilient.templates.plan import Problem
 from resilient.templates.template import StageSpec, nanoseconds
 
@@ -111,8 +114,23 @@ class StageCosts:
         work = np.diff(np.array(self._forward, dtype=np.int64) + np.array(self._backward, dtype=np.int64))
         return int(work.min(axis=0).sum())
 
-    def tables(self, *, with_sync: bool) -> Tables:
-        """Return the costs for the search; without ``with_sync`` for a pipeline that has none to sum gradients with."""
+    def in_flight(self, num_stages: int) -> int | None:
+        """Return how many microbatches every stage of a pipeline of so many stages must hold.
+
+        None where that is the number of stages from it to the last, or where memory is not limited.
+        """
+        problem = self.problem
+        if problem.schedule in (Kind.ONE_F_ONE_B, Kind.EAGER) or problem.cluster.memory_bytes is None:
+            return None
+        return most_in_flight(problem.schedule, num_stages, problem.most_microbatches)[0]
+
+    def tables(self, *, with_sync: bool, in_flight: int | None) -> Tables:
+        """Return the costs for the search.
+
+        Args:
+            with_sync: Whether there are pipelines to sum gradients with.
+            in_flight: As :meth:`in_flight` returns it.
+        """
         forward = np.array(self._forward, dtype=np.int64)
         work = forward + np.array(self._backward, dtype=np.int64)
         sync = np.array(self._sync, dtype=np.int64) * with_sync
@@ -122,7 +140,7 @@ class StageCosts:
             sums=sums << STAGE_BITS,
             send=np.array(self._send, dtype=np.int64) << STAGE_BITS,
             next_backward=np.array(self._next_backward[:-1], dtype=np.int64),
-            ends=np.stack(self._ends()),
+            ends=np.stack(self._ends(in_flight)),
             fewest=np.array(self._fewest, dtype=np.int64),
         )
 
@@ -147,7 +165,7 @@ class StageCosts:
             end: One past the last layer.
             degree_index: Of its tensor-parallel degree.
             device: Its first device, counted over the nodes of the template.
-            in_flight: Microbatches it holds at once: the number of stages from this one to the last.
+            in_flight: Microbatches that it must hold at once.
         """
         devices_per_node = self.problem.cluster.devices_per_node
         forward = self._forward[degree_index][end] - self._forward[degree_index][first]
@@ -158,6 +176,10 @@ class StageCosts:
         if checkpointing:
             memory = self._memory_bytes(first, end, degree_index, in_flight, checkpointing=True)
             backward += forward * (self._next_backward[first] < end)
+        most: int | None = None
+        if limit is not None and self.problem.schedule is Kind.EAGER:
+            each = self._memory_bytes(first, end, degree_index, in_flight + 1, checkpointing=checkpointing) - memory
+            most = in_flight + (limit - memory) // each if each else self.problem.num_microbatches
         return StageSpec(
             first_layer=first,
             end_layer=end,
@@ -169,17 +191,18 @@ class StageCosts:
             backward_ms=backward / 1e6,
             send_ms=self._send[device % devices_per_node == 0][first] / 1e6,
             memory_bytes=memory,
+            max_in_flight=most,
         )
 
     def sync_ms(self, end: int, degree_index: int) -> float:
         """Return the time of the gradient sum of a first stage of layers ``0 .. end - 1``."""
         return self._sync[degree_index][end] / 1e6
 
-    def least_memory_bytes(self, layer: int) -> int:
+    def least_memory_bytes(self, layer: int, in_flight: int) -> int:
         """Return what a stage of one layer needs at least, on each device, at the best of degrees."""
         checkpointing = (False, True) if self.problem.activation_checkpointing else (False,)
         return min(
-            self._memory_bytes(layer, layer + 1, q, 1, checkpointing=again)
+            self._memory_bytes(layer, layer + 1, q, in_flight, checkpointing=again)
             for q in range(len(self.degrees))
             for again in checkpointing
         )
@@ -198,8 +221,8 @@ class StageCosts:
             fewest.append(min([self.num_layers + 1, *(count + 1 for count in before)]))
         return fewest
 
-    def _ends(self) -> tuple[Table, Table]:
-        """Return ``plain_end`` and ``fitting_end`` of :class:`Tables`."""
+    def _ends(self, in_flight: int | None) -> tuple[Table, Table]:
+        """Return the two ``ends`` of :class:`Tables`."""
         size = self.num_layers
         memory = self.problem.cluster.memory_bytes
         plain = np.full((len(self.degrees), size, size + 1), size, dtype=np.int64)
@@ -207,16 +230,17 @@ class StageCosts:
             return plain, plain
         fitting = np.array(plain)
         inputs = np.array(self._inputs, dtype=np.int64)
-        counts = np.arange(size + 1)
+        counts = np.arange(size + 1) if in_flight is None else np.full(size + 1, in_flight)
+        most_counted = int(counts[-1])
         for q, degree in enumerate(self.degrees):
             kept = np.array(self._kept[q], dtype=np.int64)
             for i in range(size):
                 free = memory - -(-self._held[i, i + 1 :] // degree)
-                most = _most_in_flight(free, kept[i + 1 :] - kept[i], size)
+                most = _times_that_fit(free, kept[i + 1 :] - kept[i], most_counted)
                 plain[q, i] = i + np.searchsorted(-most, -counts, side="right")
                 if self.problem.activation_checkpointing:
                     free -= np.maximum.accumulate(self._activations[q][i:])
-                    most = np.maximum(most, _most_in_flight(free, inputs[i + 1 :] - inputs[i], size))
+                    most = np.maximum(most, _times_that_fit(free, inputs[i + 1 :] - inputs[i], most_counted))
                 fitting[q, i] = i + np.searchsorted(-most, -counts, side="right")
         return plain, fitting
 
@@ -248,7 +272,7 @@ def _held_bytes(problem: Problem) -> Table:
     return held
 
 
-def _most_in_flight(free: Table, each: Table, limit: int) -> Table:
+def _times_that_fit(free: Table, each: Table, limit: int) -> Table:
     """Return how many times ``each`` goes into ``free`` bytes, at most ``limit``; 0 where not even nothing fits."""
     most = np.where(each > 0, free // np.maximum(each, 1), limit)
     return np.where(free < 0, 0, np.minimum(most, limit))

@@ -32,7 +32,9 @@ class StageSpec:
         forward_ms: Forward time of one microbatch.
         backward_ms: Backward time of one microbatch, the forward that is run again included.
         send_ms: Time of the two messages of one microbatch over the boundary before the stage, 0 for the first.
-        memory_bytes: Most that one device holds: states, gradients and the activations in flight under 1F1B.
+        memory_bytes: Most that one device holds: states, gradients and the activations in flight; under eager 1F1B
+            those of 1F1B.
+        max_in_flight: For eager 1F1B, how many microbatches the memory holds; None where it is not limited.
     """
 
     first_layer: int
@@ -45,6 +47,7 @@ class StageSpec:
     backward_ms: float
     send_ms: float = 0.0
     memory_bytes: int = 0
+    max_in_flight: int | None = None
 
     @property
     def stage_ms(self) -> float:

@@ -7,6 +7,7 @@ from functools import cache
 from itertools import combinations, product
 
 from resilient.templates.cluster import Link
+from resilient.templates.generators import Kind
 from resilient.templates.plan import Problem
 from resilient.templates.template import PipelineTemplate, StageSpec, nanoseconds
 
@@ -28,7 +29,8 @@ def all_templates(problem: Problem, num_nodes: int, *, with_sync: bool) -> Itera
             bounds = [0, *cuts, len(layers)]
             stages: list[StageSpec] = []
             for k, degree in enumerate(degrees):
-                made = stage(bounds[k], bounds[k + 1], degree, sum(degrees[:k]), len(degrees) - k)
+                count = in_flight(problem, len(degrees), k)
+                made = stage(bounds[k], bounds[k + 1], degree, sum(degrees[:k]), count)
                 if made is None:
                     break
                 stages.append(made)
@@ -44,6 +46,18 @@ def _splits(devices: int, degrees: tuple[int, ...]) -> Iterator[tuple[int, ...]]
         if degree <= devices:
             for others in _splits(devices - degree, degrees):
                 yield (degree, *others)
+
+
+def in_flight(problem: Problem, num_stages: int, stage: int) -> int:
+    """Return how many microbatches a stage must hold."""
+    most = problem.num_microbatches - problem.max_failures
+    return {
+        Kind.ONE_F_ONE_B: num_stages - stage,
+        Kind.EAGER: num_stages - stage,
+        Kind.GPIPE: most,
+        Kind.ZB_H1: min(num_stages, most),
+        Kind.ZB_H2: min(2 * num_stages - 1, most),
+    }[problem.schedule]
 
 
 def make_stage(problem: Problem, first: int, end: int, degree: int, device: int, in_flight: int) -> StageSpec | None:
@@ -69,6 +83,7 @@ def make_stage(problem: Problem, first: int, end: int, degree: int, device: int,
         forward = len(layers)
     if checkpointing and any(layer.trainable or layer.input_gradient for layer in layers):
         backward += forward
+    per_microbatch = sum(layer.input_bytes for layer in layers) if checkpointing else sum(activations)
     send = 0
     if first > 0:
         link = cluster.inter_node if device % cluster.devices_per_node == 0 else cluster.intra_node
@@ -84,7 +99,16 @@ def make_stage(problem: Problem, first: int, end: int, degree: int, device: int,
         backward_ms=backward / 1e6,
         send_ms=send / 1e6,
         memory_bytes=again if checkpointing else plain,
+        max_in_flight=_most_that_fit(problem, again if checkpointing else plain, per_microbatch, in_flight),
     )
+
+
+def _most_that_fit(problem: Problem, planned: int, per_microbatch: int, in_flight: int) -> int | None:
+    if problem.schedule is not Kind.EAGER or problem.cluster.memory_bytes is None:
+        return None
+    if per_microbatch == 0:
+        return problem.num_microbatches
+    return (problem.cluster.memory_bytes - (planned - in_flight * per_microbatch)) // per_microbatch
 
 
 def gradient_sum_ms(problem: Problem, stage: StageSpec) -> float:

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from resilient.templates.cluster import Cluster, Link
+from resilient.templates.generators import Kind
 from resilient.templates.plan import Pipeline, Plan, Problem
 from resilient.templates.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSet
 
 MIB = 2**20
+
+KINDS = (Kind.ONE_F_ONE_B, Kind.EAGER, Kind.ZB_H1, Kind.ZB_H2, Kind.GPIPE)
+"""Schedules with one stage for each device."""
 
 
 def profile(

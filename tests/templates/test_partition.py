@@ -9,9 +9,10 @@ import pytest
 from exhaustive import all_templates
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import cost, enough_nodes, layer, problems, profile
+from jobs import KINDS, cost, enough_nodes, layer, problems, profile
 
 from resilient.templates.cluster import Cluster, Link
+from resilient.templates.generators import Kind
 from resilient.templates.nodespec import TooFewNodes
 from resilient.templates.partition import plan_templates
 from resilient.templates.plan import Problem
@@ -124,11 +125,12 @@ def small_problems(draw: st.DrawFn) -> tuple[Problem, int]:
         max_failures=f,
         min_pipeline_nodes=draw(st.integers(1, 2)),
         activation_checkpointing=draw(st.booleans()),
+        schedule=draw(st.sampled_from(KINDS)),
     )
     return problem, most_nodes * (f + 1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(small_problems())
 def test_layouts_are_the_shortest_of_all_templates_for_each_number_of_microbatches(case: tuple[Problem, int]):
     check_against_all(*case)
@@ -166,6 +168,15 @@ def test_memory_in_flight_depends_on_the_stages_that_follow():
     assert sum(templates is not None for templates in planned) > 20
     assert {stage.checkpointing for stage in stages} == {True, False}
     assert {stage.num_devices for stage in stages} == {1, 2, 4}
+
+
+@pytest.mark.parametrize("kind", [Kind.ZB_H1, Kind.ZB_H2])
+def test_memory_in_flight_depends_on_the_number_of_stages(kind: Kind):
+    problems = [replace(tight_problem(seed), schedule=kind) for seed in range(40)]
+    planned = [check_against_all(problem, 2) for problem in problems]
+    depths = {len(template.stages) for of in filter(None, planned) for layout in of.layouts for template in layout}
+    assert sum(templates is not None for templates in planned) > 10
+    assert len(depths) > 3
 
 
 def test_four_nodes_of_four_devices_equal_exhaustive_search():
