@@ -11,6 +11,7 @@ import torch
 from small import TiedModel, Tokens, make_job, make_profile
 
 from resilient.optim import SGD, AdamW, WarmupCosine
+from resilient.templates.generators import Kind
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,7 @@ def test_description_is_for_the_device_and_its_times_are_not_part_of_what_must_b
     assert [spec.profile for spec in specs] == [here, there]
     assert specs[0].digest == specs[1].digest
     assert specs[0].memory_bytes is None, "a CPU's memory is not planned with"
+    assert make_job(schedule="zb-h1").spec(here).schedule is Kind.ZB_H1
 
 
 def digest(**changes: Any) -> str:
