@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jobs_of_planners import setting, table
 
+from resilient.planners.baselines import EncoderFirst, StaticContext
+from resilient.planners.cornstarch import Cornstarch
 from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.disttrain import DistTrain
 from resilient.planners.evaluate import evaluate
 from resilient.planners.expected import expected, parallelism
-from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica, Setting
+from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Planner, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
 from resilient.planners.stage_work import exposed_sum_ms, gradient_sum_ms
+from resilient.planners.uniform import Uniform
 from resilient.templates.cluster import Cluster, Link
 
 SLOW = Cluster(devices_per_node=4, intra_node=Link(bytes_per_s=1e6), inter_node=Link(bytes_per_s=1e5))
@@ -96,3 +103,39 @@ def test_expected_sums_are_those_of_the_stage_with_most_gradients(chain: list[tu
         found = each.sum_ms(np.full_like(stages, dp), stages, SLOW)
         spreads = [parallelism(costs, lengths, dp, pp, each.tp) for pp in stages.tolist()]
         assert found.tolist() == [gradient_sum_ms(costs, spread, SLOW).max() for spread in spreads]
+
+
+CHOOSING: tuple[Planner, ...] = (Uniform(), EncoderFirst(), StaticContext(), Cornstarch(), DistTrain())
+
+
+def mean_samples(samples: SampleTable, count: int) -> SampleTable:
+    """So many times the sample that predictions are made for."""
+    means = {
+        name: (np.full(count, round(float(each.tokens.mean()))), np.full(count, round(float(each.squares.mean()))))
+        for name, each in samples.units.items()
+    }
+    return SampleTable(
+        units={name: Lengths(tokens=sums, squares=squares, longest=sums) for name, (sums, squares) in means.items()}
+    )
+
+
+@pytest.mark.parametrize("planner", CHOOSING, ids=lambda planner: planner.name)
+def test_counting_sums_never_slows_a_step_and_some_are_faster(planner: Planner) -> None:
+    job, samples = setting(), table(400)
+    # Messages are not predicted; between these nodes they take no time.
+    job = replace(job, costs=CostModel(units=tuple(replace(each, output_bytes=0.0) for each in job.costs.units)))
+    ignored, batch = planner.configure(job, samples), mean_samples(samples, job.global_batch)
+    faster: list[bool] = []
+    for bytes_per_s in (1e8, 1e6, 1e5):
+        slow = replace(job, cluster=Cluster(devices_per_node=2, inter_node=Link(bytes_per_s=bytes_per_s)))
+        counted = planner.configure(slow, samples)
+        steps: list[float] = []
+        for chosen in (counted, ignored):
+            replicas = [Replica(num_microbatches=chosen.num_microbatches)] * chosen.units["llm"].dp
+            assignment = planner.assign(slow, chosen, batch, replicas)
+            steps.append(evaluate(slow, chosen, assignment, batch, replicas).iteration_ms)
+        assert counted.predicted_ms == pytest.approx(steps[0], rel=0.1)
+        assert steps[0] <= 1.001 * steps[1]
+        faster.append(steps[0] < 0.9 * steps[1])
+    assert not faster[0]
+    assert any(faster)
