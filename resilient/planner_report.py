@@ -10,6 +10,7 @@ import numpy as np
 
 from resilient.chart import Bar, Chart
 from resilient.planners.evaluate import Result, evaluate
+from resilient.planners.layout import used_devices
 from resilient.planners.planner import LLM, Configuration, Planner, Setting
 from resilient.planners.samples import SampleTable
 from resilient.planners.survivors import survivors
@@ -28,7 +29,7 @@ class Row:
         sum_ms: Part of it after the last backward.
         bubble: Part of its devices' time.
         std_ms: By unit, of microbatch times within a step.
-        peak_bytes: The most of any device in any step, and whether there is so much.
+        peak_bytes: The most of any device in any step.
         fits: Whether there is so much memory.
         configure_ms: Planning time, once.
         assign_ms: Planning time of each step, median.
@@ -76,11 +77,13 @@ class Comparison:
         rows: Those that found a configuration, in the order asked for.
         refused: By name, why others did not.
         baseline: What speed-ups are relative to, if it is among the rows.
+        memory_bytes: Of a device, that a plan may fill; None where that is unlimited.
     """
 
     rows: tuple[Row, ...]
     refused: Mapping[str, str]
     baseline: str
+    memory_bytes: int | None = None
 
     def speed_up(self, row: Row) -> float | None:
         """Return how much faster than the baseline a planner is, if there is one."""
@@ -98,31 +101,34 @@ class Comparison:
         return [row for row in self.rows if row.name == self.baseline or row in fastest]
 
     def reason(self) -> str:
-        """Say why the best is the best."""
+        """Say why the best is the best: beside the baseline, and beside the next."""
         best = self.best
         if best is None:
             return "no planner's steps fit into memory; use more nodes or a smaller microbatch"
         others = sorted((row for row in self.rows if row.fits and row is not best), key=lambda row: row.iteration_ms)
+        parts: list[str] = []
+        baseline = next((row for row in self.rows if row.name == self.baseline and row is not best), None)
+        if baseline is not None:
+            gain = f"{baseline.iteration_ms / best.iteration_ms:.2f}x as fast in simulation as {baseline.name}"
+            parts.append(gain + _mostly(best, baseline))
         if not others:
-            return f"{best.name}: the only one that fits"
-        second = others[0]
-        shares = [
-            ("computes", _computing_ms(best) - _computing_ms(second)),
-            ("waits", _waiting_ms(best) - _waiting_ms(second)),
-            ("sums gradients", best.sum_ms - second.sum_ms),
-        ]
-        what, saved = min(shares, key=lambda share: share[1])
-        gain = second.iteration_ms / best.iteration_ms
-        return (
-            f"{best.name}: {gain:.2f}x as fast in simulation as the next, {second.name}, mostly as it {what} "
-            f"{-saved:.0f} ms less"
-        )
+            parts.append("no other fits" if len(self.rows) > 1 else "no other was asked for")
+        elif others[0] is not baseline:
+            longer = others[0].iteration_ms / best.iteration_ms
+            parts.append(f"{longer:.2f}x as fast as the next, {others[0].name}" + _mostly(best, others[0]))
+        return f"{best.name}: {'; '.join(parts)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return what is written as JSON."""
         rows = [{**row.to_dict(), "speed_up": self.speed_up(row)} for row in self.rows]
         best = self.best
-        return {"planners": rows, "refused": dict(self.refused), "best": best and best.name, "reason": self.reason()}
+        return {
+            "planners": rows,
+            "refused": dict(self.refused),
+            "memory_bytes": self.memory_bytes,
+            "best": best and best.name,
+            "reason": self.reason(),
+        }
 
 
 def compare(
@@ -156,7 +162,7 @@ def compare(
         except ValueError as error:
             refused[each.name] = str(error)
         done()
-    return Comparison(rows=tuple(rows), refused=refused, baseline=baseline)
+    return Comparison(rows=tuple(rows), refused=refused, baseline=baseline, memory_bytes=setting.cluster.memory_bytes)
 
 
 def _row(
@@ -179,14 +185,13 @@ def _row(
         assignment = planner.assign(setting, configuration, batch, replicas)
         times.append(1e3 * (clock() - started))
         results.append(evaluate(setting, configuration, assignment, batch, replicas))
-    sizes = [spread.num_devices for spread in configuration.units.values()]
     peak = max(result.peak_bytes for result in results)
     limit = setting.cluster.memory_bytes
     return Row(
         name=planner.name,
         source=planner.source,
         configuration=configuration,
-        num_devices=max(sizes) if configuration.colocated else sum(sizes),
+        num_devices=used_devices(configuration),
         iteration_ms=float(np.mean([result.iteration_ms for result in results])),
         sum_ms=float(np.mean([result.sum_ms for result in results])),
         bubble=float(np.mean([result.bubble for result in results])),
@@ -197,6 +202,17 @@ def _row(
         assign_ms=float(np.median(times)),
         first=results[0],
     )
+
+
+def _mostly(row: Row, other: Row) -> str:
+    """Say what most of the time goes to that one step takes less than another."""
+    shares = [
+        ("computes", _computing_ms(other) - _computing_ms(row)),
+        ("waits", _waiting_ms(other) - _waiting_ms(row)),
+        ("sums gradients", other.sum_ms - row.sum_ms),
+    ]
+    what, saved = max(shares, key=lambda share: share[1])
+    return f", mostly as it {what} {saved:.0f} ms less" if saved >= 0.5 else ""
 
 
 def _computing_ms(row: Row) -> float:

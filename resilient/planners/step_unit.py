@@ -91,11 +91,6 @@ class StepUnit:
         """Of each cell."""
         return loads(self.lengths.tokens, self.cell, len(self.counted))
 
-    @cached_property
-    def trained(self) -> npt.NDArray[np.bool_]:
-        """Which stages have a backward. A stage that does comes after none that does not, up to the first trained."""
-        return self.work.backward_ms.max(axis=1, initial=0.0) > 0
-
     @property
     def std_ms(self) -> float:
         total = (self.work.forward_ms + self.work.backward_ms).sum(axis=0)[self.counted]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from resilient.planners.layout import used_devices
 from resilient.planners.planner import LLM, Configuration, Replica, Setting
 
 
 def survivors(setting: Setting, configuration: Configuration, lost_nodes: int) -> tuple[Replica, ...]:
     """Return the language model's replicas after nodes were lost.
 
-    A replica with its share of all encoders has equally many consecutive devices. Lost nodes lie as far apart as they
-    can. A replica that lost some of its devices goes on with the others, slower by as much; one that lost all is gone.
-    The step's microbatches are given out by speed, one at least to each.
+    A replica with its share of all encoders has equally many consecutive devices. Nodes without any take the place of
+    lost ones. The others that are lost lie as far apart as they can. A replica that lost some of its devices goes on
+    with those left, slower by as much; one that lost all is gone. The step's microbatches are given out by speed, one
+    at least to each.
 
     Args:
         setting: The job.
@@ -20,20 +22,19 @@ def survivors(setting: Setting, configuration: Configuration, lost_nodes: int) -
         lost_nodes: How many of its nodes are lost, 0 or more.
 
     Raises:
-        ValueError: None is left.
+        ValueError: No node is left.
     """
     if not 0 <= lost_nodes < setting.num_nodes:
         raise ValueError(f"lost_nodes must be 0 to {setting.num_nodes - 1}, got {lost_nodes}; leave a node")
     dp = configuration.units[LLM].dp
-    sizes = [spread.num_devices for spread in configuration.units.values()]
-    used = max(sizes) if configuration.colocated else sum(sizes)
-    lost = np.arange(lost_nodes) * setting.num_nodes // max(lost_nodes, 1)
+    used = used_devices(configuration)
+    num_nodes = -(-used // setting.cluster.devices_per_node)
+    missed = max(0, num_nodes - (setting.num_nodes - lost_nodes))
+    lost = np.arange(missed) * num_nodes // max(missed, 1)
     alive = ~np.isin(np.arange(used) // setting.cluster.devices_per_node, lost)
     replica = np.arange(used) * dp // used
     speeds = np.bincount(replica, weights=alive, minlength=dp) / np.bincount(replica, minlength=dp)
     speeds = speeds[speeds > 0]
-    if not len(speeds):
-        raise ValueError(f"lost_nodes must leave devices that are in use, got {lost_nodes} of {setting.num_nodes}")
     total = dp * configuration.num_microbatches
     exact = total * speeds / speeds.sum()
     counts = np.maximum(np.floor(exact).astype(np.int64), 1)

@@ -59,78 +59,33 @@ def table(**tokens: list[int]) -> SampleTable:
     return SampleTable(units={name: Lengths.of(np.array(each)) for name, each in tokens.items()})
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=9), st.integers(1, 3))
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=9),
+    st.integers(1, 3),
+    st.sampled_from([0.0, 0.5]),
+)
 @settings(max_examples=40, deadline=None)
-def test_evaluate_equals_the_schedule_simulator_on_a_chain(samples: list[tuple[int, int]], depth: int) -> None:
+def test_evaluate_equals_the_schedule_simulator_on_a_chain(
+    samples: list[tuple[int, int]], depth: int, latency_ms: float
+) -> None:
     pictures, text = [each[0] for each in samples], [each[1] for each in samples]
     vision, llm = [0.5, 1.5][: depth - 1] or [1.0], [1.0, 2.0, 0.25][:depth]
     number = len(samples)
     result = evaluate(
-        setting(unit("vision", vision), unit("llm", llm)),
+        setting(unit("vision", vision), unit("llm", llm), cluster=Cluster(inter_node=Link(latency_ms=latency_ms))),
         Configuration(units={"vision": spread(1, len(vision)), "llm": spread(1, depth)}, num_microbatches=number),
         Assignment(units=dict.fromkeys(("vision", "llm"), place([0] * number, list(range(number))))),
         table(vision=pictures, llm=text),
         [Replica(num_microbatches=number)],
     )
-    forward = np.array([[speed * each for each in pictures] for speed in vision])
-    forward = np.concatenate([forward, [[speed * each for each in text] for speed in llm]])
+    tokens = np.array([pictures] * len(vision) + [text] * depth)
+    forward = np.array([*vision, *llm])[:, None] * tokens
     schedule = generate(Kind.ONE_F_ONE_B, len(forward), number)
-    timeline = simulate(schedule, Costs(forward_ms=forward, backward_input_ms=2 * forward))
+    costs = Costs(forward_ms=forward, backward_input_ms=2 * forward, latency_ms=latency_ms, activation_bytes=8 * tokens)
+    timeline = simulate(schedule, costs)
     assert result.iteration_ms == timeline.iteration_ms
     assert result.bubble == pytest.approx(sum(timeline.bubble_ms) / timeline.iteration_ms / len(forward))
-
-
-places = st.lists(
-    st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(0, 1), st.integers(0, 3), st.integers(0, 5)),
-    min_size=1,
-    max_size=12,
-)
-
-
-@given(places, st.booleans(), st.integers(1, 2), st.integers(1, 3), st.integers(1, 2))
-@settings(max_examples=60, deadline=None)
-def test_evaluate_starts_nothing_before_its_inputs_wherever_samples_are(
-    samples: list[tuple[int, ...]], colocated: bool, encoder_pp: int, llm_pp: int, encoder_dp: int
-) -> None:
-    columns = [[each[i] for each in samples] for i in range(5)]
-    if colocated:
-        encoder_dp = 2
-    result = evaluate(
-        setting(unit("vision", [1.0] * encoder_pp), unit("llm", [1.0] * llm_pp)),
-        Configuration(
-            units={"vision": spread(encoder_dp, encoder_pp), "llm": spread(2, llm_pp)},
-            num_microbatches=4,
-            colocated=colocated,
-        ),
-        Assignment(units={"vision": place(*columns[:2]), "llm": place(*columns[2:4])}),
-        table(vision=columns[4], llm=[each + 1 for each in columns[4]]),
-        [Replica(num_microbatches=4), Replica(num_microbatches=4, speed=0.5)],
-    )
-    for picture_replica, picture, replica, microbatch, pictures in samples:
-        if pictures:
-            seen = _spans(result, "vision", picture_replica, encoder_pp - 1, picture)
-            used = _spans(result, "llm", replica, 0, microbatch)
-            assert seen[False][0][1] <= used[False][0][0]
-            assert any(start >= used[True][0][1] for start, _ in seen[True])
-    spans = result.spans
-    for lane in range(len(result.lanes)):
-        of_lane = spans.lane == lane
-        assert (spans.start_ns[of_lane][1:] >= spans.end_ns[of_lane][:-1]).all()
-    for device in range(2 * llm_pp) if colocated and encoder_pp == llm_pp else ():
-        vision, llm = spans.lane == device, spans.lane == 2 * llm_pp + device
-        if vision.any() and llm.any():
-            assert spans.end_ns[vision & ~spans.backward].max() <= spans.start_ns[llm].min()
-            assert spans.start_ns[vision & spans.backward].min() >= spans.end_ns[llm].max()
-    assert spans.end_ns.max() / 1e6 == result.iteration_ms
-    assert 0 <= result.bubble < 1
-
-
-def _spans(result: Result, name: str, pipeline: int, stage: int, microbatch: int) -> dict[bool, list[tuple[int, int]]]:
-    spans, found = result.spans, {False: list[tuple[int, int]](), True: list[tuple[int, int]]()}
-    lane = next(i for i, e in enumerate(result.lanes) if (e.unit, e.pipeline, e.stage) == (name, pipeline, stage))
-    for i in np.flatnonzero((spans.lane == lane) & (spans.microbatch == microbatch)):
-        found[bool(spans.backward[i])].append((int(spans.start_ns[i]), int(spans.end_ns[i])))
-    return found
+    assert result.peak_bytes == max(timeline.peak_bytes)
 
 
 def _one(
@@ -249,19 +204,155 @@ def test_evaluate_refuses_layers_that_are_not_spread() -> None:
         )
 
 
-def test_evaluate_refuses_encoders_that_share_stages() -> None:
+def _shared(encoders: Encoders, llm: UnitCosts, **speeds: list[float]) -> Result:
+    """Two microbatches of one token; the language model's layers are stages."""
+    names = [*speeds, "llm"]
+    costs = [*(unit(name, each, parameter_bytes=100) for name, each in speeds.items()), llm]
+    return evaluate(
+        setting(*costs),
+        Configuration(
+            units={each.name: Parallelism(dp=1, pp=1, stage_layers=(len(each.layers),)) for each in costs[:-1]}
+            | {"llm": spread(1, len(llm.layers))},
+            num_microbatches=2,
+            encoders=encoders,
+        ),
+        Assignment(units=dict.fromkeys(names, place([0, 0], [0, 1]))),
+        table(**{name: [1, 1] for name in names}),
+        [Replica(num_microbatches=2)],
+    )
+
+
+def _shown(result: Result, name: str, stage: int = 0) -> str:
+    """The tasks of a stage with their starts and ends in ms."""
+    lane = next(i for i, each in enumerate(result.lanes) if (each.unit, each.stage) == (name, stage))
+    spans, of_lane = result.spans, np.flatnonzero(result.spans.lane == lane)
+    return " ".join(
+        f"{'FB'[int(spans.backward[i])]}{spans.microbatch[i]} {spans.start_ns[i] / 1e6:g}-{spans.end_ns[i] / 1e6:g}"
+        for i in of_lane
+    )
+
+
+def test_colocated_encoders_follow_each_other_in_each_microbatch() -> None:
+    result = _shared(Encoders.COLOCATED, unit("llm", [5.0]), vision=[1.0], audio=[2.0])
+    # One device runs both encoders, the second microbatch while the language model has the first.
+    assert _shown(result, "vision") == "F0 0-1 F1 3-4 B0 22-24 B1 37-39"
+    assert _shown(result, "audio") == "F0 1-3 F1 4-6 B0 18-22 B1 33-37"
+    assert _shown(result, "llm") == "F0 3-8 B0 8-18 F1 18-23 B1 23-33"
+    assert result.bubble == pytest.approx(1 - (18 + 30) / (2 * 39))
+    # Both encoders' layers, and two microbatches of both
+    assert result.peak_bytes == 200 + 2 * 16
+    assert [(lane.unit, lane.stage) for lane in result.lanes] == [("vision", 0), ("audio", 0), ("llm", 0)]
+
+
+def test_replicated_encoders_run_on_every_stage_of_the_language_model() -> None:
+    result = _shared(Encoders.REPLICATED, unit("llm", [2.0, 2.0]), vision=[1.0])
+    assert _shown(result, "vision", 0) == "F0 0-1 F1 3-4 B0 13-15 B1 22-24"
+    assert _shown(result, "llm", 0) == "F0 1-3 F1 4-6 B0 9-13 B1 18-22"
+    assert _shown(result, "vision", 1) == "F0 0-1 B0 9-11 F1 11-12 B1 18-20"
+    assert _shown(result, "llm", 1) == "F0 3-5 B0 5-9 F1 12-14 B1 14-18"
+    assert result.bubble == pytest.approx(1 - 36 / (2 * 24))
+    assert result.peak_bytes == 100 + 2 * 16
+
+
+def test_all_copies_of_a_replicated_encoder_sum_their_gradients() -> None:
+    vision, llm = unit("vision", [1.0], gradient_bytes=1000), unit("llm", [1.0, 1.0])
+    result = evaluate(
+        setting(vision, llm, cluster=Cluster(inter_node=Link(bytes_per_s=1e6))),
+        Configuration(
+            units={"vision": spread(1, 1), "llm": spread(1, 2)}, num_microbatches=1, encoders=Encoders.REPLICATED
+        ),
+        Assignment(units=dict.fromkeys(("vision", "llm"), place([0], [0]))),
+        table(vision=[1], llm=[1]),
+        [Replica(num_microbatches=1)],
+    )
+    assert (result.iteration_ms, result.sum_ms) == (1 + 2 + 4 + 2 + 1, 1)
+
+
+def test_replicated_encoders_have_one_stage() -> None:
     message = (
-        "encoders must be parallel to be simulated, got replicated; compare by predicted_ms, or give them stages of "
-        "their own"
+        "pp of 'vision' must be 1 where encoders are replicated, got 2; every stage of the language model runs all of "
+        "it"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         evaluate(
-            setting(unit("llm", [1.0])),
-            Configuration(units={"llm": spread(1, 1)}, num_microbatches=1, encoders=Encoders.REPLICATED),
-            Assignment(units={"llm": place([0], [0])}),
-            table(llm=[1]),
+            setting(unit("vision", [1.0, 1.0]), unit("llm", [1.0])),
+            Configuration(
+                units={"vision": spread(1, 2), "llm": spread(1, 1)}, num_microbatches=1, encoders=Encoders.REPLICATED
+            ),
+            Assignment(units=dict.fromkeys(("vision", "llm"), place([0], [0]))),
+            table(vision=[1], llm=[1]),
             [Replica(num_microbatches=1)],
         )
+
+
+samples = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=6)
+
+
+def _steps(encoders: Encoders, costs: list[UnitCosts], columns: dict[str, list[int]], pp: int) -> Result:
+    """One sample in each microbatch; each unit cut into ``pp`` stages, replicated encoders not."""
+    number = len(columns["llm"])
+    return evaluate(
+        setting(*costs),
+        Configuration(
+            units={
+                each.name: spread(1, pp) if each.name == "llm" or encoders is not Encoders.REPLICATED else whole(each)
+                for each in costs
+            },
+            num_microbatches=number,
+            encoders=encoders,
+        ),
+        Assignment(units=dict.fromkeys(columns, place([0] * number, list(range(number))))),
+        table(**columns),
+        [Replica(num_microbatches=number)],
+    )
+
+
+def whole(costs: UnitCosts) -> Parallelism:
+    return Parallelism(dp=1, pp=1, stage_layers=(len(costs.layers),))
+
+
+@given(samples, st.integers(1, 2))
+@settings(max_examples=25, deadline=None)
+def test_one_encoder_is_colocated_with_none_and_without_encoders_nothing_is_shared(
+    lengths: list[tuple[int, int]], pp: int
+) -> None:
+    columns = {"vision": [each[0] for each in lengths], "llm": [each[1] for each in lengths]}
+    costs = [unit("vision", [0.5, 1.5][:pp]), unit("llm", [1.0, 2.0][:pp])]
+    one, other = (_steps(encoders, costs, columns, pp) for encoders in (Encoders.PARALLEL, Encoders.COLOCATED))
+    assert (one.iteration_ms, one.bubble, one.peak_bytes) == (other.iteration_ms, other.bubble, other.peak_bytes)
+    alone = [_steps(encoders, costs[1:], {"llm": columns["llm"]}, pp) for encoders in Encoders]
+    assert len({(each.iteration_ms, each.bubble, each.peak_bytes) for each in alone}) == 1
+
+
+@given(samples)
+@settings(max_examples=25, deadline=None)
+def test_units_that_share_their_only_stage_are_one_unit_that_takes_as_long_as_all(
+    lengths: list[tuple[int, int]],
+) -> None:
+    pictures, text = [each[0] for each in lengths], [each[1] for each in lengths]
+    columns = {"vision": pictures, "audio": text, "llm": text}
+    apart = [unit("vision", [0.5]), unit("audio", [1.5]), unit("llm", [2.0])]
+    # A token of text is one of sound and, where there is a picture, its part of that.
+    merged = _steps(Encoders.COLOCATED, apart, columns, 1)
+    sums = [0.5 * picture + 1.5 * sound for picture, sound in zip(pictures, text, strict=True)]
+    encoder = [round(4 * each) for each in sums]
+    single = _steps(Encoders.PARALLEL, [unit("vision", [0.25]), apart[2]], {"vision": encoder, "llm": text}, 1)
+    assert merged.iteration_ms == single.iteration_ms
+    replicated = _steps(Encoders.REPLICATED, apart, columns, 1)
+    total = [round(4 * (each + 2 * words)) for each, words in zip(sums, text, strict=True)]
+    assert replicated.iteration_ms == _steps(Encoders.PARALLEL, [unit("llm", [0.25])], {"llm": total}, 1).iteration_ms
+    assert replicated.bubble == 0
+
+
+def test_a_stage_that_takes_no_time_passes_gradients_on() -> None:
+    lengths = {"llm": [1, 1]}
+    assert _steps(Encoders.PARALLEL, [unit("llm", [1.0, 0.0, 1.0])], lengths, 3).iteration_ms == 3 + 6
+
+
+def test_a_batch_without_a_token_takes_no_time_wherever_units_are() -> None:
+    costs = (unit("vision", [1.0]), unit("llm", [1.0]))
+    assert _one(costs, table(vision=[0], llm=[0]), colocated=True).iteration_ms == 0
+    assert _one(costs, table(vision=[0], llm=[0])).iteration_ms == 0
 
 
 def test_tasks_that_wait_in_a_circle_are_refused() -> None:

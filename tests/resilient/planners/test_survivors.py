@@ -46,15 +46,17 @@ def test_survivors_that_are_slow_take_no_more_than_there_is() -> None:
     assert [each.speed for each in found] == pytest.approx([0.2, 0.6, 0.6])
 
 
+def test_nodes_without_a_replica_take_the_place_of_lost_ones() -> None:
+    found = survivors(_setting(4), _configuration(2, 4, 3), 2)
+    assert [(each.num_microbatches, each.speed) for each in found] == [(3, 1.0)] * 2
+    assert [each.speed for each in survivors(_setting(4), _configuration(2, 4, 3), 3)] == [1.0]
+
+
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 5), st.data())
 def test_survivors_keep_all_microbatches(num_nodes: int, number: int, tp: int, data: st.DataObject) -> None:
     dp = data.draw(st.integers(1, max(1, 4 * num_nodes // tp)))
     lost = data.draw(st.integers(0, num_nodes - 1))
-    try:
-        found = survivors(_setting(num_nodes), _configuration(dp, tp, number), lost)
-    except ValueError:
-        assert lost
-        return
+    found = survivors(_setting(num_nodes), _configuration(dp, tp, number), lost)
     assert sum(each.num_microbatches for each in found) == dp * number
     assert all(0 < each.speed <= 1 for each in found)
 
