@@ -2,8 +2,12 @@
 
 Source: OrchMLLM, batch post-balancing (:mod:`resilient.planners.post_balance`), node-wise rearrangement
 (:mod:`resilient.planners.nodewise`) and its orchestrator: samples lie differently in each phase, and encoder outputs go
-straight to where the language model needs them (:func:`resilient.planners.permutations.handover`). Once per job it
-decides nothing: the configuration is the uniform planner's.
+straight to where the language model needs them (:func:`resilient.planners.permutations.handover`).
+
+The paper's phases follow each other on the same devices. Where an encoder has stages of its own, the slowest stage
+decides how long a step takes, and no balance over replicas helps the others. So of the configurations of those planners
+that only spread units evenly, the one is taken that is fastest with even microbatches; mostly one with all units on
+the same devices.
 
 The paper's step has one microbatch per instance. Here a replica has several, and those of one turn, the first of each
 replica, the second and so on, are balanced as the paper's step is: a sample has the same turn in all units, so that
@@ -14,18 +18,20 @@ encoder output crosses; replicas take the place of the paper's nodes.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from resilient.planners.balance import Floats, loads, longest_first
+from resilient.planners.baselines import EncoderFirst, FullySharded
 from resilient.planners.nodewise import rearrange
 from resilient.planners.planner import LLM, Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.post_balance import balance_padded, balance_quadratic
 from resilient.planners.samples import Ints, SampleTable
 from resilient.planners.slots import slots
-from resilient.planners.uniform import Uniform
+from resilient.planners.uniform import Uniform, fastest
 
 _ATTENTION = 0.1
 """Part of a unit's time from which on attention counts."""
@@ -48,7 +54,7 @@ class OrchMLLM:
     padded: Mapping[str, float] = field(default_factory=dict)
 
     def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
-        """Return the uniform configuration.
+        """Return the fastest of the configurations of DIP, fully sharded data parallelism and the uniform planner.
 
         Args:
             setting: The job.
@@ -57,7 +63,11 @@ class OrchMLLM:
         Raises:
             ValueError: It does not fit.
         """
-        return Uniform().configure(setting, samples)
+        found: list[Configuration] = []
+        for each in (EncoderFirst(), FullySharded(), Uniform()):
+            with contextlib.suppress(ValueError):  # the last of them says why none fits
+                found.append(each.configure(setting, samples))
+        return fastest(found, self.name, setting) if found else Uniform(name=self.name).configure(setting, samples)
 
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
@@ -72,56 +82,68 @@ class OrchMLLM:
         """
         replica, microbatch, speeds = slots(replicas)
         rates = np.array([each.speed for each in replicas])
-        turn = _turns(setting, configuration, batch, loads(speeds, microbatch, int(microbatch.max()) + 1))
-        units = {name: np.empty(len(batch), dtype=np.int64) for name in configuration.units}
-        done = {name: np.zeros(len(replicas)) for name in configuration.units}
-        for number in range(int(microbatch.max()) + 1):
-            chosen, here = np.flatnonzero(turn == number), np.flatnonzero(microbatch == number)
-            samples = batch[chosen]
-            instances: dict[str, Ints] = {}
-            for name in units:
-                # The first instances get the longest samples: they are those that had least before.
-                order = np.argsort(done[name][replica[here]], kind="stable")
-                instances[name] = order[self._balance(setting, configuration, samples, name, speeds[here[order]])]
-            instances[LLM] = _rearrange(setting, samples, instances, speeds[here])[instances[LLM]]
-            for name, instance in instances.items():
-                units[name][chosen] = replica[here[instance]]
-                done[name] += loads(samples.units[name].tokens, units[name][chosen], len(replicas)) / rates
-        return Assignment(units={name: Place(replica=each, microbatch=turn) for name, each in units.items()})
+        work = {
+            name: setting.sample_ms(name, batch.units[name], spread.tp, spread.cp)
+            for name, spread in configuration.units.items()
+        }
+        # Samples are dealt to turns, which are as fast as their instances together, by their work in all units.
+        rate = loads(speeds, microbatch, int(microbatch.max()) + 1)
+        turn = longest_first(sum(work.values()), rate)
+        units: dict[str, Place] = {}
+        for name in sorted(work, key=lambda each: each == LLM):
+            where, done = np.empty(len(batch), dtype=np.int64), np.zeros(len(replicas))
+            for number in range(len(rate)):
+                chosen, here = np.flatnonzero(turn == number), np.flatnonzero(microbatch == number)
+                # The first instances get the longest samples: they are those that were busy least before.
+                here = here[np.argsort(done[replica[here]], kind="stable")]
+                samples = batch[chosen]
+                instance = self._balance(setting, configuration, samples, name, speeds[here])
+                if name == LLM:
+                    before = {each: place.replica[chosen] for each, place in units.items()}
+                    instance = _rearrange(setting, samples, instance, before, replica[here], speeds[here])[instance]
+                where[chosen] = replica[here[instance]]
+                done += loads(work[name][chosen], where[chosen], len(replicas)) / rates
+            units[name] = Place(replica=where, microbatch=turn)
+        return Assignment(units={name: units[name] for name in configuration.units})
 
     def _balance(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, name: str, speeds: Floats
     ) -> Ints:
-        lengths = batch.units[name]
+        lengths, spread = batch.units[name], configuration.units[name]
+        # What takes longer than predicted counts as so much longer.
+        factor = setting.correction.factor(name, spread.tp, lengths.longest)
+        tokens, squares = lengths.tokens * factor, lengths.squares * factor
         if name in self.padded:
-            return balance_padded(lengths.tokens, speeds, squared=self.padded[name])
-        curve = setting.costs.by_name[name].work(configuration.units[name].tp)
-        attention = curve.attention * float(lengths.squares.sum())
-        if attention > _ATTENTION * (attention + curve.linear * float(lengths.tokens.sum())):
+            return balance_padded(tokens, speeds, squared=self.padded[name])
+        curve = setting.costs.by_name[name].work(spread.tp, spread.cp)
+        attention = curve.attention * float(squares.sum())
+        if attention > _ATTENTION * (attention + curve.linear * float(tokens.sum())):
             # Speeds are relative: so is what a slot holds per speed, and with it the tolerance.
-            tolerance = max(float(lengths.tokens.mean()), 1.0) / float(speeds.mean())
-            return balance_quadratic(lengths.tokens, speeds, tolerance)
-        return longest_first(lengths.tokens, speeds)
+            tolerance = max(float(tokens.mean()), 1.0) / float(speeds.mean())
+            return balance_quadratic(tokens, speeds, tolerance)
+        return longest_first(tokens, speeds)
 
 
-def _turns(setting: Setting, configuration: Configuration, batch: SampleTable, speeds: Floats) -> Ints:
-    """Return each sample's turn: longest first by the work in all units, to turns of the speed of their instances."""
-    work = np.zeros(len(batch))
-    for name, spread in configuration.units.items():
-        work += setting.sample_ms(name, batch.units[name], spread.tp)
-    return longest_first(work, speeds)
+def _rearrange(
+    setting: Setting, samples: SampleTable, instance: Ints, before: Mapping[str, Ints], replica: Ints, speeds: Floats
+) -> Ints:
+    """Return, for each instance, which one takes the language model's samples that were balanced for it.
 
-
-def _rearrange(setting: Setting, samples: SampleTable, instances: Mapping[str, Ints], speeds: Floats) -> Ints:
-    """Return, for each instance, which one takes the language model's samples that were balanced for it."""
-    count = len(speeds)
-    crossing = np.zeros(count * count)
-    for name, where in instances.items():
-        if name != LLM:
-            output = samples.units[name].tokens * setting.costs.by_name[name].output_bytes
-            crossing += np.bincount(instances[LLM] * count + where, weights=output, minlength=count * count)
-    held = loads(samples.units[LLM].tokens, instances[LLM], count)
-    alike = np.stack([speeds, np.floor(np.log(np.maximum(held, 1)) / np.log1p(_ALIKE))], axis=1)
-    kinds = np.unique(alike, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    Args:
+        setting: The job.
+        samples: Those of the turn.
+        instance: Of each sample.
+        before: The replica that has each sample's output of an encoder, by encoder.
+        replica: Of each instance.
+        speeds: Likewise.
+    """
+    num_nodes = 1 + max(int(each.max(initial=0)) for each in (replica, *before.values()))
+    crossing = np.zeros((len(replica), num_nodes))
+    for name, where in before.items():
+        output = samples.units[name].tokens * setting.costs.by_name[name].output_bytes
+        np.add.at(crossing, (instance, where), output)
+    held = loads(samples.units[LLM].tokens, instance, len(replica))
+    alike = np.floor(np.log(np.maximum(held, 1)) / np.log1p(_ALIKE))
+    kinds = np.unique(speeds, return_inverse=True)[1] * (alike.max() + 1) + alike
     # Not solved: that would take longer for all turns than the step.
-    return rearrange(crossing.reshape(count, count), np.arange(count, dtype=np.int64), kinds, solver_size=0).instance
+    return rearrange(crossing, replica, kinds.astype(np.int64), solver_size=0).instance

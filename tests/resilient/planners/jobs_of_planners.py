@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from resilient.planners.correction import UNCORRECTED, Observation
 from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
-from resilient.planners.planner import Assignment, Replica, Setting, replicas_of
+from resilient.planners.planner import Assignment, Configuration, Replica, Setting, replicas_of
 from resilient.planners.samples import Lengths, SampleTable
 from resilient.templates.cluster import Cluster
 from resilient.templates.nodespec import TooFewNodes
@@ -54,6 +57,21 @@ def table(count: int, seed: int = 0) -> SampleTable:
     vision = (draw.lognormal(5, 1, count) * (draw.random(count) < 0.8)).astype(np.int64)
     text = draw.lognormal(5, 1, count).astype(np.int64) + 1
     return SampleTable(units={"vision": Lengths.of(vision), "llm": Lengths.of(text + vision)})
+
+
+def learnt(at: Setting, truth: CostModel, configuration: Configuration) -> Setting:
+    """The job once it has seen how long samples of all lengths take in truth."""
+    seen: list[Observation] = []
+    tokens = np.unique(np.rint(2 ** np.arange(0, 16, 0.25)).astype(np.int64))
+    for name, spread in configuration.units.items():
+        predicted, actual = (
+            costs.by_name[name].work(spread.tp, spread.cp).of(Lengths.of(tokens)) for costs in (at.costs, truth)
+        )
+        seen += [
+            Observation(unit=name, tp=spread.tp, replica=0, tokens=length, predicted_ms=before, actual_ms=after)
+            for length, before, after in zip(tokens.tolist(), predicted.tolist(), actual.tolist(), strict=True)
+        ]
+    return replace(at, correction=UNCORRECTED.observe(seen, cost_ms=0.0))
 
 
 @st.composite
