@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from resilient.simulation.costs import Costs
 from resilient.simulation.engine import Membership, When
 from resilient.simulation.job import Response, Work
 from resilient.templates.batch import finish_ns, lines
 from resilient.templates.nodespec import TooFewNodes
-from resilient.templates.plan import Plan, Problem
+from resilient.templates.plan import Pipeline, Plan, Problem
 from resilient.templates.replan import candidates, first_plan
 from resilient.templates.template import nanoseconds
 
@@ -48,7 +49,7 @@ class Resilient:
         try:
             if before is None:
                 self._arrangement = self._planner.first(len(change.live))
-                self._nodes = change.live[: len(self._arrangement.plan.nodes)]
+                self._nodes = change.live[: self._arrangement.num_nodes]
                 pause_ns = self._costs.restart_ns if self._started else 0
                 self._started = True
                 return Response(work=self._work(self._arrangement), pause_ns=pause_ns)
@@ -76,7 +77,7 @@ class Resilient:
     def _work(self, arrangement: Arrangement) -> Work:
         return Work(
             step_ns=self._costs.step_ns(arrangement.step_ns),
-            num_nodes=len(arrangement.plan.nodes),
+            num_nodes=arrangement.num_nodes,
             checkpoint_steps=self._costs.insurance_steps,
             checkpoint_ns=self._costs.checkpoint_ns,
         )
@@ -87,6 +88,7 @@ class Arrangement:
     """A plan whose nodes are called 0, 1, 2, ... in the order of their places, and what its step takes."""
 
     plan: Plan
+    num_nodes: int
     step_ns: int
 
 
@@ -143,8 +145,8 @@ class Planner:
         """
         key = _key(before.plan), tuple(gone), num_spare
         if key not in self._next:
-            num_places = len(before.plan.nodes)
-            live = [*sorted(set(range(num_places)) - set(gone)), *range(num_places, num_places + num_spare)]
+            lost = set(gone)
+            live = [place for place in range(before.num_nodes + num_spare) if place not in lost]
             best = next(candidates(self._problem, before.plan, live))
             self._next[key] = Move(
                 arrangement=self._arrangement(best.plan, nanoseconds(best.step_ms)),
@@ -171,9 +173,14 @@ class Planner:
         """Return the plan with its nodes named by their places; equal plans are one object."""
         key = _key(plan)
         if key not in self._arrangements:
-            places = iter(range(len(plan.nodes)))
-            renamed = (replace(p, nodes=tuple(next(places) for _ in p.nodes)) for p in plan.pipelines)
-            self._arrangements[key] = Arrangement(plan=Plan(pipelines=tuple(renamed)), step_ns=max(1, step_ns))
+            ends = list(accumulate((len(p.nodes) for p in plan.pipelines), initial=0))
+            renamed = tuple(
+                Pipeline(template=p.template, nodes=tuple(range(first, end)), num_microbatches=p.num_microbatches)
+                for p, (first, end) in zip(plan.pipelines, pairwise(ends), strict=True)
+            )
+            self._arrangements[key] = Arrangement(
+                plan=Plan(pipelines=renamed), num_nodes=ends[-1], step_ns=max(1, step_ns)
+            )
         return self._arrangements[key]
 
 
