@@ -6,7 +6,7 @@ Owns the joining of pictures, clips and text to samples and the judgement of bad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -23,6 +23,9 @@ MIN_SIDE = 14
 
 MAX_RATIO = 200.0
 """Between the sides of a picture; Qwen2-VL's limit, kept for all."""
+
+MAX_PIXELS = 178_956_970
+"""Of a picture: Pillow refuses to open larger ones."""
 
 Policy = Literal["error", "drop", "resize"]
 
@@ -45,6 +48,7 @@ class Records:
         heights: Pixels.
         sound_of: Sample of each clip, ascending. [num_clips], as the next.
         seconds: Duration.
+        flaws: What could not be read of each sample, empty where all could; left out where no sample has one.
     """
 
     names: tuple[str, ...]
@@ -54,6 +58,7 @@ class Records:
     heights: Ints
     sound_of: Ints
     seconds: Floats
+    flaws: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -70,6 +75,7 @@ class Records:
             heights=self.heights[pictures],
             sound_of=sound_of,
             seconds=self.seconds[clips],
+            flaws=tuple(self.flaws[index] for index in chosen) if self.flaws else (),
         )
 
 
@@ -98,8 +104,9 @@ def sample_table(
 ) -> tuple[SampleTable, tuple[Bad, ...]]:
     """Return what a model's units process of each sample.
 
-    Bad are pictures smaller than :data:`MIN_SIDE` or more than :data:`MAX_RATIO` times as long as broad, clips without
-    duration, samples of more tokens than a unit's limit, and samples without text.
+    Bad are samples with flaws, pictures smaller than :data:`MIN_SIDE`, larger than :data:`MAX_PIXELS` or more than
+    :data:`MAX_RATIO` times as long as broad, clips without duration, samples of more tokens than a unit's limit, and
+    samples without text.
 
     Args:
         records: The samples. Pictures and sound that the model has no encoder for are left out.
@@ -137,6 +144,9 @@ class _Judge:
 
     def table(self) -> tuple[SampleTable, tuple[Bad, ...]]:
         records, count = self.records, len(self.records)
+        for sample, flaw in enumerate(records.flaws):
+            if flaw:
+                self._note(sample, flaw, dropped=True)
         units: dict[str, Lengths] = {}
         outputs = np.zeros(count, dtype=np.int64)
         for unit in self.rules:
@@ -153,15 +163,15 @@ class _Judge:
         units[LLM] = Lengths.of(text + outputs)
         found = tuple(self.found[sample] for sample in sorted(self.found))
         if found and self.bad == "error":
-            named = "; ".join(f"{each.name!r}: {each.reason}" for each in found[:_NAMED])
-            more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
             raise ValueError(
-                f"samples must fit the model, got {len(found)} of {count} that do not ({named}{more}); "
-                f"leave them out with bad='drop', or make them fit with bad='resize'"
+                f"samples must fit the model, got {len(found)} of {count} that do not ({_named(found)}); "
+                f"leave them out (bad=drop), or make them fit (bad=resize)"
             )
         kept = np.array([sample for sample in range(count) if not self._dropped(sample)], dtype=np.int64)
         if not kept.size:
-            raise ValueError(f"one sample or more must fit the model, got {count} and none does; see their data")
+            raise ValueError(
+                f"one sample or more must fit the model, got {count} and none does ({_named(found)}); see their data"
+            )
         return SampleTable(units=units, names=records.names)[kept], found
 
     def _note(self, sample: int, reason: str, *, dropped: bool) -> None:
@@ -178,14 +188,19 @@ class _Judge:
         records = self.records
         widths, heights, owner = records.widths, records.heights, records.picture_of
         small = np.minimum(widths, heights) < MIN_SIDE
-        long = ~small & (np.maximum(widths, heights) > MAX_RATIO * np.minimum(widths, heights))
-        for index in np.flatnonzero(small | long):
-            why = f"smaller than {MIN_SIDE}" if small[index] else f"longer than {MAX_RATIO:g} times its breadth"
+        large = widths * heights > MAX_PIXELS
+        long = np.maximum(widths, heights) > MAX_RATIO * np.minimum(widths, heights)
+        for index in np.flatnonzero(small | large | long):
+            why = f"longer than {MAX_RATIO:g} times its breadth"
+            if small[index] or large[index]:
+                why = f"smaller than {MIN_SIDE}" if small[index] else f"more than {MAX_PIXELS} in all"
             reason = f"a picture of {widths[index]} x {heights[index]} pixels, {why}"
             self._note(int(owner[index]), reason, dropped=False)
         widths, heights = np.maximum(widths, MIN_SIDE), np.maximum(heights, MIN_SIDE)
         longest = (np.minimum(widths, heights) * MAX_RATIO).astype(np.int64)
         widths, heights = np.minimum(widths, longest), np.minimum(heights, longest)
+        side = np.sqrt(np.minimum(MAX_PIXELS / (widths * heights), 1.0))
+        widths, heights = (widths * side).astype(np.int64), (heights * side).astype(np.int64)
         rule = cast(PictureRule, self.rules["vision"])
 
         def scaled(factor: Floats) -> Encoded:
@@ -237,6 +252,11 @@ class _Judge:
         for sample in np.flatnonzero(over).tolist():
             self._note(sample, f"{encoded.lengths.tokens[sample]} tokens of {unit}, more than {limit}", dropped=True)
         return encoded
+
+
+def _named(found: Sequence[Bad]) -> str:
+    named = "; ".join(f"{each.name!r}: {each.reason}" for each in found[:_NAMED])
+    return f"{named}; and {len(found) - _NAMED} more" if len(found) > _NAMED else named
 
 
 def _owned(owner: Ints, chosen: Ints, count: int) -> tuple[Ints, Ints]:

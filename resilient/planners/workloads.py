@@ -6,14 +6,14 @@ pairs heavy-tailed pictures with text: such workloads are composed of two, and s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from resilient.planners.encoders import parts
 from resilient.planners.formats import read_records
-from resilient.planners.records import Policy, Records, sample_table
+from resilient.planners.records import Bad, Policy, Records, sample_table
 from resilient.planners.samples import Ints, SampleTable
 from resilient.planners.tokens import Floats, PictureRule, SoundRule, tokens_of_words
 
@@ -68,61 +68,87 @@ def workload(
     limits: Mapping[str, int] | None = None,
     rules: Mapping[str, PictureRule | SoundRule] | None = None,
 ) -> SampleTable:
-    """Return that many samples of a workload, as a model sees them. Deterministic.
+    """Return that many samples of a workload, as :func:`judged_workload` does, without what is bad in it."""
+    return judged_workload(name, num_samples, seed, model, bad=bad, limits=limits, rules=rules)[0]
+
+
+def judged_workload(
+    name: str | Path,
+    num_samples: int,
+    seed: int,
+    model: str,
+    *,
+    bad: Policy = "error",
+    limits: Mapping[str, int] | None = None,
+    rules: Mapping[str, PictureRule | SoundRule] | None = None,
+    tokenizer: Callable[[str], Sequence[int]] | None = None,
+    pictures: str | Path | None = None,
+) -> tuple[SampleTable, tuple[Bad, ...]]:
+    """Return that many samples of a workload, as a model sees them, and what is bad in it. Deterministic.
 
     Args:
         name: A name in :data:`GENERATORS`, a file that :func:`~resilient.planners.formats.read_records` reads, or
             several joined by ``+``: names of the first, pictures of the first that has any, sound likewise, text of the
-            last that has any (``laion+librispeech``, ``sizes.csv+coco``).
+            last that has any (``laion+librispeech``, ``sizes.csv+coco``). A file is joined row by row.
         num_samples: How many. Samples of a file repeat only when there are too few of them.
         seed: Of the choice.
         model: As for :func:`~resilient.planners.derive.derive_costs`.
-        bad: What to do with bad samples of a file, as for :func:`~resilient.planners.records.sample_table`; others
-            are drawn in the place of those that are dropped.
+        bad: What to do with bad samples, as for :func:`~resilient.planners.records.sample_table`. All of a file are
+            judged, drawn or not, and others are drawn in the place of those that are dropped.
         limits: As there.
         rules: As there.
+        tokenizer: As for :func:`~resilient.planners.formats.read_records`.
+        pictures: As there.
 
     Raises:
-        ValueError: A name is not known, samples are bad and ``bad`` is ``error``, or there is nothing in the workload
-            that the model's encoders read.
+        ValueError: A name is not known, a file is not what it must be, samples are bad and ``bad`` is ``error``, or
+            there is nothing in the workload that the model's encoders read.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples must be >= 1, got {num_samples}; ask for one or more")
-    draws = [_draw(each) for each in ([str(name)] if Path(name).is_file() else str(name).split("+"))]
-    missing, count = num_samples, 0
+    names = [str(name)] if Path(name).is_file() else str(name).split("+")
+    sources = [_source(each, tokenizer, pictures) for each in names]
+    files = [len(source) for source in sources if isinstance(source, Records)]
+    count = max(files, default=num_samples)
     while True:
-        count += missing
-        rows = [draw(np.random.default_rng((seed, part)), count) for part, draw in enumerate(draws)]
-        records = _composed(rows)
+        records = _composed(
+            [_rows(source, count, np.random.default_rng((seed, i))) for i, source in enumerate(sources)]
+        )
         _check(records, str(name), model)
         table, found = sample_table(records, model, bad=bad, limits=limits, rules=rules)
         missing = num_samples - len(table)
-        if missing <= 0:
-            return table[:num_samples]
+        if files or missing <= 0:
+            break
         if len(found) > 20 * num_samples + 1000:
             raise ValueError(f"samples of {name} must fit {model!r}, got {len(found)} bad of {count}; see its data")
-        missing *= 2
+        count += 2 * missing
+    if not files:
+        return table[:num_samples], found
+    random = np.random.default_rng((seed, len(sources)))
+    order = [random.permutation(len(table)) for _ in range(-(-num_samples // len(table)))]
+    return table[np.concatenate(order)[:num_samples]], found
 
 
 Draw = Callable[[np.random.Generator, int], Records]
 
 
-def _draw(name: str) -> Draw:
+def _source(name: str, tokenizer: Callable[[str], Sequence[int]] | None, pictures: str | Path | None) -> Records | Draw:
     if name in GENERATORS:
         return GENERATORS[name]
     if not Path(name).is_file():
         raise ValueError(f"a workload must be a file or one of {', '.join(GENERATORS)}, got {name!r}; see its spelling")
-    everything = read_records(name)
+    return read_records(name, tokenizer=tokenizer, pictures=pictures)
 
-    def draw(random: np.random.Generator, count: int) -> Records:
-        times = -(-count // len(everything)) if len(everything) else 0
-        rows = [random.permutation(len(everything)) for _ in range(times)]
-        return everything[np.concatenate([*rows, np.empty(0, dtype=np.int64)])[:count].astype(np.int64)]
 
-    return draw
+def _rows(source: Records | Draw, count: int, random: np.random.Generator) -> Records:
+    if isinstance(source, Records):
+        return source[np.arange(count) % len(source)]
+    return source(random, count)
 
 
 def _check(records: Records, name: str, model: str) -> None:
+    if any(records.flaws) and all(records.flaws):
+        return  # there is better to say of it
     if not records.text.any():
         raise ValueError(f"samples of {name} must have text, got none; compose it with another: {name}+coco")
     units = {encoder.unit for encoder in parts(model)[0].values()}
@@ -145,7 +171,14 @@ def _composed(rows: list[Records]) -> Records:
         heights=pictures.heights,
         sound_of=sound.sound_of,
         seconds=sound.seconds,
+        flaws=_flaws(rows),
     )
+
+
+def _flaws(rows: Sequence[Records]) -> tuple[str, ...]:
+    """Return the first flaw of each sample; what is flawed in a part is not asked whether that part is used."""
+    flawed = [part.flaws for part in rows if any(part.flaws)]
+    return tuple(next(filter(None, flaws), "") for flaws in zip(*flawed, strict=True))
 
 
 def _records(

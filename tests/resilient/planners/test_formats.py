@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from resilient.planners.records import Records, sample_table
 
 
 def write(path: Path, content: Any) -> Path:
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+        return path
     if path.suffix == ".jsonl":
         content = "\n".join(map(json.dumps, content))
     path.write_text(content if isinstance(content, str) else json.dumps(content))
@@ -56,14 +60,23 @@ def test_sizes_are_read_from_the_pictures_where_the_file_has_none(tmp_path: Path
     rows = [{"id": name, "image": f"{name}.png", "text": "a word"} for name in ("a", "b", "c")]
     path = write(tmp_path / "train.jsonl", rows)
     records = read_records(path, pictures=tmp_path)
-    assert pictures(records) == [(0, 32, 20), (1, 0, 0), (2, 0, 0)]
+    assert pictures(records) == [(0, 32, 20)]
     _, bad = sample_table(records, "qwen2-vl-7b", bad="drop")
-    assert [(each.name, each.reason) for each in bad] == [
-        (name, "a picture of 0 x 0 pixels, smaller than 14") for name in ("b", "c")
+    opened = f"a picture that cannot be opened: cannot identify image file '{tmp_path / 'c.png'}'"
+    assert [(each.name, each.reason, each.dropped) for each in bad] == [
+        ("b", "no picture b.png", True),
+        ("c", opened, True),
     ]
-    message = "pictures of 'a' must have sizes, got a.png alone; say in which folder they are"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        read_records(path)
+    assert read_records(path).flaws[0] == "no size of a.png, nor the folder of pictures to find it in"
+
+
+def test_pictures_too_large_to_open_are_told_by_their_header(tmp_path: Path) -> None:
+    header = (60000).to_bytes(4, "big") * 2 + bytes((8, 2, 0, 0, 0))
+    chunks = ((name + content, len(content)) for name, content in ((b"IHDR", header), (b"IDAT", b"")))
+    png = [size.to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big") for chunk, size in chunks]
+    (tmp_path / "bomb.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(png))
+    records = read_records(write(tmp_path / "a.jsonl", [{"image": "bomb.png", "text": "x"}]), pictures=tmp_path)
+    assert records.flaws[0].startswith("a picture that cannot be opened: Image size (3600000000 pixels) exceeds")
 
 
 def test_manifests_of_recordings(tmp_path: Path) -> None:
@@ -92,24 +105,74 @@ def test_tables_of_lengths(tmp_path: Path) -> None:
     assert (lengths.names, lengths.text.tolist()) == (("lengths.csv:0", "lengths.csv:1"), [5, 1200])
 
 
+def test_files_are_read_however_they_were_written(tmp_path: Path) -> None:
+    (tmp_path / "a.CSV").write_bytes("\ufeffID, Tokens, Width,height\r\n图像-é, 5, 640, 480\r\n".encode())
+    records = read_records(tmp_path / "a.CSV")
+    assert (records.names, records.text.tolist(), pictures(records)) == (("图像-é",), [5], [(0, 640, 480)])
+    rows = [{"id": "🐈", "text": "two words"}, {"id": "b", "text": None, "image_sizes": []}]
+    (tmp_path / "b.jsonl").write_text("\ufeff" + "\n\n".join(json.dumps(row) for row in rows) + "\n\n")
+    records = read_records(tmp_path / "b.jsonl")
+    assert (records.names, records.text.tolist(), records.flaws) == (("🐈", "b"), [3, 0], ("", ""))
+
+
+TURNS = "conversations that are not a list of turns with a value each: "
+
+
+@pytest.mark.parametrize(
+    ("row", "flaw"),
+    [
+        ({"width": "wide", "height": 3}, "width 'wide', which is no number from 0 on"),
+        ({"width": True, "height": 3}, "width True, which is no number from 0 on"),
+        ({"duration": -3}, "duration -3, which is no number from 0 on"),
+        ({"duration": "nan"}, "duration 'nan', which is no number from 0 on"),
+        ({"tokens": [1] * 99}, f"tokens {repr([1] * 99)[:60]}..., which is no number from 0 on"),
+        ({"width": [3, 4], "height": [5]}, "2 widths and 1 heights of pictures"),
+        ({"size": [3, 4, 5]}, "sizes [3, 4, 5], which are not of width and height"),
+        ({"size": 12345}, "sizes 12345, which are not of width and height"),
+        ({"image_size": {"width": 3}}, "sizes {'width': 3}, which are not of width and height"),
+        ({"image": ["a.png", "b.png"]}, "no size of a.png, b.png, nor the folder of pictures to find it in"),
+        ({"audio_filepath": "a.wav"}, "no duration of a.wav"),
+        ({"conversations": "hi"}, f"{TURNS}'hi'"),
+        ({"conversations": [{"from": "human"}]}, TURNS + "[{'from': 'human'}]"),
+        ({"conversations": [{"value": "<image> or <image>"}], "size": [30, 40]}, "2 marks <image> for 1 items"),
+    ],
+)
+def test_what_is_wrong_with_a_sample_is_its_flaw(tmp_path: Path, row: dict[str, Any], flaw: str) -> None:
+    good = {"id": "y", "size": [300, 200], "duration": 3, "text": "one"}
+    records = read_records(write(tmp_path / "a.json", [{"id": "x", "text": "one two", **row}, good]))
+    assert records.flaws == (flaw, "")
+    assert (pictures(records), records.sound_of.tolist(), records.text.tolist()) == ([(1, 300, 200)], [1], [0, 2])
+
+
+def test_rows_of_other_widths_than_the_header_are_flaws(tmp_path: Path) -> None:
+    records = read_records(write(tmp_path / "a.csv", "id,text,width,height\nx,hi\ny,well, hi,30,40\nz,hi,30,40\n"))
+    assert records.flaws == ("2 columns, where the file has 4", "5 columns, where the file has 4", "")
+
+
+COLUMNS = (
+    "audio, audio_filepath, caption, caption_words_first, conversations, duration, duration_s, durations, height, "
+    "heights, image, image_size, image_sizes, length, num_words, seconds, sentence, size, text, text_tokens, tokens, "
+    "transcript, width, widths, words"
+)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "id,width,height\nx,wide,3\n", "width of 'x' in a.csv must be a number from 0 on, got 'wide'; "
-         "correct the file"),
-        ("a.csv", "id,duration\nx,-3\n", "duration of 'x' in a.csv must be a number from 0 on, got '-3'; "
-         "correct the file"),
-        ("a.csv", "id,duration\nx,nan\n", "duration of 'x' in a.csv must be a number from 0 on, got 'nan'; "
-         "correct the file"),
-        ("a.json", [{"id": "x", "width": [3, 4], "height": [5]}], "pictures of 'x' must have a width and a height "
-         "each, got 2 widths and 1 heights; correct the file"),
-        ("a.json", [{"id": "x", "size": [3, 4, 5]}], "sizes of 'x' must be of width and height, got [3, 4, 5]; "
-         "correct the file"),
         ("a.json", [3], "a.json must be a json file of samples, got Expected `object`, got `int` - at `$[0]`; "
          "correct it"),
+        ("a.json", '[{"id": 3', "a.json must be a json file of samples, got Input data was truncated; correct it"),
+        ("a.jsonl", [{"id": "x", "text": "y"}, 3], "a.jsonl must be a jsonl file of samples, got Expected `object`, "
+         "got `int` in line 2; correct it"),
+        ("a.csv", b"id,tokens\n\xe9,5\n", "a.csv must be a csv file of samples, got 'utf-8' codec can't decode byte "
+         "0xe9 in position 10: invalid continuation byte; correct it"),
+        ("a.csv", "id,tokens\n", "a.csv must have samples, got none; see whether it is the right file"),
+        ("a.json", "", "a.json must have samples, got none; see whether it is the right file"),
+        ("a.csv", "id;tokens\nx;5\n", f"a.csv must have columns of pictures, sound or text ({COLUMNS}), got id;tokens; "
+         "rename them"),
         ("a.parquet", "", "a file of samples must end in .csv, .json or .jsonl, got 'a.parquet'; rename or convert it"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, name: str, content: Any, message: str) -> None:
+def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, name: str, content: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         read_records(write(tmp_path / name, content))

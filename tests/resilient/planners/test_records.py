@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,6 +66,7 @@ BAD = records(
     (0, [(640, 480)], []),
     (10, [(5800, 6000)], []),
     (400, [(640, 480)], []),
+    (10, [(60000, 30000)], []),
 )
 LIMITS = {"vision": 4000, "llm": 500}
 REASONS = {
@@ -73,21 +75,22 @@ REASONS = {
     "s3": "no text",
     "s4": "5040 tokens of vision, more than 4000",
     "s5": "791 tokens of llm, more than 500",
+    "s6": "a picture of 60000 x 30000 pixels, more than 178956970 in all",
 }
 
 
 def test_bad_samples_are_an_error_that_names_them() -> None:
-    reasons = "; ".join(f"{name!r}: {reason}" for name, reason in REASONS.items())
+    reasons = "; ".join(f"{name!r}: {reason}" for name, reason in list(REASONS.items())[:5])
     message = (
-        f"samples must fit the model, got 5 of 6 that do not ({reasons}); leave them out with bad='drop', or make them "
-        f"fit with bad='resize'"
+        f"samples must fit the model, got 6 of 7 that do not ({reasons}; and 1 more); leave them out (bad=drop), "
+        f"or make them fit (bad=resize)"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         sample_table(BAD, QWEN, limits=LIMITS)
 
 
 def test_an_error_names_a_few() -> None:
-    with pytest.raises(ValueError, match=re.escape("'s4': no text; and 3 more); leave them out with bad='drop'")):
+    with pytest.raises(ValueError, match=re.escape("'s4': no text; and 3 more); leave them out (bad=drop)")):
         sample_table(records(*[(0, [], [])] * 8), QWEN)
 
 
@@ -99,8 +102,9 @@ def test_bad_samples_are_dropped() -> None:
 
 def test_bad_samples_are_made_to_fit() -> None:
     table, bad = sample_table(BAD, QWEN, bad="resize", limits=LIMITS | {"llm": 1100})
-    assert [(each.name, each.dropped) for each in bad] == [("s1", False), ("s2", False), ("s3", True), ("s4", False)]
-    assert table.names == ("s0", "s1", "s2", "s4", "s5")
+    made = [("s1", False), ("s2", False), ("s3", True), ("s4", False), ("s6", False)]
+    assert [(each.name, each.dropped) for each in bad] == made
+    assert table.names == ("s0", "s1", "s2", "s4", "s5", "s6")
     vision, llm = table.units["vision"].tokens, table.units["llm"].tokens
     # 14 x 14 pixels are enlarged; 20 x 9000 become 20 x 4000; 34.8 million are scaled until they are 4000 patches.
     assert vision[:3].tolist() == [
@@ -109,9 +113,19 @@ def test_bad_samples_are_made_to_fit() -> None:
     ]
     assert 3600 < vision[3] <= 4000
     assert llm[3] == 10 + vision[3] // 4
+    assert 3600 < vision[5] <= 4000
     text_cut, found = sample_table(BAD, QWEN, bad="resize", limits={"llm": 500})
     assert text_cut.units["llm"].tokens[text_cut.names.index("s5")] == 500
     assert Bad(name="s4", reason="1270 tokens of llm, more than 500", dropped=True) in found
+
+
+def test_flawed_samples_are_left_out_and_only_those() -> None:
+    flawed = replace(records((0, [], []), (5, [(300, 200)], []), (5, [(1, 1)], [])), flaws=("no picture a.png", "", ""))
+    some = flawed[np.array([1, 0, 0, 2])]
+    table, bad = sample_table(some, QWEN, bad="resize")
+    assert table.names == ("s1", "s2")
+    reasons = [("s0", "no picture a.png", True)] * 2 + [("s2", "a picture of 1 x 1 pixels, smaller than 14", False)]
+    assert [(each.name, each.reason, each.dropped) for each in bad] == reasons
 
 
 def test_clips_are_cut_to_the_limit() -> None:
@@ -138,7 +152,7 @@ def test_the_positions_of_the_language_model_are_a_limit() -> None:
 
 
 def test_nothing_left_is_an_error() -> None:
-    message = "one sample or more must fit the model, got 1 and none does; see their data"
+    message = "one sample or more must fit the model, got 1 and none does ('s0': no text); see their data"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         sample_table(records((0, [], [])), QWEN, bad="drop")
     message = "limits must be of units of 'qwen2-vl-7b', got audio; leave it out"

@@ -10,7 +10,7 @@ import pytest
 
 from resilient.planners.samples import Ints, Lengths, SampleTable
 from resilient.planners.tokens import TOKENS_PER_WORD
-from resilient.planners.workloads import GENERATORS, workload
+from resilient.planners.workloads import GENERATORS, judged_workload, workload
 
 QWEN = "qwen2-vl-7b"
 OMNI = "siglip-so400m+whisper-large-v3+qwen2.5-7b"
@@ -123,8 +123,23 @@ def test_a_files_samples_are_drawn_without_repeating(sizes: Path, tmp_path: Path
     assert set(more.names) == set(samples.names)
     kept = workload(f"{plain}+coco", 21, 0, QWEN, bad="resize")
     assert "gone" in kept.names
-    with pytest.raises(ValueError, match=re.escape("('gone': a picture of 1 x 1 pixels, smaller than 14)")):
-        workload(f"{plain}+coco", 21, 0, QWEN)
+    _, bad = judged_workload(f"{plain}+coco", 1, 0, QWEN, bad="drop")
+    assert [(each.name, each.dropped) for each in bad] == [("gone", True)]
+    with pytest.raises(ValueError, match=re.escape("got 1 of 21 that do not ('gone': a picture of 1 x 1 pixels")):
+        workload(f"{plain}+coco", 1, 0, QWEN)
+
+
+def test_samples_of_two_files_are_joined_row_by_row(sizes: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("\n".join(f'{{"id": {row}, "text": "{"word " * (row % 3)}"}}' for row in range(42)))
+    (tmp_path / "sizes.csv").write_text(sizes.read_text())
+    name = f"{tmp_path / 'sizes.csv'}+{texts}"
+    samples, bad = judged_workload(name, 26, 0, QWEN, bad="drop", tokenizer=lambda text: [0] * len(text.split()))
+    outputs = dict(zip(samples.names, (samples.units["vision"].tokens // 4).tolist(), strict=True))
+    assert sorted({each.name for each in bad}) == sorted([*(f"p{row}" for row in range(0, 20, 3)), "gone"])
+    assert set(outputs) == {f"p{row}" for row in range(20) if row % 3}
+    text = samples.units["llm"].tokens - samples.units["vision"].tokens // 4
+    assert text.tolist() == [int(each[1:]) % 3 for each in samples.names]
 
 
 def test_what_a_workload_lacks_is_said(sizes: Path) -> None:
