@@ -41,7 +41,7 @@ class Work:
     Args:
         forward_ms: Time of the forward.
         backward_ms: Time of the backward; 0 on stages that need none.
-        kept_bytes: Activations on each device, where there is a backward.
+        kept_bytes: Activations on each device, of layers that have a backward.
         filled: Part of the devices' time in that of the microbatch: groups that are done earlier wait.
     """
 
@@ -81,8 +81,8 @@ def stage_work(unit: UnitCosts, spread: Parallelism, calls: Calls, share: float,
                 work = np.where(tokens > 0, work, 0.0)
                 np.maximum.at(table[stage], cells, work)
                 np.add.at(used[stage], cells, work * degree / spread.cp)
-            if any(each[1] != Curve() for each in curves):
-                np.maximum.at(kept[stage], cells, tokens / split * sum(each[2] for each in curves))
+            of_token = sum(each[2] for each in curves if each[1] != Curve())
+            np.maximum.at(kept[stage], cells, tokens / split * of_token)
     total = forward + backward
     filled = np.divide(used, total, out=np.ones(shape), where=total > 0)
     return Work(forward_ms=forward, backward_ms=backward, kept_bytes=kept, filled=np.minimum(filled, 1.0))

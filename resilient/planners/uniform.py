@@ -49,7 +49,7 @@ class Stages:
         held_bytes: Parameters and gradients on each device.
         gradient_bytes: The gradients alone.
         optimizer_bytes: The optimizer of those, before it is sharded over replicas.
-        kept_bytes: Activations of a microbatch on each device.
+        kept_bytes: Activations of a microbatch on each device, of layers that have a backward.
     """
 
     forward_ms: Floats
@@ -84,13 +84,16 @@ class Stages:
         forward_ms, backward_ms = unit.layer_ms(tokens, squares, spread.tp, spread.cp)
         index = unit.index(spread.tp, spread.cp)
         held = [layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers]
+        kept = [
+            layer.curves[index].activation_bytes * (layer.trainable or layer.input_gradient) for layer in unit.layers
+        ]
         return cls(
             forward_ms=forward_ms,
             backward_ms=backward_ms,
             held_bytes=np.array(held) / spread.tp,
             gradient_bytes=np.array([layer.gradient_bytes for layer in unit.layers]) / spread.tp,
             optimizer_bytes=np.array([layer.optimizer_bytes for layer in unit.layers]) / spread.tp,
-            kept_bytes=np.array([layer.curves[index].activation_bytes for layer in unit.layers]) * tokens,
+            kept_bytes=np.array(kept) * tokens,
         ).joined(spread.stage_layers)
 
     def joined(self, counts: Sequence[int]) -> Stages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations, product
 
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 from resilient.planners.cornstarch import Cornstarch, all_trained
 from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
 from resilient.planners.evaluate import evaluate
-from resilient.planners.expected import stage_curves
+from resilient.planners.expected import parallelism, stage_curves
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
-from resilient.templates.cluster import Cluster
+from resilient.planners.stage_work import exposed_sum_ms, gradient_sum_ms
+from resilient.templates.cluster import Cluster, Link
 from resilient.templates.generators import Kind, generate
 from resilient.templates.simulate import Costs, simulate
 
@@ -173,6 +175,60 @@ def test_predicted_time_is_the_least_of_all(
     assert used <= num_devices
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    encoders=st.lists(st.lists(MS, min_size=1, max_size=3), max_size=2),
+    language=st.lists(MS, min_size=1, max_size=3),
+    num_nodes=st.integers(2, 9),
+    global_batch=st.integers(1, 9),
+    bytes_per_s=st.sampled_from([1e6, 3e5, 1e5]),
+)
+def test_sums_of_gradients_count_in_what_is_the_least(
+    encoders: list[list[float]], language: list[float], num_nodes: int, global_batch: int, bytes_per_s: float
+) -> None:
+    units = [unit(name, ms) for name, ms in zip(["vision", "audio"], encoders, strict=False)] + [unit("llm", language)]
+    cluster = Cluster(devices_per_node=2, inter_node=Link(bytes_per_s=bytes_per_s))
+    job = replace(setting(CostModel(units=tuple(units)), 1, global_batch), cluster=cluster, num_nodes=num_nodes)
+    if job.num_devices < len(units):
+        return
+    samples = table(*(each.name for each in units))
+    found = Cornstarch().configure(job, samples)
+    backward_ms = {
+        each.name: np.array([backward.call_ms(1000, 0) for _, backward in stage_curves(each, found.units[each.name])])
+        for each in units
+    }
+    # All of this model's sums; the prediction leaves out what backwards hide of them.
+    assert found.predicted_ms == pytest.approx(
+        without_sums_ms(job, found.units) + exposed_sum_ms(units, found.units, cluster, backward_ms), abs=1e-5
+    )
+    spreads = [
+        [
+            parallelism(each, samples.units[each.name], 1, pp, tp)
+            for tp in (1, 2)
+            for pp in range(1, len(each.layers) + 1)
+        ]
+        for each in units
+    ]
+    for chosen in product(*spreads):
+        dp = job.num_devices // sum(each.num_devices for each in chosen)
+        for replicas in range(1, min(dp, global_batch) + 1):
+            spread = {each.name: replace(way, dp=replicas) for each, way in zip(units, chosen, strict=True)}
+            sums = max(float(gradient_sum_ms(each, spread[each.name], cluster).max()) for each in units)
+            assert found.predicted_ms <= without_sums_ms(job, spread) + sums + 1e-5
+
+
+def without_sums_ms(job: Setting, spread: Mapping[str, Parallelism]) -> float:
+    times = [
+        [
+            forward.call_ms(1000, 0) + backward.call_ms(1000, 0)
+            for forward, backward in stage_curves(each, spread[each.name])
+        ]
+        for each in job.costs.units
+    ]
+    branch = max((sum(each) for each in times[:-1]), default=0.0) + sum(times[-1])
+    return branch + (-(-job.global_batch // spread["llm"].dp) - 1) * max(map(max, times))
+
+
 def test_branches_run_side_by_side() -> None:
     costs = all_trained(CostModel(units=(unit("vision", [1.0]), unit("audio", [2.0]), unit("llm", [1.0]))))
     configuration = Cornstarch().configure(setting(costs, 3, global_batch=5), table("vision", "audio", "llm"))
@@ -230,6 +286,17 @@ def test_encoders_keep_microbatches_until_the_language_model_is_done_with_them()
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Cornstarch().configure(setting(costs, 2, 8, 5999), samples)
+
+
+def test_frozen_encoders_keep_no_activations() -> None:
+    units = (unit("vision", [1.0] * 2), unit("audio", [1.0] * 2), unit("llm", [1.0] * 2))
+    costs = CostModel(units=units).frozen(["vision", "audio"])
+    samples = table("vision", "audio", "llm")
+    # Two frozen layers of 1000 bytes; two trained ones of 4000, and 1000 of each of a microbatch, on two devices
+    found = Cornstarch().configure(setting(costs, 4, 8, 6000), samples)
+    assert {name: spread.num_devices for name, spread in found.units.items()} == {"vision": 1, "audio": 1, "llm": 2}
+    with pytest.raises(ValueError, match=r"^num_nodes must be enough for 'cornstarch', got 1 of 4 devices; "):
+        UNAWARE.configure(setting(costs, 4, 8, 6000), samples)
 
 
 @settings(max_examples=30, deadline=None)
