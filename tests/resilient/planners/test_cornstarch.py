@@ -289,10 +289,10 @@ def test_encoders_keep_microbatches_until_the_language_model_is_done_with_them()
 
 
 def test_frozen_encoders_keep_no_activations() -> None:
-    units = (unit("vision", [1.0] * 2), unit("audio", [1.0] * 2), unit("llm", [1.0] * 2))
+    units = (unit("vision", [1.0] * 3), unit("audio", [1.0] * 3), unit("llm", [1.0] * 2))
     costs = CostModel(units=units).frozen(["vision", "audio"])
     samples = table("vision", "audio", "llm")
-    # Two frozen layers of 1000 bytes; two trained ones of 4000, and 1000 of each of a microbatch, on two devices
+    # Three frozen layers of 1000 bytes; two trained ones of 4000, and 1000 of each of a microbatch, on two devices
     found = Cornstarch().configure(setting(costs, 4, 8, 6000), samples)
     assert {name: spread.num_devices for name, spread in found.units.items()} == {"vision": 1, "audio": 1, "llm": 2}
     with pytest.raises(ValueError, match=r"^num_nodes must be enough for 'cornstarch', got 1 of 4 devices; "):
