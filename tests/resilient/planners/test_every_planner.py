@@ -1,0 +1,101 @@
+"""Whatever a planner decides is simulated, and its devices compute no more and no less than the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient.planners.cornstarch import Cornstarch
+from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.evaluate import evaluate
+from resilient.planners.layout import used_devices
+from resilient.planners.planner import LLM, Encoders, Planner, Setting
+from resilient.planners.registry import PLANNERS, planner
+from resilient.planners.samples import Lengths, SampleTable
+from resilient.planners.survivors import survivors
+from resilient.templates.cluster import Cluster, Link
+
+DEGREES = ((1, 1), (1, 2), (2, 1))
+EVERY: list[Planner] = [
+    *(planner(name) for name in PLANNERS),
+    *(Cornstarch(name=each.value, encoders=each) for each in Encoders if each is not Encoders.PARALLEL),
+]
+
+
+def _unit(name: str, rng: np.random.Generator) -> UnitCosts:
+    """More devices share the work of a layer without loss."""
+    layers: list[UnitLayer] = []
+    for index in range(int(rng.integers(1, 7))):
+        ms, squared = float(rng.uniform(0.5, 2)), float(rng.uniform(0, 0.01))
+        curves = [
+            LayerCurves(
+                forward=Curve(linear=ms / (tp * cp), attention=squared / (tp * cp)),
+                backward_input=Curve(linear=ms / (tp * cp)),
+                backward_weight=Curve(linear=ms / (tp * cp)),
+                activation_bytes=100 / (tp * cp),
+            )
+            for tp, cp in DEGREES
+        ]
+        layers.append(
+            UnitLayer(
+                name=str(index),
+                curves=tuple(curves),
+                parameter_bytes=1000,
+                gradient_bytes=1000,
+                optimizer_bytes=2000,
+            )
+        )
+    return UnitCosts(name=name, layers=tuple(layers), degrees=DEGREES, boundary_bytes=10.0, output_bytes=10.0)
+
+
+def _job(rng: np.random.Generator) -> tuple[Setting, SampleTable, SampleTable]:
+    names = [*("vision", "audio", "video")[: int(rng.integers(1, 4))], LLM]
+    frozen = [name for name in names if rng.random() < 0.4]
+    setting = Setting(
+        costs=CostModel(units=tuple(_unit(name, rng) for name in names)).frozen(frozen[: len(names) - 1]),
+        cluster=Cluster(
+            devices_per_node=int(rng.choice([1, 2, 4])),
+            inter_node=Link(latency_ms=0.01, bytes_per_s=1e8),
+            intra_node=Link(bytes_per_s=1e9),
+        ),
+        num_nodes=int(rng.integers(2, 9)),
+        global_batch=int(rng.integers(1, 33)),
+        microbatch=int(rng.integers(1, 4)),
+    )
+
+    def table(count: int) -> SampleTable:
+        lengths = {name: np.rint(rng.lognormal(3, 1, count)).astype(np.int64) for name in names}
+        pictures = {name: each * (rng.random(count) < 0.7) for name, each in lengths.items() if name != LLM}
+        return SampleTable(
+            units={name: Lengths.of(each) for name, each in ({LLM: lengths[LLM] + 1} | pictures).items()}
+        )
+
+    return setting, table(64), table(setting.global_batch)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=10, deadline=None)
+def test_every_configuration_is_simulated_before_and_after_nodes_are_lost(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    setting, known, batch = _job(rng)
+    work_ms = sum(float(setting.sample_ms(name, lengths).sum()) for name, lengths in batch.units.items())
+    found = 0
+    for each in EVERY:
+        try:
+            configuration = each.configure(setting, known)
+        except ValueError:
+            continue  # it fits in no way
+        found += 1
+        for lost in (0, int(rng.integers(1, setting.num_nodes))):
+            replicas = survivors(setting, configuration, lost)
+            result = evaluate(
+                setting, configuration, each.assign(setting, configuration, batch, replicas), batch, replicas
+            )
+            assert 0 <= result.bubble < 1
+            assert 0 <= result.sum_ms < result.iteration_ms
+            if not lost and not configuration.sharded and configuration.encoders is not Encoders.REPLICATED:
+                computing_ms = (1 - result.bubble) * result.iteration_ms * used_devices(configuration)
+                assert computing_ms == pytest.approx(work_ms, rel=1e-5), each.name
+    assert found
