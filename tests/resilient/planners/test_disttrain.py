@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from jobs_of_planners import COSTS, after_failures, check_places, setting, table, unit
 
 from resilient.planners.balance import cut_chain, loads, longest_first
-from resilient.planners.costs import CostModel
+from resilient.planners.correction import UNCORRECTED, Observation
+from resilient.planners.costs import CostModel, Floats
 from resilient.planners.disttrain import DistTrain
 from resilient.planners.microbatch_order import pipeline_ms
 from resilient.planners.planner import LLM, Configuration, Parallelism, Replica, Setting
-from resilient.planners.samples import SampleTable
+from resilient.planners.samples import Lengths, SampleTable
 from resilient.planners.stage_work import gradient_sum_ms
 from resilient.templates.cluster import Cluster, Link
 
@@ -167,3 +168,44 @@ def test_microbatches_run_in_a_better_order_than_they_come_in() -> None:
     backward = np.stack([vision.backward().of(batch.units["vision"])] + [llm.backward().of(batch.units[LLM]) / 2] * 2)
     ordered = pipeline_ms(np.argsort(place.microbatch), forward, backward)
     assert ordered < pipeline_ms(range(16), forward, backward)
+
+
+@pytest.mark.parametrize("slow", ["vision", LLM])
+def test_samples_are_spread_by_corrected_times(slow: str) -> None:
+    """In truth long samples take a unit twice as long; a second table is the truth."""
+
+    def true(batch: SampleTable) -> SampleTable:
+        each = batch.units[slow]
+        factor = np.where(each.longest >= 256, 2, 1)
+        doubled = Lengths(tokens=each.tokens * factor, squares=each.squares * factor, longest=each.longest)
+        return SampleTable(units={**batch.units, slow: doubled})
+
+    def true_ms(name: str, batch: SampleTable) -> Floats:
+        return job.costs.by_name[name].work(found.units[name].tp).of(batch.units[name])
+
+    planner, job = DistTrain(), setting()
+    found = planner.configure(job, table(50))
+    replicas = [Replica(num_microbatches=3, speed=speed) for speed in (1.0, 1.0, 0.75, 1.0, 0.5)]
+    learnt = UNCORRECTED
+    for seed in range(5):
+        batch = table(64, seed)
+        replica = planner.assign(job, found, batch, replicas).units[slow].replica
+        ms = zip(true_ms(slow, batch).tolist(), true_ms(slow, true(batch)).tolist(), strict=True)
+        calls = zip(replica.tolist(), batch.units[slow].longest.tolist(), ms, strict=True)
+        tp = found.units[slow].tp
+        learnt = learnt.observe(
+            [
+                Observation(unit=slow, tp=tp, replica=of, tokens=tokens, predicted_ms=one, actual_ms=other)
+                for of, tokens, (one, other) in calls
+                if tokens
+            ],
+            cost_ms=0.0,
+        )
+    for seed in range(5, 10):
+        batch, last_ms = table(96, seed), list[float]()
+        for correction in (learnt, UNCORRECTED):
+            places = planner.assign(replace(job, correction=correction), found, batch, replicas).units[LLM]
+            work = sum(true_ms(name, true(batch)) * found.units[LLM].dp / each.dp for name, each in found.units.items())
+            done = np.bincount(places.replica, work, len(replicas)) / [each.speed for each in replicas]
+            last_ms.append(float(done.max()))
+        assert last_ms[0] < last_ms[1]
