@@ -27,7 +27,7 @@ class Row:
         num_devices: That it uses.
         iteration_ms: Of a step.
         sum_ms: Part of it after the last backward.
-        bubble: Part of its devices' time.
+        bubble: Part of all devices' time in which they compute nothing; those that it does not use never do.
         std_ms: By unit, of microbatch times within a step.
         peak_bytes: The most of any device in any step.
         fits: Whether there is so much memory.
@@ -103,6 +103,8 @@ class Comparison:
     def reason(self) -> str:
         """Say why the best is the best: beside the baseline, and beside the next."""
         best = self.best
+        if not self.rows:
+            return "no planner found a plan; use more nodes or a smaller microbatch"
         if best is None:
             return "no planner's steps fit into memory; use more nodes or a smaller microbatch"
         others = sorted((row for row in self.rows if row.fits and row is not best), key=lambda row: row.iteration_ms)
@@ -185,16 +187,19 @@ def _row(
         assignment = planner.assign(setting, configuration, batch, replicas)
         times.append(1e3 * (clock() - started))
         results.append(evaluate(setting, configuration, assignment, batch, replicas))
+    used = used_devices(configuration)
+    total_ms = sum(result.iteration_ms for result in results)
+    computing_ms = sum((1 - result.bubble) * result.iteration_ms for result in results) * used / setting.num_devices
     peak = max(result.peak_bytes for result in results)
     limit = setting.cluster.memory_bytes
     return Row(
         name=planner.name,
         source=planner.source,
         configuration=configuration,
-        num_devices=used_devices(configuration),
+        num_devices=used,
         iteration_ms=float(np.mean([result.iteration_ms for result in results])),
         sum_ms=float(np.mean([result.sum_ms for result in results])),
-        bubble=float(np.mean([result.bubble for result in results])),
+        bubble=1 - computing_ms / total_ms if total_ms else 0.0,
         std_ms={name: float(np.mean([result.std_ms[name] for result in results])) for name in configuration.units},
         peak_bytes=peak,
         fits=limit is None or peak <= limit,
