@@ -249,9 +249,8 @@ class NaiveStep:
         return whole / self.replicas[task.pipeline].speed * self._part(task)
 
     def _kept_bytes(self, task: Task) -> float:
-        if not self._runs_backward(task.unit, task.stage):
-            return 0.0
         layers = [self._costs(task.unit).layers[layer] for layer in self._layers(task.unit, task.stage)]
+        layers = [layer for layer in layers if layer.trainable or layer.input_gradient]
         tokens = self.batch.units[task.unit].tokens[self._samples(*self._cell(task))].sum()
         per_token = sum(layer.curves[0].activation_bytes for layer in layers)
         return float(tokens) / self._share(task.unit) * per_token * self._part(task)
