@@ -8,7 +8,7 @@ and the same stages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -159,11 +159,12 @@ def _colocated(setting: Setting, samples: SampleTable, pp: int, tp: int, cp: int
     backward_ms: dict[str, Floats] = {}
     for unit in setting.costs.units:
         lengths = samples.units[unit.name]
-        tokens, squares = mean * float(lengths.tokens.mean()), mean * float(lengths.squares.mean())
-        layers = cut_chain(sum(unit.layer_ms(tokens, squares, tp, cp)), pp)
-        spread[unit.name] = Parallelism(dp=dp, pp=pp, tp=tp, cp=cp, stage_layers=layers)
-        stages = Stages.of(unit, spread[unit.name], lengths, mean)
+        alone = Parallelism(dp=dp, pp=len(unit.layers), tp=tp, cp=cp, stage_layers=(1,) * len(unit.layers))
+        by_layer = Stages.of(unit, alone, lengths, mean)
+        spread[unit.name] = replace(alone, pp=pp, stage_layers=cut_chain(by_layer.work_ms, pp))
+        stages = by_layer.joined(spread[unit.name].stage_layers)
         # A sample longer than the mean microbatch is one by itself.
+        tokens = mean * float(lengths.tokens.mean())
         longest = max(1.0, float(lengths.tokens.max()) / tokens) if tokens else 1.0
         if unit.name == LLM:
             in_flight = np.minimum(np.arange(pp, 0, -1), number)
