@@ -1,17 +1,23 @@
 """The cost model of a multimodal model: time and memory of its layers as functions of sequence lengths.
 
 A layer's time for one microbatch is ``attention * sum(x^2) + linear * sum(x) + fixed`` over the sequences x packed in
-it: attention stays within a sequence, everything else sees tokens. Sources: Entrain section 4.4.1, DFLOP section 3.2,
-DHP section 4.2; the backward of frozen parts: Cornstarch section 3.3.1, with a layer's own trainability left out of
-what its input needs.
+it: attention stays within a sequence, everything else sees tokens. A curve is no table: it holds for lengths beyond
+those it was fitted to, too, where attention takes over, which no time or time per token kept from the border would
+show. Tables (:class:`~resilient.planners.memory.ActivationGrid`) are clamped there: a token has what it has at the
+border. Degrees of parallelism are neither: those that were not profiled are refused.
+
+Sources: Entrain section 4.4.1, DFLOP section 3.2, DHP section 4.2; the backward of frozen parts: Cornstarch section
+3.3.1, with a layer's own trainability left out of what its input needs.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -21,6 +27,12 @@ import numpy.typing as npt
 from resilient.planners.samples import Lengths
 
 Floats = npt.NDArray[np.float64]
+
+ENCODER, PROJECTOR = "encoder", "projector"
+"""What is frozen under these names: all encoders, without their projectors; and these."""
+
+VERSION = 1
+"""Of saved cost models: another when what is in them changes its meaning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +50,8 @@ class Curve:
     fixed: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.attention, self.linear, self.fixed) < 0:
-            raise ValueError(f"coefficients must be >= 0, got {self}; fit the curve again")
+        if not all(0 <= each < float("inf") for each in (self.attention, self.linear, self.fixed)):
+            raise ValueError(f"coefficients must be >= 0 and finite, got {self}; fit the curve again")
 
     def __add__(self, other: Curve) -> Curve:
         return Curve(
@@ -60,22 +72,28 @@ class Curve:
         return self.attention * squares + self.linear * tokens + self.fixed if tokens else 0.0
 
     @classmethod
-    def fit(cls, tokens: npt.ArrayLike, times_ms: npt.ArrayLike) -> Curve:
+    def fit(cls, tokens: npt.ArrayLike, times_ms: npt.ArrayLike, *, attention: bool = True) -> Curve:
         """Return the non-negative coefficients with the least relative error on measured calls on one sequence each.
 
         Args:
             tokens: Lengths, ``[num_points]``.
             times_ms: Measured times.
+            attention: Whether anything grows with the square. Gradients of parameters do not: what noise makes of it
+                is small between the lengths and large beyond them.
 
         Raises:
-            ValueError: Fewer than three points, or a time that is not positive.
+            ValueError: Fewer than three lengths, or a length or time that is not positive and finite.
         """
         from scipy.optimize import nnls  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
         x, y = np.asarray(tokens, dtype=np.float64), np.asarray(times_ms, dtype=np.float64)
-        if x.shape != y.shape or x.size < 3 or y.min() <= 0:
-            raise ValueError(f"a curve needs three points or more with times > 0, got {x.tolist()} and {y.tolist()}")
-        powers = np.stack([x * x, x, np.ones_like(x)], axis=1)
+        right = x.shape == y.shape and all(((each > 0) & (each < np.inf)).all() for each in (x, y))
+        if not right or np.unique(x).size < 3:
+            raise ValueError(
+                f"a curve must be fitted to three lengths or more with times > 0, got {x.tolist()} and {y.tolist()}; "
+                f"measure them again"
+            )
+        powers = np.stack([x * x * attention, x, np.ones_like(x)], axis=1)
         found = cast("tuple[Floats, float]", nnls(powers / y[:, None], np.ones_like(y)))[0]
         return cls(attention=float(found[0]), linear=float(found[1]), fixed=float(found[2]))
 
@@ -135,7 +153,7 @@ class UnitCosts:
         degrees: Profiled (tp, cp) pairs, ascending; planners use no others.
         boundary_bytes: Per token, of what travels between two of its stages.
         output_bytes: Per token of its input, of what it hands to the next unit.
-        max_tokens: The longest profiled call; longer ones are predicted by the same curve.
+        max_tokens: The longest profiled call; longer ones are predicted by the same curves.
     """
 
     name: str
@@ -232,25 +250,34 @@ class CostModel:
         one of the language model also when anything in any encoder is, one of a generator when anything before it is.
 
         Args:
-            names: Units (``vision``: all its layers but its projector) or single layers (``vision.projector``).
+            names: Units (``vision``: all its layers but its projector), ``encoder`` for all units before the language
+                model, ``projector`` for the projectors of all, or single layers (``vision.projector``).
 
         Raises:
-            ValueError: A name is neither.
+            ValueError: A name is none of these.
         """
-        known = {unit.name for unit in self.units}
-        known |= {f"{unit.name}.{layer.name}" for unit in self.units for layer in unit.layers}
-        if set(names) - known:
+        language = next((i for i, unit in enumerate(self.units) if unit.name == "llm"), len(self.units) - 1)
+        layers_named = {f"{unit.name}.{layer.name}" for unit in self.units for layer in unit.layers}
+        several = {
+            ENCODER: {unit.name for unit in self.units[:language]},
+            PROJECTOR: {name for name in layers_named if name.endswith(f".{PROJECTOR}")},
+        }
+        units_named = [unit.name for unit in self.units] + [name for name in several if several[name]]
+        unknown = set(names) - layers_named - set(units_named)
+        if unknown:
+            one = f"{self.units[0].name}.{self.units[0].layers[0].name}"
             raise ValueError(
-                f"frozen must name units or layers, got {sorted(set(names) - known)}; known: {sorted(known)}"
+                f"frozen must name units ({', '.join(units_named)}) or layers (such as {one}), got "
+                f"{', '.join(map(repr, sorted(unknown)))}; see their spelling"
             )
+        names = set(names).union(*(several.get(name, ()) for name in names))
         units: list[UnitCosts] = []
         encoder_trains = False
-        language = next((i for i, unit in enumerate(self.units) if unit.name == "llm"), len(self.units) - 1)
         for position, unit in enumerate(self.units):
             trained_before = encoder_trains if position >= language else False
             layers: list[UnitLayer] = []
             for layer in unit.layers:
-                of_unit = unit.name in names and layer.name != "projector"
+                of_unit = unit.name in names and layer.name != PROJECTOR
                 trainable = layer.trainable and not (of_unit or f"{unit.name}.{layer.name}" in names)
                 if not trainable:
                     layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0)
@@ -262,14 +289,53 @@ class CostModel:
 
     @property
     def digest(self) -> str:
-        """Content hash."""
-        return hashlib.sha256(self.to_json()).hexdigest()
+        """Content hash: of the numbers, wherever they come from."""
+        return hashlib.sha256(msgspec.json.encode(self.units)).hexdigest()
 
     def to_json(self) -> bytes:
         """Encode as JSON."""
-        return msgspec.json.encode(self)
+        return msgspec.json.encode({"version": VERSION, "costs": self})
 
     @classmethod
     def from_json(cls, data: bytes) -> CostModel:
-        """Decode what :meth:`to_json` wrote; ``msgspec.ValidationError`` names the field that does not fit."""
-        return msgspec.json.decode(data, type=cls)
+        """Decode what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: It is something else, of another version, or damaged; the message names what does not fit.
+        """
+        try:
+            version = msgspec.json.decode(data, type=_Version).version
+            if version == VERSION:
+                return msgspec.json.decode(data, type=_Kept).costs
+        except ValueError as error:
+            raise ValueError(
+                f"a cost model must be what was written as one, got other data ({error}); derive or profile it again"
+            ) from error
+        raise ValueError(f"a cost model must be of version {VERSION}, got {version}; derive or profile it again")
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file, whole or not at all."""
+        path = Path(path)
+        written = path.with_name(f".{path.name}.{os.getpid()}")
+        written.write_bytes(self.to_json())
+        written.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostModel:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ValueError: As :meth:`from_json`, with the file's name.
+        """
+        try:
+            return cls.from_json(Path(path).read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+class _Kept(msgspec.Struct):
+    costs: CostModel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -18,11 +19,12 @@ from transformers import (
 )
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-from resilient.planners.costs import CostModel, UnitCosts
+from resilient.planners.costs import CostModel, UnitCosts, UnitLayer
 from resilient.planners.derive import derive_costs
 from resilient.planners.encoders import ENCODERS, parts
 from resilient.templates.derive import derive_profile
 from resilient.templates.known_models import MODELS
+from resilient.templates.profile import LayerProfile
 
 MODEL, DEVICE = "qwen2-vl-7b", "h100"
 
@@ -170,6 +172,18 @@ def test_a_frozen_tower_leaves_its_projector_to_train() -> None:
     assert not any(layer.backward(0).linear for layer in none.units[0].layers)
     assert not none.units[1].layers[0].input_gradient
     assert costs.source == "derived: qwen2-vl-7b, h100, frozen llm, vision"
+
+
+@pytest.mark.parametrize("frozen", [("vision",), ("llm",), ("vision", "llm"), ("projector",), ("vision", "projector")])
+def test_frozen_layers_are_those_of_the_profile_that_templates_are_planned_with(frozen: tuple[str, ...]) -> None:
+    def flags(layers: Iterable[UnitLayer | LayerProfile]) -> list[tuple[str, bool, bool, int]]:
+        return [
+            (each.name.split(".", 1)[-1] if isinstance(each, LayerProfile) else each.name, each.trainable,
+             each.input_gradient, each.optimizer_bytes + each.gradient_bytes) for each in layers
+        ]  # fmt: skip
+
+    costs, profile = derive_costs(MODEL, DEVICE, frozen=frozen), derive_profile(MODEL, DEVICE, frozen=frozen)
+    assert flags(layer for unit in costs.units for layer in unit.layers) == flags(profile.layers)
 
 
 def test_cost_models_are_kept_as_json() -> None:
