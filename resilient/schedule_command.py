@@ -13,17 +13,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from resilient.job_options import (
+    DeviceOption,
+    ModelOption,
+    ProfileOption,
+    described_cluster,
+    described_layers,
+    refusals,
+)
+
 if TYPE_CHECKING:
     from resilient.schedule_report import ScheduleReport, Work
-    from resilient.templates.cluster import Cluster
     from resilient.templates.generators import Kind
-    from resilient.templates.profile import ModelProfile
 
 ALL = "all"
 _DEFAULT_CHUNKS = 2
 
 
 def schedule(
+    ctx: typer.Context,
     stages: Annotated[int, typer.Option(min=1, help="Workers of the pipeline, each with a stage.")],
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches that go through it in a step.")],
     kind: Annotated[
@@ -43,13 +51,9 @@ def schedule(
     ] = None,
     backward_weight_ms: Annotated[float | None, typer.Option(help="Backward for its parameters; 1 by default.")] = None,
     send_ms: Annotated[float | None, typer.Option(help="Of a message between two workers; 0 by default.")] = None,
-    model: Annotated[str | None, typer.Option(help="Costs of a published model instead; see `resilient plan`.")] = None,
-    profile: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Or measured ones, from `resilient profile`.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="The accelerator; with --profile for its memory and links alone.")
-    ] = None,
+    model: ModelOption = None,
+    profile: ProfileOption = None,
+    device: DeviceOption = None,
     png_file: Annotated[Path | None, typer.Option("--png", help="Draw the timelines here.")] = None,
     trace_file: Annotated[
         Path | None, typer.Option("--trace", help="Write them here, for https://ui.perfetto.dev.")
@@ -62,7 +66,7 @@ def schedule(
     from resilient.schedule_report import schedule_report
 
     console = Console(highlight=False)
-    try:
+    with refusals(ctx):
         kinds = _kinds(kind or ["1f1b"])
         _check_belongs("--chunks", chunks, "interleaved-1f1b", kinds)
         _check_belongs("--max-in-flight", max_in_flight, "eager-1f1b", kinds)
@@ -81,9 +85,6 @@ def schedule(
             for each in kinds
         ]
         _write(reports, png_file, trace_file)
-    except (ValueError, OSError) as error:
-        Console(stderr=True, highlight=False).print(f"error: {error}", markup=False, style="red", soft_wrap=True)
-        raise typer.Exit(2) from None
     if text:
         for report in reports:
             console.print(str(report.timeline.schedule), markup=False, soft_wrap=True)
@@ -142,25 +143,8 @@ def _work(
             "--model and --profile must come without --forward-ms, --backward-input-ms, --backward-weight-ms and "
             "--send-ms: they say all these; leave them out"
         )
-    costs, cluster = _profile(model, profile, device)
+    costs, cluster = described_layers(model, profile, device), described_cluster(device)
     return cluster.memory_bytes, lambda num_stages: profiled_work(costs, cluster, num_stages, num_microbatches)
-
-
-def _profile(model: str | None, profile: Path | None, device: str | None) -> tuple[ModelProfile, Cluster]:
-    from resilient.plan_command import read_profile
-    from resilient.templates.cluster import Cluster
-    from resilient.templates.derive import derive_profile
-    from resilient.templates.devices import DEVICES, cluster_of
-
-    cluster = Cluster() if device is None else cluster_of(device, 1)
-    if profile is not None:
-        if model is not None:
-            raise ValueError(f"--profile must come without --model, got {model} as well; leave one of them out")
-        return read_profile(profile, ()), cluster
-    assert model is not None
-    if device is None:
-        raise ValueError(f"--device must be given with --model, got none; it can be {', '.join(DEVICES)}")
-    return derive_profile(model, device), cluster
 
 
 def _write(reports: Sequence[ScheduleReport], png_file: Path | None, trace_file: Path | None) -> None:

@@ -9,12 +9,29 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+from resilient.job_options import (
+    BatchOption,
+    DeviceOption,
+    FailuresOption,
+    FrozenOption,
+    GpusOption,
+    MicrobatchOption,
+    ModelOption,
+    NetworkOption,
+    PipelineNodesOption,
+    ProfileOption,
+    SeqLenOption,
+    described_job,
+    in_options,
+    refusals,
+)
 
 if TYPE_CHECKING:
     from resilient.simulation.costs import Costs
@@ -29,8 +46,7 @@ _DEFAULT_NODES = 30
 
 
 def simulate(
-    model: Annotated[str, typer.Option(help="A published model.")],
-    device: Annotated[str, typer.Option(help="The accelerator.")],
+    ctx: typer.Context,
     trace: Annotated[
         list[str],
         typer.Option(
@@ -38,6 +54,9 @@ def simulate(
             'nodes; "every-6h", "every-10min" for a loss each time, down to half of the nodes. Repeatable.'
         ),
     ],
+    model: ModelOption = None,
+    profile: ProfileOption = None,
+    device: DeviceOption = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Scale to so many nodes at most; a file's own number by default, else 30.")
     ] = None,
@@ -45,13 +64,14 @@ def simulate(
         list[str] | None,
         typer.Option(help="resilient, bamboo, varuna or restart; repeatable; all, or resilient alone in a sweep."),
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="Devices of each node.")] = 1,
-    max_failures: Annotated[int, typer.Option(min=0, help="Node failures to survive at the same time.")] = 1,
-    global_batch: Annotated[int | None, typer.Option(help="Samples of a step; the model's usual by default.")] = None,
-    microbatch: Annotated[
-        int | None, typer.Option(help="Samples of a microbatch; the model's usual by default.")
-    ] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sample; the model's usual by default.")] = None,
+    gpus_per_node: GpusOption = 1,
+    network_gbit_s: NetworkOption = None,
+    max_failures: FailuresOption = 1,
+    min_pipeline_nodes: PipelineNodesOption = 1,
+    global_batch: BatchOption = None,
+    microbatch: MicrobatchOption = None,
+    seq_len: SeqLenOption = None,
+    frozen: FrozenOption = None,
     hours: Annotated[
         float | None, typer.Option(help="Length; a file is cut or prolonged to it, spot nodes are made up for 12.")
     ] = None,
@@ -79,17 +99,29 @@ def simulate(
 ) -> None:
     """Replay availability traces: throughput, where the nodes' time goes, and dollars, by policy."""
     from resilient.simulation.costs import Costs
-    from resilient.simulation.outcome import PRICES
     from resilient.simulation.scenario import POLICIES, Scenario
     from resilient.simulation.sweep import parse_sweeps
     from resilient.templates.names import look_up
 
     console = Console(highlight=False)
     started = time.monotonic()
-    try:
+    with refusals(ctx):
         if not storage_gb_s > 0:
             raise ValueError(f"storage_gb_s must be > 0, got {storage_gb_s}; give what was measured")
-        problem, batch = _job(model, device, gpus_per_node, max_failures, global_batch, microbatch, seq_len)
+        problem, samples = described_job(
+            model=model,
+            profile=profile,
+            device=device,
+            gpus_per_node=gpus_per_node,
+            network_gbit_s=network_gbit_s,
+            max_failures=max_failures,
+            min_pipeline_nodes=min_pipeline_nodes,
+            global_batch=global_batch,
+            microbatch=microbatch,
+            seq_len=seq_len,
+            frozen=frozen,
+        )
+        batch = problem.num_microbatches * samples
         storage_s = sum(layer.state_bytes for layer in problem.profile.layers) / storage_gb_s / 1e9
         costs = Costs(
             regroup_ms=regroup_ms,
@@ -100,7 +132,7 @@ def simulate(
             insurance_steps=insurance_steps or None,
             step_factor=step_factor,
         )
-        dollars = gpus_per_node * look_up("device", device, PRICES) if price is None else price
+        dollars = _node_hour_dollars(device, gpus_per_node) if price is None else price
         sweeps = parse_sweeps(sweep or ())
         policies = tuple(dict.fromkeys(policy or (("resilient",) if sweeps else POLICIES)))
         for name in policies:
@@ -125,17 +157,14 @@ def simulate(
                 return load_trace(text, count or nodes, hours, seed)
 
             if sweeps:
-                written.append(_sweep(made, sweeps, scenario, policies, console))
+                written.append(_sweep(made, sweeps, scenario, policies, console, ctx))
             else:
                 png = png_file if png_file is None or len(trace) == 1 else _named(png_file, made(None))
-                written.append(_compare(made(None), scenario, policies, console, png))
+                written.append(_compare(made(None), scenario, policies, console, png, ctx))
         if json_file is not None:
             json_file.parent.mkdir(parents=True, exist_ok=True)
             summary = _summary(problem, batch, costs, dollars, announced)
             json_file.write_text(json.dumps({"job": summary, "traces": written}, indent=2) + "\n")
-    except (ValueError, OSError) as error:
-        Console(stderr=True, highlight=False).print(f"error: {error}", markup=False, style="red", soft_wrap=True)
-        raise typer.Exit(2) from None
     console.print(f"\nreplayed in {time.monotonic() - started:.1f} s", style="dim")
 
 
@@ -169,31 +198,13 @@ def load_trace(text: str, nodes: int | None, hours: float | None, seed: int) -> 
     return trace if hours is None else trace.lasting(hours)
 
 
-def _job(
-    model: str,
-    device: str,
-    gpus_per_node: int,
-    max_failures: int,
-    global_batch: int | None,
-    microbatch: int | None,
-    seq_len: int | None,
-) -> tuple[Problem, int]:
-    """Return the job, and the samples of its step."""
-    from resilient.templates.batch import check_batch
-    from resilient.templates.derive import derive_profile
-    from resilient.templates.devices import cluster_of
-    from resilient.templates.known_models import MODELS
-    from resilient.templates.plan import Problem
+def _node_hour_dollars(device: str | None, devices_per_node: int) -> float:
+    from resilient.simulation.outcome import PRICES
+    from resilient.templates.names import look_up
 
-    profile = derive_profile(model, device, microbatch=microbatch, seq_len=seq_len)
-    batch = MODELS[model].global_batch if global_batch is None else global_batch
-    each = MODELS[model].microbatch if microbatch is None else microbatch
-    check_batch(batch, each, max_failures + 1)
-    cluster = cluster_of(device, gpus_per_node)
-    return (
-        Problem(profile=profile, num_microbatches=batch // each, cluster=cluster, max_failures=max_failures),
-        batch,
-    )
+    if device is None:
+        raise ValueError("--price must be given without --device, got none; 0 leaves dollars out")
+    return devices_per_node * look_up("device", device, PRICES)
 
 
 def _with_failures(problem: Problem, failures: int | None) -> Problem:
@@ -208,6 +219,7 @@ def _compare(
     policies: Sequence[str],
     console: Console,
     png_file: Path | None,
+    ctx: typer.Context,
 ) -> dict[str, Any]:
     from resilient.simulation.picture import draw_outcomes
     from resilient.simulation.scenario import DoesNotFit
@@ -218,7 +230,7 @@ def _compare(
         try:
             outcomes.append(scenario(None, trace.max_nodes).run(trace, policy))
         except DoesNotFit as error:
-            missing.append((policy, str(error)))
+            missing.append((policy, in_options(error, ctx)))
     show_trace(trace, console)
     show_outcomes(outcomes, missing, console)
     if png_file is not None and outcomes:
@@ -237,11 +249,12 @@ def _sweep(
     scenario: Callable[[int | None, int], Scenario],
     policies: Sequence[str],
     console: Console,
+    ctx: typer.Context,
 ) -> dict[str, Any]:
     from resilient.simulation.sweep import run_sweep
     from resilient.simulation.tables import show_sweep, show_trace
 
-    rows = list(run_sweep(sweeps, trace, scenario, policies))
+    rows = list(run_sweep(sweeps, trace, scenario, policies, partial(in_options, ctx=ctx)))
     own = trace(None)
     show_trace(own, console)
     show_sweep(rows, console)

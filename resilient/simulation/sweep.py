@@ -53,6 +53,7 @@ def run_sweep(
     trace: Callable[[int | None], Trace],
     scenario: Callable[[int | None, int], Scenario],
     policies: Sequence[str],
+    reason: Callable[[Exception], str] = str,
 ) -> Iterator[Row]:
     """Yield a row for every combination of the knobs' values and every policy.
 
@@ -61,6 +62,7 @@ def run_sweep(
         trace: The trace for a number of nodes, or with its own where none is given.
         scenario: The scenario for a number of survivable failures, or the job's own, and the most nodes of the trace.
         policies: Names of policies.
+        reason: Says why a policy can never train.
     """
     for values in itertools.product(*sweeps.values()):
         knobs = dict(zip(sweeps, values, strict=True))
@@ -70,7 +72,7 @@ def run_sweep(
                 job = scenario(knobs.get("max-failures"), replayed.max_nodes)
                 yield Row(values=knobs, policy=policy, outcome=job.run(replayed, policy))
             except DoesNotFit as error:
-                yield Row(values=knobs, policy=policy, outcome=None, reason=str(error))
+                yield Row(values=knobs, policy=policy, outcome=None, reason=reason(error))
 
 
 def best(rows: Sequence[Row], key: Callable[[Outcome], float | None], *, least: bool) -> int | None:

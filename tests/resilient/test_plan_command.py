@@ -193,40 +193,40 @@ def test_a_cluster_of_192_devices_keeps_its_share_down_to_the_fewest_nodes(tmp_p
     [
         (
             {"--model": "gpt3-6.7"},
-            f"model must be one of {', '.join(MODELS)}, got 'gpt3-6.7'; did you mean 'gpt3-6.7b'?",
+            f"--model must be one of {', '.join(MODELS)}, got 'gpt3-6.7'; did you mean 'gpt3-6.7b'?",
         ),
         (
             {"--device": "a41"},
-            f"device must be one of {', '.join(DEVICES)}, got 'a41'; did you mean 'a40'?",
+            f"--device must be one of {', '.join(DEVICES)}, got 'a41'; did you mean 'a40'?",
         ),
         ({"--model": None}, f"--model or --profile must be given, got neither; --model can be {', '.join(MODELS)}"),
         ({"--device": None}, f"--device must be given with --model, got none; it can be {', '.join(DEVICES)}"),
         (
             {"--global-batch": "97"},
-            "global_batch must be a multiple of microbatch 2, at least 4 (one microbatch for each of 2 pipelines), "
+            "--global-batch must be a multiple of microbatch 2, at least 4 (one microbatch for each of 2 pipelines), "
             "got 97; use 96 or 98",
         ),
         (
             {"--nodes": "3"},
-            "the number of nodes must be at least 4 (max_failures + 1 = 2 pipelines of 2 nodes, the fewest that hold "
+            "--nodes must be at least 4 (--max-failures + 1 = 2 pipelines of 2 nodes, the fewest that hold "
             "the model), got 3; add 1 node, or lower --max-failures, or use nodes with more memory (--gpus-per-node, "
             "--device)",
         ),
         (
             {"--nodes": "5", "--min-pipeline-nodes": "3"},
-            "the number of nodes must be at least 6 (max_failures + 1 = 2 pipelines of 3 nodes, the fewest that hold "
+            "--nodes must be at least 6 (--max-failures + 1 = 2 pipelines of 3 nodes, the fewest that hold "
             "the model), got 5; add 1 node, or lower --max-failures, or lower --min-pipeline-nodes",
         ),
         (
             {"--model": "llama3-70b", "--device": "l4", "--global-batch": None, "--microbatch": None},
-            "memory_bytes must hold layer 'llm.head' alone in a stage, 23383392256 bytes on each device, got "
+            "the memory of --device must hold layer 'llm.head' alone in a stage, 23383392256 bytes on each device, got "
             "23192823398; use smaller microbatches or devices with more memory",
         ),
-        ({"--microbatch": "0"}, "microbatch must be >= 1, got 0; 2 is usual for gpt3-2.7b"),
-        ({"--frozen": "llm"}, "frozen must leave a unit to train, got llm; leave one out"),
-        ({"--frozen": "lm"}, "frozen must be one of llm, got 'lm'; did you mean 'llm'?"),
-        ({"--seq-len": "4096"}, "seq_len of gpt3-2.7b must be 1 to 2048, got 4096; 2048 is usual"),
-        ({"--network-gbit-s": "0"}, "network_gbit_s must be > 0, got 0.0; leave it out for the usual network"),
+        ({"--microbatch": "0"}, "--microbatch must be >= 1, got 0; 2 is usual for gpt3-2.7b"),
+        ({"--frozen": "llm"}, "--frozen must leave a unit to train, got llm; leave one out"),
+        ({"--frozen": "lm"}, "--frozen must be one of llm, got 'lm'; did you mean 'llm'?"),
+        ({"--seq-len": "4096"}, "--seq-len of gpt3-2.7b must be 1 to 2048, got 4096; 2048 is usual"),
+        ({"--network-gbit-s": "0"}, "--network-gbit-s must be > 0, got 0.0; leave it out for the usual network"),
     ],
 )
 def test_bad_options_are_refused_with_the_fix(changes: dict[str, str | None], message: str) -> None:
@@ -247,7 +247,7 @@ def test_bad_profiles_are_refused_with_the_fix(tmp_path: Path) -> None:
     ended = run({**SMALL, "--profile": str(path)})
     assert (ended.exit_code, ended.output) == (
         2,
-        "error: --profile must come without --model and --seq-len: it says both; leave them out\n",
+        "error: --profile must come without --model, which it says; leave one of them out\n",
     )
     ended = run({**SMALL, "--model": None, "--profile": str(path), "--microbatch": "16"})
     assert (ended.exit_code, ended.output) == (

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from resilient.cli import app
 from resilient.simulation.command import load_trace
+from resilient.templates.derive import derive_profile
 
 JOB = ["simulate", "--model", "gpt2-medium", "--device", "a40", "--global-batch", "256"]
 
@@ -60,7 +61,34 @@ def test_a_policy_that_does_not_fit_is_said_with_the_reason():
         "--trace", "every-1h", "--nodes", "2", "--microbatch", "128", "--policy", "bamboo", "--policy", "varuna"
     )
     assert re.search(r"^bamboo +does not fit *$", output, re.MULTILINE)
-    assert "bamboo: half of the memory is for the next node's layers: memory_bytes must hold layer 'llm.head'" in output
+    assert (
+        "bamboo: half of the memory is for the next node's layers: the memory of --device must hold layer 'llm.head'"
+        in output
+    )
+
+
+def test_jobs_are_described_as_for_planning(tmp_path):
+    profile = tmp_path / "global_batch" / "profile.json"
+    profile.parent.mkdir()
+    profile.write_bytes(derive_profile("gpt2-medium", "a40").to_json())
+
+    def samples(*arguments: str) -> int:
+        trace = ["--trace", "every-1h", "--nodes", "6", "--policy", "resilient", "--global-batch", "256"]
+        ended = CliRunner().invoke(app, ["simulate", *trace, "--json", str(tmp_path / "s.json"), *arguments])
+        assert ended.exit_code == 0, ended.output
+        return json.loads((tmp_path / "s.json").read_text())["traces"][0]["outcomes"][0]["samples"]
+
+    derived = samples("--model", "gpt2-medium", "--device", "a40")
+    assert samples("--profile", str(profile), "--device", "a40") == derived
+    assert samples("--profile", str(profile), "--price", "1") > derived, "messages cost nothing without a device"
+    assert samples("--model", "gpt2-medium", "--device", "a40", "--network-gbit-s", "1") < derived
+    vision = ("--model", "qwen2-vl-7b", "--device", "h100", "--microbatch", "1")
+    assert samples(*vision, "--frozen", "vision,llm") > samples(*vision)
+    ended = CliRunner().invoke(app, ["simulate", "--trace", "g4dn", "--profile", str(profile), "--global-batch", "33"])
+    assert ended.output == (
+        "error: --global-batch must be a multiple of microbatch 32, at least 64 (one microbatch for each of 2 "
+        "pipelines), got 33; use 64\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,20 +100,30 @@ def test_a_policy_that_does_not_fit_is_said_with_the_reason():
         ),
         (
             ["--trace", "g4dn", "--policy", "oobleck"],
-            "policy must be one of resilient, bamboo, varuna, restart, got 'oobleck'; choose one of these",
+            "--policy must be one of resilient, bamboo, varuna, restart, got 'oobleck'; choose one of these",
         ),
         (
             ["--trace", "g4dn", "--sweep", "gpus=2"],
             "--sweep must look like \"nodes=16,24,32\", each of nodes and max-failures at most once, got 'gpus=2'",
         ),
-        (["--trace", "g4dn", "--storage-gb-s", "0"], "storage_gb_s must be > 0, got 0.0; give what was measured"),
-        (["--trace", "g4dn", "--restart-s", "-1"], "restart_s must be >= 0, got -1.0; 0 means none"),
+        (["--trace", "g4dn", "--storage-gb-s", "0"], "--storage-gb-s must be > 0, got 0.0; give what was measured"),
+        (["--trace", "g4dn", "--restart-s", "-1"], "--restart-s must be >= 0, got -1.0; 0 means none"),
     ],
 )
 def test_bad_options_are_refused_with_the_fix(arguments, message):
     ended = CliRunner().invoke(app, [*JOB, *arguments])
     assert ended.exit_code == 2
     assert ended.stderr.strip() == f"error: {message}"
+
+
+def test_nodes_without_a_device_need_a_price(tmp_path):
+    (tmp_path / "p.json").write_bytes(derive_profile("gpt2-medium", "a40").to_json())
+    job = ["simulate", "--trace", "g4dn", "--profile", str(tmp_path / "p.json"), "--global-batch", "256"]
+    ended = CliRunner().invoke(app, job)
+    assert (ended.exit_code, ended.output) == (
+        2,
+        "error: --price must be given without --device, got none; 0 leaves dollars out\n",
+    )
 
 
 def test_a_bad_line_is_named(tmp_path):

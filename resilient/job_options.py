@@ -1,0 +1,216 @@
+"""The job that a command plans or simulates without having it: its options, and what they mean.
+
+What is slow to import is imported when it is used. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from resilient.templates.cluster import Cluster
+    from resilient.templates.plan import Problem
+    from resilient.templates.profile import ModelProfile
+
+ModelOption = Annotated[str | None, typer.Option("--model", help="A published model, to plan for without having it.")]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option("--profile", exists=True, dir_okay=False, help="A measured profile, from `resilient profile`."),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="The accelerator; with --profile for its memory and links alone.")
+]
+GpusOption = Annotated[int, typer.Option("--gpus-per-node", min=1, help="Devices of each node.")]
+NetworkOption = Annotated[
+    float | None,
+    typer.Option("--network-gbit-s", help="Between two nodes, for each device; the usual network by default."),
+]
+FailuresOption = Annotated[
+    int, typer.Option("--max-failures", min=0, help="Node failures to survive at the same time.")
+]
+PipelineNodesOption = Annotated[int, typer.Option("--min-pipeline-nodes", min=1, help="Fewest nodes of a pipeline.")]
+BatchOption = Annotated[
+    int | None, typer.Option("--global-batch", help="Samples of a step; the model's usual by default.")
+]
+MicrobatchOption = Annotated[
+    int | None,
+    typer.Option("--microbatch", help="Samples of a microbatch; the model's usual, or the measured one, by default."),
+]
+SeqLenOption = Annotated[
+    int | None, typer.Option("--seq-len", help="Tokens of a sample; the model's usual by default.")
+]
+FrozenOption = Annotated[
+    str | None,
+    typer.Option("--frozen", metavar="UNITS", help='Units that are not trained, such as "vision,llm".'),
+]
+
+_SAID_OTHERWISE = {
+    "memory_bytes": "the memory of --device",
+    "devices_per_node": "--gpus-per-node",
+    "num_nodes": "--nodes",
+    "the number of nodes": "--nodes",
+    "num_chunks": "--chunks",
+}
+"""Names in messages that are called something else on the command line."""
+
+
+@contextmanager
+def refusals(ctx: typer.Context) -> Iterator[None]:
+    """Print what a command refuses, in the words of its options, and end it with 2.
+
+    Args:
+        ctx: Of the command.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        text = in_options(error, ctx)
+        Console(stderr=True, highlight=False).print(f"error: {text}", markup=False, style="red", soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def in_options(error: Exception, ctx: typer.Context) -> str:
+    """Return an error's message with a command's options in place of the arguments that have their values.
+
+    Args:
+        error: Its message names arguments as ``global_batch``, first of all the one that is wrong.
+        ctx: Of the command.
+    """
+    names = {each.name: each.opts[0] for each in ctx.command.params if each.name and each.opts[0].startswith("--")}
+    names |= _SAID_OTHERWISE
+    # A name of one word can also be just a word, but not where a message or a part of it begins with it.
+    named = "|".join(name if re.search(r"[_ ]", name) else rf"(?<=: ){name}(?= must)|^{name}" for name in names)
+    return re.sub(rf"(?<![\w/.-])(?:{named})\b", lambda found: names[found[0]], str(error))
+
+
+def described_cluster(device: str | None, gpus_per_node: int = 1, network_gbit_s: float | None = None) -> Cluster:
+    """Return the nodes; without a device, memory has no limit and what is not known of links costs nothing.
+
+    Raises:
+        ValueError: The device is not known, or the network has no bandwidth.
+    """
+    from resilient.templates.cluster import Cluster, Link
+    from resilient.templates.devices import cluster_of, network
+
+    if network_gbit_s is not None and not network_gbit_s > 0:
+        raise ValueError(f"network_gbit_s must be > 0, got {network_gbit_s}; leave it out for the usual network")
+    inter_node = None if network_gbit_s is None else network(network_gbit_s)
+    if device is None:
+        return Cluster(devices_per_node=gpus_per_node, inter_node=inter_node or Link())
+    return cluster_of(device, gpus_per_node, inter_node=inter_node)
+
+
+def described_layers(
+    model: str | None,
+    profile: Path | None,
+    device: str | None,
+    *,
+    microbatch: int | None = None,
+    seq_len: int | None = None,
+    frozen: str | None = None,
+) -> ModelProfile:
+    """Return what the layers cost: derived for a model, or read from a profile.
+
+    Args:
+        model: ``--model``; it needs a device.
+        profile: ``--profile``, instead.
+        device: ``--device``.
+        microbatch: Samples of a microbatch that costs are derived for.
+        seq_len: Tokens of a sample likewise.
+        frozen: Units that are not trained, with commas between.
+
+    Raises:
+        ValueError: Not exactly one of model and profile is given, or it cannot be what is wanted.
+    """
+    from resilient.templates.derive import derive_profile
+    from resilient.templates.devices import DEVICES
+    from resilient.templates.known_models import MODELS
+
+    units = tuple(unit for part in (frozen or "").split(",") if (unit := part.strip()))
+    if profile is not None:
+        said = [name for name, value in (("--model", model), ("--seq-len", seq_len)) if value is not None]
+        if said:
+            raise ValueError(f"--profile must come without {' and '.join(said)}, which it says; leave one of them out")
+        return _read_profile(profile, units)
+    if model is None:
+        raise ValueError(f"--model or --profile must be given, got neither; --model can be {', '.join(MODELS)}")
+    if device is None:
+        raise ValueError(f"--device must be given with --model, got none; it can be {', '.join(DEVICES)}")
+    return derive_profile(model, device, microbatch=microbatch, seq_len=seq_len, frozen=units)
+
+
+def described_job(
+    *,
+    model: str | None,
+    profile: Path | None,
+    device: str | None,
+    gpus_per_node: int,
+    network_gbit_s: float | None,
+    max_failures: int,
+    min_pipeline_nodes: int,
+    global_batch: int | None,
+    microbatch: int | None,
+    seq_len: int | None,
+    frozen: str | None,
+) -> tuple[Problem, int]:
+    """Return the job that the options of these names describe, and the samples of its microbatch.
+
+    Raises:
+        ValueError: They do not fit each other; the message says what would do.
+    """
+    from resilient.templates.batch import check_batch
+    from resilient.templates.known_models import MODELS
+    from resilient.templates.plan import Problem
+
+    cluster = described_cluster(device, gpus_per_node, network_gbit_s)
+    costs = described_layers(model, profile, device, microbatch=microbatch, seq_len=seq_len, frozen=frozen)
+    if model is None:
+        global_batch, microbatch = _measured_batch(costs, global_batch, microbatch)
+    else:
+        global_batch = MODELS[model].global_batch if global_batch is None else global_batch
+        microbatch = MODELS[model].microbatch if microbatch is None else microbatch
+    check_batch(global_batch, microbatch, max_failures + 1)
+    problem = Problem(
+        profile=costs,
+        num_microbatches=global_batch // microbatch,
+        cluster=cluster,
+        max_failures=max_failures,
+        min_pipeline_nodes=min_pipeline_nodes,
+    )
+    return problem, microbatch
+
+
+def _read_profile(path: Path, frozen: Sequence[str]) -> ModelProfile:
+    from resilient.templates.derive import freeze
+    from resilient.templates.profile import ModelProfile
+
+    try:
+        measured = ModelProfile.from_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"--profile must be a file that `resilient profile` wrote, got {path} ({error}); write it again"
+        ) from None
+    return freeze(measured, frozen) if frozen else measured
+
+
+def _measured_batch(costs: ModelProfile, global_batch: int | None, microbatch: int | None) -> tuple[int, int]:
+    measured = costs.microbatch
+    microbatch = measured if microbatch is None else microbatch
+    if measured is not None and microbatch != measured:
+        raise ValueError(
+            f"--microbatch must be {measured}, the one that --profile is of, got {microbatch}; leave it out, or "
+            f"profile with another"
+        )
+    if global_batch is None or microbatch is None:
+        raise ValueError(
+            "--global-batch and --microbatch must be given with --profile, got "
+            f"{global_batch or 'none'} and {microbatch or 'none'}; the microbatch is the one that was measured"
+        )
+    return global_batch, microbatch
