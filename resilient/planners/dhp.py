@@ -1,9 +1,10 @@
 """DHP: in each microbatch, context-parallel groups of whatever degrees make it fastest.
 
 Source: DHP, the cost model (section 4.2), the two stages (:mod:`resilient.planners.groups`) and the group pool
-(:mod:`resilient.planners.group_pool`). Once per job it decides nothing: the parallelism is the uniform planner's, with
-its replicas taken together as the ranks of one. A step's samples go to the microbatches of all replicas by work,
-longest first. Where they are too many for the memory of one, all are packed first and the packs spread.
+(:mod:`resilient.planners.group_pool`). What the paper takes as given is decided once
+(:mod:`resilient.planners.dhp_search`): stages, and the ranks of one replica. A step's samples go to the microbatches of
+all replicas by work, longest first. Where they are too many for the memory of one, all are packed first and the packs
+spread.
 
 Differences to the paper: ranks that are left over are used (see :func:`~resilient.planners.groups.choose_degrees`),
 packings into more groups are tried, and eta is 0: the language model's curve is that of its own mask. Encoders share a
@@ -13,19 +14,17 @@ group's pictures and sounds among its ranks, which needs no ring.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from resilient.planners.balance import Floats, loads, longest_first
-from resilient.planners.groups import Ranks, Sequences, pack, plan_groups
+from resilient.planners.dhp_search import search
+from resilient.planners.groups import Ranks, Sequences, pack, pack_ranks, plan_groups
+from resilient.planners.memory import kept_shares
 from resilient.planners.planner import LLM, Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.samples import Ints, SampleTable
 from resilient.planners.slots import slots
-from resilient.planners.uniform import Uniform
-
-_SPARE = 1.25
-"""Ranks of all microbatches per rank that packed samples need on average: batches differ."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,7 @@ class DHP:
     source: str = "DHP (dynamic hybrid parallelism), section 4"
 
     def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
-        """Return the uniform configuration with its replicas as the ranks of one.
-
-        It has more microbatches where the samples, packed, would not fit into as many.
+        """Return the stages, ranks and microbatches under which a step takes least, as one replica.
 
         Args:
             setting: The job.
@@ -47,12 +44,7 @@ class DHP:
         Raises:
             ValueError: It does not fit.
         """
-        uniform = Uniform().configure(setting, samples)
-        units = {name: replace(spread, dp=1, cp=spread.dp * spread.cp) for name, spread in uniform.units.items()}
-        merged = replace(uniform, units=units)
-        needed = pack(_kept(setting, merged, samples))[1].sum() / len(samples) * setting.global_batch
-        least = int(np.ceil(_SPARE * needed / merged.units[LLM].cp))
-        return replace(merged, num_microbatches=max(merged.num_microbatches, least))
+        return search(setting, samples)
 
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
@@ -100,39 +92,8 @@ def sequences_of(setting: Setting, configuration: Configuration, batch: SampleTa
         attention_ms=work.attention * lengths.squares * factor,
         other_ms=other,
         tokens=lengths.tokens.astype(np.float64),
-        kept=_kept(setting, configuration, batch),
+        kept=kept_shares(setting, configuration, batch),
     )
-
-
-def _kept(setting: Setting, configuration: Configuration, batch: SampleTable) -> Floats:
-    """Return the memory that samples need on the stage where they need most, in shares of what is free there.
-
-    Stages are one chain, encoders first; 1F1B keeps fewer microbatches the later the stage. The optimizer is sharded
-    over the ranks.
-    """
-    kept = np.zeros(len(batch))
-    memory = setting.cluster.memory_bytes
-    if memory is None:
-        return kept
-    stages_left = sum(spread.pp for spread in configuration.units.values())
-    for unit in setting.costs.units:
-        spread, first = configuration.units[unit.name], 0
-        index = unit.index(spread.tp, 1)
-        for count in spread.stage_layers:
-            layers = unit.layers[first : first + count]
-            held = sum(layer.parameter_bytes + layer.gradient_bytes for layer in layers) / spread.tp
-            sharded = sum(layer.optimizer_bytes for layer in layers) / (spread.tp * spread.dp * spread.cp)
-            free = memory - held - sharded
-            if free <= 0:
-                raise ValueError(
-                    f"memory_bytes must be more than the {held + sharded:.0f} bytes of {unit.name!r}'s layers from "
-                    f"{layers[0].name!r} on, got {memory}; configure the job again"
-                )
-            per_token = sum(layer.curves[index].activation_bytes for layer in layers)
-            in_flight = min(stages_left, configuration.num_microbatches)
-            kept = np.maximum(kept, batch.units[unit.name].tokens * (per_token * in_flight / free))
-            first, stages_left = first + count, stages_left - 1
-    return kept
 
 
 def ranks_of(setting: Setting, configuration: Configuration) -> Ranks:
@@ -184,19 +145,30 @@ def _members(slot: Ints, num_slots: int) -> list[Ints]:
 
 
 def _place(work: Floats, least: Ints, num_ranks: int, speeds: Floats) -> Ints:
-    """Place groups, those of most ranks first, into the microbatch that has room and is done first."""
+    """Place groups, those of most ranks first, into the microbatch that has room and is done first.
+
+    Where one is left without room they are put into as few microbatches as can be; the one with most work goes to the
+    fastest replica.
+    """
     slot = np.empty(len(work), dtype=np.int64)
     load, room = np.zeros(len(speeds)), np.full(len(speeds), num_ranks)
     for group in np.lexsort((-work, -least)):
         done = np.where(room >= least[group], (load + work[group]) / speeds, np.inf)
         best = int(done.argmin())
         if done[best] == np.inf:
-            needed = -(-int(least.sum()) // num_ranks)
-            raise ValueError(
-                f"num_microbatches must sum to {max(needed, len(speeds) + 1)} or more to hold the batch on {num_ranks} "
-                f"ranks, got {len(speeds)}; use more microbatches, or more devices"
-            )
+            break
         slot[group] = best
         load[best] += work[group]
         room[best] -= least[group]
-    return slot
+    else:
+        return slot
+    packed = pack_ranks(least, num_ranks)
+    needed = int(packed.max()) + 1
+    if needed > len(speeds):
+        raise ValueError(
+            f"num_microbatches must sum to {needed} or more to hold the batch on {num_ranks} ranks, got {len(speeds)}; "
+            f"use more microbatches, or more devices"
+        )
+    position = np.empty(needed, dtype=np.int64)
+    position[np.argsort(-loads(work, packed, needed), kind="stable")] = np.argsort(-speeds, kind="stable")[:needed]
+    return position[packed]

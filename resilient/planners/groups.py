@@ -106,6 +106,20 @@ def pack(kept: Floats) -> tuple[Ints, Ints]:
     return best_fit(sizes, descending(sizes))
 
 
+def pack_ranks(least: Ints, num_ranks: int) -> Ints:
+    """Put groups into as few microbatches as have ranks for them, largest first, each where it fits most tightly.
+
+    Args:
+        least: Degree of each group, at most ``num_ranks``. [num_groups]
+        num_ranks: Of a microbatch.
+
+    Returns:
+        The microbatch of each group.
+    """
+    # What fills a microbatch exactly fits, however it is rounded.
+    return pack(least.astype(np.float64) * ((1 - 1e-9) / num_ranks))[0]
+
+
 def choose_degrees(times: Floats, least: Ints) -> Ints:
     """Stage 2: give each group as many ranks as makes the slowest group fastest.
 

@@ -1,4 +1,4 @@
-"""What fits into a device: activations between measured points, and how many tokens there is room for."""
+"""What fits into a device: activations between measured points, room for tokens, and what samples take of the room."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from resilient.planners.costs import CostModel, UnitCosts
-from resilient.planners.planner import Configuration
+from resilient.planners.costs import CostModel, Floats, UnitCosts
+from resilient.planners.planner import LLM, Configuration, Setting
+from resilient.planners.samples import SampleTable
+from resilient.planners.stage_work import by_stage, state_bytes
 from resilient.templates.cluster import Cluster
 
 
@@ -104,3 +106,55 @@ def token_limits(costs: CostModel, cluster: Cluster, configuration: Configuratio
         )
         for name, unit in configuration.units.items()
     }
+
+
+def kept_shares(setting: Setting, configuration: Configuration, batch: SampleTable) -> Floats:
+    """Return what samples take of a microbatch's room, on the device where that is most. [num_samples]
+
+    The room is what parameters, gradients and the optimizer, which is sharded over replicas, leave of the memory,
+    divided by the microbatches that a stage holds at a time: under 1F1B one for each stage from it on, and all of them
+    in encoders on the language model's devices, as their work comes first. Units on the same devices divide the room as
+    these samples need it: a device may have much of one unit in one microbatch, and of another in the next. So a
+    microbatch whose shares sum up to 1 or less fits, as long as no other one has more. Where several ranks share its
+    samples, that sum is their number.
+
+    Args:
+        setting: The job.
+        configuration: Decided, or considered.
+        batch: The samples.
+
+    Raises:
+        ValueError: The state alone does not fit.
+    """
+    memory = setting.cluster.memory_bytes
+    if memory is None:
+        return np.zeros(len(batch))
+    states: list[Floats] = []
+    kept: list[Floats] = []  # by unit, [num_stages, num_samples]
+    behind, number = 0, configuration.num_microbatches
+    names = [unit.name for unit in setting.costs.units]
+    for unit in reversed(setting.costs.units):
+        spread, early = configuration.units[unit.name], names.index(unit.name) < names.index(LLM)
+        index = unit.index(spread.tp, 1)
+        held = np.minimum(behind + np.arange(spread.pp, 0, -1), number)
+        if configuration.colocated and early:
+            held = np.full(spread.pp, number)
+        per_token = by_stage(spread, [layer.curves[index].activation_bytes for layer in unit.layers])
+        per_token *= by_stage(spread, [layer.trainable or layer.input_gradient for layer in unit.layers]) > 0
+        share = 1.0 if configuration.colocated else spread.dp / configuration.units[LLM].dp
+        states.append(state_bytes(unit, spread, sharded=False))
+        kept.append((per_token * held / share)[:, None] * batch.units[unit.name].tokens)
+        behind += 0 if early or configuration.colocated else spread.pp
+    parts = [np.ones(len(state)) for state in states]
+    if configuration.colocated:
+        needs = np.stack([each.sum(axis=1) for each in kept])
+        parts = list(np.divide(needs, needs.sum(axis=0), out=np.ones_like(needs), where=needs > 0))
+        states = [np.sum(states, axis=0)] * len(states)
+    largest = max(float(each.max()) for each in states)
+    if largest >= memory:
+        raise ValueError(
+            f"memory_bytes must be more than the {largest:.0f} bytes of parameters, gradients and optimizer on a "
+            f"device, got {memory}; configure the job again"
+        )
+    room = [(memory - state) * part for state, part in zip(states, parts, strict=True)]
+    return np.max([(each / free[:, None]).max(axis=0) for each, free in zip(kept, room, strict=True)], axis=0)
