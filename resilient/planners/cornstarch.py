@@ -163,9 +163,16 @@ class _Option:
         return sum((each.gradient_bytes for each in self.stages), np.zeros(len(self.stage_ms)))
 
     def unhidden_ms(self, dp: Ints, cluster: Cluster) -> Floats:
-        """Return :func:`~resilient.planners.stage_work.unhidden_ms` for each number of replicas."""
-        sums = ring_ms(self.gradient_bytes, dp[:, None], dp[:, None] * self.tp * len(self.stage_ms), cluster)
-        layers = sum((np.array(each) for each in self.stage_layers.values()), np.zeros(len(self.stage_ms), np.int64))
+        """Return :func:`~resilient.planners.stage_work.unhidden_ms` for each number of replicas.
+
+        A unit that each stage has whole is summed over stages, too.
+        """
+        pp, replicas = len(self.stage_ms), dp[:, None]
+        sums = np.zeros((len(dp), pp))
+        for each in self.stages:
+            copies = replicas * (pp // len(each.gradient_bytes))
+            sums = sums + ring_ms(each.gradient_bytes, copies, replicas * pp * self.tp, cluster)
+        layers = sum((np.array(each) for each in self.stage_layers.values()), np.zeros(pp, np.int64))
         return unhidden_ms(sums, self.backward_ms, layers)
 
     def num_bytes(self, dp: int, number: int, language: _Option) -> Floats:

@@ -16,7 +16,16 @@ from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, U
 from resilient.planners.disttrain import DistTrain
 from resilient.planners.evaluate import evaluate
 from resilient.planners.expected import expected, parallelism
-from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Planner, Replica, Setting
+from resilient.planners.planner import (
+    Assignment,
+    Configuration,
+    Encoders,
+    Parallelism,
+    Place,
+    Planner,
+    Replica,
+    Setting,
+)
 from resilient.planners.samples import Lengths, SampleTable
 from resilient.planners.stage_work import exposed_sum_ms, gradient_sum_ms
 from resilient.planners.uniform import Uniform
@@ -105,7 +114,14 @@ def test_expected_sums_are_those_of_the_stage_with_most_gradients(chain: list[tu
         assert found.tolist() == [gradient_sum_ms(costs, spread, SLOW).max() for spread in spreads]
 
 
-CHOOSING: tuple[Planner, ...] = (Uniform(), EncoderFirst(), StaticContext(), Cornstarch(), DistTrain())
+CHOOSING: tuple[Planner, ...] = (
+    Uniform(),
+    EncoderFirst(),
+    StaticContext(),
+    Cornstarch(),
+    Cornstarch(name="colocated", encoders=Encoders.COLOCATED),
+    DistTrain(),
+)
 
 
 def mean_samples(samples: SampleTable, count: int) -> SampleTable:
