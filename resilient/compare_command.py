@@ -8,68 +8,108 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from resilient.job_options import GpusOption, NetworkOption, described_cluster, refusals
+
 if TYPE_CHECKING:
     from resilient.planner_report import Comparison
     from resilient.planners.planner import Planner, Setting
+    from resilient.planners.records import Bad
     from resilient.planners.samples import SampleTable
 
 ALL, AUTO = "all", "auto"
+SHORT_DEVICES = {"a100": "a100-80gb"}
+"""What people say for short, and which they mean by now."""
+
 _KNOWN_SAMPLES = 2000
 """Samples that planners see before the first batch."""
 
 
+class WhenBad(str, Enum):
+    """What is done with samples that do not fit."""
+
+    ERROR = "error"
+    DROP = "drop"
+    RESIZE = "resize"
+
+
 def compare(
+    ctx: typer.Context,
     model: Annotated[str, typer.Option(help='A published multimodal model, or "ENCODER+LANGUAGE_MODEL".')],
     device: Annotated[str, typer.Option(help="The accelerator.")],
     workload: Annotated[str, typer.Option(help="A file of samples, or a generator: laion, coco, mixed, ...")],
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 8,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="Devices of each node.")] = 8,
-    network_gbit_s: Annotated[
-        float | None, typer.Option(help="Between two nodes, for each device; the usual network by default.")
-    ] = None,
+    gpus_per_node: GpusOption = 8,
+    network_gbit_s: NetworkOption = None,
     planners: Annotated[
         str, typer.Option(metavar="NAMES", help='"uniform,entrain", or auto: all, to choose the best.')
     ] = AUTO,
     global_batch: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 512,
     microbatch: Annotated[int, typer.Option(min=1, help="Samples of a microbatch, on average.")] = 2,
     frozen: Annotated[
-        str | None, typer.Option(metavar="UNITS", help='Units that are not trained, such as "vision,llm".')
+        str | None,
+        typer.Option(metavar="UNITS", help='Units that are not trained, such as "encoder,llm"; "projector" is one.'),
     ] = None,
     lost_nodes: Annotated[int, typer.Option(min=0, help="Nodes lost before the first batch.")] = 0,
     batches: Annotated[int, typer.Option(min=1, help="Global batches to simulate.")] = 100,
     seed: Annotated[int, typer.Option(min=0, help="Of the choice of samples.")] = 0,
+    bad: Annotated[
+        WhenBad, typer.Option(help="Samples that do not fit: name them and stop, leave them out, or make them fit.")
+    ] = WhenBad.ERROR,
+    pictures: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Folder of the pictures a file names without their sizes."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(exists=True, help="Counts the texts of a file: a tokenizer.json, or its folder.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
     png_file: Annotated[
         Path | None, typer.Option("--png", help="Draw the steps' times here, and one step of the fastest beside it.")
     ] = None,
 ) -> None:
     """Compare multimodal planners on a workload by simulating their steps."""
-    from resilient.planner_tables import show
+    from resilient.planner_tables import show, show_bad
 
     console = Console(highlight=False)
-    try:
+    device = SHORT_DEVICES.get(device, device)
+    with refusals(ctx):
         setting = _setting(model, device, nodes, gpus_per_node, network_gbit_s, global_batch, microbatch, frozen)
+        if lost_nodes >= nodes:
+            raise ValueError(f"lost_nodes must be 0 to {nodes - 1}, got {lost_nodes}; leave a node")
+        _check_files(json_file, png_file)
         chosen = _planners(planners)
-        samples, steps = _samples(workload, model, global_batch, batches, seed)
-        comparison = _compare(chosen, setting, samples, steps, lost_nodes, console)
-        _write(comparison, json_file, png_file)
-    except (ValueError, OSError) as error:
-        Console(stderr=True, highlight=False).print(f"error: {error}", markup=False, style="red", soft_wrap=True)
-        raise typer.Exit(2) from None
-    for line in (
-        setting.costs.source,
-        f"{nodes} nodes with {gpus_per_node} devices each" + (f", {lost_nodes} of them lost" if lost_nodes else ""),
-        f"{batches} batches of {global_batch} samples of {workload}, microbatches of {microbatch}",
-    ):
-        console.print(line, markup=False, soft_wrap=True)
-    show(comparison, console)
+        known, steps, found = _samples(setting, workload, model, batches, seed, bad, _counter(tokenizer), pictures)
+        comparison = _compare(chosen, setting, known, steps, lost_nodes, console)
+        for line in (
+            setting.costs.source,
+            f"{nodes} nodes with {gpus_per_node} devices each" + (f", {lost_nodes} of them lost" if lost_nodes else ""),
+            f"{batches} batches of {global_batch} samples of {workload}, microbatches of {microbatch}",
+        ):
+            console.print(line, markup=False, soft_wrap=True)
+        show_bad(found, console)
+        show(comparison, console)
+        job = {
+            "costs": setting.costs.source,
+            "num_nodes": nodes,
+            "devices_per_node": gpus_per_node,
+            "lost_nodes": lost_nodes,
+            "workload": workload,
+            "num_batches": batches,
+            "global_batch": global_batch,
+            "microbatch": microbatch,
+            "seed": seed,
+            "bad_samples": [{"name": each.name, "reason": each.reason, "dropped": each.dropped} for each in found],
+        }
+        _write(comparison, job, json_file, png_file)
     if comparison.best is None:
         raise typer.Exit(1)
 
@@ -86,15 +126,14 @@ def _setting(
 ) -> Setting:
     from resilient.planners.derive import derive_costs
     from resilient.planners.planner import Setting
-    from resilient.templates.devices import cluster_of, network
 
-    if network_gbit_s is not None and not network_gbit_s > 0:
-        raise ValueError(f"network_gbit_s must be > 0, got {network_gbit_s}; leave it out for the usual network")
-    units = tuple(unit.strip() for unit in frozen.split(",")) if frozen else ()
-    inter_node = None if network_gbit_s is None else network(network_gbit_s)
+    units = tuple(unit.strip() for unit in frozen.split(",") if unit.strip()) if frozen else ()
+    costs = derive_costs(model, device, frozen=units)
+    if not any(layer.trainable for unit in costs.units for layer in unit.layers):
+        raise ValueError(f"frozen must leave a unit to train, got {frozen}; leave one out")
     return Setting(
-        costs=derive_costs(model, device, frozen=units),
-        cluster=cluster_of(device, gpus_per_node, inter_node=inter_node),
+        costs=costs,
+        cluster=described_cluster(device, gpus_per_node, network_gbit_s),
         num_nodes=nodes,
         global_batch=global_batch,
         microbatch=microbatch,
@@ -109,14 +148,47 @@ def _planners(names: str) -> list[Planner]:
 
 
 def _samples(
-    name: str, model: str, global_batch: int, batches: int, seed: int
-) -> tuple[SampleTable, list[SampleTable]]:
-    """Return the samples planners know, and the batches: others of the same workload."""
-    from resilient.planners.workloads import workload
+    setting: Setting,
+    name: str,
+    model: str,
+    batches: int,
+    seed: int,
+    bad: WhenBad,
+    tokenizer: Callable[[str], Sequence[int]] | None,
+    pictures: Path | None,
+) -> tuple[SampleTable, list[SampleTable], tuple[Bad, ...]]:
+    """Return the samples planners know, the batches (others of the same workload), and what is bad among them all."""
+    from resilient.planners.sample_limits import most_tokens
+    from resilient.planners.workloads import judged_workload
 
-    table = workload(name, _KNOWN_SAMPLES + batches * global_batch, seed, model)
-    starts = range(_KNOWN_SAMPLES, len(table), global_batch)
-    return table[:_KNOWN_SAMPLES], [table[start : start + global_batch] for start in starts]
+    table, found = judged_workload(
+        name,
+        _KNOWN_SAMPLES + batches * setting.global_batch,
+        seed,
+        model,
+        bad=bad.value,
+        limits=most_tokens(setting.costs, setting.cluster, setting.num_nodes),
+        tokenizer=tokenizer,
+        pictures=pictures,
+    )
+    starts = range(_KNOWN_SAMPLES, len(table), setting.global_batch)
+    return table[:_KNOWN_SAMPLES], [table[start : start + setting.global_batch] for start in starts], found
+
+
+def _counter(path: Path | None) -> Callable[[str], Sequence[int]] | None:
+    """Return what turns a text into token ids."""
+    if path is None:
+        return None
+    from tokenizers import Tokenizer
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # of no narrower type
+        raise ValueError(
+            f"--tokenizer must be a tokenizer.json or its folder, got {path} ({error}); save it there"
+        ) from None
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _compare(
@@ -146,16 +218,24 @@ def _compare(
         )
 
 
-def _write(comparison: Comparison, json_file: Path | None, png_file: Path | None) -> None:
+def _check_files(json_file: Path | None, png_file: Path | None) -> None:
+    """Refuse what cannot be written before anything is computed."""
+    for option, path in (("--json", json_file), ("--png", png_file)):
+        if path is not None:
+            if path.is_dir() or (option == "--png" and path.suffix.lower() != ".png"):
+                raise ValueError(
+                    f"{option} must be a file{' that ends in .png' * (option == '--png')}, got {path}; choose another"
+                )
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _write(comparison: Comparison, job: dict[str, Any], json_file: Path | None, png_file: Path | None) -> None:
     from resilient.planner_picture import draw_bars
     from resilient.planner_report import step_chart
     from resilient.schedule_picture import draw_charts
 
-    for path in (json_file, png_file):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
     if json_file is not None:
-        json_file.write_text(json.dumps(comparison.to_dict(), indent=2) + "\n")
+        json_file.write_text(json.dumps({"job": job, **comparison.to_dict()}, indent=2) + "\n")
     if png_file is not None and comparison.rows:
         draw_bars(comparison, png_file)
         draw_charts(

@@ -57,6 +57,8 @@ _SAID_OTHERWISE = {
     "num_nodes": "--nodes",
     "the number of nodes": "--nodes",
     "num_chunks": "--chunks",
+    "bad=drop": "--bad drop",
+    "bad=resize": "--bad resize",
 }
 """Names in messages that are called something else on the command line."""
 
@@ -86,7 +88,7 @@ def in_options(error: Exception, ctx: typer.Context) -> str:
     names = {each.name: each.opts[0] for each in ctx.command.params if each.name and each.opts[0].startswith("--")}
     names |= _SAID_OTHERWISE
     # A name of one word can also be just a word, but not where a message or a part of it begins with it.
-    named = "|".join(name if re.search(r"[_ ]", name) else rf"(?<=: ){name}(?= must)|^{name}" for name in names)
+    named = "|".join(name if re.search(r"[_ =]", name) else rf"(?<=: ){name}(?= must)|^{name}" for name in names)
     return re.sub(rf"(?<![\w/.-])(?:{named})\b", lambda found: names[found[0]], str(error))
 
 

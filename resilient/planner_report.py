@@ -63,7 +63,10 @@ class Row:
             "units": spread,
             "num_microbatches": self.configuration.num_microbatches,
             "colocated": self.configuration.colocated,
+            "encoders": self.configuration.encoders.value,
+            "sharded": self.configuration.sharded,
             "predicted_ms": self.configuration.predicted_ms,
+            "notes": list(self.configuration.notes),
             "std_ms": dict(self.std_ms),
             **{name: getattr(self, name) for name in numbers},
         }

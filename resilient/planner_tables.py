@@ -9,35 +9,51 @@ from rich.table import Table
 from rich.text import Text
 
 from resilient.planner_report import Comparison, Row
+from resilient.planners.records import Bad
 
-_PADDING = (0, 2, 0, 0)
+_NAMED = 10
+"""Bad samples that are printed."""
+
+
+def show_bad(found: Sequence[Bad], console: Console) -> None:
+    """Print which samples are bad, by name, and what became of them."""
+    if not found:
+        return
+    dropped = sum(each.dropped for each in found)
+    _line(console, f"\nBad samples: {dropped} left out, {len(found) - dropped} made to fit", "bold")
+    for each in found[:_NAMED]:
+        _line(console, f"{each.name}: {each.reason}; {'left out' if each.dropped else 'made to fit'}", "")
+    if len(found) > _NAMED:
+        _line(console, f"and {len(found) - _NAMED} more, all in what --json writes", "dim")
 
 
 def show(comparison: Comparison, console: Console) -> None:
     """Print a comparison."""
-    units = list(comparison.rows[0].configuration.units) if comparison.rows else []
-    console.print("\nSteps", style="bold")
-    console.print(_steps(comparison, units))
-    console.print(
-        "std: of microbatch times in a step; sums: of gradients, after all else; fsdp's messages count as computing",
-        style="dim",
-    )
-    console.print("\nConfigurations", style="bold")
-    console.print(_configurations(comparison.rows, units))
-    console.print("a unit: replicas x stages x tensor-parallel [x context-parallel] devices", style="dim")
-    for row in comparison.rows:
+    rows = comparison.rows
+    if rows:
+        units = list(rows[0].configuration.units)
+        console.print("\nSteps", style="bold")
+        console.print(_steps(comparison, units))
+        _line(console, "std: of microbatch times in a step; sums: of gradients, after all else", "dim")
+        for row in rows:
+            if row.configuration.sharded:
+                _line(console, f"{row.name}: its messages count as computing", "dim")
+        console.print("\nConfigurations", style="bold")
+        console.print(_configurations(rows, units))
+        _line(console, "a unit: replicas x stages x tensor-parallel [x context-parallel] devices", "dim")
+    for row in rows:
+        for note in row.configuration.notes:
+            _line(console, f"{row.name}: {note}", "yellow")
         if not row.fits:
-            _line(console, f"{row.name} needs more memory than a device has", "red")
+            has = f"{(comparison.memory_bytes or 0) / 1e9:.1f}"
+            _line(console, f"{row.name} needs {row.peak_bytes / 1e9:.1f} GB, and a device has {has}", "red")
     for name, why in comparison.refused.items():
         _line(console, f"{name} found no plan: {why}", "red")
     _line(console, f"\nbest: {comparison.reason()}", "bold")
 
 
 def _steps(comparison: Comparison, units: Sequence[str]) -> Table:
-    table = Table(box=None, padding=_PADDING, header_style="dim")
-    table.add_column("planner")
-    for header in ("step ms", "speed-up", "bubble", "sums ms", *(f"std {unit}" for unit in units), "GB"):
-        table.add_column(header, justify="right")
+    table = _table("step\nms", "speed-up", "bubble", "sums\nms", *(f"std\n{unit}" for unit in units), "GB")
     for row in comparison.rows:
         speed_up = comparison.speed_up(row)
         memory = Text(f"{row.peak_bytes / 1e9:.1f}", style="" if row.fits else "bold red")
@@ -54,10 +70,7 @@ def _steps(comparison: Comparison, units: Sequence[str]) -> Table:
 
 
 def _configurations(rows: Sequence[Row], units: Sequence[str]) -> Table:
-    table = Table(box=None, padding=_PADDING, header_style="dim")
-    table.add_column("planner")
-    for header in ("devices", *units, "microbatches", "once ms", "step ms"):
-        table.add_column(header, justify="right")
+    table = _table("devices", *units, "micro-\nbatches", "once\nms", "step\nms")
     for row in rows:
         table.add_row(
             row.name,
@@ -67,6 +80,15 @@ def _configurations(rows: Sequence[Row], units: Sequence[str]) -> Table:
             f"{row.configure_ms:.0f}",
             f"{row.assign_ms:.2f}",
         )
+    return table
+
+
+def _table(*headers: str) -> Table:
+    """Return a table of planners that fits into 80 columns with three units."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("planner", vertical="bottom", no_wrap=True)
+    for header in headers:
+        table.add_column(header, justify="right", vertical="bottom", no_wrap=True)
     return table
 
 
