@@ -11,21 +11,18 @@ a sample's work is divided by the speed, and each replica's microbatches are put
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from resilient.planners.allocation import settle
 from resilient.planners.balance import Floats, give_out
 from resilient.planners.deferral import defer, encoder_microbatches
+from resilient.planners.entrain_memory import Room
 from resilient.planners.entrain_search import search
 from resilient.planners.planner import LLM, Assignment, Configuration, Place, Replica, Setting
-from resilient.planners.samples import SampleTable
-from resilient.planners.stage_work import by_stage, state_bytes
-
-logger = logging.getLogger(__name__)
+from resilient.planners.samples import Ints, SampleTable
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Entrain:
     def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
         """Return the configuration that takes least for the mean sample.
 
-        Logs a warning when other samples as many as these could well have led to another allocation.
+        It has a note when other samples as many as these could well have led to another allocation.
 
         Args:
             setting: The job.
@@ -57,9 +54,9 @@ class Entrain:
         sizes = [each.tp * each.cp for each in spread.values()]
         settled = settle(np.stack(work), sizes, setting.num_devices // spread[LLM].dp)
         if not settled.settled:
-            logger.warning("%s", settled)
-        elif settled.num_samples > len(samples):
-            logger.warning("only %s, and got %s; give more", settled, len(samples))
+            return replace(configuration, notes=(str(settled),))
+        if settled.num_samples > len(samples):
+            return replace(configuration, notes=(f"only {settled}, and got {len(samples)}; give more",))
         return configuration
 
     def assign(
@@ -72,6 +69,9 @@ class Entrain:
             configuration: As decided.
             batch: The global batch.
             replicas: The language model's replicas as they are now.
+
+        Raises:
+            ValueError: Memory is too small for a sample, even alone; the message names it.
         """
         names = list(configuration.units)
         language = names.index(LLM)
@@ -80,11 +80,14 @@ class Entrain:
         order = np.argsort(-encoder_ms, kind="stable")
         replica = give_out(llm_ms, [each.speed for each in replicas], order)
         encoder, llm = np.zeros_like(replica), np.zeros_like(replica)
+        room = Room.of(setting, configuration)
+        if room is not None:
+            room.check(batch)
         for index, each in enumerate(replicas):
             own = np.flatnonzero(replica == index)
-            fewest = _fewest_microbatches(setting, configuration, batch[own])
-            microbatch = encoder_microbatches(encoder_ms[own], llm_ms[own], each.num_microbatches, fewest)
-            encoder[own], llm[own] = defer(encoder_ms[own], llm_ms[own], microbatch, each.num_microbatches)
+            encoder[own], llm[own] = _microbatches(
+                encoder_ms[own], llm_ms[own], each.num_microbatches, batch[own], room
+            )
         early, late = Place(replica=replica, microbatch=encoder), Place(replica=replica, microbatch=llm)
         return Assignment(units={name: early if name in names[:language] else late for name in names})
 
@@ -98,22 +101,41 @@ def _work_ms(setting: Setting, configuration: Configuration, batch: SampleTable,
     return total
 
 
-def _fewest_microbatches(setting: Setting, configuration: Configuration, samples: SampleTable) -> int:
-    """Return how many microbatches a replica's samples need if what 1F1B holds, and deferral, is to fit into memory."""
-    memory = setting.cluster.memory_bytes
-    if memory is None:
-        return 1
-    fewest, behind = 1.0, 0
-    names = list(configuration.units)
-    for name in reversed(names):
-        unit, spread = setting.costs.by_name[name], configuration.units[name]
-        index, early = unit.index(spread.tp, spread.cp), names.index(name) < names.index(LLM)
-        held = behind + np.arange(spread.pp, 0, -1) + early
-        kept = by_stage(spread, [layer.curves[index].activation_bytes for layer in unit.layers])
-        kept *= float(samples.units[name].tokens.sum())
-        kept *= by_stage(spread, [layer.trainable or layer.input_gradient for layer in unit.layers]) > 0
-        free = np.maximum(memory - state_bytes(unit, spread, sharded=False), 1.0)
-        # A stage that all fits into need not hold fewer.
-        fewest = max(fewest, float(np.where(kept <= free, 1.0, np.ceil(kept * held / free)).max()))
-        behind += 0 if early else spread.pp
-    return int(min(fewest, 2.0**31))
+def _microbatches(
+    encoder_ms: Floats, llm_ms: Floats, num_microbatches: int, samples: SampleTable, room: Room | None
+) -> tuple[Ints, Ints]:
+    """Return the microbatch of each sample in encoders and in the language model.
+
+    Where microbatches that are even in work do not fit into memory, more of them are tried, then those without
+    deferral, then such as are even in memory. If nothing fits, what exceeds it least is returned.
+    """
+    ways = _ways(encoder_ms, llm_ms, num_microbatches, samples, room)
+    if room is None:
+        return next(ways)
+    least, best = np.inf, None
+    for early, late in ways:
+        used = room.used(samples, early, late, num_microbatches)
+        if used < least:
+            least, best = used, (early, late)
+        if used <= 1:
+            break
+    assert best is not None
+    return best
+
+
+def _ways(
+    encoder_ms: Floats, llm_ms: Floats, num_microbatches: int, samples: SampleTable, room: Room | None
+) -> Iterator[tuple[Ints, Ints]]:
+    """Yield what :func:`_microbatches` tries."""
+    fewest = room.fewest(samples) if room else 1
+    while True:
+        microbatch = encoder_microbatches(encoder_ms, llm_ms, num_microbatches, fewest)
+        early, late = defer(encoder_ms, llm_ms, microbatch, num_microbatches)
+        yield early, late
+        yield early, early
+        if fewest >= num_microbatches or room is None:
+            break
+        fewest = min(2 * max(fewest, len(np.unique(microbatch))), num_microbatches)
+    if room is not None:
+        even = room.even(samples, num_microbatches)
+        yield even, even

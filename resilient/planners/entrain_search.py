@@ -4,16 +4,17 @@ For each number of replicas and each degree of tensor and context parallelism of
 divided in proportion to the units' mean work, counted in device time at that degree; layers are cut into the stages
 that this makes; and
 
-    step = longest branch + (K - 1) * slowest stage + sum of gradients,
+    step = longest branch + (K - 1) * slowest stage + what no backward hides of the sum of gradients,
 
 where a branch is an encoder's stages, those of the language model after it, the messages between stages, and
 *resharding*: each device of the smaller group sends or receives its part of the encoder's output, and of its gradient.
-K = B / (DP * mu) microbatches, so DP divides B / mu. The last term, of the stage with most parameters, is not in the
-paper; without it, many replicas of few microbatches are chosen whose gradients take longer than the step.
+K = B / (DP * mu) microbatches, so DP divides B / mu. The last term is not in the paper; without it, many replicas of
+few microbatches are chosen whose gradients take longer than the step.
 
 Everything is that of the mean microbatch: mu samples of mean length and mean square. Its activations count as often as
 1F1B holds them, and once more in encoders, because of deferred samples; one of those held may consist of the largest
-sample. The optimizer is sharded over replicas.
+sample. A replica's share of a batch may have two standard deviations more than its mean. The optimizer is sharded over
+replicas.
 
 Source: Entrain, sections 4.4.1 and 4.4.2.
 """
@@ -21,7 +22,7 @@ Source: Entrain, sections 4.4.1 and 4.4.2.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +32,11 @@ from resilient.planners.balance import Cuts, Floats
 from resilient.planners.costs import UnitCosts
 from resilient.planners.planner import LLM, Configuration, Parallelism, Setting
 from resilient.planners.samples import Lengths, SampleTable
-from resilient.templates.cluster import Cluster, Link
+from resilient.planners.stage_work import exposed_sum_ms
+from resilient.templates.cluster import Link
+
+_MARGIN = 2.0
+"""Standard deviations by which a replica's samples of a step may have more tokens than on average."""
 
 
 def search(setting: Setting, samples: SampleTable) -> Configuration:
@@ -63,11 +68,11 @@ def search(setting: Setting, samples: SampleTable) -> Configuration:
     for each in found:
         needed = 0.0 if memory is None else _memory_bytes(each, language, number // each.dp)
         if memory is None or needed <= memory:
-            spread = {
-                name: Parallelism(dp=each.dp, pp=pp, tp=option.tp, cp=option.cp, stage_layers=option.cut(pp))
-                for name, option, pp in zip(names, each.options, each.stages, strict=True)
-            }
-            return Configuration(units=spread, num_microbatches=number // each.dp, predicted_ms=each.step_ns / 1e6)
+            return Configuration(
+                units=_spread(names, each.dp, each.options, each.stages),
+                num_microbatches=number // each.dp,
+                predicted_ms=each.step_ns / 1e6,
+            )
         least = min(least, needed)
     raise ValueError(
         f"memory_bytes must be >= {least:.0f}, what the least demanding configuration needs, got {memory}; use more "
@@ -103,35 +108,34 @@ class _Option:
         kept = [layer.curves[index].activation_bytes * tokens for layer in unit.layers]
         trains = [layer.trainable or layer.input_gradient for layer in unit.layers]
         self._excess = max(float(lengths.tokens.max()) / tokens - 1, 0.0) if tokens else 0.0
+        # Of the mean of a batch, by the mean of samples.
+        mean = float(lengths.tokens.mean())
+        self._deviation = float(lengths.tokens.std()) / mean / setting.global_batch**0.5 if mean else 0.0
         held = [layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers]
         optimizer = [layer.optimizer_bytes / cp for layer in unit.layers]
-        gradients = [layer.gradient_bytes for layer in unit.layers]
-        self._bytes = np.stack([kept, trains, np.array(held) / tp, np.array(optimizer) / tp, np.array(gradients) / tp])
+        self._of_layers = np.stack([kept, trains, np.array(held) / tp, np.array(optimizer) / tp, backward_ms])
         self._stages: dict[int, tuple[tuple[int, ...], Floats]] = {}
 
     def cut(self, num_stages: int) -> tuple[int, ...]:
         """Return the layers of each stage."""
         return self._cut(num_stages)[0]
 
-    def sum_ms(self, num_stages: int, dp: int, cluster: Cluster) -> float:
-        """Return how long a ring takes to sum the gradients of the stage that has most."""
-        ring = dp * self.cp
-        inside = dp * num_stages * self.size <= cluster.devices_per_node
-        link = cluster.intra_node if inside else cluster.inter_node
-        most = float(self._cut(num_stages)[1][4].max())
-        return 2 * (ring - 1) * link.transfer_ms(most / ring) if most else 0.0
+    def backward_ms(self, num_stages: int) -> Floats:
+        """Return what each stage's backward takes."""
+        return self._cut(num_stages)[1][4]
 
     def memory_bytes(self, num_stages: int, dp: int, in_flight: Floats) -> float:
         """Return what the fullest stage needs on each device, with the microbatches in flight on each stage."""
         kept, trains, held, optimizer, _ = self._cut(num_stages)[1]
+        in_flight = in_flight * (1 + _MARGIN * self._deviation * dp**0.5)
         return float((held + optimizer / dp + kept * (trains > 0) * (in_flight + self._excess)).max())
 
     def _cut(self, num_stages: int) -> tuple[tuple[int, ...], Floats]:
-        """Return each stage's layers, and of each its activations, how many of its layers run a backward, and the bytes
-        of parameters and gradients, of the optimizer, and of gradients alone. [5, num_stages]"""
+        """Return each stage's layers, and of each its activations, how many of its layers run a backward, the bytes of
+        parameters and gradients and those of the optimizer, and the time of its backward. [5, num_stages]"""
         if num_stages not in self._stages:
             layers = self._cuts.layers(num_stages)
-            self._stages[num_stages] = layers, np.add.reduceat(self._bytes, np.cumsum((0, *layers[:-1])), axis=1)
+            self._stages[num_stages] = layers, np.add.reduceat(self._of_layers, np.cumsum((0, *layers[:-1])), axis=1)
         return self._stages[num_stages]
 
 
@@ -158,6 +162,7 @@ def _candidates(
     """Yield what has at most one stage for each layer, whether it fits into memory or not."""
     returns = setting.costs.units[language].layers[0].input_gradient
     link = _link(setting)
+    names = [unit.name for unit in setting.costs.units]
     for dp in (each for each in range(1, min(number, setting.num_devices) + 1) if number % each == 0):
         devices = setting.num_devices // dp
         for chosen in itertools.product(*options):
@@ -175,9 +180,20 @@ def _candidates(
                 for each in chosen[:language]
             ]
             branch = max(map(sum, zip(filled[:language], reshard, strict=True)), default=0.0)
-            sums = max(each.sum_ms(pp, dp, setting.cluster) for pp, each in zip(stages, chosen, strict=True))
+            backward_ms = {name: each.backward_ms(pp) for name, each, pp in zip(names, chosen, stages, strict=True)}
+            spread = _spread(names, dp, chosen, stages)
+            sums = exposed_sum_ms(setting.costs.units, spread, setting.cluster, backward_ms)
             step_ms = branch + sum(filled[language:]) + (number // dp - 1) * slowest + sums
             yield _Candidate(round(step_ms * 1e6), dp * sum(allocated), dp, chosen, stages)
+
+
+def _spread(
+    names: Sequence[str], dp: int, options: Sequence[_Option], stages: Sequence[int]
+) -> Mapping[str, Parallelism]:
+    return {
+        name: Parallelism(dp=dp, pp=pp, tp=option.tp, cp=option.cp, stage_layers=option.cut(pp))
+        for name, option, pp in zip(names, options, stages, strict=True)
+    }
 
 
 def _memory_bytes(candidate: _Candidate, language: int, num_microbatches: int) -> float:

@@ -108,6 +108,7 @@ class Configuration:
         encoders: How encoders share devices with each other.
         sharded: Whether replicas share parameters and gradients, too (FSDP), and gather them layer by layer.
         predicted_ms: Step time as the planner itself predicts it.
+        notes: What people should know of the decision, a sentence each.
     """
 
     units: Mapping[str, Parallelism]
@@ -116,6 +117,7 @@ class Configuration:
     encoders: Encoders = Encoders.PARALLEL
     sharded: bool = False
     predicted_ms: float = 0.0
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,19 @@ def table(count: int, seed: int = 0) -> SampleTable:
     return SampleTable(units={"vision": Lengths.of(vision), "llm": Lengths.of(text + vision)})
 
 
+def with_attention(costs: CostModel, times: float) -> CostModel:
+    """Costs in which attention takes so many times as long."""
+    return replace(costs, units=tuple(_with_attention(each, times) for each in costs.units))
+
+
+def _with_attention(costs: UnitCosts, times: float) -> UnitCosts:
+    def changed(curves: LayerCurves) -> LayerCurves:
+        return replace(curves, forward=replace(curves.forward, attention=times * curves.forward.attention))
+
+    layers = tuple(replace(layer, curves=tuple(map(changed, layer.curves))) for layer in costs.layers)
+    return replace(costs, layers=layers)
+
+
 def learnt(at: Setting, truth: CostModel, configuration: Configuration) -> Setting:
     """The job once it has seen how long samples of all lengths take in truth."""
     seen: list[Observation] = []

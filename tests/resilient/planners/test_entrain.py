@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import replace
 from itertools import product
@@ -11,16 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs_of_planners import COSTS, DEGREES, after_failures, check_places, setting, table, unit
+from jobs_of_planners import COSTS, DEGREES, after_failures, check_places, learnt, setting, table, unit, with_attention
 
 from resilient.planners.allocation import proportional
-from resilient.planners.balance import cut_chain, loads
+from resilient.planners.balance import Floats, cut_chain, loads
+from resilient.planners.correction import Correction, Factor, buckets
 from resilient.planners.costs import CostModel
 from resilient.planners.entrain import Entrain
 from resilient.planners.evaluate import evaluate
 from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
-from resilient.planners.stage_work import gradient_sum_ms, state_bytes
+from resilient.planners.stage_work import exposed_sum_ms, state_bytes
 from resilient.planners.uniform import in_order
 from resilient.templates.cluster import Cluster, Link
 
@@ -56,7 +56,9 @@ def by_hand(at: Setting, samples: SampleTable, spread: dict[str, Parallelism]) -
     language = names.index(LLM)
     number = at.global_batch // at.microbatch // spread[LLM].dp
     link = at.cluster.inter_node if at.num_nodes > 1 else at.cluster.intra_node
-    slowest, sums, branches, tail, memory, behind = 0.0, 0.0, [0.0], 0.0, 0.0, 0
+    slowest, branches, tail, memory, behind = 0.0, [0.0], 0.0, 0.0, 0
+    backward: dict[str, Floats] = {}
+    whole: dict[str, Parallelism] = {}
     for position in reversed(range(len(names))):
         each, lengths = at.costs.units[position], samples.units[names[position]]
         to = spread[each.name]
@@ -66,15 +68,16 @@ def by_hand(at: Setting, samples: SampleTable, spread: dict[str, Parallelism]) -
         slowest = max(slowest, *loads(layers, stage_of, to.pp))
         both = 1 + any(layer.input_gradient for layer in each.layers[1:])
         time = sum(layers) + (to.pp - 1) * both * link.transfer_ms(each.boundary_bytes * tokens / (to.tp * to.cp))
-        to = replace(to, stage_layers=cut_chain(layers, to.pp))
-        sums = max(sums, *gradient_sum_ms(each, to, at.cluster))
+        to = whole[each.name] = replace(to, stage_layers=cut_chain(layers, to.pp))
+        backward[each.name] = loads(each.layer_ms(tokens, squares, to.tp, to.cp)[1], stage_of, to.pp)
         in_flight = np.minimum(behind + np.arange(to.pp, 0, -1) + (position < language), number)
         kept = loads(
             [layer.curves[each.index(to.tp, to.cp)].activation_bytes for layer in each.layers], stage_of, to.pp
         )
         trains = loads([layer.trainable or layer.input_gradient for layer in each.layers], stage_of, to.pp) > 0
-        # All of mean size but one, which is the largest sample where that is more.
-        held = (in_flight - 1) * tokens + max(tokens, float(lengths.tokens.max()))
+        # All of mean size, or somewhat more, but one, which is the largest sample where that is more.
+        more = 2 * float(lengths.tokens.std()) / (at.global_batch / to.dp) ** 0.5 * 2  # microbatches of two
+        held = in_flight * (tokens + more) + max(0.0, float(lengths.tokens.max()) - tokens)
         memory = max(memory, *(state_bytes(each, to, sharded=False) + kept * trains * held))
         if position < language:
             llm = spread[LLM]
@@ -84,6 +87,7 @@ def by_hand(at: Setting, samples: SampleTable, spread: dict[str, Parallelism]) -
         else:
             tail += time
             behind += to.pp
+    sums = exposed_sum_ms(at.costs.units, whole, at.cluster, backward)
     return max(branches) + tail + (number - 1) * slowest + sums, memory
 
 
@@ -139,7 +143,7 @@ def test_no_configuration_is_better(costs: str, num_nodes: int, memory: int | No
         (
             job(COSTS, 1, memory=1000),
             table(30),
-            "memory_bytes must be >= 1418400, what the least demanding configuration needs, got 1000; use more nodes, "
+            "memory_bytes must be >= 1731155, what the least demanding configuration needs, got 1000; use more nodes, "
             "a smaller microbatch, or larger devices",
         ),
         (
@@ -161,26 +165,22 @@ def test_what_cannot_be_configured_is_refused(at: Setting, samples: SampleTable,
         Entrain().configure(at, samples)
 
 
-def test_few_samples_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        Entrain().configure(setting(), table(500))
-        assert caplog.messages == []
-        Entrain().configure(setting(), table(10))
-    (message,) = caplog.messages
-    assert re.fullmatch(r"only batches of \d+ samples agree on \(\d+, \d+\) devices, and got 10; give more", message)
+def test_few_samples_are_noted() -> None:
+    assert Entrain().configure(setting(), table(500)).notes == ()
+    (note,) = Entrain().configure(setting(), table(10)).notes
+    assert re.fullmatch(r"only batches of \d+ samples agree on \(\d+, \d+\) devices, and got 10; give more", note)
 
 
-def test_an_allocation_on_the_edge_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_allocation_on_the_edge_is_noted() -> None:
     whole = unit("llm", 8, 0.002, 0.0)
     layers = tuple(replace(layer, curves=layer.curves[:1]) for layer in whole.layers)
     alone = replace(whole, degrees=((1, 1),), layers=layers)
     costs = CostModel(units=(replace(alone, name="vision"), alone))
     at = job(costs, 3, batch=2)  # six devices: shares of 2.5 and 3.5
     vision, text = np.tile([40, 60], 100), np.full(200, 70)
-    with caplog.at_level(logging.WARNING):
-        Entrain().configure(at, SampleTable(units={"vision": Lengths.of(vision), "llm": Lengths.of(text)}))
-    (message,) = caplog.messages
-    assert message.startswith("batches of 4096 samples do not agree on (")
+    samples = SampleTable(units={"vision": Lengths.of(vision), "llm": Lengths.of(text)})
+    (note,) = Entrain().configure(at, samples).notes
+    assert note.startswith("batches of 4096 samples do not agree on (")
 
 
 @settings(max_examples=40, deadline=None)
@@ -242,9 +242,54 @@ def test_work_is_more_even_than_in_order_and_the_step_shorter() -> None:
     assert planned.std_ms[LLM] < 0.4 * plain.std_ms[LLM]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_what_was_learnt_makes_the_true_step_shorter(seed: int) -> None:
+    """Attention takes thirty times what is usual, and was predicted to take nothing."""
+    at, truth, batch = (
+        replace(setting(), costs=with_attention(COSTS, 0.0)),
+        with_attention(COSTS, 30.0),
+        table(400, seed),
+    )
+    configuration, replicas = Entrain().configure(setting(), table(200)), [Replica(num_microbatches=4)] * 4
+    spread = configuration.units[LLM]
+    steps: list[float] = []
+    slowest: list[float] = []
+    for known in (at, learnt(at, truth, configuration)):
+        found = Entrain().assign(known, configuration, batch, replicas)
+        steps.append(evaluate(replace(at, costs=truth), configuration, found, batch, replicas).iteration_ms)
+        true_ms = truth.by_name[LLM].work(spread.tp, spread.cp).of(batch.units[LLM])
+        slowest.append(float(loads(true_ms, found.units[LLM].replica, 4).max()))
+    assert steps[1] < 0.99 * steps[0]
+    assert slowest[1] < 0.98 * slowest[0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 60),
+    st.lists(st.sampled_from([0.3, 1.0]), min_size=1, max_size=6),
+    st.integers(0, 99),
+)
+def test_once_learnt_the_true_times_of_replicas_hold_their_bound(count: int, speeds: list[float], seed: int) -> None:
+    """None is done more than a longest sample for each after the mean: it would have gone to another."""
+    configuration = Entrain().configure(setting(), table(200))
+    of_bucket = np.random.default_rng(seed).uniform(0.3, 3.0, 126)
+    factors = {
+        (name, spread.tp, bucket): Factor(value=float(of_bucket[bucket]), num_steps=1)
+        for name, spread in configuration.units.items()
+        for bucket in range(126)
+    }
+    at, batch = replace(setting(), correction=Correction(factors=factors)), table(count, seed)
+    replicas = [Replica(num_microbatches=4, speed=speed) for speed in speeds]
+    place = Entrain().assign(at, configuration, batch, replicas).units[LLM]
+    lengths, spread = batch.units[LLM], configuration.units[LLM]
+    true_ms = COSTS.by_name[LLM].work(spread.tp, spread.cp).of(lengths) * of_bucket[buckets(lengths.longest)]
+    done = loads(true_ms, place.replica, len(speeds)) / speeds
+    assert done.max() <= (true_ms.sum() + (len(speeds) - 1) * true_ms.max()) / sum(speeds) * (1 + 1e-9)
+
+
 def test_microbatches_are_small_where_memory_is() -> None:
     draw = np.random.default_rng(1)
-    vision = draw.lognormal(5, 1.5, 32).astype(np.int64)
+    vision = draw.lognormal(5, 0.8, 32).astype(np.int64)
     batch = SampleTable(units={"vision": Lengths.of(vision), LLM: Lengths.of(vision // 4 + 10)})
     spread = {name: Parallelism(dp=1, pp=1, stage_layers=(layers,)) for name, layers in (("vision", 4), (LLM, 8))}
     configuration = Configuration(units=spread, num_microbatches=32)
@@ -257,5 +302,4 @@ def test_microbatches_are_small_where_memory_is() -> None:
     # The encoder holds its own, that which the language model has, and one for deferral.
     state, kept = 4 * 16_000, 400 * int(vision.sum())
     assert used(None) == used(2**40) < 10
-    assert [used(state + 3 * kept // number + 100) for number in (16, 20, 29)] == [16, 20, 29]
-    assert used(1) == 32
+    assert [used(state + 3 * kept // number + 100) for number in (10, 12, 14)] == [10, 12, 14]

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs_of_planners import COSTS, after_failures, check_places, learnt, setting, table
+from jobs_of_planners import COSTS, after_failures, check_places, learnt, setting, table, with_attention
 
 from resilient.planners.balance import loads
 from resilient.planners.baselines import EncoderFirst, FullySharded
 from resilient.planners.correction import Correction, Factor, buckets
-from resilient.planners.costs import CostModel, LayerCurves, UnitCosts
 from resilient.planners.evaluate import evaluate
 from resilient.planners.orchmllm import OrchMLLM
 from resilient.planners.permutations import compose, handover, invert, placement
@@ -63,19 +62,6 @@ def test_every_sample_has_one_place_after_failures(
     check_places(assignment, planner.assign(setting(), CONFIGURATION, batch, replicas), count, replicas)
     turns = [place.microbatch.tolist() for place in assignment.units.values()]
     assert turns[0] == turns[1], "pipelines would wait"
-
-
-def with_attention(costs: CostModel, times: float) -> CostModel:
-    """Costs in which attention takes so many times as long."""
-    return replace(costs, units=tuple(_with_attention(each, times) for each in costs.units))
-
-
-def _with_attention(costs: UnitCosts, times: float) -> UnitCosts:
-    def changed(curves: LayerCurves) -> LayerCurves:
-        return replace(curves, forward=replace(curves.forward, attention=times * curves.forward.attention))
-
-    layers = tuple(replace(layer, curves=tuple(map(changed, layer.curves))) for layer in costs.layers)
-    return replace(costs, layers=layers)
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,0 +1,137 @@
+"""What Entrain's microbatches keep of the devices' memory, and microbatches for when that is scarce.
+
+Under 1F1B a stage with d stages after it holds d + 1 microbatches in a row; in encoders, those of the language model
+count as after it. An encoder also holds what is deferred of the microbatch before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from resilient.planners.balance import Floats, loads, longest_first
+from resilient.planners.planner import LLM, Configuration, Setting
+from resilient.planners.samples import Ints, SampleTable
+from resilient.planners.stage_work import by_stage, state_bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kept:
+    """What the stages of a unit keep.
+
+    Args:
+        windows: Microbatches in a row that each stage holds. [num_stages]
+        parts: What a token takes of what each stage has left. [num_stages]
+        encodes: Whether it comes before the language model, and has microbatches with samples that are deferred.
+    """
+
+    windows: Ints
+    parts: Floats
+    encodes: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Room:
+    """What the stages of a replica have left for activations.
+
+    Args:
+        units: By name.
+    """
+
+    units: Mapping[str, Kept]
+
+    @classmethod
+    def of(cls, setting: Setting, configuration: Configuration) -> Room | None:
+        """Return the room beside parameters, gradients and the optimizer; None without a limit.
+
+        Raises:
+            ValueError: There is none.
+        """
+        memory = setting.cluster.memory_bytes
+        if memory is None:
+            return None
+        units: dict[str, Kept] = {}
+        names = list(configuration.units)
+        language = names.index(LLM)
+        for position, name in enumerate(names):
+            unit, spread = setting.costs.by_name[name], configuration.units[name]
+            index = unit.index(spread.tp, spread.cp)
+            kept = by_stage(spread, [layer.curves[index].activation_bytes for layer in unit.layers])
+            kept *= by_stage(spread, [layer.trainable or layer.input_gradient for layer in unit.layers]) > 0
+            state = state_bytes(unit, spread, sharded=False)
+            if state.max() >= memory:
+                raise ValueError(
+                    f"memory_bytes must be more than the {state.max():.0f} bytes of parameters, gradients and "
+                    f"optimizer on a device of {name!r}, got {memory}; configure the job again"
+                )
+            behind = sum(configuration.units[each].pp for each in names[max(position + 1, language) :])
+            units[name] = Kept(
+                windows=np.arange(spread.pp, 0, -1) + behind,
+                parts=kept / (memory - state),
+                encodes=position < language,
+            )
+        return cls(units=units)
+
+    def check(self, batch: SampleTable) -> None:
+        """Refuse a sample that does not fit even alone.
+
+        Raises:
+            ValueError: There is one; the message names it.
+        """
+        for name, unit in self.units.items():
+            tokens, part = batch.units[name].tokens, float(unit.parts.max())
+            if tokens.max(initial=0) * part > 1:
+                raise ValueError(
+                    f"tokens of {batch.name(int(tokens.argmax()))} in {name!r} must be <= {int(1 / part)}, which "
+                    f"fit into memory alone, got {tokens.max()}; leave it out, or configure the job for longer samples"
+                )
+
+    def fewest(self, samples: SampleTable) -> int:
+        """Return how many equal microbatches the samples would need."""
+        fewest = 1.0
+        for name, unit in self.units.items():
+            total = float(samples.units[name].tokens.sum()) * unit.parts
+            # A stage that all fits into need not hold fewer.
+            needed = np.where(total <= 1, 1.0, np.ceil(total * (unit.windows + unit.encodes)))
+            fewest = max(fewest, float(needed.max()))
+        return int(min(fewest, 2.0**31))
+
+    def used(self, samples: SampleTable, early: Ints, late: Ints, num_microbatches: int) -> float:
+        """Return the largest part that is used of what a stage has left; what has more than 1 does not fit.
+
+        Args:
+            samples: Of the replica.
+            early: The position of each one's microbatch in encoders.
+            late: In the language model: the same or the next.
+            num_microbatches: Of the replica.
+        """
+        largest = 0.0
+        for name, unit in self.units.items():
+            tokens = samples.units[name].tokens.astype(np.float64)
+            place = early if unit.encodes else late
+            sums = np.concatenate(([0.0], np.cumsum(loads(tokens, place, num_microbatches))))
+            # When a microbatch is differentiated, what was deferred to it is still held.
+            deferred = loads(np.where(late > place, tokens, 0.0), late, num_microbatches)
+            for window, part in zip(unit.windows.tolist(), unit.parts.tolist(), strict=True):
+                ends = np.minimum(np.arange(num_microbatches) + window, num_microbatches)
+                largest = max(largest, part * float((sums[ends] - sums[:-1] + deferred).max()))
+        return largest
+
+    def even(self, samples: SampleTable, num_microbatches: int) -> Ints:
+        """Return the microbatch of each sample such that what these take of the room is even, and large ones are apart.
+
+        The largest part that is used of what a stage has left is at most (sum + (n - 1) * largest) / n with n
+        microbatches, of what samples take when a stage holds only such; less where the largest are few.
+        """
+        share = np.zeros(len(samples))
+        for name, unit in self.units.items():
+            share = np.maximum(share, float((unit.windows * unit.parts).max()) * samples.units[name].tokens)
+        microbatch = longest_first(share, np.ones(num_microbatches))
+        window = max(int(unit.windows.max()) for unit in self.units.values())
+        # In any window, one is of the largest, one of the next, and so on.
+        rank = np.argsort(np.argsort(-loads(share, microbatch, num_microbatches), kind="stable"), kind="stable")
+        rows = -(-num_microbatches // window)
+        place = (rank % rows) * window + rank // rows
+        return np.argsort(np.argsort(place, kind="stable"), kind="stable")[microbatch]
