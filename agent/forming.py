@@ -68,6 +68,7 @@ def problem_of(job: JobSpec, workers_per_node: int) -> Problem:
         max_failures=job.max_failures,
         min_pipeline_nodes=job.min_pipeline_nodes,
         schedule=job.schedule,
+        num_chunks=job.num_chunks,
     )
 
 
@@ -173,23 +174,21 @@ def message_for(worker: Worker, generation: int, formed: Formed, members: Mappin
 def describe(formed: Formed, members: Mapping[int, Member], slowdowns: Mapping[int, float]) -> dict[str, Any]:
     """Return what the event log says of a generation."""
     staying = {node: member for node, member in sorted(members.items()) if member.is_ready and not member.leaving}
-    slots = formed.plan.slots
     pipelines = [
         {
             "nodes": list(pipeline.nodes),
             "num_microbatches": pipeline.num_microbatches,
             "stages": [
                 {
-                    "node": slot.node,
-                    "local_rank": slot.local_rank,
-                    "first_layer": slot.stage.first_layer,
-                    "end_layer": slot.stage.end_layer,
+                    "node": pipeline.nodes[stage.node_index],
+                    "local_rank": stage.first_device,
+                    "first_layer": stage.first_layer,
+                    "end_layer": stage.end_layer,
                 }
-                for slot in slots
-                if slot.pipeline_index == index
+                for stage in pipeline.template.stages
             ],
         }
-        for index, pipeline in enumerate(formed.plan.pipelines)
+        for pipeline in formed.plan.pipelines
     ]
     placed = set(formed.plan.nodes)
     return {

@@ -1,7 +1,7 @@
 """How much slower than the others a node is, from what the workers have measured. Pure.
 
 Measured times are compared with measured times: where the profile is wrong about a layer, it is as wrong for every
-holder. It only weighs the layers of a stage against each other, because pipelines cut the model differently.
+holder. It only weighs the layers of a worker against each other, because pipelines cut the model differently.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def slowdowns(profile: ModelProfile, plan: Plan, stage_ms: Mapping[Worker, float
     ratios: list[list[float]] = [[] for _ in profile.layers]
     for slots in pipelines:
         for slot in slots:
-            for layer in range(slot.stage.first_layer, slot.stage.end_layer):
+            for layer in _layers_ms(profile, slot):
                 ratios[layer].append(measured[slot.rank] / _planned_ms(profile, slot))
     ratios, sorted_totals = [sorted(of_layer) for of_layer in ratios], sorted(totals)
     found: dict[int, float] = {}
@@ -63,10 +63,7 @@ def slowdowns(profile: ModelProfile, plan: Plan, stage_ms: Mapping[Worker, float
 def _expected_ms(profile: ModelProfile, slot: Slot, measured_ms: float, ratios: Sequence[Sequence[float]]) -> float:
     """Return how long the other holders would take for a slot's layers, from each layer's ratios of its holders."""
     ratio = measured_ms / _planned_ms(profile, slot)
-    return sum(
-        _layer_ms(profile, slot, layer) * _median_of_others(ratios[layer], ratio)
-        for layer in range(slot.stage.first_layer, slot.stage.end_layer)
-    )
+    return sum(ms * _median_of_others(ratios[layer], ratio) for layer, ms in _layers_ms(profile, slot).items())
 
 
 def _by_pipeline(plan: Plan) -> list[list[Slot]]:
@@ -77,12 +74,17 @@ def _by_pipeline(plan: Plan) -> list[list[Slot]]:
 
 
 def _planned_ms(profile: ModelProfile, slot: Slot) -> float:
-    return sum(_layer_ms(profile, slot, layer) for layer in range(slot.stage.first_layer, slot.stage.end_layer))
+    return sum(_layers_ms(profile, slot).values())
 
 
-def _layer_ms(profile: ModelProfile, slot: Slot, index: int) -> float:
-    layer = profile.layers[index]
-    return (1 + slot.stage.checkpointing) * layer.costs[0].forward_ms + layer.backward_ms()
+def _layers_ms(profile: ModelProfile, slot: Slot) -> dict[int, float]:
+    """Return the planned time of each layer of a slot, by its index."""
+    return {
+        index: (1 + stage.checkpointing) * profile.layers[index].costs[0].forward_ms
+        + profile.layers[index].backward_ms()
+        for stage in slot.stages
+        for index in range(stage.first_layer, stage.end_layer)
+    }
 
 
 def _median_of_others(ascending: Sequence[float], own: float) -> float:

@@ -113,32 +113,35 @@ def recorded_chart(trace: Trace) -> Chart | None:
 
 
 def _recorded(trace: Trace, steps: list[Slice], number: int) -> Chart:
-    steps.sort(key=lambda step: (step.args["pipeline"], step.args["stage"]))
+    steps.sort(key=lambda step: (step.args["pipeline"], step.args["row"]))
     start_ns, end_ns = min(step.start_ns for step in steps), max(step.end_ns for step in steps)
     bars: list[Bar] = []
+    rows: list[str] = []
     for row, step in enumerate(steps):
-        for category in (ACTION, PART):
-            for each in trace.of(step.process, step.thread, category):
-                kind, label = _kind_of(each)
-                if kind and each.start_ns >= step.start_ns and each.end_ns <= step.end_ns:
-                    times = {"start_ns": each.start_ns - start_ns, "end_ns": each.end_ns - start_ns}
-                    bars.append(Bar(row=row, kind=kind, label=label, **times))
+        slices = [each for category in (ACTION, PART) for each in trace.of(step.process, step.thread, category)]
+        own = [each for each in slices if each.start_ns >= step.start_ns and each.end_ns <= step.end_ns]
+        stages = sorted({Action.parse(each.name).stage for each in own if each.category == ACTION})
+        names = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+        rows.append(f"node {step.process}\npipeline {step.args['pipeline']}, {names}")
+        for each in own:
+            kind, label, chunk = _kind_of(each, stages)
+            if kind:
+                times = {"start_ns": each.start_ns - start_ns, "end_ns": each.end_ns - start_ns}
+                bars.append(Bar(row=row, kind=kind, label=label, chunk=chunk, **times))
     return Chart(
         title=f"step {number} as it was run: {milliseconds((end_ns - start_ns) / 1e6)} ms",
-        rows=tuple(
-            f"node {step.process}\npipeline {step.args['pipeline']}, stage {step.args['stage']}" for step in steps
-        ),
+        rows=tuple(rows),
         length_ns=end_ns - start_ns,
         bars=tuple(bars),
     )
 
 
-def _kind_of(each: Slice) -> tuple[str, str]:
-    """Return the kind of bar and its label; no kind for what is waiting or nothing."""
+def _kind_of(each: Slice, stages: list[int]) -> tuple[str, str, int]:
+    """Return the kind of bar, its label, and which of the worker's stages it is of; no kind for waiting or nothing."""
     if each.category == PART:
         name = each.name.partition(" ")[0]
-        return (name if name in OTHER else ""), ""
+        return (name if name in OTHER else ""), "", 0
     action = Action.parse(each.name)
     if action.op.computes:
-        return action.op.text, str(action.index)
-    return ("sum" if action.op is Op.REDUCE else ""), ""
+        return action.op.text, str(action.index), stages.index(action.stage)
+    return ("sum" if action.op is Op.REDUCE else ""), "", 0

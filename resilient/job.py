@@ -23,8 +23,8 @@ from resilient.templates.profile import ModelProfile
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 """Name -> type of parameters, gradients and optimizer slots; "bf16" computes matrix products in bfloat16."""
 
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2")
-"""Kinds of schedules a job can choose: those that train, with one stage per worker, as plans have it."""
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-h2")
+"""Kinds of schedules a job can choose: those that train."""
 
 _USABLE_MEMORY = 0.9
 """Share of a device's memory that states and activations may take; the rest is for libraries and fragmentation."""
@@ -48,6 +48,7 @@ class Job:
     schedule: str
     device: torch.device
     comm_timeout_s: float
+    num_chunks: int = 2
     num_steps: int = 1
 
     def __post_init__(self) -> None:
@@ -65,6 +66,13 @@ class Job:
                 f"schedule must be one of {list(SCHEDULES)}, got {self.schedule!r}; choose one of them, 1f1b needs the "
                 f"least memory"
             )
+        if self.kind is Kind.INTERLEAVED:
+            _check("num_chunks", self.num_chunks, 2, "1f1b is the schedule with one stage on each worker")
+            if self.device.type == "cuda":
+                raise ValueError(
+                    f"schedule must not be {self.schedule} on {self.device} (NCCL's messages carry no tags, and both "
+                    f"ends do not order theirs alike); choose another"
+                )
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be > 0, got {self.clip_grad_norm}; pass None not to clip")
         if len(self.dataset) == 0:
@@ -113,6 +121,7 @@ class Job:
             checkpoint_every=self.checkpoint_every,
             memory_bytes=_memory_bytes(self.device),
             schedule=self.kind,
+            num_chunks=self.num_chunks if self.kind is Kind.INTERLEAVED else 1,
             digest=self._digest(),
         )
 
@@ -132,6 +141,7 @@ class Job:
             self.precision,
             self.clip_grad_norm,
             self.schedule,
+            self.num_chunks,
             self.num_steps,
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -31,6 +31,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         profile: As measured where this worker runs: on other machines the times are others.
         memory_bytes: What training may use of a device's memory; None for no limit.
         schedule: What pipelines run.
+        num_chunks: Stages of each worker, under interleaved-1f1b.
     """
 
     profile: ModelProfile
@@ -42,6 +43,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_every: int = 0
     memory_bytes: int | None = None
     schedule: Kind = Kind.ONE_F_ONE_B
+    num_chunks: int = 1
     digest: str = ""
 
 

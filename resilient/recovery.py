@@ -28,7 +28,8 @@ from resilient.templates.generators import schedule_of
 from resilient.templates.plan import Plan, Slot
 from resilient.templates.profile import ModelProfile
 from resilient.templates.schedule import Action
-from resilient.wire import Downstream, Upstream
+from resilient.templates.template import StageSpec
+from resilient.wire import Downstream, Lane, Upstream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,7 @@ class Installer:
     def _gather(self, message: Generation, slot: Slot, comm: Communicator) -> int:
         """Bring together all states the slot needs; return the bytes that came from peers."""
         ledger = self._ledger
-        needed = self._profile.states(slot.stage.first_layer, slot.stage.end_layer)
+        needed = slot.states(self._profile)
         ledger.keep(needed)
         missing = {name: self._allocate(name) for name in needed if name not in ledger.current}
         copied = {transfer.state for transfer in message.transfers if transfer.target == slot.rank}
@@ -161,20 +162,22 @@ class Installer:
         self, message: Generation, slot: Slot, holders: dict[str, tuple[int, ...]], comm: Communicator
     ) -> Session:
         job, states = self._job, self._ledger.current
-        index, last = slot.stage_index, len(message.plan.pipelines[slot.pipeline_index].template.stages) - 1
-        layers = [
-            StageLayer(index=layer, module=bind(job.model.layers[layer], states, job.device))
-            for layer in range(slot.stage.first_layer, slot.stage.end_layer)
-        ]
-        stage = Stage(
-            job.model,
-            layers,
-            is_last=index == last,
-            device=job.device,
-            autocast=job.autocast,
-            seed=job.seed,
-            checkpointing=slot.stage.checkpointing,
-        )
+        template = message.plan.pipelines[slot.pipeline_index].template
+        num_rows, num_stages = len(template.rows), len(template.stages)
+        indices = range(slot.row_index, num_stages, num_rows)
+        stages = {index: self._stage(spec) for index, spec in zip(indices, slot.stages, strict=True)}
+        first_rank = slot.rank - slot.row_index
+        ranks = [first_rank + stage % num_rows for stage in range(num_stages)]
+        upstream = {
+            stage: Upstream(comm, ranks[stage - 1], job.device, Lane(stage, num_stages))
+            for stage in indices
+            if stage > 0 and ranks[stage - 1] != slot.rank
+        }
+        downstream = {
+            stage: Downstream(comm, ranks[stage + 1], Lane(stage + 1, num_stages))
+            for stage in indices
+            if stage < num_stages - 1 and ranks[stage + 1] != slot.rank
+        }
         trained = {name: state for name, state in states.items() if state.layout.num_trainable}
         index_of = {name: self._profile.index(name) for name in trained}
         sync = GradientSync(
@@ -185,11 +188,11 @@ class Installer:
         stopwatch = Stopwatch(job.device, message.plan.pipelines[slot.pipeline_index].num_microbatches)
         executor = Executor(
             actions=self._actions(message.plan, slot),
-            stages={index: stage},
+            stages=stages,
             sync=sync,
             comm=comm,
-            upstream={index: Upstream(comm, slot.rank - 1, job.device)} if index > 0 else {},
-            downstream={index: Downstream(comm, slot.rank + 1)} if index < last else {},
+            upstream=upstream,
+            downstream=downstream,
             faults=self._faults,
             stopwatch=stopwatch,
         )
@@ -203,6 +206,22 @@ class Installer:
             stopwatch=stopwatch,
         )
 
+    def _stage(self, spec: StageSpec) -> Stage:
+        job, states = self._job, self._ledger.current
+        layers = [
+            StageLayer(index=layer, module=bind(job.model.layers[layer], states, job.device))
+            for layer in range(spec.first_layer, spec.end_layer)
+        ]
+        return Stage(
+            job.model,
+            layers,
+            is_last=spec.end_layer == len(job.model.layers),
+            device=job.device,
+            autocast=job.autocast,
+            seed=job.seed,
+            checkpointing=spec.checkpointing,
+        )
+
     def _actions(self, plan: Plan, slot: Slot) -> tuple[Action, ...]:
         pipeline = plan.pipelines[slot.pipeline_index]
         states = [
@@ -214,7 +233,7 @@ class Installer:
             for stage in pipeline.template.stages
         ]
         schedule = schedule_of(self._job.kind, pipeline.template, pipeline.num_microbatches, states)
-        return schedule.row(slot.stage_index)
+        return schedule.row(slot.row_index)
 
 
 def _installed(message: Generation, started_at: float, regrouped_at: float, bytes_copied: int) -> Installed:

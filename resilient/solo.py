@@ -75,6 +75,7 @@ class SoloClient:
             cluster=Cluster(memory_bytes=job.memory_bytes),
             max_failures=0,
             schedule=job.schedule,
+            num_chunks=job.num_chunks,
         )
         return Generation(
             generation=1,

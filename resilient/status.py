@@ -155,7 +155,7 @@ class JobStatus:
                 stages = [stage for stage in pipeline["stages"] if stage["node"] == name]
                 node = self._node(name)
                 node.state, node.pipeline_index = "training", index
-                node.layers = self.layer_range(stages[0]["first_layer"], stages[-1]["end_layer"])
+                node.layers = ", ".join(self.layer_range(first, end) for first, end in _ranges(stages))
         for name in event["standby"]:
             self._node(name).state = "standby"
         yield "note", f"generation {self.generation}: {self._pipelines_in_words()}{self._continuation(event)}"
@@ -243,6 +243,17 @@ def recovery_in_words(recovery: dict[str, Any]) -> str:
 def count(number: int, noun: str) -> str:
     """Write a number of things: ``1 step``, ``3 steps``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _ranges(stages: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Return the first and end layers of stages in order, neighbours as one."""
+    ranges: list[tuple[int, int]] = []
+    for stage in stages:
+        if ranges and ranges[-1][1] == stage["first_layer"]:
+            ranges[-1] = ranges[-1][0], stage["end_layer"]
+        else:
+            ranges.append((stage["first_layer"], stage["end_layer"]))
+    return ranges
 
 
 def _nodes(nodes: Sequence[int]) -> str:

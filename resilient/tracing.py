@@ -117,7 +117,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
         node: The worker's node.
         local_rank: Which of the node's workers.
         pipeline: Its pipeline in that generation.
-        stage: Its stage.
+        row: Its row of the pipeline's schedule.
         start_ns: When the step started, Unix time.
         end_ns: When it ended.
         busy_us: Processor time it took.
@@ -129,7 +129,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
     node: int
     local_rank: int
     pipeline: int
-    stage: int
+    row: int
     start_ns: int
     end_ns: int
     busy_us: int
@@ -147,7 +147,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
 
     def slices(self) -> Iterator[Slice]:
         """Yield the step and all that was done in it."""
-        known = {"step": self.step, "generation": self.generation, "pipeline": self.pipeline, "stage": self.stage}
+        known = {"step": self.step, "generation": self.generation, "pipeline": self.pipeline, "row": self.row}
         whole = (STEP, f"step {self.step}", self.start_ns, self.end_ns, self.busy_us)
         for category, name, start_ns, end_ns, busy_us in (whole, *self.spans):
             yield Slice(
@@ -164,7 +164,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
 def recorded_trace(run_directory: str | Path) -> Trace | None:
     """Put together what the workers of a run wrote; None where no chosen step began.
 
-    Nodes are processes, in the order of pipelines and stages, and workers are their threads. The recoveries are those
+    Nodes are processes, in the order of pipelines and rows, and workers are their threads. The recoveries are those
     from the first traced step's start to the last one's end.
 
     Raises:
@@ -175,7 +175,7 @@ def recorded_trace(run_directory: str | Path) -> Trace | None:
     steps = [msgspec.convert(line, TracedStep) for file in files for line in read_events(file)]
     if not steps:
         return None
-    steps.sort(key=lambda step: (step.generation, step.step, step.pipeline, step.stage))
+    steps.sort(key=lambda step: (step.generation, step.step, step.pipeline, step.row))
     processes = {step.node: f"node {step.node}" for step in steps}
     threads = {(step.node, step.local_rank): f"worker {step.local_rank}" for step in steps}
     slices = [each for step in steps for each in step.slices()]

@@ -61,9 +61,11 @@ class Trainer:
         precision: "fp32", "bf16" (matrix products in bfloat16, everything else in float32) or "fp64".
         clip_grad_norm: Largest norm of the whole gradient; None for no limit.
         checkpoint_every: Steps between checkpoints; 0 for one at the end.
-        schedule: Order of the work in a pipeline: "1f1b"; "eager-1f1b" (hides messages); "zb-h1" or "zb-h2" (split the
-            backward to shorten the waiting); "gpipe". Results are the same. Memory is planned for what each keeps in
-            flight; "1f1b" needs the least, "eager-1f1b" no more than that, and takes what is left.
+        schedule: Order of the work in a pipeline: "1f1b"; "eager-1f1b" (hides messages); "interleaved-1f1b" (several
+            stages on each worker shorten the waiting, for more messages; not on CUDA devices); "zb-h1" or "zb-h2"
+            (split the backward to shorten the waiting); "gpipe". Results are the same. Memory is planned for what each
+            keeps in flight; "1f1b" needs the least, "eager-1f1b" no more than that, and takes what is left.
+        num_chunks: Stages of each worker, under "interleaved-1f1b".
         device: Where to train; by default this worker's CUDA device if there is one, else the CPU.
         comm_timeout_s: Last resort against a peer that hangs without its connection breaking.
 
@@ -86,6 +88,7 @@ class Trainer:
         clip_grad_norm: float | None = None,
         checkpoint_every: int = 0,
         schedule: str = "1f1b",
+        num_chunks: int = 2,
         device: str | torch.device | None = None,
         comm_timeout_s: float = 120.0,
     ) -> None:
@@ -102,6 +105,7 @@ class Trainer:
             clip_grad_norm=clip_grad_norm,
             checkpoint_every=checkpoint_every,
             schedule=schedule,
+            num_chunks=num_chunks,
             device=torch.device(device) if device is not None else _own_device(),
             comm_timeout_s=comm_timeout_s,
         )

@@ -201,7 +201,7 @@ class Worker:
                     node=slot.node,
                     local_rank=slot.local_rank,
                     pipeline=slot.pipeline_index,
-                    stage=slot.stage_index,
+                    row=slot.row_index,
                     start_ns=started_ns,
                     end_ns=time.time_ns(),
                     busy_us=(time.thread_time_ns() - started_busy_ns) // 1000,

@@ -47,9 +47,10 @@ def slowed_line(template: PipelineTemplate, node_factors: Sequence[float]) -> Li
             f"node_factors must be one for each of the template's {template.num_nodes} nodes, got {len(node_factors)}; "
             f"give 1.0 for nodes as fast as profiled"
         )
-    times = [stage.stage_ms * node_factors[stage.node_index] for stage in template.stages]
+    times = [math.fsum(stage.stage_ms for stage in row) * node_factors[row[0].node_index] for row in template.rows]
     slowest = max(times)
-    return nanoseconds(math.fsum(times) - slowest + template.sync_ms), max(1, nanoseconds(slowest))
+    fill = (math.fsum(times) - slowest) / template.num_chunks + template.sync_ms
+    return nanoseconds(fill), max(1, nanoseconds(slowest))
 
 
 def finish_ns(pipeline: Lines, num_microbatches: int) -> int:

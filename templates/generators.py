@@ -48,6 +48,32 @@ def most_in_flight(kind: Kind, num_rows: int, num_microbatches: int) -> tuple[in
     return tuple(range(num_rows, 0, -1))
 
 
+def chunks_in_flight(num_rows: int, num_chunks: int, num_microbatches: int) -> NDArray[np.int64]:
+    """Return how many microbatches of each chunk of each row interleaved 1F1B keeps in flight at most. [rows, chunks]
+
+    A chunk's backward is ``(num_chunks - 1 - 2 chunk) * group`` places further in its order than its forward in the
+    other, and the warm-up further away: so what is in flight are the chunk's forwards among so many in a row, of which
+    each round has a group. Numbers of microbatches differ in the sizes of their groups alone, and from some number on
+    these are ``num_rows`` and one more.
+
+    Args:
+        num_rows: Rows of the pipeline.
+        num_chunks: Stages of each.
+        num_microbatches: The most that it can get.
+    """
+    following, chunk = np.arange(num_rows)[::-1, None], np.arange(num_chunks)
+    most = np.zeros((num_rows, num_chunks), dtype=np.int64)
+    for number in range(1, min(num_microbatches, num_rows * (num_rows + 2)) + 1):
+        rounds = max(1, number // num_rows)
+        smallest, largest = number // rounds, -(-number // rounds)
+        warmup = np.minimum((num_chunks - 1) * largest + 2 * following, num_chunks * number)
+        later = num_chunks - 1 - 2 * chunk
+        among = warmup + later * np.where(later > 0, largest, smallest) + 1
+        full, rest = np.divmod(among, num_chunks * smallest)
+        most = np.maximum(most, np.minimum(full * largest + np.minimum(rest, largest), number))
+    return most
+
+
 def schedule_of(
     kind: Kind, template: PipelineTemplate, num_microbatches: int, states: Sequence[Sequence[int]] | None = None
 ) -> Schedule:
@@ -59,12 +85,15 @@ def schedule_of(
         num_microbatches: Its share of the step.
         states: As for :func:`generate`.
     """
+    if kind is Kind.INTERLEAVED and template.num_chunks == 1:  # a pipeline of one device has one stage
+        kind = Kind.ONE_F_ONE_B
     limits = [stage.max_in_flight for stage in template.stages]
     return generate(
         kind,
-        len(template.stages),
+        len(template.rows),
         num_microbatches,
         states=states,
+        num_chunks=template.num_chunks,
         max_in_flight=None if kind is not Kind.EAGER or None in limits else [limit for limit in limits if limit],
     )
 

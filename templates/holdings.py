@@ -20,8 +20,8 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
-Part = tuple[tuple[int, int, int, int], ...]
-"""Of each stage of a node: first layer, end layer, first device, number of devices."""
+Part = tuple[tuple[tuple[tuple[int, int], ...], int, int], ...]
+"""Of each row of a node: first and end layer of each stage, first device, number of devices."""
 
 EMPTY = 0
 """Number of the part of a node that holds nothing."""
@@ -32,10 +32,11 @@ INTRA_NODE_SPEEDUP = 16
 
 def parts(template: PipelineTemplate) -> tuple[Part, ...]:
     """Return the part of each node of a template."""
-    stages: list[list[tuple[int, int, int, int]]] = [[] for _ in range(template.num_nodes)]
-    for stage in template.stages:
-        stages[stage.node_index].append((stage.first_layer, stage.end_layer, stage.first_device, stage.num_devices))
-    return tuple(map(tuple, stages))
+    rows: list[list[tuple[tuple[tuple[int, int], ...], int, int]]] = [[] for _ in range(template.num_nodes)]
+    for row in template.rows:
+        layers = tuple((stage.first_layer, stage.end_layer) for stage in row)
+        rows[row[0].node_index].append((layers, row[0].first_device, row[0].num_devices))
+    return tuple(map(tuple, rows))
 
 
 class Holdings:
@@ -52,7 +53,7 @@ class Holdings:
             uses[index, [profile.index(owner) for owner in layer.shares]] = 1
         # Row i counts the uses of each state by the layers before i.
         self._used_before = np.concatenate((np.zeros_like(uses[:1]), uses.cumsum(axis=0)))
-        self._parts: list[Part] = [((0, 0, 0, 1),)]
+        self._parts: list[Part] = [((((0, 0),), 0, 1),)]
         self._numbers: dict[Part, int] = {}
         self._numbered: dict[int, tuple[PipelineTemplate, tuple[int, ...]]] = {}
 
@@ -72,14 +73,14 @@ class Holdings:
     def states(self, numbers: Ints) -> Flags:
         """Return which states the parts with these numbers hold. [parts, layers]"""
         distinct, where = np.unique(numbers, return_inverse=True)
-        stages = _Stages([self._parts[number] for number in distinct])
-        return np.logical_or.reduceat(self._stage_states(stages), stages.starts)[where]
+        rows = _Rows([self._parts[number] for number in distinct])
+        return np.logical_or.reduceat(self._row_states(rows), rows.starts)[where]
 
     def prices(self, needed: Ints, held: Ints) -> Floats:
         """Return what nodes with the held parts must receive to take places with the needed ones. [needed, held]
 
         That is the bytes of states that no device of the node holds, plus 1/:data:`INTRA_NODE_SPEEDUP` of those that
-        its devices have to hand each other; device k of a stage of degree d holds the k-th 1/d of each of its states.
+        its devices have to hand each other; device k of a row of degree d holds the k-th 1/d of each of its states.
         The unit is such that all prices are whole: sums are exact, and every machine finds the same least one.
         """
         needed, needed_row = np.unique(needed, return_inverse=True)
@@ -87,32 +88,38 @@ class Holdings:
         need = self.states(needed) * self.state_bytes.astype(np.float64)
         from_nodes = need.sum(axis=1, keepdims=True) - need @ self.states(held).T.astype(np.float64)
 
-        wants = _Stages([self._parts[number] for number in needed])
-        has = _Stages([self._parts[number] for number in held])
+        wants = _Rows([self._parts[number] for number in needed])
+        has = _Rows([self._parts[number] for number in held])
         cells = lcm(*wants.degrees.tolist(), *has.degrees.tolist())
-        need = self._stage_states(wants) * self.state_bytes.astype(np.float64)
-        kept = (need @ self._stage_states(has).T.astype(np.float64)) * _common_cells(wants, has, cells)
+        need = self._row_states(wants) * self.state_bytes.astype(np.float64)
+        kept = (need @ self._row_states(has).T.astype(np.float64)) * _common_cells(wants, has, cells)
         kept = np.add.reduceat(np.add.reduceat(kept, wants.starts, axis=0), has.starts, axis=1)
         to_devices = cells * np.add.reduceat(need.sum(axis=1, keepdims=True), wants.starts) - kept
 
         prices = (INTRA_NODE_SPEEDUP - 1) * cells * from_nodes + to_devices
         return prices[needed_row].take(held_row, axis=1)
 
-    def _stage_states(self, stages: _Stages) -> Flags:
-        return self._used_before[stages.ends] > self._used_before[stages.firsts]
+    def _row_states(self, rows: _Rows) -> Flags:
+        by_stage = self._used_before[rows.ends] > self._used_before[rows.firsts]
+        return by_stage if len(rows.stages) == len(by_stage) else np.logical_or.reduceat(by_stage, rows.stages)
 
 
-class _Stages:
-    """The stages of some parts, one after the other; those of the i-th part begin at ``starts[i]``."""
+class _Rows:
+    """The rows of some parts, one after the other.
+
+    Those of the i-th part begin at ``starts[i]``, and the stages of the i-th row at ``stages[i]``.
+    """
 
     def __init__(self, of: Sequence[Part]) -> None:
+        rows = list(chain.from_iterable(of))
         self.starts: Ints = np.cumsum([0, *map(len, of)])[:-1]
-        columns = np.array(list(chain.from_iterable(of)), dtype=np.int64).T
-        self.firsts, self.ends, self.first_devices, self.degrees = columns
+        self.stages: Ints = np.cumsum([0, *(len(layers) for layers, _, _ in rows)])[:-1]
+        self.firsts, self.ends = np.array([each for layers, _, _ in rows for each in layers], dtype=np.int64).T
+        self.first_devices, self.degrees = np.array([devices for _, *devices in rows], dtype=np.int64).T
 
 
-def _common_cells(wants: _Stages, has: _Stages, cells: int) -> Ints:
-    """Return how many of a state's ``cells`` equal cells lie on the same device in both stages. [wants, has]"""
+def _common_cells(wants: _Rows, has: _Rows, cells: int) -> Ints:
+    """Return how many of a state's ``cells`` equal cells lie on the same device in both rows. [wants, has]"""
     num_devices = int(max(np.max(each.first_devices + each.degrees) for each in (wants, has)))
     (first_wanted, end_wanted), (first, end) = (_intervals(each, cells, num_devices) for each in (wants, has))
     common = np.zeros((len(first_wanted), len(first)), dtype=np.int64)
@@ -123,9 +130,9 @@ def _common_cells(wants: _Stages, has: _Stages, cells: int) -> Ints:
     return common
 
 
-def _intervals(stages: _Stages, cells: int, num_devices: int) -> tuple[Ints, Ints]:
-    """Return the first and end cell that each device holds of each stage's states. [stages, devices]"""
-    shards = np.arange(num_devices) - stages.first_devices[:, None]
-    width = (cells // stages.degrees)[:, None]
-    inside = (shards >= 0) & (shards < stages.degrees[:, None])
+def _intervals(rows: _Rows, cells: int, num_devices: int) -> tuple[Ints, Ints]:
+    """Return the first and end cell that each device holds of each row's states. [rows, devices]"""
+    shards = np.arange(num_devices) - rows.first_devices[:, None]
+    width = (cells // rows.degrees)[:, None]
+    inside = (shards >= 0) & (shards < rows.degrees[:, None])
     return np.where(inside, shards * width, 0), np.where(inside, (shards + 1) * width, 0)

@@ -4,6 +4,8 @@ A template for n nodes uses all their devices in order. Each stage has contiguou
 many as one of the profile's tensor-parallel degrees; a node may have several stages, of different degrees. Stages hold
 what the schedule keeps in flight (:mod:`resilient.templates.stagecost` has their times and bytes).
 
+Interleaved 1F1B has several stages on each device: :mod:`resilient.templates.chunks` cuts for it.
+
 Objective: ``sum(t) + sync + (N - 1) max(t)`` for N microbatches, exactly the least of all templates. How many a
 pipeline gets is decided when templates are composed, so a size has a layout for each N that it can expect: from half
 its proportional share up to all. These are corners of the lower hull of all (max(t), sum(t) + sync). The compiled
@@ -22,6 +24,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from resilient.templates.chunks import ChunkSearch
 from resilient.templates.generators import Kind, most_in_flight
 from resilient.templates.nodespec import node_counts
 from resilient.templates.plan import Problem
@@ -54,10 +57,10 @@ def plan_templates(problem: Problem, num_nodes: int) -> TemplateSet:
         TooFewNodes: ``num_nodes < (max_failures + 1) n0``.
         ValueError: No number of nodes has a template; the message says what to change.
     """
-    search = _Search(problem)
+    search = ChunkSearch(problem) if problem.schedule is Kind.INTERLEAVED else _Search(problem)
     smallest = next((size for size in search.sizes if search.fits(size)), None)
     if smallest is None:
-        raise ValueError(_misfit(search))
+        raise ValueError(search.misfit())
     layouts: list[tuple[PipelineTemplate, ...]] = []
     for size in node_counts(num_nodes, problem.max_failures, smallest):
         share = problem.num_microbatches * size // (2 * num_nodes)
@@ -116,6 +119,10 @@ class _Search:
                 corners = _hull([*points, (found.slowest, found.total)], extra)
                 ranges.append((first, bisect_left(self._times, found.slowest), found.total))
         return tuple(self._template(size, corner.slowest, with_sync=with_sync) for corner in corners)
+
+    def misfit(self) -> str:
+        """Return why no number of nodes has a template."""
+        return _misfit(self)
 
     def _least_sum(self, size: int, bound: int, *, with_sync: bool) -> Found | None:
         from resilient.templates.search import least_sum, least_sum_of_depths
@@ -202,7 +209,8 @@ def _misfit(search: _Search) -> str:
     if not search.sizes:
         return (
             f"min_pipeline_nodes must be at most {search.sizes.stop - 1} ({costs.num_layers} layers, at least "
-            f"{costs.fewest_per_node} stages in a node), got {problem.min_pipeline_nodes}; lower it"
+            f"{costs.fewest_per_node} stage{'s' if costs.fewest_per_node > 1 else ''} in a node), got "
+            f"{problem.min_pipeline_nodes}; lower it"
         )
     memory = problem.cluster.memory_bytes
     assert memory is not None

@@ -27,6 +27,7 @@ class Problem:
         activation_checkpointing: Whether stages that do not fit otherwise may run their forward again in the backward.
         failure_interval_s: Expected time between two changes of membership, over which a reconfiguration must pay.
         schedule: What pipelines run; memory must hold the microbatches that it keeps in flight.
+        num_chunks: Stages of each device: 1, or more under interleaved 1F1B.
     """
 
     profile: ModelProfile
@@ -37,6 +38,7 @@ class Problem:
     activation_checkpointing: bool = True
     failure_interval_s: float = 3600.0
     schedule: Kind = Kind.ONE_F_ONE_B
+    num_chunks: int = 1
 
     def __post_init__(self) -> None:
         if self.max_failures < 0:
@@ -50,10 +52,20 @@ class Problem:
                 f"num_microbatches must be at least max_failures + 1 = {self.max_failures + 1} (each pipeline "
                 f"processes one), got {self.num_microbatches}; raise the global batch or lower the microbatch"
             )
-        if self.schedule in (Kind.INTERLEAVED, Kind.FORWARD_ONLY):
+        if self.schedule is Kind.FORWARD_ONLY:
             raise ValueError(
-                f"schedule must train with one stage per device, got {self.schedule.value}; "
-                f"choose another, {Kind.ONE_F_ONE_B.value} needs the least memory"
+                f"schedule must train, got {self.schedule.value}; choose another, {Kind.ONE_F_ONE_B.value} needs the "
+                f"least memory"
+            )
+        if self.num_chunks < 1 or (self.num_chunks > 1) != (self.schedule is Kind.INTERLEAVED):
+            raise ValueError(
+                f"num_chunks must be >= 2 for {Kind.INTERLEAVED.value} and 1 for all others, got {self.num_chunks} for "
+                f"{self.schedule.value}; {Kind.ONE_F_ONE_B.value} is the schedule with one stage per device"
+            )
+        if self.schedule is Kind.INTERLEAVED and self.profile.tp_degrees[0] != 1:
+            raise ValueError(
+                f"tp_degrees must begin with 1 for {Kind.INTERLEAVED.value} (its stages have one device each), got "
+                f"{self.profile.tp_degrees}; profile that degree or choose another schedule"
             )
         if self.cluster.devices_per_node < self.profile.tp_degrees[0]:
             raise ValueError(
@@ -83,20 +95,37 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One worker's place in a plan; ``shard_index`` counts the devices of its stage."""
+    """One worker's place in a plan.
+
+    Args:
+        rank: Global rank.
+        node: Its node.
+        local_rank: Its device of the node.
+        pipeline_index: Its pipeline.
+        row_index: Of its row, within the pipeline's template.
+        stages: What it runs: one stage, several under interleaved 1F1B.
+        shard_index: Counts the devices of its stages.
+    """
 
     rank: int
     node: int
     local_rank: int
     pipeline_index: int
-    stage_index: int
-    stage: StageSpec
+    row_index: int
+    stages: tuple[StageSpec, ...]
     shard_index: int = 0
+
+    def states(self, profile: ModelProfile) -> tuple[str, ...]:
+        """Return the names of the states it needs, in layer order."""
+        used = [profile.states(stage.first_layer, stage.end_layer) for stage in self.stages]
+        if len(used) == 1:
+            return used[0]
+        return tuple(layer.name for layer in profile.layers if any(layer.name in states for states in used))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The pipelines of one generation. Ranks number the devices, pipeline by pipeline, stage by stage."""
+    """The pipelines of one generation. Ranks number the devices, pipeline by pipeline, row by row."""
 
     pipelines: tuple[Pipeline, ...]
 
@@ -105,16 +134,16 @@ class Plan:
         """All workers' places, by rank."""
         slots: list[Slot] = []
         for pipeline_index, pipeline in enumerate(self.pipelines):
-            for stage_index, stage in enumerate(pipeline.template.stages):
-                for shard_index in range(stage.num_devices):
+            for row_index, stages in enumerate(pipeline.template.rows):
+                for shard_index in range(stages[0].num_devices):
                     slots.append(
                         Slot(
                             rank=len(slots),
-                            node=pipeline.nodes[stage.node_index],
-                            local_rank=stage.first_device + shard_index,
+                            node=pipeline.nodes[stages[0].node_index],
+                            local_rank=stages[0].first_device + shard_index,
                             pipeline_index=pipeline_index,
-                            stage_index=stage_index,
-                            stage=stage,
+                            row_index=row_index,
+                            stages=stages,
                             shard_index=shard_index,
                         )
                     )
@@ -134,6 +163,6 @@ class Plan:
         """Return, per state name in layer order, the ranks (ascending) that hold it, or a shard of it."""
         holders: dict[str, list[int]] = {layer.name: [] for layer in profile.layers}
         for slot in self.slots:
-            for state in profile.states(slot.stage.first_layer, slot.stage.end_layer):
+            for state in slot.states(profile):
                 holders[state].append(slot.rank)
         return {state: tuple(ranks) for state, ranks in holders.items()}

@@ -64,6 +64,30 @@ class Tables(NamedTuple):
     fewest: Table
 
 
+class Spans(NamedTuple):
+    """What stages on one device cost, for cuts that are evaluated many at a time. L layers; prefix sums are [L + 1].
+
+    Args:
+        forward: Prefix sums of forward times, in nanoseconds.
+        work: Of forward and backward times.
+        send: Messages before a stage that starts with the layer, within a node or between nodes. [2, L]
+        held: States and gradients of layers i .. j - 1. [L, L + 1]
+        kept: Prefix sums of activations.
+        inputs: Of the layers' inputs.
+        largest: Activations of the largest of layers i .. j - 1. [L, L + 1]
+        next_backward: First layer, from each one on, that runs a backward; L where none does. [L]
+    """
+
+    forward: Table
+    work: Table
+    send: Table
+    held: Table
+    kept: Table
+    inputs: Table
+    largest: Table
+    next_backward: Table
+
+
 class StageCosts:
     """Costs of all stages of a problem.
 
@@ -157,7 +181,35 @@ class StageCosts:
         sends = np.unique(np.array(self._send, dtype=np.int64)[:, first], axis=0)
         return np.unique([span + send for span in spans for send in sends])
 
-    def stage(self, first: int, end: int, degree_index: int, device: int, in_flight: int) -> StageSpec:
+    def spans(self) -> Spans:
+        """Return the costs of stages on one device, the first degree."""
+        size = self.num_layers
+        largest = np.zeros((size, size + 1), dtype=np.int64)
+        for i in range(size):
+            largest[i, i + 1 :] = np.maximum.accumulate(self._activations[0][i:])
+        forward = np.array(self._forward[0], dtype=np.int64)
+        return Spans(
+            forward=forward,
+            work=forward + np.array(self._backward[0], dtype=np.int64),
+            send=np.array(self._send, dtype=np.int64),
+            held=self._held,
+            kept=np.array(self._kept[0], dtype=np.int64),
+            inputs=np.array(self._inputs, dtype=np.int64),
+            largest=largest,
+            next_backward=np.array(self._next_backward[:-1], dtype=np.int64),
+        )
+
+    def stage(
+        self,
+        first: int,
+        end: int,
+        degree_index: int,
+        device: int,
+        in_flight: int,
+        *,
+        checkpointing: bool | None = None,
+        send_ms: float | None = None,
+    ) -> StageSpec:
         """Return the stage of layers ``first .. end - 1``.
 
         Args:
@@ -166,13 +218,16 @@ class StageCosts:
             degree_index: Of its tensor-parallel degree.
             device: Its first device, counted over the nodes of the template.
             in_flight: Microbatches that it must hold at once.
+            checkpointing: Whether it does that; by default where only that fits.
+            send_ms: Of its messages; by default they come from the device before.
         """
         devices_per_node = self.problem.cluster.devices_per_node
         forward = self._forward[degree_index][end] - self._forward[degree_index][first]
         backward = self._backward[degree_index][end] - self._backward[degree_index][first]
         memory = self._memory_bytes(first, end, degree_index, in_flight, checkpointing=False)
         limit = self.problem.cluster.memory_bytes
-        checkpointing = limit is not None and memory > limit
+        if checkpointing is None:
+            checkpointing = limit is not None and memory > limit
         if checkpointing:
             memory = self._memory_bytes(first, end, degree_index, in_flight, checkpointing=True)
             backward += forward * (self._next_backward[first] < end)
@@ -189,7 +244,7 @@ class StageCosts:
             checkpointing=checkpointing,
             forward_ms=forward / 1e6,
             backward_ms=backward / 1e6,
-            send_ms=self._send[device % devices_per_node == 0][first] / 1e6,
+            send_ms=self._send[device % devices_per_node == 0][first] / 1e6 if send_ms is None else send_ms,
             memory_bytes=memory,
             max_in_flight=most,
         )

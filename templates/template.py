@@ -59,6 +59,8 @@ class StageSpec:
 class PipelineTemplate:
     """Stages in order; together they cover every layer once and every device of the template's nodes in order.
 
+    Under interleaved 1F1B a device has several stages: stage ``s`` is in row ``s % len(rows)``.
+
     Args:
         num_nodes: Nodes it is made for.
         stages: The stages.
@@ -70,17 +72,33 @@ class PipelineTemplate:
     sync_ms: float = 0.0
 
     @cached_property
+    def rows(self) -> tuple[tuple[StageSpec, ...], ...]:
+        """The stages of each device group, in order of the first ones."""
+        rows: dict[tuple[int, int], list[StageSpec]] = {}
+        for stage in self.stages:
+            rows.setdefault((stage.node_index, stage.first_device), []).append(stage)
+        return tuple(map(tuple, rows.values()))
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages of each device group."""
+        return len(self.stages) // len(self.rows)
+
+    @cached_property
     def slowest_ms(self) -> float:
-        """Time of the slowest stage: what one more microbatch costs."""
-        return max(stage.stage_ms for stage in self.stages)
+        """Time of the slowest row: what one more microbatch costs."""
+        return max(math.fsum(stage.stage_ms for stage in row) for row in self.rows)
 
     @cached_property
     def fill_ms(self) -> float:
-        """What a step costs beside its microbatches: one through all stages, less the slowest, and the exposed sum."""
-        return math.fsum(stage.stage_ms for stage in self.stages) - self.slowest_ms + self.sync_ms
+        """What a step costs beside its microbatches: one through all other rows, and the exposed sum.
+
+        With several stages in each row, the pipeline fills as many times faster.
+        """
+        return (math.fsum(stage.stage_ms for stage in self.stages) - self.slowest_ms) / self.num_chunks + self.sync_ms
 
     def iteration_ms(self, num_microbatches: int) -> float:
-        """Return the time of one step, ``sum(t) + (N - 1) max(t) + sync``.
+        """Return the time of one step, with one stage for each device ``sum(t) + (N - 1) max(t) + sync``.
 
         1F1B takes no longer where messages are free and every stage's backward is the same multiple of its forward.
         Otherwise it can: its warm-up runs forwards of later microbatches before a backward that is ready.

@@ -278,7 +278,7 @@ class Job:
         assert asked <= set(has), "a worker is to send what it does not hold"
         if message.rank < len(message.plan.slots):
             slot = message.plan.slots[message.rank]
-            needed = PROFILE.states(slot.stage.first_layer, slot.stage.end_layer)
+            needed = slot.states(PROFILE)
             copied = {transfer.state for transfer in message.transfers if transfer.target == message.rank}
             assert message.source or set(needed) <= {*has, *copied}, "a state comes from nowhere"
             state.current, state.retained = needed, tuple(name for name in has if name not in needed)

@@ -140,7 +140,7 @@ def microbatches(job: Job) -> dict[int, int]:
 def measure(job: Job, slow: dict[int, float]) -> None:
     """Have the workers measure what was planned, but for a factor."""
     for slot in job.plan.slots:
-        planned_ms = slot.stage.forward_ms + slot.stage.backward_ms
+        planned_ms = sum(stage.forward_ms + stage.backward_ms for stage in slot.stages)
         job.workers[slot.node, slot.local_rank].stage_ms = slow.get(slot.node, 1.0) * planned_ms
 
 

@@ -51,7 +51,8 @@ def plan(*cuts: tuple[int, ...], checkpointing: bool = False) -> Plan:
 def measured(plan: Plan, true_ms: tuple[float, ...], slow: dict[int, float]) -> dict[tuple[int, int], float]:
     """What the workers measure when layers take these times and some nodes take a factor longer."""
     return {
-        (slot.node, 0): slow.get(slot.node, 1.0) * sum(true_ms[slot.stage.first_layer : slot.stage.end_layer])
+        (slot.node, 0): slow.get(slot.node, 1.0)
+        * sum(sum(true_ms[stage.first_layer : stage.end_layer]) for stage in slot.stages)
         for slot in plan.slots
     }
 

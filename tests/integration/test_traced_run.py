@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from harness import Run, started
+from harness import Run, check_recovered, started
 
 from resilient.templates.generators import Kind, generate
 from resilient.trace import ACTION, PART, RECOVERY, STEP, Slice, Trace
@@ -16,12 +16,19 @@ pytestmark = pytest.mark.timeout(90)
 STEPS = (4, 5)
 
 
-def traced_run(folder: Path, *, nodes: int, options: str) -> tuple[Run, Trace]:
-    with started(folder, "--steps", 7, nodes=nodes, options=f"--trace {STEPS[0]}-{STEPS[-1]} {options}") as job:
+def traced_run(folder: Path, *arguments: str, nodes: int, options: str = "") -> tuple[Run, Trace]:
+    options = f"--trace {STEPS[0]}-{STEPS[-1]} {options}"
+    with started(folder, "--steps", 7, *arguments, nodes=nodes, options=options) as job:
         run = job.wait()
     assert run.exit_code == 0, run.reason
     assert f"trace in {folder}/trace.json: open it in https://ui.perfetto.dev" in job.output
     return run, Trace.from_json((folder / "trace.json").read_bytes())
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> tuple[Run, Trace]:
+    """Two pipelines of two stages, without failure."""
+    return traced_run(tmp_path_factory.mktemp("reference") / "run", nodes=4)
 
 
 def check_no_overlap(slices: list[Slice]) -> None:
@@ -34,9 +41,12 @@ def check_is_the_schedule(trace: Trace, run: Run, generation: int, steps: tuple[
     formed = run.generations[generation - 1]
     for pipeline in formed["pipelines"]:
         states = [list(range(stage["first_layer"], stage["end_layer"])) for stage in pipeline["stages"]]
-        schedule = generate(Kind.ONE_F_ONE_B, len(states), pipeline["num_microbatches"], states=states)
-        for row, stage in enumerate(pipeline["stages"]):
-            of_worker = [s for s in trace.slices if (s.process, s.thread) == (stage["node"], stage["local_rank"])]
+        workers = list(dict.fromkeys((stage["node"], stage["local_rank"]) for stage in pipeline["stages"]))
+        num_chunks = len(states) // len(workers)
+        kind = Kind.INTERLEAVED if num_chunks > 1 else Kind.ONE_F_ONE_B
+        schedule = generate(kind, len(workers), pipeline["num_microbatches"], num_chunks=num_chunks, states=states)
+        for row, worker in enumerate(workers):
+            of_worker = [s for s in trace.slices if (s.process, s.thread) == worker]
             for step in steps:
                 of_step = [s for s in of_worker if (s.args["generation"], s.args.get("step")) == (generation, step)]
                 of_step.sort(key=lambda s: s.start_ns)
@@ -56,9 +66,8 @@ def check_is_the_schedule(trace: Trace, run: Run, generation: int, steps: tuple[
                     assert any(s.start_ns <= load.start_ns and load.end_ns <= s.end_ns for s in actions)
 
 
-def test_what_was_run_is_the_schedule(tmp_path: Path) -> None:
-    """Two pipelines of two stages."""
-    run, trace = traced_run(tmp_path / "run", nodes=4, options="")
+def test_what_was_run_is_the_schedule(reference: tuple[Run, Trace]) -> None:
+    run, trace = reference
     (generation,) = run.generations
     assert [len(pipeline["stages"]) for pipeline in generation["pipelines"]] == [2, 2]
     assert sorted(trace.processes.values()) == ["node 0", "node 1", "node 2", "node 3"]
@@ -68,13 +77,23 @@ def test_what_was_run_is_the_schedule(tmp_path: Path) -> None:
         assert [each.name for each in steps] == [f"step {number}" for number in STEPS]
         check_no_overlap(steps)
         assert trace.of(process, thread, RECOVERY) == []
-    assert (tmp_path / "run" / "trace.png").stat().st_size > 10_000
+    assert (run.directory / "trace.png").stat().st_size > 10_000
 
 
-def test_step_that_was_given_up_and_the_recovery_are_in_the_trace(tmp_path: Path) -> None:
-    run, trace = traced_run(tmp_path / "run", nodes=5, options="--inject node=1,step=5,phase=backward")
+@pytest.mark.parametrize(("schedule", "num_chunks"), [("1f1b", 1), ("interleaved-1f1b", 2)])
+def test_step_that_was_given_up_and_the_recovery_are_in_the_trace(
+    schedule: str, num_chunks: int, reference: tuple[Run, Trace], tmp_path: Path
+) -> None:
+    """Whatever the schedule, a node killed in the middle of a step changes no parameter."""
+    inject = "--inject node=1,step=5,phase=backward"
+    run, trace = traced_run(tmp_path / "run", "--schedule", schedule, nodes=5, options=inject)
+    check_recovered(run, reference[0])
     (recovery,) = run.report["recoveries"]
     assert (recovery["step"], recovery["nodes"]) == (5, [1])
+    for generation, num_rows in zip(run.generations, ([3, 2], [2, 2]), strict=True):
+        assert [len(pipeline["stages"]) for pipeline in generation["pipelines"]] == [
+            num_chunks * number for number in num_rows
+        ]
     check_is_the_schedule(trace, run, 1, STEPS[:1])
     check_is_the_schedule(trace, run, 2, STEPS[1:])
     given_up = [s for s in trace.slices if s.category == STEP and (s.args["step"], s.args["generation"]) == (5, 1)]

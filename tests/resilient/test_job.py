@@ -10,6 +10,7 @@ import pytest
 import torch
 from small import TiedModel, Tokens, make_job, make_profile
 
+from resilient.job import SCHEDULES
 from resilient.optim import SGD, AdamW, WarmupCosine
 from resilient.templates.generators import Kind
 
@@ -30,9 +31,14 @@ from resilient.templates.generators import Kind
         ({"checkpoint_every": -5}, "checkpoint_every must be >= 0, got -5; 0 means at the end only"),
         ({"precision": "fp16"},
          "precision must be one of ['bf16', 'fp32', 'fp64'], got 'fp16'; choose one of them"),
-        ({"schedule": "interleaved-1f1b"},
-         "schedule must be one of ['gpipe', '1f1b', 'eager-1f1b', 'zb-h1', 'zb-h2'], got 'interleaved-1f1b'; "
-         "choose one of them, 1f1b needs the least memory"),
+        ({"schedule": "forward-only"},
+         "schedule must be one of ['gpipe', '1f1b', 'eager-1f1b', 'interleaved-1f1b', 'zb-h1', 'zb-h2'], got "
+         "'forward-only'; choose one of them, 1f1b needs the least memory"),
+        ({"schedule": "interleaved-1f1b", "num_chunks": 1},
+         "num_chunks must be >= 2, got 1; 1f1b is the schedule with one stage on each worker"),
+        ({"schedule": "interleaved-1f1b", "device": torch.device("cuda", 1)},
+         "schedule must not be interleaved-1f1b on cuda:1 (NCCL's messages carry no tags, and both ends do not order "
+         "theirs alike); choose another"),
         ({"clip_grad_norm": 0.0}, "clip_grad_norm must be > 0, got 0.0; pass None not to clip"),
         ({"dataset": Tokens(0)}, "dataset must hold at least one sample, got 0; check how it is built"),
     ],
@@ -59,6 +65,8 @@ def test_description_is_for_the_device_and_its_times_are_not_part_of_what_must_b
     assert specs[0].digest == specs[1].digest
     assert specs[0].memory_bytes is None, "a CPU's memory is not planned with"
     assert make_job(schedule="zb-h1").spec(here).schedule is Kind.ZB_H1
+    chunks = {kind: make_job(schedule=kind, num_chunks=3).spec(here).num_chunks for kind in SCHEDULES}
+    assert chunks == {kind: 3 if kind == "interleaved-1f1b" else 1 for kind in SCHEDULES}
 
 
 def digest(**changes: Any) -> str:
@@ -74,6 +82,7 @@ def digest(**changes: Any) -> str:
         {"optimizer": SGD(lr=0.01)},
         {"optimizer": AdamW(lr=0.02)},
         {"schedule": "zb-h1"},
+        {"num_chunks": 3},
         {"optimizer": AdamW(lr=0.01, weight_decay=0.5)},
         {"optimizer": AdamW(lr=0.01, betas=(0.5, 0.9))},
         {"global_batch": 32},

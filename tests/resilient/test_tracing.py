@@ -76,7 +76,7 @@ def at(time_ms: float) -> int:
 
 def step(number: int, node: int, start_ms: float, *spans: tuple[str, str, float, float], **changes: Any) -> TracedStep:
     made = tuple((category, name, at(start), at(end), 7) for category, name, start, end in spans)
-    fields = {"generation": 1, "local_rank": 0, "pipeline": 0, "stage": node, **changes}
+    fields = {"generation": 1, "local_rank": 0, "pipeline": 0, "row": node, **changes}
     return TracedStep(
         step=number, node=node, start_ns=at(start_ms), end_ns=made[-1][3], busy_us=9, spans=made, **fields
     )
@@ -125,7 +125,7 @@ def test_workers_files_become_one_trace_with_the_recoveries_between(tmp_path: Pa
     assert recoveries == {0: installed, 1: [], 7: installed, 8: [("detect", 2), ("agree", 2)]}
     assert [(s.name, s.args["generation"]) for s in trace.of(0, 0, STEP)] == [("step 2", 1), ("step 2", 2)]
     assert [s.name for s in trace.of(0, 0, ACTION)] == ["0F0", "0RECV_B0", "0F0", "0B0", "0REDUCE3"]
-    known = {"step": 2, "generation": 2, "pipeline": 0, "stage": 0}
+    known = {"step": 2, "generation": 2, "pipeline": 0, "row": 0}
     assert trace.of(0, 0, STEP)[1].args == {**known, "busy_us": 9}
     assert trace.of(0, 0, ACTION)[2].args == {**known, "busy_us": 7}
     (agreed,) = [s for s in trace.slices if s.name == "agree"]

@@ -105,8 +105,7 @@ def layout(plan: Plan) -> list[tuple[tuple[int, ...], int]]:
 
 def survivors(problem: Problem, before: Plan, after: Plan) -> dict[str, list[int]]:
     """Per state, the ranks of ``after`` whose worker held it, or a shard of it, in ``before``."""
-    states = problem.profile.states
-    had = {(s.node, s.local_rank): states(s.stage.first_layer, s.stage.end_layer) for s in before.slots}
+    had = {(slot.node, slot.local_rank): slot.states(problem.profile) for slot in before.slots}
     held: dict[str, list[int]] = {each.name: [] for each in problem.profile.layers}
     for slot in after.slots:
         for state in had.get((slot.node, slot.local_rank), ()):

@@ -99,9 +99,8 @@ def test_no_other_placement_copies_less(data: st.DataObject):
     after = draw_plan(data, num_layers, len(live))
     found = placed(problem, before, [Target(template=p.template) for p in after.pipelines], live)
 
-    states = problem.profile.states
-    held = {slot.node: set(states(slot.stage.first_layer, slot.stage.end_layer)) for slot in before.slots}
-    needed = [set(states(slot.stage.first_layer, slot.stage.end_layer)) for slot in after.slots]
+    held = {slot.node: set(slot.states(problem.profile)) for slot in before.slots}
+    needed = [set(slot.states(problem.profile)) for slot in after.slots]
     size_of = {each.name: each.state_bytes for each in problem.profile.layers}
 
     def copied(order: Sequence[int]) -> int:
