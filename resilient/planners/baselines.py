@@ -63,7 +63,7 @@ class FullySharded(Uniform):
             stage = Stages.of(unit, whole, samples.units[unit.name], mean)
             gather, backward_traffic = self._traffic_ms(unit, setting, dp)
             step_ms += max(float(stage.forward_ms[0]), gather) + max(float(stage.backward_ms[0]), backward_traffic)
-            kept += float(stage.kept_bytes[0])
+            kept += float(stage.activation_bytes(1)[0])
             largest = max(largest, max(layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers))
         state = sum(unit.state_bytes for unit in setting.costs.units) / dp
         # The layer that computes is whole, and so is the one whose parameters come in meanwhile.
@@ -163,9 +163,6 @@ def _colocated(setting: Setting, samples: SampleTable, pp: int, tp: int, cp: int
         by_layer = Stages.of(unit, alone, lengths, mean)
         spread[unit.name] = replace(alone, pp=pp, stage_layers=cut_chain(by_layer.work_ms, pp))
         stages = by_layer.joined(spread[unit.name].stage_layers)
-        # A sample longer than the mean microbatch is one by itself.
-        tokens = mean * float(lengths.tokens.mean())
-        longest = max(1.0, float(lengths.tokens.max()) / tokens) if tokens else 1.0
         if unit.name == LLM:
             in_flight = np.minimum(np.arange(pp, 0, -1), number)
             stage_ms = stages.work_ms
@@ -176,7 +173,7 @@ def _colocated(setting: Setting, samples: SampleTable, pp: int, tp: int, cp: int
                 predicted += float(stage_ms.sum() + (number - 1) * stage_ms.max())
             afterwards += float(stages.backward_ms.sum() + (number - 1) * stages.backward_ms.max())
         backward_ms[unit.name] = stages.backward_ms
-        num_bytes += stages.state_bytes(dp * cp) + stages.kept_bytes * (in_flight - 1 + longest)
+        num_bytes += stages.state_bytes(dp * cp) + stages.activation_bytes(in_flight)
     if fits(setting, num_bytes):
         # While the language model's gradients are summed, encoders run all their backwards.
         language = setting.costs.by_name[LLM]

@@ -10,9 +10,8 @@ A step of K microbatches is predicted as the stages of the longest branch and K 
 combination of tensor-parallel degrees and each bound on the slowest stage every unit has the fewest stages that hold
 it; more of them would not make that faster, as the sum over a branch does not depend on its cuts. Beyond the paper, the
 sums of gradients that no backward hides count, too, and a stage's gradients are a second bound. So the search is exact
-under the prediction, as long as it is not memory, nor what a backward hides, that asks for more stages; memory is what
-the mean microbatch needs. Context parallelism is :mod:`resilient.planners.masks`. Samples are taken as they come: the
-paper does not balance them.
+under the prediction, as long as it is not memory, nor what a backward hides, that asks for more stages. Context
+parallelism is :mod:`resilient.planners.masks`. Samples are taken as they come: the paper does not balance them.
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ class _Option:
     @property
     def least_bytes(self) -> Floats:
         """What each stage needs however many replicas there are."""
-        return sum((each.held_bytes + each.kept_bytes for each in self.stages), np.zeros(len(self.stage_ms)))
+        return sum((each.held_bytes + each.activation_bytes(1) for each in self.stages), np.zeros(len(self.stage_ms)))
 
     @cached_property
     def backward_ms(self) -> Floats:
@@ -180,7 +179,7 @@ class _Option:
         after = 0 if self is language else len(language.stage_ms)
         in_flight = np.minimum(np.arange(len(self.stage_ms), 0, -1) + after, number)
         return sum(
-            (each.state_bytes(dp) + each.kept_bytes * in_flight for each in self.stages), np.zeros(len(in_flight))
+            (each.state_bytes(dp) + each.activation_bytes(in_flight) for each in self.stages), np.zeros(len(in_flight))
         )
 
 

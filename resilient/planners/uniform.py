@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from resilient.planners.costs import CostModel, Floats, UnitCosts
 from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Place, Replica, Setting
@@ -50,6 +51,8 @@ class Stages:
         gradient_bytes: The gradients alone.
         optimizer_bytes: The optimizer of those, before it is sharded over replicas.
         kept_bytes: Activations of a microbatch on each device, of layers that have a backward.
+        deviation: Of a microbatch's tokens, by their mean.
+        largest: How much longer than the mean sample the longest is, likewise.
     """
 
     forward_ms: Floats
@@ -58,6 +61,8 @@ class Stages:
     gradient_bytes: Floats
     optimizer_bytes: Floats
     kept_bytes: Floats
+    deviation: Floats
+    largest: Floats
 
     @property
     def work_ms(self) -> Floats:
@@ -67,6 +72,14 @@ class Stages:
     def state_bytes(self, replicas: int) -> Floats:
         """Return what each device holds beside activations, with the optimizer sharded over so many replicas."""
         return self.held_bytes + self.optimizer_bytes / replicas
+
+    def activation_bytes(self, in_flight: npt.ArrayLike) -> Floats:
+        """Return room for the activations of so many microbatches in a row, of any samples.
+
+        That is for three standard deviations more than the mean, and for the longest sample among others.
+        """
+        held = np.asarray(in_flight, dtype=np.float64)
+        return self.kept_bytes * (held + np.maximum(3 * self.deviation * np.sqrt(held), self.largest))
 
     @classmethod
     def of(cls, unit: UnitCosts, spread: Parallelism, lengths: Lengths, samples: float) -> Stages:
@@ -83,6 +96,8 @@ class Stages:
         tokens, squares = samples * float(lengths.tokens.mean()), samples * float(lengths.squares.mean())
         forward_ms, backward_ms = unit.layer_ms(tokens, squares, spread.tp, spread.cp)
         index = unit.index(spread.tp, spread.cp)
+        deviation = samples**0.5 * float(lengths.tokens.std()) / tokens if tokens else 0.0
+        largest = (float(lengths.tokens.max()) - float(lengths.tokens.mean())) / tokens if tokens else 0.0
         held = [layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers]
         kept = [
             layer.curves[index].activation_bytes * (layer.trainable or layer.input_gradient) for layer in unit.layers
@@ -94,6 +109,8 @@ class Stages:
             gradient_bytes=np.array([layer.gradient_bytes for layer in unit.layers]) / spread.tp,
             optimizer_bytes=np.array([layer.optimizer_bytes for layer in unit.layers]) / spread.tp,
             kept_bytes=np.array(kept) * tokens,
+            deviation=np.full(len(kept), deviation),
+            largest=np.full(len(kept), largest),
         ).joined(spread.stage_layers)
 
     def joined(self, counts: Sequence[int]) -> Stages:
@@ -106,6 +123,8 @@ class Stages:
             gradient_bytes=np.add.reduceat(self.gradient_bytes, firsts),
             optimizer_bytes=np.add.reduceat(self.optimizer_bytes, firsts),
             kept_bytes=np.add.reduceat(self.kept_bytes, firsts),
+            deviation=self.deviation[firsts],
+            largest=self.largest[firsts],
         )
 
 
@@ -119,6 +138,8 @@ def chained(stages: Iterable[Stages]) -> Stages:
         gradient_bytes=np.concatenate([each.gradient_bytes for each in parts]),
         optimizer_bytes=np.concatenate([each.optimizer_bytes for each in parts]),
         kept_bytes=np.concatenate([each.kept_bytes for each in parts]),
+        deviation=np.concatenate([each.deviation for each in parts]),
+        largest=np.concatenate([each.largest for each in parts]),
     )
 
 
@@ -208,7 +229,7 @@ class Uniform:
                 }
                 chain = chained(stages.values())
                 in_flight = np.minimum(np.arange(len(chain.forward_ms), 0, -1), number)
-                if not fits(setting, chain.state_bytes(dp) + chain.kept_bytes * in_flight):
+                if not fits(setting, chain.state_bytes(dp) + chain.activation_bytes(in_flight)):
                     continue
                 stage_ms = chain.work_ms
                 predicted = float(stage_ms.sum() + (number - 1) * stage_ms.max())
