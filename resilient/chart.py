@@ -54,12 +54,14 @@ class Chart:
         rows: Names of the workers.
         length_ns: Of the step.
         bars: What they do; one that lies on another comes after it.
+        odd_chunks: What bars of odd chunks are of.
     """
 
     title: str
     rows: tuple[str, ...]
     length_ns: int
     bars: tuple[Bar, ...]
+    odd_chunks: str = "every other stage"
 
     @property
     def busy(self) -> tuple[float, ...]:

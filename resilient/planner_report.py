@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from resilient.chart import Bar, Chart
+from resilient.chart import Bar, Chart, milliseconds
 from resilient.planners.evaluate import Result, evaluate
 from resilient.planners.layout import used_devices
 from resilient.planners.planner import LLM, Configuration, Planner, Setting
@@ -261,8 +261,9 @@ def step_chart(row: Row) -> Chart:
         start_ns = round(1e6 * (result.iteration_ms - result.sum_ms))
         bars += [Bar(row=number, kind="sum", start_ns=start_ns, end_ns=end_ns) for number in range(len(names))]
     return Chart(
-        title=f"{row.name}: {result.iteration_ms:.4g} ms, {100 * result.bubble:.0f} % bubble",
+        title=f"{row.name}: {milliseconds(result.iteration_ms)} ms, {100 * result.bubble:.0f} % bubble",
         rows=tuple(names),
         length_ns=end_ns,
         bars=tuple(bars),
+        odd_chunks="encoders",
     )

@@ -31,6 +31,8 @@ _LIGHTER = 0.45
 _ROW_INCHES, _MOST_INCHES, _FRAME_INCHES = 0.36, 14.0, 1.35
 _WIDTH_INCHES = 8.4
 """Of the axes, about."""
+_BORDERED_INCHES = 0.03
+"""Of the narrowest bar with a white border: it would hide narrower ones."""
 _MOST_LABELS = 4000
 
 
@@ -54,14 +56,14 @@ def _draw(axes: Axes, chart: Chart, longest_ns: int, row_inches: float) -> None:
     rows = range(len(chart.rows))
     length_ms = scale * chart.length_ns
     axes.barh(rows, [length_ms] * len(chart.rows), height=0.86, color=PALE_GREY)
-    groups: dict[tuple[int, str, int], list[tuple[float, float]]] = {}
+    groups: dict[tuple[int, str, int, bool], list[tuple[float, float]]] = {}
     for bar in chart.bars:
         part = (scale * bar.start_ns, scale * (bar.end_ns - bar.start_ns))
-        groups.setdefault((bar.row, bar.kind, bar.chunk % 2), []).append(part)
-    border = 0.5 if row_inches > 0.15 else 0.0
-    for (row, kind, lighter), parts in groups.items():
+        bordered = row_inches > 0.15 and _WIDTH_INCHES * (bar.end_ns - bar.start_ns) > _BORDERED_INCHES * longest_ns
+        groups.setdefault((bar.row, bar.kind, bar.chunk % 2, bordered), []).append(part)
+    for (row, kind, lighter, bordered), parts in groups.items():
         colour = _colour(kind, lighter)
-        axes.broken_barh(parts, (row - 0.43, 0.86), facecolor=colour, edgecolor="white", linewidth=border)
+        axes.broken_barh(parts, (row - 0.43, 0.86), facecolor=colour, edgecolor="white", linewidth=0.5 * bordered)
     _label(axes, chart.bars, longest_ns, row_inches)
     for row, busy in enumerate(chart.busy):
         axes.annotate(
@@ -115,7 +117,7 @@ def _legend(axes: Axes, chart: Chart) -> None:
     meanings = {**COMPUTING, **OTHER}
     handles = [Patch(color=_COLOURS[kind], label=meanings[kind]) for kind in meanings if kind in kinds]
     if any(bar.chunk for bar in chart.bars):
-        handles.append(Patch(color=_colour("F", 1), label="lighter: every other stage"))
+        handles.append(Patch(color=_colour("F", 1), label=f"lighter: {chart.odd_chunks}"))
     handles.append(Patch(color=PALE_GREY, label="waiting"))
     axes.legend(
         handles=handles,
