@@ -11,23 +11,36 @@ through all units after it: the first stage of an encoder for E_pp + L_pp microb
 :mod:`resilient.planners.disttrain`, layers stay whole, and what calls take beside counts; so there may be too many
 microbatches as well as too few. No replica has less than one sample a microbatch.
 
-The step is convex in i, so all splits are searched, each with the best i, and those left out that a lower bound
-excludes. Parameters, gradients and optimizer are divided by pp and tp.
+Beyond the paper, whose mean microbatch is all there is, the longest sample of a batch counts, which no scheduler
+divides, and so do sums of gradients. With X for the expected time of that sample in all stages of its replica,
+
+    step = (i - 1) * max(dur_u) + max(sum(pp) * max(dur_u), X) + sum of gradients.
+
+Without X, data with a heavy tail are given as many replicas of one stage as there are devices, and a step takes several
+times what was expected. A unit with fewer replicas than the language model is as slow, and keeps as much, as if each
+pipeline had a part of one. One of the microbatches in memory may consist of the largest sample; the optimizer is
+sharded over replicas. And i is as large as some whole number of samples in each microbatch lets it be: with 1.3 on
+average, some microbatches take twice what others do.
+
+The step has one minimum over i (it is the maximum of a convex and an ascending function), so all splits are searched,
+each with the best i, and those left out that a lower bound excludes.
+
+The paper runs its scheduler for the next batch while a step is computed. That is the caller's business: ``assign`` is a
+function of the lengths of a batch, whenever they are known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
-from resilient.planners.balance import Floats
+from resilient.planners.balance import Floats, loads, longest_first
 from resilient.planners.buckets import fill_buckets
 from resilient.planners.costs import UnitCosts
 from resilient.planners.expected import expected, parallelism
+from resilient.planners.memory import fullest, kept_shares
 from resilient.planners.planner import LLM, Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.samples import Ints, SampleTable
 from resilient.planners.slots import slots
@@ -38,7 +51,9 @@ class Dflop:
     """The planner.
 
     Args:
-        time_limit_s: What HiGHS may take in every step. 0 leaves it out: then all processes find the same assignment.
+        time_limit_s: What the scheduler may take in every step with HiGHS in it. 0, as usual, leaves HiGHS out: what it
+            finds in time depends on the machine and its load, and processes that assign by themselves must agree. With
+            a limit one process must assign for all.
     """
 
     time_limit_s: float = 0.0
@@ -76,6 +91,9 @@ class Dflop:
     ) -> Assignment:
         """Put samples into microbatches such that the one that takes longest, in any unit, takes least.
 
+        Where they would not fit into memory, large microbatches are kept apart; if that is not enough, samples are put
+        into microbatches by memory instead. Of answers that do not fit either, the one that comes nearest is returned.
+
         Args:
             setting: The job.
             configuration: As decided.
@@ -86,6 +104,14 @@ class Dflop:
         weights = stage_weights(setting, configuration, batch)
         bucket = fill_buckets(weights, speeds, time_limit_s=self.time_limit_s)
         place = Place(replica=replica[bucket], microbatch=microbatch[bucket])
+        if fullest(setting, configuration, batch, place) > 1:
+            kept = kept_shares(setting, configuration, batch)
+            by_memory = longest_first(kept, np.ones(len(replica)))
+            # The first that fits, or the one that comes nearest.
+            place = min(
+                (_apart(each, kept, configuration, replica, microbatch) for each in (bucket, by_memory)),
+                key=lambda each: max(fullest(setting, configuration, batch, each), 1.0),
+            )
         return Assignment(units=dict.fromkeys(configuration.units, place))
 
 
@@ -102,35 +128,66 @@ def stage_weights(setting: Setting, configuration: Configuration, batch: SampleT
     return np.stack(rows)
 
 
+def _apart(bucket: Ints, kept: Floats, configuration: Configuration, replica: Ints, microbatch: Ints) -> Place:
+    """Return places such that each replica's largest microbatches are not in memory at the same time.
+
+    Any h consecutive microbatches are one of the largest h-th, one of the next, and so on; h is the number of stages.
+    """
+    held = sum(spread.pp for spread in configuration.units.values())
+    size = loads(kept, bucket, len(replica))
+    slot = np.empty(len(replica), dtype=np.int64)
+    for each in range(int(replica[-1]) + 1):
+        own = np.flatnonzero(replica == each)
+        spaced = np.lexsort((np.arange(len(own)), np.arange(len(own)) % held))
+        slot[own[np.argsort(-size[own], kind="stable")]] = own[spaced]
+    return Place(replica=replica[bucket], microbatch=microbatch[slot[bucket]])
+
+
 def _options(unit: UnitCosts, samples: SampleTable, setting: Setting) -> Floats:
     """Return all (tp, dp, pp) of a unit that fit its state, as columns, in order of the time they take.
 
     Rows: tp, dp, pp; the slowest stage's time for the whole global batch as one microbatch, and for a call beside;
-    the bytes of state; the bytes of that batch's activations on a device.
+    the bytes of state; the bytes of that batch's activations on a device, and of the largest sample's; the time of the
+    longest sample in all stages; that of the sums of gradients.
     """
-    devices, batch = setting.num_devices, setting.global_batch
+    devices, batch, memory = setting.num_devices, setting.global_batch, setting.cluster.memory_bytes
+    lengths = samples.units[unit.name]
     found: list[Floats] = []
-    for each in expected(unit, samples.units[unit.name], devices, setting.cluster.devices_per_node):
+    for each in expected(unit, lengths, devices, setting.cluster.devices_per_node):
         limits = np.arange(1, min(batch, devices // each.tp) + 1), np.arange(1, len(each.slowest_ms) + 1)
         dp, pp = (grid.ravel() for grid in np.meshgrid(*limits, indexing="ij"))
         few = dp * pp * each.tp <= devices
         dp, pp = dp[few], pp[few]
+        token_bytes = each.token_bytes[pp - 1]
         values = (
             np.full(dp.shape, each.tp),
             dp,
             pp,
             batch / dp * each.slowest_ms[pp - 1],
             each.call_ms / pp,
-            unit.state_bytes / (pp * each.tp),
-            batch / dp * each.activation_bytes / pp,
+            each.held_bytes[pp - 1] + each.optimizer_bytes[pp - 1] / dp,
+            batch / dp * float(lengths.tokens.mean()) * token_bytes,
+            float(lengths.tokens.max()) * token_bytes,
+            np.full(dp.shape, _longest_ms(unit.work(each.tp).of(lengths), batch) + each.call_ms),
+            each.sum_ms(dp, pp, setting.cluster),
         )
         found.append(np.stack(values).astype(np.float64))
     table = np.concatenate(found, axis=1)
-    if setting.cluster.memory_bytes is not None:
-        least = table[6] * table[2] / (batch // table[1])
-        table = table[:, (table[5] < setting.cluster.memory_bytes) & (table[5] + least <= setting.cluster.memory_bytes)]
-    return table[:, np.argsort(table[3], kind="stable")]
+    if memory is not None:
+        least = table[KEPT] / (batch // table[DP])
+        kept = least * (table[PP] - 1) + np.maximum(least, table[LARGEST])
+        table = table[:, (table[STATE] < memory) & (table[STATE] + kept <= memory)]
+    return table[:, np.argsort(table[WHOLE], kind="stable")]
 
+
+def _longest_ms(times_ms: Floats, batch: int) -> float:
+    """Return the expected time of the longest of so many samples, drawn from these."""
+    below = (np.arange(len(times_ms) + 1) / len(times_ms)) ** batch
+    return float(np.dot(np.sort(times_ms), np.diff(below)))
+
+
+TP, DP, PP, WHOLE, CALL, STATE, KEPT, LARGEST, LONGEST, SUMS = range(10)
+"""Rows of a table of options."""
 
 _Found = tuple[list[tuple[int, int, int]], int]
 """(tp, dp, pp) of each unit, and the number of microbatches."""
@@ -143,7 +200,7 @@ def _best(tables: list[Floats], setting: Setting) -> tuple[_Found | None, float]
     """
     if not all(table.shape[1] for table in tables):
         return None, np.inf
-    work = np.array([(_size(table) * table[3]).min() for table in tables])
+    work = np.array([(_size(table) * table[WHOLE]).min() for table in tables])
     shares = setting.num_devices * work / max(work.sum(), 1e-30)
     best_ns = np.inf
     for narrowest in (0.9, 0.5):
@@ -153,7 +210,7 @@ def _best(tables: list[Floats], setting: Setting) -> tuple[_Found | None, float]
         ]
         if all(table.shape[1] for table in near):
             best_ns = min(best_ns, _searched(near, setting)[1] * 1e6)
-    tables = [table[:, table[3] * 1e6 <= best_ns + 1] for table in tables]
+    tables = [table[:, table[WHOLE] * 1e6 <= best_ns + 1] for table in tables]
     fewest = [int(_size(table).min()) for table in tables]
     left = [setting.num_devices - sum(fewest) + own for own in fewest]
     if sum(fewest) > setting.num_devices:
@@ -163,100 +220,20 @@ def _best(tables: list[Floats], setting: Setting) -> tuple[_Found | None, float]
 
 
 def _searched(tables: list[Floats], setting: Setting, best_ns: float = np.inf) -> tuple[_Found | None, float]:
+    from resilient.planners.dflop_kernels import search
+
     found = np.zeros(len(tables) + 1, np.int64)
     columns = np.ascontiguousarray(np.concatenate(tables, axis=1))
     ends = np.cumsum([0, *(table.shape[1] for table in tables)])
     memory = float(setting.cluster.memory_bytes or np.inf)
-    step_ms = _kernel()(ends, columns, setting.global_batch, setting.num_devices, memory, best_ns, found)
+    language = [unit.name for unit in setting.costs.units].index(LLM)
+    step_ms = search(ends, columns, language, setting.global_batch, setting.num_devices, memory, best_ns, found)
     degrees = [
-        (int(table[0, option]), int(table[1, option]), int(table[2, option]))
+        (int(table[TP, option]), int(table[DP, option]), int(table[PP, option]))
         for table, option in zip(tables, found[:-1], strict=True)
     ]
     return ((degrees, int(found[-1])) if found[-1] else None), float(step_ms)
 
 
 def _size(table: Floats) -> Floats:
-    return table[0] * table[1] * table[2]
-
-
-@lru_cache(maxsize=1)
-def _kernel() -> Any:
-    from numba import njit  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
-
-    return njit(cache=True)(_search)
-
-
-def _search(ends: Ints, columns: Floats, batch: int, devices: int, memory: float, best: float, found: Ints) -> float:
-    """Choose one option per unit, depth first; fill in which, and the number of microbatches (0: there are none).
-
-    Times are compared as whole nanoseconds.
-    """
-    count = len(ends) - 1
-    size = (columns[0] * columns[1] * columns[2]).astype(np.int64)
-    pp, whole, call = columns[2].astype(np.int64), columns[3], columns[4]
-    # Of all units from one on: the least devices, the least time, the least device times.
-    fewest = np.zeros(count + 1, np.int64)
-    quickest = np.zeros(count + 1)
-    least = np.zeros(count + 1)
-    for unit in range(count - 1, -1, -1):
-        first, end = ends[unit], ends[unit + 1]
-        fewest[unit] = fewest[unit + 1] + size[first:end].min()
-        quickest[unit] = max(quickest[unit + 1], whole[first:end].min())
-        least[unit] = least[unit + 1] + (size[first:end] * whole[first:end]).min()
-    at = ends[:-1].copy()
-    used = np.zeros(count + 1, np.int64)
-    deep = np.zeros(count + 1, np.int64)
-    slow = np.zeros(count + 1)
-    most = np.full(count + 1, batch)
-    best_size, depth = devices + 1, 0
-    while depth >= 0:
-        option = at[depth]
-        # Options ascend by time: those after one that is too slow are slower.
-        if option == ends[depth + 1] or whole[option] * 1e6 > best + 1:
-            at[depth] = ends[depth]
-            depth -= 1
-            if depth >= 0:
-                at[depth] += 1
-            continue
-        below = depth + 1
-        used[below] = used[depth] + size[option]
-        if used[below] + fewest[below] <= devices:
-            deep[below] = deep[depth] + pp[option]
-            most[below] = min(most[depth], batch // int(columns[1, option]))
-            slow[below] = max(slow[depth], whole[option])
-            bound = max(slow[below], quickest[below])
-            if below < count:
-                bound = max(bound, least[below] / (devices - used[below]))
-            bound *= 1 + (deep[below] + count - below - 1) / most[below]
-            if bound * 1e6 <= best + 1:
-                if below < count:
-                    depth = below
-                    continue
-                # The fewest microbatches whose activations fit.
-                low, behind = 1, 0
-                for unit in range(count - 1, -1, -1):
-                    behind += pp[at[unit]]
-                    room = memory - columns[5, at[unit]]
-                    low = max(low, int(np.ceil(columns[6, at[unit]] * behind / room)))
-                high = most[count]
-                if low <= high:
-                    while low < high:
-                        middle = (low + high) // 2
-                        now, after = 0.0, 0.0
-                        for unit in range(count):
-                            now = max(now, whole[at[unit]] / middle + call[at[unit]])
-                            after = max(after, whole[at[unit]] / (middle + 1) + call[at[unit]])
-                        if (middle + behind) * after >= (middle + behind - 1) * now:
-                            high = middle
-                        else:
-                            low = middle + 1
-                    now = 0.0
-                    for unit in range(count):
-                        now = max(now, whole[at[unit]] / low + call[at[unit]])
-                    step = np.rint((low + behind - 1) * now * 1e6)
-                    if step < best or (step == best and used[below] < best_size):
-                        best, best_size = step, used[below]
-                        found[:count] = at - ends[:-1]
-                        found[count] = low
-        at[depth] += 1
-    return best / 1e6
+    return table[TP] * table[DP] * table[PP]

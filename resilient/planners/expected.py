@@ -26,6 +26,9 @@ class Expected:
         call_ms: What each call takes beside, in all layers.
         slowest_ms: ``sample_ms`` of the slowest stage, by the number of stages less one.
         gradient_bytes: On each device of the stage that has most gradients, likewise.
+        held_bytes: Parameters and gradients where they are most, likewise.
+        optimizer_bytes: The optimizer's, likewise, before it is sharded over replicas.
+        token_bytes: What a token keeps where that is most, likewise; nothing without a backward.
         activation_bytes: What all layers keep of a sample, on each device.
     """
 
@@ -34,6 +37,9 @@ class Expected:
     call_ms: float
     slowest_ms: Floats
     gradient_bytes: Floats
+    held_bytes: Floats
+    optimizer_bytes: Floats
+    token_bytes: Floats
     activation_bytes: float
 
     def sum_ms(self, dp: Ints, pp: Ints, cluster: Cluster) -> Floats:
@@ -65,13 +71,18 @@ def expected(unit: UnitCosts, lengths: Lengths, max_devices: int, max_tp: int) -
     found: list[Expected] = []
     if not len(lengths.tokens):
         raise ValueError("samples must be one or more, got none; draw some from the data set")
-    gradients = np.array([layer.gradient_bytes for layer in unit.layers], dtype=np.float64)
+    gradients, parameters, optimizer = np.array(
+        [[layer.gradient_bytes, layer.parameter_bytes, layer.optimizer_bytes] for layer in unit.layers],
+        dtype=np.float64,
+    ).T
+    trains = any(layer.trainable or layer.input_gradient for layer in unit.layers)
     for tp, cp in unit.degrees:
         if cp > 1 or tp > min(max_tp, max_devices):
             continue
         curves = _work(unit, tp)
         layers = _sample_ms(curves, lengths)
         slowest = slowest_stages(layers, min(len(layers), max_devices // tp))
+        kept = np.array([layer.curves[unit.index(tp, cp)].activation_bytes * trains for layer in unit.layers])
         found.append(
             Expected(
                 tp=tp,
@@ -79,6 +90,9 @@ def expected(unit: UnitCosts, lengths: Lengths, max_devices: int, max_tp: int) -
                 call_ms=sum(curve.fixed for curve in curves) if lengths.tokens.any() else 0.0,
                 slowest_ms=slowest,
                 gradient_bytes=_largest_sums(layers, slowest, gradients) / tp,
+                held_bytes=_largest_sums(layers, slowest, parameters + gradients) / tp,
+                optimizer_bytes=_largest_sums(layers, slowest, optimizer) / tp,
+                token_bytes=_largest_sums(layers, slowest, kept),
                 activation_bytes=unit.activation_bytes(tp) * float(lengths.tokens.mean()),
             )
         )

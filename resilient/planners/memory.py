@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from resilient.planners.balance import loads
 from resilient.planners.costs import CostModel, Floats, UnitCosts
-from resilient.planners.planner import LLM, Configuration, Setting
-from resilient.planners.samples import SampleTable
+from resilient.planners.planner import LLM, Configuration, Place, Setting
+from resilient.planners.samples import Ints, SampleTable
 from resilient.planners.stage_work import by_stage, state_bytes
 from resilient.templates.cluster import Cluster
 
@@ -126,12 +128,68 @@ def kept_shares(setting: Setting, configuration: Configuration, batch: SampleTab
     Raises:
         ValueError: The state alone does not fit.
     """
+    stages = _stages(setting, configuration)
+    if stages is None:
+        return np.zeros(len(batch))
+    kept = {
+        name: each.kept_bytes[:, None] * each.held[:, None] * batch.units[name].tokens for name, each in stages.items()
+    }
+    shares: list[Floats] = []
+    for name, each in stages.items():
+        part = np.ones(len(each.free_bytes))
+        if configuration.colocated:
+            needs = kept[name].sum(axis=1)
+            every = np.sum([other.sum(axis=1) for other in kept.values()], axis=0)
+            part = np.divide(needs, every, out=part, where=needs > 0)
+        shares.append((kept[name] / (each.free_bytes * part)[:, None]).max(axis=0))
+    return np.max(shares, axis=0)
+
+
+def fullest(setting: Setting, configuration: Configuration, batch: SampleTable, place: Place) -> float:
+    """Return which part of a device's room is taken at worst, more than 1 if something does not fit.
+
+    Units have devices of their own, and place samples alike; stages hold consecutive microbatches.
+
+    Args:
+        setting: The job.
+        configuration: As decided.
+        batch: The samples.
+        place: Of each of them.
+
+    Raises:
+        ValueError: The state alone does not fit.
+    """
+    stages = _stages(setting, configuration)
+    if stages is None or not len(batch):
+        return 0.0
+    shape = int(place.replica.max()) + 1, int(place.microbatch.max()) + 1
+    cell = place.replica * shape[1] + place.microbatch
+    worst = 0.0
+    for name, each in stages.items():
+        tokens = loads(batch.units[name].tokens, cell, shape[0] * shape[1]).reshape(shape)
+        sums = np.concatenate((np.zeros((shape[0], 1)), np.cumsum(tokens, axis=1)), axis=1)
+        for kept, held, free in zip(each.kept_bytes, np.minimum(each.held, shape[1]), each.free_bytes, strict=True):
+            worst = max(worst, float((sums[:, held:] - sums[:, : sums.shape[1] - held]).max()) * float(kept / free))
+    return worst
+
+
+class _Stages(NamedTuple):
+    kept_bytes: Floats  # of a token of one pipeline; all [num_stages]
+    held: Ints  # microbatches at a time
+    free_bytes: Floats  # beside the state
+
+
+def _stages(setting: Setting, configuration: Configuration) -> Mapping[str, _Stages] | None:
+    """Return the stages of each unit, None where memory is not bounded.
+
+    Raises:
+        ValueError: The state alone does not fit.
+    """
     memory = setting.cluster.memory_bytes
     if memory is None:
-        return np.zeros(len(batch))
-    states: list[Floats] = []
-    kept: list[Floats] = []  # by unit, [num_stages, num_samples]
-    behind, number = 0, configuration.num_microbatches
+        return None
+    found: dict[str, _Stages] = {}
+    behind, number, language = 0, configuration.num_microbatches, configuration.units[LLM]
     names = [unit.name for unit in setting.costs.units]
     for unit in reversed(setting.costs.units):
         spread, early = configuration.units[unit.name], names.index(unit.name) < names.index(LLM)
@@ -139,22 +197,18 @@ def kept_shares(setting: Setting, configuration: Configuration, batch: SampleTab
         held = np.minimum(behind + np.arange(spread.pp, 0, -1), number)
         if configuration.colocated and early:
             held = np.full(spread.pp, number)
-        per_token = by_stage(spread, [layer.curves[index].activation_bytes for layer in unit.layers])
-        per_token *= by_stage(spread, [layer.trainable or layer.input_gradient for layer in unit.layers]) > 0
-        share = 1.0 if configuration.colocated else spread.dp / configuration.units[LLM].dp
-        states.append(state_bytes(unit, spread, sharded=False))
-        kept.append((per_token * held / share)[:, None] * batch.units[unit.name].tokens)
+        kept = by_stage(spread, [layer.curves[index].activation_bytes for layer in unit.layers])
+        kept *= by_stage(spread, [layer.trainable or layer.input_gradient for layer in unit.layers]) > 0
+        share = 1.0 if configuration.colocated else spread.dp / language.dp
+        found[unit.name] = _Stages(kept / share, held, memory - state_bytes(unit, spread, sharded=False))
         behind += 0 if early or configuration.colocated else spread.pp
-    parts = [np.ones(len(state)) for state in states]
     if configuration.colocated:
-        needs = np.stack([each.sum(axis=1) for each in kept])
-        parts = list(np.divide(needs, needs.sum(axis=0), out=np.ones_like(needs), where=needs > 0))
-        states = [np.sum(states, axis=0)] * len(states)
-    largest = max(float(each.max()) for each in states)
-    if largest >= memory:
+        free = np.sum([each.free_bytes for each in found.values()], axis=0) - memory * (len(found) - 1)
+        found = {name: each._replace(free_bytes=free) for name, each in found.items()}
+    least = min(float(each.free_bytes.min()) for each in found.values())
+    if least <= 0:
         raise ValueError(
-            f"memory_bytes must be more than the {largest:.0f} bytes of parameters, gradients and optimizer on a "
-            f"device, got {memory}; configure the job again"
+            f"memory_bytes must be more than the {memory - least:.0f} bytes of parameters, gradients and optimizer on "
+            f"a device, got {memory}; configure the job again"
         )
-    room = [(memory - state) * part for state, part in zip(states, parts, strict=True)]
-    return np.max([(each / free[:, None]).max(axis=0) for each, free in zip(kept, room, strict=True)], axis=0)
+    return found

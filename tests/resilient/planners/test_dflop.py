@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -11,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs_of_planners import after_failures, check_places, setting, table, unit
 
-from resilient.planners.balance import cut_chain, loads, longest_first
+from resilient.planners.balance import cut_chain, longest_first
 from resilient.planners.buckets import peak
 from resilient.planners.costs import CostModel
 from resilient.planners.dflop import Dflop, stage_weights
 from resilient.planners.planner import LLM, Parallelism, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
 from resilient.planners.slots import slots
-from resilient.templates.cluster import Cluster
+from resilient.planners.stage_work import by_stage, gradient_sum_ms, state_bytes
+from resilient.templates.cluster import Cluster, Link
 
 SMALL = CostModel(units=(unit("vision", 2, 0.001, 1e-6), unit("llm", 3, 0.002, 1e-6)))
 THREE = CostModel(units=(*SMALL.units, unit("generator", 2, 0.003, 0.0)))
@@ -26,21 +28,29 @@ THREE = CostModel(units=(*SMALL.units, unit("generator", 2, 0.003, 0.0)))
 
 def by_hand(job: Setting, samples: SampleTable, spread: dict[str, Parallelism], count: int) -> tuple[float, float]:
     """The step's time and the most memory of a device, by the formulas of the module's docstring."""
-    depth = sum(each.pp for each in spread.values())
-    slowest, memory, behind = 0.0, 0.0, depth
+    depth, replicas = sum(each.pp for each in spread.values()), spread[LLM].dp
+    slowest, longest, sums, memory, behind = 0.0, 0.0, 0.0, 0.0, depth
     for each in job.costs.units:
         at, lengths = spread[each.name], samples.units[each.name]
-        number = job.global_batch / (count * at.dp)
+        number, alone = job.global_batch / (count * at.dp), max(1.0, replicas / at.dp)
         index = each.index(at.tp, 1)
+        times = each.work(at.tp).of(lengths)
         layers = [
             float((layer.curves[index].forward + layer.backward(index)).of(lengths).mean()) for layer in each.layers
         ]
-        stage_of = np.repeat(np.arange(at.pp), cut_chain(layers, at.pp))
-        slowest = max(slowest, number * max(loads(layers, stage_of, at.pp)) + each.work(at.tp).fixed / at.pp)
-        kept = number * float(lengths.tokens.mean()) * each.activation_bytes(at.tp) / at.pp * behind
-        memory = max(memory, each.state_bytes / (at.tp * at.pp) + kept)
+        at = replace(at, stage_layers=cut_chain(layers, at.pp))
+        slowest = max(slowest, number * by_stage(at, layers).max() + each.work(at.tp).fixed / at.pp)
+        # Of the longest of so many samples drawn, the chance that it is no longer than the k-th.
+        chances = [(k / len(times)) ** job.global_batch for k in range(len(times) + 1)]
+        drawn = sum(ms * (chances[k + 1] - chances[k]) for k, ms in enumerate(sorted(times.tolist())))
+        longest += (drawn + each.work(at.tp).fixed) * alone
+        sums = max(sums, gradient_sum_ms(each, at, job.cluster).max())
+        per_token = by_stage(at, [layer.curves[index].activation_bytes for layer in each.layers]).max()
+        mean, largest = number * float(lengths.tokens.mean()), float(lengths.tokens.max()) * alone
+        kept = (mean * (behind - 1) + max(mean, largest)) * per_token
+        memory = max(memory, state_bytes(each, at, sharded=False).max() + kept)
         behind -= at.pp
-    return (count + depth - 1) * slowest, memory
+    return (count - 1) * slowest + max(depth * slowest, longest) + sums, memory
 
 
 @settings(max_examples=20, deadline=None)
@@ -54,7 +64,9 @@ def by_hand(job: Setting, samples: SampleTable, spread: dict[str, Parallelism], 
 def test_no_split_is_better(costs: CostModel, num_nodes: int, batch: int, memory: int | None, seed: int) -> None:
     job = Setting(
         costs=costs,
-        cluster=Cluster(devices_per_node=2, memory_bytes=memory),
+        cluster=Cluster(
+            devices_per_node=2, memory_bytes=memory, intra_node=Link(bytes_per_s=1e8), inter_node=Link(bytes_per_s=1e7)
+        ),
         num_nodes=num_nodes,
         global_batch=batch,
         microbatch=1,
@@ -75,7 +87,10 @@ def test_no_split_is_better(costs: CostModel, num_nodes: int, batch: int, memory
     for way in product(*options):
         if sum(each.num_devices for each in way) <= job.num_devices:
             spread = dict(zip(samples.units, way, strict=True))
-            for count in range(1, batch // max(each.dp for each in way) + 1):
+            replicas = spread[LLM].dp
+            for count in {batch // (number * replicas) for number in range(1, batch // replicas + 1)}:
+                if count * max(each.dp for each in way) > batch:
+                    continue
                 ms, used = by_hand(job, samples, spread, count)
                 if memory is None or used <= memory:
                     fitting.append(ms)

@@ -1,0 +1,127 @@
+"""Compiled loops of :mod:`resilient.planners.dflop`. Import it where it is needed: it loads numba."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from resilient.planners.balance import Floats
+from resilient.planners.dflop import CALL, DP, KEPT, LARGEST, LONGEST, PP, STATE, SUMS, TP, WHOLE
+from resilient.planners.kernels import compiled
+from resilient.planners.samples import Ints
+
+
+@compiled
+def _step_ms(number: int, chosen: Ints, columns: Floats, language: int) -> float:
+    """Return what so many microbatches take, without sums of gradients."""
+    slowest, num_stages, longest, replicas = 0.0, 0.0, 0.0, columns[DP, chosen[language]]
+    for option in chosen:
+        slowest = max(slowest, columns[WHOLE, option] / number + columns[CALL, option])
+        num_stages += columns[PP, option]
+        longest += columns[LONGEST, option] * max(1.0, replicas / columns[DP, option])
+    return (number - 1) * slowest + max(num_stages * slowest, longest)
+
+
+@compiled
+def _fewest_microbatches(chosen: Ints, columns: Floats, language: int, memory: float) -> float:
+    """Return with how many microbatches what is kept fits, when one of those kept is the largest sample."""
+    fewest, behind, replicas = 1.0, 0.0, columns[DP, chosen[language]]
+    for unit in range(len(chosen) - 1, -1, -1):
+        option = chosen[unit]
+        behind += columns[PP, option]
+        room = memory - columns[STATE, option]
+        largest = columns[LARGEST, option] * max(1.0, replicas / columns[DP, option])
+        if largest > room:
+            return np.inf
+        fewest = max(fewest, np.ceil(columns[KEPT, option] * behind / room))
+        if behind > 1 and columns[KEPT, option] > 0:
+            fewest = max(fewest, np.ceil(columns[KEPT, option] * (behind - 1) / max(room - largest, 1e-30)))
+    return fewest
+
+
+@compiled
+def search(
+    ends: Ints, columns: Floats, language: int, batch: int, devices: int, memory: float, best: float, found: Ints
+) -> float:
+    """Choose one option per unit, depth first; fill in which, and the number of microbatches (0: there are none).
+
+    Times are compared as whole nanoseconds.
+
+    Args:
+        ends: Where each unit's options end, and 0 before.
+        columns: Of the options, as :mod:`resilient.planners.dflop` names the rows; each unit's ascend by ``WHOLE``.
+        language: Which unit is the language model.
+        batch: Samples of a step.
+        devices: Of all units.
+        memory: Of a device.
+        best: A step's time to beat or reach, in ns.
+        found: Filled with the option of each unit, and the microbatches. [num_units + 1]
+
+    Returns:
+        The step's time in ms.
+    """
+    count = len(ends) - 1
+    size = (columns[TP] * columns[DP] * columns[PP]).astype(np.int64)
+    pp, whole = columns[PP].astype(np.int64), columns[WHOLE]
+    # Of all units from one on: the least devices, the least time, the least device times, of the longest sample.
+    fewest = np.zeros(count + 1, np.int64)
+    quickest = np.zeros(count + 1)
+    least = np.zeros(count + 1)
+    shortest = np.zeros(count + 1)
+    for unit in range(count - 1, -1, -1):
+        first, end = ends[unit], ends[unit + 1]
+        fewest[unit] = fewest[unit + 1] + size[first:end].min()
+        quickest[unit] = max(quickest[unit + 1], whole[first:end].min())
+        least[unit] = least[unit + 1] + (size[first:end] * whole[first:end]).min()
+        shortest[unit] = shortest[unit + 1] + columns[LONGEST, first:end].min()
+    at = ends[:-1].copy()
+    used = np.zeros(count + 1, np.int64)
+    deep = np.zeros(count + 1, np.int64)
+    slow = np.zeros(count + 1)
+    longest = np.zeros(count + 1)
+    sums = np.zeros(count + 1)
+    most = np.full(count + 1, batch)
+    best_size, depth = devices + 1, 0
+    while depth >= 0:
+        option = at[depth]
+        # Options ascend by time: those after one that is too slow are slower.
+        if option == ends[depth + 1] or whole[option] * 1e6 > best + 1:
+            at[depth] = ends[depth]
+            depth -= 1
+            if depth >= 0:
+                at[depth] += 1
+            continue
+        below = depth + 1
+        used[below] = used[depth] + size[option]
+        if used[below] + fewest[below] <= devices:
+            deep[below] = deep[depth] + pp[option]
+            most[below] = min(most[depth], batch // int(columns[DP, option]))
+            slow[below] = max(slow[depth], whole[option])
+            longest[below] = longest[depth] + columns[LONGEST, option]
+            sums[below] = max(sums[depth], columns[SUMS, option])
+            bound = max(slow[below], quickest[below])
+            if below < count:
+                bound = max(bound, least[below] / (devices - used[below]))
+            bound *= 1 + (deep[below] + count - below - 1) / most[below]
+            bound = max(bound, longest[below] + shortest[below]) + sums[below]
+            if bound * 1e6 <= best + 1:
+                if below < count:
+                    depth = below
+                    continue
+                replicas = int(columns[DP, at[language]])
+                low, last, samples = _fewest_microbatches(at, columns, language, memory), np.inf, 1
+                while samples * replicas <= batch:
+                    number = batch // (samples * replicas)
+                    samples = batch // (number * replicas) + 1
+                    if number > most[count]:
+                        continue
+                    now = _step_ms(number, at, columns, language)
+                    if number < low or now > last:
+                        break
+                    last = now
+                    step = np.rint((now + sums[count]) * 1e6)
+                    if step < best or (step == best and used[below] < best_size):
+                        best, best_size = step, used[below]
+                        found[:count] = at - ends[:-1]
+                        found[count] = number
+        at[depth] += 1
+    return best / 1e6
