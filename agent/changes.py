@@ -11,7 +11,7 @@ from resilient.agent.forming import Formed, describe, form, message_for
 from resilient.agent.members import Member, available
 from resilient.agent.saving import Parts
 from resilient.agent.speeds import slowdowns
-from resilient.agent.state import EXIT_FAILED, Change, Phase
+from resilient.agent.state import EXIT_FAILED, EXIT_INTERRUPTED, Change, Interruption, Phase
 from resilient.errors import StateLostError
 from resilient.messages import Progress, Regroup
 from resilient.templates.nodespec import TooFewNodes
@@ -47,6 +47,9 @@ class Changes(Endings):
                 num_ready += 1
 
     def _ask_for_boundary(self) -> None:
+        if self._interruption is not None:
+            self._begin(at_boundary=True, cause="interruption")
+            return
         joining = [node for node in available(self.members.values()) if not self.members[node].admitted]
         leaving = [node for node in sorted(self.members) if self.members[node].leaving]
         if joining or leaving:
@@ -69,6 +72,30 @@ class Changes(Endings):
         elif self.phase is not Phase.SAVING:
             self._stop(EXIT_FAILED, self._failed, self._newest_path())
 
+    def _interrupt(self, reason: str) -> None:
+        """End the job after the running step, with a checkpoint; at once when that is asked for again."""
+        training = self.phase in (Phase.INSTALLING, Phase.RUNNING, Phase.AGREEING, Phase.SAVING)
+        if self._interruption is not None or not training:
+            twice = "twice " if self._interruption is not None else ""
+            self._stop(EXIT_INTERRUPTED, f"interrupted {twice}({reason}){self._how_to_resume()}", self._newest_path())
+            return
+        grace_s = self.settings.grace_s
+        self._interruption = Interruption(
+            reason=f"interrupted ({reason})", step_deadline=self._now + grace_s / 2, deadline=self._now + grace_s
+        )
+        self._needed_nodes = max(self._needed_nodes, self.settings.num_nodes)
+        if self._change is not None:
+            self._change.deadline = min(self._change.deadline, self._interruption.step_deadline)
+        self._record("interrupted", reason=reason, grace_s=grace_s)
+
+    def _end_interrupted_in_time(self, interruption: Interruption) -> None:
+        """Give up the running step, and later the checkpoint, when they take too long."""
+        if self._now >= interruption.deadline:
+            reason = f"{interruption.reason}; the checkpoint was not written within {self.settings.grace_s:g} s"
+            self._stop(EXIT_INTERRUPTED, f"{reason}{self._how_to_resume()}", self._newest_path())
+        elif self._change is not None and self._change.at_boundary and self._now >= interruption.step_deadline:
+            self._begin(at_boundary=False, cause="interruption")
+
     def _begin_failure(self, nodes: list[int], cause: str) -> None:
         change = self._change
         if change is None or change.at_boundary:
@@ -79,12 +106,15 @@ class Changes(Endings):
 
     def _begin(self, *, at_boundary: bool, cause: str) -> None:
         """Ask everybody for a new generation, or for the same one at once instead of at the boundary."""
-        change = self._change
+        change, patience_s = self._change, self.settings.report_timeout_s
+        if self._interruption is not None:  # who does not report must leave the others time for the checkpoint
+            patience_s = min(patience_s, (self._interruption.deadline - self._now) / 2)
         self._change = Change(
             generation=self.generation + 1,
             at_boundary=at_boundary,
             cause=cause,
-            deadline=self._now + self.settings.report_timeout_s,
+            began=self._now,
+            deadline=self._now + patience_s,
             reports=change.reports if change is not None else {},
             step_under_way=change.step_under_way if change is not None else self.phase is Phase.RUNNING,
         )
@@ -95,8 +125,9 @@ class Changes(Endings):
         """Publish the generation that was agreed on, or stop if there can be none."""
         assert self._problem is not None
         change = self._change
-        if self._failed:
-            self._save_and_stop(agreement, self._failed)
+        ending = self._failed or (self._interruption.reason if self._interruption is not None else "")
+        if ending:
+            self._save_and_stop(agreement, ending)
             return
         if change is not None and change.cause == "failure":
             self._suspicions = 0 if change.lost_nodes else self._suspicions + 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import ipaddress
 import json
@@ -108,14 +109,19 @@ class Coordinator:
         await site.start()
         bound_host, bound_port = self._runner.addresses[0][:2]
         self.address = f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
-        _write_private(
-            Path(self._settings.run_directory) / "job.json",
-            json.dumps({"address": self.address, "token": self._token, "pid": os.getpid()}),
-        )
+        self._leave_address()
         if not ipaddress.ip_address(bound_host).is_loopback:
             self._write_event({"time": time.time(), "kind": "listening", "generation": 0, "address": self.address})
         self._spawn(self._tick())
         self._spawn(asyncio.to_thread(_warm_up))
+
+    def _leave_address(self) -> None:
+        path = Path(self._settings.run_directory) / "job.json"
+        try:
+            _write_private(path, json.dumps({"address": self.address, "token": self._token, "pid": os.getpid()}))
+        except OSError as error:
+            reason = f"run_directory must be a folder that can be written, got {path.parent} ({error.strerror})"
+            raise ValueError(f"{reason}; pass another with --run-dir") from error
 
     async def wait(self) -> int:
         """Serve until the job is over; return its exit code."""
@@ -144,13 +150,25 @@ class Coordinator:
         except Exception as error:  # an error of ours must end the job, too, and not leave it waiting
             logger.exception("the coordinator failed")
             self._queue.clear()
-            self._handle(ev.StopWanted(exit_code=EXIT_FAILED, reason=f"the coordinator failed: {error!r}"))
+            self._fail(f"the coordinator failed: {error!r}")
         finally:
             self._is_pumping = False
 
     def _handle(self, event: ev.Event) -> None:
         for instruction in self._machine.handle(event, time.monotonic()):
-            self._do(instruction)
+            try:
+                self._do(instruction)
+            except _ManifestError as error:
+                self._handle(ev.ManifestFailed(path=error.path, error=str(error)))
+                break  # what follows counts on the checkpoint
+
+    def _fail(self, reason: str) -> None:
+        """Stop, whatever state the machine is in."""
+        try:
+            self._handle(ev.StopWanted(exit_code=EXIT_FAILED, reason=reason))
+        except Exception:
+            logger.exception("the coordinator failed again")
+        self._stop(EXIT_FAILED, reason)
 
     async def _tick(self) -> None:
         while True:
@@ -181,16 +199,17 @@ class Coordinator:
                 try:
                     write_manifest(path, manifest)
                 except OSError as error:
-                    self.feed(
-                        ev.StopWanted(exit_code=EXIT_FAILED, reason=f"cannot write the checkpoint {path}: {error}")
-                    )
+                    raise _ManifestError(path, error) from error
             case ev.PreparePlans(problem=problem, num_nodes=num_nodes):
                 self._spawn(self._prepare(problem, num_nodes))
             case ev.Stop(exit_code=exit_code, reason=reason):
-                for node in list(self._connections):
-                    self._tell(node, Shutdown(exit_code=exit_code, reason=reason))
-                if not self._stopped.done():
-                    self._stopped.set_result(exit_code)
+                self._stop(exit_code, reason)
+
+    def _stop(self, exit_code: int, reason: str) -> None:
+        if not self._stopped.done():
+            for node in list(self._connections):
+                self._tell(node, Shutdown(exit_code=exit_code, reason=reason))
+            self._stopped.set_result(exit_code)
 
     async def _prepare(self, problem: Problem, num_nodes: int) -> None:
         try:
@@ -207,8 +226,10 @@ class Coordinator:
             connection.outbox.put_nowait(encode(message))
 
     def _write_event(self, event: dict[str, Any]) -> None:
-        with self._log.open("ab") as file:
-            file.write(msgspec.json.encode(event) + b"\n")
+        try:
+            _append(self._log, msgspec.json.encode(event) + b"\n")
+        except OSError as error:  # a full disk ends no job that it does not keep from training
+            logger.error("cannot write %s: %s", self._log, error)
         self._on_event(event)
 
     def _copy_injections(self) -> None:
@@ -324,6 +345,14 @@ class Coordinator:
             self.feed(ev.NodeLost(node=node, cause=cause))
 
 
+class _ManifestError(Exception):
+    """A checkpoint's manifest could not be written."""
+
+    def __init__(self, path: str, error: OSError) -> None:
+        super().__init__(str(error))
+        self.path = path
+
+
 class _Connection:
     """The sending side of an agent's WebSocket."""
 
@@ -351,6 +380,15 @@ async def _read(request: web.Request, kind: type[_Body]) -> _Body:
         return msgspec.json.decode(await request.read(), type=kind)
     except msgspec.DecodeError as error:
         raise web.HTTPBadRequest(text=f"cannot read the {kind.__name__.lower()}: {error}") from None
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Add a line, whole or not at all."""
+    with path.open("ab", buffering=0) as file:
+        written = file.write(line)
+        if written < len(line):
+            file.truncate(file.tell() - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -6,7 +6,16 @@ from resilient.agent.agreement import Agreement, share_out, uncovered
 from resilient.agent.events import Send, Stop, WriteManifest
 from resilient.agent.forming import Checkpoint, source_at
 from resilient.agent.saving import Parts
-from resilient.agent.state import EXIT_DONE, EXIT_FAILED, EXIT_LOST, EXIT_RESUMABLE, Phase, Saving, State
+from resilient.agent.state import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_LOST,
+    EXIT_RESUMABLE,
+    Phase,
+    Saving,
+    State,
+)
 from resilient.manifest import Manifest, folder
 from resilient.messages import Finish, Save
 
@@ -45,13 +54,16 @@ class Endings(State):
         path = str(folder(self.settings.run_directory, step))
         if any(checkpoint.path == path for checkpoint in self._checkpoints):
             return
-        manifest = Manifest(step=step, digest=self.job.digest, states=parts.states(step))
+        manifest = Manifest(step=step, recipe=self.job.recipe, states=parts.states(step))
         self._checkpoints.append(Checkpoint(step=step, path=path))
         self._out.append(WriteManifest(path=path, manifest=manifest))
         self._record("checkpoint", step=step, path=path)
         parts.drop(step)
 
     def _finish(self) -> None:
+        if self._interruption is not None:
+            self._stop_resumable(self._interruption.reason)
+            return
         self.phase, self._change = Phase.FINISHED, None
         step = self._step
         path = str(folder(self.settings.run_directory, step))
@@ -68,11 +80,14 @@ class Endings(State):
             self._stop(code, reason, self._newest_path())
 
     def _stop_resumable(self, reason: str) -> None:
-        if self._step == 0 or self._checkpoints:
-            exit_code = EXIT_FAILED if self._failed else EXIT_RESUMABLE
-            self._stop(exit_code, f"{reason}{self._how_to_resume()}", self._newest_path())
+        if self._failed:
+            exit_code = EXIT_FAILED
+        elif self._interruption is not None:
+            exit_code, why = EXIT_INTERRUPTED, self._interruption.reason
+            reason = reason if reason.startswith(why) else f"{why}; {reason}"
         else:
-            self._stop(EXIT_LOST, f"{reason}; there is no checkpoint: start the job again", None)
+            exit_code = EXIT_RESUMABLE if self._step == 0 or self._checkpoints else EXIT_LOST
+        self._stop(exit_code, f"{reason}{self._how_to_resume()}", self._newest_path())
 
     def _stop(self, exit_code: int, reason: str, path: str | None) -> None:
         if self.phase is not Phase.FINISHED or exit_code != EXIT_DONE:

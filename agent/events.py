@@ -77,8 +77,23 @@ class PlansPrepared:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Interrupted:
+    """The job is to end after the running step, with a checkpoint; said again, at once."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManifestFailed:
+    """What :class:`WriteManifest` asked for could not be done; nothing that followed it was done either."""
+
+    path: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopWanted:
-    """The launcher wants the job to end: somebody pressed Ctrl-C, or all its processes are gone."""
+    """The job is to end at once, by the launcher's wish or because it cannot go on."""
 
     exit_code: int
     reason: str
@@ -97,6 +112,8 @@ Event = (
     | NodeLeaving
     | FailureWanted
     | PlansPrepared
+    | Interrupted
+    | ManifestFailed
     | StopWanted
     | Tick
 )
@@ -130,7 +147,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteManifest:
-    """Make a folder a checkpoint; to be done before the instructions that follow."""
+    """Make a folder a checkpoint; the instructions that follow count on it (:class:`ManifestFailed`)."""
 
     path: str
     manifest: Manifest

@@ -12,7 +12,7 @@ from resilient.agent.members import Member, available
 from resilient.errors import StateLostError
 from resilient.messages import INIT, Generation, JobSpec, Outcome
 from resilient.templates.batch import check_batch
-from resilient.templates.cluster import Cluster
+from resilient.templates.cluster import Cluster, Link
 from resilient.templates.plan import Plan, Problem
 from resilient.templates.replan import first_plan, replan, templates_for
 from resilient.templates.transfer import Transfer, plan_transfers
@@ -54,8 +54,8 @@ class Formed:
         return {worker: rank for rank, worker in enumerate((*placed, *self.senders))}
 
 
-def problem_of(job: JobSpec, workers_per_node: int) -> Problem:
-    """Return the planning problem of a job.
+def problem_of(job: JobSpec, workers_per_node: int, network: Link, failure_interval_s: float) -> Problem:
+    """Return the planning problem of a job on nodes with so many workers and this network between them.
 
     Raises:
         ValueError: The batch cannot be split; the message says what to do.
@@ -64,9 +64,10 @@ def problem_of(job: JobSpec, workers_per_node: int) -> Problem:
     return Problem(
         profile=job.profile,
         num_microbatches=job.global_batch // job.microbatch,
-        cluster=Cluster(devices_per_node=workers_per_node, memory_bytes=job.memory_bytes),
+        cluster=Cluster(devices_per_node=workers_per_node, memory_bytes=job.memory_bytes, inter_node=network),
         max_failures=job.max_failures,
         min_pipeline_nodes=job.min_pipeline_nodes,
+        failure_interval_s=failure_interval_s,
         schedule=job.schedule,
         num_chunks=job.num_chunks,
     )

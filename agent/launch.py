@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from resilient.agent import events as ev
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.process import Spawner, start_zygote
-from resilient.agent.state import EXIT_FAILED, EXIT_INTERRUPTED, Settings
+from resilient.agent.state import EXIT_FAILED, Settings
 from resilient.manifest import read_manifest
 from resilient.messages import Injection
+from resilient.templates.cluster import Link
+from resilient.templates.devices import network
 from resilient.tracing import parse_steps
 from resilient.zygote import Spawn
 
+logger = logging.getLogger(__name__)
+
 _LINGER_S = 5.0
+_REPEATED = ("workers_per_node", "host", "port", "network_gbit_s", "failure_interval_s", "heartbeat_s", "grace_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +46,10 @@ class LaunchOptions:
         resume: Checkpoint folder to begin from.
         host: Address to listen on.
         port: Port to listen on; 0 for any that is free.
+        network_gbit_s: Between two nodes, for each worker; None where it is too fast to matter.
+        failure_interval_s: Expected time between two failures, over which a reconfiguration must pay.
         heartbeat_s: Silence after which a node counts as lost.
+        grace_s: From the first SIGINT, SIGTERM or SIGHUP to the end; a checkpoint is written meanwhile.
         injections: Failures to cause.
         domains: What the simulated nodes fail together with (zones, racks), in turn; empty for each by itself.
         trace: Steps of which workers write down when they did what, as in "10" or "10-12"; "" for none.
@@ -55,7 +64,10 @@ class LaunchOptions:
     resume: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
+    network_gbit_s: float | None = None
+    failure_interval_s: float = 3600.0
     heartbeat_s: float = 5.0
+    grace_s: float = 120.0
     injections: tuple[Injection, ...] = ()
     domains: tuple[str, ...] = ()
     trace: str = ""
@@ -73,7 +85,20 @@ class LaunchOptions:
             )
         if not Path(self.script).is_file():
             raise ValueError(f"script must be a file, got {self.script!r}; give the path of the job's script")
+        for name in ("network_gbit_s", "failure_interval_s", "heartbeat_s", "grace_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be > 0, got {value:g}; leave --{_dashed(name)} out for the default")
         parse_steps(self.trace)
+
+    def repeated(self) -> tuple[str, ...]:
+        """Return the options of ``resilient run`` that start the job again as it was, but for nodes and checkpoint."""
+        words: list[str] = []
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name in _REPEATED and value != option.default:
+                words += [f"--{_dashed(option.name)}", f"{value:g}" if isinstance(value, float) else str(value)]
+        return (*words, "--domains", ",".join(self.domains)) if self.domains else tuple(words)
 
 
 class Launcher:
@@ -108,8 +133,12 @@ class Launcher:
         """Cause a failure; any thread may call this while the job runs."""
         self._feed(ev.FailureWanted(injection=injection))
 
-    def stop(self, exit_code: int = EXIT_INTERRUPTED, reason: str = "interrupted") -> None:
-        """End the job; any thread may call this."""
+    def interrupt(self, reason: str) -> None:
+        """End the job after the running step, with a checkpoint; the second time at once. Any thread may call this."""
+        self._feed(ev.Interrupted(reason=reason))
+
+    def stop(self, exit_code: int, reason: str) -> None:
+        """End the job at once; any thread may call this."""
         self._feed(ev.StopWanted(exit_code=exit_code, reason=reason))
 
     def run(self) -> int:
@@ -117,22 +146,22 @@ class Launcher:
 
         Raises:
             CheckpointError: The checkpoint to resume from is none.
-            ValueError: The address cannot be listened on.
+            ValueError: The address cannot be listened on, or the folder of the run cannot be written.
         """
         return asyncio.run(self._run())
 
     async def _run(self) -> int:
         self._loop = asyncio.get_running_loop()
         settings = self._settings()
-        (self._run_directory / "logs").mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         coordinator = self._coordinator = Coordinator(settings, self._token, self._on_event)
         spawner: Spawner | None = None
+        self._handle_signals()
         try:
             await self._listen(coordinator)
             spawner = self._spawner = start_zygote(
                 settings.script, on_exit=self._on_exit, on_lost=self._on_zygote_lost, new_session=True
             )
-            self._handle_signals()
             for _ in range(self._options.num_nodes):
                 self._start_node_soon()
             exit_code = await coordinator.wait()
@@ -141,10 +170,19 @@ class Launcher:
                     await asyncio.wait_for(self._nodes_gone.wait(), _LINGER_S)
             return exit_code
         finally:
+            for task in self._tasks:  # they may wait for a zygote that hangs in an import
+                task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await coordinator.close()
             if spawner is not None:
                 await spawner.close()
+
+    def _make_folder(self) -> None:
+        try:
+            (self._run_directory / "logs").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"run_directory must be a folder that can be written, got {self._run_directory}"
+            raise ValueError(f"{reason} ({error.strerror}); pass another with --run-dir") from error
 
     async def _listen(self, coordinator: Coordinator) -> None:
         host, port = self._options.host, self._options.port
@@ -166,24 +204,39 @@ class Launcher:
             directory=os.getcwd(),
             run_directory=str(self._run_directory),
             num_nodes=options.num_nodes,
+            options=options.repeated(),
             workers_per_node=options.workers_per_node,
             resume=resume,
+            network=Link() if options.network_gbit_s is None else network(options.network_gbit_s),
+            failure_interval_s=options.failure_interval_s,
             injections=options.injections,
             heartbeat_s=options.heartbeat_s,
+            grace_s=options.grace_s,
             trace=options.trace,
         )
 
     def _handle_signals(self) -> None:
         assert self._loop is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # with nohup the job is to outlive its terminal
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             with contextlib.suppress(ValueError, RuntimeError):  # only the main thread may
-                self._loop.add_signal_handler(number, self.stop)
+                self._loop.add_signal_handler(number, self.interrupt, number.name)
 
     def _start_node_soon(self) -> None:
         assert self._loop is not None
         task = self._loop.create_task(self._start_node())
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_node_started)
+
+    def _on_node_started(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("cannot start a node: %s", error)
+            if self._num_started <= self._options.num_nodes:  # the job would wait for it
+                self.stop(EXIT_FAILED, f"cannot start a node: {error}")
 
     async def _start_node(self) -> None:
         assert self._coordinator is not None
@@ -226,8 +279,12 @@ class Launcher:
         self.stop(EXIT_FAILED, "the process that starts the nodes is gone")
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        for callback in self._callbacks:
-            callback(event)
+        for callback in list(self._callbacks):
+            try:
+                callback(event)
+            except OSError as error:  # the terminal is gone, or nobody reads any more: no reason to end the job
+                logger.warning("events are no longer shown: %s", error)
+                self._callbacks.remove(callback)
 
     def _feed(self, event: ev.Event) -> None:
         if self._coordinator is not None:
@@ -237,6 +294,10 @@ class Launcher:
         if self._loop is None:
             raise RuntimeError("the job must run, got a call before it began; call this from an event's callback")
         self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def launch(options: LaunchOptions, *callbacks: Callable[[dict[str, Any]], None]) -> int:

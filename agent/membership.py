@@ -15,6 +15,8 @@ from resilient.agent.events import (
     Event,
     FailureWanted,
     Instruction,
+    Interrupted,
+    ManifestFailed,
     NodeConnected,
     NodeLeaving,
     NodeLost,
@@ -62,7 +64,7 @@ class Membership(Starting):
         """
         self._now = now
         self._out = []
-        if self.phase is not Phase.STOPPED:
+        if self.phase is not Phase.STOPPED or isinstance(event, ManifestFailed):
             self._on(event)
         elif isinstance(event, NodeConnected):  # it was on its way when the job stopped
             self._out.append(Tell(node=event.node, message=Shutdown(exit_code=EXIT_DONE, reason="the job is over")))
@@ -159,20 +161,34 @@ class Membership(Starting):
         self._proceed()
 
     @_on.register
+    def _(self, event: Interrupted) -> None:
+        self._interrupt(event.reason)
+        self._proceed()
+
+    @_on.register
+    def _(self, event: ManifestFailed) -> None:
+        self._checkpoints = [checkpoint for checkpoint in self._checkpoints if checkpoint.path != event.path]
+        reason = f"cannot write the checkpoint {event.path}: {event.error}{self._how_to_resume()}"
+        self._stop(EXIT_FAILED, reason, self._newest_path())
+
+    @_on.register
     def _(self, event: StopWanted) -> None:
         self._stop(event.exit_code, f"{event.reason}{self._how_to_resume()}", self._newest_path())
 
     @_on.register
     def _(self, event: Tick) -> None:
+        if self.phase is Phase.STARTING:
+            for node in self._too_late():
+                self._evict(node, f"not ready within {self.settings.start_timeout_s:g} s; see its log")
+            self._proceed()
+        elif self._interruption is not None:
+            self._end_interrupted_in_time(self._interruption)
         change, saving = self._change, self._saving
         if saving is not None and self._now >= saving.deadline:
             self._stop_resumable(f"{saving.reason}; the checkpoint of step {saving.step} was not written in time")
         elif change is not None and not change.at_boundary and self._now >= change.deadline:
             for node in sorted({node for node, _ in self.awaiting}):
-                self._out.append(
-                    Tell(node=node, message=Shutdown(exit_code=EXIT_FAILED, reason="evicted: no report in time"))
-                )
-                self._lose(node, f"no report within {self.settings.report_timeout_s:g} s")
+                self._evict(node, f"no report within {self._now - change.began:.0f} s")
 
     # ------------------------------------------------------------ messages of workers
 
@@ -330,6 +346,10 @@ class Membership(Starting):
         )
 
     # ------------------------------------------------------------ losses and ends
+
+    def _evict(self, node: int, cause: str) -> None:
+        self._out.append(Tell(node=node, message=Shutdown(exit_code=EXIT_FAILED, reason=f"evicted: {cause}")))
+        self._lose(node, cause)
 
     def _lose(self, node: int, cause: str) -> None:
         if self.phase is Phase.STOPPED or (member := self.members.pop(node, None)) is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from resilient.agent.agreement import Agreement, uncovered
+from resilient.agent.agreement import Agreement
 from resilient.agent.changes import Changes
 from resilient.agent.forming import problem_of
 from resilient.agent.state import EXIT_DONE, EXIT_FAILED
+from resilient.errors import CheckpointError
+from resilient.manifest import check_recipe
 from resilient.messages import JobSpec
 
 
@@ -16,7 +18,7 @@ class Starting(Changes):
         """Take the first worker's job as the job; False if it fits no plan or not the checkpoint."""
         settings = self.settings
         try:
-            self._problem = problem_of(job, settings.workers_per_node)
+            self._problem = problem_of(job, settings.workers_per_node, settings.network, settings.failure_interval_s)
         except ValueError as error:
             self._stop(EXIT_FAILED, str(error), None)
             return False
@@ -39,18 +41,35 @@ class Starting(Changes):
             reason = f"num_steps must be at least the {self._version} steps of the checkpoint, got {job.num_steps}"
             self._stop(EXIT_FAILED, f"{reason}; train for more steps", None)
             return False
-        lacking = uncovered(job.profile, settings.resume[1].states) if settings.resume else ()
-        if settings.resume and lacking:
-            reason = f"the checkpoint must hold every state of the model, {settings.resume[0]} lacks {lacking[0]!r}"
-            self._stop(EXIT_FAILED, f"{reason}; resume with the script that wrote it", None)
-        return not lacking
+        if settings.resume is None:
+            return True
+        try:
+            check_recipe(*settings.resume, job.recipe)
+        except CheckpointError as error:
+            self._stop(EXIT_FAILED, str(error), None)
+            return False
+        return True
+
+    def _too_late(self) -> list[int]:
+        """Return the nodes that are waited for no longer; say now and then, ever more rarely, who is waited for."""
+        self._waiting_since = self._now if self._waiting_since is None else self._waiting_since
+        waited_s = self._now - self._waiting_since
+        late = [member.node for member in self.members.values() if not member.is_up]
+        if waited_s >= self.settings.start_timeout_s:
+            self._expected = len(self.members)
+            return late
+        if waited_s >= self._notice_after_s:
+            num_missing = max(0, self._expected - len(self.members))
+            self._record("waiting", nodes=late, num_missing=num_missing, waited_s=round(waited_s))
+            self._notice_after_s *= 2
+        return []
 
     def _begin_when_complete(self) -> None:
         """Publish the first generation once all expected nodes can be given a place, or stop if they never can."""
         live = list(self.members.values())
         done = [member.node for member in live if member.is_done]
         if not live and self._expected <= 0:
-            self._stop(EXIT_FAILED, "all nodes went away before the job began; see their logs", None)
+            self._stop(EXIT_FAILED, "all nodes went away, or did not come, before the job began; see the logs", None)
         elif done and any(member.ready for member in live):
             self._fail(done[0], "the script ended without training, while it trains on other nodes; see its log")
         elif len(live) >= self._expected and len(done) == len(live):

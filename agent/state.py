@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -14,7 +14,10 @@ from resilient.agent.members import Member
 from resilient.agent.saving import Parts
 from resilient.manifest import Manifest
 from resilient.messages import Injection, JobSpec, Outcome, Progress, Shutdown, ToWorkerMessage
+from resilient.templates.cluster import Link
 from resilient.templates.plan import Plan, Problem
+
+_FIRST_NOTICE_S = 60.0
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -29,9 +32,14 @@ class Settings:
 
     Args:
         num_nodes: Nodes to wait for before the first generation.
+        options: Of `resilient run`, besides the nodes and the checkpoint, to start the job again as it was started.
         resume: Checkpoint to begin from, and its manifest.
+        network: Between two nodes.
+        failure_interval_s: Expected time between two failures.
         injections: Failures to arm as soon as their node is up.
         heartbeat_s: Silence after which a node counts as lost.
+        grace_s: From an interruption to the end; half of it for the running step, the rest for the checkpoint.
+        start_timeout_s: How long nodes may take to get ready before the job begins without them.
         report_timeout_s: How long a worker may take to get out of its generation before its node is evicted.
         save_timeout_s: How long writing the last checkpoint may take.
         trace: Steps of which workers write down when they did what; "" for none.
@@ -43,10 +51,15 @@ class Settings:
     directory: str
     run_directory: str
     num_nodes: int
+    options: tuple[str, ...] = ()
     workers_per_node: int = 1
     resume: tuple[str, Manifest] | None = None
+    network: Link = field(default_factory=Link)
+    failure_interval_s: float = 3600.0
     injections: tuple[Injection, ...] = ()
     heartbeat_s: float = 5.0
+    grace_s: float = 120.0
+    start_timeout_s: float = 1800.0
     report_timeout_s: float = 60.0
     save_timeout_s: float = 600.0
     trace: str = ""
@@ -75,6 +88,7 @@ class Change:
     generation: int
     at_boundary: bool
     cause: str
+    began: float
     deadline: float
     reports: dict[Worker, Progress]
     step_under_way: bool
@@ -90,6 +104,15 @@ class Saving:
     awaiting: set[Worker]
     parts: Parts
     reason: str
+    deadline: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interruption:
+    """Why the job ends early, and until when the running step may end and the checkpoint may be written."""
+
+    reason: str
+    step_deadline: float
     deadline: float
 
 
@@ -109,6 +132,8 @@ class State:
         self._planned_for = 0  # plans for up to so many nodes are prepared
         self._asked_plans_for = 0
         self._expected: int = settings.num_nodes
+        self._waiting_since: float | None = None  # for the nodes to get ready
+        self._notice_after_s = _FIRST_NOTICE_S
         self._version = settings.resume[1].step if settings.resume else 0
         self._checkpoints: list[Checkpoint] = []
         if settings.resume is not None:
@@ -123,6 +148,7 @@ class State:
         self._finished: set[Worker] = set()
         self._suspicions = 0
         self._failed = ""  # why the job ends as soon as its progress is saved
+        self._interruption: Interruption | None = None
         self._redoing = False  # a step was begun, dropped and not committed since
         self._exit_code = EXIT_DONE
         self._now = 0.0
@@ -201,10 +227,10 @@ class State:
         path = self._newest_path()
         if path is None and self.job is None:
             return ""
-        command = ["resilient", "run", "--nodes", str(self._needed_nodes)]
-        if self.settings.workers_per_node > 1:
-            command += ["--workers-per-node", str(self.settings.workers_per_node)]
+        command = ["resilient", "run", "--nodes", str(self._needed_nodes), *self.settings.options]
         if path is not None:
             command += ["--resume", path]
         words = shlex.join([*command, self.settings.script, *self.settings.arguments])
-        return f"; resume with: {words}" if path is not None else f"; start again with: {words}"
+        if path is not None:
+            return f"; resume with: {words}"
+        return f"{'; there is no checkpoint' if self._step else ''}; start again with: {words}"

@@ -38,7 +38,8 @@ _OF_A_SCRIPT = {"allow_interspersed_args": False, "ignore_unknown_options": True
 
 @app.command(
     context_settings=_OF_A_SCRIPT,
-    help="Run a script on simulated nodes of this machine, with an embedded coordinator.",
+    help="Run a script on simulated nodes of this machine, with an embedded coordinator. Ctrl-C or SIGTERM: end after "
+    "the running step, with a checkpoint; again: at once.",
 )
 def run(
     script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The job's script.")],
@@ -49,7 +50,17 @@ def run(
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<time> by default.")] = None,
     host: Annotated[str, typer.Option(help="This machine's address, for other machines to join.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any that is free.")] = 0,
+    network_gbit_s: Annotated[
+        float | None, typer.Option(help="Between two nodes, for each worker; plans count it as unlimited by default.")
+    ] = None,
+    failure_interval_s: Annotated[
+        float, typer.Option(help="Expected time between failures, over which a reconfiguration must pay.")
+    ] = 3600.0,
     heartbeat_s: Annotated[float, typer.Option(help="Silence after which a node counts as lost.")] = 5.0,
+    grace_s: Annotated[
+        float,
+        typer.Option(help="Time from the first Ctrl-C or SIGTERM to the end, for the running step and a checkpoint."),
+    ] = 120.0,
     inject: Annotated[
         list[str] | None, typer.Option(help='A failure to cause, "node=2,step=15,phase=backward[,worker]"; repeatable.')
     ] = None,
@@ -76,7 +87,10 @@ def run(
             resume=None if resume is None else str(resume),
             host=host,
             port=port,
+            network_gbit_s=network_gbit_s,
+            failure_interval_s=failure_interval_s,
             heartbeat_s=heartbeat_s,
+            grace_s=grace_s,
             injections=tuple(parse_injection(text) for text in inject or ()),
             domains=tuple(label.strip() for label in domains.split(",") if label.strip()),
             trace=trace,
@@ -88,10 +102,13 @@ def run(
     except (ResilientError, ValueError) as error:
         _console.print(f"error: {error}", markup=False, style="red")
         raise typer.Exit(1) from None
-    if (run_directory / "events.jsonl").exists():
-        _write_report(run_directory)
-        if trace:
-            _write_trace(run_directory, trace)
+    try:
+        if (run_directory / "events.jsonl").exists():
+            _write_report(run_directory)
+            if trace:
+                _write_trace(run_directory, trace)
+    except OSError as error:  # a full disk must not change what the exit code says of the job
+        _console.print(f"error: no report in {run_directory}: {error}", markup=False, style="red")
     raise typer.Exit(exit_code)
 
 

@@ -30,6 +30,7 @@ PARAM_TOLERANCE = 1e-9
 """Largest accepted ``max_param_rel_diff``: float64, where only the order of summation differs."""
 LOSS_TOLERANCE = 1e-9
 _JOIN_DELAY_STEPS = 3
+_INTERRUPTED = 130
 MIN_STEPS = 20
 
 
@@ -203,6 +204,8 @@ def demo(
     if exit_code == 0:
         console.print("\nthe same job without failures, to compare with")
         exit_code = _train(steps, None, reference_directory, make_view(plain or None, console))
+    if exit_code == _INTERRUPTED:  # there is no verdict
+        raise typer.Exit(exit_code)
     report = _write(run_directory, reference_directory if exit_code == 0 else None)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)

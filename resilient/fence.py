@@ -24,11 +24,11 @@ class Fence:
         self._pause_for = 0
 
     def announce(self, message: Regroup) -> None:
-        """Tell of a newer generation; called in the reader thread."""
+        """Tell of a newer generation; called in the reader thread, or at a boundary by a handler of signals."""
+        if message.at_boundary:
+            self._pause_for = message.generation  # without the lock, which the interrupted thread may hold
+            return
         with self._lock:
-            if message.at_boundary:
-                self._pause_for = message.generation
-                return
             self._announced = max(self._announced, message.generation)
             self._interrupted.put("membership changed")
             if self._comm is not None:

@@ -15,6 +15,7 @@ from resilient.data.dataset import Dataset
 from resilient.messages import JobSpec
 from resilient.models.layer import LayerSpec, Model
 from resilient.optim import Optimizer
+from resilient.recipe import Recipe
 from resilient.state import Layout
 from resilient.templates.batch import check_batch
 from resilient.templates.generators import Kind
@@ -111,8 +112,10 @@ class Job:
         Args:
             profile: Of the model, on this device.
         """
+        recipe = self.recipe()
         return JobSpec(
             profile=profile,
+            recipe=recipe,
             global_batch=self.global_batch,
             microbatch=self.microbatch,
             max_failures=self.max_failures,
@@ -122,24 +125,32 @@ class Job:
             memory_bytes=_memory_bytes(self.device),
             schedule=self.kind,
             num_chunks=self.num_chunks if self.kind is Kind.INTERLEAVED else 1,
-            digest=self._digest(),
+            digest=self._digest(recipe),
         )
 
-    def _digest(self) -> str:
+    def recipe(self) -> Recipe:
+        """Return what decides the values that are trained."""
+        options = sorted((name, value) for name, value in vars(self.optimizer).items() if name != "schedule")
+        return Recipe(
+            model=self.model.digest(),
+            num_layers=len(self.model.layers),
+            num_parameters=sum(layout.numel(0) for layout in self.layouts().values()),
+            dataset=type(self.dataset).__qualname__,
+            num_samples=len(self.dataset),
+            global_batch=self.global_batch,
+            optimizer=f"{type(self.optimizer).__qualname__}({', '.join(f'{name}={value}' for name, value in options)})",
+            seed=self.seed,
+            precision=self.precision,
+            clip_grad_norm=self.clip_grad_norm,
+        )
+
+    def _digest(self, recipe: Recipe) -> str:
         """Hash what must be equal on all workers for their steps to be those of one job."""
         parts: tuple[Any, ...] = (
-            self.model.digest(),
-            type(self.dataset).__qualname__,
-            len(self.dataset),
-            type(self.optimizer).__qualname__,
-            sorted((name, value) for name, value in vars(self.optimizer).items() if name != "schedule"),
-            self.global_batch,
+            recipe,
             self.microbatch,
             self.max_failures,
             self.min_pipeline_nodes,
-            self.seed,
-            self.precision,
-            self.clip_grad_norm,
             self.schedule,
             self.num_chunks,
             self.num_steps,

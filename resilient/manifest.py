@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from resilient.errors import CheckpointError
+from resilient.recipe import Recipe
 from resilient.templates.plan import Plan
 from resilient.templates.profile import ModelProfile
 
@@ -32,7 +33,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint holds."""
 
     step: int
-    digest: str
+    recipe: Recipe
     states: dict[str, SavedState]
 
 
@@ -56,6 +57,25 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
     partial = Path(path) / f".{MANIFEST}.{os.getpid()}"
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     partial.replace(Path(path) / MANIFEST)
+
+
+def check_recipe(path: str | Path, manifest: Manifest, recipe: Recipe) -> None:
+    """Refuse a checkpoint that another job wrote.
+
+    Args:
+        path: Of the checkpoint.
+        manifest: Its manifest.
+        recipe: Of the job that is to go on from it.
+
+    Raises:
+        CheckpointError: They differ; the message says in what.
+    """
+    differences = manifest.recipe.differences(recipe)
+    if differences:
+        raise CheckpointError(
+            f"resume must be a checkpoint of this job, got {path}, written with {'; '.join(differences)}; use the "
+            "script and the arguments that wrote it, or begin without a checkpoint"
+        )
 
 
 def read_manifest(path: str | Path) -> Manifest:

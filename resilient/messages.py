@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
+from resilient.recipe import Recipe
 from resilient.templates.generators import Kind
 from resilient.templates.plan import Plan
 from resilient.templates.profile import ModelProfile
@@ -29,12 +30,14 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         profile: As measured where this worker runs: on other machines the times are others.
+        recipe: What a checkpoint must have been written under to be resumed.
         memory_bytes: What training may use of a device's memory; None for no limit.
         schedule: What pipelines run.
         num_chunks: Stages of each worker, under interleaved-1f1b.
     """
 
     profile: ModelProfile
+    recipe: Recipe
     global_batch: int
     microbatch: int
     max_failures: int

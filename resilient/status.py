@@ -137,6 +137,20 @@ class JobStatus:
             self.nodes[node] = NodeStatus(node=node, host=self.nodes[node].host, state="lost")
             yield "bad", f"node {node} failed: {cause}"
 
+    def _on_waiting(self, event: Event) -> Iterator[tuple[str, str]]:
+        missing = count(event["num_missing"], "node") + " that did not connect" if event["num_missing"] else ""
+        late = [text for text in (_nodes(event["nodes"]) if event["nodes"] else "", missing) if text]
+        if late:
+            yield "note", f"still waiting, after {event['waited_s']} s, for {' and '.join(late)}; see the logs"
+
+    def _on_interrupted(self, event: Event) -> Iterator[tuple[str, str]]:
+        self.phase = "changing"
+        yield (
+            "bad",
+            f"{event['reason']}: the job ends after this step, with a checkpoint, within {event['grace_s']:g} s; "
+            "again: at once",
+        )
+
     def _on_boundary(self, event: Event) -> Iterator[tuple[str, str]]:
         self.phase = "changing"
         for word, nodes in (("joins", event["joining"]), ("leaves", event["leaving"])):

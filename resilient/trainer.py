@@ -145,9 +145,12 @@ class Trainer:
         profile = job_profile(job, lambda text: client.send(Output(text=text)))
         host, traced_steps = os.environ.get("RESILIENT_HOST", "127.0.0.1"), os.environ.get("RESILIENT_TRACE", "")
         self._worker = Worker(job, profile, client, host, parse_steps(traced_steps))
-        if agent is not None:
-            sys.stdout = _ForwardedOutput(sys.stdout, agent, self._worker)
-        self._worker.run()
+        if isinstance(client, AgentClient):
+            sys.stdout = _ForwardedOutput(sys.stdout, client, self._worker)
+            self._worker.run()
+        else:
+            with client.interruptible():
+                self._worker.run()
         self._final = manifest.folder(self._client.run_directory, num_steps)
         return FitResult(step=num_steps, checkpoint=self._final, is_main=self._worker.is_main)
 

@@ -41,6 +41,7 @@ from resilient.messages import (
     Shutdown,
     StepDone,
 )
+from resilient.recipe import Recipe
 from resilient.templates.plan import Plan
 from resilient.templates.profile import LayerCost, LayerProfile, ModelProfile
 
@@ -56,12 +57,25 @@ PROFILE = ModelProfile(
         for i in range(NUM_LAYERS)
     )
 )
+RECIPE = Recipe(
+    model="m",
+    num_layers=NUM_LAYERS,
+    num_parameters=40,
+    dataset="Data",
+    num_samples=100,
+    global_batch=24,
+    optimizer="SGD(lr=0.1)",
+    seed=0,
+    precision="fp32",
+    clip_grad_norm=None,
+)
 STATES = tuple(layer.name for layer in PROFILE.layers)
 
 
 def job_spec(**changes: Any) -> JobSpec:
     fields: dict[str, Any] = {
         "profile": PROFILE,
+        "recipe": RECIPE,
         "global_batch": 24,
         "microbatch": 2,
         "max_failures": 1,
@@ -152,9 +166,13 @@ class Job:
         self.feed(NodeConnected(node=node, host="h", pid=node, num_workers=num_workers, domain=domain))
         return node
 
-    def ready(self, node: int, spec: JobSpec | None = None) -> None:
+    def ready(self, node: int, spec: JobSpec | None = None) -> list[Instruction]:
+        """Return what came of the last of the node's workers."""
+        out: list[Instruction] = []
         for worker in [worker for worker in self.workers if worker[0] == node]:
-            self.say(worker, Ready(job=spec or self.spec, store_address=f"h:{node}", pid=1000 + node, device="cpu"))
+            message = Ready(job=spec or self.spec, store_address=f"h:{node}", pid=1000 + node, device="cpu")
+            out = self.say(worker, message)
+        return out
 
     def start(self) -> None:
         for _ in range(self.machine.settings.num_nodes):

@@ -11,14 +11,16 @@ import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
-from simulated import job_spec, settings
+from simulated import RECIPE, job_spec, settings
 
 from resilient.agent import changes, coordinator
 from resilient.agent.coordinator import Coordinator
-from resilient.agent.events import StopWanted
+from resilient.agent.events import ManifestFailed, Stop, StopWanted, Tick, WriteManifest
+from resilient.manifest import Manifest
 from resilient.messages import (
     MAX_MESSAGE_BYTES,
     FromWorker,
@@ -296,6 +298,43 @@ def test_stop_tells_everybody_and_gives_the_exit_code(tmp_path: Path) -> None:
         assert message == Shutdown(exit_code=130, reason="interrupted")
         await socket.close()
         assert await served.coordinator.wait() == 130
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_full_disk_keeps_the_log_from_growing_and_not_the_job_from_ending(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        (tmp_path / "events.jsonl").mkdir()
+        served.coordinator.feed(StopWanted(exit_code=3, reason="enough"))
+        assert (await served.event("stopped"))["reason"] == "enough"
+        assert await served.coordinator.wait() == 3
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_checkpoint_without_its_manifest_is_not_counted_on(tmp_path: Path) -> None:
+    """What the machine wanted done after it, is not."""
+    path = str(tmp_path / "nowhere")
+    write = WriteManifest(path=path, manifest=Manifest(step=1, recipe=RECIPE, states={}))
+
+    async def scenario(served: Served) -> None:
+        ends = [[write, Stop(exit_code=130, reason="resume")], [Stop(exit_code=1, reason="no checkpoint")]]
+        machine = served.coordinator._machine = Mock(handle=Mock(side_effect=ends))
+        served.coordinator.feed(Tick())
+        failed = machine.handle.call_args.args[0]
+        assert isinstance(failed, ManifestFailed)
+        assert (failed.path, "No such file" in failed.error) == (path, True)
+        assert await served.coordinator.wait() == 1
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_whoever_follows_the_events_cannot_keep_the_job_from_ending(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        served.coordinator._on_event = Mock(side_effect=RuntimeError("no"))
+        socket = await served.open()
+        await socket.send_bytes(encode(HELLO))
+        assert await served.coordinator.wait() == 1
 
     with_coordinator(tmp_path, scenario)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from simulated import NUM_LAYERS, STATES, Job, job_spec, outcome
+from msgspec.structs import replace
+from simulated import NUM_LAYERS, RECIPE, STATES, Job, job_spec, outcome
 
 from resilient.agent.events import (
     FailureWanted,
@@ -68,8 +69,8 @@ def test_job_finishes_with_a_checkpoint_and_stops_when_the_last_worker_has_ended
     job.finish()
     path = "/runs/x/checkpoints/step-00000010"
     assert job.last("finished") == {"step": 10, "path": path}
-    assert [(m.path, m.manifest.step, m.manifest.digest, set(m.manifest.states)) for m in job.manifests] == [
-        (path, 10, "job", set(STATES))
+    assert [(m.path, m.manifest.step, m.manifest.recipe, set(m.manifest.states)) for m in job.manifests] == [
+        (path, 10, RECIPE, set(STATES))
     ]
     assert job.stop is None
     job.answer()
@@ -91,7 +92,7 @@ def test_node_lost_after_the_end_does_not_fail_the_job() -> None:
 
 def test_resumed_job_begins_at_the_checkpoint() -> None:
     states = {name: SavedState(file=name, fingerprint="f") for name in STATES}
-    job = started(resume=("/ckpt", Manifest(step=7, digest="job", states=states)))
+    job = started(resume=("/ckpt", Manifest(step=7, recipe=RECIPE, states=states)))
     generation = job.last("generation")
     assert (generation["cause"], generation["version"]) == ("resume", 7)
     job.lose(0)
@@ -100,7 +101,7 @@ def test_resumed_job_begins_at_the_checkpoint() -> None:
 
 
 def test_checkpoint_beyond_the_last_step_is_refused() -> None:
-    manifest = Manifest(step=12, digest="job", states={name: SavedState(file="", fingerprint="") for name in STATES})
+    manifest = Manifest(step=12, recipe=RECIPE, states={name: SavedState(file="", fingerprint="") for name in STATES})
     job = Job(num_nodes=4, resume=("/runs/y/checkpoints/step-00000012", manifest))
     job.start()
     assert job.stop is not None
@@ -110,13 +111,20 @@ def test_checkpoint_beyond_the_last_step_is_refused() -> None:
     )
 
 
-def test_checkpoint_of_another_model_is_refused() -> None:
-    states = {name: SavedState(file=name, fingerprint="f") for name in STATES[:-1]}
-    job = Job(num_nodes=4, resume=("/ckpt", Manifest(step=7, digest="job", states=states)))
+def test_checkpoint_of_another_job_is_refused() -> None:
+    states = {name: SavedState(file=name, fingerprint="f") for name in STATES}
+    job = Job(
+        job_spec(recipe=replace(RECIPE, seed=1)),
+        num_nodes=4,
+        resume=("/ckpt", Manifest(step=7, recipe=RECIPE, states=states)),
+    )
     job.start()
     assert job.stop is not None
     assert job.stop.exit_code == 1
-    assert "/ckpt lacks 'layer.3'" in job.stop.reason
+    assert job.stop.reason == (
+        "resume must be a checkpoint of this job, got /ckpt, written with seed 0, now 1; use the script and the "
+        "arguments that wrote it, or begin without a checkpoint"
+    )
 
 
 def test_worker_with_another_job_stops_everything_and_is_named() -> None:
@@ -206,12 +214,14 @@ def test_script_that_never_trains_ends_the_job_quietly() -> None:
     assert job.stop.exit_code == 0
 
 
-def test_interruption_says_how_to_go_on() -> None:
-    job = started(arguments=("--lr", "1 e"))
-    job.feed(StopWanted(exit_code=130, reason="interrupted"))
+def test_stop_says_how_to_go_on() -> None:
+    job = started(arguments=("--lr", "1 e"), options=("--grace-s", "30"))
+    job.feed(StopWanted(exit_code=1, reason="the zygote is gone"))
     assert job.stop is not None
-    assert job.stop.exit_code == 130
-    assert job.stop.reason == "interrupted; start again with: resilient run --nodes 4 train.py --lr '1 e'"
+    assert job.stop.exit_code == 1
+    assert job.stop.reason == (
+        "the zygote is gone; start again with: resilient run --nodes 4 --grace-s 30 train.py --lr '1 e'"
+    )
 
 
 # ---------------------------------------------------------------- failures

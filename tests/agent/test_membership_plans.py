@@ -7,9 +7,11 @@ from collections import defaultdict
 import pytest
 from simulated import STATES, Job, job_spec
 
+from resilient.agent.events import PreparePlans
 from resilient.agent.forming import problem_of
 from resilient.agent.state import Phase
 from resilient.messages import Regroup, Suspect
+from resilient.templates.cluster import Link
 from resilient.templates.replan import templates_for
 
 
@@ -46,9 +48,18 @@ def test_plans_are_prepared_from_the_first_worker_on_and_waited_for() -> None:
     assert job.machine.generation == 1
 
 
+def test_plans_are_made_for_the_network_and_the_failures_that_are_expected() -> None:
+    slow = Link(latency_ms=1.0, bytes_per_s=1e6)
+    job = Job(plans_at_once=False, network=slow, failure_interval_s=60.0)
+    job.connect()
+    (instruction,) = [made for made in job.ready(0) if isinstance(made, PreparePlans)]
+    assert instruction.problem.cluster.inter_node == slow
+    assert instruction.problem.failure_interval_s == 60.0
+
+
 def test_generations_say_by_their_digest_what_templates_they_are_made_of() -> None:
     job = started()
-    digest = templates_for(problem_of(job_spec(), 1), 5).digest
+    digest = templates_for(problem_of(job_spec(), 1, Link(), 3600.0), 5).digest
     assert job.last("generation")["templates"] == digest
     job.lose(3)
     job.answer()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from resilient.agent.launch import Launcher, LaunchOptions
 from resilient.cli import parse_injection
-from resilient.compare import compare_runs
+from resilient.compare import compare_parameters, compare_runs
 from resilient.demo import example_script
 from resilient.events import read_events, steps_of
 from resilient.report import build_report
@@ -254,3 +257,22 @@ def check_recovered(run: Run, reference: Run, *, num_failures: int = 1, toleranc
     assert 1 <= len(recoveries) <= num_failures, recoveries
     assert sum(recovery["lost_steps"] for recovery in recoveries) <= len(recoveries), recoveries
     assert all(recovery["total_ms"] < LONGEST_RECOVERY_MS for recovery in recoveries), recoveries
+
+
+def resume_command(reason: str) -> list[str]:
+    """Return the command that the message gives."""
+    found = re.search(r"resume with: (resilient run .*)$", reason)
+    assert found is not None, reason
+    return shlex.split(found[1])
+
+
+def check_resumed(stopped: Run, words: list[str], reference: Run, folder: Path) -> None:
+    """Run exactly the command, in a folder of its own; the two parts together must be the uninterrupted run."""
+    folder.mkdir()
+    done = subprocess.run(command(*words[1:]), cwd=folder, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (resumed,) = (folder / "runs").iterdir()
+    _, relative = compare_parameters(resumed, reference.directory)
+    assert relative <= 1e-9
+    losses = {number: step["loss"] for number, step in steps_of(read_events(resumed / "events.jsonl")).items()}
+    assert {**stopped.losses, **losses} == pytest.approx(reference.losses, rel=1e-9)

@@ -35,22 +35,6 @@ def test_launcher_killed_leaves_nothing_behind(tmp_path):
         assert job.processes.left() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["starting", "training"])
-def test_interrupted_job_ends_with_130_and_leaves_nothing_behind(moment, number, tmp_path):
-    with started(tmp_path / "run", "--hold-in", 3, "--gate", tmp_path / "never", nodes=4) as job:
-        if moment == "training":
-            job.wait_for_step(2)
-        else:
-            job.wait_for(lambda event: event["kind"] == "node_connected")
-        job.processes.take_in_children(job.popen.pid)
-        job.popen.send_signal(number)
-        run = job.wait(timeout_s=20)
-    assert run.exit_code == 130
-    assert run.reason.startswith("interrupted")
-    assert "Traceback" not in job.output
-
-
 def test_kill_ordered_through_the_command_line(reference, tmp_path):
     gate = tmp_path / "gate"
     with started(tmp_path / "run", "--hold-in", 4, "--gate", gate, nodes=NODES) as job:

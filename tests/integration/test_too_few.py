@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
-from harness import Run, check_equal, check_recovered, command, run_job
+from harness import Run, check_equal, check_recovered, check_resumed, resume_command, run_job
 
 from resilient.compare import compare_parameters
-from resilient.events import read_events, steps_of
 from resilient.manifest import read_manifest
 
 pytestmark = pytest.mark.timeout(90)
@@ -28,25 +24,6 @@ def reference(tmp_path_factory) -> Run:
     run = run_job(tmp_path_factory.mktemp("reference"), nodes=NODES)
     assert run.exit_code == 0, run.reason
     return run
-
-
-def resume_command(reason: str) -> list[str]:
-    """Return the command that the message gives."""
-    found = re.search(r"resume with: (resilient run .*)$", reason)
-    assert found is not None, reason
-    return shlex.split(found[1])
-
-
-def check_resumed(stopped: Run, words: list[str], reference: Run, folder: Path) -> None:
-    """Run exactly the command, in a folder of its own; the two parts together must be the uninterrupted run."""
-    folder.mkdir()
-    done = subprocess.run(command(*words[1:]), cwd=folder, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (resumed,) = (folder / "runs").iterdir()
-    _, relative = compare_parameters(resumed, reference.directory)
-    assert relative <= 1e-9
-    losses = {number: step["loss"] for number, step in steps_of(read_events(resumed / "events.jsonl")).items()}
-    assert {**stopped.losses, **losses} == pytest.approx(reference.losses, rel=1e-9)
 
 
 @pytest.mark.parametrize("phase", ["backward", "commit"])

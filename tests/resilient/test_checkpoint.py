@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from small import CPU, TiedModel, make_job, make_plan, make_profile
+from small import CPU, TiedModel, Tokens, make_job, make_plan, make_profile
 from torch import nn
 
 from resilient import checkpoint
 from resilient.errors import CheckpointError
-from resilient.manifest import MANIFEST, Manifest, SavedState, folder, read_manifest, write_manifest, writers
+from resilient.manifest import (
+    MANIFEST,
+    Manifest,
+    SavedState,
+    check_recipe,
+    folder,
+    read_manifest,
+    write_manifest,
+    writers,
+)
 from resilient.models.layer import LayerSpec
+from resilient.optim import AdamW, WarmupCosine
 from resilient.state import LayerState, Layout
+
+RECIPE = make_job().recipe()
 
 
 def states_of(num_blocks: int = 1, dtype: torch.dtype = torch.float32, frozen: tuple[str, ...] = ("block.0",)) -> dict:
@@ -30,7 +43,7 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, LayerState]]:
         state.buffer.copy_(torch.arange(state.buffer.numel()) + i)
     path = folder(tmp_path, 12)
     parts = checkpoint.save(path, [states["embed"]]) | checkpoint.save(path, [states["block.0"], states["head"]])
-    write_manifest(path, Manifest(step=12, digest="d", states=parts))
+    write_manifest(path, Manifest(step=12, recipe=RECIPE, states=parts))
     return path, states
 
 
@@ -53,7 +66,7 @@ def test_states_come_back_as_they_were(saved: tuple[Path, dict[str, LayerState]]
 def test_layer_without_state_is_saved_and_loaded(tmp_path: Path) -> None:
     spec = LayerSpec(name="relu", unit="chain", build=nn.ReLU, initialize=lambda _: None)
     state = LayerState(spec, Layout.of(spec), ("exp_avg",), torch.float32, CPU)
-    write_manifest(tmp_path, Manifest(step=1, digest="", states=checkpoint.save(tmp_path, [state])))
+    write_manifest(tmp_path, Manifest(step=1, recipe=RECIPE, states=checkpoint.save(tmp_path, [state])))
     checkpoint.load(tmp_path, [state])
 
 
@@ -115,6 +128,57 @@ def test_other_precision_is_not_called_damage(saved: tuple[Path, dict[str, Layer
         checkpoint.load(path, states_of(dtype=torch.float64).values())
 
 
+def test_checkpoint_of_the_same_job_is_accepted_whatever_may_change(tmp_path: Path) -> None:
+    may_change = {
+        "microbatch": 4,
+        "max_failures": 0,
+        "min_pipeline_nodes": 3,
+        "num_steps": 99,
+        "checkpoint_every": 7,
+        "schedule": "gpipe",
+        "comm_timeout_s": 1.0,
+        "optimizer": AdamW(lr=0.01, schedule=WarmupCosine(1, 99)),
+    }
+    manifest = Manifest(step=3, recipe=RECIPE, states={})
+    check_recipe(tmp_path, manifest, make_job(**may_change).recipe())
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"seed": 4}, "seed 3, now 4"),
+        ({"global_batch": 32}, "global_batch 16, now 32"),
+        ({"precision": "fp32"}, "precision fp64, now fp32"),
+        ({"clip_grad_norm": 1.0}, "clip_grad_norm None, now 1.0"),
+        ({"dataset": Tokens(num_samples=25)}, "num_samples 24, now 25"),
+        (
+            {"optimizer": AdamW(lr=0.02)},
+            "optimizer AdamW(betas=(0.9, 0.999), eps=1e-08, lr=0.01, weight_decay=0.01), "
+            "now AdamW(betas=(0.9, 0.999), eps=1e-08, lr=0.02, weight_decay=0.01)",
+        ),
+        (
+            {"model": TiedModel(dropout=0.5), "seed": 0},
+            f"model {TiedModel().digest()[:12]}, now {TiedModel(dropout=0.5).digest()[:12]}; seed 3, now 0",
+        ),
+        (
+            {"model": TiedModel(num_blocks=5)},
+            f"model {TiedModel().digest()[:12]}, now {TiedModel(num_blocks=5).digest()[:12]}; num_layers 6, now 7; "
+            "num_parameters 245, now 287",
+        ),
+    ],
+)
+def test_checkpoint_of_another_job_is_refused_with_all_that_differs(
+    changes: dict[str, Any], difference: str, tmp_path: Path
+) -> None:
+    message = (
+        f"resume must be a checkpoint of this job, got {tmp_path}, written with {difference}; use the script and the "
+        "arguments that wrote it, or begin without a checkpoint"
+    )
+    manifest = Manifest(step=3, recipe=RECIPE, states={})
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        check_recipe(tmp_path, manifest, make_job(**changes).recipe())
+
+
 def test_each_state_has_one_writer_among_its_holders_and_the_load_is_spread() -> None:
     job = make_job()
     profile = make_profile(job)
@@ -127,6 +191,6 @@ def test_each_state_has_one_writer_among_its_holders_and_the_load_is_spread() ->
 
 
 def test_manifest_keeps_what_it_was_given(tmp_path: Path) -> None:
-    manifest = Manifest(step=3, digest="x", states={"a": SavedState(file="a.safetensors", fingerprint="12ab")})
+    manifest = Manifest(step=3, recipe=RECIPE, states={"a": SavedState(file="a.safetensors", fingerprint="12ab")})
     write_manifest(tmp_path, manifest)
     assert read_manifest(tmp_path) == manifest

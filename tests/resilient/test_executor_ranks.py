@@ -214,4 +214,4 @@ def write_initial(job: Job, path: Path) -> None:
     states = [LayerState(job.layer(n), at, job.optimizer.slots, job.dtype, CPU) for n, at in job.layouts().items()]
     for state in states:
         state.initialize(job.seed)
-    write_manifest(path, Manifest(step=STEP - 1, digest="", states=checkpoint.save(path, states)))
+    write_manifest(path, Manifest(step=STEP - 1, recipe=job.recipe(), states=checkpoint.save(path, states)))

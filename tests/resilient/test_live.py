@@ -37,6 +37,8 @@ def every_kind():
     """A run with every kind of event."""
     run = failure_and_join()
     run.add(5000, "node_leaving", node=1, reason="spot notice: 120 s")
+    run.add(5000, "waiting", nodes=[3, 4], num_missing=1, waited_s=60)
+    run.add(5000, "interrupted", reason="SIGTERM", grace_s=120.0)
     run.add(5000, "boundary", joining=[], leaving=[1])
     run.generation(5010, 4, "leave", 40, [0, 3, 4], standby=[5])
     run.installed(5020, 5030)

@@ -85,7 +85,7 @@ def start_from_files(job: Job, path: Path) -> str:
     states = [LayerState(job.layer(n), at, job.optimizer.slots, job.dtype, CPU) for n, at in job.layouts().items()]
     for state in states:
         state.initialize(job.seed)
-    write_manifest(path, Manifest(step=0, digest="", states=checkpoint.save(path, states)))
+    write_manifest(path, Manifest(step=0, recipe=job.recipe(), states=checkpoint.save(path, states)))
     return str(path)
 
 

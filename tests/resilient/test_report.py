@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from made_up import Run, failure_and_join
 from safetensors.numpy import save_file
+from small import make_job
 
 from resilient.compare import compare_runs
 from resilient.errors import CheckpointError
@@ -232,7 +233,7 @@ def write_run(folder, weight, losses=(4.0, 2.0), slot=0.0):
     tensors = {"weight": np.array(weight), "bias": np.zeros(2), "optimizer/exp_avg": np.array([slot])}
     save_file(tensors, checkpoint / "head.safetensors")
     saved = {"llm.head": SavedState(file="head.safetensors", fingerprint="")}
-    write_manifest(checkpoint, Manifest(step=2, digest="", states=saved))
+    write_manifest(checkpoint, Manifest(step=2, recipe=make_job().recipe(), states=saved))
     return folder
 
 

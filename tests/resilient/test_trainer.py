@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,50 @@ def test_resumed_training_ends_where_training_through_does(name: str, tmp_path: 
         assert torch.equal(value, expected[key])
 
 
+class Interrupting(Tokens):
+    """Raises signals, one after another, as samples are read in the first step: those before are looked at only."""
+
+    def __init__(self, *signals: signal.Signals) -> None:
+        super().__init__()
+        self._signals = list(signals)
+        self._num_reads = 0
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self._num_reads += 1
+        if self._num_reads > 16 and self._signals:
+            signal.raise_signal(self._signals.pop(0))
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_training_ends_with_a_checkpoint_to_go_on_from(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    through = make_trainer()
+    through.fit(4)
+    monkeypatch.setenv("RESILIENT_RUN_DIR", str(tmp_path / "interrupted"))
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended:
+        make_trainer(dataset=Interrupting(number)).fit(4)
+    assert ended.value.code == 130
+    assert signal.getsignal(number) is before
+    path = tmp_path / "interrupted" / "checkpoints" / "step-00000001"
+    assert [checkpoint.name for checkpoint in path.parent.iterdir()] == [path.name]
+    message = f"interrupted ({number.name}); go on with fit(num_steps, resume='{path}')"
+    assert [record.getMessage() for record in caplog.records][-1] == message
+    resumed = make_trainer(dataset=Interrupting())
+    resumed.fit(4, resume=path)
+    for key, value in parameters(resumed).items():
+        assert torch.equal(value, parameters(through)[key])
+
+
+def test_second_interruption_ends_the_training_at_once(tmp_path: Path) -> None:
+    trainer = make_trainer(dataset=Interrupting(signal.SIGINT, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(4)
+    assert not (tmp_path / "run").exists()
+
+
 def test_model_that_fits_with_checkpointing_only_trains_with_it_to_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -163,8 +208,8 @@ def test_resume_from_nothing_or_beyond_the_end_is_refused(tmp_path: Path) -> Non
 
 def test_resume_of_another_model_says_so() -> None:
     path = make_trainer().fit(1).checkpoint
-    message = f"{path} holds no state 'block.2'; the checkpoint belongs to another model"
-    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+    message = f"resume must be a checkpoint of this job, got {path}, written with model "
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}"):
         make_trainer(model=TiedModel(num_blocks=3)).fit(2, resume=path)
 
 

@@ -246,7 +246,7 @@ def test_states_come_from_a_checkpoint_when_told(tmp_path: Path) -> None:
     saved = first.last(Saved)
     path = folder(tmp_path, 2)
     states = {name: SavedState(file=f, fingerprint=saved.fingerprints[name]) for name, f in saved.files.items()}
-    write_manifest(path, Manifest(step=2, digest="", states=states))
+    write_manifest(path, Manifest(step=2, recipe=make_job().recipe(), states=states))
     second = ScriptedClient(tmp_path / "second", generation(version=2, source=str(path)), Finish())
     make_worker(second, num_steps=3).run()
     assert [message.outcome.step for message in second.sent if isinstance(message, StepDone)] == [3]

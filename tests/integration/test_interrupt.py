@@ -1,0 +1,90 @@
+"""A job that is told to end does so: after the running step with a checkpoint; told again, at once; always in time."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from harness import Event, Run, check_resumed, resume_command, run_job, started
+
+from resilient.agent.launch import Launcher
+from resilient.manifest import read_manifest
+
+pytestmark = pytest.mark.timeout(180)
+
+NODES = 4
+STEP = 5
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Run:
+    """The uninterrupted run."""
+    run = run_job(tmp_path_factory.mktemp("reference"), nodes=NODES)
+    assert run.exit_code == 0, run.reason
+    return run
+
+
+def is_told(event: Event) -> bool:
+    return event["kind"] == "interrupted"
+
+
+def test_job_interrupted_in_mid_step_ends_after_it_and_goes_on_to_the_same_result(reference, tmp_path):
+    gate = tmp_path / "gate"
+    with started(tmp_path / "run", "--hold-in", STEP, "--gate", gate, nodes=NODES) as job:
+        job.wait_for_step(STEP - 1)
+        job.processes.take_in_children(job.popen.pid)
+        job.popen.send_signal(signal.SIGINT)
+        job.wait_for(is_told)
+        gate.touch()
+        run = job.wait()
+    assert run.exit_code == 130
+    checkpoint = run.directory / "checkpoints" / f"step-{STEP:08d}"
+    assert read_manifest(checkpoint).step == STEP == max(run.losses)
+    assert run.reason.startswith(
+        f"interrupted (SIGINT); resume with: resilient run --nodes {NODES} --resume {checkpoint} "
+    )
+    assert f"checkpoint of step {STEP} written to {checkpoint}" in job.output
+    assert run.reason in job.output
+    check_resumed(run, resume_command(run.reason), reference, tmp_path / "resumed")
+
+
+def test_job_told_again_ends_at_once(tmp_path):
+    with started(tmp_path / "run", "--hold-in", STEP, "--gate", tmp_path / "never", nodes=NODES) as job:
+        job.wait_for_step(STEP - 1)
+        job.processes.take_in_children(job.popen.pid)
+        job.popen.send_signal(signal.SIGTERM)
+        job.wait_for(is_told)
+        job.popen.send_signal(signal.SIGTERM)
+        run = job.wait(timeout_s=30)
+    assert run.exit_code == 130
+    assert run.reason.startswith("interrupted twice (SIGTERM); there is no checkpoint; start again with: resilient run")
+    assert "Traceback" not in job.output
+
+
+def test_job_whose_workers_all_hang_ends_in_the_time_it_is_given(tmp_path):
+    """They neither end the step nor report: nobody can write the checkpoint."""
+    options = "--grace-s 3"
+    with started(
+        tmp_path / "run", "--hold-in", STEP, "--gate", tmp_path / "never", nodes=NODES, options=options
+    ) as job:
+        job.wait_for_step(STEP - 1)
+        job.processes.take_in_children(job.popen.pid)
+        job.popen.send_signal(signal.SIGINT)
+        run = job.wait(timeout_s=30)
+    assert run.exit_code == 130
+    assert run.reason.startswith("interrupted (SIGINT); all nodes are lost, the last one (")
+    assert "; there is no checkpoint; start again with: resilient run --nodes 4 --grace-s 3 " in run.reason
+
+
+def test_job_interrupted_in_a_recovery_saves_what_the_survivors_hold(reference, tmp_path):
+    def interrupt(launcher: Launcher, event: Event) -> None:
+        if event["kind"] == "detected":
+            launcher.interrupt("SIGTERM")
+
+    run = run_job(tmp_path / "run", nodes=NODES + 1, inject=[f"node=1,step={STEP},phase=backward"], act=interrupt)
+    assert run.exit_code == 130
+    assert run.of_kind("detected")
+    words = resume_command(run.reason)
+    assert words[2:4] == ["--nodes", str(NODES + 1)]
+    assert read_manifest(words[words.index("--resume") + 1]).step == STEP - 1
+    check_resumed(run, words, reference, tmp_path / "resumed")
