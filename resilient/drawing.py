@@ -49,4 +49,4 @@ def panels(path: Path | str, inches: Sequence[float]) -> Iterator[list[Axes]]:
         figure = Figure(figsize=(10.5, sum(inches)), dpi=150, layout=layout, facecolor="white")
         FigureCanvasAgg(figure)
         yield list(figure.subplots(len(inches), 1, height_ratios=inches, squeeze=False)[:, 0])
-        figure.savefig(path)
+        figure.savefig(path, format="png")

@@ -6,6 +6,7 @@ Owns options and files; what is slow to import is imported when the command runs
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ _PERIODIC = re.compile(r"every-(\d+(?:\.\d+)?)(h|min|s)")
 _SECONDS = {"h": 3600, "min": 60, "s": 1}
 _DEFAULT_HOURS = 12.0
 _DEFAULT_NODES = 30
+_MOST_HOURS = 10 * 365 * 24
 
 
 def simulate(
@@ -58,7 +60,7 @@ def simulate(
     profile: ProfileOption = None,
     device: DeviceOption = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Scale to so many nodes at most; a file's own number by default, else 30.")
+        int | None, typer.Option(help="Scale to so many nodes at most; a file's own number by default, else 30.")
     ] = None,
     policy: Annotated[
         list[str] | None,
@@ -132,7 +134,7 @@ def simulate(
             insurance_steps=insurance_steps or None,
             step_factor=step_factor,
         )
-        dollars = _node_hour_dollars(device, gpus_per_node) if price is None else price
+        dollars = _node_hour_dollars(device, gpus_per_node, price)
         sweeps = parse_sweeps(sweep or ())
         policies = tuple(dict.fromkeys(policy or (("resilient",) if sweeps else POLICIES)))
         for name in policies:
@@ -154,7 +156,7 @@ def simulate(
         for text in trace:
 
             def made(count: int | None, text: str = text) -> Trace:
-                return load_trace(text, count or nodes, hours, seed)
+                return load_trace(text, nodes if count is None else count, hours, seed)
 
             if sweeps:
                 written.append(_sweep(made, sweeps, scenario, policies, console, ctx))
@@ -178,12 +180,16 @@ def load_trace(text: str, nodes: int | None, hours: float | None, seed: int) -> 
         seed: Of what is made up.
 
     Raises:
-        ValueError: It is none of these, or not a trace.
+        ValueError: It is none of these, or not a trace, or has no such length or number of nodes.
         OSError: The file cannot be read.
     """
     from resilient.simulation.spot import MARKETS, spot_trace
-    from resilient.simulation.traces import periodic_failures, read_trace
+    from resilient.simulation.traces import MOST_NODES, periodic_failures, read_trace
 
+    if nodes is not None and not 1 <= nodes <= MOST_NODES:
+        raise ValueError(f"nodes must be 1 to {MOST_NODES}, got {nodes}; leave it out for the trace's own")
+    if hours is not None and not 0.001 <= hours <= _MOST_HOURS:
+        raise ValueError(f"hours must be 0.001 to {_MOST_HOURS}, got {hours}; leave it out for the trace's own")
     if text in MARKETS:
         return spot_trace(text, nodes or _DEFAULT_NODES, _DEFAULT_HOURS if hours is None else hours, seed=seed)
     periodic = _PERIODIC.fullmatch(text)
@@ -198,10 +204,14 @@ def load_trace(text: str, nodes: int | None, hours: float | None, seed: int) -> 
     return trace if hours is None else trace.lasting(hours)
 
 
-def _node_hour_dollars(device: str | None, devices_per_node: int) -> float:
+def _node_hour_dollars(device: str | None, devices_per_node: int, price: float | None) -> float:
     from resilient.simulation.outcome import PRICES
     from resilient.templates.names import look_up
 
+    if price is not None:
+        if not 0 <= price < math.inf:
+            raise ValueError(f"price must be >= 0, got {price}; 0 leaves dollars out")
+        return price
     if device is None:
         raise ValueError("--price must be given without --device, got none; 0 leaves dollars out")
     return devices_per_node * look_up("device", device, PRICES)
@@ -210,7 +220,12 @@ def _node_hour_dollars(device: str | None, devices_per_node: int) -> float:
 def _with_failures(problem: Problem, failures: int | None) -> Problem:
     from dataclasses import replace
 
-    return problem if failures is None else replace(problem, max_failures=failures)
+    from resilient.simulation.scenario import DoesNotFit
+
+    try:
+        return problem if failures is None else replace(problem, max_failures=failures)
+    except ValueError as error:
+        raise DoesNotFit(str(error)) from None
 
 
 def _compare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -36,9 +37,9 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in ("regroup_ms", "restart_s", "reconfigure_s", "load_s", "checkpoint_s"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}; 0 means none")
-        if not self.step_factor > 0:
+        if not 0 < self.step_factor < math.inf:
             raise ValueError(f"step_factor must be > 0, got {self.step_factor}; 1 means as planned")
         if self.checkpoint_steps < 1:
             raise ValueError(f"checkpoint_steps must be >= 1, got {self.checkpoint_steps}; give a number of steps")

@@ -11,6 +11,10 @@ from datetime import datetime
 from pathlib import Path
 
 _HOUR_MS = 3_600_000
+_EVENTS, _COUNTS = "time_ms,add|remove,node", "YYYY-MM-DD, HH:MM:SS, count"
+
+MOST_NODES = 100_000
+"""Of a trace: more can hardly be planned for, and are rather a mistake."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,7 @@ class Trace:
         if not first_ms < self.end_ms >= last_ms:
             raise ValueError(
                 f"end_ms of trace {self.name!r} must be after its first change at {first_ms} and not before its last "
-                f"at {last_ms}, got {self.end_ms}; observe for longer"
+                f"at {last_ms}, got {self.end_ms}; observe for longer (a file ends with the time of its last line)"
             )
 
     def counts(self) -> Iterator[tuple[int, int]]:
@@ -130,17 +134,26 @@ def read_trace(path: Path, *, seed: int = 0) -> Trace:
         ValueError: A line does not have the form of the first or contradicts those before; the message names it.
         OSError: The file cannot be read.
     """
-    with path.open(newline="") as file:
-        rows = [
-            (line, [field.strip() for field in row])
-            for line, row in enumerate(csv.reader(file), start=1)
-            if any(field.strip() for field in row)
-        ]
-    if not rows:
-        raise ValueError(f"{path} must hold a trace, got no lines; see read_trace for the formats")
     try:
-        samples = len(rows[0][1]) == 3 and not rows[0][1][0].isdigit()
-        changes, end_ms = _read_counts(rows, random.Random(seed)) if samples else _read_events(rows)
+        # Spreadsheets write a byte order mark.
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = [
+                (line, [field.strip() for field in row])
+                for line, row in enumerate(csv.reader(file), start=1)
+                if any(field.strip() for field in row)
+            ]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} must be text with lines {_EVENTS} or {_COUNTS}, got other bytes ({error})") from None
+    if not rows:
+        raise ValueError(f"{path} must hold a trace, got no lines; write lines {_EVENTS} or {_COUNTS}")
+    first = rows[0][1][0]
+    if not first.isdecimal() and not first.replace("-", "").isdecimal():
+        raise ValueError(
+            f"{path}: line {rows[0][0]} must be {_EVENTS} or {_COUNTS}, got {', '.join(rows[0][1])!r}; "
+            f"leave out what is before the first time"
+        )
+    try:
+        changes, end_ms = _read_events(rows) if first.isdecimal() else _read_counts(rows, random.Random(seed))
         return Trace(name=path.stem, changes=changes, end_ms=end_ms)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -152,17 +165,17 @@ def periodic_failures(num_nodes: int, interval_s: float, *, down_to: int | None 
     Args:
         num_nodes: Nodes at the start.
         interval_s: Between two losses.
-        down_to: Nodes at the end; half of them by default.
+        down_to: Nodes at the end; half of them, but one at least, by default.
         seed: Which nodes are lost.
 
     Raises:
-        ValueError: ``down_to`` is not 1 .. ``num_nodes``, or the interval not positive.
+        ValueError: ``down_to`` is not 1 .. ``num_nodes``, or the interval shorter than a millisecond.
     """
-    down_to = num_nodes // 2 if down_to is None else down_to
+    down_to = max(1, num_nodes // 2) if down_to is None else down_to
     if not 1 <= down_to <= num_nodes:
         raise ValueError(f"down_to must be 1 to num_nodes {num_nodes}, got {down_to}; lose fewer nodes")
-    if not interval_s > 0:
-        raise ValueError(f"interval_s must be > 0, got {interval_s}; give seconds")
+    if not 1e-3 <= interval_s < math.inf:
+        raise ValueError(f"interval_s must be at least 0.001, got {interval_s}; give seconds")
     lost = random.Random(seed).sample(range(num_nodes), num_nodes - down_to)
     losses = (Change(time_ms=round(1e3 * interval_s * count), lost=(node,)) for count, node in enumerate(lost, start=1))
     return Trace(
@@ -184,8 +197,8 @@ def _read_events(rows: Iterable[tuple[int, list[str]]]) -> tuple[tuple[Change, .
     gathered = _Gathered()
     live: dict[str, int] = {}
     for line, fields in rows:
-        if len(fields) != 3 or not fields[0].isdigit() or fields[1] not in ("add", "remove") or not fields[2]:
-            raise ValueError(f"line {line} must be time_ms,add|remove,node, got {','.join(fields)!r}")
+        if len(fields) != 3 or not fields[0].isdecimal() or fields[1] not in ("add", "remove") or not fields[2]:
+            raise ValueError(f"line {line} must be {_EVENTS}, got {','.join(fields)!r}")
         time_ms, name = int(fields[0]), fields[2]
         gathered.advance(line, time_ms)
         if fields[1] == "add":
@@ -214,8 +227,9 @@ def _read_counts(rows: Iterable[tuple[int, list[str]]], rng: random.Random) -> t
             if count < 0:
                 raise ValueError(number)
         except ValueError:
-            text = ", ".join(fields)
-            raise ValueError(f"line {line} must be YYYY-MM-DD, HH:MM:SS, count, got {text!r}") from None
+            raise ValueError(f"line {line} must be {_COUNTS}, got {', '.join(fields)!r}") from None
+        if count > MOST_NODES:
+            raise ValueError(f"line {line} must have a count of at most {MOST_NODES}, got {count}; take a part of it")
         first = first or moment
         gathered.advance(line, round((moment - first).total_seconds() * 1e3))
         while len(live) < count:

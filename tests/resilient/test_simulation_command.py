@@ -67,6 +67,16 @@ def test_a_policy_that_does_not_fit_is_said_with_the_reason():
     )
 
 
+def test_a_combination_that_cannot_be_is_said_in_its_row():
+    output = run("--trace", "every-1h", "--nodes", "4", "--sweep", "max-failures=1,8")
+    assert re.search(r"^8 +resilient +does not fit *$", output, re.MULTILINE)
+    assert (
+        "resilient: num_microbatches must be at least --max-failures + 1 = 9 (each pipeline processes one), got 8; "
+        "raise the global batch or lower the microbatch"
+    ) in output.replace("\n", " ")
+    assert output.count("fastest") == 1
+
+
 def test_jobs_are_described_as_for_planning(tmp_path):
     profile = tmp_path / "global_batch" / "profile.json"
     profile.parent.mkdir()
@@ -107,6 +117,17 @@ def test_jobs_are_described_as_for_planning(tmp_path):
             "--sweep must look like \"nodes=16,24,32\", each of nodes and max-failures at most once, got 'gpus=2'",
         ),
         (["--trace", "g4dn", "--storage-gb-s", "0"], "--storage-gb-s must be > 0, got 0.0; give what was measured"),
+        (["--trace", "g4dn", "--step-factor", "inf"], "--step-factor must be > 0, got inf; 1 means as planned"),
+        (["--trace", "g4dn", "--regroup-ms", "nan"], "--regroup-ms must be >= 0, got nan; 0 means none"),
+        (["--trace", "g4dn", "--price", "nan"], "--price must be >= 0, got nan; 0 leaves dollars out"),
+        (
+            ["--trace", "g4dn", "--hours", "inf"],
+            "--hours must be 0.001 to 87600, got inf; leave it out for the trace's own",
+        ),
+        (
+            ["--trace", "g4dn", "--sweep", "nodes=8,0"],
+            "--nodes must be 1 to 100000, got 0; leave it out for the trace's own",
+        ),
         (["--trace", "g4dn", "--restart-s", "-1"], "--restart-s must be >= 0, got -1.0; 0 means none"),
     ],
 )

@@ -56,7 +56,20 @@ def test_counts_become_joins_and_losses(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "must hold a trace, got no lines; see read_trace for the formats"),
+        (
+            "\n \n",
+            "must hold a trace, got no lines; write lines time_ms,add|remove,node or YYYY-MM-DD, HH:MM:SS, count",
+        ),
+        (
+            "time,event,node\n0,add,a\n",
+            "line 1 must be time_ms,add|remove,node or YYYY-MM-DD, HH:MM:SS, count, got 'time, event, node'; leave out "
+            "what is before the first time",
+        ),
+        (
+            "2023-05-01, 00:00:00, 100001\n",
+            "line 1 must have a count of at most 100000, got 100001; take a part of it",
+        ),
+        ("0,add,a\n²,add,a\n", "line 2 must be time_ms,add|remove,node, got '²,add,a'"),
         ("0,add,a\n1,sub,a\n", "line 2 must be time_ms,add|remove,node, got '1,sub,a'"),
         ("0,add,a\n\n-1,add,b\n", "line 3 must be time_ms,add|remove,node, got '-1,add,b'"),
         ("0,add,a\n7,add\n", "line 2 must be time_ms,add|remove,node, got '7,add'"),
@@ -84,8 +97,21 @@ def test_counts_become_joins_and_losses(tmp_path):
 )
 def test_bad_files_are_refused_with_the_line(tmp_path, text, message):
     path = written(tmp_path, text)
-    separator = " " if not text else ": "
+    separator = ": " if text.strip() else " "
     with pytest.raises(ValueError, match=f"^{re.escape(f'{path}{separator}{message}')}$"):
+        read_trace(path)
+
+
+def test_files_may_begin_with_a_byte_order_mark_and_must_be_text(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_bytes(b"\xef\xbb\xbf0,add,a\r\n9,remove,a\r\n")
+    assert list(read_trace(path).counts()) == [(0, 1), (9, 0)]
+    path.write_bytes(b"\xff\xfe0\x00")
+    message = (
+        f"{path} must be text with lines time_ms,add|remove,node or YYYY-MM-DD, HH:MM:SS, count, got other bytes "
+        f"('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         read_trace(path)
 
 
@@ -97,6 +123,7 @@ def test_periodic_failures_go_down_to_half():
     assert periodic_failures(5, 600) == trace
     assert periodic_failures(5, 600, seed=1) != trace
     assert periodic_failures(5, 21600, down_to=5).end_ms == 21_600_000
+    assert list(periodic_failures(1, 600).counts()) == [(0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +131,7 @@ def test_periodic_failures_go_down_to_half():
     [
         ({"down_to": 6}, "down_to must be 1 to num_nodes 5, got 6; lose fewer nodes"),
         ({"down_to": 0}, "down_to must be 1 to num_nodes 5, got 0; lose fewer nodes"),
-        ({"interval_s": 0.0}, "interval_s must be > 0, got 0.0; give seconds"),
+        ({"interval_s": 0.0}, "interval_s must be at least 0.001, got 0.0; give seconds"),
     ],
 )
 def test_bad_periodic_failures_are_refused(arguments, message):
@@ -124,7 +151,7 @@ def test_an_end_before_the_last_change_is_refused():
     changes = (Change(time_ms=3, joined=(0,)), Change(time_ms=9, lost=(0,)))
     message = (
         "end_ms of trace 'x' must be after its first change at 3 and not before its last at 9, got 8; "
-        "observe for longer"
+        "observe for longer (a file ends with the time of its last line)"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Trace(name="x", changes=changes, end_ms=8)
@@ -134,7 +161,7 @@ def test_a_trace_of_a_moment_is_refused(tmp_path):
     path = written(tmp_path, "7,add,a\n")
     message = (
         f"{path}: end_ms of trace 't' must be after its first change at 7 and not before its last at 7, got 7; "
-        f"observe for longer"
+        f"observe for longer (a file ends with the time of its last line)"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         read_trace(path)
