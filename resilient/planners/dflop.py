@@ -109,7 +109,7 @@ class Dflop:
             by_memory = longest_first(kept, np.ones(len(replica)))
             # The first that fits, or the one that comes nearest.
             place = min(
-                (_apart(each, kept, configuration, replica, microbatch) for each in (bucket, by_memory)),
+                (_apart(each, kept, replica, microbatch) for each in (bucket, by_memory)),
                 key=lambda each: max(fullest(setting, configuration, batch, each), 1.0),
             )
         return Assignment(units=dict.fromkeys(configuration.units, place))
@@ -128,18 +128,18 @@ def stage_weights(setting: Setting, configuration: Configuration, batch: SampleT
     return np.stack(rows)
 
 
-def _apart(bucket: Ints, kept: Floats, configuration: Configuration, replica: Ints, microbatch: Ints) -> Place:
-    """Return places such that each replica's largest microbatches are not in memory at the same time.
+def _apart(bucket: Ints, kept: Floats, replica: Ints, microbatch: Ints) -> Place:
+    """Return places such that each replica's largest microbatches, however many of them, are evenly among the others.
 
-    Any h consecutive microbatches are one of the largest h-th, one of the next, and so on; h is the number of stages.
+    Positions are taken in the order of their bits read backwards: 0, 4, 2, 6, 1, ...
     """
-    held = sum(spread.pp for spread in configuration.units.values())
     size = loads(kept, bucket, len(replica))
     slot = np.empty(len(replica), dtype=np.int64)
     for each in range(int(replica[-1]) + 1):
         own = np.flatnonzero(replica == each)
-        spaced = np.lexsort((np.arange(len(own)), np.arange(len(own)) % held))
-        slot[own[np.argsort(-size[own], kind="stable")]] = own[spaced]
+        position, width = np.arange(len(own)), len(own).bit_length()
+        backwards = sum((position >> bit & 1) << (width - 1 - bit) for bit in range(width))
+        slot[own[np.argsort(-size[own], kind="stable")]] = own[np.argsort(backwards)]
     return Place(replica=replica[bucket], microbatch=microbatch[slot[bucket]])
 
 

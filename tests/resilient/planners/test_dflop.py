@@ -7,19 +7,24 @@ from dataclasses import replace
 from itertools import product
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs_of_planners import after_failures, check_places, setting, table, unit
+from jobs_of_planners import COSTS, after_failures, check_places, learnt, setting, table, unit
 
 from resilient.planners.balance import cut_chain, longest_first
 from resilient.planners.buckets import peak
+from resilient.planners.correction import UNCORRECTED, Observation
 from resilient.planners.costs import CostModel
 from resilient.planners.dflop import Dflop, stage_weights
-from resilient.planners.planner import LLM, Parallelism, Replica, Setting
+from resilient.planners.evaluate import evaluate
+from resilient.planners.memory import fullest, kept_shares
+from resilient.planners.planner import LLM, Configuration, Parallelism, Place, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
 from resilient.planners.slots import slots
 from resilient.planners.stage_work import by_stage, gradient_sum_ms, state_bytes
+from resilient.planners.survivors import survivors
 from resilient.templates.cluster import Cluster, Link
 
 SMALL = CostModel(units=(unit("vision", 2, 0.001, 1e-6), unit("llm", 3, 0.002, 1e-6)))
@@ -146,3 +151,102 @@ def test_a_replica_with_half_the_speed_and_half_the_microbatches_has_half_the_wo
     work = weights[weights.sum(axis=1).argmax()]
     fast, slow = np.bincount(place.replica, work)
     assert fast / slow == pytest.approx(2, rel=0.02)
+
+
+@settings(max_examples=20, deadline=None)
+@given(memory=st.integers(60_000, 500_000), seed=st.integers(0, 20), lost=st.integers(0, 3))
+def test_what_fits_by_memory_fits(memory: int, seed: int, lost: int) -> None:
+    job, known = setting(memory), table(64, seed)
+    try:
+        found = Dflop().configure(job, known)
+    except ValueError:
+        return
+    replicas, batch = survivors(job, found, lost), table(32, seed)
+    assignment = Dflop().assign(job, found, batch, replicas)
+    check_places(assignment, Dflop().assign(job, found, batch, replicas), 32, list(replicas))
+    used = fullest(job, found, batch, assignment.units[LLM])
+    replica, microbatch, _ = slots(replicas)
+    by_memory = longest_first(kept_shares(job, found, batch), np.ones(len(replica)))
+    place = Place(replica=replica[by_memory], microbatch=microbatch[by_memory])
+    assert used <= max(fullest(job, found, batch, place), 1.0) * (1 + 1e-9)
+    if used <= 1:
+        assert evaluate(job, found, assignment, batch, replicas).peak_bytes <= memory + 1
+
+
+def test_large_microbatches_are_kept_apart_where_memory_is_short() -> None:
+    units = {
+        "vision": Parallelism(dp=1, pp=1, stage_layers=(4,)),
+        "llm": Parallelism(dp=1, pp=2, stage_layers=(4, 4)),
+    }
+    found = Configuration(units=units, num_microbatches=6)
+    lengths = {"vision": np.zeros(6, dtype=np.int64), "llm": np.array([1000, 1000, 1000, 100, 100, 100])}
+    batch = SampleTable(units={name: Lengths.of(each) for name, each in lengths.items()})
+    replicas = [Replica(num_microbatches=6)]
+    # A stage of four layers holds two microbatches: room for 1500 tokens of them beside its state.
+    large, short = setting(4 * 16_000 + 4 * 100 * 2100), setting(4 * 16_000 + 4 * 100 * 1500)
+    assert fullest(large, found, batch, Dflop().assign(large, found, batch, replicas).units[LLM]) > 0.9
+    place = Dflop().assign(short, found, batch, replicas).units[LLM]
+    assert fullest(short, found, batch, place) == pytest.approx(1100 / 1500)
+    assert place.microbatch.tolist() == [0, 4, 2, 1, 5, 3]
+
+
+TRUTH = CostModel(units=(unit("vision", 4, 0.0003, 1e-6), unit("llm", 8, 0.002, 3e-5)))
+
+
+def true_peak(job: Setting, found: Configuration, batch: SampleTable, replicas: list[Replica], planner: Dflop) -> float:
+    """What the slowest microbatch truly takes, of the job as it is known."""
+    _, microbatch, speeds = slots(replicas)
+    place = planner.assign(job, found, batch, replicas).units[LLM]
+    bucket = np.flatnonzero(microbatch == 0)[place.replica] + place.microbatch
+    return peak(stage_weights(replace(job, costs=TRUTH, correction=UNCORRECTED), found, batch), bucket, speeds)
+
+
+def test_measured_times_level_what_costs_have_wrong() -> None:
+    job = setting()
+    found = Dflop().configure(job, table(50))
+    corrected = learnt(job, TRUTH, found)
+    replicas = [Replica(num_microbatches=5), Replica(num_microbatches=3, speed=0.7)]
+    before, after = (
+        np.array([true_peak(at, found, table(60, seed), replicas, Dflop()) for seed in range(10)])
+        for at in (job, corrected)
+    )
+    assert (after <= before * 1.005).all()
+    assert after.mean() < 0.95 * before.mean()
+
+
+@settings(max_examples=15, deadline=None)
+@given(count=st.integers(1, 7), seed=st.integers(0, 99), speed=st.sampled_from([1.0, 0.5]))
+def test_the_best_buckets_of_corrected_times_are_truly_no_slower(count: int, seed: int, speed: float) -> None:
+    # Lengths at which the factors were learnt exactly: one in each bucket.
+    draw = np.random.default_rng((count, seed))
+    lengths = {name: np.rint(2 ** draw.integers(4, 12, count).astype(float)).astype(np.int64) for name in COSTS.by_name}
+    batch = SampleTable(units={name: Lengths.of(each) for name, each in lengths.items()})
+    job = setting()
+    found = Dflop().configure(job, table(50))
+    seen = [
+        Observation(unit=name, tp=spread.tp, replica=0, tokens=int(length), predicted_ms=before, actual_ms=after)
+        for name, spread in found.units.items()
+        for length, before, after in zip(
+            lengths[name],
+            COSTS.by_name[name].work(spread.tp).of(batch.units[name]).tolist(),
+            TRUTH.by_name[name].work(spread.tp).of(batch.units[name]).tolist(),
+            strict=True,
+        )
+    ]
+    corrected = replace(job, correction=UNCORRECTED.observe(seen, cost_ms=0.0))
+    replicas = [Replica(num_microbatches=2), Replica(num_microbatches=1, speed=speed)]
+    before, after = (true_peak(at, found, batch, replicas, Dflop(time_limit_s=60)) for at in (job, corrected))
+    assert after <= before * (1 + 2e-6)
+
+
+def test_a_long_sample_takes_more_devices_for_each_replica() -> None:
+    job = replace(setting(), cluster=Cluster(devices_per_node=2, memory_bytes=None))
+    even = np.full(1000, 200)
+    tail = even.copy()
+    tail[::50] = 8000
+
+    def replicas(lengths: npt.NDArray[np.int64]) -> int:
+        samples = SampleTable(units={name: Lengths.of(lengths) for name in ("vision", "llm")})
+        return Dflop().configure(job, samples).units[LLM].dp
+
+    assert replicas(tail) < replicas(even)
