@@ -97,9 +97,9 @@ class ChunkSearch:
                 f"nodes, got {self.costs.num_layers}; lower num_chunks or min_pipeline_nodes, or use schedule 1f1b"
             )
         return (
-            f"memory_bytes must hold the stages of a pipeline of {sizes.start} to {sizes.stop - 1} nodes with what they "
-            f"have in flight, got {problem.cluster.memory_bytes}; use smaller microbatches, schedule 1f1b or devices "
-            f"with more memory"
+            f"memory_bytes must hold the stages of a pipeline of {sizes.start} to {sizes.stop - 1} nodes with what "
+            f"they have in flight, got {problem.cluster.memory_bytes}; use smaller microbatches, schedule 1f1b or "
+            f"devices with more memory"
         )
 
     def _num_rows(self, size: int) -> int:
