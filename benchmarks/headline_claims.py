@@ -1,0 +1,294 @@
+"""Published claims about multimodal planners, and what may be the reasons for gains and differences.
+
+Owns claims and settings; :mod:`headlines` simulates them. Models and data sets stand in for those of the papers, as far
+as all planners find a plan for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from resilient.planners.cornstarch import Cornstarch
+from resilient.planners.disttrain import DistTrain
+from resilient.planners.planner import LLM, Assignment, Configuration, Place, Planner, Replica, Setting
+from resilient.planners.registry import planner
+from resilient.planners.samples import SampleTable
+from resilient.planners.uniform import Uniform
+
+MEASURED = "measured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A job.
+
+    Args:
+        model: As for ``resilient compare``; or :data:`MEASURED` for :func:`measured` costs.
+        workload: The data.
+        device: The accelerator.
+        nodes: Of eight devices.
+        global_batch: Samples of a step.
+        microbatch: Samples of a microbatch.
+        frozen: What is not trained.
+        encoders: Of measured costs: for each its time, relative to the published.
+        even: Whether all samples are like the mean one.
+        short: Part of the samples that is kept: those with the longest text and pictures are not.
+        free: Whether messages and sums of gradients take no time.
+    """
+
+    model: str
+    workload: str = "coco"
+    device: str = "a100-80gb"
+    nodes: int = 4
+    global_batch: int = 256
+    microbatch: int = 4
+    frozen: tuple[str, ...] = ()
+    encoders: tuple[float, ...] = ()
+    even: bool = False
+    short: float = 1.0
+    free: bool = False
+
+    def __str__(self) -> str:
+        if self.model == MEASURED:
+            times = " and ".join(f"{44 * each:.0f}" for each in self.encoders)
+            return f"measured: encoders {times} ms, language model 140 ms, {8 * self.nodes} devices, frozen"
+        frozen = f", frozen {'+'.join(self.frozen)}" if self.frozen else ""
+        data = f"{self.workload}, {8 * self.nodes} {self.device}"
+        return f"{self.model}, {data}, batch {self.global_batch} of microbatches of {self.microbatch}{frozen}"
+
+
+Who = tuple[Planner, Planner]
+"""Who configures, and who assigns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instead:
+    """A reason that is tried: the comparison with something else about it.
+
+    Args:
+        what: It.
+        better: In the place of the claim's; likewise ``worse``.
+        change: Fields of the case.
+    """
+
+    what: str
+    better: Who | None = None
+    worse: Who | None = None
+    change: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """Something that was published.
+
+    Args:
+        name: What is claimed.
+        published: As published.
+        low: The range of the gain in it.
+        high: Likewise.
+        cases: Where it is looked for.
+        better: Who is faster.
+        worse: Than whom.
+        reasons: What is tried in each case.
+    """
+
+    name: str
+    published: str
+    low: float
+    high: float
+    cases: tuple[Case, ...]
+    better: Who
+    worse: Who
+    reasons: tuple[Instead, ...]
+
+
+@dataclass(frozen=True)
+class Spread(DistTrain):
+    """DistTrain without its order of microbatches."""
+
+    name: str = "disttrain, spread alone"
+
+    def assign(
+        self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
+    ) -> Assignment:
+        """Spread samples over replicas; each takes its own as they come."""
+        replica = super().assign(setting, configuration, batch, replicas).units[LLM].replica
+        microbatch = np.zeros_like(replica)
+        for number, each in enumerate(replicas):
+            for position, part in enumerate(np.array_split(np.flatnonzero(replica == number), each.num_microbatches)):
+                microbatch[part] = position
+        return Assignment(units=dict.fromkeys(batch.units, Place(replica=replica, microbatch=microbatch)))
+
+
+@dataclass(frozen=True)
+class Widest(Uniform):
+    """A uniform plan that nobody searched: as much tensor parallelism as there is, then the fewest stages that fit."""
+
+    name: str = "uniform, not searched"
+
+    def _candidates(self, setting: Setting, samples: SampleTable) -> Iterable[Configuration]:
+        found = super()._candidates(setting, samples)
+        return sorted(found, key=lambda each: (-each.units[LLM].tp, each.units[LLM].pp))[:1]
+
+
+def both(name: str) -> Who:
+    """Return a planner that configures and assigns."""
+    return planner(name), planner(name)
+
+
+def mixed(configures: str, assigns: str) -> Who:
+    """Return two planners of which one configures and one assigns."""
+    return planner(configures), planner(assigns)
+
+
+EVEN = Instead(what="samples all like the mean one", change={"even": True})
+FREE = Instead(what="messages and sums that take no time", change={"free": True})
+LARGER = Instead(what="microbatches of 8 samples", change={"microbatch": 8})
+
+
+def alike(configures: str, better: str, worse: str) -> Instead:
+    """Return both with one's configuration: what assignments alone make."""
+    what = f"both configured by {configures}"
+    return Instead(what=what, better=mixed(configures, better), worse=mixed(configures, worse))
+
+
+def one_stage(nodes: int) -> Instead:
+    """Return the paper's step: every device an instance of all layers, with one microbatch."""
+    return Instead(
+        what=f"one stage and one microbatch for each of {8 * nodes} devices, messages hidden",
+        better=mixed("fsdp", "orchmllm"),
+        worse=both("fsdp"),
+        change={"nodes": nodes, "global_batch": 32 * nodes, "free": True},
+    )
+
+
+SMALL = Case(model="siglip-so400m+llama3.2-3b", workload="laion", microbatch=2)
+MIDDLE = Case(model="qwen2-vl-7b", workload="laion")
+COCO = Case(model="qwen2-vl-7b")
+SOUND = Case(model="qwen2-vl+whisper-large-v3+qwen2.5-7b", workload="mixed")
+FROZEN = ("vision", "llm")
+UNSEARCHED = Instead(what="uniform plan not searched: widest tp, fewest stages", worse=(Widest(), Widest()))
+
+TIMES = ((1.0,), (1.0, 1.0), (140 / 44, 140 / 44), (560 / 44, 560 / 44))
+"""Of encoders: as published, as costly as the language model, four times that."""
+
+CLAIMS = (
+    Claim(
+        name="Entrain over DistTrain",
+        published="up to 1.40x; std of microbatches down up to 10.6x in vision, 4.1x in the language model",
+        low=1.0,
+        high=1.4,
+        cases=(SMALL, MIDDLE),
+        better=both("entrain"),
+        worse=both("disttrain"),
+        reasons=(
+            LARGER,
+            EVEN,
+            alike("entrain", "entrain", "disttrain"),
+            Instead(what="DistTrain without its order", worse=(planner("disttrain"), Spread())),
+            Instead(what="DistTrain without spreading and order", worse=mixed("disttrain", "uniform")),
+        ),
+    ),
+    Claim(
+        name="Entrain over DIP",
+        published="up to 1.40x",
+        low=1.0,
+        high=1.4,
+        cases=(SMALL, MIDDLE),
+        better=both("entrain"),
+        worse=both("dip"),
+        reasons=(EVEN, FREE, Instead(what="Entrain with samples as they come", better=mixed("entrain", "uniform"))),
+    ),
+    Claim(
+        name="Cornstarch, aware of what is frozen",
+        published="1.00x-2.46x",
+        low=1.0,
+        high=2.46,
+        cases=(
+            Case(model="qwen2-vl-7b", frozen=FROZEN),
+            Case(model="internvit-6b+llama3-8b", nodes=8, microbatch=1, frozen=FROZEN),
+            Case(model="siglip-so400m+llama3.2-3b"),
+            *(Case(model=MEASURED, nodes=8, microbatch=1, encoders=each) for each in TIMES),
+        ),
+        better=both("cornstarch"),
+        worse=(Cornstarch(frozen_aware=False), planner("cornstarch")),
+        reasons=(EVEN,),
+    ),
+    Claim(
+        name="DistTrain over a uniform plan",
+        published="1.3x-2.2x",
+        low=1.3,
+        high=2.2,
+        cases=(MIDDLE, COCO),
+        better=both("disttrain"),
+        worse=both("uniform"),
+        reasons=(
+            EVEN,
+            FREE,
+            alike("uniform", "disttrain", "uniform"),
+            Instead(what="DistTrain with samples as they come", better=mixed("disttrain", "uniform")),
+            UNSEARCHED,
+        ),
+    ),
+    Claim(
+        name="DistTrain's reordering",
+        published="1.03x-1.11x",
+        low=1.03,
+        high=1.11,
+        cases=(SMALL, MIDDLE, COCO),
+        better=both("disttrain"),
+        worse=mixed("disttrain", "uniform"),
+        reasons=(
+            Instead(what="order alone, of what is spread", worse=(planner("disttrain"), Spread())),
+            Instead(what="spreading over replicas alone", better=(planner("disttrain"), Spread())),
+            LARGER,
+            EVEN,
+        ),
+    ),
+    Claim(
+        name="DFLOP over a uniform plan",
+        published="up to 3.6x",
+        low=1.0,
+        high=3.6,
+        cases=(MIDDLE, COCO, SOUND),
+        better=both("dflop"),
+        worse=both("uniform"),
+        reasons=(
+            EVEN,
+            FREE,
+            alike("uniform", "dflop", "uniform"),
+            Instead(what="DFLOP with samples as they come", better=mixed("dflop", "uniform")),
+            UNSEARCHED,
+            Instead(what="full sharding in the uniform plan's place", worse=both("fsdp")),
+        ),
+    ),
+    Claim(
+        name="DHP over static context parallelism",
+        published="up to 1.36x",
+        low=1.0,
+        high=1.36,
+        cases=(MIDDLE, Case(model="qwen2-vl-7b", workload="interleaved", device="h200", nodes=8, microbatch=1)),
+        better=both("dhp"),
+        worse=both("static-cp"),
+        reasons=(
+            EVEN,
+            FREE,
+            Instead(what="without the longest tenth of the samples", change={"short": 0.9}),
+            Instead(what="without the longest quarter of the samples", change={"short": 0.75}),
+        ),
+    ),
+    Claim(
+        name="OrchMLLM over itself unbalanced",
+        published="1.5x-2.0x",
+        low=1.5,
+        high=2.0,
+        cases=(MIDDLE, SOUND),
+        better=both("orchmllm"),
+        worse=mixed("orchmllm", "uniform"),
+        reasons=(EVEN, *(one_stage(nodes) for nodes in (1, 4, 16))),
+    ),
+)
