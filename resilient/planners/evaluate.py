@@ -167,10 +167,18 @@ class _Judge:
             own = slice(layout.first_lane[number], layout.first_lane[number + 1])
             state = state_bytes(unit.costs, self._copies(unit), sharded=self._configuration.sharded)
             np.add.at(peaks, layout.row[own], np.resize(state, own.stop - own.start))
-        if not layout.turns:
-            return round(peaks.max())
-        on_device = layout.on_devices()
-        return round(np.where(on_device >= 0, peaks[on_device], 0.0).sum(axis=0).max())
+        if layout.turns:
+            on_device = layout.on_devices()
+            peaks = np.where(on_device >= 0, peaks[on_device], 0.0).sum(axis=0)
+        return round(peaks.max() + (self._whole_bytes() if self._configuration.sharded else 0))
+
+    def _whole_bytes(self) -> float:
+        """Return what is not sharded: the layer that computes, and the one whose parameters come in meanwhile."""
+        return 2 * max(
+            (layer.parameter_bytes + layer.gradient_bytes) / unit.spread.tp
+            for unit in self._units
+            for layer in unit.costs.layers
+        )
 
     def _copies(self, unit: StepUnit) -> Parallelism:
         """Return how a unit is spread with all its copies as replicas."""
