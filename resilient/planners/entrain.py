@@ -46,12 +46,13 @@ class Entrain:
         """
         configuration = search(setting, samples)
         spread = configuration.units
-        work = [
-            unit.work(spread[unit.name].tp, spread[unit.name].cp).of(samples.units[unit.name])
-            * (spread[unit.name].tp * spread[unit.name].cp)
-            for unit in setting.costs.units
-        ]
         sizes = [each.tp * each.cp for each in spread.values()]
+        work: list[Floats] = []
+        for unit, size in zip(setting.costs.units, sizes, strict=True):
+            curve, lengths = unit.work(spread[unit.name].tp, spread[unit.name].cp), samples.units[unit.name]
+            # With each sample's share of what a microbatch takes beside, as the search counts it.
+            fixed = curve.fixed / setting.microbatch if lengths.tokens.any() else 0.0
+            work.append(size * (curve.of(lengths) + fixed))
         settled = settle(np.stack(work), sizes, setting.num_devices // spread[LLM].dp)
         if not settled.settled:
             return replace(configuration, notes=(str(settled),))

@@ -9,11 +9,12 @@ decides how long a step takes, and no balance over replicas helps the others. So
 that only spread units evenly, the one is taken that is fastest with even microbatches; mostly one with all units on
 the same devices.
 
-The paper's step has one microbatch per instance. Here a replica has several, and those of one turn, the first of each
-replica, the second and so on, are balanced as the paper's step is: a sample has the same turn in all units, so that
-pipelines do not wait for encoders. Samples are dealt to turns by their work in all units. Who reads a sample from disk
-is free, so what is rearranged is the language model's batches of a turn, between equal replicas, such that little
-encoder output crosses; replicas take the place of the paper's nodes.
+The paper's step has one microbatch per instance. Here a replica has several, and those of one turn, which run at the
+same time on different replicas, are balanced as the paper's step is: a sample has the same turn in all units, so that
+pipelines do not wait for encoders. Replicas with fewer microbatches are left out of some turns, evenly. Samples are
+dealt to turns by their work in all units. Who reads a sample from disk is free, so what is rearranged is the language
+model's batches of a turn, between equal replicas, such that little encoder output crosses; replicas take the place of
+the paper's nodes.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ _ATTENTION = 0.1
 
 _ALIKE = 0.1
 """By what part of their tokens batches may differ that are exchanged."""
+
+_ALIKE_SPEEDS = 0.2
+"""By what part speeds may differ that count as equal."""
 
 
 @dataclass(frozen=True)
@@ -81,29 +85,33 @@ class OrchMLLM:
             replicas: The language model's replicas as they are now.
         """
         replica, microbatch, speeds = slots(replicas)
+        speeds = _classes(speeds)
+        counts = np.array([each.num_microbatches for each in replicas])
+        turn_of = (2 * microbatch + 1) * int(counts.max()) // (2 * counts[replica])
         rates = np.array([each.speed for each in replicas])
         work = {
             name: setting.sample_ms(name, batch.units[name], spread.tp, spread.cp)
             for name, spread in configuration.units.items()
         }
         # Samples are dealt to turns, which are as fast as their instances together, by their work in all units.
-        rate = loads(speeds, microbatch, int(microbatch.max()) + 1)
+        rate = loads(speeds, turn_of, int(counts.max()))
         turn = longest_first(sum(work.values()), rate)
         units: dict[str, Place] = {}
         for name in sorted(work, key=lambda each: each == LLM):
             where, done = np.empty(len(batch), dtype=np.int64), np.zeros(len(replicas))
             for number in range(len(rate)):
-                chosen, here = np.flatnonzero(turn == number), np.flatnonzero(microbatch == number)
-                # The first instances get the longest samples: they are those that were busy least before.
-                here = here[np.argsort(done[replica[here]], kind="stable")]
+                chosen, here = np.flatnonzero(turn == number), np.flatnonzero(turn_of == number)
+                # The first instances get the longest samples: they are those that would be done with one first.
+                longest = work[name][chosen].max(initial=0.0)
+                here = here[np.argsort((done + longest / rates)[replica[here]], kind="stable")]
                 samples = batch[chosen]
                 instance = self._balance(setting, configuration, samples, name, speeds[here])
                 if name == LLM:
                     before = {each: place.replica[chosen] for each, place in units.items()}
                     instance = _rearrange(setting, samples, instance, before, replica[here], speeds[here])[instance]
-                where[chosen] = replica[here[instance]]
-                done += loads(work[name][chosen], where[chosen], len(replicas)) / rates
-            units[name] = Place(replica=where, microbatch=turn)
+                where[chosen] = here[instance]
+                done += loads(work[name][chosen], replica[where[chosen]], len(replicas)) / rates
+            units[name] = Place(replica=replica[where], microbatch=microbatch[where])
         return Assignment(units={name: units[name] for name in configuration.units})
 
     def _balance(
@@ -122,6 +130,16 @@ class OrchMLLM:
             tolerance = max(float(tokens.mean()), 1.0) / float(speeds.mean())
             return balance_quadratic(tokens, speeds, tolerance)
         return longest_first(tokens, speeds)
+
+
+def _classes(speeds: Floats) -> Floats:
+    """Return speeds of which those that are nearly equal are equal.
+
+    Microbatches are given out by speed, so what a replica does in the time of one is nearly the same everywhere. The
+    fastest by a little would else get the longest sample of every turn, and be busy the longest.
+    """
+    step = np.log1p(_ALIKE_SPEEDS)
+    return np.exp(np.rint(np.log(speeds / speeds.max()) / step) * step)
 
 
 def _rearrange(

@@ -15,7 +15,7 @@ from jobs_of_planners import COSTS, DEGREES, after_failures, check_places, learn
 from resilient.planners.allocation import proportional
 from resilient.planners.balance import Floats, cut_chain, loads
 from resilient.planners.correction import Correction, Factor, buckets
-from resilient.planners.costs import CostModel
+from resilient.planners.costs import CostModel, Curve, UnitCosts
 from resilient.planners.entrain import Entrain
 from resilient.planners.evaluate import evaluate
 from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Replica, Setting
@@ -173,7 +173,8 @@ def test_few_samples_are_noted() -> None:
 
 def test_an_allocation_on_the_edge_is_noted() -> None:
     whole = unit("llm", 8, 0.002, 0.0)
-    layers = tuple(replace(layer, curves=layer.curves[:1]) for layer in whole.layers)
+    curve = replace(whole.layers[0].curves[0], forward=Curve(linear=0.002))
+    layers = tuple(replace(layer, curves=(curve,)) for layer in whole.layers)
     alone = replace(whole, degrees=((1, 1),), layers=layers)
     costs = CostModel(units=(replace(alone, name="vision"), alone))
     at = job(costs, 3, batch=2)  # six devices: shares of 2.5 and 3.5
@@ -183,7 +184,23 @@ def test_an_allocation_on_the_edge_is_noted() -> None:
     assert note.startswith("batches of 4096 samples do not agree on (")
 
 
-@settings(max_examples=40, deadline=None)
+def test_what_a_call_takes_beside_counts_for_the_allocation() -> None:
+    """Half of the encoder's time: without it, its share would lie on the edge between one and two of six devices."""
+    vision, text = np.tile([40, 60], 100), np.full(200, 150)
+    samples = SampleTable(units={"vision": Lengths.of(vision), "llm": Lengths.of(text)})
+    plain = unit("llm", 8, 0.002, 0.0)
+    curve = replace(plain.layers[0].curves[0], forward=Curve(linear=0.002))
+    units: list[UnitCosts] = []
+    for name, fixed in (("vision", 0.6), ("llm", 0.0)):
+        curves = (replace(curve, forward=replace(curve.forward, fixed=fixed)),)
+        layers = tuple(replace(layer, curves=curves) for layer in plain.layers)
+        units.append(replace(plain, name=name, degrees=((1, 1),), layers=layers))
+    found = Entrain().configure(job(CostModel(units=tuple(units)), 3, batch=2), samples)
+    assert [each.num_devices for each in found.units.values()] == [2, 4]
+    assert found.notes == ()
+
+
+@settings(max_examples=25, deadline=None)
 @given(after_failures(), st.integers(0, 60), st.integers(0, 100))
 def test_places_on_the_replicas_that_failures_leave(replicas: list[Replica], count: int, seed: int) -> None:
     planner, at = Entrain(), setting()

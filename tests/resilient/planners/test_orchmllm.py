@@ -17,7 +17,9 @@ from resilient.planners.correction import Correction, Factor, buckets
 from resilient.planners.evaluate import evaluate
 from resilient.planners.orchmllm import OrchMLLM
 from resilient.planners.permutations import compose, handover, invert, placement
-from resilient.planners.planner import Replica
+from resilient.planners.planner import Place, Replica
+from resilient.planners.samples import Ints
+from resilient.planners.survivors import survivors
 from resilient.planners.uniform import Uniform
 
 PLANNERS = (OrchMLLM(), OrchMLLM(padded={"vision": 0.0}), OrchMLLM(padded={"vision": 0.01, "llm": 0.0}))
@@ -32,7 +34,7 @@ def test_the_configuration_is_the_fastest_of_those_that_spread_units_evenly() ->
 
 def test_a_configuration_with_one_unit_after_the_other_is_left_out_where_it_does_not_fit() -> None:
     """Memory for the uniform one alone: with an encoder's activations of all microbatches there is too little."""
-    at = setting(500_000)
+    at = setting(1_070_000)
     with pytest.raises(ValueError, match="'dip'"):
         EncoderFirst().configure(at, table(200))
     assert OrchMLLM().configure(at, table(200)) == Uniform().configure(at, table(200))
@@ -47,7 +49,7 @@ def test_what_fits_in_no_way_is_refused() -> None:
         OrchMLLM().configure(setting(100), table(200))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     count=st.integers(0, 60),
     replicas=after_failures(),
@@ -60,8 +62,14 @@ def test_every_sample_has_one_place_after_failures(
     batch = table(count, seed)
     assignment = planner.assign(setting(), CONFIGURATION, batch, replicas)
     check_places(assignment, planner.assign(setting(), CONFIGURATION, batch, replicas), count, replicas)
-    turns = [place.microbatch.tolist() for place in assignment.units.values()]
+    turns = [turn_of(place, replicas).tolist() for place in assignment.units.values()]
     assert turns[0] == turns[1], "pipelines would wait"
+
+
+def turn_of(place: Place, replicas: list[Replica]) -> Ints:
+    """When microbatches run, by those of the replica that has most."""
+    counts = np.array([each.num_microbatches for each in replicas])
+    return (2 * place.microbatch + 1) * counts.max() // (2 * counts[place.replica])
 
 
 @settings(max_examples=40, deadline=None)
@@ -78,20 +86,43 @@ def test_every_sample_has_one_place_after_failures(
 def test_each_turn_of_each_phase_is_balanced_over_unequal_replicas(
     times: float, replicas: list[Replica], count: int, seed: int
 ) -> None:
-    """To less than a longest sample for each replica beside the mean, shared by all, and two tolerances."""
+    """To less than a longest sample for each replica beside the mean, shared by all, and two tolerances.
+
+    Speeds that differ by less than a fifth are taken to be equal.
+    """
     job, batch = replace(setting(), costs=with_attention(COSTS, times)), table(count, seed)
     assignment = OrchMLLM().assign(job, CONFIGURATION, batch, replicas)
     rates = np.array([each.speed / each.num_microbatches for each in replicas])
-    for turn in range(max(each.num_microbatches for each in replicas)):
-        here = np.array([each.num_microbatches > turn for each in replicas])
+    most = max(each.num_microbatches for each in replicas)
+    for turn in range(most):
+        here = np.array(
+            [
+                any((2 * m + 1) * most // (2 * each.num_microbatches) == turn for m in range(each.num_microbatches))
+                for each in replicas
+            ]
+        )
         for name, place in assignment.units.items():
-            own = place.microbatch == turn
+            own = turn_of(place, replicas) == turn
             tokens = batch.units[name].tokens[own]
-            held = loads(tokens, place.replica[own], len(replicas))[here] / rates[here]
-            # A batch may have gone to another instance of the same speed that has one alike.
+            held = loads(tokens, place.replica[own], len(replicas)) / rates
+            assert not held[~here].any()
             even = (tokens.sum() + (here.sum() - 1) * tokens.max(initial=0)) / rates[here].sum()
             tolerance = max(float(tokens.mean()), 1.0) / rates[here].mean() if len(tokens) else 0.0
-            assert held.max() <= (even + 2 * tolerance * (times > 0)) * (1 + 1e-9)
+            assert held.max() <= 1.2 * (even + 2 * tolerance * (times > 0)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_balance_is_better_than_none_on_what_failures_leave(lost: int) -> None:
+    """On replicas of which some have twice as many microbatches then."""
+    job, replicas = replace(setting(), global_batch=256), survivors(setting(), CONFIGURATION, lost)
+    assert len({each.num_microbatches for each in replicas}) == 2
+    steps = np.zeros(2)
+    for seed in range(5):
+        batch = table(256, seed)
+        for index, each in enumerate((OrchMLLM(), Uniform())):
+            assignment = each.assign(job, CONFIGURATION, batch, replicas)
+            steps[index] += evaluate(job, CONFIGURATION, assignment, batch, replicas).iteration_ms
+    assert steps[0] < 0.8 * steps[1]
 
 
 @pytest.mark.parametrize("seed", range(3))
