@@ -210,17 +210,21 @@ class UnitCosts:
 
     def layer_ms(self, tokens: float, squares: float, tp: int = 1, cp: int = 1) -> tuple[Floats, Floats]:
         """Return each layer's forward and backward time of one call. [num_layers] each"""
+        attention, linear, fixed = self.coefficients(tp, cp) * float(tokens > 0)
+        forward, backward = attention * squares + linear * tokens + fixed
+        return forward, backward
+
+    def coefficients(self, tp: int = 1, cp: int = 1) -> Floats:
+        """Return those of the curves of each layer, in the curves' order: forward, backward. [3, 2, num_layers]"""
         if (tp, cp) not in self._known_layers:
             index = self.index(tp, cp)
             curves = [(layer.curves[index].forward, layer.backward(index)) for layer in self.layers]
             self._known_layers[tp, cp] = np.array([[astuple(curve) for curve in pair] for pair in curves]).T
-        attention, linear, fixed = self._known_layers[tp, cp] * float(tokens > 0)
-        forward, backward = attention * squares + linear * tokens + fixed
-        return forward, backward
+        return self._known_layers[tp, cp]
 
     @cached_property
     def _known_layers(self) -> dict[tuple[int, int], Floats]:
-        """Coefficients of each layer's forward and backward: asked for by every candidate of a search."""
+        """Asked for by every candidate of a search."""
         return {}
 
     @property

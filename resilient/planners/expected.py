@@ -28,8 +28,7 @@ class Expected:
         gradient_bytes: On each device of the stage that has most gradients, likewise.
         held_bytes: Parameters and gradients where they are most, likewise.
         optimizer_bytes: The optimizer's, likewise, before it is sharded over replicas.
-        token_bytes: What a token keeps where that is most, likewise; nothing without a backward.
-        activation_bytes: What all layers keep of a sample, on each device.
+        token_bytes: What a token keeps where that is most, likewise; layers without a backward keep nothing.
     """
 
     tp: int
@@ -40,7 +39,6 @@ class Expected:
     held_bytes: Floats
     optimizer_bytes: Floats
     token_bytes: Floats
-    activation_bytes: float
 
     def sum_ms(self, dp: Ints, pp: Ints, cluster: Cluster) -> Floats:
         """Return how long it takes to sum the gradients of the stage that has most.
@@ -75,25 +73,23 @@ def expected(unit: UnitCosts, lengths: Lengths, max_devices: int, max_tp: int) -
         [[layer.gradient_bytes, layer.parameter_bytes, layer.optimizer_bytes] for layer in unit.layers],
         dtype=np.float64,
     ).T
-    trains = any(layer.trainable or layer.input_gradient for layer in unit.layers)
+    trains = np.array([layer.trainable or layer.input_gradient for layer in unit.layers], dtype=np.float64)
     for tp, cp in unit.degrees:
         if cp > 1 or tp > min(max_tp, max_devices):
             continue
-        curves = _work(unit, tp)
-        layers = _sample_ms(curves, lengths)
+        layers = _sample_ms(unit, tp, lengths)
         slowest = slowest_stages(layers, min(len(layers), max_devices // tp))
-        kept = np.array([layer.curves[unit.index(tp, cp)].activation_bytes * trains for layer in unit.layers])
+        kept = trains * [layer.curves[unit.index(tp, cp)].activation_bytes for layer in unit.layers]
         found.append(
             Expected(
                 tp=tp,
                 sample_ms=float(layers.sum()),
-                call_ms=sum(curve.fixed for curve in curves) if lengths.tokens.any() else 0.0,
+                call_ms=float(unit.coefficients(tp)[2].sum()) if lengths.tokens.any() else 0.0,
                 slowest_ms=slowest,
                 gradient_bytes=_largest_sums(layers, slowest, gradients) / tp,
                 held_bytes=_largest_sums(layers, slowest, parameters + gradients) / tp,
                 optimizer_bytes=_largest_sums(layers, slowest, optimizer) / tp,
                 token_bytes=_largest_sums(layers, slowest, kept),
-                activation_bytes=unit.activation_bytes(tp) * float(lengths.tokens.mean()),
             )
         )
     if not found:
@@ -106,7 +102,7 @@ def expected(unit: UnitCosts, lengths: Lengths, max_devices: int, max_tp: int) -
 
 def parallelism(unit: UnitCosts, lengths: Lengths, dp: int, pp: int, tp: int) -> Parallelism:
     """Return how a unit is spread, with its layers cut where :class:`Expected` assumes it."""
-    return Parallelism(dp=dp, pp=pp, tp=tp, stage_layers=cut_chain(_sample_ms(_work(unit, tp), lengths), pp))
+    return Parallelism(dp=dp, pp=pp, tp=tp, stage_layers=cut_chain(_sample_ms(unit, tp, lengths), pp))
 
 
 def stage_curves(unit: UnitCosts, spread: Parallelism) -> list[tuple[Curve, Curve]]:
@@ -154,12 +150,8 @@ def _fill(ends: Floats, slowest: Floats, sums: Floats, largest: Floats) -> None:
             first = end
 
 
-def _work(unit: UnitCosts, tp: int) -> list[Curve]:
-    index = unit.index(tp, 1)
-    return [layer.curves[index].forward + layer.backward(index) for layer in unit.layers]
-
-
-def _sample_ms(curves: list[Curve], lengths: Lengths) -> Floats:
+def _sample_ms(unit: UnitCosts, tp: int, lengths: Lengths) -> Floats:
     """Return each layer's mean time of a sample, without what a call takes beside. [num_layers]"""
     tokens, squares = float(lengths.tokens.mean()), float(lengths.squares.mean())
-    return np.array([curve.attention * squares + curve.linear * tokens for curve in curves])
+    attention, linear, _ = unit.coefficients(tp).sum(axis=1)
+    return attention * squares + linear * tokens
