@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from resilient.templates.generators import Kind, generate
+from resilient.templates.generators import Kind, schedule_of
 from resilient.templates.schedule import Action, Op, Schedule
 from resilient.templates.template import PipelineTemplate, nanoseconds
 from resilient.templates.validate import check_ended
@@ -148,7 +148,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def simulate_template(template: PipelineTemplate, num_microbatches: int) -> Timeline:
-    """Run 1F1B on a template: half of ``send_ms`` each way, and ``sync_ms`` after the first stage's last backward."""
+    """Run 1F1B on a template, interleaved where devices have several stages.
+
+    Half of ``send_ms`` goes each way, and ``sync_ms`` comes after the first stage's last backward.
+    """
     stages = template.stages
     states = [[0], *([] for _ in stages[1:])]
     costs = Costs(
@@ -157,7 +160,7 @@ def simulate_template(template: PipelineTemplate, num_microbatches: int) -> Time
         transfer_ms=[stage.send_ms / 2 for stage in stages[1:]],
         reduce_ms={0: template.sync_ms},
     )
-    return simulate(generate(Kind.ONE_F_ONE_B, len(stages), num_microbatches, states=states), costs)
+    return simulate(schedule_of(Kind.INTERLEAVED, template, num_microbatches, states), costs)
 
 
 def _table(name: str, values: Values, shape: tuple[int, int], unit: float) -> NDArray[np.int64]:

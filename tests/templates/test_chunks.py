@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import enough_nodes, problems, profile
 
+from resilient.templates.batch import lines, slowed_line
 from resilient.templates.cluster import Cluster, Link
 from resilient.templates.generators import Kind, chunks_in_flight, generate, schedule_of
 from resilient.templates.partition import plan_templates
 from resilient.templates.plan import Pipeline, Plan, Problem
 from resilient.templates.replan import first_plan, replan
-from resilient.templates.simulate import Costs, simulate
+from resilient.templates.simulate import Costs, simulate, simulate_template
 from resilient.templates.template import PipelineTemplate
 
 
@@ -77,8 +78,13 @@ def test_a_row_is_evened_out_by_its_other_stage():
 
 
 def test_the_pipeline_fills_faster_with_more_stages():
-    """Two rows of 4 ms: half of one is waited for, and eight microbatches go through the slowest."""
-    assert only(job([1.0] * 8, 2)).iteration_ms(8) == pytest.approx(8 * 4 + 4 / 2)
+    """Rows of 4 ms: half of each but one is waited for, and the microbatches go through the slowest."""
+    for num_rows in (2, 4):
+        template = only(job([1.0] * 4 * num_rows, num_rows))
+        assert template.iteration_ms(8) == pytest.approx(8 * 4 + (num_rows - 1) * 4 / 2)
+        assert template.iteration_ms(8) == pytest.approx(simulate_template(template, 8).iteration_ms)
+        assert slowed_line(template, [1.0] * num_rows) == lines([template])[0]
+        assert slowed_line(template, [2.0] * num_rows) == lines([only(job([2.0] * 4 * num_rows, num_rows))])[0]
 
 
 def test_messages_are_those_of_the_rows_before():

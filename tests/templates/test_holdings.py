@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from math import lcm
 
 import numpy as np
@@ -16,11 +17,20 @@ DEVICES = 4
 
 @st.composite
 def cuts(draw: st.DrawFn, num_layers: int) -> PipelineTemplate:
-    """Templates of one or two nodes of four devices, of any degree that one degree for all stages allows."""
+    """Templates of one or two nodes of four devices, of any degree that one degree for all stages allows.
+
+    In some, each device has several stages.
+    """
     degree, num_nodes = draw(st.sampled_from([(4, 1), (4, 2), (2, 1), (2, 2), (1, 1)]))
-    num_stages = num_nodes * DEVICES // degree
+    num_rows = num_nodes * DEVICES // degree
+    num_stages = num_rows * draw(st.integers(1, num_layers // num_rows))
     inner = draw(st.sets(st.integers(1, num_layers - 1), min_size=num_stages - 1, max_size=num_stages - 1))
-    return cut(*sorted(inner), num_layers, degree=degree, devices=DEVICES)
+    spread = cut(*sorted(inner), num_layers, degree=degree, devices=DEVICES)
+    stages = tuple(
+        replace(stage, node_index=spread.stages[i % num_rows].node_index, first_device=i % num_rows * degree % DEVICES)
+        for i, stage in enumerate(spread.stages)
+    )
+    return PipelineTemplate(num_nodes=num_nodes, stages=stages)
 
 
 def bytes_on(model: ModelProfile, template: PipelineTemplate, node: int, cells: int) -> dict[int, dict[tuple, int]]:
