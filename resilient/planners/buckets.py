@@ -7,6 +7,8 @@ heaviest bucket and the others come first, which take milliseconds, and HiGHS go
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -16,8 +18,8 @@ import numpy.typing as npt
 from resilient.planners.balance import Floats, longest_first
 from resilient.planners.samples import Ints
 
-_SEARCH = 2**24
-"""Exchanges that may be considered: some ten milliseconds."""
+_SEARCH = 2**23
+"""Exchanges that may be considered: up to a tenth of a second."""
 
 _ENOUGH = 1.0001
 """Of an even share: where exchanges end."""
@@ -26,7 +28,17 @@ _SOLVED = 2**14
 """Items times buckets up to which HiGHS is asked: it needs longer than a step for its first relaxation of more."""
 
 
-def fill_buckets(weights: npt.ArrayLike, speeds: npt.ArrayLike, *, time_limit_s: float = 0.0) -> Ints:
+_LEFT = 0.9
+"""Of what is left of the limit, what HiGHS is given: it looks at the clock now and then, and is read afterwards."""
+
+
+def fill_buckets(
+    weights: npt.ArrayLike,
+    speeds: npt.ArrayLike,
+    *,
+    time_limit_s: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Ints:
     """Put items into buckets such that the largest of :func:`peak` is small.
 
     It is never larger than when each item counts by its largest weight alone and the longest goes first. Without a time
@@ -36,7 +48,9 @@ def fill_buckets(weights: npt.ArrayLike, speeds: npt.ArrayLike, *, time_limit_s:
     Args:
         weights: What each item costs in each unit, in ms, ``[num_units, num_items]``, >= 0.
         speeds: Work per time of each bucket, ``[num_buckets]``, > 0.
-        time_limit_s: For HiGHS; 0 leaves it out, as problems do that are too large for it.
+        time_limit_s: Of the whole call, if HiGHS is to go on from the exchanges in what they leave of it. 0 leaves
+            HiGHS out, and so do problems that are too large for it: they take as long as exchanges do.
+        clock: Seconds, of which HiGHS's part of the limit is found.
 
     Returns:
         The bucket of each item, ``[num_items]``.
@@ -44,6 +58,7 @@ def fill_buckets(weights: npt.ArrayLike, speeds: npt.ArrayLike, *, time_limit_s:
     Raises:
         ValueError: There is no bucket, a weight is negative or a speed is not positive.
     """
+    begun = clock()
     table = np.rint(np.atleast_2d(np.asarray(weights, dtype=np.float64)) * 1e6).astype(np.int64)
     rates = np.asarray(speeds, dtype=np.float64)
     start = longest_first(table.max(axis=0), rates)
@@ -56,7 +71,7 @@ def fill_buckets(weights: npt.ArrayLike, speeds: npt.ArrayLike, *, time_limit_s:
         and table.shape[1] * len(rates) <= _SOLVED
         and peak(table, improved, rates) > least * (1 + 1e-9)
     ):
-        found.append(_solve(table, rates, improved, time_limit_s))
+        found.append(_solve(table, rates, improved, lambda: _LEFT * (begun + time_limit_s - clock())))
     return min(found, key=lambda bucket: peak(table, bucket, rates))
 
 
@@ -74,55 +89,61 @@ def least_peak(weights: npt.ArrayLike, speeds: npt.ArrayLike) -> float:
     return max(float(rows.sum(axis=1).max() / rates.sum()), float(rows.max(initial=0.0) / rates.max()))
 
 
-def _solve(weights: Ints, speeds: Floats, start: Ints, time_limit_s: float) -> Ints:
-    """Let HiGHS improve on ``start``: binary x[item, bucket], and the peak, to be minimised, above all loads."""
+def _solve(weights: Ints, speeds: Floats, start: Ints, left_s: Callable[[], float]) -> Ints:
+    """Let HiGHS improve on ``start``: binary x[item, bucket], and the peak, to be minimised, above all loads.
+
+    Args:
+        weights: In whole ns.
+        speeds: As there.
+        start: A bucket of each item.
+        left_s: Returns how long HiGHS may take from now on.
+    """
     import highspy
 
     num_units, num_items = weights.shape
     num_buckets = len(speeds)
     scale = peak(weights, start, speeds)
     size = num_items * num_buckets
-    columns = np.arange(size).reshape(num_items, num_buckets)
-    once = np.column_stack((np.repeat(np.arange(num_items), num_buckets), columns.ravel(), np.ones(size)))
-    blocks = [once]
-    for unit in range(num_units):
-        rows = num_items + unit * num_buckets + np.tile(np.arange(num_buckets), num_items)
-        shares = (weights[unit][:, None] / scale / speeds[None, :]).ravel()
-        blocks.append(np.column_stack((rows, columns.ravel(), shares)))
-        peaks = num_items + unit * num_buckets + np.arange(num_buckets)
-        blocks.append(np.column_stack((peaks, np.full(num_buckets, size), np.full(num_buckets, -1.0))))
-    entries = np.concatenate(blocks)
-    entries = entries[np.lexsort((entries[:, 1], entries[:, 0]))]
-    entries = entries[entries[:, 2] != 0]
-    num_rows = num_items + num_units * num_buckets
+    # Column by column: that an item is in one bucket, and what it adds to the bucket's load in each unit.
+    item, bucket = np.divmod(np.arange(size), num_buckets)
+    loads_of = num_items + np.arange(num_units)[:, None] * num_buckets + bucket
+    rows = np.concatenate((item[None], loads_of)).T
+    shares = weights[:, item] / scale / speeds[bucket]
+    values = np.concatenate((np.ones((1, size)), shares)).T
+    num_loads = num_units * num_buckets
 
     model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = size + 1, num_rows
+    model.num_col_, model.num_row_ = size + 1, num_items + num_loads
     model.col_cost_ = np.concatenate((np.zeros(size), [1.0]))
     model.col_lower_ = np.concatenate((np.zeros(size), [least_peak(weights, speeds) / scale]))
     model.col_upper_ = np.ones(size + 1)
-    model.row_lower_ = np.concatenate((np.ones(num_items), np.full(num_rows - num_items, -highspy.kHighsInf)))
-    model.row_upper_ = np.concatenate((np.ones(num_items), np.zeros(num_rows - num_items)))
-    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    model.a_matrix_.start_ = np.searchsorted(entries[:, 0], np.arange(num_rows + 1)).astype(np.int32)
-    model.a_matrix_.index_ = entries[:, 1].astype(np.int32)
-    model.a_matrix_.value_ = entries[:, 2]
+    model.row_lower_ = np.concatenate((np.ones(num_items), np.full(num_loads, -highspy.kHighsInf)))
+    model.row_upper_ = np.concatenate((np.ones(num_items), np.zeros(num_loads)))
+    model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    model.a_matrix_.start_ = np.append(np.arange(size + 1) * (1 + num_units), rows.size + num_loads).astype(np.int32)
+    model.a_matrix_.index_ = np.concatenate((rows.ravel(), num_items + np.arange(num_loads))).astype(np.int32)
+    model.a_matrix_.value_ = np.concatenate((values.ravel(), np.full(num_loads, -1.0)))
     model.integrality_ = [highspy.HighsVarType.kInteger] * size + [highspy.HighsVarType.kContinuous]
     solver = highspy.Highs()
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
-    solver.setOptionValue("time_limit", float(time_limit_s))
+    solver.setOptionValue("presolve", "off")  # it finds nothing here, and does not look at the clock
     solver.setOptionValue("mip_rel_gap", 0.0)
     solver.passModel(model)
     known = highspy.HighsSolution()
-    chosen = np.zeros((num_items, num_buckets))
-    chosen[np.arange(num_items), start] = 1.0
-    known.col_value = [*chosen.ravel(), 1.0]
+    chosen = np.zeros(size + 1)
+    chosen[np.arange(num_items) * num_buckets + start] = 1.0
+    chosen[-1] = 1.0
+    known.col_value = chosen.tolist()
     solver.setSolution(known)
+    limit_s = left_s()
+    if limit_s <= 0:
+        return start
+    solver.setOptionValue("time_limit", limit_s)
     solver.run()
-    values = np.array(solver.getSolution().col_value)
+    found = np.array(solver.getSolution().col_value)
     # Without a solution in time there are no values.
-    return values[:size].reshape(num_items, num_buckets).argmax(axis=1) if len(values) > size else start
+    return found[:size].reshape(num_items, num_buckets).argmax(axis=1) if len(found) > size else start
 
 
 @lru_cache(maxsize=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import highspy
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -35,14 +36,56 @@ def test_never_worse_than_longest_first(case: tuple[Floats, Floats]) -> None:
     np.testing.assert_array_equal(bucket, fill_buckets(weights, speeds))
 
 
+def least_of_all(weights: Floats, speeds: Floats) -> float:
+    """By brute force."""
+    ways = product(range(len(speeds)), repeat=weights.shape[1])
+    return min(peak(weights, np.array(way, dtype=np.int64), speeds) for way in ways)
+
+
 @settings(max_examples=25, deadline=None)
 @given(cases(7, 3))
 def test_highs_finds_the_least_peak(case: tuple[Floats, Floats]) -> None:
     weights, speeds = case
-    ways = product(range(len(speeds)), repeat=weights.shape[1])
-    least = min(peak(weights, np.array(way, dtype=np.int64), speeds) for way in ways)
     found = peak(weights, fill_buckets(weights, speeds, time_limit_s=60), speeds)
-    assert found == pytest.approx(least, rel=2e-6, abs=1e-9)
+    assert found == pytest.approx(least_of_all(weights, speeds), rel=2e-6, abs=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(7, 3))
+def test_without_highs_the_peak_is_within_the_bounds_of_longest_first(case: tuple[Floats, Floats]) -> None:
+    weights, speeds = case
+    least, found = least_of_all(weights, speeds), peak(weights, fill_buckets(weights, speeds), speeds)
+    count = len(speeds)
+    # Graham for buckets alike, Gonzalez, Ibarra and Sahni for others. Two units: the larger weights of a bucket's items
+    # sum up to no more than all of them do, which is twice its peak.
+    bound = 4 / 3 - 1 / (3 * count) if len(set(speeds)) == 1 else 2 - 2 / (count + 1)
+    assert found <= len(weights) * bound * least * (1 + 1e-6) + 1e-6
+
+
+HARD = np.array([[0.5, 0.9, 1.3, 2.0, 1.1, 0.7, 0.6, 1.6, 2.7, 1.2, 0.5]])
+"""Items that exchanges do not put into four buckets as well as it is possible."""
+
+
+def test_highs_has_what_is_left_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    set_option = highspy.Highs.setOptionValue
+
+    def record(solver: highspy.Highs, name: str, value: float) -> object:
+        if name == "time_limit":
+            limits.append(value)
+        return set_option(solver, name, value)
+
+    monkeypatch.setattr(highspy.Highs, "setOptionValue", record)
+    speeds = np.ones(4)
+    times = iter([100.0, 115.0])
+    better = fill_buckets(HARD, speeds, time_limit_s=60, clock=lambda: next(times))
+    assert limits == [pytest.approx(0.9 * 45)]
+    without = fill_buckets(HARD, speeds)
+    assert peak(HARD, better, speeds) < peak(HARD, without, speeds)
+    # Nothing is left: not asked.
+    times = iter([100.0, 160.0])
+    np.testing.assert_array_equal(fill_buckets(HARD, speeds, time_limit_s=60, clock=lambda: next(times)), without)
+    assert len(limits) == 1
 
 
 def test_both_weights_count() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from itertools import product
 
@@ -151,6 +152,15 @@ def test_a_replica_with_half_the_speed_and_half_the_microbatches_has_half_the_wo
     work = weights[weights.sum(axis=1).argmax()]
     fast, slow = np.bincount(place.replica, work)
     assert fast / slow == pytest.approx(2, rel=0.02)
+
+
+def test_processes_agree_unless_a_limit_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "highspy", None)
+    job, batch, replicas = setting(), table(20), [Replica(num_microbatches=4)]
+    found = Dflop().configure(job, table(50))
+    Dflop().assign(job, found, batch, replicas)
+    with pytest.raises(ModuleNotFoundError):
+        Dflop(time_limit_s=60).assign(job, found, batch, replicas)
 
 
 @settings(max_examples=20, deadline=None)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs_of_planners import setting
 
 from resilient.planners.derive import derive_costs
-from resilient.planners.memory import ActivationGrid, token_limit, token_limits
-from resilient.planners.planner import Configuration, Parallelism
+from resilient.planners.memory import ActivationGrid, fullest, kept_shares, token_limit, token_limits
+from resilient.planners.planner import Configuration, Parallelism, Place
+from resilient.planners.samples import Lengths, SampleTable
 from resilient.templates.cluster import Cluster, Link
 from resilient.templates.devices import cluster_of
 
@@ -94,3 +98,53 @@ def test_limits_of_a_configuration() -> None:
     free = Link(latency_ms=0.0, bytes_per_s=None)
     unbounded = Cluster(devices_per_node=8, memory_bytes=None, intra_node=free, inter_node=free)
     assert token_limits(costs, unbounded, configuration) == {}
+
+
+def two_units(pp: int, *, colocated: bool) -> Configuration:
+    units = {
+        name: Parallelism(dp=1, pp=pp, stage_layers=(count // pp,) * pp) for name, count in (("vision", 4), ("llm", 8))
+    }
+    return Configuration(units=units, num_microbatches=3, colocated=colocated)
+
+
+def lengths(vision: list[int], llm: list[int]) -> SampleTable:
+    return SampleTable(units={"vision": Lengths.of(np.array(vision)), "llm": Lengths.of(np.array(llm))})
+
+
+def test_shares_count_what_stages_hold() -> None:
+    # 16 kB of state and 100 bytes per token in each layer.
+    job, batch = setting(1_000_000), lengths([100, 0], [100, 300])
+    # The encoder's first stage holds all three microbatches, the language model's first one two.
+    encoder, language = 2 * 100 * 3 / (1e6 - 32_000), 4 * 100 * 2 / (1e6 - 64_000)
+    shares = kept_shares(job, two_units(2, colocated=False), batch)
+    assert shares.tolist() == pytest.approx([100 * max(encoder, language), 300 * language])
+    # On the same devices encoders hold all three, and the room is divided as these two need it.
+    shares = kept_shares(job, two_units(2, colocated=True), batch)
+    needed = 100 * 2 * 100 * 3, 400 * 4 * 100 * 2
+    room = (1e6 - 96_000) / sum(needed)
+    assert shares.tolist() == pytest.approx([1 / room, 300 / 400 / room])
+    assert kept_shares(setting(), two_units(2, colocated=True), batch).tolist() == [0, 0]
+
+
+def test_frozen_parts_without_a_backward_keep_nothing() -> None:
+    job, batch = setting(1_000_000), lengths([1000, 1000], [1, 1])
+    frozen = replace(job, costs=job.costs.frozen(["vision"]))
+    before, after = (kept_shares(each, two_units(1, colocated=False), batch) for each in (job, frozen))
+    assert after[0] < before[0] / 100
+
+
+def test_the_fullest_device_is_that_of_consecutive_microbatches() -> None:
+    job, batch = setting(1_000_000), lengths([0, 0, 0], [100, 300, 500])
+    each = 4 * 100 / (1e6 - 64_000)
+    for order, worst in (([0, 1, 2], 800), ([0, 2, 1], 800), ([1, 0, 2], 600)):
+        place = Place(replica=np.zeros(3, dtype=np.int64), microbatch=np.array(order))
+        assert fullest(job, two_units(2, colocated=False), batch, place) == pytest.approx(worst * each)
+
+
+def test_a_state_without_room_is_refused() -> None:
+    message = (
+        "memory_bytes must be more than the 128000 bytes of parameters, gradients and optimizer on a device, got "
+        "100000; configure the job again"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        kept_shares(setting(100_000), two_units(1, colocated=False), lengths([1], [1]))
