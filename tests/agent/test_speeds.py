@@ -65,6 +65,18 @@ def test_slow_node_is_found_with_its_factor() -> None:
     assert slowdowns(profile(*PLANNED_MS), THREE, times) == {0: 1.0, 1: 1.0, 2: 2.0, 3: 1.0, 4: 1.0, 5: 1.0}
 
 
+def test_slow_node_with_several_stages_is_found() -> None:
+    """Two pipelines whose nodes take turns: the first runs layers 0 and 2, the second 1 and 3."""
+    stages = tuple(
+        StageSpec(first_layer=i, end_layer=i + 1, node_index=i % 2, forward_ms=1.0, backward_ms=2.0) for i in range(4)
+    )
+    template = PipelineTemplate(num_nodes=2, stages=stages)
+    two = Plan(pipelines=tuple(Pipeline(template=template, nodes=(n, n + 1), num_microbatches=2) for n in (0, 2)))
+    times = measured(two, (1.0, 2.0, 5.0, 4.0), {2: 1.5})
+    assert times == {(0, 0): 6.0, (1, 0): 6.0, (2, 0): 9.0, (3, 0): 6.0}
+    assert slowdowns(profile(*PLANNED_MS), two, times) == {0: 1.0, 1: 1.0, 2: 1.5, 3: 1.0}
+
+
 def test_slow_node_of_two_pipelines_is_found() -> None:
     two = plan((0, 2, 4), (0, 1, 4))
     times = measured(two, PLANNED_MS, {3: 1.5})

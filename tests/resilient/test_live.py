@@ -116,6 +116,21 @@ def test_plain_view_tells_how_another_machine_joins_and_who_is_slow():
     assert "node 2 is slower than others, 1.5 times: its pipeline gets less to do" in text
 
 
+def test_live_view_names_all_layers_of_a_node_with_several_stages():
+    run = Run(num_nodes=2)
+    bounds = [(0, 2), (2, 3), (3, 5), (5, 7)]
+    stages = [
+        {"node": i % 2, "local_rank": 0, "first_layer": first, "end_layer": end}
+        for i, (first, end) in enumerate(bounds)
+    ]
+    run.generation(10, 1, "start", 0, [0, 1], pipelines=[{"nodes": [0, 1], "num_microbatches": 4, "stages": stages}])
+    text = live_text(run.events, 120)
+    assert "vision.embed – vision.block.0, llm.embed – llm.block.0" in text
+    assert "projector, llm.block.1 – llm.head" in text
+    (bar,) = [line for line in text.splitlines() if "▪▪▪▪" in line]
+    assert bar.count("node 0") == bar.count("node 1") == 2
+
+
 @pytest.mark.parametrize(
     ("version", "lost_steps", "words"),
     [(2, 1, ", redoes step 3\n"), (3, 0, ", goes on with step 4\n"), (4, 0, ", all steps are done\n")],
