@@ -19,7 +19,7 @@ from resilient.planners.disttrain import DistTrain
 from resilient.planners.microbatch_order import pipeline_ms
 from resilient.planners.planner import LLM, Configuration, Parallelism, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
-from resilient.planners.stage_work import gradient_sum_ms
+from resilient.planners.stage_work import by_stage, gradient_sum_ms
 from resilient.templates.cluster import Cluster, Link
 
 SMALL = CostModel(units=(unit("vision", 2, 0.001, 1e-6), unit("llm", 3, 0.002, 1e-6)))
@@ -37,7 +37,8 @@ def divisors(number: int) -> list[int]:
 
 def by_hand(job: Setting, samples: SampleTable, spread: dict[str, Parallelism]) -> tuple[float, float]:
     """The step's time and the most memory of a device, by the formulas of the module's docstring."""
-    llm = spread[LLM].dp
+    llm, names = spread[LLM].dp, list(spread)
+    steps = job.global_batch // (llm * job.microbatch)
     warm, slowest, sums, memory = 0.0, 0.0, 0.0, 0.0
     for each in job.costs.units:
         at, lengths = spread[each.name], samples.units[each.name]
@@ -52,11 +53,15 @@ def by_hand(job: Setting, samples: SampleTable, spread: dict[str, Parallelism]) 
         stage_of = np.repeat(np.arange(at.pp), cut.stage_layers)
         slowest = max(slowest, number * max(loads(layers, stage_of, at.pp)) + fixed / at.pp)
         sums = max(sums, float(gradient_sum_ms(each, cut, job.cluster).max()))
-        held = sum(layer.parameter_bytes + layer.gradient_bytes for layer in each.layers) / (at.pp * at.tp)
-        sharded = sum(layer.optimizer_bytes for layer in each.layers) / (at.pp * at.tp * at.dp)
-        kept = number * float(lengths.tokens.mean()) * each.activation_bytes(at.tp)
-        memory = max(memory, held + sharded + kept)
-    steps = job.global_batch / (llm * job.microbatch)
+        state = by_stage(cut, [layer.parameter_bytes + layer.gradient_bytes for layer in each.layers]).max() / at.tp
+        state += by_stage(cut, [layer.optimizer_bytes for layer in each.layers]).max() / at.tp / at.dp
+        token = by_stage(cut, [layer.curves[index].activation_bytes for layer in each.layers]).max()
+        # Encoders, the language model and the generator follow each other.
+        held = min(sum(spread[name].pp for name in names[names.index(each.name) :]), steps)
+        mean, several = float(lengths.tokens.mean()), max(llm / at.dp, 1.0)
+        deviation = 3 * float(lengths.tokens.std()) * np.sqrt(number * several * held)
+        room = mean * number * held + max(deviation, (float(lengths.tokens.max()) - mean) * several)
+        memory = max(memory, state + token * room)
     return warm + slowest * (steps - 1) + sums, memory
 
 
@@ -66,7 +71,7 @@ def by_hand(job: Setting, samples: SampleTable, spread: dict[str, Parallelism]) 
     num_nodes=st.integers(2, 4),
     batch=st.sampled_from([4, 6, 8]),
     microbatch=st.sampled_from([1, 2]),
-    memory=st.none() | st.integers(60_000, 400_000),
+    memory=st.none() | st.sampled_from([300_000, 500_000, 800_000, 1_200_000]),
     bytes_per_s=st.sampled_from([None, 1e7, 1e6, 1e5]),
     seed=st.integers(0, 5),
 )
