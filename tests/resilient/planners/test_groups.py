@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from resilient.planners.balance import Floats, loads, longest_first
 from resilient.planners.group_pool import GroupPool, members
-from resilient.planners.groups import Ranks, Sequences, choose_degrees, group_ms, pack, plan_groups
+from resilient.planners.groups import Ranks, Sequences, choose_degrees, group_ms, pack, pack_ranks, plan_groups
 from resilient.planners.samples import Ints
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -104,6 +104,19 @@ def test_packing_is_best_fit_decreasing_and_long_sequences_share_their_ranks() -
     bins, least = pack(np.array([0.3, 2.5, 0.6, 0.5, 0.4, 0.1]))
     assert bins.tolist() == [2, 0, 1, 0, 1, 2]
     assert least.tolist() == [3, 1, 1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=SEEDS, count=st.integers(0, 60), scale=st.sampled_from([1e-4, 1e-3, 1e-2]), num_ranks=st.integers(1, 40))
+def test_packing_leaves_at_most_half_of_the_room_unused(seed: int, count: int, scale: float, num_ranks: int) -> None:
+    kept = sequences(np.random.default_rng(seed), count, scale).kept
+    _, least = pack(kept)
+    # No two groups of one rank are both half empty, and larger ones are of no more than twice their first sequence.
+    assert kept.sum() - 1e-9 <= least.sum() <= 2 * kept.sum() + 1
+    microbatch = pack_ranks(np.minimum(least, num_ranks), num_ranks)
+    used = loads(np.minimum(least, num_ranks), microbatch, microbatch.max(initial=-1) + 1)
+    assert (used <= num_ranks).all()
+    assert len(used) <= 2 * used.sum() / num_ranks + 1
 
 
 @settings(max_examples=100, deadline=None)
