@@ -124,11 +124,6 @@ def start_zygote(
 
 
 def _zygote_environment() -> dict[str, str]:
-    """No thread pools before the fork, and no CUDA: asking NVML for devices leaves the driver alone.
-
-    malloc keeps what a step frees for the next one: by default it gives tensors of this size back to the kernel, which
-    hands them out again page by page (a third of the system time of a step of small microbatches).
-    """
+    """No thread pools before the fork, and no CUDA: asking NVML for devices leaves the driver alone."""
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    keep = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
-    return {**keep, **os.environ, **single, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    return {**os.environ, **single, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

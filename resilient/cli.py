@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from resilient import script_options
 from resilient.compare_command import compare
 from resilient.demo import demo
 from resilient.errors import ResilientError
@@ -32,18 +33,16 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
 _console = Console(stderr=True, highlight=False)
 
-_OF_A_SCRIPT = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-"""What follows the script is the script's."""
-
 
 @app.command(
-    context_settings=_OF_A_SCRIPT,
-    help="Run a script on simulated nodes of this machine, with an embedded coordinator. Ctrl-C or SIGTERM: end after "
-    "the running step, with a checkpoint; again: at once.",
+    context_settings=script_options.CONTEXT,
+    help="Run a script on simulated nodes of this machine, with an embedded coordinator. Options come before the "
+    "script. Ctrl-C or SIGTERM: end after the running step, with a checkpoint; again: at once.",
 )
 def run(
+    context: typer.Context,
     script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The job's script.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help=script_options.ARGUMENTS_HELP)] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes to start.")] = 1,
     workers_per_node: Annotated[int, typer.Option(min=1, help="Workers of each node.")] = 1,
     resume: Annotated[Path | None, typer.Option(help="Checkpoint folder to begin from.")] = None,
@@ -76,6 +75,7 @@ def run(
     from resilient.agent.launch import Launcher, LaunchOptions
     from resilient.live import make_view
 
+    script_options.hint(context, arguments or ())
     run_directory = run_dir or new_run_directory()
     try:
         options = LaunchOptions(
@@ -128,7 +128,7 @@ def agent(
     raise typer.Exit(node.main(options))
 
 
-app.command(context_settings=_OF_A_SCRIPT)(profile)
+app.command(context_settings=script_options.CONTEXT)(profile)
 app.command()(compare)
 app.command()(demo)
 app.command()(plan)

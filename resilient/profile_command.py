@@ -16,21 +16,23 @@ from rich.table import Table
 from rich.text import Text
 
 from resilient.errors import ResilientError
+from resilient.script_options import ARGUMENTS_HELP, hint
 from resilient.templates.profile import ModelProfile
 
 _COLUMNS = ("layer", "forward", "backward\ninputs", "backward\nweights", "activations", "input", "state")
 
 
 def profile(
+    context: typer.Context,
     script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The job's script.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help=ARGUMENTS_HELP)] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the profile here, for `resilient plan --profile`.")
     ] = None,
 ) -> None:
     """Measure every layer of a job on this machine, and keep the result for its runs here.
 
-    The script is run up to Trainer.fit; nothing is trained.
+    The script is run up to Trainer.fit; nothing is trained. Options come before the script.
     """
     import torch
 
@@ -38,6 +40,7 @@ def profile(
     from resilient.script import job_of
 
     console = Console(highlight=False)
+    hint(context, arguments or ())
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as `resilient run` sets its workers'
     try:
         job = job_of(str(script), arguments or ())

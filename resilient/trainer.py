@@ -16,6 +16,7 @@ from resilient import checkpoint, manifest
 from resilient.control import AgentClient
 from resilient.data.dataset import Dataset
 from resilient.job import Job
+from resilient.malloc import keep_freed_memory
 from resilient.messages import Note, Output
 from resilient.models.layer import Model, WholeModel
 from resilient.optim import Optimizer
@@ -130,6 +131,7 @@ class Trainer:
             Exception: What the model or the data set raised, on the worker where it did.
         """
         job = self._job.until(num_steps)
+        keep_freed_memory()  # whoever asks for the job measures it, and is to do so as it trains
         hand_over(job)
         if self._worker is not None:
             raise ValueError("fit must be called once per Trainer, got a second call; make another Trainer")

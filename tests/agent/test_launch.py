@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
-from resilient.agent.launch import LaunchOptions, launch
+from resilient.agent.launch import Launcher, LaunchOptions, launch
 
 _WAITING = """
 import threading
@@ -43,9 +46,7 @@ def test_exception_in_the_script_ends_the_launch_with_its_message(tmp_path: Path
     assert any("Traceback" in log for log in logs)
 
 
-@pytest.mark.parametrize(
-    ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)]
-)
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_no_process_outlives_the_launcher(tmp_path: Path, number: signal.Signals, exit_code: int) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-c", "from resilient.cli import app; app()", "run", "--nodes", "2", "--plain"]
@@ -59,6 +60,81 @@ def test_no_process_outlives_the_launcher(tmp_path: Path, number: signal.Signals
     assert launcher.wait(timeout=60) == exit_code
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> str:
+    return script(tmp_path, "")
+
+
+def test_options_that_start_the_job_again_are_those_that_were_given(train: str, tmp_path: Path) -> None:
+    options = LaunchOptions(
+        script=train,
+        run_directory=str(tmp_path),
+        workers_per_node=2,
+        network_gbit_s=12.5,
+        grace_s=30.0,
+        domains=("east", "west"),
+        resume="checkpoint",
+        trace="3",
+    )
+    words = "--workers-per-node 2 --network-gbit-s 12.5 --grace-s 30 --domains east,west"
+    assert " ".join(options.repeated()) == words
+    assert LaunchOptions(script=train, run_directory=str(tmp_path)).repeated() == ()
+
+
+@pytest.mark.parametrize("name", ["network_gbit_s", "failure_interval_s", "heartbeat_s", "grace_s"])
+def test_times_and_bandwidths_are_positive(name: str, train: str, tmp_path: Path) -> None:
+    message = f"{name} must be > 0, got 0; leave --{name.replace('_', '-')} out for the default"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        LaunchOptions(script=train, run_directory=str(tmp_path), **{name: 0})
+
+
+def test_folder_that_cannot_be_written_is_named(train: str, tmp_path: Path) -> None:
+    folder = tmp_path / "script.py" / "run"
+    message = f"run_directory must be a folder that can be written, got {folder} (Not a directory); pass another with "
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}--run-dir$"):
+        launch(LaunchOptions(script=train, run_directory=str(folder)))
+
+
+def test_environment_that_is_too_large_for_a_process_ends_the_launch(train: str, tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = []
+    options = LaunchOptions(
+        script=train, run_directory=str(tmp_path / "run"), environment={"LARGE": 200_000 * "x"}, num_nodes=2
+    )
+    assert launch(options, events.append) == 1
+    assert events[-1]["reason"].startswith("cannot start a node: arguments and environment must fit 131072 bytes, got ")
+
+
+def test_launcher_ends_though_an_import_hangs(tmp_path: Path) -> None:
+    """The zygote imports what the script imports: no node is ever started."""
+    (tmp_path / "hanging.py").write_text(
+        "import os, pathlib, threading\npathlib.Path(os.environ['REACHED']).touch()\nthreading.Event().wait()"
+    )
+    reached = tmp_path / "reached"
+    command = [sys.executable, "-c", "from resilient.cli import app; app()", "run", "--nodes", "2", "--plain"]
+    command += ["--run-dir", str(tmp_path / "run"), script(tmp_path, "import hanging")]
+    launcher = psutil.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "REACHED": str(reached)})
+    while not reached.exists():
+        assert launcher.poll() is None
+    family = launcher.children(recursive=True)
+    launcher.send_signal(signal.SIGINT)
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130
+    assert "stopped with exit code 130: interrupted (SIGINT)" in output
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+
+
+def test_whoever_shows_the_events_and_cannot_any_more_does_not_end_the_job(train: str, tmp_path: Path) -> None:
+    launcher, show = (
+        Launcher(LaunchOptions(script=train, run_directory=str(tmp_path))),
+        Mock(side_effect=BrokenPipeError),
+    )
+    launcher.subscribe(show)
+    for _ in range(2):
+        launcher._on_event({"kind": "step"})
+    show.assert_called_once()
 
 
 def test_missing_script_is_named(tmp_path: Path) -> None:

@@ -105,6 +105,14 @@ def test_command_measures_again_what_is_known(script: Path, cache: Path) -> None
     assert kept.read_text() != "damaged"
 
 
+def test_options_after_the_script_are_the_scripts_and_that_is_said(script: Path, cache: Path, tmp_path: Path) -> None:
+    result = run(script, "--width", 8, f"--json={tmp_path / 'profile.json'}")
+    assert "note: --json after the script is the script's; put options of `" in result.stderr
+    assert "unrecognized arguments: --json=" in result.stderr
+    assert result.exit_code == 2
+    assert "note:" not in run(script, "--width", 8).stderr
+
+
 def test_script_that_does_not_train_is_named(script: Path) -> None:
     ended = run(script, "--untrained")
     assert ended.exit_code == 1
