@@ -30,9 +30,11 @@ from resilient.planners.groups import pack, plan_groups
 from resilient.planners.masks import TEXT, PackedSequence, balance_blocks, block_rows
 from resilient.planners.microbatch_order import reorder
 from resilient.planners.nodewise import rearrange
+from resilient.planners.orchmllm import OrchMLLM
 from resilient.planners.planner import Configuration, Parallelism, Replica, Setting
 from resilient.planners.post_balance import balance_padded, balance_quadratic
 from resilient.planners.samples import Lengths, SampleTable
+from resilient.planners.survivors import survivors
 from resilient.planners.workloads import workload
 from resilient.templates.cluster import Cluster
 from resilient.templates.devices import cluster_of
@@ -248,6 +250,17 @@ def post_balance() -> list[Row]:
     volumes = loads(lengths, batches * 320 + read_on, 2560 * 320).reshape(2560, 320)
     nodes, kinds = np.arange(2560) // 8, np.zeros(2560, dtype=np.int64)
     case, published, target = "153,600 samples, 2,560 instances", "54 ms, all of it", "20 ms"
+    model = "qwen2-vl-7b"
+    job = Setting(
+        costs=derive_costs(model, "h100"),
+        cluster=cluster_of("h100", 8),
+        num_nodes=8,
+        global_batch=512,
+        microbatch=2,
+    )
+    batch = workload("laion+coco", 512, 1, model)
+    configuration = OrchMLLM().configure(job, workload("laion+coco", 2000, 0, model))
+    replicas = survivors(job, configuration, 0)
     return [
         Row(
             name="post_balance",
@@ -268,6 +281,11 @@ def post_balance() -> list[Row]:
             case="2,560 instances on 320 nodes",
             call=lambda: rearrange(volumes, nodes, kinds),
             target="1000 ms",
+        ),
+        Row(
+            name="orchmllm",
+            case=f"512 samples to {len(replicas)} replicas of {replicas[0].num_microbatches} microbatches, a step",
+            call=lambda: OrchMLLM().assign(job, configuration, batch, replicas),
         ),
     ]
 

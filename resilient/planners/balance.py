@@ -54,6 +54,8 @@ def give_out(weights: npt.ArrayLike, speeds: npt.ArrayLike, order: Ints) -> Ints
 
 def by_speed(speeds: Floats) -> tuple[Floats, Ints, Ints]:
     """Return the different speeds, the bins of each, one speed after the other, and where these start, and the end."""
+    if speeds.min() == speeds.max():
+        return speeds[:1], np.arange(len(speeds)), np.array([0, len(speeds)])
     different, group = np.unique(speeds, return_inverse=True)
     members = np.argsort(group, kind="stable")
     return different, members, np.searchsorted(group[members], np.arange(len(different) + 1))

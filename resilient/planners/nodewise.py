@@ -48,24 +48,20 @@ class Rearrangement:
         return self.volume / self.lower_bound - 1 if self.lower_bound else float(self.volume > 0)
 
 
-def rearrange(volumes: Floats, nodes: Ints, kinds: Ints, *, solver_size: int = SOLVED) -> Rearrangement:
+def rearrange(volumes: Floats, nodes: Ints, kinds: Ints) -> Rearrangement:
     """Choose an instance for each batch; never worse than batch i on instance i. Deterministic.
 
     Args:
         volumes: What of each batch lies on each node beforehand, >= 0. [num_instances, num_nodes]
         nodes: Of each instance. [num_instances]
         kinds: Of each instance; batch i is balanced for the speed of instance i, and goes to one of the same kind.
-        solver_size: Batches times nodes up to which HiGHS is asked.
     """
-    volumes = np.ascontiguousarray(volumes, dtype=np.float64)
-    kind = np.unique(kinds, return_inverse=True)[1].astype(np.int64)
-    free = np.zeros((int(kind.max(initial=-1)) + 1, volumes.shape[1]), dtype=np.int64)
-    np.add.at(free, (kind, nodes), 1)
+    volumes, kind, free = _numbered(volumes, nodes, kinds)
     identity = largest_volume(volumes, nodes)
     least = _lower_bound(volumes, free.sum(axis=0))
     found = [np.asarray(nodes, dtype=np.int64), *_searched(volumes, kind, free, nodes)]
     values = [largest_volume(volumes, each) for each in found]
-    if volumes.size <= solver_size and min(values) > least:
+    if volumes.size <= SOLVED and min(values) > least:
         solved, bound = _solve(volumes, kind, free)
         if solved is not None:
             found.append(solved)
@@ -78,6 +74,17 @@ def rearrange(volumes: Floats, nodes: Ints, kinds: Ints, *, solver_size: int = S
         identity_volume=identity,
         lower_bound=min(least, values[best]),
     )
+
+
+def rearrange_quickly(volumes: Floats, nodes: Ints, kinds: Ints) -> Ints:
+    """Return an instance for each batch as :func:`rearrange` does, without HiGHS and without knowing how good it is.
+
+    Args:
+        volumes: As there; likewise the others.
+    """
+    volumes, kind, free = _numbered(volumes, nodes, kinds)
+    found = [np.asarray(nodes, dtype=np.int64), *_searched(volumes, kind, free, nodes)]
+    return _instances(min(found, key=lambda each: largest_volume(volumes, each)), nodes, kind)
 
 
 def largest_volume(volumes: Floats, node_of: Ints) -> float:
@@ -94,6 +101,14 @@ def largest_volume(volumes: Floats, node_of: Ints) -> float:
     sent = volumes.sum(axis=0) - kept
     received = np.bincount(node_of, weights=volumes.sum(axis=1), minlength=num_nodes) - kept
     return float(max(sent.max(), received.max(), 0.0))
+
+
+def _numbered(volumes: Floats, nodes: Ints, kinds: Ints) -> tuple[Floats, Ints, Ints]:
+    """Return volumes, kinds numbered from 0, and the instances of each kind on each node. [num_kinds, num_nodes]"""
+    kind = np.unique(kinds, return_inverse=True)[1].astype(np.int64)
+    free = np.zeros((int(kind.max(initial=-1)) + 1, volumes.shape[1]), dtype=np.int64)
+    np.add.at(free, (kind, nodes), 1)
+    return np.ascontiguousarray(volumes, dtype=np.float64), kind, free
 
 
 def _lower_bound(volumes: Floats, capacity: Ints) -> float:
@@ -166,8 +181,7 @@ def _solve(volumes: Floats, kind: Ints, free: Ints) -> tuple[Ints | None, float]
 def _instances(node_of: Ints, nodes: Ints, kind: Ints) -> Ints:
     """Return an instance of its node for each batch; one that stays on its node stays where it is."""
     instance = np.where(node_of == nodes, np.arange(len(nodes)), -1).astype(np.int64)
-    moved = np.flatnonzero(instance < 0)
-    taken = np.setdiff1d(np.arange(len(nodes)), instance)
+    moved = np.flatnonzero(instance < 0)  # their instances are free
     by_target = moved[np.lexsort((moved, node_of[moved], kind[moved]))]
-    instance[by_target] = taken[np.lexsort((taken, nodes[taken], kind[taken]))]
+    instance[by_target] = moved[np.lexsort((moved, nodes[moved], kind[moved]))]
     return instance

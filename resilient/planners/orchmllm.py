@@ -27,7 +27,7 @@ import numpy as np
 
 from resilient.planners.balance import Floats, loads, longest_first
 from resilient.planners.baselines import EncoderFirst, FullySharded
-from resilient.planners.nodewise import rearrange
+from resilient.planners.nodewise import rearrange_quickly
 from resilient.planners.planner import LLM, Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.post_balance import balance_padded, balance_quadratic
 from resilient.planners.samples import Ints, SampleTable
@@ -98,38 +98,41 @@ class OrchMLLM:
         turn = longest_first(sum(work.values()), rate)
         units: dict[str, Place] = {}
         for name in sorted(work, key=lambda each: each == LLM):
+            lengths, quadratic = self._lengths(setting, configuration, batch, name)
             where, done = np.empty(len(batch), dtype=np.int64), np.zeros(len(replicas))
             for number in range(len(rate)):
                 chosen, here = np.flatnonzero(turn == number), np.flatnonzero(turn_of == number)
                 # The first instances get the longest samples: they are those that would be done with one first.
                 longest = work[name][chosen].max(initial=0.0)
                 here = here[np.argsort((done + longest / rates)[replica[here]], kind="stable")]
-                samples = batch[chosen]
-                instance = self._balance(setting, configuration, samples, name, speeds[here])
+                instance = self._balance(lengths[chosen], speeds[here], name, quadratic)
                 if name == LLM:
                     before = {each: place.replica[chosen] for each, place in units.items()}
-                    instance = _rearrange(setting, samples, instance, before, replica[here], speeds[here])[instance]
+                    taken_by = _rearrange(setting, batch[chosen], instance, before, replica[here], speeds[here])
+                    instance = taken_by[instance]
                 where[chosen] = here[instance]
                 done += loads(work[name][chosen], replica[where[chosen]], len(replicas)) / rates
             units[name] = Place(replica=replica[where], microbatch=microbatch[where])
         return Assignment(units={name: units[name] for name in configuration.units})
 
-    def _balance(
-        self, setting: Setting, configuration: Configuration, batch: SampleTable, name: str, speeds: Floats
-    ) -> Ints:
+    @staticmethod
+    def _lengths(setting: Setting, configuration: Configuration, batch: SampleTable, name: str) -> tuple[Floats, bool]:
+        """Return what counts as a unit's lengths, and whether attention counts, too."""
         lengths, spread = batch.units[name], configuration.units[name]
         # What takes longer than predicted counts as so much longer.
         factor = setting.correction.factor(name, spread.tp, lengths.longest)
-        tokens, squares = lengths.tokens * factor, lengths.squares * factor
-        if name in self.padded:
-            return balance_padded(tokens, speeds, squared=self.padded[name])
         curve = setting.costs.by_name[name].work(spread.tp, spread.cp)
-        attention = curve.attention * float(squares.sum())
-        if attention > _ATTENTION * (attention + curve.linear * float(tokens.sum())):
-            # Speeds are relative: so is what a slot holds per speed, and with it the tolerance.
-            tolerance = max(float(tokens.mean()), 1.0) / float(speeds.mean())
-            return balance_quadratic(tokens, speeds, tolerance)
-        return longest_first(tokens, speeds)
+        attention = curve.attention * float((lengths.squares * factor).sum())
+        tokens = lengths.tokens * factor
+        return tokens, attention > _ATTENTION * (attention + curve.linear * float(tokens.sum()))
+
+    def _balance(self, lengths: Floats, speeds: Floats, name: str, quadratic: bool) -> Ints:
+        if name in self.padded:
+            return balance_padded(lengths, speeds, squared=self.padded[name])
+        if not quadratic or not len(lengths):
+            return longest_first(lengths, speeds)
+        # Speeds are relative: so is what an instance holds per speed, and with it the tolerance.
+        return balance_quadratic(lengths, speeds, max(float(lengths.mean()), 1.0) / float(speeds.mean()))
 
 
 def _classes(speeds: Floats) -> Floats:
@@ -156,12 +159,12 @@ def _rearrange(
         speeds: Likewise.
     """
     num_nodes = 1 + max(int(each.max(initial=0)) for each in (replica, *before.values()))
-    crossing = np.zeros((len(replica), num_nodes))
+    crossing = np.zeros(len(replica) * num_nodes)
     for name, where in before.items():
         output = samples.units[name].tokens * setting.costs.by_name[name].output_bytes
-        np.add.at(crossing, (instance, where), output)
+        crossing += np.bincount(instance * num_nodes + where, weights=output, minlength=len(crossing))
     held = loads(samples.units[LLM].tokens, instance, len(replica))
     alike = np.floor(np.log(np.maximum(held, 1)) / np.log1p(_ALIKE))
     kinds = np.unique(speeds, return_inverse=True)[1] * (alike.max() + 1) + alike
     # Not solved: that would take longer for all turns than the step.
-    return rearrange(crossing, replica, kinds.astype(np.int64), solver_size=0).instance
+    return rearrange_quickly(crossing.reshape(-1, num_nodes), replica, kinds.astype(np.int64))
