@@ -7,13 +7,21 @@ from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
-from transformers import WhisperFeatureExtractor
+import torch
+from PIL import Image
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    WhisperFeatureExtractor,
+)
 from transformers.image_processing_utils import select_best_resolution
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from resilient.planners.encoders import ENCODERS
 from resilient.planners.samples import Ints
@@ -59,6 +67,14 @@ def test_smart_resize_is_that_of_qwen2_vl(max_pixels: int) -> None:
     np.testing.assert_array_equal(encoded.lengths.squares, encoded.lengths.tokens**2)
     np.testing.assert_array_equal(encoded.lengths.longest, encoded.lengths.tokens)
     assert encoded.outputs.max() <= max_pixels // 28**2
+
+
+@pytest.mark.parametrize(("width", "height"), [(640, 480), (14, 14), (20, 600), (3000, 1200), (333, 1000)])
+def test_qwen2_vls_own_processor_makes_as_many_patches(width: int, height: int) -> None:
+    found = Qwen2VLImageProcessorPil().preprocess(Image.new("RGB", (width, height)), return_tensors="np")
+    encoded = RULES["qwen2-vl"](np.array([width]), np.array([height]))
+    assert encoded.lengths.tokens.tolist() == [len(found["pixel_values"])] == found["image_grid_thw"].prod(1).tolist()
+    assert encoded.outputs.tolist() == [len(found["pixel_values"]) // 4]
 
 
 def test_smart_resize_keeps_to_the_ratio_of_sides() -> None:
@@ -121,6 +137,16 @@ def test_fixed_grids_ignore_sizes() -> None:
     assert set(clip.lengths.tokens.tolist()) == {577}
     assert set(clip.outputs.tolist()) == {576}
     assert set(siglip.lengths.tokens.tolist()) == set(siglip.outputs.tolist()) == {729}
+    with torch.device("meta"):
+        towers = (
+            CLIPVisionModel(CLIPVisionConfig(image_size=336, patch_size=14, num_hidden_layers=1)),
+            SiglipVisionModel(SiglipVisionConfig(image_size=384, patch_size=14, num_hidden_layers=1)),
+        )
+    positions = [
+        next(each.num_embeddings for each in tower.modules() if isinstance(each, torch.nn.Embedding))
+        for tower in towers
+    ]
+    assert positions == [clip.lengths.tokens[0], siglip.lengths.tokens[0]]
 
 
 @pytest.mark.parametrize("seconds", [0.025, 0.5, 1.065, 3.333, 12.485, 29.99, 30.0])
