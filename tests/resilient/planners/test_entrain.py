@@ -21,6 +21,7 @@ from resilient.planners.evaluate import evaluate
 from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
 from resilient.planners.stage_work import exposed_sum_ms, state_bytes
+from resilient.planners.survivors import survivors
 from resilient.planners.uniform import in_order
 from resilient.templates.cluster import Cluster, Link
 
@@ -302,6 +303,20 @@ def test_once_learnt_the_true_times_of_replicas_hold_their_bound(count: int, spe
     true_ms = COSTS.by_name[LLM].work(spread.tp, spread.cp).of(lengths) * of_bucket[buckets(lengths.longest)]
     done = loads(true_ms, place.replica, len(speeds)) / speeds
     assert done.max() <= (true_ms.sum() + (len(speeds) - 1) * true_ms.max()) / sum(speeds) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("lost", [1, 2, 5])
+def test_the_step_is_shorter_than_in_order_on_what_failures_leave(lost: int) -> None:
+    configuration = replace(Entrain().configure(setting(), table(200)), num_microbatches=16)
+    replicas = survivors(setting(), configuration, lost)
+    assert any(each.speed < 1 for each in replicas)
+    at, steps = replace(setting(), global_batch=256), np.zeros(2)
+    for seed in range(5):
+        batch = table(256, seed)
+        unplanned = Assignment(units=dict.fromkeys(batch.units, in_order(256, replicas)))
+        for index, found in enumerate((Entrain().assign(at, configuration, batch, replicas), unplanned)):
+            steps[index] += evaluate(at, configuration, found, batch, replicas).iteration_ms
+    assert steps[0] < 0.9 * steps[1]
 
 
 def test_microbatches_are_small_where_memory_is() -> None:
