@@ -3,18 +3,19 @@
 Source: DFLOP, the data-aware optimizer and the online microbatch scheduler. For i microbatches of GBS samples, unit u
 with dp replicas of pp stages of tp devices computes for each microbatch
 
-    dur_u = GBS / (i * dp) * C_u(tp) / pp,    step = (i + sum(pp) - 1) * max(dur_u),
+    dur_u = GBS / (i * dp) * C_u(tp) / pp,    step = (i + E_pp + L_pp - 1) * max(dur_u),
 
 where the division by i * dp is missing in the paper's listing. C_u is the mean of the times of sampled data, which is
 more than the time of the mean sample: attention is quadratic. A unit keeps activations until the gradient comes back
-through all units after it: the first stage of an encoder for E_pp + L_pp microbatches. As in
+through all units after it: the first stage of an encoder for E_pp + L_pp microbatches. Of several encoders, which are
+side by side, the deepest counts. As in
 :mod:`resilient.planners.disttrain`, layers stay whole, and what calls take beside counts; so there may be too many
 microbatches as well as too few. No replica has less than one sample a microbatch.
 
 Beyond the paper, whose mean microbatch is all there is, the longest sample of a batch counts, which no scheduler
 divides, and so do sums of gradients. With X for the expected time of that sample in all stages of its replica,
 
-    step = (i - 1) * max(dur_u) + max(sum(pp) * max(dur_u), X) + sum of gradients.
+    step = (i - 1) * max(dur_u) + max((E_pp + L_pp) * max(dur_u), X) + sum of gradients.
 
 Without X, data with a heavy tail are given as many replicas of one stage as there are devices, and a step takes several
 times what was expected. A unit with fewer replicas than the language model is as slow, and keeps as much, as if each
@@ -25,8 +26,9 @@ average, some microbatches take twice what others do.
 The step has one minimum over i (it is the maximum of a convex and an ascending function), so all splits are searched,
 each with the best i, and those left out that a lower bound excludes.
 
-The paper runs its scheduler for the next batch while a step is computed. That is the caller's business: ``assign`` is a
-function of the lengths of a batch, whenever they are known.
+The paper runs its scheduler for the next batch while a step is computed, has units exchange activations between unequal
+numbers of replicas, and normalises gradients by the global number of tokens. That is the runtime's business: ``assign``
+is a function of the lengths of a batch, whenever they are known.
 """
 
 from __future__ import annotations

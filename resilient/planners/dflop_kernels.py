@@ -11,13 +11,20 @@ from resilient.planners.samples import Ints
 
 
 @compiled
+def _passed(before: float, own: float, unit: int, language: int) -> float:
+    """Return how long the way through the units up to one is: encoders are side by side, others come after."""
+    return max(before, own) if unit < language else before + own
+
+
+@compiled
 def _step_ms(number: int, chosen: Ints, columns: Floats, language: int) -> float:
     """Return what so many microbatches take, without sums of gradients."""
     slowest, num_stages, longest, replicas = 0.0, 0.0, 0.0, columns[DP, chosen[language]]
-    for option in chosen:
+    for unit in range(len(chosen)):
+        option = chosen[unit]
         slowest = max(slowest, columns[WHOLE, option] / number + columns[CALL, option])
-        num_stages += columns[PP, option]
-        longest += columns[LONGEST, option] * max(1.0, replicas / columns[DP, option])
+        num_stages = _passed(num_stages, columns[PP, option], unit, language)
+        longest = _passed(longest, columns[LONGEST, option] * max(1.0, replicas / columns[DP, option]), unit, language)
     return (number - 1) * slowest + max(num_stages * slowest, longest)
 
 
@@ -27,14 +34,16 @@ def _fewest_microbatches(chosen: Ints, columns: Floats, language: int, memory: f
     fewest, behind, replicas = 1.0, 0.0, columns[DP, chosen[language]]
     for unit in range(len(chosen) - 1, -1, -1):
         option = chosen[unit]
-        behind += columns[PP, option]
+        through = behind + columns[PP, option]
+        if unit >= language:
+            behind = through
         room = memory - columns[STATE, option]
         largest = columns[LARGEST, option] * max(1.0, replicas / columns[DP, option])
         if largest > room:
             return np.inf
-        fewest = max(fewest, np.ceil(columns[KEPT, option] * behind / room))
-        if behind > 1 and columns[KEPT, option] > 0:
-            fewest = max(fewest, np.ceil(columns[KEPT, option] * (behind - 1) / max(room - largest, 1e-30)))
+        fewest = max(fewest, np.ceil(columns[KEPT, option] * through / room))
+        if through > 1 and columns[KEPT, option] > 0:
+            fewest = max(fewest, np.ceil(columns[KEPT, option] * (through - 1) / max(room - largest, 1e-30)))
     return fewest
 
 
@@ -61,8 +70,8 @@ def search(
     """
     count = len(ends) - 1
     size = (columns[TP] * columns[DP] * columns[PP]).astype(np.int64)
-    pp, whole = columns[PP].astype(np.int64), columns[WHOLE]
-    # Of all units from one on: the least devices, the least time, the least device times, of the longest sample.
+    whole = columns[WHOLE]
+    # Of all units from one on: the least devices, the least time, the least device times; of the longest sample.
     fewest = np.zeros(count + 1, np.int64)
     quickest = np.zeros(count + 1)
     least = np.zeros(count + 1)
@@ -72,10 +81,10 @@ def search(
         fewest[unit] = fewest[unit + 1] + size[first:end].min()
         quickest[unit] = max(quickest[unit + 1], whole[first:end].min())
         least[unit] = least[unit + 1] + (size[first:end] * whole[first:end]).min()
-        shortest[unit] = shortest[unit + 1] + columns[LONGEST, first:end].min()
+        shortest[unit] = shortest[unit + 1] + columns[LONGEST, first:end].min() * (unit >= language)
     at = ends[:-1].copy()
     used = np.zeros(count + 1, np.int64)
-    deep = np.zeros(count + 1, np.int64)
+    deep = np.zeros(count + 1)
     slow = np.zeros(count + 1)
     longest = np.zeros(count + 1)
     sums = np.zeros(count + 1)
@@ -93,15 +102,15 @@ def search(
         below = depth + 1
         used[below] = used[depth] + size[option]
         if used[below] + fewest[below] <= devices:
-            deep[below] = deep[depth] + pp[option]
+            deep[below] = _passed(deep[depth], columns[PP, option], depth, language)
             most[below] = min(most[depth], batch // int(columns[DP, option]))
             slow[below] = max(slow[depth], whole[option])
-            longest[below] = longest[depth] + columns[LONGEST, option]
+            longest[below] = _passed(longest[depth], columns[LONGEST, option], depth, language)
             sums[below] = max(sums[depth], columns[SUMS, option])
             bound = max(slow[below], quickest[below])
             if below < count:
                 bound = max(bound, least[below] / (devices - used[below]))
-            bound *= 1 + (deep[below] + count - below - 1) / most[below]
+            bound *= 1 + (deep[below] + count - max(below, language) - 1) / most[below]
             bound = max(bound, longest[below] + shortest[below]) + sums[below]
             if bound * 1e6 <= best + 1:
                 if below < count:
