@@ -15,6 +15,10 @@ pipelines do not wait for encoders. Replicas with fewer microbatches are left ou
 dealt to turns by their work in all units. Who reads a sample from disk is free, so what is rearranged is the language
 model's batches of a turn, between equal replicas, such that little encoder output crosses; replicas take the place of
 the paper's nodes.
+
+Where encoders have stages of their own and replicas are unequal, as failures leave them, all units place a sample as
+the language model does: to wait for another replica's encoder, which is at another microbatch, costs more than the
+encoders' balance brings.
 """
 
 from __future__ import annotations
@@ -97,7 +101,8 @@ class OrchMLLM:
         rate = loads(speeds, turn_of, int(counts.max()))
         turn = longest_first(sum(work.values()), rate)
         units: dict[str, Place] = {}
-        for name in sorted(work, key=lambda each: each == LLM):
+        together = not configuration.colocated and len(set(replicas)) > 1
+        for name in [LLM] if together else sorted(work, key=lambda each: each == LLM):
             lengths, quadratic = self._lengths(setting, configuration, batch, name)
             where, done = np.empty(len(batch), dtype=np.int64), np.zeros(len(replicas))
             for number in range(len(rate)):
@@ -106,14 +111,14 @@ class OrchMLLM:
                 longest = work[name][chosen].max(initial=0.0)
                 here = here[np.argsort((done + longest / rates)[replica[here]], kind="stable")]
                 instance = self._balance(lengths[chosen], speeds[here], name, quadratic)
-                if name == LLM:
+                if name == LLM and units:
                     before = {each: place.replica[chosen] for each, place in units.items()}
                     taken_by = _rearrange(setting, batch[chosen], instance, before, replica[here], speeds[here])
                     instance = taken_by[instance]
                 where[chosen] = here[instance]
                 done += loads(work[name][chosen], replica[where[chosen]], len(replicas)) / rates
             units[name] = Place(replica=replica[where], microbatch=microbatch[where])
-        return Assignment(units={name: units[name] for name in configuration.units})
+        return Assignment(units={name: units[LLM] if together else units[name] for name in configuration.units})
 
     @staticmethod
     def _lengths(setting: Setting, configuration: Configuration, batch: SampleTable, name: str) -> tuple[Floats, bool]:

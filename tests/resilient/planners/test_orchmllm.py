@@ -125,6 +125,22 @@ def test_balance_is_better_than_none_on_what_failures_leave(lost: int) -> None:
     assert steps[0] < 0.8 * steps[1]
 
 
+def test_samples_stay_on_their_replica_where_encoders_apart_are_unequal() -> None:
+    configuration = Uniform().configure(setting(), table(200))
+    assert not configuration.colocated
+    job, replicas = replace(setting(), global_batch=256), survivors(setting(), configuration, 1)
+    batch, steps = table(256), np.zeros(2)
+    for seed in range(5):
+        batch = table(256, seed)
+        for index, each in enumerate((OrchMLLM(), Uniform())):
+            assignment = each.assign(job, configuration, batch, replicas)
+            assert assignment.units["vision"] is assignment.units["llm"]
+            steps[index] += evaluate(job, configuration, assignment, batch, replicas).iteration_ms
+    assert steps[0] < 0.95 * steps[1]
+    equal = OrchMLLM().assign(job, configuration, batch, survivors(setting(), configuration, 0)).units
+    assert (equal["vision"].replica != equal["llm"].replica).any()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_what_was_learnt_makes_the_true_step_shorter(seed: int) -> None:
     """Attention takes ten times what is usual, and was predicted to take nothing."""
