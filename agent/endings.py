@@ -80,13 +80,15 @@ class Endings(State):
             self._stop(code, reason, self._newest_path())
 
     def _stop_resumable(self, reason: str) -> None:
+        why = ""
         if self._failed:
-            exit_code = EXIT_FAILED
+            exit_code, why = EXIT_FAILED, self._failed
         elif self._interruption is not None:
             exit_code, why = EXIT_INTERRUPTED, self._interruption.reason
-            reason = reason if reason.startswith(why) else f"{why}; {reason}"
         else:
             exit_code = EXIT_RESUMABLE if self._step == 0 or self._checkpoints else EXIT_LOST
+        if not reason.startswith(why):
+            reason = f"{why}; {reason}"
         self._stop(exit_code, f"{reason}{self._how_to_resume()}", self._newest_path())
 
     def _stop(self, exit_code: int, reason: str, path: str | None) -> None:

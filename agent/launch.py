@@ -276,6 +276,8 @@ class Launcher:
             self.stop(EXIT_FAILED, f"all node agents have ended; see {self._run_directory}/logs")
 
     def _on_zygote_lost(self) -> None:
+        self._nodes.clear()
+        self._nodes_gone.set()
         self.stop(EXIT_FAILED, "the process that starts the nodes is gone")
 
     def _on_event(self, event: dict[str, Any]) -> None:

@@ -383,6 +383,6 @@ class Membership(Starting):
         elif self.phase is Phase.STARTING and not member.ready:
             self._proceed()
         else:
-            self._fail(
-                event.node, "a worker ended before the job was finished; the script must reach Trainer.fit's end"
-            )
+            reason = "a worker ended before the job was finished"
+            self._fail(event.node, f"{reason}; the script must reach Trainer.fit's end")
+            self._lose(event.node, reason)

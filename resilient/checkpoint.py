@@ -11,6 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from resilient.errors import CheckpointError
 from resilient.manifest import SavedState, read_manifest
@@ -18,17 +19,33 @@ from resilient.state import LayerState
 
 
 def save(path: Path, states: Iterable[LayerState]) -> dict[str, SavedState]:
-    """Write these states into a checkpoint's folder; return what the manifest must say of them."""
-    path.mkdir(parents=True, exist_ok=True)
+    """Write these states into a checkpoint's folder; return what the manifest must say of them.
+
+    Raises:
+        CheckpointError: They cannot be written.
+    """
     saved: dict[str, SavedState] = {}
-    for state in states:
-        name = state.spec.name
-        file = f"{name}.safetensors"
-        partial = path / f".{file}.{os.getpid()}"
-        save_file({key: tensor.contiguous().cpu() for key, tensor in state.tensors().items()}, partial)
-        partial.replace(path / file)
-        saved[name] = SavedState(file=file, fingerprint=state.fingerprint())
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for state in states:
+            file = f"{state.spec.name}.safetensors"
+            _write(path / file, {key: tensor.contiguous().cpu() for key, tensor in state.tensors().items()})
+            saved[state.spec.name] = SavedState(file=file, fingerprint=state.fingerprint())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} cannot be written ({error}); make room there, or choose another folder"
+        ) from error
     return saved
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a file, whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load(path: str | Path, states: Iterable[LayerState]) -> None:

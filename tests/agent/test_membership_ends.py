@@ -73,6 +73,35 @@ def test_script_that_ends_on_one_node_only_fails_the_start() -> None:
     assert job.stop.reason.startswith("node 2: the script ended without training, while it trains on other nodes")
 
 
+def test_worker_that_ends_as_if_all_were_well_in_mid_training_is_not_waited_for() -> None:
+    job = started()
+    job.step(3)
+    del job.workers[2, 0]
+    job.end_worker((2, 0), 0)
+    job.answer()
+    assert job.stop is not None
+    assert job.stop.exit_code == 1
+    assert job.stop.reason == (
+        "node 2: a worker ended before the job was finished; the script must reach Trainer.fit's end; resume with: "
+        "resilient run --nodes 4 --resume /runs/x/checkpoints/step-00000003 train.py"
+    )
+
+
+def test_checkpoint_that_nobody_can_write_says_why() -> None:
+    job = started()
+    job.step(3)
+    job.say((0, 0), Failed(error="CheckpointError: no room"))
+    for node in range(5):
+        del job.workers[node, 0]
+        job.end_worker((node, 0), 1, "CheckpointError: no room")
+    assert job.stop is not None
+    assert job.stop.exit_code == 1
+    assert job.stop.reason == (
+        "node 0: CheckpointError: no room; all nodes are lost, the last one (4) because of: worker ended with exit "
+        "code 1; there is no checkpoint; start again with: resilient run --nodes 4 train.py"
+    )
+
+
 def test_loss_of_the_node_that_speaks_for_the_job_after_training_is_told() -> None:
     job = started()
     job.step(10)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import Job, job_spec
 
-from resilient.agent.events import NodeLeaving, Tick
+from resilient.agent.events import Interrupted, NodeLeaving, Tick
 from resilient.agent.state import Phase
 from resilient.messages import Suspect
 
@@ -22,6 +22,7 @@ _ACTIONS = (
     "answer",
     "tick",
     "plans",
+    "interrupt",
 )
 
 
@@ -43,6 +44,8 @@ def _act(job: Job, action: str, choice: int) -> None:
     elif action == "tick":
         job.now += 40.0
         job.feed(Tick())
+    elif action == "interrupt":
+        job.feed(Interrupted(reason="SIGTERM"))
     elif action == "plans":
         job.prepare_plans()
     elif action == "answer":
@@ -95,6 +98,10 @@ def test_every_history_ends_in_training_or_in_a_stop(
     job.answer()
     phase = job.machine.phase
     assert phase in (Phase.RUNNING, Phase.STOPPED)
+    kinds = job.kinds()
+    if "interrupted" in kinds:
+        assert phase is Phase.STOPPED
+        assert "generation" not in kinds[kinds.index("interrupted") :]
     if phase is Phase.RUNNING:
         generations = [record.generation for record in job.records if record.kind == "generation"]
         assert generations == sorted(set(generations))
@@ -102,4 +109,4 @@ def test_every_history_ends_in_training_or_in_a_stop(
         job.finish()
         job.answer()
     assert job.stop is not None
-    assert job.stop.exit_code in (0, 1, 3, 4)
+    assert job.stop.exit_code in (0, 1, 3, 4, 130)

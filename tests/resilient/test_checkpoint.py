@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,23 @@ def test_layer_without_state_is_saved_and_loaded(tmp_path: Path) -> None:
     state = LayerState(spec, Layout.of(spec), ("exp_avg",), torch.float32, CPU)
     write_manifest(tmp_path, Manifest(step=1, recipe=RECIPE, states=checkpoint.save(tmp_path, [state])))
     checkpoint.load(tmp_path, [state])
+
+
+def test_full_disk_is_told_and_leaves_no_half_written_file(tmp_path: Path) -> None:
+    """A limit of file sizes stands for the disk."""
+    states = states_of()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    try:
+        with pytest.raises(CheckpointError) as raised:
+            checkpoint.save(tmp_path, states.values())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    message = str(raised.value)
+    assert message.startswith(f"{tmp_path} cannot be written (")
+    assert "File too large" in message
+    assert message.endswith("); make room there, or choose another folder")
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
