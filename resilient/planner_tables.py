@@ -22,7 +22,8 @@ def show_bad(found: Sequence[Bad], console: Console) -> None:
     dropped = sum(each.dropped for each in found)
     _line(console, f"\nBad samples: {dropped} left out, {len(found) - dropped} made to fit", "bold")
     for each in found[:_NAMED]:
-        _line(console, f"{each.name}: {each.reason}; {'left out' if each.dropped else 'made to fit'}", "")
+        text = f"{each.name!r}: {each.reason}; {'left out' if each.dropped else 'made to fit'}"
+        _line(console, text.encode(console.encoding, "backslashreplace").decode(console.encoding), "")
     if len(found) > _NAMED:
         _line(console, f"and {len(found) - _NAMED} more, all in what --json writes", "dim")
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
+from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from typer.testing import CliRunner, Result
 
 from resilient.cli import app
+from resilient.planner_tables import show_bad
 from resilient.planners.planner import Configuration, Setting
+from resilient.planners.records import Bad
 from resilient.planners.samples import SampleTable
 from resilient.planners.uniform import Uniform
 
@@ -42,6 +47,13 @@ def test_compare_prints_a_row_for_each_planner_and_the_best(compared: tuple[Resu
     assert found["planners"][1]["speed_up"] == pytest.approx(steps[0] / steps[1])
     assert found["best"] == ["uniform", "dip"][steps.index(min(steps))]
     assert found["reason"] in result.output
+
+
+def test_what_is_written_as_json_is_documented(compared: tuple[Result, Path]) -> None:
+    found = json.loads((compared[1] / "all.json").read_text())
+    row = found["planners"][0]
+    documented = set(re.findall(r"`(\w+)`", (Path(__file__).parents[2] / "docs" / "planners.md").read_text()))
+    assert {*found, *found["job"], *row, *row["units"]["llm"], "name", "reason", "dropped"} <= documented
 
 
 def test_compare_draws_bars_and_steps(compared: tuple[Result, Path]) -> None:
@@ -125,12 +137,24 @@ def test_compare_names_bad_samples_and_leaves_them_to_the_user(pictures: Path, t
         result = _compare("--workload", str(pictures), "--planners", "uniform", "--bad", bad, *files)
         assert result.exit_code == 0, result.output
         became = ["left out" if each else "made to fit" for each in dropped]
-        lines = [f"Bad samples: {title}", f"gone-é: {GONE}; {became[0]}", f"negative: {NEGATIVE}; {became[1]}"]
+        lines = [f"Bad samples: {title}", f"'gone-é': {GONE}; {became[0]}", f"'negative': {NEGATIVE}; {became[1]}"]
         assert "\n".join(lines) in result.output
         assert json.loads((tmp_path / "found.json").read_text())["job"]["bad_samples"] == [
             {"name": name, "reason": reason, "dropped": each}
             for name, reason, each in zip(("gone-é", "negative"), (GONE, NEGATIVE), dropped, strict=True)
         ]
+
+
+def test_names_are_shown_on_any_terminal() -> None:
+    found = (Bad(name="图\n\x1b[31m[red]", reason="no text", dropped=True),)
+    for encoding, name in (("utf-8", "图"), ("ascii", "\\u56fe")):
+        file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="\n")
+        show_bad(found * 12, Console(file=file))
+        file.seek(0)
+        lines = file.read().splitlines()
+        assert lines[:2] == ["", "Bad samples: 12 left out, 0 made to fit"]
+        assert lines[2:12] == [f"'{name}\\n\\x1b[31m[red]': no text; left out"] * 10
+        assert lines[12:] == ["and 2 more, all in what --json writes"]
 
 
 def test_compare_counts_texts_by_a_tokenizer_and_opens_pictures(tmp_path: Path) -> None:
