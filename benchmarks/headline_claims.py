@@ -7,11 +7,12 @@ as all planners find a plan for them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from resilient.planners.baselines import StaticContext
 from resilient.planners.cornstarch import Cornstarch
 from resilient.planners.disttrain import DistTrain
 from resilient.planners.planner import LLM, Assignment, Configuration, Place, Planner, Replica, Setting
@@ -135,6 +136,20 @@ class Widest(Uniform):
         return sorted(found, key=lambda each: (-each.units[LLM].tp, each.units[LLM].pp))[:1]
 
 
+@dataclass(frozen=True)
+class WholePictures(StaticContext):
+    """Static context parallelism of the language model; encoders share out whole pictures, as DHP's do."""
+
+    def assign(
+        self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
+    ) -> Assignment:
+        """Make each microbatch one group of all devices."""
+        place = super().assign(setting, configuration, batch, replicas).units[LLM]
+        degree = np.full_like(place.replica, configuration.units[LLM].cp)
+        grouped = replace(place, group=np.zeros_like(degree), degree=degree)
+        return Assignment(units=dict.fromkeys(batch.units, grouped))
+
+
 def both(name: str) -> Who:
     """Return a planner that configures and assigns."""
     return planner(name), planner(name)
@@ -244,7 +259,11 @@ CLAIMS = (
         worse=mixed("disttrain", "uniform"),
         reasons=(
             Instead(what="order alone, of what is spread", worse=(planner("disttrain"), Spread())),
-            Instead(what="spreading over replicas alone", better=(planner("disttrain"), Spread())),
+            Instead(
+                what="spreading alone, over the uniform plan's replicas",
+                better=(planner("uniform"), Spread()),
+                worse=both("uniform"),
+            ),
             LARGER,
             EVEN,
         ),
@@ -277,6 +296,9 @@ CLAIMS = (
         reasons=(
             EVEN,
             FREE,
+            alike("static-cp", "dhp", "static-cp"),
+            alike("dhp", "dhp", "static-cp"),
+            Instead(what="encoders that share out whole pictures in both", worse=(WholePictures(), WholePictures())),
             Instead(what="without the longest tenth of the samples", change={"short": 0.9}),
             Instead(what="without the longest quarter of the samples", change={"short": 0.75}),
         ),

@@ -135,7 +135,7 @@ def row(claim: Claim, case: Case, instead: Instead | None, num_batches: int, len
     try:
         ours, theirs = (simulate(case, who, num_batches, lengths) for who in (better, worse))
     except ValueError as error:
-        return (label, f"no plan: {error}", "", "", "")
+        return (label, f"no plan: {error}" if instead is None else "no plan", "", "", "")
     gain = _mean_ms(theirs) / _mean_ms(ours)
     without = _mean_ms(theirs, sums=False) / _mean_ms(ours, sums=False)
     bubbles = [100 * float(np.mean([each.bubble for each in results])) for results in (theirs, ours)]
