@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 ALL = "all"
 _DEFAULT_CHUNKS = 2
+_MOST_PASSES = 200_000
+"""Of microbatches through stages, in one schedule: more take minutes and show nothing else."""
 
 
 def schedule(
@@ -70,6 +72,12 @@ def schedule(
         kinds = _kinds(kind or ["1f1b"])
         _check_belongs("--chunks", chunks, "interleaved-1f1b", kinds)
         _check_belongs("--max-in-flight", max_in_flight, "eager-1f1b", kinds)
+        passes = stages * microbatches * (chunks or 1)
+        if passes > _MOST_PASSES:
+            raise ValueError(
+                f"--stages times --microbatches (times --chunks) must be at most {_MOST_PASSES}, got {passes}; "
+                f"use fewer microbatches"
+            )
         times = (forward_ms, backward_input_ms, backward_weight_ms, send_ms)
         memory_bytes, work = _work(stages, microbatches, times, model, profile, device)
         reports = [

@@ -164,10 +164,12 @@ def schedule_report(
         ValueError: A number is out of its range, or does not belong to the kind.
     """
     made = work(num_workers * num_chunks)
+    if kind is Kind.FORWARD_ONLY:  # nothing waits for a backward
+        made = replace(made, costs=replace(made.costs, activation_bytes=0))
     limits = _limits(made, num_workers, num_microbatches, memory_bytes, max_in_flight) if kind is Kind.EAGER else None
     schedule = generate(kind, num_workers, num_microbatches, num_chunks=num_chunks, max_in_flight=limits)
     timeline = simulate(schedule, made.costs)
-    counts = simulate(schedule, replace(made.costs, activation_bytes=1)).peak_bytes
+    counts = simulate(schedule, replace(made.costs, activation_bytes=int(kind is not Kind.FORWARD_ONLY))).peak_bytes
     workers = range(num_workers)
     held = [sum(made.held_bytes[worker::num_workers]) for worker in workers]
     return ScheduleReport(

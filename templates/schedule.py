@@ -46,7 +46,8 @@ class Op(IntEnum):
 
 
 _TEXTS = ("F", "B", "I", "W", *(op.name for op in Op if not op.computes))
-_ACTION = re.compile(rf"(\d+)({'|'.join(_TEXTS)})(\d+)")
+# Nine digits fit the 32 bits of a code.
+_ACTION = re.compile(rf"([0-9]{{1,9}})({'|'.join(_TEXTS)})([0-9]{{1,9}})")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from resilient.templates.template import PipelineTemplate, nanoseconds
 from resilient.templates.validate import check_ended
 
 _NS = 1e6
+_MOST = 1 << 50  # of one action, in whole units: 13 days, or a petabyte; sums of many still fit 64 bits
 # the compiled code knows plain numbers
 _FORWARD, _BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT, _SEND_F, _RECV_F, _SEND_B, _RECV_B, _ = map(int, Op)
 
@@ -171,8 +172,10 @@ def _table(name: str, values: Values, shape: tuple[int, int], unit: float) -> ND
             f"{name} must be one number, {shape[0]} or {shape[0]} x {shape[1]} numbers, got {array.shape}; "
             f"give one for all, one for each stage (border), or one for each of its microbatches"
         )
-    if array.size and array.min() < 0:
+    if array.size and not array.min() >= 0:
         raise ValueError(f"{name} must be >= 0, got {array.min()}; give times and sizes")
+    if array.size and array.max() * unit > _MOST:
+        raise ValueError(f"{name} must be at most {_MOST / unit:.4g}, got {array.max()}; give times and sizes")
     whole = np.rint(array * unit).astype(np.int64)
     return np.ascontiguousarray(np.broadcast_to(whole[:, None] if array.ndim == 1 else whole, shape))
 

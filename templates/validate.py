@@ -38,6 +38,7 @@ def validate(schedule: Schedule, max_in_flight: Sequence[int] | None = None) -> 
     Raises:
         ScheduleError: It cannot; the message shows where.
     """
+    _check_numbers(schedule)
     checks = _Needs(schedule)
     for row in range(len(schedule.rows)):
         checks.check(row)
@@ -61,6 +62,17 @@ def check_ended(schedule: Schedule, positions: Sequence[int]) -> None:
     if blocked:
         waiting = ", ".join(str(schedule.rows[row][position]) for row, position in blocked)
         raise ScheduleError(f"deadlock: {waiting} wait for messages that are never sent", schedule, blocked)
+
+
+def _check_numbers(schedule: Schedule) -> None:
+    """Check what the other checks take for granted: each stage and each microbatch has an action."""
+    if not len(schedule.codes):
+        raise ScheduleError("a schedule must have actions, got none", schedule, [(0, 0)])
+    for row in range(len(schedule.ends)):
+        for position, action in enumerate(schedule.row(row)):
+            if max(action.stage, 0 if action.op is Op.REDUCE else action.index) >= len(schedule.codes):
+                problem = f"{action} must have numbers below {len(schedule.codes)}, as many as there are actions"
+                raise ScheduleError(problem, schedule, [(row, position)])
 
 
 class _Needs:

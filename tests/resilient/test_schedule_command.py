@@ -279,6 +279,11 @@ def test_measured_profile_is_read(tmp_path: Path) -> None:
             "microbatch cannot run",
         ),
         (("--forward-ms", "-1"), "--forward-ms must be >= 0, got -1.0; give times and sizes"),
+        (("--forward-ms", "nan"), "--forward-ms must be >= 0, got nan; give times and sizes"),
+        (
+            ("--microbatches", "50001"),
+            "--stages times --microbatches (times --chunks) must be at most 200000, got 200004; use fewer microbatches",
+        ),
         (("--model", "gpt3-2.7b"), f"--device must be given with --model, got none; it can be {', '.join(DEVICES)}"),
         (("--device", "a40"), "--device must come with --model or --profile, got a40 alone; leave it out"),
         (
@@ -295,6 +300,13 @@ def test_measured_profile_is_read(tmp_path: Path) -> None:
 def test_bad_options_are_refused_with_the_fix(options: tuple[str, ...], message: str) -> None:
     ended = run(*SMALL, *options)
     assert (ended.exit_code, ended.output) == (2, f"error: {message}\n")
+
+
+def test_evaluation_keeps_no_activations() -> None:
+    work = profiled_work(derive_profile("gpt2-medium", "a40"), cluster_of("a40", 1), 2, 5)
+    training, evaluation = (schedule_report(kind, 2, 5, 1, lambda _: work) for kind in (Kind.GPIPE, Kind.FORWARD_ONLY))
+    assert (training.in_flight, evaluation.in_flight) == ((5, 5), (0, 0))
+    assert evaluation.memory_bytes == work.held_bytes < training.memory_bytes
 
 
 def test_profile_and_model_exclude_each_other(tmp_path: Path) -> None:

@@ -270,6 +270,8 @@ def test_message_to_nowhere_cannot_be_sent(text: str):
         ({"transfer_ms": np.ones((3, 2))}, "transfer_ms must be one number, 2 or 2 x 2 numbers, got (3, 2); give one "
          "for all, one for each stage (border), or one for each of its microbatches"),
         ({"backward_weight_ms": [0, -1, 0]}, "backward_weight_ms must be >= 0, got -1; give times and sizes"),
+        ({"forward_ms": float("nan")}, "forward_ms must be >= 0, got nan; give times and sizes"),
+        ({"transfer_ms": float("inf")}, "transfer_ms must be at most 1.126e+09, got inf; give times and sizes"),
         ({"activation_bytes": -5}, "activation_bytes must be >= 0, got -5; give times and sizes"),
     ],
 )  # fmt: skip

@@ -3,9 +3,12 @@ from __future__ import annotations
 import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from resilient.templates.generators import Kind, generate
-from resilient.templates.schedule import Schedule
+from resilient.templates.schedule import Action, Op, Schedule
+from resilient.templates.simulate import Costs, simulate
 from resilient.templates.validate import ScheduleError, validate
 
 
@@ -138,3 +141,70 @@ def test_more_microbatches_in_flight_than_fit_are_refused():
 def test_evaluation_sums_no_gradients():
     with pytest.raises(ScheduleError, match=r"^0REDUCE0 has no place in row 0\n"):
         validate(Schedule.parse("0F0 0REDUCE0"))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "marked"),
+    [
+        ("", "a schedule must have actions, got none", ""),
+        ("0F0 0B0 0F999999999", "0F999999999 must have numbers below 3, as many as there are actions", ">0F999999999<"),
+        (
+            "0F0 0B0\n999999999F0",
+            "999999999F0 must have numbers below 3, as many as there are actions",
+            ">999999999F0<",
+        ),
+    ],
+)
+def test_what_no_schedule_can_be_is_refused_at_once(text: str, problem: str, marked: str):
+    with pytest.raises(ScheduleError, match=f"^{re.escape(problem)}\n") as raised:
+        validate(Schedule.parse(text))
+    assert marked in str(raised.value)
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> Schedule:
+    """A schedule of any kind with a few actions moved, doubled, left out or made others."""
+    kind = draw(st.sampled_from(Kind))
+    chunks = 2 if kind is Kind.INTERLEAVED else 1
+    rows = [
+        list(row) for row in generate(kind, draw(st.integers(1, 3)), draw(st.integers(1, 4)), num_chunks=chunks).rows
+    ]
+    for _ in range(draw(st.integers(1, 3))):
+        row, target = draw(st.sampled_from(rows)), draw(st.sampled_from(rows))
+        if not row:
+            continue
+        position, place = draw(st.integers(0, len(row) - 1)), draw(st.integers(0, len(target)))
+        change = draw(st.sampled_from(["move", "swap", "double", "leave out", "other"]))
+        if change == "swap":
+            row[position], row[place % len(row)] = row[place % len(row)], row[position]
+        elif change == "double":
+            target.insert(place, row[position])
+        elif change == "other":
+            row[position] = Action(draw(st.integers(0, 6)), draw(st.sampled_from(Op)), draw(st.integers(0, 9)))
+        else:
+            action = row.pop(position)
+            if change == "move":
+                target.insert(min(place, len(target)), action)
+    return Schedule.of(rows)
+
+
+@settings(max_examples=150)
+@given(mutated())
+def test_what_is_not_refused_runs_to_its_end_and_what_is_is_marked(schedule: Schedule):
+    refusal = None
+    try:
+        validate(schedule)
+    except ScheduleError as error:
+        refusal = str(error)
+    if refusal is not None:
+        assert re.search(r">\w*<", refusal)
+        return
+    timeline = simulate(schedule, Costs(forward_ms=1, backward_input_ms=1, transfer_ms=1))
+    assert (timeline.end_ns >= timeline.start_ns).all()
+    assert timeline.peak_bytes == (0,) * len(schedule.rows)
+    computed = [action for row in schedule.rows for action in row if action.op.computes]
+    num_stages, num_microbatches = len(schedule.row_of), schedule.num_microbatches
+    trains = any(action.op is not Op.FORWARD for action in computed)
+    assert (
+        sum(action.op is not Op.BACKWARD_WEIGHT for action in computed) == (1 + trains) * num_stages * num_microbatches
+    )
