@@ -232,7 +232,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The job ends before its last step: roll forward if told, write these states to ``path``, answer ``Saved``, then wait."""
+    """The job ends early: roll forward if told, write these states to ``path``, answer ``Saved``, then wait."""
 
     generation: int
     version: int
