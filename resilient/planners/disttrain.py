@@ -16,22 +16,23 @@ only what a lower bound excludes.
 
 Samples are spread longest first over replicas by what they cost, and microbatches put into an order
 (:mod:`resilient.planners.microbatch_order`). Replicas here are of unequal speed, so they need not get equally many
-samples: batches are packed, not padded.
+samples: batches are packed, not padded. An order that needs more memory than there is is not taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from resilient.planners.balance import Floats, longest_first
+from resilient.planners.balance import Floats, loads, longest_first
 from resilient.planners.disttrain_search import search
+from resilient.planners.entrain_memory import Room
 from resilient.planners.expected import stage_curves
 from resilient.planners.microbatch_order import reorder
 from resilient.planners.planner import LLM, Assignment, Configuration, Place, Replica, Setting
-from resilient.planners.samples import SampleTable
+from resilient.planners.samples import Ints, SampleTable
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,60 @@ class DistTrain:
             replicas: The language model's replicas as they are now.
         """
         forward, backward, calls = _stage_ms(setting, configuration, batch)
+        room = _room(setting, configuration)
         replica = longest_first((forward + backward).sum(axis=0), [each.speed for each in replicas])
         microbatch = np.zeros(len(batch), np.int64)
         for number, each in enumerate(replicas):
-            parts = np.array_split(np.flatnonzero(replica == number), each.num_microbatches)
+            members = np.flatnonzero(replica == number)
+            parts = np.array_split(members, each.num_microbatches)
             times = [
                 np.stack([one[:, part].sum(axis=1) + call * bool(len(part)) for part in parts], axis=1)
                 for one, call in zip((forward, backward), calls, strict=True)
             ]
-            for position, index in enumerate(reorder(*times)):
-                microbatch[parts[index]] = position
+            part, order = np.repeat(np.arange(len(parts)), [len(each) for each in parts]), reorder(*times)
+            place = np.argsort(order)[part]
+            if room is not None and room.used(batch[members], place, place, len(parts)) > 1:
+                place = _fitting(room, batch[members], part, order)
+            microbatch[members] = place
         place = Place(replica=replica, microbatch=microbatch)
         return Assignment(units=dict.fromkeys(configuration.units, place))
+
+
+def _room(setting: Setting, configuration: Configuration) -> Room | None:
+    """Return what a replica of the language model has left for activations, in encoders that it shares with others."""
+    room = Room.of(setting, configuration)
+    if room is None:
+        return None
+    shares = {name: configuration.units[LLM].dp / spread.dp for name, spread in configuration.units.items()}
+    return Room(units={name: replace(kept, parts=kept.parts * shares[name]) for name, kept in room.units.items()})
+
+
+def _fitting(room: Room, samples: SampleTable, part: Ints, order: Ints) -> Ints:
+    """Return the microbatch of each sample of a replica such that memory holds those that are in flight.
+
+    An order may have heavy microbatches in a row. The next one is always the first of the order that still fits; if
+    there is none at some time, samples are put into other microbatches, evenly.
+
+    Args:
+        room: What there is.
+        samples: Of the replica.
+        part: Of each sample, its microbatch as they come.
+        order: Of those.
+    """
+    units = [(samples.units[name].tokens, kept) for name, kept in room.units.items()]
+    windows = np.concatenate([kept.windows for _, kept in units])
+    needs = np.concatenate([kept.parts[:, None] * loads(tokens, part, len(order)) for tokens, kept in units])
+    sums = np.zeros((len(windows), len(order) + 1))
+    place, waiting = np.zeros(len(order), np.int64), order.tolist()
+    for position in range(len(order)):
+        firsts = np.maximum(position + 1 - windows, 0)
+        held = sums[:, position] - sums[np.arange(len(windows)), firsts]
+        fits = (held[:, None] + needs[:, waiting] <= 1).all(axis=0)
+        if not fits.any():
+            return room.even(samples, len(order))
+        chosen = waiting.pop(int(fits.argmax()))
+        place[chosen], sums[:, position + 1] = position, sums[:, position] + needs[:, chosen]
+    return place[part]
 
 
 def _stage_ms(

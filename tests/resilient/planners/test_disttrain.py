@@ -16,6 +16,7 @@ from resilient.planners.balance import cut_chain, loads, longest_first
 from resilient.planners.correction import UNCORRECTED, Observation
 from resilient.planners.costs import CostModel, Floats
 from resilient.planners.disttrain import DistTrain
+from resilient.planners.evaluate import evaluate
 from resilient.planners.microbatch_order import pipeline_ms
 from resilient.planners.planner import LLM, Configuration, Parallelism, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
@@ -173,6 +174,21 @@ def test_microbatches_run_in_a_better_order_than_they_come_in() -> None:
     backward = np.stack([vision.backward().of(batch.units["vision"])] + [llm.backward().of(batch.units[LLM]) / 2] * 2)
     ordered = pipeline_ms(np.argsort(place.microbatch), forward, backward)
     assert ordered < pipeline_ms(range(16), forward, backward)
+
+
+def test_memory_holds_what_the_order_puts_in_a_row() -> None:
+    peaks: list[float] = []
+    for memory in (800_000, 1_200_000, 1_600_000):
+        job = setting(memory)
+        found = DistTrain().configure(job, table(1000))
+        replicas = [Replica(num_microbatches=found.num_microbatches)] * found.units[LLM].dp
+        for seed in range(4):
+            batch = table(32, seed)
+            held = DistTrain().assign(job, found, batch, replicas)
+            free = DistTrain().assign(setting(), found, batch, replicas)
+            assert evaluate(job, found, held, batch, replicas).peak_bytes <= memory
+            peaks.append(evaluate(job, found, free, batch, replicas).peak_bytes / memory)
+    assert min(peaks) < 1 < max(peaks)
 
 
 @pytest.mark.parametrize("slow", ["vision", LLM])
