@@ -84,6 +84,60 @@ def times_of(work: Floats, bins: Ints, num_bins: int, ring: Floats, start: Float
 
 
 @compiled
+def fill(total: Floats, kept: Floats, order: Ints, degrees: Ints) -> Ints:
+    """Give sequences in order to the group that has room and is done with it first; all -1 where one has none.
+
+    Args:
+        total: Work of each sequence. [num_sequences]
+        kept: In shares of a rank, likewise.
+        order: Of the sequences.
+        degrees: Of the groups, which have as much room. [num_groups]
+    """
+    bins = np.full(len(total), -1)
+    load, held = np.zeros(len(degrees)), np.zeros(len(degrees))
+    for item in order:
+        best, done = -1, np.inf
+        for group in range(len(degrees)):
+            after = (load[group] + total[item]) / degrees[group]
+            if after < done and held[group] + kept[item] <= degrees[group]:
+                best, done = group, after
+        if best < 0:
+            bins[:] = -1
+            break
+        bins[item] = best
+        load[best] += total[item]
+        held[best] += kept[item]
+    return bins
+
+
+@compiled
+def widened(
+    work: Floats, kept: Floats, ring: Floats, start: Floats, bins: Ints, num_bins: int
+) -> tuple[Ints, Ints, float]:
+    """Return the groups that are not empty, with the best degrees: numbers of them, degrees, the slowest's time.
+
+    The time is infinite where there are too few ranks.
+    """
+    held, number = np.zeros(num_bins), np.full(num_bins, -1)
+    for item in range(len(bins)):
+        held[bins[item]] += kept[item]
+        number[bins[item]] = 0
+    used = np.flatnonzero(number == 0)
+    for group in range(len(used)):
+        number[used[group]] = group
+    least = np.maximum(np.ceil(held[used]), 1.0).astype(np.int64)
+    if least.sum() > len(ring):
+        return bins, least, np.inf
+    bins = number[bins]
+    times = times_of(work, bins, len(used), ring, start)
+    degrees = min_max_degrees(times, least)
+    slowest = 0.0
+    for group in range(len(used)):
+        slowest = max(slowest, times[group, degrees[group] - 1])
+    return bins, degrees, slowest
+
+
+@compiled
 def fastest_groups(
     work: Floats, kept: Floats, ring: Floats, start: Floats, bins: Ints, least: Ints
 ) -> tuple[Ints, Ints, float]:
@@ -98,22 +152,25 @@ def fastest_groups(
     static = num_ranks
     while static:
         count = min(static, len(bins))
+        degree = num_ranks // static
         static //= 2
         if min(static, len(bins)) == count:
             continue
-        bounds = np.array([0, count])
-        evenly = spread(total, order, np.ones(1), np.arange(count), bounds)
-        held = np.zeros(count)
-        for item in range(len(bins)):
-            held[evenly[item]] += kept[item]
-        needed = np.maximum(np.ceil(held), 1.0).astype(np.int64)
-        if needed.sum() > num_ranks:
-            continue
-        times = times_of(work, evenly, count, ring, start)
-        other = min_max_degrees(times, needed)
-        slowest = 0.0
-        for group in range(count):
-            slowest = max(slowest, times[group, other[group] - 1])
+        evenly = spread(total, order, np.ones(1), np.arange(count), np.array([0, count]))
+        groups, other, slowest = widened(work, kept, ring, start, evenly, count)
+        if slowest == np.inf:
+            evenly = fill(total, kept, order, np.full(count, degree))
+            if evenly[0] < 0:
+                continue
+            groups, other, slowest = widened(work, kept, ring, start, evenly, count)
         if slowest < best_ms:
-            best, degrees, best_ms = evenly, other, slowest
+            best, degrees, best_ms = groups, other, slowest
+    while True:
+        again = fill(total, kept, order, degrees)
+        if again[0] < 0:
+            break
+        groups, other, slowest = widened(work, kept, ring, start, again, len(degrees))
+        if slowest >= best_ms:
+            break
+        best, degrees, best_ms = groups, other, slowest
     return best, degrees, best_ms

@@ -148,8 +148,9 @@ def plan_groups(sequences: Sequences, ranks: Ranks, bins: Ints, least: Ints) -> 
 
     The paper takes the packing as it is: where memory is plentiful, that is few large groups, which communicate much.
     So static groups are tried as well: as many as there are with 1, 2, 4, ... ranks each, or as there are sequences,
-    balanced by work, and then widened where they are slow. The fastest wins: the result is never slower than the
-    paper's, and never than static groups that hold their sequences.
+    balanced by work, and then widened where they are slow. The fastest wins. As long as that makes it faster, sequences
+    are given out anew to groups of its degrees, wide ones taking more. The result is never slower than the paper's, and
+    never than static groups that hold their sequences.
 
     Args:
         sequences: Of the microbatch.
