@@ -12,6 +12,7 @@ from resilient.agent.forming import problem_of
 from resilient.agent.state import Phase
 from resilient.messages import Regroup, Suspect
 from resilient.templates.cluster import Link
+from resilient.templates.generators import Kind
 from resilient.templates.replan import templates_for
 
 
@@ -55,6 +56,19 @@ def test_plans_are_made_for_the_network_and_the_failures_that_are_expected() -> 
     (instruction,) = [made for made in job.ready(0) if isinstance(made, PreparePlans)]
     assert instruction.problem.cluster.inter_node == slow
     assert instruction.problem.failure_interval_s == 60.0
+
+
+def test_plans_are_made_for_the_schedule_of_the_job() -> None:
+    """Layers do not suffice for two stages on each of three nodes: the fifth stands by."""
+    job = started(spec=job_spec(schedule=Kind.INTERLEAVED, num_chunks=2, min_pipeline_nodes=2))
+    assert [p["nodes"] for p in job.last("generation")["pipelines"]] == [[0, 1], [2, 3]]
+    job.lose(1)
+    job.answer()
+    for pipeline in job.last("generation")["pipelines"]:
+        assert [stage["node"] for stage in pipeline["stages"]] == 2 * pipeline["nodes"]
+        bounds = [0, *(stage["end_layer"] for stage in pipeline["stages"])]
+        assert [stage["first_layer"] for stage in pipeline["stages"]] == bounds[:-1]
+    assert job.last("generation")["nodes"] == [0, 2, 3, 4]
 
 
 def test_generations_say_by_their_digest_what_templates_they_are_made_of() -> None:
