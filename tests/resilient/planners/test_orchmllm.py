@@ -125,6 +125,18 @@ def test_balance_is_better_than_none_on_what_failures_leave(lost: int) -> None:
     assert steps[0] < 0.8 * steps[1]
 
 
+@pytest.mark.parametrize("counts", [[16] * 4, [22, 22, 21, 21]])
+def test_no_replica_gets_the_longest_sample_of_every_turn(counts: list[int]) -> None:
+    """Nor those that are faster than others by a little, as their microbatches are fewer by one."""
+    replicas, largest = [Replica(num_microbatches=count) for count in counts], list[float]()
+    for seed in range(1, 4):
+        batch = table(256, seed)
+        place = OrchMLLM().assign(setting(), CONFIGURATION, batch, replicas).units["vision"]
+        held = loads(batch.units["vision"].tokens, place.replica, 4)
+        largest.append(held.max() / held.mean())
+    assert np.mean(largest) < 1.12
+
+
 def test_samples_stay_on_their_replica_where_encoders_apart_are_unequal() -> None:
     configuration = Uniform().configure(setting(), table(200))
     assert not configuration.colocated
