@@ -178,6 +178,9 @@ class Launcher:
                 await spawner.close()
 
     def _make_folder(self) -> None:
+        if (self._run_directory / "events.jsonl").exists():
+            reason = f"run_directory must be new, got {self._run_directory}, which holds another run"
+            raise ValueError(f"{reason}; pass another with --run-dir")
         try:
             (self._run_directory / "logs").mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -284,8 +287,8 @@ class Launcher:
         for callback in list(self._callbacks):
             try:
                 callback(event)
-            except OSError as error:  # the terminal is gone, or nobody reads any more: no reason to end the job
-                logger.warning("events are no longer shown: %s", error)
+            except (OSError, SystemExit) as error:  # of a terminal that is gone, or of rich when nobody reads any more
+                logger.warning("events are no longer shown: %r", error)
                 self._callbacks.remove(callback)
 
     def _feed(self, event: ev.Event) -> None:

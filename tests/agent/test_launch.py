@@ -97,6 +97,13 @@ def test_folder_that_cannot_be_written_is_named(train: str, tmp_path: Path) -> N
         launch(LaunchOptions(script=train, run_directory=str(folder)))
 
 
+def test_folder_of_another_run_is_left_alone(train: str, tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("")
+    message = f"run_directory must be new, got {tmp_path}, which holds another run; pass another with --run-dir"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        launch(LaunchOptions(script=train, run_directory=str(tmp_path)))
+
+
 def test_environment_that_is_too_large_for_a_process_ends_the_launch(train: str, tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
     options = LaunchOptions(
@@ -126,11 +133,11 @@ def test_launcher_ends_though_an_import_hangs(tmp_path: Path) -> None:
     assert not alive
 
 
-def test_whoever_shows_the_events_and_cannot_any_more_does_not_end_the_job(train: str, tmp_path: Path) -> None:
-    launcher, show = (
-        Launcher(LaunchOptions(script=train, run_directory=str(tmp_path))),
-        Mock(side_effect=BrokenPipeError),
-    )
+@pytest.mark.parametrize("error", [OSError("no terminal"), SystemExit(1)])
+def test_whoever_shows_the_events_and_cannot_any_more_does_not_end_the_job(
+    error: BaseException, train: str, tmp_path: Path
+) -> None:
+    launcher, show = Launcher(LaunchOptions(script=train, run_directory=str(tmp_path))), Mock(side_effect=error)
     launcher.subscribe(show)
     for _ in range(2):
         launcher._on_event({"kind": "step"})
