@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.planners.baselines import EncoderFirst, FullySharded, RandomOrder, StaticContext, zigzag
+from resilient.planners.cornstarch import Cornstarch
 from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.evaluate import evaluate
 from resilient.planners.planner import Planner, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
 from resilient.planners.uniform import Uniform, even_layers, in_order
@@ -149,6 +151,22 @@ def test_less_memory_never_makes_a_step_faster_and_none_is_an_error(planner: Pla
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         configured(least // 2)
+
+
+@pytest.mark.parametrize("planner", [*PLANNERS, Cornstarch()], ids=lambda planner: planner.name)
+def test_memory_holds_samples_longer_than_the_mean(planner: Planner) -> None:
+    samples, peaks = table(1000), list[float]()
+    for memory_bytes in (round(2**19 * 1.7**power) for power in range(6)):
+        setting = replace(SETTING, cluster=Cluster(devices_per_node=2, memory_bytes=memory_bytes))
+        if not _fits(lambda _, setting=setting: planner.configure(setting, samples), 0):
+            continue
+        found = planner.configure(setting, samples)
+        replicas = [Replica(num_microbatches=found.num_microbatches)] * found.units["llm"].dp
+        for start in range(0, 1000 - 32, 320):
+            batch = samples[np.arange(start, start + 32)]
+            result = evaluate(setting, found, planner.assign(setting, found, batch, replicas), batch, replicas)
+            peaks.append(result.peak_bytes / memory_bytes)
+    assert 0.5 < max(peaks) <= 1
 
 
 def test_the_first_stage_keeps_as_many_microbatches_as_there_are_stages() -> None:
