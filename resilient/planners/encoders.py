@@ -138,10 +138,12 @@ def parts(model: str) -> tuple[dict[str, Encoder], KnownModel]:
     Raises:
         ValueError: A name is not known (the message lists those that are), or two encoders are of one unit.
     """
+    known = {name: each for name, each in MODELS.items() if each.vision is None}
+    if "+" not in model:
+        look_up("model", model, {**SHORT, **known})
     *names, language = SHORT.get(model, model).split("+")
     encoders = {name: look_up("encoder", name, ENCODERS) for name in names}
     units = [ENCODERS[name].unit for name in names]
     if len(set(units)) != len(units):
         raise ValueError(f"encoders of {model!r} must be of different units, got {', '.join(units)}; leave one out")
-    known = {name: each for name, each in MODELS.items() if each.vision is None}
     return encoders, look_up("language model", language, known)
