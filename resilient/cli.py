@@ -107,8 +107,8 @@ def run(
             _write_report(run_directory)
             if trace:
                 _write_trace(run_directory, trace)
-    except OSError as error:  # a full disk must not change what the exit code says of the job
-        _console.print(f"error: no report in {run_directory}: {error}", markup=False, style="red")
+    except (OSError, KeyboardInterrupt) as error:  # neither changes what the exit code says of the job
+        _console.print(f"error: no report in {run_directory}: {error!r}", markup=False, style="red")
     raise typer.Exit(exit_code)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
+from resilient import cli
+from resilient.agent.launch import Launcher
 from resilient.cli import app, parse_injection
 from resilient.messages import Injection
 
@@ -34,6 +37,19 @@ def test_resuming_from_no_checkpoint_fails_with_the_reason(tmp_path: Path) -> No
     arguments = ["run", "--resume", str(tmp_path), "--run-dir", str(tmp_path / "run"), str(tmp_path / "s.py")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
+
+
+@pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()])
+def test_report_that_cannot_be_written_leaves_the_exit_code_alone(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "s.py").touch()
+    (tmp_path / "events.jsonl").touch()
+    monkeypatch.setattr(Launcher, "run", lambda _: 130)
+    monkeypatch.setattr(cli, "_write_report", Mock(side_effect=error))
+    result = CliRunner().invoke(app, ["run", "--run-dir", str(tmp_path), str(tmp_path / "s.py")])
+    assert result.exit_code == 130
+    assert "error: no report in " in result.output
 
 
 @pytest.mark.parametrize("what", ["kill", "leave"])
