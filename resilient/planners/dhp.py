@@ -7,8 +7,10 @@ all replicas by work, longest first. Where they are too many for the memory of o
 spread.
 
 Differences to the paper: ranks that are left over are used (see :func:`~resilient.planners.groups.choose_degrees`),
-packings into more groups are tried, and eta is 0: the language model's curve is that of its own mask. Encoders share a
-group's pictures and sounds among its ranks, which needs no ring.
+other groups than its own are tried (see :func:`~resilient.planners.groups.plan_groups`), and eta is 0: the language
+model's curve is that of its own mask. Encoders share a group's pictures and sounds among its ranks, without a ring.
+The paper splits a microbatch that needs more ranks than there are; here their number is given by the plan, so what is
+too much goes to the others. It plans one batch ahead; ``assign`` does so whenever a batch's lengths are known.
 """
 
 from __future__ import annotations

@@ -180,6 +180,31 @@ def test_static_groups_are_tried_where_the_packing_has_as_many_groups() -> None:
     assert groups.slowest_ms == pytest.approx(5.5)
 
 
+def test_static_groups_are_filled_by_room() -> None:
+    # By work alone the sequences of 4 and 3 ms would be together that do not fit; the packing takes 8 ms and 6 ms.
+    these = Sequences(
+        attention_ms=np.zeros(4),
+        other_ms=np.array([4.0, 4.0, 3.0, 3.0]),
+        tokens=np.ones(4),
+        kept=np.array([0.6, 0.3, 0.6, 0.3]),
+    )
+    assert plan_groups(these, ranks(2), *pack(these.kept)).slowest_ms == pytest.approx(7.5)
+
+
+def test_wide_groups_are_given_more() -> None:
+    # Two groups of as equal work as can be, 14 and 12 ms, would take 14 / 3 and 12 / 2 ms on five ranks.
+    these = Sequences(
+        attention_ms=np.zeros(6),
+        other_ms=np.array([10.0, 4.0, 4.0, 4.0, 2.0, 2.0]),
+        tokens=np.zeros(6),
+        kept=np.zeros(6),
+    )
+    narrow = Ranks(fixed_ms=0.0, ring_ms=np.zeros(5), start_ms=np.array([0.0, 0.0, 0.0, 9.0, 9.0]))
+    groups = plan_groups(these, narrow, *pack(these.kept))
+    assert groups.degrees.tolist() == [3, 2]
+    assert groups.slowest_ms == pytest.approx(16 / 3)
+
+
 def test_plentiful_memory_does_not_put_all_sequences_into_one_group() -> None:
     these = sequences(np.random.default_rng(0), 64, 0.0)
     bins, least = pack(these.kept)
