@@ -243,7 +243,8 @@ def _compare(
     outcomes, missing = [], []
     for policy in policies:
         try:
-            outcomes.append(scenario(None, trace.max_nodes).run(trace, policy))
+            with console.status(f"replaying {trace.name}: {policy}"):
+                outcomes.append(scenario(None, trace.max_nodes).run(trace, policy))
         except DoesNotFit as error:
             missing.append((policy, in_options(error, ctx)))
     show_trace(trace, console)
@@ -269,8 +270,9 @@ def _sweep(
     from resilient.simulation.sweep import run_sweep
     from resilient.simulation.tables import show_sweep, show_trace
 
-    rows = list(run_sweep(sweeps, trace, scenario, policies, partial(in_options, ctx=ctx)))
     own = trace(None)
+    with console.status(f"replaying {own.name}"):
+        rows = list(run_sweep(sweeps, trace, scenario, policies, partial(in_options, ctx=ctx)))
     show_trace(own, console)
     show_sweep(rows, console)
     return {
