@@ -11,13 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from resilient.planners.baselines import StaticContext
 from resilient.planners.cornstarch import Cornstarch
 from resilient.planners.disttrain import DistTrain
-from resilient.planners.planner import LLM, Assignment, Configuration, Place, Planner, Replica, Setting
+from resilient.planners.microbatch_order import fill_intervals
+from resilient.planners.planner import LLM, Assignment, Configuration, Planner, Replica, Setting
 from resilient.planners.registry import planner
-from resilient.planners.samples import SampleTable
+from resilient.planners.samples import Ints, SampleTable
 from resilient.planners.uniform import Uniform
 
 MEASURED = "measured"
@@ -107,22 +109,13 @@ class Claim:
     reasons: tuple[Instead, ...]
 
 
-@dataclass(frozen=True)
-class Spread(DistTrain):
-    """DistTrain without its order of microbatches."""
+def as_they_come(forward_ms: npt.ArrayLike, backward_ms: npt.ArrayLike) -> Ints:
+    """Return the order that microbatches are in."""
+    return np.arange(np.shape(forward_ms)[1])
 
-    name: str = "disttrain, spread alone"
 
-    def assign(
-        self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
-    ) -> Assignment:
-        """Spread samples over replicas; each takes its own as they come."""
-        replica = super().assign(setting, configuration, batch, replicas).units[LLM].replica
-        microbatch = np.zeros_like(replica)
-        for number, each in enumerate(replicas):
-            for position, part in enumerate(np.array_split(np.flatnonzero(replica == number), each.num_microbatches)):
-                microbatch[part] = position
-        return Assignment(units=dict.fromkeys(batch.units, Place(replica=replica, microbatch=microbatch)))
+SPREAD = DistTrain(name="disttrain, spread alone", order=as_they_come)
+HEURISTIC = DistTrain(name="disttrain, order as published", order=fill_intervals)
 
 
 @dataclass(frozen=True)
@@ -204,7 +197,8 @@ CLAIMS = (
             LARGER,
             EVEN,
             alike("entrain", "entrain", "disttrain"),
-            Instead(what="DistTrain without its order", worse=(planner("disttrain"), Spread())),
+            Instead(what="DistTrain's order as published, not searched", worse=(HEURISTIC, HEURISTIC)),
+            Instead(what="DistTrain without its order", worse=(SPREAD, SPREAD)),
             Instead(what="DistTrain without spreading and order", worse=mixed("disttrain", "uniform")),
         ),
     ),
@@ -258,10 +252,11 @@ CLAIMS = (
         better=both("disttrain"),
         worse=mixed("disttrain", "uniform"),
         reasons=(
-            Instead(what="order alone, of what is spread", worse=(planner("disttrain"), Spread())),
+            Instead(what="order alone, of what is spread", worse=(SPREAD, SPREAD)),
+            Instead(what="order as published, not searched", better=(HEURISTIC, HEURISTIC)),
             Instead(
                 what="spreading alone, over the uniform plan's replicas",
-                better=(planner("uniform"), Spread()),
+                better=(planner("uniform"), SPREAD),
                 worse=both("uniform"),
             ),
             LARGER,

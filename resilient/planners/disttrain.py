@@ -21,10 +21,11 @@ samples: batches are packed, not padded. An order that needs more memory than th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from resilient.planners.balance import Floats, loads, longest_first
 from resilient.planners.disttrain_search import search
@@ -37,10 +38,16 @@ from resilient.planners.samples import Ints, SampleTable
 
 @dataclass(frozen=True)
 class DistTrain:
-    """The planner."""
+    """The planner.
+
+    Args:
+        order: Puts microbatches into an order by their forwards and backwards on each stage;
+            :func:`~resilient.planners.microbatch_order.fill_intervals` is the paper's own.
+    """
 
     name: str = "disttrain"
     source: str = "DistTrain (SIGCOMM'25), model orchestration and data reordering"
+    order: Callable[[npt.ArrayLike, npt.ArrayLike], Ints] = reorder
 
     def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
         """Return the parallelism of each unit under which a step takes least; of equals, one on the fewest devices.
@@ -76,7 +83,7 @@ class DistTrain:
                 np.stack([one[:, part].sum(axis=1) + call * bool(len(part)) for part in parts], axis=1)
                 for one, call in zip((forward, backward), calls, strict=True)
             ]
-            part, order = np.repeat(np.arange(len(parts)), [len(each) for each in parts]), reorder(*times)
+            part, order = np.repeat(np.arange(len(parts)), [len(each) for each in parts]), self.order(*times)
             place = np.argsort(order)[part]
             if room is not None and room.used(batch[members], place, place, len(parts)) > 1:
                 place = _fitting(room, batch[members], part, order)

@@ -17,7 +17,7 @@ from resilient.planners.correction import UNCORRECTED, Observation
 from resilient.planners.costs import CostModel, Floats
 from resilient.planners.disttrain import DistTrain
 from resilient.planners.evaluate import evaluate
-from resilient.planners.microbatch_order import pipeline_ms
+from resilient.planners.microbatch_order import fill_intervals, pipeline_ms
 from resilient.planners.planner import LLM, Configuration, Parallelism, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
 from resilient.planners.stage_work import by_stage, gradient_sum_ms
@@ -174,6 +174,10 @@ def test_microbatches_run_in_a_better_order_than_they_come_in() -> None:
     backward = np.stack([vision.backward().of(batch.units["vision"])] + [llm.backward().of(batch.units[LLM]) / 2] * 2)
     ordered = pipeline_ms(np.argsort(place.microbatch), forward, backward)
     assert ordered < pipeline_ms(range(16), forward, backward)
+    published = DistTrain(order=fill_intervals).assign(setting(), configuration, batch, [Replica(num_microbatches=16)])
+    order = np.argsort(published.units[LLM].microbatch)
+    assert order.tolist() == fill_intervals(forward, backward).tolist()
+    assert ordered <= pipeline_ms(order, forward, backward)
 
 
 def test_memory_holds_what_the_order_puts_in_a_row() -> None:

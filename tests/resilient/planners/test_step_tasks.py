@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive_step import NaiveStep
 
 from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
 from resilient.planners.evaluate import evaluate
 from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Place, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
 from resilient.templates.cluster import Cluster, Link
-from tests.resilient.planners.naive_step import NaiveStep
 
 WAYS = [(encoders, colocated) for encoders in Encoders for colocated in (False, True)]
 
