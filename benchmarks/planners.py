@@ -229,6 +229,8 @@ def groups() -> list[Row]:
     configuration = Configuration(units=units, num_microbatches=1)
     sequences, ranks = sequences_of(job, configuration, batch), ranks_of(job, configuration)
     one = [Replica(num_microbatches=1)]
+    found = DHP().configure(job, batch)
+    own = [Replica(num_microbatches=found.num_microbatches)]
     return [
         Row(
             name="groups",
@@ -238,6 +240,8 @@ def groups() -> list[Row]:
             target="5 ms",
         ),
         Row(name="dhp", case="the same, with costs", call=lambda: DHP().assign(job, configuration, batch, one)),
+        Row(name="dhp", case="512 samples to its own microbatches", call=lambda: DHP().assign(job, found, batch, own)),
+        Row(name="dhp", case="Llama 3.2 3B with SigLIP on 64 devices, once", call=lambda: DHP().configure(job, batch)),
     ]
 
 
