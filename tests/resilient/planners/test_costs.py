@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
@@ -52,6 +52,7 @@ def test_fitted_curves_predict_measured_times_in_between() -> None:
 COEFFICIENTS = st.tuples(st.floats(1e-7, 1e-4), st.floats(1e-3, 1.0), st.floats(0, 5))
 
 
+@settings(deadline=None)
 @given(coefficients=COEFFICIENTS, noise=st.lists(st.floats(-0.03, 0.03), min_size=5, max_size=5))
 def test_fits_through_noise_are_not_negative_and_near_in_between(
     coefficients: tuple[float, float, float], noise: list[float]
@@ -76,6 +77,7 @@ def test_curves_without_attention_do_not_take_noise_for_it() -> None:
     assert linear.call_ms(16384, 16384**2) == pytest.approx(16384 / 64, rel=0.05)
 
 
+@settings(deadline=None)
 @given(coefficients=COEFFICIENTS, factor=st.floats(1, 16))
 def test_calls_beyond_the_longest_are_predicted_by_the_same_curve(
     coefficients: tuple[float, float, float], factor: float

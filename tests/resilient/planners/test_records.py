@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.planners.records import Bad, Policy, Records, sample_table
@@ -171,6 +171,7 @@ SAMPLES = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(samples=SAMPLES, bad=st.sampled_from(["drop", "resize"]), model=st.sampled_from([QWEN, WHISPER, OMNI]))
 def test_limits_are_held_and_each_sample_is_kept_or_reported(samples: list[Sample], bad: Policy, model: str) -> None:
     limits = {unit: 3000 for unit in ("vision", "audio", "llm") if model == OMNI or unit == "llm"}
