@@ -56,8 +56,8 @@ class Scenario:
             policy: One of :data:`POLICIES`.
 
         Raises:
-            OutOfMemory: The policy cannot hold the model.
-            ValueError: There is no such policy, or ``restart_nodes`` hold no pipeline.
+            DoesNotFit: The policy can never train here.
+            ValueError: There is no such policy.
         """
         return Outcome(
             policy=policy,
@@ -69,7 +69,7 @@ class Scenario:
 
     def _policy(self, name: str, trace: Trace) -> Policy:
         make: dict[str, Callable[[], Policy]] = {
-            "resilient": lambda: Resilient(self._planner, self.costs),
+            "resilient": self._resilient,
             "bamboo": lambda: Bamboo(self._redundant_grids, self.costs),
             "varuna": lambda: Varuna(self._grids, self.costs),
             "restart": lambda: self._restart(self.restart_nodes or trace.first_nodes),
@@ -102,6 +102,13 @@ class Scenario:
             return Grids(templates_for(problem, self.max_nodes), problem.num_microbatches, time)
         except ValueError as error:
             raise DoesNotFit(str(error)) from None
+
+    def _resilient(self) -> Resilient:
+        try:
+            self._planner.first(self.max_nodes)
+        except ValueError as error:
+            raise DoesNotFit(str(error)) from None
+        return Resilient(self._planner, self.costs)
 
     def _restart(self, num_nodes: int) -> Restart:
         try:

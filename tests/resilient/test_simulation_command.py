@@ -101,6 +101,14 @@ def test_jobs_are_described_as_for_planning(tmp_path):
     )
 
 
+def test_too_few_nodes_are_said_with_the_number_that_would_do():
+    output = run("--trace", "every-1h", "--nodes", "1", "--policy", "resilient").replace("\n", " ")
+    assert (
+        "resilient: --nodes must be at least 2 (--max-failures + 1 = 2 pipelines of 1 node, the fewest that hold the "
+        "model), got 1; add 1 node"
+    ) in output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -154,10 +154,12 @@ def test_a_sweep_has_a_row_for_each_combination_and_marks_the_best():
         )
     )
     assert [tuple(row.values.values()) for row in rows] == [(2, 1), (2, 3), (8, 1), (8, 3)]
-    samples = [row.outcome.samples for row in rows if row.outcome]
-    # Four pipelines take four nodes.
-    assert samples[1] == 0
-    assert samples[2] > 3 * samples[0] > 0
+    assert [row.reason for row in rows if not row.outcome] == [
+        "the number of nodes must be at least 4 (max_failures + 1 = 4 pipelines of 1 node, the fewest that hold the "
+        "model), got 2; add 2 nodes"
+    ]
+    samples = [row.outcome.samples if row.outcome else 0 for row in rows]
+    assert samples[2] > 3 * samples[0] > samples[1] == 0
     assert best(rows, lambda made: made.samples_per_s, least=False) == 2
     assert best(rows, lambda made: made.dollars_per_million, least=True) in (0, 2)
     assert best([Row(values={}, policy="p", outcome=None, reason="r")], lambda made: 1.0, least=True) is None
