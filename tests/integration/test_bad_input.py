@@ -13,7 +13,7 @@ from harness import CHAIN, command, run_job, started
 
 from resilient.events import read_events
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 JOBS = Path(__file__).parent / "jobs"
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from harness import Run, check_recovered, check_survivors, command, run_job, started
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 NODES = 5
 

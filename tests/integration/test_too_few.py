@@ -11,7 +11,7 @@ from harness import Run, check_equal, check_recovered, check_resumed, resume_com
 from resilient.compare import compare_parameters
 from resilient.manifest import read_manifest
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 NODES = 4
 STEP = 5
@@ -107,13 +107,17 @@ def test_states_nobody_holds_and_no_checkpoint_end_the_job(tmp_path):
     assert re.search(r"no live node holds layer\.\d.* and there is no checkpoint; start the job again", run.reason)
 
 
-def test_checkpoint_of_another_model_is_refused(tmp_path):
-    small = run_job(tmp_path / "small", "--layers", "6", "--steps", "2", nodes=NODES)
-    checkpoint = small.directory / "checkpoints" / "step-00000002"
-    run = run_job(tmp_path / "run", nodes=NODES, resume=str(checkpoint))
+def test_checkpoint_of_another_job_is_refused_by_what_differs(reference, tmp_path):
+    checkpoint = reference.directory / "checkpoints" / "step-00000012"
+    run = run_job(tmp_path, "--steps", "20", "--layers", "6", "--batch", "32", nodes=NODES, resume=str(checkpoint))
     assert run.exit_code == 1
-    assert "the checkpoint must hold every state of the model" in run.reason
-    assert "resume with the script that wrote it" in run.reason
+    assert run.losses == {}
+    assert re.fullmatch(
+        rf"resume must be a checkpoint of this job, got {checkpoint}, written with model \w+, now \w+; num_layers "
+        r"10, now 6; num_parameters \d+, now \d+; global_batch 28, now 32; use the script and the arguments that wrote "
+        "it, or begin without a checkpoint",
+        run.reason,
+    )
 
 
 def test_damaged_checkpoint_is_refused(tmp_path):
