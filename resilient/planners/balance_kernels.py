@@ -62,13 +62,17 @@ def fill_ascending(costs: Floats, speeds: Floats, low: float, high: float) -> tu
     return chosen, high
 
 
+STEP_BITS = 24
+"""Of a key, for the number of tolerances; the other bits are the highest of the squares'."""
+
+
 @compiled
 def fill_by_key(items: Floats, order: Ints, speeds: Floats, members: Ints, starts: Ints, tolerance: float) -> Ints:
     """Give items in order to the instance first by (tolerances, squares, position).
 
     As in :func:`~resilient.planners.kernels.spread`, each speed has a tournament of its instances, of which only the
-    winner's way from its leaf to the root is played again; both parts of keys are compared as the integers that their
-    bits are, without branches. Of the winners, the one that is first with the item gets it.
+    winner's way from its leaf to the root is played again, without branches: both parts of a key are one integer. Of
+    the winners, the one that is first with the item gets it.
 
     Args:
         items: Lengths, >= 0. [num_items]
@@ -76,51 +80,41 @@ def fill_by_key(items: Floats, order: Ints, speeds: Floats, members: Ints, start
         speeds: They, all different. [num_speeds]
         members: The instances of each speed, one speed after the other, ascending within. [num_instances]
         starts: Where each speed's instances start, and the end. [num_speeds + 1]
-        tolerance: Lengths that count as one step.
+        tolerance: Lengths that count as one step; there are less than ``1 << STEP_BITS`` steps.
     """
     num_speeds, step_size = len(speeds), speeds * tolerance
     first = tournament_starts(starts)
-    steps, squares, loser = np.empty((3, first[-1]), dtype=np.int64)
+    lost, loser = np.empty(first[-1], dtype=np.int64), np.empty(first[-1], dtype=np.int64)
     for speed in range(num_speeds):
         own = slice(first[speed], first[speed + 1])
-        for keys in (steps, squares):
-            set_up(keys[own], loser[own], starts[speed + 1] - starts[speed])
+        set_up(lost[own], loser[own], starts[speed + 1] - starts[speed])
     total, total_squares = np.zeros(len(members)), np.zeros(len(members))
-    winner, best_key, key = starts[:-1].copy(), np.zeros(2), np.zeros(2)
-    bits = best_key.view(np.int64)
+    winner, squares = starts[:-1].copy(), np.zeros(1)
+    bits = squares.view(np.int64)
     chosen = np.empty(len(items), dtype=np.int64)
     for item in order:
-        best = -1
+        best, key = -1, 0
         for speed in range(num_speeds):
             who = winner[speed]
-            key[0] = np.floor((total[who] + items[item]) / step_size[speed])
-            key[1] = total_squares[who] + items[item] ** 2 / speeds[speed]
-            if (
-                best < 0
-                or key[0] < best_key[0]
-                or (
-                    key[0] == best_key[0]
-                    and (key[1] < best_key[1] or (key[1] == best_key[1] and members[who] < members[winner[best]]))
-                )
-            ):
-                best = speed
-                best_key[0], best_key[1] = key[0], key[1]
+            squares[0] = total_squares[who] + items[item] ** 2 / speeds[speed]
+            steps = int((total[who] + items[item]) / step_size[speed])
+            other_key = (steps << (63 - STEP_BITS)) + (bits[0] >> STEP_BITS)
+            if best < 0 or other_key < key or (other_key == key and members[who] < members[winner[best]]):
+                best, key = speed, other_key
         who = winner[best]
         chosen[item] = members[who]
         total[who] += items[item]
-        total_squares[who] = best_key[1]
-        step, square, leaf, root = bits[0], bits[1], who - starts[best], first[best]
+        total_squares[who] += items[item] ** 2 / speeds[best]
+        leaf, root = who - starts[best], first[best]
         node = first[best + 1] - root + leaf
         while node > 1:
             from_right = node & 1  # equal keys: the left one wins
             node >>= 1
-            other_step, other_square, other = steps[root + node], squares[root + node], loser[root + node]
-            swap = (other_step < step) | ((other_step == step) & (other_square < square + from_right))
-            steps[root + node] = step if swap else other_step
-            squares[root + node] = square if swap else other_square
+            other_key, other = lost[root + node], loser[root + node]
+            swap = other_key < key + from_right
+            lost[root + node] = key if swap else other_key
             loser[root + node] = leaf if swap else other
-            step = other_step if swap else step
-            square = other_square if swap else square
+            key = other_key if swap else key
             leaf = other if swap else leaf
         winner[best] = starts[best] + leaf
     return chosen

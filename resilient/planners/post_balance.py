@@ -92,19 +92,22 @@ def balance_quadratic(lengths: npt.ArrayLike, speeds: npt.ArrayLike, tolerance: 
         The instance of each sample; equal instances go by position.
 
     Raises:
-        ValueError: There is no instance, a length is negative, or a speed or the tolerance is not positive.
+        ValueError: There is no instance, a length is negative, a speed is not positive, or the tolerance is not or is
+            so small that some millions of them are to be told apart.
     """
-    from resilient.planners.balance_kernels import fill_by_key
+    from resilient.planners.balance_kernels import STEP_BITS, fill_by_key
     from resilient.planners.kernels import descending
 
     items, rates = _checked(lengths, speeds)
-    if not tolerance > 0:
-        raise ValueError(f"tolerance must be > 0, got {tolerance}; a mean length is a good one")
+    longest = float(items.max(initial=0.0)) / float(rates.min())
+    least = (float(items.sum() / rates.sum()) + longest * len(rates)) / ((1 << STEP_BITS) - 3)
+    if not tolerance > least:
+        raise ValueError(f"tolerance must be > {least:.3g}, got {tolerance}; a mean length is a good one")
     return fill_by_key(items, descending(items), *by_speed(rates), float(tolerance))
 
 
-def load_key(total: float, squares: float, speed: float, tolerance: float) -> tuple[float, float]:
-    """Return by what instances are ordered in algorithm 3: how many tolerances, then the squares.
+def load_key(total: float, squares: float, speed: float, tolerance: float) -> tuple[int, int]:
+    """Return by what instances are ordered in algorithm 3: how many tolerances, then the squares' first 28 bits or so.
 
     Args:
         total: Sum of an instance's lengths.
@@ -112,7 +115,10 @@ def load_key(total: float, squares: float, speed: float, tolerance: float) -> tu
         speed: Of the instance.
         tolerance: As for :func:`balance_quadratic`.
     """
-    return float(np.floor(total / (speed * tolerance))), squares / speed
+    from resilient.planners.balance_kernels import STEP_BITS
+
+    bits = np.array([squares / speed]).view(np.int64)
+    return int(total / (speed * tolerance)), int(bits[0]) >> STEP_BITS
 
 
 def padded_cost(lengths: npt.ArrayLike, instances: Ints, num_instances: int, squared: float = 0.0) -> Floats:

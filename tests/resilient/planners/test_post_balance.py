@@ -205,6 +205,6 @@ def test_what_cannot_be_balanced_is_an_error() -> None:
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         balance_padded([-1], [1.0])
-    message = "tolerance must be > 0, got 0.0; a mean length is a good one"
+    message = "tolerance must be > 1.19e-07, got 0.0; a mean length is a good one"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         balance_quadratic([1], [1.0], 0.0)
