@@ -92,7 +92,7 @@ def digest(**changes: Any) -> str:
         {"clip_grad_norm": 1.0},
         {"num_steps": 7},
     ],
-    ids=str,
+    ids=lambda changes: next(iter(changes)),
 )
 def test_digest_differs_when_steps_would(changes: dict[str, Any]) -> None:
     assert digest(**changes) != digest()

@@ -62,7 +62,7 @@ def test_runs_of_other_seeds_lengths_and_learning_rates_share_a_profile() -> Non
         {"precision": "fp32"},
         {"optimizer": SGD(lr=0.01)},
     ],
-    ids=str,
+    ids=lambda changes: next(iter(changes)),
 )
 def test_key_differs_where_the_numbers_would(changes: dict[str, Any]) -> None:
     assert key(**changes).file(Path()) != key().file(Path())
