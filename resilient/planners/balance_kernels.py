@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from resilient.planners.balance import Floats
-from resilient.planners.kernels import compiled, set_up, tournament_starts
+from resilient.planners.kernels import compiled, play_again, set_up, tournament_starts
 from resilient.planners.samples import Ints
 
 _EXACT = 1e-12
@@ -71,8 +71,8 @@ def fill_by_key(items: Floats, order: Ints, speeds: Floats, members: Ints, start
     """Give items in order to the instance first by (tolerances, squares, position).
 
     As in :func:`~resilient.planners.kernels.spread`, each speed has a tournament of its instances, of which only the
-    winner's way from its leaf to the root is played again, without branches: both parts of a key are one integer. Of
-    the winners, the one that is first with the item gets it.
+    winner's way from its leaf to the root is played again. Both parts of a key are one integer. Of the winners, the one
+    that is first with the item gets it.
 
     Args:
         items: Lengths, >= 0. [num_items]
@@ -105,16 +105,6 @@ def fill_by_key(items: Floats, order: Ints, speeds: Floats, members: Ints, start
         chosen[item] = members[who]
         total[who] += items[item]
         total_squares[who] += items[item] ** 2 / speeds[best]
-        leaf, root = who - starts[best], first[best]
-        node = first[best + 1] - root + leaf
-        while node > 1:
-            from_right = node & 1  # equal keys: the left one wins
-            node >>= 1
-            other_key, other = lost[root + node], loser[root + node]
-            swap = other_key < key + from_right
-            lost[root + node] = key if swap else other_key
-            loser[root + node] = leaf if swap else other
-            key = other_key if swap else key
-            leaf = other if swap else leaf
+        leaf, _ = play_again(lost, loser, first[best], first[best + 1], who - starts[best], key)
         winner[best] = starts[best] + leaf
     return chosen

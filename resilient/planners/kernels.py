@@ -91,6 +91,34 @@ def set_up(lost: Ints, loser: Ints, count: int) -> None:
 
 
 @compiled
+def play_again(lost: Ints, loser: Ints, root: int, end: int, leaf: int, key: int) -> tuple[int, int]:
+    """Play a winner's way to the root again, without branches, now that it has more; of equal ones the left one wins.
+
+    Args:
+        lost: What the losers have, of all tournaments.
+        loser: Who they are.
+        root: Where the tournament starts in both.
+        end: Where it ends.
+        leaf: The winner.
+        key: What it has now.
+
+    Returns:
+        Who wins now, and what it has.
+    """
+    node = end - root + leaf
+    while node > 1:
+        from_right = node & 1
+        node >>= 1
+        other_key, other = lost[root + node], loser[root + node]
+        swap = other_key < key + from_right
+        lost[root + node] = key if swap else other_key
+        loser[root + node] = leaf if swap else other
+        key = other_key if swap else key
+        leaf = other if swap else leaf
+    return leaf, key
+
+
+@compiled
 def spread(items: Floats, order: Ints, speeds: Floats, members: Ints, starts: Ints) -> Ints:
     """Give items in order to the bin that is done first; of equally fast bins that is the one with the least load.
 
@@ -125,18 +153,9 @@ def spread(items: Floats, order: Ints, speeds: Floats, members: Ints, starts: In
                 best, finish = speed, done
         chosen[item] = members[starts[best] + winner[best]]
         won[best] += items[item]
-        bits = won.view(np.int64)[best]
-        leaf, root, node = winner[best], first[best], first[best + 1] - first[best] + winner[best]
-        while node > 1:
-            from_right = node & 1  # equal loads: the left one wins
-            node >>= 1
-            other_bits, other = lost[root + node], loser[root + node]
-            swap = other_bits < bits + from_right
-            lost[root + node] = bits if swap else other_bits
-            loser[root + node] = leaf if swap else other
-            bits = other_bits if swap else bits
-            leaf = other if swap else leaf
-        winner[best], won.view(np.int64)[best] = leaf, bits
+        winner[best], won.view(np.int64)[best] = play_again(
+            lost, loser, first[best], first[best + 1], winner[best], won.view(np.int64)[best]
+        )
     return chosen
 
 
