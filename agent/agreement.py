@@ -22,12 +22,14 @@ class Agreement:
         outcome: Of step ``version``, if anybody alive or the coordinator knows it.
         roll_forward: Outcome of step ``version``, for workers still at ``version - 1``; None when there are none.
         held: Per worker, the states it holds at ``version`` (after rolling forward).
+        begun: Somebody alive has begun step ``version + 1``, which is to be done again.
     """
 
     version: int
     outcome: Outcome | None
     roll_forward: Outcome | None
     held: Mapping[Worker, tuple[str, ...]]
+    begun: bool = False
 
     def holders(self) -> dict[str, list[Worker]]:
         """Return, per state, the workers that hold it."""
@@ -62,7 +64,13 @@ def agree(reports: Mapping[Worker, Progress], newest: Outcome | None, version: i
             held[worker] = progress.current
             behind = True
     outcome = outcomes.get(agreed)
-    return Agreement(version=agreed, outcome=outcome, roll_forward=outcome if behind else None, held=held)
+    return Agreement(
+        version=agreed,
+        outcome=outcome,
+        roll_forward=outcome if behind else None,
+        held=held,
+        begun=any(progress.begun and progress.version == agreed for progress in reports.values()),
+    )
 
 
 def share_out(agreement: Agreement, profile: ModelProfile) -> dict[Worker, tuple[str, ...]]:

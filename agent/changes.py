@@ -116,7 +116,6 @@ class Changes(Endings):
             began=self._now,
             deadline=self._now + patience_s,
             reports=change.reports if change is not None else {},
-            step_under_way=change.step_under_way if change is not None else self.phase is Phase.RUNNING,
         )
         self.phase, self._saving, self._sources = Phase.AGREEING, None, set()
         self._send_all(Regroup(generation=self._change.generation, at_boundary=at_boundary))
@@ -147,7 +146,7 @@ class Changes(Endings):
             if self._suspicions > self.settings.max_suspicions:
                 self._save_and_stop(agreement, "communication keeps failing between live nodes; check the network")
             else:
-                self._publish(formed)
+                self._publish(formed, agreement.begun)
 
     def _observe_speeds(self, reports: Mapping[Worker, Progress]) -> None:
         """Take in what the workers measured under the plan that ends; what is not measured anew stays known."""
@@ -156,14 +155,10 @@ class Changes(Endings):
         stage_ms = {worker: progress.stage_ms for worker, progress in reports.items()}
         self._slowdowns.update(slowdowns(self._problem.profile, self.plan, stage_ms))
 
-    def _publish(self, formed: Formed) -> None:
+    def _publish(self, formed: Formed, begun: bool) -> None:
         change = self._change
         cause = change.cause if change is not None else ("resume" if self.settings.resume else "start")
-        assert self.job is not None
-        if formed.roll_forward is not None or formed.version == self.job.num_steps:
-            self._redoing = False
-        elif change is not None and change.cause == "failure" and change.step_under_way:
-            self._redoing = True
+        self._redoing = begun or (self._redoing and formed.version <= self._version)
         self.generation += 1
         self.phase, self._change, self.plan = Phase.INSTALLING, None, formed.plan
         self._version, self._parts = formed.version, Parts()

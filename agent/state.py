@@ -80,10 +80,7 @@ class Phase(Enum):
 
 @dataclass
 class Change:
-    """The change of membership under way; ``generation`` is the one being formed.
-
-    ``step_under_way``: when it was asked for, everybody was training, so a failure costs the step.
-    """
+    """The change of membership under way; ``generation`` is the one being formed."""
 
     generation: int
     at_boundary: bool
@@ -91,7 +88,6 @@ class Change:
     began: float
     deadline: float
     reports: dict[Worker, Progress]
-    step_under_way: bool
     lost_nodes: bool = False
 
 

@@ -33,6 +33,7 @@ class Ledger:
         self._clip = clip_grad_norm
         self._torch_optimizer: torch.optim.Optimizer | None = None
         self.version = -1
+        self.begun = False
         self.complete = False
         self.passed: Outcome | None = None
         self.current: dict[str, LayerState] = {}
@@ -43,6 +44,7 @@ class Ledger:
         return Progress(
             version=self.version,
             complete=self.complete,
+            begun=self.begun,
             passed=self.passed,
             current=tuple(self.current),
             retained=tuple(self.retained),
@@ -51,7 +53,7 @@ class Ledger:
     def forget(self) -> None:
         """Drop all states: they are at no version anybody goes on from."""
         self.version = -1
-        self.complete = False
+        self.begun = self.complete = False
         self.passed = None
         self._torch_optimizer = None
         self.current.clear()
@@ -64,7 +66,7 @@ class Ledger:
         if self.version != version:
             self.forget()
             self.version = version
-        self.complete = False
+        self.begun = self.complete = False
         self.retained.update(self.current)
         self.current.clear()
 
@@ -77,6 +79,10 @@ class Ledger:
     def start(self) -> None:
         """All states of the generation are here: make their optimizer."""
         self._torch_optimizer = self._optimizer.build(self.current.values(), self.version)
+
+    def begin_step(self) -> None:
+        """Take note that step ``version + 1`` is under way: a failure may cost it."""
+        self.begun, self.complete = True, False
 
     def prepare(
         self, comm: Communicator, loss: Tensor, squares: Tensor, num_targets: int, pause: bool
@@ -114,6 +120,6 @@ class Ledger:
             group["lr"] = learning_rate(self._optimizer, outcome.step)
         self._torch_optimizer.step()
         self.version = outcome.step
-        self.complete = False
+        self.begun = self.complete = False
         self.passed = outcome
         self.retained.clear()

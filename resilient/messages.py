@@ -64,6 +64,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         version: Steps committed by this worker; -1 for a worker that has no state yet.
         complete: It holds every reduced gradient of step ``version + 1`` of the states in ``current``.
+        begun: It has begun step ``version + 1``: work that is lost when the job goes on from ``version``.
         passed: Outcome of the newest barrier it passed; the step is ``version`` (committed).
         current: States at ``version`` that took part in the last step.
         retained: Further states at ``version`` that did not (kept from an earlier plan): sources for copies,
@@ -74,6 +75,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     complete: bool
+    begun: bool = False
     passed: Outcome | None = None
     current: tuple[str, ...] = ()
     retained: tuple[str, ...] = ()

@@ -212,7 +212,8 @@ class Worker:
         started = time.perf_counter()
         ledger, step = self._ledger, self._ledger.version + 1
         self._faults.reach("step", step)
-        ledger.complete = False
+        session.comm.check()  # a step that is given up before it begins is not lost
+        ledger.begin_step()
         num_targets = self._feed.num_targets(step)
         work = session.work(step, num_targets, lambda position: self._feed.batch(step, position))
         loss = session.executor.run(work)

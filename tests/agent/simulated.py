@@ -100,6 +100,7 @@ class SimulatedWorker:
     """What a worker remembers."""
 
     version: int = -1
+    begun: bool = False
     complete: bool = False
     passed: Outcome | None = None
     current: tuple[str, ...] = ()
@@ -112,6 +113,7 @@ class SimulatedWorker:
         return Progress(
             version=self.version,
             complete=self.complete,
+            begun=self.begun,
             passed=self.passed,
             current=self.current,
             retained=self.retained,
@@ -194,6 +196,7 @@ class Job:
         for worker in self.placed():
             state = self.workers[worker]
             state.version, state.passed, state.complete, state.retained = number, outcome(number), False, ()
+            state.begun = number < job_spec().num_steps
         if reported:
             self.report_step(number)
 
@@ -266,6 +269,7 @@ class Job:
     def _act(self, worker: Worker, message: Any) -> None:
         state = self.workers[worker]
         if isinstance(message, Regroup):
+            state.begun = state.begun and not message.at_boundary
             self.say(worker, Report(generation=message.generation, progress=state.progress()))
         elif isinstance(message, Generation):
             self._install(worker, message)
@@ -288,7 +292,7 @@ class Job:
             has = state.current
         else:
             has, state.passed = (), None
-        state.version, state.complete = message.version, False
+        state.version, state.begun, state.complete = message.version, False, False
         state.current, state.retained = (), has
         if message.rank is None:
             return

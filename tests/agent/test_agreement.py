@@ -10,10 +10,18 @@ from resilient.agent.agreement import NOTHING, Agreement, agree, share_out, unco
 from resilient.messages import Progress
 
 
-def at(version: int, *, complete: bool = False, passed: bool = False, current: tuple[str, ...] = ("a",)) -> Progress:
+def at(
+    version: int,
+    *,
+    complete: bool = False,
+    begun: bool = False,
+    passed: bool = False,
+    current: tuple[str, ...] = ("a",),
+) -> Progress:
     return Progress(
         version=version,
         complete=complete,
+        begun=begun,
         passed=outcome(version) if passed else None,
         current=current,
         retained=("kept",),
@@ -30,6 +38,13 @@ def test_one_who_passed_takes_the_others_along() -> None:
     agreement = agree({(0, 0): at(4, passed=True), (1, 0): at(3, complete=True), (2, 0): NOTHING}, None, 0)
     assert (agreement.version, agreement.roll_forward) == (4, outcome(4))
     assert agreement.held == {(0, 0): ("a", "kept"), (1, 0): ("a",)}  # what was kept cannot be rolled forward
+
+
+def test_step_is_lost_where_somebody_at_the_agreed_version_has_begun_it() -> None:
+    behind, ahead = at(3, complete=True, begun=True), at(4, passed=True)
+    assert agree({(0, 0): behind}, None, 0).begun
+    assert not agree({(0, 0): behind, (1, 0): ahead}, None, 0).begun  # what it had begun is committed
+    assert agree({(0, 0): behind, (1, 0): at(4, passed=True, begun=True)}, None, 0).begun
 
 
 def test_incomplete_worker_behind_holds_nothing() -> None:

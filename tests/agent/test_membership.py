@@ -251,17 +251,19 @@ def test_failure_after_the_last_step_redoes_nothing() -> None:
     assert (generation["version"], generation["lost_steps"]) == (10, 0)
 
 
-def test_survivors_roll_forward_when_one_of_them_passed_the_barrier() -> None:
+@pytest.mark.parametrize("next_begun", [False, True])
+def test_survivors_roll_forward_when_one_of_them_passed_the_barrier(next_begun: bool) -> None:
+    """The step that they commit is not lost; the next one is, where somebody was already in it."""
     job = started()
     job.step(1)
     for worker in job.placed():
         job.workers[worker].complete = True
     passed = job.workers[1, 0]
-    passed.version, passed.passed, passed.complete = 2, outcome(2), False
+    passed.version, passed.passed, passed.complete, passed.begun = 2, outcome(2), False, next_begun
     job.lose(3)
     job.answer()
     generation = job.last("generation")
-    assert (generation["version"], generation["lost_steps"], generation["roll_forward"]) == (2, 0, True)
+    assert (generation["version"], generation["lost_steps"], generation["roll_forward"]) == (2, int(next_begun), True)
 
 
 def test_survivors_roll_forward_when_only_the_dead_node_passed_the_barrier() -> None:
