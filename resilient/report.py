@@ -85,8 +85,9 @@ class _Recovery:
 
     @property
     def nodes(self) -> list[int]:
-        named = [node for event in self.detected for node in event["nodes"]]
-        return list(dict.fromkeys(named + [event["node"] for event in self.lost]))
+        """Those lost, in the order it became known."""
+        known = sorted([*self.lost, *self.detected], key=lambda event: event["time"])
+        return list(dict.fromkeys(node for event in known for node in event.get("nodes", [event.get("node")])))
 
     @property
     def cause(self) -> str:

@@ -47,7 +47,9 @@ def test_node_killed_in_a_step(phase, reference, tmp_path):
     (recovery,) = run.report["recoveries"]
     assert recovery["nodes"] == [2]
     if phase != "commit":  # without its gradients nobody can have passed the barrier
-        assert (run.generations[1]["version"], recovery["lost_steps"]) == (STEP - 1, 1)
+        assert run.generations[1]["version"] == STEP - 1
+    if phase in ("backward", "reduce", "prepare"):  # the node it shares its pipeline with has begun the step too
+        assert recovery["lost_steps"] == 1
 
 
 @pytest.mark.parametrize("phase", IN_RECOVERY)
@@ -73,7 +75,7 @@ def test_node_killed_in_the_redone_step(reference, tmp_path):
     check_fired(run, (2, "forward"), (3, "prepare"))
     check_recovered(run, reference)
     (recovery,) = run.report["recoveries"]
-    assert (recovery["nodes"], recovery["lost_steps"]) == ([2, 3], 1)
+    assert recovery["nodes"] == [2, 3]
 
 
 @pytest.mark.parametrize("phase", ["backward", "copy"])

@@ -108,6 +108,22 @@ def test_failure_that_was_not_injected_has_no_detection_time():
     assert recovery["cause"] == "heartbeat missed (node 1)"
 
 
+def test_lost_nodes_are_named_in_the_order_it_became_known_also_after_a_suspicion():
+    run = started()
+    run.detected(250, [], 2, cause="communication failed: peer closed")
+    run.add(252, "node_lost", node=2, cause="node lost")
+    run.generation(260, 2, "failure", 2, [0, 1], lost_steps=1)
+    run.installed(265, 270, node=0)
+    run.add(280, "node_lost", node=1, cause="heartbeat missed")
+    run.detected(280, [1], 3, cause="heartbeat missed")
+    run.generation(300, 3, "failure", 2, [0])
+    run.installed(310, 330, node=0)
+    run.step(430, 3)
+    (recovery,) = build_report(run.events)["recoveries"]
+    assert recovery["nodes"] == [2, 1]
+    assert recovery["cause"] == "node lost (node 2), then heartbeat missed (node 1)"
+
+
 def test_recovery_that_rolls_forward_loses_and_redoes_nothing():
     run = started()
     run.detected(250, [1], 2)
