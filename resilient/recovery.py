@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from resilient import checkpoint
 from resilient.comm import Communicator, Group, connect
@@ -122,6 +123,9 @@ class Installer:
         self._faults.reach("regroup", message.version + 1)
         summed = [ranks for name, ranks in holders.items() if self._layouts[name].num_trainable]
         groups: list[Group] = [ranks for ranks in dict.fromkeys(summed) if len(ranks) > 1]
+        pairs = [(transfer.source, transfer.target) for transfer in message.transfers]
+        neighbours = pairwise(message.plan.slots)  # more than these exchange carries only where NCCL is not used
+        pairs += [(left.rank, right.rank) for left, right in neighbours if left.pipeline_index == right.pipeline_index]
         comm = connect(
             generation=message.generation,
             rank=message.rank,
@@ -133,6 +137,7 @@ class Installer:
             interrupted=self._fence.open(message.generation),
             device=self._job.device,
             num_sources=message.num_sources,
+            pairs=pairs,
         )
         self._fence.attach(message.generation, comm)
         return comm

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from resilient.comm.gloo import GlooCommunicator
 from resilient.comm.interface import Communicator, Group, SoloCommunicator
@@ -40,6 +40,7 @@ def connect(
     interrupted: queue.SimpleQueue[object],
     device: torch.device,
     num_sources: int = 0,
+    pairs: Iterable[tuple[int, int]] = (),
 ) -> Communicator:
     """Build the groups of a generation together with all its other ranks.
 
@@ -54,6 +55,7 @@ def connect(
         interrupted: Anything put in here from another thread ends the wait for the peers.
         device: Where this worker's tensors are. NCCL is used where every rank has a GPU of its own.
         num_sources: Ranks after those that train: they are in no group, and only send.
+        pairs: Ranks that are to send each other tensors; the same on every rank. NCCL connects them now.
 
     Raises:
         CommunicationError: A peer did not come or the wait was interrupted.
@@ -61,6 +63,9 @@ def connect(
     if size + num_sources == 1:
         return SoloCommunicator()
     store_host, _, port = store_address.rpartition(":")
+
+    met: list[NcclCommunicator] = []
+    left_behind = threading.Event()
 
     # A peer that dies while groups connect leaves the constructor waiting for its timeout. So a thread of its own
     # builds; when interrupted it is left behind, and what it still gets done is dropped: its keys are never used again.
@@ -80,13 +85,23 @@ def connect(
                 gpu=gpu_of(device),
                 num_sources=num_sources,
             )
-            interrupted.put(NcclCommunicator(gloo, store, groups, timeout_s) if gloo.own_gpus else gloo)
+            interrupted.put(on_devices(gloo, store) if gloo.own_gpus else gloo)
         except Exception as error:  # whatever it is: this thread alone can end the wait for it
             interrupted.put(error)
+
+    def on_devices(gloo: GlooCommunicator, store: Store) -> NcclCommunicator:
+        comm = NcclCommunicator(gloo, store, groups, timeout_s)
+        met.append(comm)
+        if not left_behind.is_set():
+            comm.meet(pairs, device)
+        return comm
 
     threading.Thread(target=build, name=f"connect-g{generation}", daemon=True).start()
     result = interrupted.get()
     if isinstance(result, GlooCommunicator | NcclCommunicator):
         return result
+    left_behind.set()
+    for comm in met:  # kernels that wait for a peer would stay on the device
+        comm.abort()
     reason = (f"{result}".strip() or repr(result)).splitlines()[0]
     raise CommunicationError(f"generation {generation}, rank {rank}: groups were not built: {reason}")

@@ -165,6 +165,22 @@ def test_generation_that_is_over_is_not_entered_and_states_stay(tmp_path: Path) 
     assert set(after.current + after.retained) == set(before.current)
 
 
+def test_ranks_that_will_send_each_other_tensors_are_named_when_groups_are_built(monkeypatch, tmp_path: Path) -> None:
+    """NCCL connects them then: neighbours in a pipeline, and the ends of copies."""
+    asked: list[set[tuple[int, int]]] = []
+
+    def connect(**arguments) -> None:
+        asked.append(set(arguments["pairs"]))
+        raise CommunicationError("far enough")
+
+    monkeypatch.setattr("resilient.recovery.connect", connect)
+    plan = make_plan(((0, 2, 4, 6), 3), ((0, 3, 6), 5))
+    transfers = tuple(Transfer(state="head", source=5, target=rank, first_byte=0, end_byte=8) for rank in (2, 4))
+    with pytest.raises(CommunicationError, match=r"^far enough$"):
+        Member(make_job(), tmp_path).installer.install(message(plan, 0, "", transfers=transfers, num_sources=1))
+    assert asked == [{(0, 1), (1, 2), (3, 4), (5, 2), (5, 4)}]
+
+
 def test_copies_come_from_states_the_new_plan_does_not_give_the_sender(tmp_path: Path) -> None:
     job = make_job(model=TiedModel(num_blocks=1), dataset=Tokens())
     start, store = start_from_files(job, tmp_path), StoreHost(HOST)
