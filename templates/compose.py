@@ -14,12 +14,12 @@ those sizes that can be in a composition that is enough by that bound.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
 from resilient.templates.batch import Table, capacities, finish_ns, line_table, lines
+from resilient.templates.compiled import compiled
 from resilient.templates.template import TemplateSet
 
 _IMPOSSIBLE = -(2**61)
@@ -125,7 +125,7 @@ class _Knapsack:
         """Return a table: ``[r, n]`` is the most that r pipelines or more, of n nodes in total, are worth."""
         best = np.full((self._min_pipelines + 1, self._num_nodes + 1), _IMPOSSIBLE)
         best[0, 0] = 0
-        _compiled(_fill_rows)(best, values, self._smallest)
+        compiled(_fill_rows)(best, values, self._smallest)
         return best
 
     def _most_limited(self, sizes: Table, values: Table) -> Table:
@@ -136,7 +136,7 @@ class _Knapsack:
         last_row = self._num_microbatches
         best = np.full((last_row + 1, self._num_nodes + 1), _IMPOSSIBLE)
         best[: last_row - self._min_pipelines + 1, 0] = 0
-        _compiled(_fill_limited)(best, sizes, values)
+        compiled(_fill_limited)(best, sizes, values)
         return best
 
     def _bound(self, capacity: Table) -> tuple[bool, Table]:
@@ -197,13 +197,6 @@ class _Knapsack:
             chosen.append(size)
             row, nodes = before, nodes - size
         return tuple(chosen)
-
-
-@cache
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    from numba import njit  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
-
-    return cast("Callable[..., None]", njit(cache=True)(function))
 
 
 def _fill_rows(best: Table, values: Table, smallest: int) -> None:

@@ -5,14 +5,14 @@ Times inside are whole nanoseconds, so equal inputs give equal timelines on ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from resilient.templates.compiled import compiled
 from resilient.templates.generators import Kind, schedule_of
 from resilient.templates.schedule import Action, Op, Schedule
 from resilient.templates.template import PipelineTemplate, nanoseconds
@@ -127,7 +127,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     stages, borders = (num_stages, num_microbatches), (num_stages - 1, num_microbatches)
     positions, peaks = np.zeros((2, len(ends)), np.int64)
     start_ns, end_ns = np.zeros((2, len(codes)), np.int64)
-    _compiled()(
+    compiled(_run)(
         codes,
         ends,
         np.array(schedule.row_of),
@@ -178,13 +178,6 @@ def _table(name: str, values: Values, shape: tuple[int, int], unit: float) -> ND
         raise ValueError(f"{name} must be at most {_MOST / unit:.4g}, got {array.max()}; give times and sizes")
     whole = np.rint(array * unit).astype(np.int64)
     return np.ascontiguousarray(np.broadcast_to(whole[:, None] if array.ndim == 1 else whole, shape))
-
-
-@cache
-def _compiled() -> Callable[..., None]:
-    from numba import njit  # pyright: ignore[reportUnknownVariableType]
-
-    return cast("Callable[..., None]", njit(cache=True)(_run))
 
 
 def _run(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from resilient.planners.balance import Floats
+from resilient.planners.samples import Floats
 
 ERROR = 0.05
 """Most fresh batches, as a share, that may lead to another allocation ..."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.samples import Ints
-
-Floats = npt.NDArray[np.float64]
+from resilient.planners.samples import Floats, Ints
 
 
 def longest_first(weights: npt.ArrayLike, speeds: npt.ArrayLike) -> Ints:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from resilient.planners.balance import cut_chain
-from resilient.planners.costs import Floats, UnitCosts
+from resilient.planners.costs import UnitCosts
 from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Place, Replica, Setting
-from resilient.planners.samples import Ints, SampleTable
+from resilient.planners.samples import Floats, Ints, SampleTable
 from resilient.planners.stage_work import exposed_sum_ms
 from resilient.planners.uniform import Stages, Uniform, common_degrees, fits, in_order, num_microbatches
 
@@ -89,7 +89,7 @@ class FullySharded(Uniform):
         forward = sum(link.transfer_ms(part * layer.parameter_bytes) for layer in unit.layers)
         backward = 0.0
         for layer in unit.layers:
-            if layer.trainable or layer.input_gradient:
+            if layer.has_backward:
                 backward += link.transfer_ms(part * layer.parameter_bytes)
             if layer.trainable:
                 backward += link.transfer_ms(part * layer.gradient_bytes)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.balance import Floats, longest_first
-from resilient.planners.samples import Ints
+from resilient.planners.balance import longest_first
+from resilient.planners.samples import Floats, Ints
+from resilient.templates.compiled import compiled
 
 _SEARCH = 2**23
 """Exchanges that may be considered: up to a tenth of a second."""
@@ -64,7 +63,7 @@ def fill_buckets(
     start = longest_first(table.max(axis=0), rates)
     improved = start.copy()
     least = least_peak(table, rates)
-    _kernel()(table, rates, improved, table.sum(axis=1).max() / rates.sum() * _ENOUGH, _SEARCH)
+    compiled(_exchange)(table, rates, improved, table.sum(axis=1).max() / rates.sum() * _ENOUGH, _SEARCH)
     found = [improved, start]
     if (
         time_limit_s > 0
@@ -144,13 +143,6 @@ def _solve(weights: Ints, speeds: Floats, start: Ints, left_s: Callable[[], floa
     found = np.array(solver.getSolution().col_value)
     # Without a solution in time there are no values.
     return found[:size].reshape(num_items, num_buckets).argmax(axis=1) if len(found) > size else start
-
-
-@lru_cache(maxsize=1)
-def _kernel() -> Any:
-    from numba import njit  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
-
-    return njit(cache=True)(_exchange)
 
 
 def _exchange(weights: Ints, speeds: Floats, bucket: Ints, enough: float, work: int) -> None:

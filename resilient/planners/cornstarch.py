@@ -24,16 +24,16 @@ from itertools import product
 import numpy as np
 
 from resilient.planners.balance import Cuts
-from resilient.planners.costs import CostModel, Floats, UnitCosts
-from resilient.planners.planner import LLM, Assignment, Configuration, Encoders, Parallelism, Replica, Setting
-from resilient.planners.samples import Ints, SampleTable
+from resilient.planners.costs import CostModel, UnitCosts
+from resilient.planners.planner import LLM, Configuration, Encoders, Parallelism, Setting
+from resilient.planners.samples import Floats, Ints, SampleTable
 from resilient.planners.stage_work import ring_ms, unhidden_ms
-from resilient.planners.uniform import Stages, fastest, fits, in_order, num_microbatches
+from resilient.planners.uniform import AsTheyCome, Stages, fastest, fits, num_microbatches
 from resilient.templates.cluster import Cluster
 
 
 @dataclass(frozen=True)
-class Cornstarch:
+class Cornstarch(AsTheyCome):
     """The planner.
 
     Args:
@@ -90,19 +90,6 @@ class Cornstarch:
                     predicted_ms=float(step_ns[plan, row]) / 1e6,
                 )
         return fastest((), self.name, setting)
-
-    def assign(
-        self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
-    ) -> Assignment:
-        """Take samples as they come; all units place a sample alike.
-
-        Args:
-            setting: The job.
-            configuration: As decided.
-            batch: The global batch.
-            replicas: The language model's replicas as they are now.
-        """
-        return Assignment(units=dict.fromkeys(batch.units, in_order(len(batch), replicas)))
 
     def _branches(self, setting: Setting, samples: SampleTable) -> list[list[list[_Option]]]:
         """Return, for each branch (the language model last) and each degree, the ways to cut it."""

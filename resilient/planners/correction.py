@@ -22,9 +22,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.samples import Ints
-
-Floats = npt.NDArray[np.float64]
+from resilient.planners.samples import Floats, Ints
 
 Key = tuple[str, int, int]
 """Unit, tensor-parallel degree, bucket."""

@@ -24,9 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.samples import Lengths
-
-Floats = npt.NDArray[np.float64]
+from resilient.planners.samples import Floats, Lengths
 
 ENCODER, PROJECTOR = "encoder", "projector"
 """What is frozen under these names: all encoders, without their projectors; and these."""
@@ -137,6 +135,11 @@ class UnitLayer:
     trainable: bool = True
     input_gradient: bool = True
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether something needs one of its gradients; without any it keeps no activations."""
+        return self.trainable or self.input_gradient
+
     def backward(self, index: int) -> Curve:
         """Return the backward's curve: only what something needs."""
         curves = self.curves[index]
@@ -153,7 +156,6 @@ class UnitCosts:
         degrees: Profiled (tp, cp) pairs, ascending; planners use no others.
         boundary_bytes: Per token, of what travels between two of its stages.
         output_bytes: Per token of its input, of what it hands to the next unit.
-        max_tokens: The longest profiled call; longer ones are predicted by the same curves.
     """
 
     name: str
@@ -161,7 +163,6 @@ class UnitCosts:
     degrees: tuple[tuple[int, int], ...] = ((1, 1),)
     boundary_bytes: float = 0.0
     output_bytes: float = 0.0
-    max_tokens: int = 16384
 
     def __post_init__(self) -> None:
         if not self.layers or any(len(layer.curves) != len(self.degrees) for layer in self.layers):

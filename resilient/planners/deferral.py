@@ -22,9 +22,9 @@ import heapq
 
 import numpy as np
 
-from resilient.planners.balance import Floats, give_out, loads
+from resilient.planners.balance import give_out, loads
 from resilient.planners.matching import SubsetSums, pair_up
-from resilient.planners.samples import Ints
+from resilient.planners.samples import Floats, Ints
 
 
 def encoder_microbatches(encoder_ms: Floats, llm_ms: Floats, num_microbatches: int, fewest: int = 1) -> Ints:

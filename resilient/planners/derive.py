@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
 from resilient.planners.encoders import Encoder, parts
+from resilient.planners.planner import LLM
 from resilient.templates.cluster import Link
 from resilient.templates.derive import FLASH_BACKWARD, TP_DEGREES
 from resilient.templates.devices import DEVICES, Device
@@ -78,7 +79,7 @@ def derive_costs(model: str, device: str, *, frozen: Collection[str] = ()) -> Co
         )
         for encoder in encoders.values()
     ]
-    units.append(_unit("llm", _language_works(language), language.blocks, hardware, output_bytes=0.0))
+    units.append(_unit(LLM, _language_works(language), language.blocks, hardware, output_bytes=0.0))
     source = f"derived: {model}, {device}" + (f", frozen {', '.join(sorted(frozen))}" if frozen else "")
     return CostModel(units=tuple(units), source=source).frozen(frozen)
 
@@ -104,7 +105,7 @@ def _encoder_works(encoder: Encoder, hidden: int) -> Iterator[LayerWork]:
 
 def _language_works(language: KnownModel) -> Iterator[LayerWork]:
     yield embed_work(language, 1, _TOKENS)
-    yield from block_works("llm", language.blocks, 1, _TOKENS)
+    yield from block_works(LLM, language.blocks, 1, _TOKENS)
     yield head_work(language, 1, _TOKENS)
 
 
@@ -135,7 +136,6 @@ def _unit(name: str, works: Iterable[LayerWork], blocks: Blocks, device: Device,
         degrees=degrees,
         boundary_bytes=2.0 * blocks.hidden,
         output_bytes=output_bytes,
-        max_tokens=_TOKENS,
     )
 
 

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from resilient.planners.balance import Floats, loads, longest_first
+from resilient.planners.balance import loads, longest_first
 from resilient.planners.dhp_search import search
 from resilient.planners.groups import Ranks, Sequences, pack, pack_ranks, plan_groups
 from resilient.planners.memory import kept_shares
 from resilient.planners.planner import LLM, Assignment, Configuration, Place, Replica, Setting
-from resilient.planners.samples import Ints, SampleTable
+from resilient.planners.samples import Floats, Ints, SampleTable
 from resilient.planners.slots import slots
 
 

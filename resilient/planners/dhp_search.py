@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from resilient.planners.costs import Floats, UnitCosts
+from resilient.planners.costs import UnitCosts
 from resilient.planners.expected import expected, parallelism
 from resilient.planners.groups import pack, pack_ranks
 from resilient.planners.memory import kept_shares
 from resilient.planners.planner import LLM, Configuration, Parallelism, Setting
-from resilient.planners.samples import SampleTable
+from resilient.planners.samples import Floats, SampleTable
 from resilient.planners.stage_work import exposed_sum_ms
 from resilient.planners.uniform import Stages, chained, fastest, num_microbatches
 
@@ -59,8 +59,6 @@ def search(setting: Setting, samples: SampleTable) -> Configuration:
     Raises:
         ValueError: There is none; the message says what to change.
     """
-    if not len(samples):
-        raise ValueError("samples must be one or more, got none; draw some from the data set")
     candidates = _Candidates(setting, samples)
     layouts = sorted(candidates.layouts())
     found: list[Configuration] = []

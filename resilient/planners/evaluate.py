@@ -22,10 +22,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.costs import Floats
 from resilient.planners.layout import Lane, Layout
 from resilient.planners.planner import LLM, Assignment, Configuration, Encoders, Parallelism, Replica, Setting
-from resilient.planners.samples import Ints, SampleTable
+from resilient.planners.samples import Floats, Ints, SampleTable
 from resilient.planners.stage_work import gradient_sum_ms, state_bytes
 from resilient.planners.step_tasks import StepBuilder
 from resilient.planners.step_unit import StepUnit

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
-from resilient.planners.balance import Floats, cut_chain, slowest_stages
+from resilient.planners.balance import cut_chain, slowest_stages
 from resilient.planners.costs import Curve, UnitCosts
 from resilient.planners.planner import Parallelism
-from resilient.planners.samples import Ints, Lengths
+from resilient.planners.samples import Floats, Ints, Lengths
 from resilient.planners.stage_work import ring_ms
 from resilient.templates.cluster import Cluster
+from resilient.templates.compiled import compiled
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,7 +72,7 @@ def expected(unit: UnitCosts, lengths: Lengths, max_devices: int, max_tp: int) -
         [[layer.gradient_bytes, layer.parameter_bytes, layer.optimizer_bytes] for layer in unit.layers],
         dtype=np.float64,
     ).T
-    trains = np.array([layer.trainable or layer.input_gradient for layer in unit.layers], dtype=np.float64)
+    trains = np.array([layer.has_backward for layer in unit.layers], dtype=np.float64)
     for tp, cp in unit.degrees:
         if cp > 1 or tp > min(max_tp, max_devices):
             continue
@@ -127,15 +126,10 @@ def _largest_sums(layers: Floats, slowest: Floats, values: Floats) -> Floats:
         values: Of each layer.
     """
     largest = np.zeros(len(slowest))
-    _kernel()(np.concatenate(([0.0], np.cumsum(layers))), slowest, np.concatenate(([0.0], np.cumsum(values))), largest)
+    compiled(_fill)(
+        np.concatenate(([0.0], np.cumsum(layers))), slowest, np.concatenate(([0.0], np.cumsum(values))), largest
+    )
     return largest
-
-
-@lru_cache(maxsize=1)
-def _kernel() -> Any:
-    from numba import njit  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
-
-    return njit(cache=True)(_fill)
 
 
 def _fill(ends: Floats, slowest: Floats, sums: Floats, largest: Floats) -> None:

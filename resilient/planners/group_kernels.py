@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from resilient.planners.balance import Floats
-from resilient.planners.kernels import compiled, descending, spread
-from resilient.planners.samples import Ints
+from resilient.planners.kernels import descending, spread
+from resilient.planners.samples import Floats, Ints
+from resilient.templates.compiled import compiled
 
 
 @compiled

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from resilient.planners.balance import Floats
-from resilient.planners.samples import Ints
+from resilient.planners.samples import Floats, Ints
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

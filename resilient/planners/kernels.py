@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar, cast
-
 import numpy as np
-import numpy.typing as npt
-from numba import njit  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
-from resilient.planners.samples import Ints
-
-Floats = npt.NDArray[np.float64]
-
-_F = TypeVar("_F", bound=Callable[..., object])
+from resilient.planners.samples import Floats, Ints
+from resilient.templates.compiled import compiled
 
 _DIGIT_BITS = 11
 _NUM_DIGITS = 6
 """Enough for 64 bits."""
-
-
-def compiled(function: _F) -> _F:
-    """Compile a loop when it is first called, and keep the result where there is a place for it."""
-    try:
-        return cast(_F, njit(cache=True)(function))
-    except RuntimeError:  # there is nowhere to keep what was compiled
-        return cast(_F, njit(function))
 
 
 @compiled

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.balance import Floats, loads
-from resilient.planners.samples import Ints
+from resilient.planners.balance import loads
+from resilient.planners.samples import Floats, Ints
 
 QUANTA = 1024
 """Parts of the sum of all weights that :class:`SubsetSums` tells apart."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from resilient.planners.balance import loads
-from resilient.planners.costs import CostModel, Floats, UnitCosts
+from resilient.planners.costs import CostModel, UnitCosts
 from resilient.planners.planner import LLM, Configuration, Place, Setting
-from resilient.planners.samples import Ints, SampleTable
-from resilient.planners.stage_work import by_stage, state_bytes
+from resilient.planners.samples import Floats, Ints, SampleTable
+from resilient.planners.stage_work import kept_bytes, state_bytes
 from resilient.templates.cluster import Cluster
 
 
@@ -193,12 +193,10 @@ def _stages(setting: Setting, configuration: Configuration) -> Mapping[str, _Sta
     names = [unit.name for unit in setting.costs.units]
     for unit in reversed(setting.costs.units):
         spread, early = configuration.units[unit.name], names.index(unit.name) < names.index(LLM)
-        index = unit.index(spread.tp, 1)
         held = np.minimum(behind + np.arange(spread.pp, 0, -1), number)
         if configuration.colocated and early:
             held = np.full(spread.pp, number)
-        kept = by_stage(spread, [layer.curves[index].activation_bytes for layer in unit.layers])
-        kept *= by_stage(spread, [layer.trainable or layer.input_gradient for layer in unit.layers]) > 0
+        kept = kept_bytes(unit, replace(spread, cp=1))
         share = 1.0 if configuration.colocated else spread.dp / language.dp
         found[unit.name] = _Stages(kept / share, held, memory - state_bytes(unit, spread, sharded=False))
         behind += 0 if early or configuration.colocated else spread.pp

@@ -8,13 +8,11 @@ exchanges two microbatches at a time, as long as that helps and a fixed amount o
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from resilient.planners.samples import Ints
+from resilient.templates.compiled import compiled
 
 _SEARCH = 2**20
 """Forwards and backwards that the search may time, over all orders: some ten milliseconds."""
@@ -38,7 +36,7 @@ def reorder(forward_ms: npt.ArrayLike, backward_ms: npt.ArrayLike) -> Ints:
     forward, backward = _times(forward_ms, backward_ms)
     starts = [np.arange(forward.shape[1]), _ascending(forward, backward), fill_intervals(forward_ms, backward_ms)]
     best = min(starts, key=lambda order: _run(order, forward, backward)[0]).copy()
-    _kernel()(best, forward, backward, _SEARCH // forward.size, np.empty((2, *forward.shape), np.int64))
+    compiled(_search)(best, forward, backward, _SEARCH // forward.size, np.empty((2, *forward.shape), np.int64))
     return best
 
 
@@ -113,14 +111,7 @@ def _ascending(forward: Ints, backward: Ints) -> Ints:
 def _run(order: Ints, forward: Ints, backward: Ints) -> tuple[int, Ints]:
     """Return when the last backward ends, and when each does. [num_stages, num_microbatches]"""
     ends = np.empty((2, len(forward), len(order)), np.int64)
-    return int(_kernel()(order, forward, backward, 0, ends)), ends[1]
-
-
-@lru_cache(maxsize=1)
-def _kernel() -> Any:
-    from numba import njit  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
-
-    return njit(cache=True)(_search)
+    return int(compiled(_search)(order, forward, backward, 0, ends)), ends[1]
 
 
 def _search(order: Ints, forward: Ints, backward: Ints, tries: int, ends: Ints) -> int:

@@ -13,8 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from resilient.planners.balance import Floats
-from resilient.planners.samples import Ints
+from resilient.planners.samples import Floats, Ints
 
 SOLVED = 64
 """Batches times nodes up to which HiGHS takes some tens of milliseconds."""

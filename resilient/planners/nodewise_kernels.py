@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from resilient.planners.balance import Floats
-from resilient.planners.kernels import compiled
-from resilient.planners.samples import Ints
+from resilient.planners.samples import Floats, Ints
+from resilient.templates.compiled import compiled
 
 
 @compiled

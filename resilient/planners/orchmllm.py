@@ -29,12 +29,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from resilient.planners.balance import Floats, loads, longest_first
+from resilient.planners.balance import loads, longest_first
 from resilient.planners.baselines import EncoderFirst, FullySharded
 from resilient.planners.nodewise import rearrange_quickly
 from resilient.planners.planner import LLM, Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.post_balance import balance_padded, balance_quadratic
-from resilient.planners.samples import Ints, SampleTable
+from resilient.planners.samples import Floats, Ints, SampleTable
 from resilient.planners.slots import slots
 from resilient.planners.uniform import Uniform, fastest
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from resilient.planners.correction import UNCORRECTED, Correction
-from resilient.planners.costs import CostModel, Floats
-from resilient.planners.samples import Ints, Lengths, SampleTable
+from resilient.planners.costs import CostModel
+from resilient.planners.samples import Floats, Ints, Lengths, SampleTable
 from resilient.templates.cluster import Cluster
 from resilient.templates.plan import Plan
 
@@ -57,6 +57,18 @@ class Setting:
     def num_devices(self) -> int:
         """Devices of all nodes."""
         return self.num_nodes * self.cluster.devices_per_node
+
+    @property
+    def language(self) -> int:
+        """Position of the language model among the units.
+
+        Raises:
+            ValueError: There is none.
+        """
+        names = [unit.name for unit in self.costs.units]
+        if LLM not in names:
+            raise ValueError(f"costs must have a unit {LLM!r}, got {names}; name it so")
+        return names.index(LLM)
 
     def sample_ms(self, unit: str, lengths: Lengths, tp: int = 1, cp: int = 1) -> Floats:
         """Return what a unit's layers take for each sample, forward and backward, corrected. [num_samples]"""

@@ -20,8 +20,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.balance import Floats, by_speed
-from resilient.planners.samples import Ints
+from resilient.planners.balance import by_speed
+from resilient.planners.samples import Floats, Ints
 
 
 def balance_padded(lengths: npt.ArrayLike, speeds: npt.ArrayLike, *, squared: float = 0.0) -> Ints:
@@ -41,8 +41,8 @@ def balance_padded(lengths: npt.ArrayLike, speeds: npt.ArrayLike, *, squared: fl
     Raises:
         ValueError: There is no instance, a length is negative or a speed is not positive.
     """
-    from resilient.planners.balance_kernels import fill_ascending
     from resilient.planners.kernels import descending
+    from resilient.planners.post_balance_kernels import fill_ascending
 
     items, rates = _checked(lengths, speeds)
     order = descending(items)[::-1]
@@ -95,8 +95,8 @@ def balance_quadratic(lengths: npt.ArrayLike, speeds: npt.ArrayLike, tolerance: 
         ValueError: There is no instance, a length is negative, a speed is not positive, or the tolerance is not or is
             so small that some millions of them are to be told apart.
     """
-    from resilient.planners.balance_kernels import STEP_BITS, fill_by_key
     from resilient.planners.kernels import descending
+    from resilient.planners.post_balance_kernels import STEP_BITS, fill_by_key
 
     items, rates = _checked(lengths, speeds)
     longest = float(items.max(initial=0.0)) / float(rates.min())
@@ -115,7 +115,7 @@ def load_key(total: float, squares: float, speed: float, tolerance: float) -> tu
         speed: Of the instance.
         tolerance: As for :func:`balance_quadratic`.
     """
-    from resilient.planners.balance_kernels import STEP_BITS
+    from resilient.planners.post_balance_kernels import STEP_BITS
 
     bits = np.array([squares / speed]).view(np.int64)
     return int(total / (speed * tolerance)), int(bits[0]) >> STEP_BITS

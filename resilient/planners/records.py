@@ -13,10 +13,9 @@ from typing import Literal, cast
 import numpy as np
 
 from resilient.planners.encoders import parts
-from resilient.planners.samples import Ints, Lengths, SampleTable
-from resilient.planners.tokens import RULES, Encoded, Floats, PictureRule, SoundRule
-
-LLM = "llm"
+from resilient.planners.planner import LLM
+from resilient.planners.samples import Floats, Ints, Lengths, SampleTable
+from resilient.planners.tokens import RULES, Encoded, PictureRule, SoundRule
 
 MIN_SIDE = 14
 """Pixels of a side: a picture smaller than a patch shows nothing. Data sets hold such where the real ones are gone."""

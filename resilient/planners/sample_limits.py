@@ -25,7 +25,7 @@ def most_tokens(costs: CostModel, cluster: Cluster, num_nodes: int) -> Mapping[s
     num_devices = num_nodes * cluster.devices_per_node
     limits: dict[str, int] = {}
     for unit in costs.units:
-        backward = [layer for layer in unit.layers if layer.trainable or layer.input_gradient]
+        backward = [layer for layer in unit.layers if layer.has_backward]
         for index, (tp, cp) in enumerate(unit.degrees):
             if tp > cluster.devices_per_node or tp * cp > num_devices:
                 continue

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from resilient.planners.balance import Floats
 from resilient.planners.planner import Replica
-from resilient.planners.samples import Ints
+from resilient.planners.samples import Floats, Ints
 
 
 def slots(replicas: Sequence[Replica]) -> tuple[Ints, Ints, Floats]:

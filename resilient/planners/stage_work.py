@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.costs import Curve, Floats, UnitCosts
+from resilient.planners.costs import Curve, UnitCosts
 from resilient.planners.planner import LLM, Parallelism
-from resilient.planners.samples import Ints
+from resilient.planners.samples import Floats, Ints
 from resilient.templates.cluster import Cluster, Link
 
 
@@ -136,6 +136,15 @@ def state_bytes(unit: UnitCosts, spread: Parallelism, *, sharded: bool) -> Float
     return (held / (copies if sharded else 1) + optimizer / copies) / spread.tp
 
 
+def kept_bytes(unit: UnitCosts, spread: Parallelism) -> Floats:
+    """Return what each token keeps on a device of each stage, from forward to backward. [num_stages]
+
+    Layers without a backward keep nothing.
+    """
+    index = unit.index(spread.tp, spread.cp)
+    return by_stage(spread, [layer.curves[index].activation_bytes * layer.has_backward for layer in unit.layers])
+
+
 def gradient_sum_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster) -> Floats:
     """Return how long a ring over the replicas (and context-parallel devices) sums each stage's gradients.
 
@@ -213,7 +222,7 @@ def gathers_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster) -> tuple[
     gather = np.array([link.transfer_ms(part * layer.parameter_bytes) if part else 0.0 for layer in unit.layers])
     scatter = np.array([link.transfer_ms(part * layer.gradient_bytes) if part else 0.0 for layer in unit.layers])
     trained = np.array([layer.trainable for layer in unit.layers])
-    passed = trained | np.array([layer.input_gradient for layer in unit.layers])
+    passed = np.array([layer.has_backward for layer in unit.layers])
     return by_stage(spread, gather), by_stage(spread, gather * passed + scatter * trained)
 
 

@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from resilient.planners.balance import loads
-from resilient.planners.costs import Floats
 from resilient.planners.layout import Layout
 from resilient.planners.planner import LLM, Configuration, Setting
-from resilient.planners.samples import Ints
+from resilient.planners.samples import Floats, Ints
 from resilient.planners.stage_work import by_stage, gathers_ms
 from resilient.planners.step_unit import StepUnit
 from resilient.planners.timeline import Tasks
@@ -244,7 +243,7 @@ class StepBuilder:
 
 def _trained(unit: StepUnit) -> npt.NDArray[np.bool_]:
     """Return which stages have a backward: from the first one on that is trained, or gets a gradient for its input."""
-    runs = [layer.trainable or layer.input_gradient for layer in unit.costs.layers]
+    runs = [layer.has_backward for layer in unit.costs.layers]
     return by_stage(unit.spread, runs) > 0
 
 

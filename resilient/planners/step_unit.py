@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from resilient.planners.balance import loads
-from resilient.planners.costs import Floats, UnitCosts
+from resilient.planners.costs import UnitCosts
 from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Place, Replica
-from resilient.planners.samples import Ints, Lengths, SampleTable
+from resilient.planners.samples import Floats, Ints, Lengths, SampleTable
 from resilient.planners.stage_work import Calls, Work, stage_work
 
 

@@ -8,13 +8,12 @@ backward for the microbatches that its samples went to.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from resilient.planners.samples import Ints
+from resilient.templates.compiled import compiled
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,7 +52,7 @@ def end_times(tasks: Tasks) -> Ints:
     first_wait = np.searchsorted(tasks.targets[by_target], np.arange(num_tasks + 1))
     first_task = np.searchsorted(tasks.row[by_row], np.arange(int(tasks.row.max()) + 2))
     ends = np.full(num_tasks, -1, np.int64)
-    _kernel()(
+    compiled(_run)(
         by_row,
         first_task,
         tasks.length_ns,
@@ -66,13 +65,6 @@ def end_times(tasks: Tasks) -> Ints:
         stuck = np.unique(tasks.row[ends < 0])
         raise ValueError(f"tasks must not wait for each other in a circle, got one over rows {stuck.tolist()}")
     return ends
-
-
-@lru_cache(maxsize=1)
-def _kernel() -> Any:
-    from numba import njit  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
-
-    return njit(cache=True)(_run)
 
 
 def _run(

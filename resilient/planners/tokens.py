@@ -13,9 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.samples import Ints, Lengths
-
-Floats = npt.NDArray[np.float64]
+from resilient.planners.samples import Floats, Ints, Lengths
 
 TOKENS_PER_WORD = 4 / 3
 """Of English text, where there is no tokenizer: "100 tokens are about 75 words" is what OpenAI says of its own."""

@@ -4,7 +4,8 @@ The model is one chain: every encoder is a stage of its own before those of the 
 layers. Data and tensor parallelism are the same everywhere. What a microbatch costs is taken to be what the mean one
 does; that it is not is what other planners are for. The optimizer is sharded over replicas.
 
-:func:`in_order` is also what other planners are compared with and fall back to.
+:func:`in_order` is also what others are compared with; planners that decide no more than a configuration take samples
+like that (:class:`AsTheyCome`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.costs import CostModel, Floats, UnitCosts
+from resilient.planners.costs import CostModel, UnitCosts
 from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Place, Replica, Setting
-from resilient.planners.samples import Lengths, SampleTable
+from resilient.planners.samples import Floats, Lengths, SampleTable
 from resilient.planners.stage_work import exposed_sum_ms
 
 
@@ -99,9 +100,7 @@ class Stages:
         deviation = samples**0.5 * float(lengths.tokens.std()) / tokens if tokens else 0.0
         largest = (float(lengths.tokens.max()) - float(lengths.tokens.mean())) / tokens if tokens else 0.0
         held = [layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers]
-        kept = [
-            layer.curves[index].activation_bytes * (layer.trainable or layer.input_gradient) for layer in unit.layers
-        ]
+        kept = [layer.curves[index].activation_bytes * layer.has_backward for layer in unit.layers]
         return cls(
             forward_ms=forward_ms,
             backward_ms=backward_ms,
@@ -174,8 +173,25 @@ def fits(setting: Setting, num_bytes: Floats) -> bool:
     return setting.cluster.memory_bytes is None or bool(num_bytes.max() <= setting.cluster.memory_bytes)
 
 
+class AsTheyCome:
+    """What planners have in common that do not balance samples."""
+
+    def assign(
+        self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
+    ) -> Assignment:
+        """Take samples as they come; all units place a sample alike.
+
+        Args:
+            setting: The job.
+            configuration: As decided.
+            batch: The global batch.
+            replicas: The language model's replicas as they are now.
+        """
+        return Assignment(units=dict.fromkeys(batch.units, in_order(len(batch), replicas)))
+
+
 @dataclass(frozen=True)
-class Uniform:
+class Uniform(AsTheyCome):
     """The planner."""
 
     name: str = "uniform"
@@ -192,19 +208,6 @@ class Uniform:
             ValueError: It does not fit.
         """
         return fastest(self._candidates(setting, samples), self.name, setting)
-
-    def assign(
-        self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
-    ) -> Assignment:
-        """Take samples as they come; all units place a sample alike.
-
-        Args:
-            setting: The job.
-            configuration: As decided.
-            batch: The global batch.
-            replicas: The language model's replicas as they are now.
-        """
-        return Assignment(units=dict.fromkeys(batch.units, in_order(len(batch), replicas)))
 
     def _candidates(self, setting: Setting, samples: SampleTable) -> Iterable[Configuration]:
         units = setting.costs.units

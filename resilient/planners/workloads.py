@@ -14,8 +14,8 @@ import numpy as np
 from resilient.planners.encoders import parts
 from resilient.planners.formats import read_records
 from resilient.planners.records import Bad, Policy, Records, sample_table
-from resilient.planners.samples import Ints, SampleTable
-from resilient.planners.tokens import Floats, PictureRule, SoundRule, tokens_of_words
+from resilient.planners.samples import Floats, Ints, SampleTable
+from resilient.planners.tokens import PictureRule, SoundRule, tokens_of_words
 
 PER_CENT = (
     *(0, 0.1, 0.5, 1, 2, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50),

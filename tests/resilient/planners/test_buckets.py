@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.balance import Floats, longest_first
+from resilient.planners.balance import longest_first
 from resilient.planners.buckets import fill_buckets, least_peak, peak
+from resilient.planners.samples import Floats
 
 
 @st.composite

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.balance import Floats, loads, longest_first
+from resilient.planners.balance import loads, longest_first
 from resilient.planners.group_pool import GroupPool, members
 from resilient.planners.groups import Ranks, Sequences, choose_degrees, group_ms, pack, pack_ranks, plan_groups
-from resilient.planners.samples import Ints
+from resilient.planners.samples import Floats, Ints
 
 SEEDS = st.integers(0, 2**32 - 1)
 

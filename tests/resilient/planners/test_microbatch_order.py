@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.balance import Floats
 from resilient.planners.microbatch_order import fill_intervals, pipeline_ms, reorder
+from resilient.planners.samples import Floats
 from resilient.templates.generators import Kind, generate
 from resilient.templates.simulate import Costs, simulate
 

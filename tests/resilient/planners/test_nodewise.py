@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.balance import Floats
 from resilient.planners.nodewise import largest_volume, rearrange
-from resilient.planners.samples import Ints
+from resilient.planners.samples import Floats, Ints
 
 SEEDS = st.integers(0, 2**32 - 1)
 

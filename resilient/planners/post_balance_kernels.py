@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from resilient.planners.balance import Floats
-from resilient.planners.kernels import compiled, play_again, set_up, tournament_starts
-from resilient.planners.samples import Ints
+from resilient.planners.kernels import play_again, set_up, tournament_starts
+from resilient.planners.samples import Floats, Ints
+from resilient.templates.compiled import compiled
 
 _EXACT = 1e-12
 """Relative width at which the bisection ends: whole costs below 10^11 are told apart."""

@@ -1,0 +1,23 @@
+"""Loops are compiled where there is a place to keep them, and where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from resilient.templates.compiled import compiled
+
+
+def test_a_loop_is_compiled_where_nothing_can_be_kept() -> None:
+    # Code without a file has no place beside it.
+    made: dict[str, Any] = {}
+    exec("def total(items):\n    found = 0\n    for item in items:\n        found += item\n    return found", made)
+    loop = compiled(made["total"])
+    assert loop is not made["total"]
+    assert loop((1, 2, 4)) == 7
+
+
+def test_a_loop_is_compiled_once() -> None:
+    def twice(number: int) -> int:
+        return 2 * number
+
+    assert compiled(twice) is compiled(twice)
