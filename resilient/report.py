@@ -23,8 +23,8 @@ def build_report(events: Sequence[Event]) -> dict[str, Any]:
     """Measure a run.
 
     A recovery goes from the first ``detected`` to the first step of a generation formed after it, so a second failure
-    before that step belongs to the same recovery: ``agree_ms`` then includes the attempts that were given up. The
-    parts add up to ``total_ms``.
+    before that step belongs to the same recovery: ``agree_ms`` then includes the attempts that were given up. Which
+    was first is told by the step's generation: it may be heard of late. The parts add up to ``total_ms``.
 
     Args:
         events: All events of one run, as :func:`read_events` returns them.
@@ -70,7 +70,7 @@ def write_report(run_dir: Path | str, reference_dir: Path | str | None = None) -
 
 @dataclass(kw_only=True)
 class _Recovery:
-    """The events of one recovery.
+    """The events of one recovery; ``heard`` are those of kind ``detected`` and ``node_lost``, in their order.
 
     ``before`` is the generation that the failure ended; ``previous_at``, when the failure before was known, tells
     the two apart where they hit the same node.
@@ -78,16 +78,22 @@ class _Recovery:
 
     before: Event | None
     previous_at: float
-    detected: list[Event] = field(default_factory=list)
-    lost: list[Event] = field(default_factory=list)
+    heard: list[Event]
     generations: list[Event] = field(default_factory=list)
     first_step: Event | None = None
 
     @property
+    def detected(self) -> list[Event]:
+        return [event for event in self.heard if event["kind"] == "detected"]
+
+    @property
+    def lost(self) -> list[Event]:
+        return [event for event in self.heard if event["kind"] == "node_lost"]
+
+    @property
     def nodes(self) -> list[int]:
         """Those lost, in the order it became known."""
-        known = sorted([*self.lost, *self.detected], key=lambda event: event["time"])
-        return list(dict.fromkeys(node for event in known for node in event.get("nodes", [event.get("node")])))
+        return list(dict.fromkeys(node for event in self.heard for node in event.get("nodes", [event.get("node")])))
 
     @property
     def cause(self) -> str:
@@ -99,6 +105,25 @@ class _Recovery:
             return self.detected[0]["cause"]
         return ", then ".join(f"{causes[node]} (node {node})" for node in self.nodes)
 
+    def is_over_with(self, step: Event) -> bool:
+        """Whether a step was committed after this recovery; those of an older generation may still have been."""
+        return bool(self.generations) and step["generation"] >= self.generations[0]["generation"]
+
+    def end_with(self, step: Event) -> _Recovery | None:
+        """End with the first step; return the next recovery where its failure was heard of before the step was."""
+        generation = step["generation"]
+        ended = [event for event in self.generations if event["generation"] <= generation]
+        # ``detected`` has the generation that is to be formed, ``node_lost`` the one that it ends
+        own = [event for event in self.heard if event["generation"] < generation + (event["kind"] == "detected")]
+        following = _Recovery(
+            before=ended[-1],
+            previous_at=max(event["time"] for event in own),
+            heard=[event for event in self.heard if event not in own],
+            generations=self.generations[len(ended) :],
+        )
+        self.heard, self.generations, self.first_step = own, ended, step
+        return following if following.detected else None
+
 
 def _recoveries(events: Sequence[Event]) -> Iterator[_Recovery]:
     """Group the events; a recovery that never got a generation (the job stopped) is not one."""
@@ -109,21 +134,20 @@ def _recoveries(events: Sequence[Event]) -> Iterator[_Recovery]:
     for event in events:
         kind = event["kind"]
         if kind == "detected":
-            current = current or _Recovery(before=generation, previous_at=previous_at, lost=just_lost)
-            current.detected.append(event)
+            current = current or _Recovery(before=generation, previous_at=previous_at, heard=just_lost)
+            current.heard.append(event)
         elif kind == "node_lost":
-            (current.lost if current else just_lost).append(event)
+            (current.heard if current else just_lost).append(event)
         elif kind == "generation":
             generation = event
             if current:
                 current.generations.append(event)
         elif kind == "step":
             just_lost = []
-            # A step of an older generation may still be under way when the failure is known.
-            if current and current.generations and event["generation"] >= current.detected[-1]["generation"]:
-                current.first_step = event
+            if current and current.is_over_with(event):
+                following = current.end_with(event)
                 yield current
-                previous_at, current = current.detected[-1]["time"], None
+                previous_at, current = current.detected[-1]["time"], following
     if current and current.generations:
         yield current
 

@@ -218,10 +218,17 @@ class JobStatus:
             if change["generation"] > self._told:
                 yield "good", f"{_nodes(change['nodes'])} {word}, training paused for {_pause(change)}"
         self._told = self.generation
-        self._window = [generations[-1], step]
+        heard_before = self._window[self._window.index(generations[-1]) :]  # of a failure after this step
+        failures = [event for event in heard_before if event["kind"] in ("detected", "node_lost", "injected")]
+        self._window = [generations[-1], step, *failures]
 
     def _on_checkpoint(self, event: Event) -> Iterator[tuple[str, str]]:
         yield "note", f"checkpoint of step {event['step']} written to {event['path']}"
+
+    def _on_checkpoint_failed(self, event: Event) -> Iterator[tuple[str, str]]:
+        where = "" if event["node"] is None else f" on node {event['node']}"
+        newest = f"the newest checkpoint is {event['newest']}" if event["newest"] else "there is no checkpoint"
+        yield "bad", f"no checkpoint of step {event['step']}{where}: {event['error']}; training goes on, {newest}"
 
     def _on_note(self, event: Event) -> Iterator[tuple[str, str]]:
         value = event["value"]

@@ -86,3 +86,20 @@ def failure_and_join(num_steps: int = 40) -> Run:
     run.add(2600 + 100 * (num_steps - 22), "checkpoint", step=num_steps, path="checkpoints/step-00000040")
     run.add(2600 + 100 * (num_steps - 22), "finished", step=num_steps, path="checkpoints/step-00000040")
     return run
+
+
+def fail_twice_with_late_steps(run: Run, *, suspected: bool) -> None:
+    """Lose node 1, commit steps 3 and 4, lose node 2, of which is heard before the steps: their reporter was slow."""
+    run.injected(240, 1)
+    run.detected(250, [1], 2)
+    run.add(250, "node_lost", node=1, cause="node lost")
+    run.generation(260, 2, "failure", 2, [0, 2], lost_steps=1)
+    run.installed(265, 270, node=0)
+    run.injected(475, 2)
+    run.detected(480, [] if suspected else [2], 3, cause="communication failed: peer closed")
+    run.add(480, "node_lost", node=2, cause="heartbeat missed")
+    run.step(370, 3)
+    run.step(470, 4)
+    run.generation(500, 3, "failure", 4, [0], lost_steps=1)
+    run.installed(510, 530, node=0)
+    run.step(630, 5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from made_up import Run, failure_and_join
+from made_up import Run, fail_twice_with_late_steps, failure_and_join
 from rich.console import Console
 
 from resilient.live import LiveView, PlainView, make_view, sparkline
@@ -38,6 +38,8 @@ def every_kind():
     run = failure_and_join()
     run.add(5000, "node_leaving", node=1, reason="spot notice: 120 s")
     run.add(5000, "waiting", nodes=[3, 4], num_missing=1, waited_s=60)
+    run.add(5000, "checkpoint_failed", step=38, node=3, error="/c cannot be written", newest=None)
+    run.add(5000, "checkpoint_failed", step=39, node=None, error="/d cannot be written", newest="/b")
     run.add(5000, "interrupted", reason="SIGTERM", grace_s=120.0)
     run.add(5000, "boundary", joining=[], leaving=[1])
     run.generation(5010, 4, "leave", 40, [0, 3, 4], standby=[5])
@@ -143,6 +145,22 @@ def test_plain_view_says_where_a_recovery_goes_on(version, lost_steps, words):
     assert words in plain_text(run.events)
 
 
+@pytest.mark.parametrize("suspected", [True, False])
+def test_plain_view_tells_of_both_failures_though_the_steps_between_are_heard_of_late(suspected):
+    run = Run()
+    run.generation(0, 1, "start", 0, [0, 1, 2])
+    run.step(100, 1)
+    run.step(200, 2)
+    fail_twice_with_late_steps(run, suspected=suspected)
+    told = [line.split("recovered from ")[1] for line in plain_text(run.events).splitlines() if "recovered" in line]
+    assert told == [
+        "the loss of node 1 in 130 ms, 1 step redone "
+        "(detect 10 ms, agree 10 ms, regroup 5.0 ms, copy 5.0 ms, redo 100 ms)",
+        "the loss of node 2 in 155 ms, 1 step redone "
+        "(detect 5.0 ms, agree 20 ms, regroup 10 ms, copy 20 ms, redo 100 ms)",
+    ]
+
+
 def test_plain_view_prints_output_verbatim():
     run = Run()
     run.add(0, "output", text="[bold]0.5[/bold] " + "x" * 300)
@@ -162,6 +180,10 @@ def test_plain_view_renders_every_kind_of_event():
     text = plain_text(every_kind())
     assert "node 1 left, training paused for" in text
     assert "failure suspected: communication failed: peer closed" in text
+    going_on = "training goes on, there is no checkpoint"
+    assert f"no checkpoint of step 38 on node 3: /c cannot be written; {going_on}" in text
+    going_on = "training goes on, the newest checkpoint is /b"
+    assert f"no checkpoint of step 39: /d cannot be written; {going_on}" in text
     assert "line 3, in f" in text
     assert "the script failed on node 4: ValueError: sample 17 has no image" in text
 

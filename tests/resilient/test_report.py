@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from made_up import Run, failure_and_join
+from made_up import Run, fail_twice_with_late_steps, failure_and_join
 from safetensors.numpy import save_file
 from small import make_job
 
@@ -93,6 +93,17 @@ def test_second_failure_during_recovery_belongs_to_the_first(lost_again):
     ]
     assert recovery["bytes_copied"] == 17
     assert recovery["lost_steps"] == 1
+
+
+@pytest.mark.parametrize("suspected", [True, False])
+def test_second_failure_is_told_apart_though_the_steps_before_it_are_heard_of_late(suspected):
+    run = started()
+    fail_twice_with_late_steps(run, suspected=suspected)
+    first, second = build_report(run.events)["recoveries"]
+    assert (first["nodes"], first["cause"], first["lost_steps"]) == ([1], "node lost (node 1)", 1)
+    assert (second["nodes"], second["cause"], second["lost_steps"]) == ([2], "heartbeat missed (node 2)", 1)
+    assert (first["detect_ms"], first["agree_ms"], first["redo_ms"], first["generation"]) == (10.0, 10.0, 100.0, 2)
+    assert (second["detect_ms"], second["agree_ms"], second["redo_ms"], second["generation"]) == (5.0, 20.0, 100.0, 3)
 
 
 def test_failure_that_was_not_injected_has_no_detection_time():
