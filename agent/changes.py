@@ -144,7 +144,7 @@ class Changes(Endings):
             self._stop(EXIT_FAILED, str(error), self._newest_path())
         else:
             if self._suspicions > self.settings.max_suspicions:
-                self._save_and_stop(agreement, "communication keeps failing between live nodes; check the network")
+                self._save_and_stop(agreement, _why_in_vain(change))
             else:
                 self._publish(formed, agreement.begun)
 
@@ -163,6 +163,7 @@ class Changes(Endings):
         self.phase, self._change, self.plan = Phase.INSTALLING, None, formed.plan
         self._version, self._parts = formed.version, Parts()
         self._installed, self._finished, self._sources = set(), set(), set(formed.senders)
+        self._advanced_at = self._now
         self._needed_nodes = formed.needed_nodes
         if formed.lost:
             self.outcome = None  # the job goes back behind what was seen
@@ -185,3 +186,13 @@ class Changes(Endings):
         for member in list(self.members.values()):
             if member.leaving and member.node not in kept and not self._is_placed(member.node):
                 self._dismiss(member, "left")
+
+
+def _why_in_vain(change: Change | None) -> str:
+    """Say why the same members are regrouped again and again."""
+    if change is None or not change.stalled_s:
+        return "communication keeps failing between live nodes; check the network"
+    return (
+        f"no step is done within {change.stalled_s:.0f} s, and yet all workers answer; raise the Trainer's "
+        "comm_timeout_s if steps may take that long"
+    )

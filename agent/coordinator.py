@@ -28,6 +28,7 @@ from aiohttp import web
 from resilient.agent import events as ev
 from resilient.agent.membership import Membership
 from resilient.agent.state import EXIT_FAILED, Settings
+from resilient.errors import CheckpointError
 from resilient.manifest import write_manifest
 from resilient.messages import (
     MAX_MESSAGE_BYTES,
@@ -158,8 +159,9 @@ class Coordinator:
         for instruction in self._machine.handle(event, time.monotonic()):
             try:
                 self._do(instruction)
-            except _ManifestError as error:
-                self._handle(ev.ManifestFailed(path=error.path, error=str(error)))
+            except CheckpointError as error:
+                assert isinstance(instruction, ev.WriteManifest)
+                self._handle(ev.ManifestFailed(path=instruction.path, error=str(error)))
                 break  # what follows counts on the checkpoint
 
     def _fail(self, reason: str) -> None:
@@ -196,10 +198,7 @@ class Coordinator:
                     self._copy_injections()
                 self._write_event({"time": time.time(), "kind": kind, "generation": generation, **fields})
             case ev.WriteManifest(path=path, manifest=manifest):
-                try:
-                    write_manifest(path, manifest)
-                except OSError as error:
-                    raise _ManifestError(path, error) from error
+                write_manifest(path, manifest)
             case ev.PreparePlans(problem=problem, num_nodes=num_nodes):
                 self._spawn(self._prepare(problem, num_nodes))
             case ev.Stop(exit_code=exit_code, reason=reason):
@@ -343,14 +342,6 @@ class Coordinator:
         if connection is not None:
             connection.closed.set()
             self.feed(ev.NodeLost(node=node, cause=cause))
-
-
-class _ManifestError(Exception):
-    """A checkpoint's manifest could not be written."""
-
-    def __init__(self, path: str, error: OSError) -> None:
-        super().__init__(str(error))
-        self.path = path
 
 
 class _Connection:

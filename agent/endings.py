@@ -60,6 +60,19 @@ class Endings(State):
         self._record("checkpoint", step=step, path=path)
         parts.drop(step)
 
+    def _miss_checkpoint(self, path: str, error: str) -> None:
+        """Take back a checkpoint without a manifest; the job goes on unless it was the last."""
+        missed = next(checkpoint for checkpoint in self._checkpoints if checkpoint.path == path)
+        self._checkpoints.remove(missed)
+        training = self.phase in (Phase.INSTALLING, Phase.RUNNING, Phase.AGREEING)
+        if training and self.job is not None and missed.step < self.job.num_steps:
+            self._note_missed_checkpoint(missed.step, None, error)
+        else:
+            self._stop(EXIT_FAILED, f"{error}{self._how_to_resume()}", self._newest_path())
+
+    def _note_missed_checkpoint(self, step: int, node: int | None, error: str) -> None:
+        self._record("checkpoint_failed", step=step, node=node, error=error, newest=self._newest_path())
+
     def _finish(self) -> None:
         if self._interruption is not None:
             self._stop_resumable(self._interruption.reason)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from resilient.manifest import Manifest
-from resilient.messages import FromWorkerMessage, Injection, Kill, Shutdown, ToWorkerMessage, Welcome
+from resilient.messages import FromWorkerMessage, Injection, Kill, ShowStacks, Shutdown, ToWorkerMessage, Welcome
 from resilient.templates.plan import Problem
 
 Worker = tuple[int, int]
@@ -85,7 +85,10 @@ class Interrupted:
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestFailed:
-    """What :class:`WriteManifest` asked for could not be done; nothing that followed it was done either."""
+    """What :class:`WriteManifest` asked for could not be done; nothing that followed it was done either.
+
+    ``error`` names the path.
+    """
 
     path: str
     error: str
@@ -133,7 +136,7 @@ class Tell:
     """Send a message to a node's agent."""
 
     node: int
-    message: Welcome | Kill | Shutdown
+    message: Welcome | Kill | ShowStacks | Shutdown
 
 
 @dataclass(frozen=True, kw_only=True)

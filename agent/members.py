@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from resilient.agent.events import Worker
 from resilient.messages import Ready
@@ -57,6 +58,11 @@ class Member:
     def pids(self) -> dict[str, int]:
         """Process numbers of the workers that are up, by "node/local_rank"."""
         return {f"{self.node}/{local_rank}": ready.pid for local_rank, ready in sorted(self.ready.items())}
+
+
+def log_path(run_directory: str, worker: Worker) -> Path:
+    """Return the file, on its own machine, that a worker's output goes to."""
+    return Path(run_directory) / "logs" / f"node-{worker[0]}" / f"worker-{worker[1]}.log"
 
 
 def available(members: Iterable[Member]) -> list[int]:

@@ -30,8 +30,8 @@ from resilient.agent.events import (
     WorkerSaid,
 )
 from resilient.agent.members import Member
-from resilient.agent.starting import Starting
 from resilient.agent.state import EXIT_DONE, EXIT_FAILED, Phase
+from resilient.agent.waiting import ADVANCES, Waiting
 from resilient.manifest import folder
 from resilient.messages import (
     Arm,
@@ -40,6 +40,7 @@ from resilient.messages import (
     Installed,
     Kill,
     Note,
+    NotSaved,
     Outcome,
     Output,
     Ready,
@@ -52,7 +53,7 @@ from resilient.messages import (
 )
 
 
-class Membership(Starting):
+class Membership(Waiting):
     """The machine. Feed it events with :meth:`handle`, in the order in which they happen."""
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
@@ -141,6 +142,8 @@ class Membership(Starting):
     @_on.register
     def _(self, event: WorkerSaid) -> None:
         if event.node in self.members:
+            if isinstance(event.message, ADVANCES):
+                self._advanced_at = self._now
             self._hear(event.message, (event.node, event.local_rank))
 
     @_on.register
@@ -167,9 +170,7 @@ class Membership(Starting):
 
     @_on.register
     def _(self, event: ManifestFailed) -> None:
-        self._checkpoints = [checkpoint for checkpoint in self._checkpoints if checkpoint.path != event.path]
-        reason = f"cannot write the checkpoint {event.path}: {event.error}{self._how_to_resume()}"
-        self._stop(EXIT_FAILED, reason, self._newest_path())
+        self._miss_checkpoint(event.path, event.error)
 
     @_on.register
     def _(self, event: StopWanted) -> None:
@@ -183,12 +184,13 @@ class Membership(Starting):
             self._proceed()
         elif self._interruption is not None:
             self._end_interrupted_in_time(self._interruption)
+        self._notice_stall()
         change, saving = self._change, self._saving
         if saving is not None and self._now >= saving.deadline:
             self._stop_resumable(f"{saving.reason}; the checkpoint of step {saving.step} was not written in time")
-        elif change is not None and not change.at_boundary and self._now >= change.deadline:
-            for node in sorted({node for node, _ in self.awaiting}):
-                self._evict(node, f"no report within {self._now - change.began:.0f} s")
+        elif change is not None and not change.at_boundary:
+            for node, cause in self._silent(change).items():
+                self._evict(node, cause)
 
     # ------------------------------------------------------------ messages of workers
 
@@ -288,6 +290,10 @@ class Membership(Starting):
         if saving is not None:
             saving.awaiting.discard(worker)
             self._proceed()
+
+    @_hear.register
+    def _(self, message: NotSaved, worker: Worker) -> None:
+        self._note_missed_checkpoint(message.step, worker[0], message.error)
 
     @_hear.register
     def _(self, message: Finished, worker: Worker) -> None:

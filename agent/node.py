@@ -38,6 +38,7 @@ from resilient.messages import (
     Kill,
     Leaving,
     Report,
+    ShowStacks,
     Shutdown,
     Suspect,
     ToAgentMessage,
@@ -229,6 +230,8 @@ class NodeAgent:
             await self._begin(message)
         elif isinstance(message, Kill):
             self._strike(message.injection)
+        elif isinstance(message, ShowStacks):
+            self._show_stacks(message.local_rank)
         else:
             self._shut_down(message)
 
@@ -260,12 +263,17 @@ class NodeAgent:
 
     # ------------------------------------------------------------ failures
 
+    def _show_stacks(self, local_rank: int) -> None:
+        assert self._pool is not None
+        assert self._spawner is not None
+        self._pool.send_signal(self._spawner, local_rank, signal.SIGUSR1)
+
     def _strike(self, injection: Injection) -> None:
         assert self._pool is not None
         assert self._spawner is not None
         faults.record(injection, self._run_directory, None, None)
         if injection.worker_only:
-            self._pool.kill_one(self._spawner, 0)
+            self._pool.send_signal(self._spawner, 0, signal.SIGKILL)
         else:
             faults.strike(injection)
 

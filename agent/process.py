@@ -66,9 +66,9 @@ class Spawner:
             raise SpawnError(f"the zygote is gone: {error}") from error
         return await answer
 
-    def kill(self, pid: int) -> None:
-        """Send SIGKILL to a child, if it still runs."""
-        self._connection.send(msgspec.json.encode(Signal(pid=pid, number=signal.SIGKILL)))
+    def send_signal(self, pid: int, number: signal.Signals) -> None:
+        """Send a signal to a child, if it still runs."""
+        self._connection.send(msgspec.json.encode(Signal(pid=pid, number=number)))
 
     async def close(self) -> None:
         """Let the zygote go; its children die with it."""

@@ -80,7 +80,13 @@ class Phase(Enum):
 
 @dataclass
 class Change:
-    """The change of membership under way; ``generation`` is the one being formed."""
+    """The change of membership under way.
+
+    Args:
+        generation: The one being formed.
+        stalled_s: How long no step had been done when it began, if it began for that.
+        stacks_shown: Those who have not reported were asked where they hang.
+    """
 
     generation: int
     at_boundary: bool
@@ -89,6 +95,8 @@ class Change:
     deadline: float
     reports: dict[Worker, Progress]
     lost_nodes: bool = False
+    stalled_s: float = 0.0
+    stacks_shown: bool = False
 
 
 @dataclass
@@ -143,6 +151,7 @@ class State:
         self._slowdowns: dict[int, float] = {}  # of nodes, as observed last
         self._finished: set[Worker] = set()
         self._suspicions = 0
+        self._advanced_at = 0.0  # when a worker last said that it got on, or was told what with
         self._failed = ""  # why the job ends as soon as its progress is saved
         self._interruption: Interruption | None = None
         self._redoing = False  # a step was begun, dropped and not committed since

@@ -6,11 +6,13 @@ import asyncio
 import hmac
 import logging
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from resilient.agent.members import log_path
 from resilient.agent.process import Spawner
 from resilient.control import HEADER_BYTES, decode_attach, frame_size
 from resilient.errors import ControlError
@@ -93,7 +95,7 @@ class WorkerPool:
                     argv=(welcome.script, *welcome.arguments),
                     env=self._environment(welcome, local_rank),
                     directory=welcome.directory,
-                    log=str(self._logs / f"worker-{local_rank}.log"),
+                    log=str(log_path(welcome.run_directory, (welcome.node, local_rank))),
                 )
             )
             self._pids[pid] = local_rank
@@ -104,17 +106,17 @@ class WorkerPool:
         """Kill all workers and ignore whatever still comes from them."""
         self._incarnation += 1
         for pid in self._pids:
-            spawner.kill(pid)
+            spawner.send_signal(pid, signal.SIGKILL)
         self._pids.clear()
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
 
-    def kill_one(self, spawner: Spawner, local_rank: int) -> None:
-        """Kill one worker."""
+    def send_signal(self, spawner: Spawner, local_rank: int, number: signal.Signals) -> None:
+        """Send a signal to one worker."""
         for pid, rank in self._pids.items():
             if rank == local_rank:
-                spawner.kill(pid)
+                spawner.send_signal(pid, number)
 
     def deliver(self, local_rank: int | None, data: bytes) -> None:
         """Send a frame to one worker, or to all."""

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from resilient.errors import CheckpointError
-from resilient.manifest import SavedState, read_manifest
+from resilient.manifest import SavedState, read_manifest, unwritable
 from resilient.state import LayerState
 
 
@@ -32,9 +32,7 @@ def save(path: Path, states: Iterable[LayerState]) -> dict[str, SavedState]:
             _write(path / file, {key: tensor.contiguous().cpu() for key, tensor in state.tensors().items()})
             saved[state.spec.name] = SavedState(file=file, fingerprint=state.fingerprint())
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path} cannot be written ({error}); make room there, or choose another folder"
-        ) from error
+        raise unwritable(path, error) from error
     return saved
 
 

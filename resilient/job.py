@@ -76,6 +76,8 @@ class Job:
                 )
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be > 0, got {self.clip_grad_norm}; pass None not to clip")
+        if not self.comm_timeout_s > 0:
+            raise ValueError(f"comm_timeout_s must be > 0, got {self.comm_timeout_s}; leave it out for 120")
         if len(self.dataset) == 0:
             raise ValueError("dataset must hold at least one sample, got 0; check how it is built")
 
@@ -121,6 +123,7 @@ class Job:
             max_failures=self.max_failures,
             min_pipeline_nodes=self.min_pipeline_nodes,
             num_steps=self.num_steps,
+            comm_timeout_s=self.comm_timeout_s,
             checkpoint_every=self.checkpoint_every,
             memory_bytes=_memory_bytes(self.device),
             schedule=self.kind,

@@ -9,6 +9,7 @@ themselves are :mod:`resilient.checkpoint`'s.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -53,10 +54,24 @@ def writers(plan: Plan, profile: ModelProfile) -> dict[str, int]:
 
 
 def write_manifest(path: str | Path, manifest: Manifest) -> None:
-    """Make the folder a checkpoint: all files the manifest names are on disk."""
+    """Make the folder a checkpoint: all files the manifest names are on disk.
+
+    Raises:
+        CheckpointError: It cannot be written; the folder is no checkpoint.
+    """
     partial = Path(path) / f".{MANIFEST}.{os.getpid()}"
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-    partial.replace(Path(path) / MANIFEST)
+    try:
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        partial.replace(Path(path) / MANIFEST)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: str | Path, error: Exception) -> CheckpointError:
+    """Return the error of a checkpoint that cannot be written."""
+    return CheckpointError(f"{path} cannot be written ({error}); make room there, or choose another folder")
 
 
 def check_recipe(path: str | Path, manifest: Manifest, recipe: Recipe) -> None:
@@ -90,5 +105,5 @@ def read_manifest(path: str | Path) -> Manifest:
         raise CheckpointError(
             f"{path} must be a finished checkpoint, got a folder without {MANIFEST}; choose another step-* folder"
         ) from None
-    except msgspec.DecodeError as error:
+    except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{Path(path) / MANIFEST} cannot be read: {error}") from error

@@ -31,6 +31,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         profile: As measured where this worker runs: on other machines the times are others.
         recipe: What a checkpoint must have been written under to be resumed.
+        comm_timeout_s: How long workers wait for each other before they give a generation up.
         memory_bytes: What training may use of a device's memory; None for no limit.
         schedule: What pipelines run.
         num_chunks: Stages of each worker, under interleaved-1f1b.
@@ -43,6 +44,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_failures: int
     min_pipeline_nodes: int
     num_steps: int
+    comm_timeout_s: float
     checkpoint_every: int = 0
     memory_bytes: int | None = None
     schedule: Kind = Kind.ONE_F_ONE_B
@@ -166,6 +168,13 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     fingerprints: dict[str, str]
 
 
+class NotSaved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This worker's part of the checkpoint of ``step`` cannot be written; it trains on. ``error`` names the path."""
+
+    step: int
+    error: str
+
+
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All steps are committed and the final checkpoint's part is saved; waits for ``Finish``."""
 
@@ -192,7 +201,9 @@ class Note(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     value: float | int | str
 
 
-FromWorkerMessage = Ready | Suspect | Report | Installed | StepDone | Saved | Finished | Failed | Output | Note
+FromWorkerMessage = (
+    Ready | Suspect | Report | Installed | StepDone | Saved | NotSaved | Finished | Failed | Output | Note
+)
 
 # ---------------------------------------------------------------- coordinator -> worker
 
@@ -328,6 +339,12 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     injection: Injection
 
 
+class ShowStacks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Have a worker write the Python stacks of all its threads to the end of its log: it does not answer."""
+
+    local_rank: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stop the workers (those that are not done) and exit with this code."""
 
@@ -336,7 +353,7 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 FromAgentMessage = Hello | FromWorker | WorkerExited | Leaving | Health
-ToAgentMessage = Welcome | ToWorkers | Kill | Shutdown
+ToAgentMessage = Welcome | ToWorkers | Kill | ShowStacks | Shutdown
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -21,6 +21,7 @@ from resilient.messages import (
     FromWorkerMessage,
     Generation,
     Note,
+    NotSaved,
     Output,
     Ready,
     Regroup,
@@ -101,6 +102,8 @@ class SoloClient:
             logger.info("step %d: loss %.4f, %.0f ms", outcome.step, outcome.loss, message.step_ms)
         elif isinstance(message, Saved):
             self._finish_checkpoint(message)
+        elif isinstance(message, NotSaved):
+            logger.warning("training goes on; the newest checkpoint is %s", self._saved or self._resume or "none")
         elif isinstance(message, Note):
             logger.info("%s: %s", message.name, message.value)
         elif isinstance(message, Output):

@@ -68,7 +68,8 @@ class Trainer:
             keeps in flight; "1f1b" needs the least, "eager-1f1b" no more than that, and takes what is left.
         num_chunks: Stages of each worker, under "interleaved-1f1b".
         device: Where to train; by default this worker's CUDA device if there is one, else the CPU.
-        comm_timeout_s: Last resort against a peer that hangs without its connection breaking.
+        comm_timeout_s: Last resort against a peer that hangs without its connection breaking. When no step is done for
+            15 times as long, or 15 times as long as one is planned to take, workers that do not answer are given up.
 
     Raises:
         ValueError: An argument cannot be; the message names it, its value and the fix.

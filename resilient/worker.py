@@ -20,7 +20,7 @@ import torch
 from resilient import checkpoint, manifest
 from resilient.comm import Communicator, StoreHost
 from resilient.commit import Ledger
-from resilient.errors import CommunicationError
+from resilient.errors import CheckpointError, CommunicationError
 from resilient.faults import Faults
 from resilient.feed import Feed
 from resilient.fence import Fence
@@ -32,6 +32,7 @@ from resilient.messages import (
     Finished,
     FromWorkerMessage,
     Generation,
+    NotSaved,
     Ready,
     Regroup,
     Report,
@@ -180,7 +181,7 @@ class Worker:
             paused = self._traced_step(session)
             every = self._job.checkpoint_every
             if every and self._ledger.version % every == 0 and self._ledger.version < self._job.num_steps:
-                self._checkpoint(session)
+                self._try_checkpoint(session)
             if paused:
                 return
         self._checkpoint(session)
@@ -237,6 +238,14 @@ class Worker:
                 )
             )
         return paused
+
+    def _try_checkpoint(self, session: Session) -> None:
+        """Write this rank's part of a checkpoint on the way, without which training goes on."""
+        try:
+            self._checkpoint(session)
+        except CheckpointError as error:
+            logger.warning("no checkpoint of step %d: %s", self._ledger.version, error)
+            self._client.send(NotSaved(step=self._ledger.version, error=str(error)))
 
     def _checkpoint(self, session: Session) -> None:
         """Write this rank's part of the checkpoint of the committed step."""

@@ -15,6 +15,7 @@ import argparse
 import ast
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import io
@@ -202,6 +203,7 @@ def _run_worker(request: Spawn) -> int:
     script = request.argv[0]
     sys.argv = list(request.argv)
     sys.path[0] = os.path.dirname(os.path.abspath(script))
+    faulthandler.register(signal.SIGUSR1)  # the agent's question where a worker that does not answer hangs
     _set_num_threads(int(request.env.get("OMP_NUM_THREADS", "1")))
     try:
         runpy.run_path(script, run_name="__main__")

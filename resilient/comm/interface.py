@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from resilient.errors import CommunicationError
+
 Group = tuple[int, ...]
 """Ascending global ranks of a generation."""
 
@@ -69,6 +71,7 @@ class SoloCommunicator:
 
     rank = 0
     size = 1
+    _is_aborted = False
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Pending:
         raise AssertionError("a single worker has no peer to send to")
@@ -77,13 +80,15 @@ class SoloCommunicator:
         raise AssertionError("a single worker has no peer to receive from")
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+        self.check()
         return DONE
 
     def check(self) -> None:
-        return None
+        if self._is_aborted:
+            raise CommunicationError("the generation was aborted")
 
     def abort(self) -> None:
-        return None
+        self._is_aborted = True
 
     def close(self) -> None:
         return None

@@ -81,6 +81,7 @@ def job_spec(**changes: Any) -> JobSpec:
         "max_failures": 1,
         "min_pipeline_nodes": 2,
         "num_steps": 10,
+        "comm_timeout_s": 120.0,
         "digest": "job",
     }
     return JobSpec(**{**fields, **changes})

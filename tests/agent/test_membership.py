@@ -398,7 +398,10 @@ def test_worker_without_a_report_in_time_is_evicted() -> None:
     job.now = 60.0
     evicted = job.feed(Tick())
     assert any(isinstance(i, Tell) and i.node == 4 and isinstance(i.message, Shutdown) for i in evicted)
-    assert job.last("node_lost") == {"node": 4, "cause": "no report within 60 s"}
+    assert job.last("node_lost") == {
+        "node": 4,
+        "cause": "no report within 60 s; where it hangs is at the end of /runs/x/logs/node-4/worker-0.log",
+    }
     assert 4 not in job.machine.members
 
 

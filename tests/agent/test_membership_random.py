@@ -70,6 +70,7 @@ def _act(job: Job, action: str, choice: int) -> None:
     num_nodes=st.integers(2, 6),
     min_pipeline_nodes=st.integers(1, 2),
     max_failures=st.integers(0, 1),
+    comm_timeout_s=st.sampled_from([2.0, 120.0]),
     started=st.booleans(),
     plans_at_once=st.booleans(),
     history=st.lists(st.tuples(st.sampled_from(_ACTIONS), st.integers(0, 7)), max_size=25),
@@ -78,11 +79,13 @@ def test_every_history_ends_in_training_or_in_a_stop(
     num_nodes: int,
     min_pipeline_nodes: int,
     max_failures: int,
+    comm_timeout_s: float,
     started: bool,
     plans_at_once: bool,
     history: list[tuple[str, int]],
 ) -> None:
-    job = Job(job_spec(min_pipeline_nodes=min_pipeline_nodes, max_failures=max_failures), num_nodes=num_nodes)
+    spec = job_spec(min_pipeline_nodes=min_pipeline_nodes, max_failures=max_failures, comm_timeout_s=comm_timeout_s)
+    job = Job(spec, num_nodes=num_nodes)
     if started:
         job.start()
     job.plans_at_once = plans_at_once

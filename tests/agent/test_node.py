@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 from aiohttp import WSMsgType, web
 
+from resilient.agent.members import log_path
 from resilient.agent.node import NodeAgent, NodeOptions
 from resilient.messages import (
     FromAgentMessage,
@@ -22,6 +23,7 @@ from resilient.messages import (
     Leaving,
     Note,
     Regroup,
+    ShowStacks,
     Shutdown,
     ToAgentMessage,
     ToWorkers,
@@ -156,6 +158,19 @@ def test_workers_go_on_without_a_coordinator_and_are_fenced_off_when_it_is_back(
         await coordinator.tell(connection, Shutdown(exit_code=0, reason="done"))
 
     play(tmp_path, scenario, 0)
+
+
+def test_worker_that_does_not_answer_shows_in_its_log_where_it_hangs(tmp_path: Path) -> None:
+    async def scenario(coordinator: Coordinator) -> None:
+        connection, _ = await coordinator.accept(node=0)
+        await coordinator.note(connection)
+        await coordinator.tell(connection, ShowStacks(local_rank=0))
+        log = log_path(str(tmp_path), (0, 0))
+        while f'File "{tmp_path / "script.py"}", line' not in log.read_text():
+            await asyncio.sleep(0.01)
+        await coordinator.tell(connection, Shutdown(exit_code=1, reason="evicted"))
+
+    play(tmp_path, scenario, 1)
 
 
 def test_killed_worker_is_reported_and_the_node_comes_back_as_often_as_it_may(tmp_path: Path) -> None:

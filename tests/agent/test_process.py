@@ -71,6 +71,11 @@ async def gone(*pids: int) -> None:
         await asyncio.sleep(0.01)
 
 
+async def logged(zygote: Zygote, text: str) -> None:
+    while not (zygote.folder / "logs" / "log").exists() or text not in zygote.log:
+        await asyncio.sleep(0.01)
+
+
 def test_worker_runs_the_script_with_its_arguments_environment_and_log(tmp_path: Path) -> None:
     async def scenario(zygote: Zygote) -> None:
         (tmp_path / "neighbour.py").write_text("word = 'found'")
@@ -111,9 +116,26 @@ def test_exception_leaves_an_error_file_as_torchrun_does(tmp_path: Path) -> None
 def test_killed_worker_is_reported(tmp_path: Path) -> None:
     async def scenario(zygote: Zygote) -> None:
         pid = await zygote.start("import threading; threading.Event().wait()")
-        zygote.spawner.kill(pid)
-        zygote.spawner.kill(pid)
+        zygote.spawner.send_signal(pid, signal.SIGKILL)
+        zygote.spawner.send_signal(pid, signal.SIGKILL)
         assert await zygote.exits.get() == (pid, -signal.SIGKILL)
+
+    with_zygote(tmp_path, scenario)
+
+
+def test_worker_that_is_asked_shows_in_its_log_where_it_is_and_goes_on(tmp_path: Path) -> None:
+    async def scenario(zygote: Zygote) -> None:
+        gate = tmp_path / "gate"
+        source = (
+            "import pathlib, time\nprint('up', flush=True)\n"
+            f"while not pathlib.Path({str(gate)!r}).exists():\n    time.sleep(0.005)"
+        )
+        pid = await zygote.start(source)
+        await logged(zygote, "up")
+        zygote.spawner.send_signal(pid, signal.SIGUSR1)
+        await logged(zygote, f'File "{tmp_path / "script.py"}", line')
+        gate.touch()
+        assert await zygote.exits.get() == (pid, 0)
 
     with_zygote(tmp_path, scenario)
 

@@ -88,6 +88,17 @@ def test_full_disk_is_told_and_leaves_no_half_written_file(tmp_path: Path) -> No
     assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_manifest_that_cannot_be_written_leaves_no_checkpoint(tmp_path: Path) -> None:
+    manifest = Manifest(step=1, recipe=RECIPE, states=checkpoint.save(tmp_path, states_of().values()))
+    (tmp_path / MANIFEST).mkdir()
+    with pytest.raises(CheckpointError) as raised:
+        write_manifest(tmp_path, manifest)
+    message = str(raised.value)
+    assert message.startswith(f"{tmp_path} cannot be written ([Errno 21] Is a directory: ")
+    assert message.endswith("); make room there, or choose another folder")
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
 def test_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, states_of().values())
     message = f"{tmp_path} must be a finished checkpoint, got a folder without {MANIFEST}; choose another step-* folder"
@@ -100,6 +111,14 @@ def test_manifest_of_another_form_is_refused(tmp_path: Path) -> None:
     message = f"{tmp_path / MANIFEST} cannot be read: Expected `int`, got `str` - at `$.step`"
     with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
         read_manifest(tmp_path)
+
+
+def test_file_in_place_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    manifest = tmp_path / "file" / MANIFEST
+    message = f"{manifest} cannot be read: [Errno 20] Not a directory: '{manifest}'"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        read_manifest(tmp_path / "file")
 
 
 def test_changed_value_is_noticed(saved: tuple[Path, dict[str, LayerState]]) -> None:

@@ -75,6 +75,10 @@ def test_one_worker_needs_no_store() -> None:
     value = torch.ones(2)
     comm.all_reduce(value, (0,)).wait()
     assert value.tolist() == [1.0, 1.0]
+    comm.abort()
+    for give_up in (comm.check, lambda: comm.all_reduce(value, (0,))):
+        with pytest.raises(CommunicationError, match=r"^the generation was aborted$"):
+            give_up()
 
 
 def test_interrupted_connect_ends_while_it_waits_for_a_peer() -> None:

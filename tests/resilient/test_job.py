@@ -40,6 +40,7 @@ from resilient.templates.generators import Kind
          "schedule must not be interleaved-1f1b on cuda:1 (NCCL's messages carry no tags, and both ends do not order "
          "theirs alike); choose another"),
         ({"clip_grad_norm": 0.0}, "clip_grad_norm must be > 0, got 0.0; pass None not to clip"),
+        ({"comm_timeout_s": 0.0}, "comm_timeout_s must be > 0, got 0.0; leave it out for 120"),
         ({"dataset": Tokens(0)}, "dataset must hold at least one sample, got 0; check how it is built"),
     ],
 )  # fmt: skip

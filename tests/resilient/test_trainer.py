@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -98,6 +99,23 @@ def test_resumed_training_ends_where_training_through_does(name: str, tmp_path: 
     resumed.fit(5, resume=checkpoints / "step-00000002")
     for key, value in parameters(resumed).items():
         assert torch.equal(value, expected[key])
+
+
+def test_checkpoint_that_cannot_be_written_ends_the_training_only_if_it_is_the_last(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "step-00000002" / "manifest.json").mkdir(parents=True)  # a part can be written, the manifest cannot
+    make_trainer(checkpoint_every=1).fit(3)
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert messages == [
+        f"no checkpoint of step 2: {checkpoints / 'step-00000002'} cannot be written ([Errno 21] Is a directory: "
+        f"'{checkpoints / 'step-00000002'}/.manifest.json.{os.getpid()}' -> "
+        f"'{checkpoints / 'step-00000002' / 'manifest.json'}'); make room there, or choose another folder",
+        f"training goes on; the newest checkpoint is {checkpoints / 'step-00000001'}",
+    ]
+    with pytest.raises(CheckpointError, match=r"step-00000002 cannot be written"):
+        make_trainer().fit(2)
 
 
 class Interrupting(Tokens):

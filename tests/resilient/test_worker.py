@@ -15,6 +15,7 @@ from ranks import HOST
 from small import CPU, Tokens, make_job, make_plan, make_profile
 
 from resilient.comm import Communicator, connect
+from resilient.errors import CheckpointError
 from resilient.job import Job
 from resilient.manifest import Manifest, SavedState, folder, write_manifest
 from resilient.messages import (
@@ -26,6 +27,7 @@ from resilient.messages import (
     FromWorkerMessage,
     Generation,
     Installed,
+    NotSaved,
     Ready,
     Regroup,
     Report,
@@ -96,6 +98,32 @@ def test_undisturbed_job_runs_to_its_end(tmp_path: Path) -> None:
     assert set(client.last(Saved).files) == NAMES
     assert client.last(Ready).store_address.startswith(f"{HOST}:")
     assert client.last(Installed).generation == client.last(Finished).generation == 1
+
+
+def test_checkpoint_on_the_way_that_cannot_be_written_is_told_and_the_next_one_is_tried(tmp_path: Path) -> None:
+    client = ScriptedClient(tmp_path, generation(), Finish())
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.write_text("in the way")
+
+    def make_room(message: FromWorkerMessage) -> None:
+        if isinstance(message, NotSaved):
+            checkpoints.unlink()
+
+    client.hears = make_room
+    make_worker(client, num_steps=3, checkpoint_every=1).run()
+    assert client.kinds() == [
+        "Ready", "Installed", "StepDone", "NotSaved", "StepDone", "Saved", "StepDone", "Saved", "Finished",
+    ]  # fmt: skip
+    error = f"{folder(tmp_path, 1)} cannot be written ([Errno 20] Not a directory: '{folder(tmp_path, 1)}'); make room "
+    assert client.last(NotSaved) == NotSaved(step=1, error=f"{error}there, or choose another folder")
+
+
+def test_last_checkpoint_that_cannot_be_written_fails_the_job(tmp_path: Path) -> None:
+    client = ScriptedClient(tmp_path, generation(), Finish())
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"step-00000002 cannot be written \(\[Errno 20\] Not a directory: "):
+        make_worker(client, num_steps=2, checkpoint_every=1).run()
+    assert client.kinds() == ["Ready", "Installed", "StepDone", "NotSaved", "StepDone", "Failed"]
 
 
 def test_worker_pauses_at_the_boundary_and_goes_on_without_losing_the_step(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def parse_arguments() -> argparse.Namespace:
         "--hold-in", type=int, action="append", default=[], metavar="STEP", help="this step waits until --gate exists"
     )
     parser.add_argument("--gate", type=Path, action="append", default=[], help="one for each --hold-in, in order")
+    parser.add_argument("--comm-timeout-s", type=float, default=30.0)
     parser.add_argument("--slow-node", type=int, metavar="NODE", help="computes slowly")
     return parser.parse_args()
 
@@ -119,7 +120,7 @@ def main() -> None:
         clip_grad_norm=1.0,
         checkpoint_every=args.checkpoint_every,
         schedule=args.schedule,
-        comm_timeout_s=30.0,
+        comm_timeout_s=args.comm_timeout_s,
     )
     result = trainer.fit(num_steps=args.steps)
     if result.is_main:

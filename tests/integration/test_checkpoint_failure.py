@@ -1,0 +1,61 @@
+"""A disk that takes no checkpoint: those on the way are missed and told, training goes on; the last one ends the job.
+
+A file in the place of the checkpoints' folder stands for the disk, for whoever runs the tests may write everywhere.
+"""
+
+from __future__ import annotations
+
+import pytest
+from harness import Event, run_job
+
+from resilient.agent.launch import Launcher
+from resilient.manifest import MANIFEST, read_manifest
+
+pytestmark = pytest.mark.timeout(120)
+
+NODES = 4
+
+
+def test_job_goes_on_without_a_checkpoint_and_writes_the_next(tmp_path):
+    directory, gate = tmp_path / "run", tmp_path / "gate"
+    checkpoints = directory / "checkpoints"
+    directory.mkdir()
+    checkpoints.write_text("in the way")
+
+    def make_room(launcher: Launcher, event: Event) -> None:
+        if event["kind"] == "checkpoint_failed" and not gate.exists():
+            checkpoints.unlink()
+            gate.touch()
+
+    arguments = ("--steps", "6", "--checkpoint-every", "2")
+    run = run_job(directory, *arguments, "--hold-in", "3", "--gate", str(gate), nodes=NODES, act=make_room)
+    assert run.exit_code == 0, run.reason
+    assert list(run.losses) == [1, 2, 3, 4, 5, 6]
+    missed = run.of_kind("checkpoint_failed")
+    folder = checkpoints / "step-00000002"
+    for event in missed:
+        assert (event["step"], event["newest"]) == (2, None)
+        assert event["error"].startswith(f"{folder} cannot be written ([Errno 20] Not a directory: ")
+    assert {event["node"] for event in missed} <= set(range(NODES))
+    assert not (folder / MANIFEST).exists()
+    assert [(event["step"], read_manifest(event["path"]).step) for event in run.of_kind("checkpoint")] == [
+        (4, 4),
+        (6, 6),
+    ]
+    assert not run.of_kind("detected")
+
+
+def test_last_checkpoint_that_cannot_be_written_ends_the_job_with_the_reason(tmp_path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "checkpoints").write_text("in the way")
+    run = run_job(directory, "--steps", "4", "--checkpoint-every", "2", nodes=NODES)
+    assert run.exit_code == 1
+    assert {event["step"] for event in run.of_kind("checkpoint_failed")} == {2}
+    assert max(run.losses) == 4
+    assert "CheckpointError: " in run.reason
+    assert (
+        f"{directory / 'checkpoints' / 'step-00000004'} cannot be written ([Errno 20] Not a directory: " in run.reason
+    )
+    assert "; there is no checkpoint; start again with: resilient run --nodes 4 " in run.reason
+    assert run.of_kind("checkpoint") == []
