@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,3 +50,25 @@ def panels(path: Path | str, inches: Sequence[float]) -> Iterator[list[Axes]]:
         FigureCanvasAgg(figure)
         yield list(figure.subplots(len(inches), 1, height_ratios=inches, squeeze=False)[:, 0])
         figure.savefig(path, format="png")
+
+
+def legend_above(axes: Axes, colours: Mapping[str, Any]) -> None:
+    """Say in one line above the axes what colours stand for; a title needs a ``pad`` of 26 to be above that.
+
+    Args:
+        axes: They.
+        colours: By what each stands for.
+    """
+    from matplotlib.patches import Patch
+
+    axes.legend(
+        handles=[Patch(color=colour, label=meaning) for meaning, colour in colours.items()],
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 0.99),
+        borderaxespad=0.2,
+        ncols=len(colours),
+        handlelength=1,
+        handleheight=1,
+        columnspacing=1.2,
+        fontsize=8.5,
+    )

@@ -65,6 +65,12 @@ class WarmupCosine:
         return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def _trained(states: Iterable[LayerState]) -> tuple[list[LayerState], list[torch.nn.Parameter]]:
+    """Return the states with something to train, and their parameters: torch wants one at least, be it empty."""
+    held = [state for state in states if state.layout.num_trainable]
+    return held, [state.flat for state in held] or [torch.nn.Parameter(torch.empty(0))]
+
+
 def _check_lr(lr: float) -> None:
     if not lr > 0:
         raise ValueError(f"lr must be > 0, got {lr}; pass a positive learning rate")
@@ -88,9 +94,9 @@ class AdamW:
         return ("exp_avg", "exp_avg_sq")
 
     def build(self, states: Iterable[LayerState], version: int) -> torch.optim.Optimizer:
-        held = [state for state in states if state.layout.num_trainable]
+        held, parameters = _trained(states)
         optimizer = torch.optim.AdamW(
-            [state.flat for state in held] or [torch.nn.Parameter(torch.empty(0))],
+            parameters,
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,
@@ -123,9 +129,9 @@ class SGD:
         return ("momentum_buffer",) if self.momentum else ()
 
     def build(self, states: Iterable[LayerState], version: int) -> torch.optim.Optimizer:
-        held = [state for state in states if state.layout.num_trainable]
+        held, parameters = _trained(states)
         optimizer = torch.optim.SGD(
-            [state.flat for state in held] or [torch.nn.Parameter(torch.empty(0))],
+            parameters,
             lr=self.lr,
             momentum=self.momentum,
             nesterov=self.nesterov,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from resilient.drawing import BLUE, GREEN, INK, PALE_BLUE, PALE_GREY, RED, panels
+from resilient.drawing import BLUE, GREEN, INK, PALE_BLUE, PALE_GREY, RED, legend_above, panels
 from resilient.events import Event, steps_of
 from resilient.report import PARTS, duration, number
 
@@ -132,7 +132,7 @@ def _draw_recoveries(axes: Axes, recoveries: Sequence[Mapping[str, Any]], left_o
     axes.set_xlabel("ms")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    _part_legend(axes)
+    legend_above(axes, _PART_COLOURS)
 
 
 def _annotate_bar(axes: Axes, recovery: Mapping[str, Any], end_ms: float, row: int) -> None:
@@ -142,19 +142,3 @@ def _annotate_bar(axes: Axes, recovery: Mapping[str, Any], end_ms: float, row: i
     lines = ((f"{duration(recovery['total_ms'])}, {lost}", 1, 9, INK), (" + ".join(parts), -10, 7.5, "#616e7c"))
     for text, offset, size, colour in lines:
         axes.annotate(text, (end_ms, row), xytext=(7, offset), textcoords="offset points", fontsize=size, color=colour)
-
-
-def _part_legend(axes: Axes) -> None:
-    from matplotlib.patches import Patch
-
-    axes.legend(
-        handles=[Patch(color=colour, label=part) for part, colour in _PART_COLOURS.items()],
-        loc="lower left",
-        bbox_to_anchor=(-0.01, 0.99),
-        borderaxespad=0.2,
-        ncols=len(PARTS),
-        handlelength=1,
-        handleheight=1,
-        columnspacing=1.4,
-        fontsize=9,
-    )

@@ -26,8 +26,6 @@ from resilient.templates.profile import ModelProfile
 
 logger = logging.getLogger(__name__)
 
-Measure = Callable[[Sequence[Sample]], ModelProfile]
-
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
     """All that the numbers depend on.

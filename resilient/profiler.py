@@ -34,7 +34,7 @@ _ENOUGH_MS = 10.0
 _TOO_LONG_MS = 2000.0
 """A layer measured for this long is done in any case."""
 
-Run = Callable[[], None]
+Run = Callable[[], object]
 Timed = Callable[[Run], float]
 """Runs something and returns how long it took, in ms."""
 
@@ -270,7 +270,7 @@ class _Pass:
         """Run once, timed; return the ms of it all."""
         forward_ms, input_ms, backward_ms = timed(self._forward), 0.0, 0.0
         if trainable and differentiates:
-            input_ms = timed(self._input_backward)
+            input_ms = timed(self._input_gradients)
             self._forward()
         if self._ends:
             backward_ms = timed(self._backward)
@@ -300,9 +300,6 @@ class _Pass:
 
     def _backward(self) -> None:
         torch.autograd.backward(self._ends, [torch.ones_like(tensor) for tensor in self._ends])
-
-    def _input_backward(self) -> None:
-        self._input_gradients()
 
     def _input_gradients(self) -> Sequence[Tensor | None]:
         wanted = [tensor for tensor in self._received.values() if tensor.requires_grad]

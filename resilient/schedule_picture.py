@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from resilient.chart import COMPUTING, OTHER, Bar, Chart
-from resilient.drawing import GREY, INK, PALE_GREY, panels
+from resilient.drawing import GREY, INK, PALE_GREY, legend_above, panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,7 +83,7 @@ def _draw(axes: Axes, chart: Chart, longest_ns: int, row_inches: float) -> None:
     axes.spines["left"].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
     axes.set_title(chart.title, pad=26)
-    _legend(axes, chart)
+    legend_above(axes, _meanings(chart))
 
 
 def _label(axes: Axes, bars: Sequence[Bar], longest_ns: int, row_inches: float) -> None:
@@ -110,26 +110,13 @@ def _label(axes: Axes, bars: Sequence[Bar], longest_ns: int, row_inches: float) 
         )
 
 
-def _legend(axes: Axes, chart: Chart) -> None:
-    from matplotlib.patches import Patch
-
+def _meanings(chart: Chart) -> dict[str, Any]:
+    """Return what is in a chart, with the colour of each."""
     kinds = {bar.kind for bar in chart.bars}
-    meanings = {**COMPUTING, **OTHER}
-    handles = [Patch(color=_COLOURS[kind], label=meanings[kind]) for kind in meanings if kind in kinds]
+    colours: dict[str, Any] = {name: _COLOURS[kind] for kind, name in {**COMPUTING, **OTHER}.items() if kind in kinds}
     if any(bar.chunk for bar in chart.bars):
-        handles.append(Patch(color=_colour("F", 1), label=f"lighter: {chart.odd_chunks}"))
-    handles.append(Patch(color=PALE_GREY, label="waiting"))
-    axes.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(-0.01, 1.0),
-        borderaxespad=0.2,
-        ncols=len(handles),
-        handlelength=1,
-        handleheight=1,
-        columnspacing=1.2,
-        fontsize=8.5,
-    )
+        colours[f"lighter: {chart.odd_chunks}"] = _colour("F", 1)
+    return {**colours, "waiting": PALE_GREY}
 
 
 def _colour(kind: str, lighter: int) -> tuple[float, float, float]:

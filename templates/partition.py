@@ -122,7 +122,37 @@ class _Search:
 
     def misfit(self) -> str:
         """Return why no number of nodes has a template."""
-        return _misfit(self)
+        problem, costs = self.problem, self.costs
+        devices, degrees = problem.cluster.devices_per_node, problem.profile.tp_degrees
+        if costs.fewest_per_node > costs.num_layers:
+            return (
+                f"layers and tp_degrees must suffice for stages on all devices_per_node = {devices} devices of a node, "
+                f"got {costs.num_layers} layers and {degrees}; profile other degrees, or use fewer devices"
+            )
+        if not self.sizes:
+            return (
+                f"min_pipeline_nodes must be at most {self.sizes.stop - 1} ({costs.num_layers} layers, at least "
+                f"{costs.fewest_per_node} stage{'s' if costs.fewest_per_node > 1 else ''} in a node), got "
+                f"{problem.min_pipeline_nodes}; lower it"
+            )
+        memory = problem.cluster.memory_bytes
+        assert memory is not None
+        fixes = "use smaller microbatches" + ", activation_checkpointing=True" * (not problem.activation_checkpointing)
+        fixes += f", larger tp_degrees than {costs.degrees[-1]}" * (costs.degrees[-1] < devices)
+        fixes += ", schedule 1f1b" * (problem.schedule not in (Kind.ONE_F_ONE_B, Kind.EAGER))
+        fixes += " or devices with more memory"
+        in_flight = costs.in_flight(self.sizes.start * costs.fewest_per_node) or 1
+        needed, layer = max((costs.least_memory_bytes(i, in_flight), -i) for i in range(costs.num_layers))
+        if needed > memory:
+            return (
+                f"memory_bytes must hold layer {problem.profile.layers[-layer].name!r} alone in a stage, {needed} "
+                f"bytes on each device, got {memory}; {fixes}"
+            )
+        enough, size = _enough_memory(problem, memory)
+        return (
+            f"memory_bytes must hold the stages of a pipeline of {self.sizes.start} to {self.sizes.stop - 1} nodes "
+            f"with what they have in flight, got {memory}; {fixes}: {enough} bytes would do for {size} nodes"
+        )
 
     def _least_sum(self, size: int, bound: int, *, with_sync: bool) -> Found | None:
         from resilient.templates.search import least_sum, least_sum_of_depths
@@ -195,41 +225,6 @@ def _worth(corners: Sequence[_Corner], total: int, extra: range) -> int:
             elif less >= 0:
                 return _UNLIMITED
     return worth
-
-
-def _misfit(search: _Search) -> str:
-    """Return why no number of nodes has a template."""
-    problem, costs = search.problem, search.costs
-    devices, degrees = problem.cluster.devices_per_node, problem.profile.tp_degrees
-    if costs.fewest_per_node > costs.num_layers:
-        return (
-            f"layers and tp_degrees must suffice for stages on all devices_per_node = {devices} devices of a node, got "
-            f"{costs.num_layers} layers and {degrees}; profile other degrees, or use fewer devices"
-        )
-    if not search.sizes:
-        return (
-            f"min_pipeline_nodes must be at most {search.sizes.stop - 1} ({costs.num_layers} layers, at least "
-            f"{costs.fewest_per_node} stage{'s' if costs.fewest_per_node > 1 else ''} in a node), got "
-            f"{problem.min_pipeline_nodes}; lower it"
-        )
-    memory = problem.cluster.memory_bytes
-    assert memory is not None
-    fixes = "use smaller microbatches" + ", activation_checkpointing=True" * (not problem.activation_checkpointing)
-    fixes += f", larger tp_degrees than {costs.degrees[-1]}" * (costs.degrees[-1] < devices)
-    fixes += ", schedule 1f1b" * (problem.schedule not in (Kind.ONE_F_ONE_B, Kind.EAGER))
-    fixes += " or devices with more memory"
-    in_flight = costs.in_flight(search.sizes.start * costs.fewest_per_node) or 1
-    needed, layer = max((costs.least_memory_bytes(i, in_flight), -i) for i in range(costs.num_layers))
-    if needed > memory:
-        return (
-            f"memory_bytes must hold layer {problem.profile.layers[-layer].name!r} alone in a stage, {needed} bytes on "
-            f"each device, got {memory}; {fixes}"
-        )
-    enough, size = _enough_memory(problem, memory)
-    return (
-        f"memory_bytes must hold the stages of a pipeline of {search.sizes.start} to {search.sizes.stop - 1} nodes "
-        f"with what they have in flight, got {memory}; {fixes}: {enough} bytes would do for {size} nodes"
-    )
 
 
 def _enough_memory(problem: Problem, too_little: int) -> tuple[int, int]:

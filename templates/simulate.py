@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from resilient.templates.compiled import compiled
-from resilient.templates.generators import Kind, schedule_of
 from resilient.templates.schedule import Action, Op, Schedule
-from resilient.templates.template import PipelineTemplate, nanoseconds
+from resilient.templates.template import nanoseconds
 from resilient.templates.validate import check_ended
 
 _NS = 1e6
@@ -146,22 +145,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     if costs.reduce_ms:
         _sum_gradients(schedule, costs, start_ns, end_ns)
     return Timeline(schedule, start_ns, end_ns, tuple(peaks.tolist()))
-
-
-def simulate_template(template: PipelineTemplate, num_microbatches: int) -> Timeline:
-    """Run 1F1B on a template, interleaved where devices have several stages.
-
-    Half of ``send_ms`` goes each way, and ``sync_ms`` comes after the first stage's last backward.
-    """
-    stages = template.stages
-    states = [[0], *([] for _ in stages[1:])]
-    costs = Costs(
-        forward_ms=[stage.forward_ms for stage in stages],
-        backward_input_ms=[stage.backward_ms for stage in stages],
-        transfer_ms=[stage.send_ms / 2 for stage in stages[1:]],
-        reduce_ms={0: template.sync_ms},
-    )
-    return simulate(schedule_of(Kind.INTERLEAVED, template, num_microbatches, states), costs)
 
 
 def _table(name: str, values: Values, shape: tuple[int, int], unit: float) -> NDArray[np.int64]:

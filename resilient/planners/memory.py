@@ -1,4 +1,4 @@
-"""What fits into a device: activations between measured points, room for tokens, and what samples take of the room."""
+"""What fits into a device: activations between measured points, and what samples take of the room."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from resilient.planners.balance import loads
-from resilient.planners.costs import CostModel, UnitCosts
 from resilient.planners.planner import LLM, Configuration, Place, Setting
 from resilient.planners.samples import Floats, Ints, SampleTable
 from resilient.planners.stage_work import kept_bytes, state_bytes
-from resilient.templates.cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,55 +57,6 @@ class ActivationGrid:
         inside_layers = min(max(layers, self.layers[0]), self.layers[-1])
         inside_tokens = min(max(tokens, self.tokens[0]), self.tokens[-1])
         return inside * (layers / inside_layers) * (tokens / inside_tokens)
-
-
-def token_limit(
-    unit: UnitCosts, memory_bytes: int, *, tp: int = 1, cp: int = 1, num_stages: int = 1, in_flight: int = 1
-) -> int:
-    """Return how many tokens a call may have so that it fits into each device's memory.
-
-    Args:
-        unit: The unit; its layers are taken to be spread evenly over its stages.
-        memory_bytes: Of a device.
-        tp: Tensor-parallel degree.
-        cp: Context-parallel degree; the tokens are those of the whole group.
-        num_stages: Stages of the unit.
-        in_flight: Calls whose activations are kept at a time.
-
-    Raises:
-        ValueError: The state alone does not fit, or the degree was not profiled.
-    """
-    free = memory_bytes - unit.state_bytes / (tp * num_stages)
-    if free <= 0:
-        raise ValueError(
-            f"the state of {unit.name!r} must fit into {memory_bytes} bytes, got "
-            f"{unit.state_bytes / (tp * num_stages):.0f} at tp {tp} and {num_stages} stages; use more devices for it"
-        )
-    kept = unit.activation_bytes(tp, cp) / num_stages * in_flight
-    return int(free / kept) if kept else 2**62
-
-
-def token_limits(costs: CostModel, cluster: Cluster, configuration: Configuration) -> Mapping[str, int]:
-    """Return how many tokens a sample may have in each unit, for :func:`~resilient.planners.records.sample_table`.
-
-    A sample must fit alone into a microbatch while as many microbatches are kept as 1F1B keeps on the first stage.
-
-    Raises:
-        ValueError: The state of a unit does not fit.
-    """
-    if cluster.memory_bytes is None:
-        return {}
-    return {
-        name: token_limit(
-            costs.by_name[name],
-            cluster.memory_bytes,
-            tp=unit.tp,
-            cp=unit.cp,
-            num_stages=unit.pp,
-            in_flight=unit.pp,
-        )
-        for name, unit in configuration.units.items()
-    }
 
 
 def kept_shares(setting: Setting, configuration: Configuration, batch: SampleTable) -> Floats:

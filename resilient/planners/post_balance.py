@@ -73,7 +73,10 @@ def cost_bounds(costs: npt.ArrayLike, speeds: npt.ArrayLike) -> tuple[float, flo
 
 
 def balance_quadratic(lengths: npt.ArrayLike, speeds: npt.ArrayLike, tolerance: float) -> Ints:
-    """Algorithm 3, quadratic attention: longest first, each to the instance that comes first by :func:`load_key`.
+    """Algorithm 3, quadratic attention: longest first, each to the instance that comes first.
+
+    Instances are ordered by how many tolerances the sum of their lengths by their speed is, then by the sum of squares
+    by their speed, of which the first 28 bits or so count.
 
     Of instances with different speeds, one that comes first in its speed, that is the one that does with the sample;
     without it, it would be a slow one that gets the longest. With n instances of speeds that are V together, none takes
@@ -104,29 +107,6 @@ def balance_quadratic(lengths: npt.ArrayLike, speeds: npt.ArrayLike, tolerance: 
     if not tolerance > least:
         raise ValueError(f"tolerance must be > {least:.3g}, got {tolerance}; a mean length is a good one")
     return fill_by_key(items, descending(items), *by_speed(rates), float(tolerance))
-
-
-def load_key(total: float, squares: float, speed: float, tolerance: float) -> tuple[int, int]:
-    """Return by what instances are ordered in algorithm 3: how many tolerances, then the squares' first 28 bits or so.
-
-    Args:
-        total: Sum of an instance's lengths.
-        squares: Sum of their squares.
-        speed: Of the instance.
-        tolerance: As for :func:`balance_quadratic`.
-    """
-    from resilient.planners.post_balance_kernels import STEP_BITS
-
-    bits = np.array([squares / speed]).view(np.int64)
-    return int(total / (speed * tolerance)), int(bits[0]) >> STEP_BITS
-
-
-def padded_cost(lengths: npt.ArrayLike, instances: Ints, num_instances: int, squared: float = 0.0) -> Floats:
-    """Return what each instance's batch costs when padded to its longest sample. [num_instances]"""
-    items = np.asarray(lengths, dtype=np.float64)
-    longest = np.zeros(num_instances)
-    np.maximum.at(longest, instances, items)
-    return np.bincount(instances, minlength=num_instances) * (longest + squared * longest**2)
 
 
 def _checked(lengths: npt.ArrayLike, speeds: npt.ArrayLike) -> tuple[Floats, Floats]:

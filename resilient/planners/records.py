@@ -113,7 +113,7 @@ def sample_table(
         bad: What to do with bad samples: ``error`` names them; ``drop`` leaves them out; ``resize`` enlarges, crops or
             shrinks pictures, cuts clips and text until they fit, and leaves out what cannot be made to.
         limits: Tokens that a sample may have, by unit (``vision``, ``audio``, ``llm``), for instance those of
-            :func:`~resilient.planners.memory.token_limits`. The language model's positions are one always.
+            :func:`~resilient.planners.sample_limits.most_tokens`. The language model's positions are one always.
         rules: By the encoder's name, where it is not the one in :data:`~resilient.planners.tokens.RULES`.
 
     Returns:

@@ -12,8 +12,7 @@ def most_tokens(costs: CostModel, cluster: Cluster, num_nodes: int) -> Mapping[s
     """Return how many tokens a sample may have in each unit if all devices of a job work on it alone.
 
     For :func:`~resilient.planners.records.sample_table`. A sample with more has no room in any configuration; one with
-    fewer has some in the best, see :func:`~resilient.planners.memory.token_limits` for that of one. Units whose state
-    alone does not fit are left out, that is for planners to say.
+    fewer has some in the best. Units whose state alone does not fit are left out, that is for planners to say.
 
     Args:
         costs: Of the units.

@@ -15,7 +15,7 @@ from resilient.planners.encoders import parts
 from resilient.planners.formats import read_records
 from resilient.planners.records import Bad, Policy, Records, sample_table
 from resilient.planners.samples import Floats, Ints, SampleTable
-from resilient.planners.tokens import PictureRule, SoundRule, tokens_of_words
+from resilient.planners.tokens import tokens_of_words
 
 PER_CENT = (
     *(0, 0.1, 0.5, 1, 2, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50),
@@ -65,11 +65,9 @@ def workload(
     model: str,
     *,
     bad: Policy = "error",
-    limits: Mapping[str, int] | None = None,
-    rules: Mapping[str, PictureRule | SoundRule] | None = None,
 ) -> SampleTable:
     """Return that many samples of a workload, as :func:`judged_workload` does, without what is bad in it."""
-    return judged_workload(name, num_samples, seed, model, bad=bad, limits=limits, rules=rules)[0]
+    return judged_workload(name, num_samples, seed, model, bad=bad)[0]
 
 
 def judged_workload(
@@ -80,7 +78,6 @@ def judged_workload(
     *,
     bad: Policy = "error",
     limits: Mapping[str, int] | None = None,
-    rules: Mapping[str, PictureRule | SoundRule] | None = None,
     tokenizer: Callable[[str], Sequence[int]] | None = None,
     pictures: str | Path | None = None,
 ) -> tuple[SampleTable, tuple[Bad, ...]]:
@@ -96,7 +93,6 @@ def judged_workload(
         bad: What to do with bad samples, as for :func:`~resilient.planners.records.sample_table`. All of a file are
             judged, drawn or not, and others are drawn in the place of those that are dropped.
         limits: As there.
-        rules: As there.
         tokenizer: As for :func:`~resilient.planners.formats.read_records`.
         pictures: As there.
 
@@ -115,7 +111,7 @@ def judged_workload(
             [_rows(source, count, np.random.default_rng((seed, i))) for i, source in enumerate(sources)]
         )
         _check(records, str(name), model)
-        table, found = sample_table(records, model, bad=bad, limits=limits, rules=rules)
+        table, found = sample_table(records, model, bad=bad, limits=limits)
         missing = num_samples - len(table)
         if files or missing <= 0:
             break

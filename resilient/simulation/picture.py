@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from resilient.drawing import BLUE, GREEN, GREY, INK, PALE_BLUE, PALE_GREY, RED, panels
+from resilient.drawing import BLUE, GREEN, GREY, INK, PALE_BLUE, PALE_GREY, RED, legend_above, panels
 from resilient.simulation.outcome import PARTS, Outcome
 
 if TYPE_CHECKING:
@@ -96,20 +96,4 @@ def _draw_split(axes: Axes, outcomes: Sequence[Outcome]) -> None:
     axes.spines["left"].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
     axes.set_title("Where the nodes' time went", pad=26)
-    _part_legend(axes)
-
-
-def _part_legend(axes: Axes) -> None:
-    from matplotlib.patches import Patch
-
-    axes.legend(
-        handles=[Patch(color=_PART_COLOURS[part], label=part) for part in PARTS],
-        loc="lower left",
-        bbox_to_anchor=(-0.01, 0.99),
-        borderaxespad=0.2,
-        ncols=len(PARTS),
-        handlelength=1,
-        handleheight=1,
-        columnspacing=1.4,
-        fontsize=9,
-    )
+    legend_above(axes, {part: _PART_COLOURS[part] for part in PARTS})

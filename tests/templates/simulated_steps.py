@@ -1,4 +1,4 @@
-"""Plans against the best that the simulation of 1F1B can find among all templates, on small random jobs."""
+"""Templates under the simulation of 1F1B: one step, and plans against the best of all on small random jobs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from exhaustive import all_templates
 
 from resilient.templates.cluster import Cluster, Link
+from resilient.templates.generators import Kind, schedule_of
 from resilient.templates.partition import plan_templates
 from resilient.templates.plan import Problem
 from resilient.templates.profile import LayerCost, LayerProfile, ModelProfile
-from resilient.templates.simulate import simulate_template
+from resilient.templates.simulate import Costs, Timeline, simulate
 from resilient.templates.template import PipelineTemplate, nanoseconds
 
 KINDS = ("equal layers", "embedding and head", "5 % noise", "uneven layers")
@@ -122,3 +123,19 @@ def _at_least_ns(template: PipelineTemplate, num_microbatches: int) -> int:
 
 def _simulated_ns(template: PipelineTemplate, num_microbatches: int) -> int:
     return simulate_template(template, num_microbatches).iteration_ns
+
+
+def simulate_template(template: PipelineTemplate, num_microbatches: int) -> Timeline:
+    """Run 1F1B on a template, interleaved where devices have several stages.
+
+    Half of ``send_ms`` goes each way, and ``sync_ms`` comes after the first stage's last backward.
+    """
+    stages = template.stages
+    states = [[0], *([] for _ in stages[1:])]
+    costs = Costs(
+        forward_ms=[stage.forward_ms for stage in stages],
+        backward_input_ms=[stage.backward_ms for stage in stages],
+        transfer_ms=[stage.send_ms / 2 for stage in stages[1:]],
+        reduce_ms={0: template.sync_ms},
+    )
+    return simulate(schedule_of(Kind.INTERLEAVED, template, num_microbatches, states), costs)

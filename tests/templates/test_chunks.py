@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import enough_nodes, problems, profile
+from simulated_steps import simulate_template
 
 from resilient.templates.batch import lines, slowed_line
 from resilient.templates.cluster import Cluster, Link
@@ -18,7 +19,7 @@ from resilient.templates.generators import Kind, chunks_in_flight, generate, sch
 from resilient.templates.partition import plan_templates
 from resilient.templates.plan import Pipeline, Plan, Problem
 from resilient.templates.replan import first_plan, replan
-from resilient.templates.simulate import Costs, simulate, simulate_template
+from resilient.templates.simulate import Costs, simulate
 from resilient.templates.template import PipelineTemplate
 
 

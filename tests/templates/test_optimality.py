@@ -3,9 +3,7 @@ from __future__ import annotations
 import statistics
 
 from exhaustive import all_templates
-from simulated_steps import KINDS, random_case, ratio_to_best, shortest_ns
-
-from resilient.templates.simulate import simulate_template
+from simulated_steps import KINDS, random_case, ratio_to_best, shortest_ns, simulate_template
 
 
 def test_plans_are_within_two_percent_of_the_best_simulated_templates():

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import template
+from simulated_steps import simulate_template
 
 from resilient.templates.generators import Kind, generate
 from resilient.templates.schedule import Action, Op, Schedule
-from resilient.templates.simulate import Costs, Timeline, simulate, simulate_template
+from resilient.templates.simulate import Costs, Timeline, simulate
 from resilient.templates.template import PipelineTemplate, StageSpec
 from resilient.templates.validate import ScheduleError
 

@@ -11,12 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs_of_planners import setting
 
-from resilient.planners.derive import derive_costs
-from resilient.planners.memory import ActivationGrid, fullest, kept_shares, token_limit, token_limits
+from resilient.planners.memory import ActivationGrid, fullest, kept_shares
 from resilient.planners.planner import Configuration, Parallelism, Place
 from resilient.planners.samples import Lengths, SampleTable
-from resilient.templates.cluster import Cluster, Link
-from resilient.templates.devices import cluster_of
 
 
 def kept(layers: float, tp: int, tokens: float) -> float:
@@ -55,49 +52,6 @@ def test_degrees_are_not_interpolated() -> None:
     message = "layers, tp and tokens must ascend from 1 or more, got (2, 1), (1,) and (64,)"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         ActivationGrid(layers=(2, 1), tp=(1,), tokens=(64,), bytes=(((1.0,),), ((1.0,),)))
-
-
-@given(
-    tp=st.sampled_from((1, 2, 4)),
-    cp=st.sampled_from((1, 2, 8)),
-    num_stages=st.integers(1, 8),
-    in_flight=st.integers(1, 8),
-)
-def test_a_token_more_does_not_fit(tp: int, cp: int, num_stages: int, in_flight: int) -> None:
-    llm = derive_costs("qwen2-vl-7b", "h100", frozen=("llm",)).by_name["llm"]
-    memory = 80 * 2**30
-    limit = token_limit(llm, memory, tp=tp, cp=cp, num_stages=num_stages, in_flight=in_flight)
-
-    def used(tokens: int) -> float:
-        activations = tokens * llm.activation_bytes(tp, cp) * in_flight
-        return (llm.state_bytes / tp + activations) / num_stages
-
-    assert used(limit) <= memory < used(limit + 1)
-
-
-def test_a_state_that_does_not_fit_is_named() -> None:
-    llm = derive_costs("qwen2-vl-7b", "h100").by_name["llm"]
-    message = (
-        f"the state of 'llm' must fit into {80 * 2**30} bytes, got {llm.state_bytes} at tp 1 and 1 stages; use more "
-        f"devices for it"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        token_limit(llm, 80 * 2**30)
-
-
-def test_limits_of_a_configuration() -> None:
-    costs, cluster = derive_costs("qwen2-vl-7b", "h100"), cluster_of("h100", 8)
-    units = {"vision": Parallelism(dp=4, pp=1, tp=2), "llm": Parallelism(dp=2, pp=4, tp=4)}
-    configuration = Configuration(units=units, num_microbatches=8)
-    limits = token_limits(costs, cluster, configuration)
-    assert cluster.memory_bytes is not None
-    assert limits == {
-        "vision": token_limit(costs.units[0], cluster.memory_bytes, tp=2),
-        "llm": token_limit(costs.units[1], cluster.memory_bytes, tp=4, num_stages=4, in_flight=4),
-    }
-    free = Link(latency_ms=0.0, bytes_per_s=None)
-    unbounded = Cluster(devices_per_node=8, memory_bytes=None, intra_node=free, inter_node=free)
-    assert token_limits(costs, unbounded, configuration) == {}
 
 
 def two_units(pp: int, *, colocated: bool) -> Configuration:

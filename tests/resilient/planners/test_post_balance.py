@@ -11,10 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.planners.balance import loads, longest_first
-from resilient.planners.post_balance import balance_padded, balance_quadratic, cost_bounds, load_key, padded_cost
-from resilient.planners.samples import Ints
+from resilient.planners.post_balance import balance_padded, balance_quadratic, cost_bounds
+from resilient.planners.post_balance_kernels import STEP_BITS
+from resilient.planners.samples import Floats, Ints
 
 LENGTHS = st.lists(st.integers(0, 500), max_size=40)
+
+
+def padded_cost(lengths: list[int], instances: Ints, num_instances: int, squared: float = 0.0) -> Floats:
+    """What each instance's batch costs when padded to its longest sample. [num_instances]"""
+    longest = np.zeros(num_instances)
+    np.maximum.at(longest, instances, lengths)
+    return np.bincount(instances, minlength=num_instances) * (longest + squared * longest**2)
+
+
+def load_key(total: float, squares: float, speed: float, tolerance: float) -> tuple[int, int]:
+    """What instances are ordered by: how many tolerances, then the first bits of the sum of squares."""
+    bits = np.array([squares / speed]).view(np.int64)
+    return int(total / (speed * tolerance)), int(bits[0]) >> STEP_BITS
 
 
 def fits(lengths: list[int], num_batches: int, bound: float) -> bool:
