@@ -143,14 +143,10 @@ class WholePictures(StaticContext):
         return Assignment(units=dict.fromkeys(batch.units, grouped))
 
 
-def both(name: str) -> Who:
-    """Return a planner that configures and assigns."""
-    return planner(name), planner(name)
-
-
-def mixed(configures: str, assigns: str) -> Who:
-    """Return two planners of which one configures and one assigns."""
-    return planner(configures), planner(assigns)
+def who(configures: str | Planner, assigns: str | Planner | None = None) -> Who:
+    """Return who configures and who assigns, which is the same where one is given."""
+    one, other = (planner(each) if isinstance(each, str) else each for each in (configures, assigns or configures))
+    return one, other
 
 
 EVEN = Instead(what="samples all like the mean one", change={"even": True})
@@ -161,15 +157,20 @@ LARGER = Instead(what="microbatches of 8 samples", change={"microbatch": 8})
 def alike(configures: str, better: str, worse: str) -> Instead:
     """Return both with one's configuration: what assignments alone make."""
     what = f"both configured by {configures}"
-    return Instead(what=what, better=mixed(configures, better), worse=mixed(configures, worse))
+    return Instead(what=what, better=who(configures, better), worse=who(configures, worse))
+
+
+def unbalanced(name: str, title: str) -> Instead:
+    """Return the better planner with an assignment that balances nothing: what its configuration alone makes."""
+    return Instead(what=f"{title} with samples as they come", better=who(name, "uniform"))
 
 
 def one_stage(nodes: int) -> Instead:
     """Return the paper's step: every device an instance of all layers, with one microbatch."""
     return Instead(
         what=f"one stage and one microbatch for each of {8 * nodes} devices, messages hidden",
-        better=mixed("fsdp", "orchmllm"),
-        worse=both("fsdp"),
+        better=who("fsdp", "orchmllm"),
+        worse=who("fsdp"),
         change={"nodes": nodes, "global_batch": 32 * nodes, "free": True},
     )
 
@@ -179,7 +180,7 @@ MIDDLE = Case(model="qwen2-vl-7b", workload="laion")
 COCO = Case(model="qwen2-vl-7b")
 SOUND = Case(model="qwen2-vl+whisper-large-v3+qwen2.5-7b", workload="mixed")
 FROZEN = ("vision", "llm")
-UNSEARCHED = Instead(what="uniform plan not searched: widest tp, fewest stages", worse=(Widest(), Widest()))
+UNSEARCHED = Instead(what="uniform plan not searched: widest tp, fewest stages", worse=who(Widest()))
 
 TIMES = ((1.0,), (1.0, 1.0), (140 / 44, 140 / 44), (560 / 44, 560 / 44))
 """Of encoders: as published, as costly as the language model, four times that."""
@@ -191,15 +192,15 @@ CLAIMS = (
         low=1.0,
         high=1.4,
         cases=(SMALL, MIDDLE),
-        better=both("entrain"),
-        worse=both("disttrain"),
+        better=who("entrain"),
+        worse=who("disttrain"),
         reasons=(
             LARGER,
             EVEN,
             alike("entrain", "entrain", "disttrain"),
-            Instead(what="DistTrain's order as published, not searched", worse=(HEURISTIC, HEURISTIC)),
-            Instead(what="DistTrain without its order", worse=(SPREAD, SPREAD)),
-            Instead(what="DistTrain without spreading and order", worse=mixed("disttrain", "uniform")),
+            Instead(what="DistTrain's order as published, not searched", worse=who(HEURISTIC)),
+            Instead(what="DistTrain without its order", worse=who(SPREAD)),
+            Instead(what="DistTrain without spreading and order", worse=who("disttrain", "uniform")),
         ),
     ),
     Claim(
@@ -208,9 +209,9 @@ CLAIMS = (
         low=1.0,
         high=1.4,
         cases=(SMALL, MIDDLE),
-        better=both("entrain"),
-        worse=both("dip"),
-        reasons=(EVEN, FREE, Instead(what="Entrain with samples as they come", better=mixed("entrain", "uniform"))),
+        better=who("entrain"),
+        worse=who("dip"),
+        reasons=(EVEN, FREE, unbalanced("entrain", "Entrain")),
     ),
     Claim(
         name="Cornstarch, aware of what is frozen",
@@ -223,8 +224,8 @@ CLAIMS = (
             Case(model="siglip-so400m+llama3.2-3b"),
             *(Case(model=MEASURED, nodes=8, microbatch=1, encoders=each) for each in TIMES),
         ),
-        better=both("cornstarch"),
-        worse=(Cornstarch(frozen_aware=False), planner("cornstarch")),
+        better=who("cornstarch"),
+        worse=who(Cornstarch(frozen_aware=False), "cornstarch"),
         reasons=(EVEN,),
     ),
     Claim(
@@ -233,13 +234,13 @@ CLAIMS = (
         low=1.3,
         high=2.2,
         cases=(MIDDLE, COCO),
-        better=both("disttrain"),
-        worse=both("uniform"),
+        better=who("disttrain"),
+        worse=who("uniform"),
         reasons=(
             EVEN,
             FREE,
             alike("uniform", "disttrain", "uniform"),
-            Instead(what="DistTrain with samples as they come", better=mixed("disttrain", "uniform")),
+            unbalanced("disttrain", "DistTrain"),
             UNSEARCHED,
         ),
     ),
@@ -249,15 +250,15 @@ CLAIMS = (
         low=1.03,
         high=1.11,
         cases=(SMALL, MIDDLE, COCO),
-        better=both("disttrain"),
-        worse=mixed("disttrain", "uniform"),
+        better=who("disttrain"),
+        worse=who("disttrain", "uniform"),
         reasons=(
-            Instead(what="order alone, of what is spread", worse=(SPREAD, SPREAD)),
-            Instead(what="order as published, not searched", better=(HEURISTIC, HEURISTIC)),
+            Instead(what="order alone, of what is spread", worse=who(SPREAD)),
+            Instead(what="order as published, not searched", better=who(HEURISTIC)),
             Instead(
                 what="spreading alone, over the uniform plan's replicas",
-                better=(planner("uniform"), SPREAD),
-                worse=both("uniform"),
+                better=who("uniform", SPREAD),
+                worse=who("uniform"),
             ),
             LARGER,
             EVEN,
@@ -269,15 +270,15 @@ CLAIMS = (
         low=1.0,
         high=3.6,
         cases=(MIDDLE, COCO, SOUND),
-        better=both("dflop"),
-        worse=both("uniform"),
+        better=who("dflop"),
+        worse=who("uniform"),
         reasons=(
             EVEN,
             FREE,
             alike("uniform", "dflop", "uniform"),
-            Instead(what="DFLOP with samples as they come", better=mixed("dflop", "uniform")),
+            unbalanced("dflop", "DFLOP"),
             UNSEARCHED,
-            Instead(what="full sharding in the uniform plan's place", worse=both("fsdp")),
+            Instead(what="full sharding in the uniform plan's place", worse=who("fsdp")),
         ),
     ),
     Claim(
@@ -286,14 +287,14 @@ CLAIMS = (
         low=1.0,
         high=1.36,
         cases=(MIDDLE, Case(model="qwen2-vl-7b", workload="interleaved", device="h200", nodes=8, microbatch=1)),
-        better=both("dhp"),
-        worse=both("static-cp"),
+        better=who("dhp"),
+        worse=who("static-cp"),
         reasons=(
             EVEN,
             FREE,
             alike("static-cp", "dhp", "static-cp"),
             alike("dhp", "dhp", "static-cp"),
-            Instead(what="encoders that share out whole pictures in both", worse=(WholePictures(), WholePictures())),
+            Instead(what="encoders that share out whole pictures in both", worse=who(WholePictures())),
             Instead(what="without the longest tenth of the samples", change={"short": 0.9}),
             Instead(what="without the longest quarter of the samples", change={"short": 0.75}),
         ),
@@ -304,8 +305,8 @@ CLAIMS = (
         low=1.5,
         high=2.0,
         cases=(MIDDLE, SOUND),
-        better=both("orchmllm"),
-        worse=mixed("orchmllm", "uniform"),
+        better=who("orchmllm"),
+        worse=who("orchmllm", "uniform"),
         reasons=(EVEN, *(one_stage(nodes) for nodes in (1, 4, 16))),
     ),
 )

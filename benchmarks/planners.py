@@ -8,14 +8,13 @@ Medians after a call that compiles. Names are those of the table's first column;
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from timing import median_s
 
 from resilient.planners.balance import loads, longest_first
 from resilient.planners.buckets import fill_buckets
@@ -308,17 +307,6 @@ ROWS: tuple[Callable[[], list[Row]], ...] = (
 """Makers of rows, in the order of the table."""
 
 
-def median_ms(call: Callable[[], object], repeats: int) -> float:
-    """Call once to compile, then measure."""
-    call()
-    times: list[float] = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return 1e3 * statistics.median(times)
-
-
 def main() -> None:
     """Measure the rows and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -330,7 +318,7 @@ def main() -> None:
         table.add_column(column, justify="right" if column == "measured" else "left")
     for row in (row for make in ROWS for row in make()):
         if not options.names or row.name in options.names:
-            measured = f"{median_ms(row.call, options.repeats):.1f} ms"
+            measured = f"{1e3 * median_s(row.call, options.repeats):.1f} ms"
             table.add_row(row.name, row.case, measured, row.published, row.target)
     Console().print(table)
 

@@ -15,7 +15,6 @@ import json
 import os
 import random
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
+from timing import median_s
 
 from resilient.templates.batch import Lines, lines, split_microbatches
 from resilient.templates.batch_model import split_with_constraints
@@ -92,17 +92,6 @@ def all_sizes(num_layers: int, num_nodes: int, devices: int, *, equal: bool) -> 
     """Search for the templates of all numbers of nodes up to one."""
     problem = job(num_layers, devices, equal=equal)
     return lambda: plan_templates(problem, num_nodes)
-
-
-def median_s(call: Callable[[], object], repeats: int) -> float:
-    """Call once to warm up, then measure."""
-    call()
-    times: list[float] = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
 
 
 def searches(repeats: int) -> list[Row]:
