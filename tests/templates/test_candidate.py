@@ -3,10 +3,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import pytest
 from jobs import cut, layout, plan_of, profile, template_set
 
-from resilient.templates.candidate import Situation
+from resilient.templates.candidate import Candidate, Situation, Way
 from resilient.templates.plan import Plan, Problem
+from resilient.templates.replan import candidates
 from resilient.templates.template import TemplateSet
 
 
@@ -63,3 +65,15 @@ def test_steps_take_as_long_as_slow_nodes_make_them():
     slow = next(situation(template_set(two), (2, 2), before, range(4), slowdowns={1: 4.0}).ways()).candidate()
     # 3 + 2 x 12 = 27 and 3 + 10 x 3 = 33, against 3 + 3 x 12 = 39.
     assert (layout(slow.plan), slow.step_ms) == ([((0, 1), 2), ((2, 3), 10)], 33.0)
+
+
+def test_of_equally_good_candidates_the_one_that_copies_less_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the busiest node copies may be the same."""
+    equal = [
+        Candidate(kind="composed", plan=plan_of(), copied_bytes=copied, copy_ms=1.0, step_ms=2.0, lacking_domains=0)
+        for copied in (200, 100)
+    ]
+    ways = [Way(step_ms=each.step_ms, candidate=lambda each=each: each) for each in equal]
+    monkeypatch.setattr(Situation, "ways", lambda _: iter(ways))
+    problem = Problem(profile=profile([1.0] * 6), num_microbatches=12)
+    assert list(candidates(problem, plan_of(), range(4))) == equal[::-1]

@@ -46,6 +46,13 @@ def test_the_pipeline_that_is_continued_keeps_its_nodes():
     assert placed(job(6), plan, targets, range(4)).nodes == ((2, 3), (0, 1))
 
 
+def test_of_nodes_that_cost_the_same_each_stays_with_its_pipeline():
+    # Nodes 0 and 2 lack one layer of the first stage, nodes 1 and 3 lack nothing of the second.
+    plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
+    targets = [Target(template=cut(4, 6), continues=1), Target(template=cut(4, 6), continues=0)]
+    assert placed(job(6), plan, targets, range(4)).nodes == ((2, 3), (0, 1))
+
+
 def test_of_pipelines_with_the_same_layout_the_most_complete_goes_on():
     plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
     assert placed(job(6), plan, [Target(template=cut(3, 6))] * 2, [0, 2, 3, 9]).nodes == ((2, 3), (0, 9))

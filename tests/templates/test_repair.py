@@ -46,6 +46,14 @@ def test_borrow_takes_from_the_largest_until_n0():
     assert found(plan, without(plan, 9, 10), n0=2, max_failures=2) == [("borrow", [(0, 3), (1, 4), (2, 2)])]
 
 
+def test_the_pipeline_that_lacks_least_borrows_first():
+    plan = plan_with(3, 3, 4)
+    borrowed, given_up = found(plan, without(plan, 0, 1, 3), n0=3)
+    # A node of the third completes the second; what the first has left then goes to another.
+    assert borrowed == ("merge", [(1, 4), (2, 3)])
+    assert given_up == ("merge", [(1, 3), (2, 4)])
+
+
 def test_a_pipeline_may_be_given_up_although_others_could_lend():
     plan = plan_with(3, 2, 2)
     assert found(plan, without(plan, 6), n0=2) == [
