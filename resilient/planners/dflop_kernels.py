@@ -1,13 +1,12 @@
-"""Compiled loops of :mod:`resilient.planners.dflop`. Import it where it is needed: it loads numba."""
+"""Compiled loops of :mod:`resilient.planners.dflop_search`. Import it where it is needed: it loads numba."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from resilient.planners.balance import Floats
-from resilient.planners.dflop import CALL, DP, KEPT, LARGEST, LONGEST, PP, STATE, SUMS, TP, WHOLE
-from resilient.planners.kernels import compiled
-from resilient.planners.samples import Ints
+from resilient.planners.dflop_search import CALL, DP, KEPT, LARGEST, LONGEST, PP, STATE, SUMS, TAIL, TP, WHOLE
+from resilient.planners.samples import Floats, Ints
+from resilient.templates.compiled import compiled
 
 
 @compiled
@@ -17,7 +16,7 @@ def _passed(before: float, own: float, unit: int, language: int) -> float:
 
 
 @compiled
-def _step_ms(number: int, chosen: Ints, columns: Floats, language: int) -> float:
+def _step_ms(number: int, stretch: float, chosen: Ints, columns: Floats, language: int) -> float:
     """Return what so many microbatches take, without sums of gradients."""
     slowest, num_stages, longest, replicas = 0.0, 0.0, 0.0, columns[DP, chosen[language]]
     for unit in range(len(chosen)):
@@ -25,13 +24,14 @@ def _step_ms(number: int, chosen: Ints, columns: Floats, language: int) -> float
         slowest = max(slowest, columns[WHOLE, option] / number + columns[CALL, option])
         num_stages = _passed(num_stages, columns[PP, option], unit, language)
         longest = _passed(longest, columns[LONGEST, option] * max(1.0, replicas / columns[DP, option]), unit, language)
-    return (number - 1) * slowest + max(num_stages * slowest, longest)
+    return (number - 1) * stretch * slowest + max(num_stages * slowest, longest)
 
 
 @compiled
-def _fewest_microbatches(chosen: Ints, columns: Floats, language: int, memory: float) -> float:
-    """Return with how many microbatches what is kept fits, when one of those kept is the largest sample."""
-    fewest, behind, replicas = 1.0, 0.0, columns[DP, chosen[language]]
+def _fits(chosen: Ints, columns: Floats, tails: Floats, language: int, memory: float) -> tuple[float, float]:
+    """Return with how many microbatches what is kept fits, when one of those kept is the largest sample, and by how
+    much it takes longer that memory does not hold as many of the larger ones as there are stages."""
+    fewest, stretch, behind, replicas = 1.0, 1.0, 0.0, columns[DP, chosen[language]]
     for unit in range(len(chosen) - 1, -1, -1):
         option = chosen[unit]
         through = behind + columns[PP, option]
@@ -40,16 +40,28 @@ def _fewest_microbatches(chosen: Ints, columns: Floats, language: int, memory: f
         room = memory - columns[STATE, option]
         largest = columns[LARGEST, option] * max(1.0, replicas / columns[DP, option])
         if largest > room:
-            return np.inf
+            return np.inf, 1.0
         fewest = max(fewest, np.ceil(columns[KEPT, option] * through / room))
         if through > 1 and columns[KEPT, option] > 0:
             fewest = max(fewest, np.ceil(columns[KEPT, option] * (through - 1) / max(room - largest, 1e-30)))
-    return fewest
+        if largest * through > room:
+            size, time, weighted = tails[int(columns[TAIL, option])]
+            below = np.searchsorted(size, room / (largest * through), side="right")
+            stretch = max(stretch, time[below] + (weighted[-1] - weighted[below]) * largest * through / room)
+    return fewest, stretch
 
 
 @compiled
 def search(
-    ends: Ints, columns: Floats, language: int, batch: int, devices: int, memory: float, best: float, found: Ints
+    ends: Ints,
+    columns: Floats,
+    tails: Floats,
+    language: int,
+    batch: int,
+    devices: int,
+    memory: float,
+    best: float,
+    found: Ints,
 ) -> float:
     """Choose one option per unit, depth first; fill in which, and the number of microbatches (0: there are none).
 
@@ -57,7 +69,9 @@ def search(
 
     Args:
         ends: Where each unit's options end, and 0 before.
-        columns: Of the options, as :mod:`resilient.planners.dflop` names the rows; each unit's ascend by ``WHOLE``.
+        columns: Of the options, as :mod:`resilient.planners.dflop_search` names the rows; each unit's ascend by
+            ``WHOLE``.
+        tails: What ``TAIL`` counts.
         language: Which unit is the language model.
         batch: Samples of a step.
         devices: Of all units.
@@ -117,13 +131,14 @@ def search(
                     depth = below
                     continue
                 replicas = int(columns[DP, at[language]])
-                low, last, samples = _fewest_microbatches(at, columns, language, memory), np.inf, 1
+                low, stretch = _fits(at, columns, tails, language, memory)
+                last, samples = np.inf, 1
                 while samples * replicas <= batch:
                     number = batch // (samples * replicas)
                     samples = batch // (number * replicas) + 1
                     if number > most[count]:
                         continue
-                    now = _step_ms(number, at, columns, language)
+                    now = _step_ms(number, stretch, at, columns, language)
                     if number < low or now > last:
                         break
                     last = now

@@ -22,18 +22,19 @@ samples: batches are packed, not padded. An order that needs more memory than th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.balance import Floats, loads, longest_first
+from resilient.planners.balance import loads, longest_first
 from resilient.planners.disttrain_search import search
-from resilient.planners.entrain_memory import Room
 from resilient.planners.expected import stage_curves
-from resilient.planners.microbatch_order import reorder
+from resilient.planners.microbatch_order import fill_intervals, pipeline_ms, reorder
 from resilient.planners.planner import LLM, Assignment, Configuration, Place, Replica, Setting
-from resilient.planners.samples import Ints, SampleTable
+from resilient.planners.room import Room
+from resilient.planners.room_order import fastest_fitting, fits
+from resilient.planners.samples import Floats, Ints, SampleTable
 
 
 @dataclass(frozen=True)
@@ -73,60 +74,63 @@ class DistTrain:
             replicas: The language model's replicas as they are now.
         """
         forward, backward, calls = _stage_ms(setting, configuration, batch)
-        room = _room(setting, configuration)
+        room = Room.of(setting, configuration)
         replica = longest_first((forward + backward).sum(axis=0), [each.speed for each in replicas])
         microbatch = np.zeros(len(batch), np.int64)
         for number, each in enumerate(replicas):
-            members = np.flatnonzero(replica == number)
-            parts = np.array_split(members, each.num_microbatches)
-            times = [
-                np.stack([one[:, part].sum(axis=1) + call * bool(len(part)) for part in parts], axis=1)
-                for one, call in zip((forward, backward), calls, strict=True)
-            ]
-            part, order = np.repeat(np.arange(len(parts)), [len(each) for each in parts]), self.order(*times)
-            place = np.argsort(order)[part]
-            if room is not None and room.used(batch[members], place, place, len(parts)) > 1:
-                place = _fitting(room, batch[members], part, order)
-            microbatch[members] = place
+            own = np.flatnonzero(replica == number)
+            samples = _Samples(batch[own], forward[:, own], backward[:, own], calls)
+            microbatch[own] = self._microbatches(samples, each.num_microbatches, room)
         place = Place(replica=replica, microbatch=microbatch)
         return Assignment(units=dict.fromkeys(configuration.units, place))
 
+    def _microbatches(self, samples: _Samples, number: int, room: Room | None) -> Ints:
+        """Return the microbatch of each sample of a replica.
 
-def _room(setting: Setting, configuration: Configuration) -> Room | None:
-    """Return what a replica of the language model has left for activations, in encoders that it shares with others."""
-    room = Room.of(setting, configuration)
-    if room is None:
-        return None
-    shares = {name: configuration.units[LLM].dp / spread.dp for name, spread in configuration.units.items()}
-    return Room(units={name: replace(kept, parts=kept.parts * shares[name]) for name, kept in room.units.items()})
+        Where memory does not hold the order of the microbatches that samples come in, others are tried, as well as
+        microbatches that are even in memory: the fastest of those that fit is taken.
+        """
+        sizes = [len(each) for each in np.array_split(np.arange(len(samples.table)), number)]
+        part = np.repeat(np.arange(number), sizes)
+        order = self.order(*samples.stage_ms(part, number))
+        if room is None or fits(order, room.needs(samples.table, part, number), room.windows):
+            return np.argsort(order)[part]
+        even, found = room.even(samples.table, number), list[tuple[float, Ints]]()
+        for each, orders in ((part, [order]), (even, [])):
+            forward, backward = samples.stage_ms(each, number)
+            descending = np.argsort(-(forward + backward).sum(axis=0), kind="stable")
+            orders += [np.arange(number), fill_intervals(forward, backward), descending]
+            needs = room.needs(samples.table, each, number)
+            best = fastest_fitting(orders, needs, room.windows, forward, backward)
+            if best is not None:
+                found.append((pipeline_ms(best, forward, backward), np.argsort(best)[each]))
+        return min(found, key=lambda each: each[0])[1] if found else even
 
 
-def _fitting(room: Room, samples: SampleTable, part: Ints, order: Ints) -> Ints:
-    """Return the microbatch of each sample of a replica such that memory holds those that are in flight.
-
-    An order may have heavy microbatches in a row. The next one is always the first of the order that still fits; if
-    there is none at some time, samples are put into other microbatches, evenly.
+@dataclass(frozen=True, eq=False)
+class _Samples:
+    """Those of a replica.
 
     Args:
-        room: What there is.
-        samples: Of the replica.
-        part: Of each sample, its microbatch as they come.
-        order: Of those.
+        table: Their lengths.
+        forward: Of each on each stage, in ms. [num_stages, num_samples]
+        backward: Likewise.
+        calls: What a forward and a backward take beside. [num_stages] twice
     """
-    units = [(samples.units[name].tokens, kept) for name, kept in room.units.items()]
-    windows = np.concatenate([kept.windows for _, kept in units])
-    needs = np.concatenate([kept.parts[:, None] * loads(tokens, part, len(order)) for tokens, kept in units])
-    sums = np.zeros((len(windows), len(order) + 1))
-    place, waiting = np.zeros(len(order), np.int64), order.tolist()
-    for position in range(len(order)):
-        firsts = np.maximum(position + 1 - windows, 0)
-        held = sums[:, position] - sums[np.arange(len(windows)), firsts]
-        fits = (held[:, None] + needs[:, waiting] <= 1).all(axis=0)
-        if not fits.any():
-            return room.even(samples, len(order))
-        chosen = waiting.pop(int(fits.argmax()))
-        place[chosen], sums[:, position + 1] = position, sums[:, position] + needs[:, chosen]
-    return place[part]
+
+    table: SampleTable
+    forward: Floats
+    backward: Floats
+    calls: tuple[Floats, Floats]
+
+    def stage_ms(self, microbatch: Ints, number: int) -> tuple[Floats, Floats]:
+        """Return the forward and the backward of each microbatch on each stage. [num_stages, num_microbatches]"""
+        used = np.bincount(microbatch, minlength=number) > 0
+        forward, backward = (
+            np.stack([loads(row, microbatch, number) for row in each]) + fixed[:, None] * used
+            for each, fixed in zip((self.forward, self.backward), self.calls, strict=True)
+        )
+        return forward, backward
 
 
 def _stage_ms(

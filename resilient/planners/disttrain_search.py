@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.balance import Floats
 from resilient.planners.costs import UnitCosts
 from resilient.planners.expected import Expected, expected, parallelism
 from resilient.planners.planner import LLM, Configuration, Setting
-from resilient.planners.samples import Ints, SampleTable
+from resilient.planners.samples import Floats, Ints, SampleTable
+from resilient.templates.compiled import compiled
 
 
 def search(setting: Setting, samples: SampleTable) -> Configuration:
@@ -33,14 +31,12 @@ def search(setting: Setting, samples: SampleTable) -> Configuration:
     Raises:
         ValueError: There is none.
     """
-    names = [unit.name for unit in setting.costs.units]
-    if LLM not in names:
-        raise ValueError(f"costs must have a unit {LLM!r}, got {names}; name it so")
+    names, language = [unit.name for unit in setting.costs.units], setting.language
     total = -(-setting.global_batch // setting.microbatch)
     # The language model, what comes after it, encoders: each unit after those that it waits for.
-    order = sorted(range(len(names)), key=lambda position: (names[position] != LLM, position < names.index(LLM)))
+    order = sorted(range(len(names)), key=lambda position: (position != language, position < language))
     units = [setting.costs.units[position] for position in order]
-    early = np.array([position < names.index(LLM) for position in order])
+    early = np.array([position < language for position in order])
     tables = [
         _Options.of(unit, samples, setting, _divisors(total if unit.name == LLM else total * setting.microbatch))
         for unit in units
@@ -55,7 +51,7 @@ def search(setting: Setting, samples: SampleTable) -> Configuration:
         if not len(picked[-1].index):
             continue
         found = np.zeros(len(units), np.int64)
-        step_ns, used = _kernel()(
+        step_ns, used = compiled(_search)(
             np.cumsum([0, *(len(each.index) for each in picked)]),
             np.concatenate([each.counts for each in picked], axis=1),
             np.concatenate([each.room for each in picked], axis=1),
@@ -182,13 +178,6 @@ def _columns(each: Expected, replicas: Sequence[int], setting: Setting) -> tuple
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
-
-
-@lru_cache(maxsize=1)
-def _kernel() -> Any:
-    from numba import njit  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
-
-    return njit(cache=True)(_search)
 
 
 def _search(

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from resilient.planners.allocation import settle
-from resilient.planners.balance import Floats, give_out
+from resilient.planners.balance import give_out
 from resilient.planners.deferral import defer, encoder_microbatches
-from resilient.planners.entrain_memory import Room
 from resilient.planners.entrain_search import search
 from resilient.planners.planner import LLM, Assignment, Configuration, Place, Replica, Setting
-from resilient.planners.samples import Ints, SampleTable
+from resilient.planners.room import Room
+from resilient.planners.samples import Floats, Ints, SampleTable
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from typing import NamedTuple
 import numpy as np
 
 from resilient.planners.allocation import proportional
-from resilient.planners.balance import Cuts, Floats
+from resilient.planners.balance import Cuts
 from resilient.planners.costs import UnitCosts
-from resilient.planners.planner import LLM, Configuration, Parallelism, Setting
-from resilient.planners.samples import Lengths, SampleTable
+from resilient.planners.planner import Configuration, Parallelism, Setting
+from resilient.planners.samples import Floats, Lengths, SampleTable
 from resilient.planners.stage_work import exposed_sum_ms
 from resilient.templates.cluster import Link
 
@@ -49,12 +49,9 @@ def search(setting: Setting, samples: SampleTable) -> Configuration:
     Raises:
         ValueError: There is none.
     """
-    names = [unit.name for unit in setting.costs.units]
-    if LLM not in names:
-        raise ValueError(f"costs must have a unit {LLM!r}, got {names}; name it so")
+    names, language = [unit.name for unit in setting.costs.units], setting.language
     if not len(samples):
         raise ValueError("samples must be one or more, got none; draw some from the data set")
-    language = names.index(LLM)
     options = [_options(setting, unit, samples.units[unit.name]) for unit in setting.costs.units]
     number = -(-setting.global_batch // setting.microbatch)
     found = sorted(_candidates(setting, options, language, number), key=lambda each: (each.step_ns, each.num_devices))
@@ -105,15 +102,14 @@ class _Option:
         self.send_ms = directions * _link(setting).transfer_ms(unit.boundary_bytes * tokens / self.size)
         self.output_bytes = unit.output_bytes * tokens
         index = unit.index(tp, cp)
-        kept = [layer.curves[index].activation_bytes * tokens for layer in unit.layers]
-        trains = [layer.trainable or layer.input_gradient for layer in unit.layers]
+        kept = [layer.curves[index].activation_bytes * tokens * layer.has_backward for layer in unit.layers]
         self._excess = max(float(lengths.tokens.max()) / tokens - 1, 0.0) if tokens else 0.0
         # Of the mean of a batch, by the mean of samples.
         mean = float(lengths.tokens.mean())
         self._deviation = float(lengths.tokens.std()) / mean / setting.global_batch**0.5 if mean else 0.0
         held = [layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers]
         optimizer = [layer.optimizer_bytes / cp for layer in unit.layers]
-        self._of_layers = np.stack([kept, trains, np.array(held) / tp, np.array(optimizer) / tp, backward_ms])
+        self._of_layers = np.stack([kept, np.array(held) / tp, np.array(optimizer) / tp, backward_ms])
         self._stages: dict[int, tuple[tuple[int, ...], Floats]] = {}
 
     def cut(self, num_stages: int) -> tuple[int, ...]:
@@ -122,17 +118,17 @@ class _Option:
 
     def backward_ms(self, num_stages: int) -> Floats:
         """Return what each stage's backward takes."""
-        return self._cut(num_stages)[1][4]
+        return self._cut(num_stages)[1][3]
 
     def memory_bytes(self, num_stages: int, dp: int, in_flight: Floats) -> float:
         """Return what the fullest stage needs on each device, with the microbatches in flight on each stage."""
-        kept, trains, held, optimizer, _ = self._cut(num_stages)[1]
+        kept, held, optimizer, _ = self._cut(num_stages)[1]
         in_flight = in_flight * (1 + _MARGIN * self._deviation * dp**0.5)
-        return float((held + optimizer / dp + kept * (trains > 0) * (in_flight + self._excess)).max())
+        return float((held + optimizer / dp + kept * (in_flight + self._excess)).max())
 
     def _cut(self, num_stages: int) -> tuple[tuple[int, ...], Floats]:
-        """Return each stage's layers, and of each its activations, how many of its layers run a backward, the bytes of
-        parameters and gradients and those of the optimizer, and the time of its backward. [5, num_stages]"""
+        """Return each stage's layers, and of each its activations, the bytes of parameters and gradients and those of
+        the optimizer, and the time of its backward. [4, num_stages]"""
         if num_stages not in self._stages:
             layers = self._cuts.layers(num_stages)
             self._stages[num_stages] = layers, np.add.reduceat(self._of_layers, np.cumsum((0, *layers[:-1])), axis=1)

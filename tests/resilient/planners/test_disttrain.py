@@ -16,9 +16,11 @@ from resilient.planners.balance import cut_chain, loads, longest_first
 from resilient.planners.correction import UNCORRECTED, Observation
 from resilient.planners.costs import CostModel, Floats
 from resilient.planners.disttrain import DistTrain
-from resilient.planners.evaluate import evaluate
+from resilient.planners.evaluate import Result, evaluate
 from resilient.planners.microbatch_order import fill_intervals, pipeline_ms
-from resilient.planners.planner import LLM, Configuration, Parallelism, Replica, Setting
+from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Place, Replica, Setting
+from resilient.planners.room import Room
+from resilient.planners.room_order import fits
 from resilient.planners.samples import Lengths, SampleTable
 from resilient.planners.stage_work import by_stage, gradient_sum_ms
 from resilient.templates.cluster import Cluster, Link
@@ -178,6 +180,56 @@ def test_microbatches_run_in_a_better_order_than_they_come_in() -> None:
     order = np.argsort(published.units[LLM].microbatch)
     assert order.tolist() == fill_intervals(forward, backward).tolist()
     assert ordered <= pipeline_ms(order, forward, backward)
+
+
+@settings(max_examples=30, deadline=None)
+@given(memory=st.integers(300_000, 1_000_000), seed=st.integers(0, 99), published=st.booleans())
+def test_no_slower_than_other_orders_that_memory_holds(memory: int, seed: int, published: bool) -> None:
+    stages = {"vision": Parallelism(dp=1, pp=1, stage_layers=(4,)), LLM: Parallelism(dp=1, pp=4, stage_layers=(2,) * 4)}
+    configuration, batch = Configuration(units=stages, num_microbatches=20), table(20, seed)
+    planner = DistTrain(order=fill_intervals) if published else DistTrain()
+    job, replicas = setting(memory), [Replica(num_microbatches=20)]
+    room = Room.of(job, configuration)
+    assert room is not None
+    times: list[Floats] = []
+    for way in ("forward", "backward"):
+        vision, llm = (getattr(COSTS.by_name[name], way)() for name in ("vision", LLM))
+        fixed = vision.fixed * (batch.units["vision"].tokens > 0)
+        rows = [vision.of(batch.units["vision"]) + fixed, *[(llm.of(batch.units[LLM]) + llm.fixed) / 4] * 4]
+        times.append(np.stack(rows))
+    place = planner.assign(job, configuration, batch, replicas).units[LLM].microbatch
+    if len(set(place.tolist())) < 20:
+        return  # no order of the microbatches that samples come in was found
+    needs = room.needs(batch, np.arange(20), 20)
+    for order in (planner.order(*times), np.arange(20), fill_intervals(*times)):
+        if fits(order, needs, room.windows):
+            assert fits(np.argsort(place), needs, room.windows)
+            assert pipeline_ms(np.argsort(place), *times) <= pipeline_ms(order, *times) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_memory_that_is_a_little_short_costs_little(seed: int) -> None:
+    """Fewer large microbatches are in a row then. Where they are all apart, each of them is waited for."""
+    stages = {
+        "vision": Parallelism(dp=1, pp=2, stage_layers=(2, 2)),
+        LLM: Parallelism(dp=1, pp=4, stage_layers=(2, 2, 2, 2)),
+    }
+    found, replicas = Configuration(units=stages, num_microbatches=64), [Replica(num_microbatches=64)]
+
+    def result(job: Setting, assignment: Assignment) -> Result:
+        return evaluate(job, found, assignment, batch, replicas)
+
+    batch = table(64, seed)
+    free = result(setting(), DistTrain().assign(setting(), found, batch, replicas))
+    job = setting(int(0.9 * free.peak_bytes))
+    held = result(job, DistTrain().assign(job, found, batch, replicas))
+    room = Room.of(job, found)
+    assert room is not None
+    place = Place(replica=np.zeros(64, np.int64), microbatch=room.even(batch, 64))
+    apart = result(job, Assignment(units=dict.fromkeys(stages, place)))
+    assert held.peak_bytes <= 0.9 * free.peak_bytes
+    assert held.iteration_ms <= 1.1 * free.iteration_ms
+    assert apart.iteration_ms >= 1.5 * free.iteration_ms
 
 
 def test_memory_holds_what_the_order_puts_in_a_row() -> None:

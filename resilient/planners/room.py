@@ -1,7 +1,7 @@
-"""What Entrain's microbatches keep of the devices' memory, and microbatches for when that is scarce.
+"""What microbatches keep of the devices' memory, and microbatches for when that is scarce.
 
 Under 1F1B a stage with d stages after it holds d + 1 microbatches in a row; in encoders, those of the language model
-count as after it. An encoder also holds what is deferred of the microbatch before them.
+count as after it. An encoder also holds what is deferred of the microbatch before them (Entrain).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from resilient.planners.balance import Floats, loads, longest_first
+from resilient.planners.balance import loads, longest_first
 from resilient.planners.planner import LLM, Configuration, Setting
-from resilient.planners.samples import Ints, SampleTable
-from resilient.planners.stage_work import by_stage, state_bytes
+from resilient.planners.samples import Floats, Ints, SampleTable
+from resilient.planners.stage_work import kept_bytes, state_bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,7 +34,7 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Room:
-    """What the stages of a replica have left for activations.
+    """What the stages of a replica of the language model, with its share of all other units, have left for activations.
 
     Args:
         units: By name.
@@ -57,9 +57,6 @@ class Room:
         language = names.index(LLM)
         for position, name in enumerate(names):
             unit, spread = setting.costs.by_name[name], configuration.units[name]
-            index = unit.index(spread.tp, spread.cp)
-            kept = by_stage(spread, [layer.curves[index].activation_bytes for layer in unit.layers])
-            kept *= by_stage(spread, [layer.trainable or layer.input_gradient for layer in unit.layers]) > 0
             state = state_bytes(unit, spread, sharded=False)
             if state.max() >= memory:
                 raise ValueError(
@@ -69,7 +66,8 @@ class Room:
             behind = sum(configuration.units[each].pp for each in names[max(position + 1, language) :])
             units[name] = Kept(
                 windows=np.arange(spread.pp, 0, -1) + behind,
-                parts=kept / (memory - state),
+                # Of several pipelines that a stage works for, each has a part of it.
+                parts=kept_bytes(unit, spread) / (memory - state) * (configuration.units[LLM].dp / spread.dp),
                 encodes=position < language,
             )
         return cls(units=units)
@@ -97,6 +95,26 @@ class Room:
             needed = np.where(total <= 1, 1.0, np.ceil(total * (unit.windows + unit.encodes)))
             fewest = max(fewest, float(needed.max()))
         return int(min(fewest, 2.0**31))
+
+    @property
+    def windows(self) -> Ints:
+        """Microbatches in a row that each stage of all units holds. [num_stages]"""
+        return np.concatenate([unit.windows for unit in self.units.values()])
+
+    def needs(self, samples: SampleTable, microbatch: Ints, num_microbatches: int) -> Floats:
+        """Return the part of each stage's room that each microbatch takes. [num_stages, num_microbatches]
+
+        Args:
+            samples: Of the replica, or of several.
+            microbatch: Of each sample, the same in all units.
+            num_microbatches: Of all these replicas.
+        """
+        return np.concatenate(
+            [
+                unit.parts[:, None] * loads(samples.units[name].tokens, microbatch, num_microbatches)
+                for name, unit in self.units.items()
+            ]
+        )
 
     def used(self, samples: SampleTable, early: Ints, late: Ints, num_microbatches: int) -> float:
         """Return the largest part that is used of what a stage has left; what has more than 1 does not fit.
@@ -129,9 +147,15 @@ class Room:
         for name, unit in self.units.items():
             share = np.maximum(share, float((unit.windows * unit.parts).max()) * samples.units[name].tokens)
         microbatch = longest_first(share, np.ones(num_microbatches))
-        window = max(int(unit.windows.max()) for unit in self.units.values())
-        # In any window, one is of the largest, one of the next, and so on.
-        rank = np.argsort(np.argsort(-loads(share, microbatch, num_microbatches), kind="stable"), kind="stable")
-        rows = -(-num_microbatches // window)
+        return self.apart(loads(share, microbatch, num_microbatches))[microbatch]
+
+    def apart(self, size: Floats) -> Ints:
+        """Return the position of each microbatch such that large ones are apart. [num_microbatches]
+
+        In any window, one is of the largest, one of the next, and so on.
+        """
+        window = int(self.windows.max())
+        rank = np.argsort(np.argsort(-size, kind="stable"), kind="stable")
+        rows = -(-len(size) // window)
         place = (rank % rows) * window + rank // rows
-        return np.argsort(np.argsort(place, kind="stable"), kind="stable")[microbatch]
+        return np.argsort(np.argsort(place, kind="stable"), kind="stable")

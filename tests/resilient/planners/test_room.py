@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jobs_of_planners import COSTS, setting
 
 from resilient.planners.entrain import Entrain
-from resilient.planners.entrain_memory import Room
+from resilient.planners.room import Room
 from resilient.planners.evaluate import evaluate
 from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
