@@ -30,7 +30,7 @@ class Case:
     """A job.
 
     Args:
-        model: As for ``resilient compare``; or :data:`MEASURED` for :func:`measured` costs.
+        model: As for ``resilient compare``; or :data:`MEASURED` for costs as Cornstarch's authors measured them.
         workload: The data.
         device: The accelerator.
         nodes: Of eight devices.

@@ -111,7 +111,9 @@ class ModelProfile:
                 )
             for owner in layer.shares:
                 if owner not in names:
-                    raise ValueError(f"layer {layer.name!r} shares the state of {owner!r}, which is no layer")
+                    raise ValueError(
+                        f"shares of layer {layer.name!r} must name layers, got {owner!r}; see their spelling"
+                    )
 
     def index(self, name: str) -> int:
         """Return the position of the layer called ``name``."""

@@ -70,7 +70,10 @@ class Action:
         """
         match = _ACTION.fullmatch(text)
         if match is None:
-            raise ValueError(f"an action must be stage, op, index as in '2F0' or '1SEND_F0', got {text!r}")
+            raise ValueError(
+                f"an action must be stage, op, index as in '2F0' or '1SEND_F0', got {text!r}; ops are "
+                f"{', '.join(_TEXTS)}"
+            )
         return cls(int(match[1]), Op(_TEXTS.index(match[2])), int(match[3]))
 
 

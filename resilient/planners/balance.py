@@ -65,7 +65,8 @@ def _checked(weights: npt.ArrayLike, speeds: npt.ArrayLike) -> tuple[Floats, Flo
     if not (bins.size and bins.min() > 0 and items.min(initial=0.0) >= 0 and items.max(initial=0.0) < np.inf):
         raise ValueError(
             f"weights must be >= 0 and speeds of one bin or more > 0, got weights from {items.min(initial=0.0)} to "
-            f"{items.max(initial=0.0)} and {bins.size} speeds from {bins.min(initial=np.inf)}"
+            f"{items.max(initial=0.0)} and {bins.size} speeds from {bins.min(initial=np.inf)}; leave out bins that do "
+            f"no work"
         )
     return items, bins
 

@@ -108,7 +108,7 @@ class Correction:
         if not 0 < self.weight <= 1 or min(self.trial_steps, self.probe_every) < 1 or self.growth < 1:
             raise ValueError(
                 f"weight must be in (0, 1], trial_steps and probe_every >= 1 and growth >= 1, got {self.weight}, "
-                f"{self.trial_steps}, {self.probe_every} and {self.growth}"
+                f"{self.trial_steps}, {self.probe_every} and {self.growth}; leave out what you have no reason to change"
             )
 
     def measures(self, step: int) -> bool:

@@ -167,8 +167,8 @@ class UnitCosts:
     def __post_init__(self) -> None:
         if not self.layers or any(len(layer.curves) != len(self.degrees) for layer in self.layers):
             raise ValueError(
-                f"unit {self.name!r} must have layers with curves for each of its degrees {self.degrees}; "
-                f"profile it again"
+                f"unit {self.name!r} must have layers with curves for each of its degrees {self.degrees}, got "
+                f"{[len(layer.curves) for layer in self.layers]} curves; profile it again"
             )
 
     def index(self, tp: int, cp: int) -> int:

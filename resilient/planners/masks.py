@@ -55,7 +55,9 @@ class PackedSequence:
     def __post_init__(self) -> None:
         shapes = (self.lengths.shape, self.document.shape, self.instance.shape)
         if len(set(shapes)) != 1 or self.lengths.ndim != 1:
-            raise ValueError(f"lengths, document and instance must have one shape [num_runs], got {shapes}")
+            raise ValueError(
+                f"lengths, document and instance must have one shape [num_runs], got {shapes}; give each run all three"
+            )
         for name, least in (("lengths", 0), ("document", 0), ("instance", TEXT)):
             if getattr(self, name).min(initial=least) < least:
                 raise ValueError(f"{name} must be >= {least}, got {getattr(self, name).min()}; number them anew")

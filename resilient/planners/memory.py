@@ -34,7 +34,8 @@ class ActivationGrid:
         for axis in (self.layers, self.tp, self.tokens):
             if not axis or list(axis) != sorted(set(axis)) or axis[0] < 1:
                 raise ValueError(
-                    f"layers, tp and tokens must ascend from 1 or more, got {self.layers}, {self.tp} and {self.tokens}"
+                    f"layers, tp and tokens must ascend from 1 or more, got {self.layers}, {self.tp} and "
+                    f"{self.tokens}; list each number once, in order"
                 )
         shape = (len(self.layers), len(self.tp), len(self.tokens))
         if np.shape(self.bytes) != shape:

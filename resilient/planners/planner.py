@@ -50,7 +50,7 @@ class Setting:
         if min(self.num_nodes, self.global_batch, self.microbatch) < 1:
             raise ValueError(
                 f"num_nodes, global_batch and microbatch must be >= 1, got {self.num_nodes}, {self.global_batch} and "
-                f"{self.microbatch}"
+                f"{self.microbatch}; a job has one of each at least"
             )
 
     @property

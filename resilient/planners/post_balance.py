@@ -115,6 +115,7 @@ def _checked(lengths: npt.ArrayLike, speeds: npt.ArrayLike) -> tuple[Floats, Flo
     if not rates.size or rates.min() <= 0 or items.min(initial=0.0) < 0:
         raise ValueError(
             f"lengths must be >= 0 and speeds of one instance or more > 0, got lengths down to "
-            f"{items.min(initial=0.0)} and {rates.size} speeds down to {rates.min(initial=np.inf)}"
+            f"{items.min(initial=0.0)} and {rates.size} speeds down to {rates.min(initial=np.inf)}; leave out "
+            f"instances that do no work"
         )
     return items, rates

@@ -34,7 +34,10 @@ class Lengths:
     def __post_init__(self) -> None:
         if not self.tokens.shape == self.squares.shape == self.longest.shape or self.tokens.ndim != 1:
             shapes = (self.tokens.shape, self.squares.shape, self.longest.shape)
-            raise ValueError(f"tokens, squares and longest must have one shape [num_samples], got {shapes}")
+            raise ValueError(
+                f"tokens, squares and longest must have one shape [num_samples], got {shapes}; give a number for each "
+                f"sample in each"
+            )
 
     @classmethod
     def of(cls, lengths: Sequence[Sequence[int]] | npt.NDArray[np.integer]) -> Lengths:
@@ -70,12 +73,16 @@ class SampleTable:
         counts = {name: len(lengths.tokens) for name, lengths in self.units.items()}
         if len(set(counts.values())) != 1 or len(self.names) not in (0, len(self)):
             raise ValueError(
-                f"units and names must describe the same samples, got {counts} and {len(self.names)} names"
+                f"units and names must describe the same samples, got {counts} and {len(self.names)} names; give each "
+                f"sample its lengths in every unit, and a name or none to all"
             )
         for unit, lengths in self.units.items():
             if lengths.tokens.min(initial=0) < 0:
                 sample = int(lengths.tokens.argmin())
-                raise ValueError(f"tokens must be >= 0, got {lengths.tokens[sample]} for {unit} of {self.name(sample)}")
+                raise ValueError(
+                    f"tokens must be >= 0, got {lengths.tokens[sample]} for {unit} of {self.name(sample)}; 0 means "
+                    f"that it has nothing to do"
+                )
 
     def __len__(self) -> int:
         return len(next(iter(self.units.values())).tokens)

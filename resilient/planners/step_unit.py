@@ -55,13 +55,14 @@ class StepUnit:
         if len(spread.stage_layers) != spread.pp or sum(spread.stage_layers) != len(costs.layers):
             raise ValueError(
                 f"stage_layers of {costs.name!r} must spread {len(costs.layers)} layers over {spread.pp} stages, got "
-                f"{spread.stage_layers}"
+                f"{spread.stage_layers}; give each stage its number of layers"
             )
         counts = np.array([each.num_microbatches for each in replicas])
         if np.any(place.replica >= len(replicas)) or np.any(place.microbatch >= counts[place.replica]):
             raise ValueError(
                 f"places in {costs.name!r} must be within {len(replicas)} replicas of {counts.tolist()} microbatches, "
-                f"got replica {place.replica.max(initial=0)} and microbatch {place.microbatch.max(initial=0)}"
+                f"got replica {place.replica.max(initial=0)} and microbatch {place.microbatch.max(initial=0)}; "
+                f"assign the batch to these replicas"
             )
         width = int(counts.max())
         cell = place.replica * width + place.microbatch

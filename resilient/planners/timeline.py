@@ -63,7 +63,10 @@ def end_times(tasks: Tasks) -> Ints:
     )
     if ends.min() < 0:
         stuck = np.unique(tasks.row[ends < 0])
-        raise ValueError(f"tasks must not wait for each other in a circle, got one over rows {stuck.tolist()}")
+        raise ValueError(
+            f"tasks must not wait for each other in a circle, got one over rows {stuck.tolist()}; let rows run what "
+            f"others wait for first"
+        )
     return ends
 
 

@@ -18,7 +18,10 @@ def test_action_prints_as_it_is_read(text: str):
 
 @pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2f0", "-1F0", "2F0 ", "٢F0", "0F9999999999"])
 def test_text_that_is_no_action_is_refused(text: str):
-    message = f"an action must be stage, op, index as in '2F0' or '1SEND_F0', got {text!r}"
+    message = (
+        f"an action must be stage, op, index as in '2F0' or '1SEND_F0', got {text!r}; ops are F, B, I, W, SEND_F, "
+        f"RECV_F, SEND_B, RECV_B, REDUCE"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Action.parse(text)
 

@@ -81,7 +81,8 @@ def test_give_out_goes_by_the_order_and_leaves_out_what_is_not_in_it() -> None:
     ],
 )
 def test_longest_first_refuses_what_has_no_answer(weights: list[float], speeds: list[float], got: str) -> None:
-    with pytest.raises(ValueError, match=f"^weights must be >= 0 and speeds of one bin or more > 0, got {got}$"):
+    message = f"weights must be >= 0 and speeds of one bin or more > 0, got {got}; leave out bins that do no work"
+    with pytest.raises(ValueError, match=f"^{message}$"):
         longest_first(weights, speeds)
 
 

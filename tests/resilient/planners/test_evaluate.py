@@ -182,7 +182,10 @@ def test_variability_counts_the_microbatches_of_all_replicas() -> None:
 
 
 def test_evaluate_refuses_places_outside_the_replicas() -> None:
-    message = "places in 'llm' must be within 1 replicas of [1] microbatches, got replica 0 and microbatch 1"
+    message = (
+        "places in 'llm' must be within 1 replicas of [1] microbatches, got replica 0 and microbatch 1; assign the "
+        "batch to these replicas"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         evaluate(
             setting(unit("llm", [1.0])),
@@ -194,7 +197,7 @@ def test_evaluate_refuses_places_outside_the_replicas() -> None:
 
 
 def test_evaluate_refuses_layers_that_are_not_spread() -> None:
-    message = "stage_layers of 'llm' must spread 2 layers over 1 stages, got (1,)"
+    message = "stage_layers of 'llm' must spread 2 layers over 1 stages, got (1,); give each stage its number of layers"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         evaluate(
             setting(unit("llm", [1.0, 1.0])),
@@ -364,7 +367,9 @@ def test_tasks_that_wait_in_a_circle_are_refused() -> None:
         targets=np.array([1, 0]),
         delays_ns=np.array([0, 0]),
     )
-    with pytest.raises(
-        ValueError, match=r"^tasks must not wait for each other in a circle, got one over rows \[0, 1\]$"
-    ):
+    message = (
+        "tasks must not wait for each other in a circle, got one over rows [0, 1]; let rows run what others wait for "
+        "first"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         end_times(tasks)

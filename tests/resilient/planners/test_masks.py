@@ -91,7 +91,9 @@ def test_numbers_that_name_nothing_are_refused(run: tuple[int, int, int], messag
 
 
 def test_shapes_must_agree() -> None:
-    message = "lengths, document and instance must have one shape [num_runs], got ((2,), (1,), (1,))"
+    message = (
+        "lengths, document and instance must have one shape [num_runs], got ((2,), (1,), (1,)); give each run all three"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         PackedSequence(np.ones(2, np.int64), np.ones(1, np.int64), np.ones(1, np.int64))
 

@@ -49,7 +49,9 @@ def test_degrees_are_not_interpolated() -> None:
         GRID.activation_bytes(4, 2, 128)
     with pytest.raises(ValueError, match=re.escape("bytes must be of shape (1, 1, 1), got (1, 1, 2); measure it all")):
         ActivationGrid(layers=(2,), tp=(1,), tokens=(64,), bytes=(((1.0, 2.0),),))
-    message = "layers, tp and tokens must ascend from 1 or more, got (2, 1), (1,) and (64,)"
+    message = (
+        "layers, tp and tokens must ascend from 1 or more, got (2, 1), (1,) and (64,); list each number once, in order"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         ActivationGrid(layers=(2, 1), tp=(1,), tokens=(64,), bytes=(((1.0,),), ((1.0,),)))
 
