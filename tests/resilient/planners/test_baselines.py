@@ -15,9 +15,9 @@ from resilient.planners.baselines import EncoderFirst, FullySharded, RandomOrder
 from resilient.planners.cornstarch import Cornstarch
 from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
 from resilient.planners.evaluate import evaluate
-from resilient.planners.planner import Planner, Replica, Setting
+from resilient.planners.planner import Parallelism, Planner, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
-from resilient.planners.uniform import Uniform, even_layers, in_order
+from resilient.planners.uniform import Stages, Uniform, even_layers, in_order
 from resilient.templates.cluster import Cluster, Link
 
 PLANNERS: tuple[Planner, ...] = (Uniform(), RandomOrder(), FullySharded(), EncoderFirst(), StaticContext())
@@ -181,6 +181,37 @@ def test_the_first_stage_keeps_as_many_microbatches_as_there_are_stages() -> Non
         assert (
             _fits(lambda _, cluster=cluster: Uniform().configure(replace(setting, cluster=cluster), samples), 0) == fits
         )
+
+
+@pytest.mark.parametrize(
+    ("planner", "need"),
+    [
+        # A device's part of 12 layers of 16,000 bytes; 100 bytes that each keeps of 2 x 1000 or 2 x 500 tokens; two
+        # whole layers with their gradients.
+        (FullySharded(), 12 * 16_000 // 2 + 100 * (4 * 2000 + 8 * 1000) + 2 * 8000),
+        # All layers on each half of two devices: encoders keep all four microbatches, the language model one.
+        (EncoderFirst(), (12 * 16_000 + 100 * (4 * 2000 * 4 + 8 * 1000)) // 2),
+    ],
+    ids=lambda each: getattr(each, "name", ""),
+)
+def test_the_least_memory_that_will_do(planner: Planner, need: int) -> None:
+    samples = SampleTable(
+        units={"vision": Lengths.of(np.full(4, 1000)), "llm": Lengths.of(np.full(4, 500))},
+    )
+    job = replace(SETTING, num_nodes=1, global_batch=8)
+    for memory_bytes, fits in ((need, True), (need - 1, False)):
+        setting = replace(job, cluster=Cluster(devices_per_node=2, memory_bytes=memory_bytes))
+        assert _fits(lambda _, setting=setting: planner.configure(setting, samples), 0) == fits
+
+
+def test_room_is_for_three_deviations_more_or_the_longest_sample() -> None:
+    one = Parallelism(dp=1, pp=1, stage_layers=(8,))
+    # A token keeps 800 bytes. Four samples of 200 tokens, give or take 100, have 800, give or take 200.
+    stages = Stages.of(COSTS.by_name["llm"], one, Lengths.of(np.array([100, 300])), 4)
+    assert stages.activation_bytes([1, 4]).tolist() == pytest.approx([800 * (800 + 3 * 200), 800 * (3200 + 3 * 400)])
+    # One of 64 samples has 6300 tokens more than the mean, which is more than three deviations.
+    stages = Stages.of(COSTS.by_name["llm"], one, Lengths.of(np.array([100] * 63 + [6500])), 1)
+    assert stages.activation_bytes(1).tolist() == pytest.approx([800 * (200 + 6300)])
 
 
 def _fits(configured: Callable[[int], object], memory_bytes: int) -> bool:

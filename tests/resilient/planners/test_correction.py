@@ -179,6 +179,9 @@ def test_what_is_wrong_is_named() -> None:
     message = "times of 'llm' must be > 0 ms, got 1.0 predicted and 0.0 measured; leave out calls on nothing"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         call(64, 0.0)
-    message = "weight must be in (0, 1], trial_steps and probe_every >= 1 and growth >= 1, got 0.0, 20, 50 and 1.5; leave out what you have no reason to change"
+    message = (
+        "weight must be in (0, 1], trial_steps and probe_every >= 1 and growth >= 1, got 0.0, 20, 50 and 1.5; leave "
+        "out what you have no reason to change"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Correction(weight=0.0)

@@ -147,7 +147,8 @@ def test_the_ring_is_what_curves_have_beside_their_share() -> None:
     assert len(ranks) == CONFIGURATION.units[LLM].cp
 
 
-def test_groups_that_go_by_work_into_no_microbatch_are_packed() -> None:
+@pytest.mark.parametrize(("speeds", "expected"), [((1.0, 1.0), [0, 0, 1, 1, 1]), ((0.9, 1.0), [1, 1, 0, 0, 0])])
+def test_groups_that_go_by_work_into_no_microbatch_are_packed(speeds: tuple[float, float], expected: list[int]) -> None:
     spread = Parallelism(dp=1, pp=1, cp=6, stage_layers=(4,))
     units = {"vision": spread, "llm": replace(spread, stage_layers=(8,))}
     configuration = Configuration(units=units, num_microbatches=2)
@@ -156,9 +157,11 @@ def test_groups_that_go_by_work_into_no_microbatch_are_packed() -> None:
     job = setting(8 * (8000 + 8000 // 6) + 1_000_000)
     lengths = {"vision": np.zeros(5, dtype=np.int64), "llm": np.array([3500, 3500, 2400, 2400, 2400])}
     batch = SampleTable(units={name: Lengths.of(each) for name, each in lengths.items()})
-    assignment = DHP().assign(job, configuration, batch, [Replica(num_microbatches=1), Replica(num_microbatches=1)])
+    # The first two are most work: they go to the faster replica.
+    replicas = [Replica(num_microbatches=1, speed=speed) for speed in speeds]
+    assignment = DHP().assign(job, configuration, batch, replicas)
     check_groups(job, configuration, batch, assignment)
-    assert assignment.units[LLM].replica.tolist() == [0, 0, 1, 1, 1]
+    assert assignment.units[LLM].replica.tolist() == expected
 
 
 def test_measured_times_make_steps_faster_where_costs_are_wrong() -> None:

@@ -14,6 +14,7 @@ from jobs_of_planners import COSTS, setting, table
 from resilient.planners.costs import CostModel
 from resilient.planners.dhp import DHP
 from resilient.planners.evaluate import Result, evaluate
+from resilient.planners.memory import kept_shares
 from resilient.planners.planner import LLM, Configuration, Planner, Setting
 from resilient.planners.registry import planner
 from resilient.planners.samples import Lengths, SampleTable
@@ -70,6 +71,13 @@ def test_the_samples_it_was_asked_for_fit(memory: int, seed: int) -> None:
         return
     assert sum(found.units[LLM].stage_layers) == 8
     assert simulate(DHP(), job, known, known)[1].peak_bytes <= memory
+
+
+def test_room_is_left_for_samples_a_quarter_larger_than_those_known() -> None:
+    # Groups of all 16 ranks hold the longest sample known, of 14.7, and would be faster.
+    job, known = setting(900_000), table(200)
+    found = DHP().configure(job, known)
+    assert kept_shares(job, found, known).max() * 1.25 <= found.units[LLM].cp
 
 
 @pytest.mark.parametrize("seed", range(3))

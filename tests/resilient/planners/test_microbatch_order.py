@@ -75,6 +75,13 @@ def test_forwards_fill_the_intervals() -> None:
     assert fill_intervals(forward, backward).tolist() == [0, 4, 3, 2, 1]
 
 
+def test_later_intervals_last_until_the_next_gradient_is_back() -> None:
+    forward = np.array([[1.0, 2.0, 6.0, 3.0, 4.0], [5.0] * 5])
+    # Microbatch 0 is back after 5 + 5 ms: 2 fits best. The first stage is done with 0 after 12 ms, and 2 is back from
+    # the second after 21 ms: of 3 and 4 ms, 4 is nearer to 9 ms.
+    assert fill_intervals(forward, forward).tolist() == [0, 2, 4, 3, 1]
+
+
 def test_times_that_do_not_fit_are_refused() -> None:
     message = (
         "forward_ms and backward_ms must be [num_stages, num_microbatches] with times >= 0, got shapes (1, 2) and "

@@ -215,8 +215,8 @@ def test_sums_within_a_tolerance_of_each_other_are_no_order() -> None:
 
 def test_what_cannot_be_balanced_is_an_error() -> None:
     message = (
-        "lengths must be >= 0 and speeds of one instance or more > 0, got lengths down to -1.0 and 1 speeds down to 1.0; "
-        "leave out instances that do no work"
+        "lengths must be >= 0 and speeds of one instance or more > 0, got lengths down to -1.0 and 1 speeds down to "
+        "1.0; leave out instances that do no work"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         balance_padded([-1], [1.0])
