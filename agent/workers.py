@@ -161,10 +161,12 @@ class WorkerPool:
         return self._logs / f"worker-{local_rank}.error.json"
 
     def _error_of(self, local_rank: int) -> str:
+        """Return what a worker died of, and where it says more."""
         try:
-            return msgspec.json.decode(self._error_file(local_rank).read_bytes(), type=_ErrorFile).message.message
+            text = msgspec.json.decode(self._error_file(local_rank).read_bytes(), type=_ErrorFile).message.message
         except (OSError, msgspec.DecodeError):
             return ""
+        return f"{text} (the traceback is in {self._logs / f'worker-{local_rank}.log'})"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one worker's connection."""

@@ -53,6 +53,16 @@ class Job:
     num_steps: int = 1
 
     def __post_init__(self) -> None:
+        if not hasattr(self.model, "digest"):
+            raise ValueError(
+                f"model must be cut into layers, got a {type(self.model).__name__}; make it a resilient.Chain of "
+                f"modules or a resilient.MultimodalModule"
+            )
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"optimizer must be a description such as resilient.AdamW(lr=3e-4), got torch's "
+                f"{type(self.optimizer).__name__}; each worker builds torch's own for the layers it holds"
+            )
         check_batch(self.global_batch, self.microbatch, 1)
         _check("num_steps", self.num_steps, 1, "train for at least one step")
         _check("max_failures", self.max_failures, 0, "0 means no redundancy")

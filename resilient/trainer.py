@@ -67,7 +67,7 @@ class Trainer:
             (split the backward to shorten the waiting); "gpipe". Results are the same. Memory is planned for what each
             keeps in flight; "1f1b" needs the least, "eager-1f1b" no more than that, and takes what is left.
         num_chunks: Stages of each worker, under "interleaved-1f1b".
-        device: Where to train; by default this worker's CUDA device if there is one, else the CPU.
+        device: Where to train; by default "cuda", which is a device of this worker's own, if there is one, else "cpu".
         comm_timeout_s: Last resort against a peer that hangs without its connection breaking. When no step is done for
             15 times as long, or 15 times as long as one is planned to take, workers that do not answer are given up.
 
@@ -108,7 +108,7 @@ class Trainer:
             checkpoint_every=checkpoint_every,
             schedule=schedule,
             num_chunks=num_chunks,
-            device=torch.device(device) if device is not None else _own_device(),
+            device=_device(device),
             comm_timeout_s=comm_timeout_s,
         )
         self._client: AgentClient | SoloClient | None = None
@@ -203,10 +203,15 @@ class _ForwardedOutput:
         return getattr(self._stream, name)
 
 
-def _own_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+def _device(wanted: str | torch.device | None) -> torch.device:
+    """Return where this worker trains; a GPU without a number is one of its own, as far as there are enough."""
+    device = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be one that torch can use here, got {device}; leave it out to train on the CPU")
+    if device == torch.device("cuda"):
+        # not the local rank: nodes that are simulated on one machine share its GPUs out, too
+        return torch.device("cuda", int(os.environ.get("RANK", "0")) % torch.cuda.device_count())
+    return device
 
 
 def _solo_directory() -> str:

@@ -186,6 +186,20 @@ def test_killed_worker_is_reported_and_the_node_comes_back_as_often_as_it_may(tm
     play(tmp_path, scenario, 1)
 
 
+def test_error_of_the_script_is_reported_with_where_its_traceback_is(tmp_path: Path) -> None:
+    async def scenario(coordinator: Coordinator) -> None:
+        (tmp_path / "script.py").write_text("undefined_name")
+        connection, _ = await coordinator.accept(node=0)
+        exited = await coordinator.hear(connection)
+        log = log_path(str(tmp_path), (0, 0))
+        error = f"NameError: name 'undefined_name' is not defined (the traceback is in {log})"
+        assert exited == WorkerExited(local_rank=0, exit_code=1, error=error)
+        assert f'File "{tmp_path / "script.py"}", line 1' in log.read_text()
+        await coordinator.tell(connection, Shutdown(exit_code=1, reason="the script failed"))
+
+    play(tmp_path, scenario, 1)
+
+
 def test_leaving_node_that_was_counted_as_lost_ends(tmp_path: Path) -> None:
     async def scenario(coordinator: Coordinator) -> None:
         connection, _ = await coordinator.accept(node=0)

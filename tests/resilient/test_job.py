@@ -24,6 +24,12 @@ from resilient.templates.generators import Kind
         ({"global_batch": 3, "microbatch": 8},
          "global_batch must be a multiple of microbatch 8, at least 8 (one microbatch for each of 1 pipelines), "
          "got 3; use 8"),
+        ({"model": torch.nn.Linear(2, 2)},
+         "model must be cut into layers, got a Linear; make it a resilient.Chain of modules or a "
+         "resilient.MultimodalModule"),
+        ({"optimizer": torch.optim.SGD(torch.nn.Linear(2, 2).parameters())},
+         "optimizer must be a description such as resilient.AdamW(lr=3e-4), got torch's SGD; each worker builds "
+         "torch's own for the layers it holds"),
         ({"microbatch": 0}, "microbatch must be >= 1, got 0; give the samples of one microbatch"),
         ({"num_steps": 0}, "num_steps must be >= 1, got 0; train for at least one step"),
         ({"max_failures": -1}, "max_failures must be >= 0, got -1; 0 means no redundancy"),

@@ -231,6 +231,31 @@ def test_resume_of_another_model_says_so() -> None:
         make_trainer(model=TiedModel(num_blocks=3)).fit(2, resume=path)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "rank", "device"),
+    [(None, 5, "cuda:1"), ("cuda", 3, "cuda:3"), ("cuda:2", 3, "cuda:2"), ("cpu", 3, "cpu"), (None, None, "cuda:0")],
+)
+def test_workers_of_all_nodes_share_out_the_gpus_of_a_machine(
+    wanted: str | None, rank: int | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers of two nodes with two GPUs each have the ranks 0 and 1, 2 and 3: each has one of its own then, too."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    if rank is None:
+        monkeypatch.delenv("RANK", raising=False)
+    else:
+        monkeypatch.setenv("RANK", str(rank))
+    assert make_trainer(device=wanted)._job.device == torch.device(device)
+
+
+def test_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = "device must be one that torch can use here, got cuda:1; leave it out to train on the CPU"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make_trainer(device="cuda:1")
+    assert make_trainer(device=None)._job.device == CPU
+
+
 def test_calls_out_of_turn_are_refused() -> None:
     trainer = make_trainer()
     with pytest.raises(ValueError, match=r"^whole_model must be called after fit"):
