@@ -100,7 +100,7 @@ def run(
             launcher.subscribe(view.on_event)
             exit_code = launcher.run()
     except (ResilientError, ValueError) as error:
-        _console.print(f"error: {error}", markup=False, style="red")
+        _console.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
         raise typer.Exit(1) from None
     try:
         if (run_directory / "events.jsonl").exists():
@@ -172,7 +172,11 @@ def _ask(run_dir: Path | None, what: str, body: dict[str, Any]) -> None:
     except urllib.error.HTTPError as error:
         raise _usage_error(error.read().decode()) from None
     except OSError as error:
-        raise _usage_error(f"the job at {job['address']} does not answer ({error}); is it still running?") from None
+        run = run_dir or "the newest run in ./runs"
+        raise _usage_error(
+            f"the job of {run} does not answer at {job['address']} ({error}); if another is running, name its folder "
+            f"with --run"
+        ) from None
 
 
 def new_run_directory() -> Path:
@@ -222,7 +226,7 @@ def _read_job(run_dir: Path | None) -> dict[str, str]:
 
 
 def _usage_error(message: str) -> typer.Exit:
-    _console.print(f"error: {message}", markup=False, style="red")
+    _console.print(f"error: {message}", markup=False, style="red", soft_wrap=True)
     return typer.Exit(2)
 
 

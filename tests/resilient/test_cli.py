@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -50,6 +52,23 @@ def test_report_that_cannot_be_written_leaves_the_exit_code_alone(
     result = CliRunner().invoke(app, ["run", "--run-dir", str(tmp_path), str(tmp_path / "s.py")])
     assert result.exit_code == 130
     assert "error: no report in " in result.output
+
+
+def test_injecting_into_a_run_that_is_over_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "over"
+    folder.mkdir(parents=True)
+    with socket.socket() as silent:  # its port is taken, and nobody listens
+        silent.bind(("127.0.0.1", 0))
+        address = "127.0.0.1:{1}".format(*silent.getsockname())
+        (folder / "job.json").write_text(json.dumps({"address": address, "token": "t"}))
+        newest = CliRunner().invoke(app, ["inject", "kill", "--node", "1"])
+        named = CliRunner().invoke(app, ["inject", "leave", "--node", "1", "--run", str(folder)])
+    begin, end = f" does not answer at {address} (", "); if another is running, name its folder with --run\n"
+    for result, run in ((newest, "the newest run in ./runs"), (named, folder)):
+        assert result.exit_code == 2
+        assert result.output.startswith(f"error: the job of {run}{begin}")
+        assert result.output.endswith(end)
 
 
 @pytest.mark.parametrize("what", ["kill", "leave"])
