@@ -78,7 +78,7 @@ class Worker:
         self, job: Job, profile: ModelProfile, client: Client, host: str, traced_steps: range = range(0)
     ) -> None:
         if job.device.type == "cuda":
-            torch.cuda.set_device(job.device)  # NCCL groups are made on the current device
+            torch.cuda.set_device(job.device)  # seeds and timing events are the current device's
         self._job = job
         self._client = client
         self._traced_steps = traced_steps

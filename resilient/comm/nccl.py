@@ -49,10 +49,8 @@ SETTINGS = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # the minute, for which dropping the group would wait
     # A wait orders streams: blocking the host instead would leave the GPU without work.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
-    # Connections are made with a communicator, not by the first sum of each size.
-    "NCCL_RUNTIME_CONNECT": "0",
 }
-"""Environment variables that torch and NCCL read when a group is made."""
+"""Environment variables that torch reads when a group is made."""
 
 
 def build_nccl(store: Store, rank: int, size: int, timeout_s: float) -> Any:
