@@ -78,6 +78,15 @@ def test_a_row_is_evened_out_by_its_other_stage():
     assert [sum(stage.end_layer - stage.first_layer for stage in row) for row in template.rows] == [2, 6]
 
 
+def test_frozen_layers_run_no_forward_again():
+    """They take 1 ms, the first one after them 3 (its forward twice, its own gradient), the others 4."""
+    frozen = profile([3.0] * 8, state_bytes=1, activation_bytes=1000, input_bytes=1).frozen(["l0", "l1", "l2", "l3"])
+    template = only(job([3.0] * 8, 2, profile=frozen, cluster=Cluster(memory_bytes=2500)))
+    assert [stage.checkpointing for stage in template.stages] == [True] * 4
+    assert [stage.end_layer for stage in template.stages] == [2, 4, 6, 8]
+    assert template.slowest_ms == pytest.approx(2 * 1 + 2 * 4)
+
+
 def test_the_pipeline_fills_faster_with_more_stages():
     """Rows of 4 ms: half of each but one is waited for, and the microbatches go through the slowest."""
     for num_rows in (2, 4):

@@ -90,6 +90,25 @@ def test_times_of_a_block_are_the_formulas() -> None:
     assert block.costs[2].backward_weight_ms == pytest.approx(alone.backward_weight_ms / 4)
 
 
+def test_a_lookup_costs_its_memory_traffic() -> None:
+    tokens, hidden = 2 * 2048, 4096
+    embed = layer(derive_profile("gpt3-6.7b", "a40", microbatch=2, seq_len=2048), "llm.embed").costs[0]
+    bytes_per_ms = DEVICES["a40"].memory_bytes_per_s / 1e3
+    # Of a token the gradient that comes, of 2 bytes, and its row of the table's, of 4, read and written; forward, its
+    # row and its position's are read and their sum is written, all of 2 bytes.
+    assert embed.backward_weight_ms == pytest.approx(tokens * hidden * (2 + 4 + 4) / bytes_per_ms)
+    assert embed.forward_ms == pytest.approx(tokens * hidden * 6 / bytes_per_ms)
+
+
+def test_what_enters_the_language_model_are_ids_and_what_pictures_became() -> None:
+    found = derive_profile("qwen2-vl-7b", "a40", microbatch=2, seq_len=2048)
+    vision = MODELS["qwen2-vl-7b"].vision
+    assert vision is not None
+    pictures = 2 * vision.patches // vision.patches_per_token
+    assert layer(found, "llm.embed").input_bytes == 8 * 2 * 2048 + 2 * 3584 * pictures
+    assert layer(found, "llm.block.0").input_bytes == 2 * 3584 * 2 * 2048
+
+
 def test_few_tokens_take_the_time_to_read_the_matrices() -> None:
     block = layer(derive_profile("llama3-8b", "h100", seq_len=1), "llm.block.0")
     matrix = (block.parameter_bytes - 2 * 2 * 4096) // 2

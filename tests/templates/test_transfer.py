@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -72,6 +73,17 @@ def test_senders_carry_equal_loads():
     problem, plan = job(num_layers=6)
     transfers, _ = plan_transfers(problem, plan, {f"l{i}": [0, 1] for i in range(6)})
     assert Counter(transfer.source for transfer in transfers) == {0: 3, 1: 3}
+
+
+def test_the_largest_states_are_given_out_first():
+    problem, plan = job()
+    layers = [
+        replace(layer, parameter_bytes=size * MIB, optimizer_bytes=0)
+        for layer, size in zip(problem.profile.layers, (1, 1, 2), strict=True)
+    ]
+    problem = replace(problem, profile=replace(problem.profile, layers=tuple(layers)))
+    transfers, _ = plan_transfers(problem, plan, {f"l{i}": [0, 1] for i in range(3)})
+    assert {transfer.state: transfer.source for transfer in transfers} == {"l2": 0, "l0": 1, "l1": 1}
 
 
 def test_states_with_one_holder_are_counted_before_the_choice_is_made():

@@ -157,7 +157,8 @@ def test_frozen_parts_have_no_backward_and_keep_nothing() -> None:
     assert result.peak_bytes == 3 * 8
 
 
-def test_groups_run_side_by_side_and_the_longest_decides() -> None:
+@pytest.mark.parametrize(("tokens", "longest_ms"), [([16, 2, 3], 16 / 4), ([16, 6, 5], 11 / 2)])
+def test_groups_run_side_by_side_and_the_longest_decides(tokens: list[int], longest_ms: float) -> None:
     where = Place(
         replica=np.zeros(3, int), microbatch=np.zeros(3, int), group=np.array([0, 1, 1]), degree=np.array([4, 2, 2])
     )
@@ -165,10 +166,10 @@ def test_groups_run_side_by_side_and_the_longest_decides() -> None:
         setting(unit("llm", [1.0])),
         Configuration(units={"llm": spread(1, 1, cp=4)}, num_microbatches=1),
         Assignment(units={"llm": where}),
-        table(llm=[16, 2, 3]),
+        table(llm=tokens),
         [Replica(num_microbatches=1)],
     )
-    assert result.iteration_ms == 3 * max(16 / 4, 5 / 2)
+    assert result.iteration_ms == 3 * longest_ms
 
 
 def test_curves_between_profiled_degrees_divide_work_exactly() -> None:

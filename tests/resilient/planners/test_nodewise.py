@@ -50,6 +50,14 @@ def test_no_rearrangement_is_worse_than_none(seed: int, num_batches: int, num_no
     np.testing.assert_array_equal(found.instance, rearrange(volumes, nodes, kinds).instance)
 
 
+def test_what_is_known_of_the_best_may_be_less_than_what_was_found() -> None:
+    # Nine batches, two of them for the first of eight nodes; an eighth of each batch lies on each node. Whatever goes
+    # where, the first node receives 2 x 7 of 8 parts. Known is that the others send 8 of their 9 parts.
+    nodes = np.array([0, 0, 1, 2, 3, 4, 5, 6, 7])
+    found = rearrange(np.ones((9, 8)), nodes, np.zeros(9, dtype=np.int64))
+    assert (found.volume, found.lower_bound, found.gap) == (14.0, 8.0, 0.75)
+
+
 def test_volumes_are_what_is_sent_and_received() -> None:
     volumes = np.array([[5.0, 1.0], [2.0, 7.0]])
     assert largest_volume(volumes, np.array([0, 1])) == 2.0
