@@ -33,8 +33,8 @@ DIGITS = example_script()
 TOLERANCE = 1e-9
 """Largest relative difference of float64 runs, where only the order of summation may differ."""
 
-LONGEST_RECOVERY_MS = 10_000
-"""Far over what a recovery takes on a busy machine, far under the timeouts that would end a wait for a lost message."""
+LONGEST_RECOVERY_MS = 25_000
+"""Far over what a recovery takes on a busy machine, under the timeouts that would end a wait for a lost message."""
 
 Event = dict[str, Any]
 
@@ -93,16 +93,27 @@ class Processes:
         for child in [process, *process.children(recursive=True)]:
             self._seen.setdefault(child.pid, child)
 
-    def left(self, timeout_s: float = 10.0) -> list[psutil.Process]:
+    def left(self, timeout_s: float = 30.0) -> list[psutil.Process]:
         """Return those that still run after the time it may take to end."""
-        _, alive = psutil.wait_procs(list(self._seen.values()), timeout=timeout_s)
-        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        give_up_at = time.monotonic() + timeout_s
+        while (
+            alive := [process for process in self._seen.values() if _runs(process)]
+        ) and time.monotonic() < give_up_at:
+            time.sleep(0.02)
+        return alive
 
     def _see(self, pid: int) -> None:
         try:
             self._seen.setdefault(pid, psutil.Process(pid))
         except psutil.NoSuchProcess:
             return
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def run_job(
@@ -145,7 +156,7 @@ def run_alone(directory: Path, *arguments: str, script: Path = CHAIN) -> str:
     """Train in one process, without launcher; return what it logged."""
     command = [sys.executable, str(script), *arguments]
     environment = {**os.environ, "RESILIENT_RUN_DIR": str(directory), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=60, check=True)
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=100, check=True)
     return done.stderr
 
 
@@ -189,7 +200,7 @@ class Started:
     def wait_for_step(self, number: int) -> Event:
         return self.wait_for(lambda event: event["kind"] == "step" and event["step"] >= number)
 
-    def wait(self, timeout_s: float = 60.0) -> Run:
+    def wait(self, timeout_s: float = 100.0) -> Run:
         """Wait for the end; no process may be left."""
         exit_code = self.popen.wait(timeout_s)
         self._reader.join(timeout_s)
@@ -269,7 +280,7 @@ def resume_command(reason: str) -> list[str]:
 def check_resumed(stopped: Run, words: list[str], reference: Run, folder: Path) -> None:
     """Run exactly the command, in a folder of its own; the two parts together must be the uninterrupted run."""
     folder.mkdir()
-    done = subprocess.run(command(*words[1:]), cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command(*words[1:]), cwd=folder, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     (resumed,) = (folder / "runs").iterdir()
     _, relative = compare_parameters(resumed, reference.directory)

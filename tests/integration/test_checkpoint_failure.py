@@ -5,13 +5,10 @@ A file in the place of the checkpoints' folder stands for the disk, for whoever 
 
 from __future__ import annotations
 
-import pytest
 from harness import Event, run_job
 
 from resilient.agent.launch import Launcher
 from resilient.manifest import MANIFEST, read_manifest
-
-pytestmark = pytest.mark.timeout(120)
 
 NODES = 4
 

@@ -7,13 +7,10 @@ import os
 import signal
 import socket
 import subprocess
-import time
 
 import psutil
 import pytest
-from harness import Run, check_recovered, check_survivors, command, run_job, started
-
-pytestmark = pytest.mark.timeout(180)
+from harness import Run, Started, check_recovered, check_survivors, command, run_job, started
 
 NODES = 5
 
@@ -35,17 +32,24 @@ def test_launcher_killed_leaves_nothing_behind(tmp_path):
         assert job.processes.left() == []
 
 
-def test_kill_ordered_through_the_command_line(reference, tmp_path):
+def order_kill(job: Started, *options: object) -> None:
+    subprocess.run(command("inject", "kill", "--run", job.directory, *options), check=True, timeout=60)
+
+
+def test_kills_ordered_through_the_command_line(reference, tmp_path):
+    """The job stands in step 4. A worker hears that it is to die in the recovery before it hears of a recovery."""
     gate = tmp_path / "gate"
-    with started(tmp_path / "run", "--hold-in", 4, "--gate", gate, nodes=NODES) as job:
+    with started(tmp_path / "run", "--hold-in", 4, "--gate", gate, nodes=NODES + 1) as job:
         job.wait_for_step(3)
-        order = command("inject", "kill", "--run", job.directory, "--node", 2, "--at-step", 6, "--at-phase", "backward")
-        subprocess.run(order, check=True, timeout=30)
+        order_kill(job, "--node", 2, "--at-step", 4, "--at-phase", "regroup")
+        order_kill(job, "--node", 1)
+        job.wait_for(lambda event: event["kind"] == "node_lost" and event["node"] == 1)
         gate.touch()
         run = job.wait()
-    assert [(fired["node"], fired["step"], fired["phase"]) for fired in run.injections] == [(2, 6, "backward")]
+    fired = [(fired["node"], fired["step"], fired["phase"]) for fired in run.injections]
+    assert fired == [(1, None, None), (2, 4, "regroup")]
     check_recovered(run, reference)
-    assert "recovered from the loss of node 2" in job.output
+    assert "recovered from the loss of nodes 1, 2" in job.output
 
 
 def test_kill_ordered_at_once_through_the_command_line(reference, tmp_path):
@@ -53,8 +57,7 @@ def test_kill_ordered_at_once_through_the_command_line(reference, tmp_path):
     gate = tmp_path / "gate"
     with started(tmp_path / "run", "--hold-in", 4, "--gate", gate, nodes=NODES) as job:
         job.wait_for_step(3)
-        order = command("inject", "kill", "--run", job.directory, "--node", 1, "--worker-only")
-        subprocess.run(order, check=True, timeout=30)
+        order_kill(job, "--node", 1, "--worker-only")
         job.wait_for(lambda event: event["kind"] == "node_lost" and event["node"] == 1)
         gate.touch()
         run = job.wait()
@@ -72,23 +75,23 @@ def stop_session(leader: int, number: int) -> None:
 
 
 def test_silent_node_is_noticed_by_its_missing_heartbeat(reference, tmp_path):
-    """No connection breaks when a machine stands still; it comes back as a new node when it goes on."""
-    gate = tmp_path / "gate"
-    options = "--heartbeat-s 1"
-    with started(tmp_path / "run", "--hold-in", 8, "--gate", gate, nodes=NODES, options=options) as job:
+    """No connection breaks when a machine stands still; it comes back as a new node when it goes on.
+
+    Heartbeats as by default: a machine that is merely busy must not miss them.
+    """
+    gate, joined = tmp_path / "gate", tmp_path / "joined"
+    held = ("--hold-in", 4, "--gate", gate, "--change-after", 8, "--unless", joined)
+    with started(tmp_path / "run", *held, nodes=NODES) as job:
         agent = job.wait_for(lambda event: event["kind"] == "node_connected" and event["node"] == 2)["pid"]
         job.wait_for_step(3)
-        stopped_at = time.time()
         stop_session(agent, signal.SIGSTOP)
+        gate.touch()
         lost = job.wait_for(lambda event: event["kind"] == "node_lost")
         assert (lost["node"], lost["cause"]) == (2, "heartbeat missed")
-        assert lost["time"] - stopped_at < 5
         job.wait_for(lambda event: event["kind"] == "generation" and event["generation"] > 1)
         stop_session(agent, signal.SIGCONT)
-        job.wait_for(lambda event: event["kind"] == "node_connected" and event["node"] == NODES)
-        job.wait_for(lambda event: event["kind"] == "boundary" and NODES in event["joining"])
-        gate.touch()  # not before: the job could be over; not later: the boundary may be that of the held step
         job.wait_for(lambda event: event["kind"] == "generation" and NODES in event["nodes"] + event["standby"])
+        joined.touch()
         run = job.wait()
     check_recovered(run, reference)
     connected = {event["node"]: event["pid"] for event in run.of_kind("node_connected")}

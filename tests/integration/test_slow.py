@@ -12,15 +12,12 @@ NODES = 5
 def test_slow_node_gets_less_to_do(tmp_path):
     steps = ("--steps", str(MIN_STEPS + 6))
     reference = run_job(tmp_path / "reference", *steps, nodes=NODES)
-    gate = tmp_path / "gate"
 
     def act(launcher, event):
         if event["kind"] == "step" and event["step"] == MIN_STEPS + 1:
             launcher.remove_node(4)
-        elif event["kind"] == "boundary":
-            gate.touch()
 
-    held = ("--hold-in", str(MIN_STEPS + 2), "--gate", str(gate))
+    held = ("--change-after", str(MIN_STEPS + 2))
     run = run_job(tmp_path / "run", *steps, *held, "--slow-node", "0", nodes=NODES, act=act)
     check_equal(run, reference)
     before, after = run.generations

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from harness import CHAIN, resume_command, run_job
 
 from resilient.manifest import read_manifest
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def test_data_set_that_blocks_for_ever_ends_the_job_which_can_be_resumed(tmp_path):

@@ -11,9 +11,7 @@ from harness import Run, check_recovered, started
 from resilient.templates.generators import Kind, generate
 from resilient.trace import ACTION, PART, RECOVERY, STEP, Slice, Trace
 
-pytestmark = pytest.mark.timeout(90)
-
-STEPS = (4, 5)
+STEPS = (3, 4, 5)
 
 
 def traced_run(folder: Path, *arguments: str, nodes: int, options: str = "") -> tuple[Run, Trace]:
@@ -94,8 +92,8 @@ def test_step_that_was_given_up_and_the_recovery_are_in_the_trace(
         assert [len(pipeline["stages"]) for pipeline in generation["pipelines"]] == [
             num_chunks * number for number in num_rows
         ]
-    check_is_the_schedule(trace, run, 1, STEPS[:1])
-    check_is_the_schedule(trace, run, 2, STEPS[1:])
+    check_is_the_schedule(trace, run, 1, STEPS[:1])  # who was slow to leave the barrier of step 4 was rolled forward
+    check_is_the_schedule(trace, run, 2, STEPS[-1:])
     given_up = [s for s in trace.slices if s.category == STEP and (s.args["step"], s.args["generation"]) == (5, 1)]
     assert 1 not in {s.process for s in given_up}, "who is killed writes nothing down"
     assert given_up

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import queue
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import resilient as rs
+from resilient import worker
 from resilient.data.sampler import StepSampler
+from resilient.fence import Fence
 
 WIDTH = 24
 NUM_LAYERS = 10
@@ -25,12 +29,12 @@ class Waves:
 
     Args:
         raising: Samples that cannot be read.
-        gates: Samples that cannot be read before a file exists, which the test makes when what it waits for has come.
+        held: Samples that cannot be read before all this is true.
     """
 
-    def __init__(self, raising: frozenset[int], gates: Mapping[int, Path]) -> None:
+    def __init__(self, raising: frozenset[int], held: Mapping[int, Sequence[Callable[[], bool]]]) -> None:
         self._raising = raising
-        self._gates = gates
+        self._held = held
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -38,10 +42,27 @@ class Waves:
     def __getitem__(self, index: int) -> Mapping[str, Tensor]:
         if index in self._raising:
             raise RuntimeError(f"sample {index} is not to be had")
-        while index in self._gates and not self._gates[index].exists():
+        while not all(is_over() for is_over in self._held.get(index, ())):
             time.sleep(0.005)
         point = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
         return {"input": point, "target": point.sum().sin()[None]}
+
+
+class KnownFence(Fence):
+    """The worker's fence, which tells the data set what the worker was told.
+
+    That the launcher has asked for a change does not mean that a worker has heard of it: the job may be over before.
+    """
+
+    last: ClassVar[KnownFence]
+
+    def open(self, generation: int) -> queue.SimpleQueue[object]:
+        KnownFence.last, self._generation = self, generation
+        return super().open(generation)
+
+    def ends(self) -> bool:
+        """Tell whether this worker knows that its generation ends, with this step or at once."""
+        return max(self._pause_for, self._announced) > self._generation
 
 
 class Delay(nn.Module):
@@ -91,6 +112,15 @@ def parse_arguments() -> argparse.Namespace:
         "--hold-in", type=int, action="append", default=[], metavar="STEP", help="this step waits until --gate exists"
     )
     parser.add_argument("--gate", type=Path, action="append", default=[], help="one for each --hold-in, in order")
+    parser.add_argument(
+        "--change-after",
+        type=int,
+        action="append",
+        default=[],
+        metavar="STEP",
+        help="this step waits until its worker was told of the change of membership after it",
+    )
+    parser.add_argument("--unless", type=Path, metavar="FILE", help="no --change-after waits once this exists")
     parser.add_argument("--comm-timeout-s", type=float, default=30.0)
     parser.add_argument("--slow-node", type=int, metavar="NODE", help="computes slowly")
     return parser.parse_args()
@@ -100,17 +130,24 @@ def main() -> None:
     """Train."""
     args = parse_arguments()
     torch.set_num_threads(1)
+    worker.Fence = KnownFence
     sampler = StepSampler(num_samples=NUM_SAMPLES, global_batch=max(args.batch, 1), seed=0)
+
+    def changes() -> bool:
+        return KnownFence.last.ends() or (args.unless is not None and args.unless.exists())
 
     def samples_of(step: int | None) -> frozenset[int]:
         return frozenset() if step is None else frozenset(map(int, sampler.indices(step)))
 
-    held = zip(args.hold_in, args.gate, strict=True)
-    gates = {index: gate for step, gate in held for index in samples_of(step)}
+    held = [(step, gate.exists) for step, gate in zip(args.hold_in, args.gate, strict=True)]
+    held += [(step, changes) for step in args.change_after]
+    conditions = {
+        index: [is_over for at, is_over in held if at == step] for step, _ in held for index in samples_of(step)
+    }
     optimizers = {"adamw": rs.AdamW(lr=3e-3), "sgd": rs.SGD(lr=1e-2, momentum=0.9)}
     trainer = rs.Trainer(
         build_model(args.layers, args.slow_node),
-        Waves(samples_of(args.raise_in), gates),
+        Waves(samples_of(args.raise_in), conditions),
         optimizer=optimizers[args.optimizer],
         global_batch=args.batch,
         microbatch=args.microbatch,
