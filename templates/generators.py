@@ -66,7 +66,7 @@ def chunks_in_flight(num_rows: int, num_chunks: int, num_microbatches: int) -> N
     for number in range(1, min(num_microbatches, num_rows * (num_rows + 2)) + 1):
         rounds = max(1, number // num_rows)
         smallest, largest = number // rounds, -(-number // rounds)
-        warmup = np.minimum((num_chunks - 1) * largest + 2 * following, num_chunks * number)
+        warmup = (num_chunks - 1) * largest + 2 * following
         later = num_chunks - 1 - 2 * chunk
         among = warmup + later * np.where(later > 0, largest, smallest) + 1
         full, rest = np.divmod(among, num_chunks * smallest)

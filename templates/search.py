@@ -18,11 +18,11 @@ would compile all of them once more.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
+from resilient.templates.compiled import compiled
 from resilient.templates.stagecost import STAGE_BITS, Table, Tables
 
 _NEVER = 1 << 62
@@ -30,8 +30,6 @@ _NEVER = 1 << 62
 
 _COUNT = (1 << STAGE_BITS) - 1
 """The bits of a label that hold the number of stages from its state on; the others hold the sum of their times."""
-
-_F = TypeVar("_F", bound=Callable[..., object])
 
 
 class Found(NamedTuple):
@@ -104,14 +102,7 @@ def _is_better(found: Found, than: Found | None) -> bool:
     return than is None or (found.total, len(found.stages)) < (than.total, len(than.stages))
 
 
-def _compiled(function: _F) -> _F:
-    try:
-        return cast(_F, njit(cache=True)(function))
-    except RuntimeError:  # there is nowhere to keep what was compiled
-        return cast(_F, njit(function))
-
-
-@_compiled
+@compiled
 def _reach(tables: Tables, bound: int) -> Table:
     """Return the last end that the bound allows, the first layer where none. [forward again, starts a node, D, L]"""
     sums, send = tables.sums, tables.send
@@ -133,7 +124,7 @@ def _reach(tables: Tables, bound: int) -> Table:
     return reach
 
 
-@_compiled
+@compiled
 def _band(tables: Tables, bound: int, num_devices: int) -> Table:
     """Return, by devices left, what of a template under the bound can be there. [devices + 1, 3]
 
@@ -174,7 +165,7 @@ def _band(tables: Tables, bound: int, num_devices: int) -> Table:
     return band
 
 
-@_compiled
+@compiled
 def _sums(tables: Tables, reach: Table, band: Table) -> Table:
     """Return the label of each state, ``devices left * (L + 1) + layer``, with its least sum.
 
@@ -208,7 +199,7 @@ def _sums(tables: Tables, reach: Table, band: Table) -> Table:
     return labels
 
 
-@_compiled
+@compiled
 def _sums_by_stages(tables: Tables, reach: Table, band: Table) -> tuple[Table, Table]:
     """Return the labels of all states: by number of stages, those with a shorter sum than any with fewer stages.
 
@@ -257,7 +248,7 @@ def _sums_by_stages(tables: Tables, reach: Table, band: Table) -> tuple[Table, T
     return start, labels
 
 
-@_compiled
+@compiled
 def _stages(
     tables: Tables, reach: Table, band: Table, start: Table, labels: Table, most_stages: int, by_stages: bool
 ) -> tuple[Table, int, int, bool]:

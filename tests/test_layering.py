@@ -64,6 +64,15 @@ def test_planning_imports_only_itself_and_is_pure(path: Path) -> None:
         assert not within(module, "numpy.random")
 
 
+def test_multimodal_planners_import_themselves_and_planning_and_no_torch() -> None:
+    allowed = ("resilient.planners", "resilient.templates")
+    for path in files("resilient/planners"):
+        for module in imports(path):
+            if within(module, "resilient"):
+                assert any(within(module, package) for package in allowed), f"{name(path)} must not import {module}"
+            assert not within(module, "torch"), f"{name(path)} must not import {module}"
+
+
 @pytest.mark.parametrize("path", files("resilient"), ids=name)
 def test_workers_never_import_the_agent(path: Path) -> None:
     if path.name not in KNOWS_THE_AGENT:

@@ -106,6 +106,8 @@ def test_broken_split_backward_is_refused(old: str, new: str, problem: str):
         ("0F0 1F0 1B0 0B0", None),
         ("1F0 0F0 1B0 0B0", "1F0 must come after 0F0"),
         ("0F0 1F0 0B0 1B0", "0B0 must come after 1B0"),
+        ("0F0 1F0 1B0 0B0 1REDUCE3 0REDUCE2", None),
+        ("0F0 1F0 1B0 0B0 1REDUCE3 0REDUCE3", "0REDUCE3 must come before state 3's"),
         ("0F0 1F0 1I0 0B0 1W0", None),
         ("0F0 1F0 0B0 1I0 1W0", "0B0 must come after 1I0"),
         ("0F0 0SEND_F0 1F0 1B0 0B0", "0SEND_F0 has no place in row 0"),
