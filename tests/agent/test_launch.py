@@ -58,7 +58,7 @@ def test_no_process_outlives_the_launcher(tmp_path: Path, number: signal.Signals
     assert len(family) == 7  # the zygote; two agents, each with a spawner and a worker
     launcher.send_signal(number)
     assert launcher.wait(timeout=60) == exit_code
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
 
 
@@ -129,7 +129,7 @@ def test_launcher_ends_though_an_import_hangs(tmp_path: Path) -> None:
     output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 130
     assert "stopped with exit code 130: interrupted (SIGINT)" in output
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
 
 
