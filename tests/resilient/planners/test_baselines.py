@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jobs_of_planners import unit
 
 from resilient.planners.baselines import EncoderFirst, FullySharded, RandomOrder, StaticContext, zigzag
 from resilient.planners.cornstarch import Cornstarch
-from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs import CostModel
 from resilient.planners.evaluate import evaluate
 from resilient.planners.planner import Parallelism, Planner, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
@@ -24,25 +25,7 @@ PLANNERS: tuple[Planner, ...] = (Uniform(), RandomOrder(), FullySharded(), Encod
 REPLICAS = st.lists(st.builds(Replica, num_microbatches=st.integers(1, 5), speed=st.floats(0.2, 1)), min_size=1)
 
 
-def unit(name: str, num_layers: int, linear: float) -> UnitCosts:
-    degrees = ((1, 1), (1, 2), (2, 1))
-    layer = tuple(
-        LayerCurves(
-            forward=Curve(linear=linear / (tp * cp), fixed=0.05 * tp * cp),
-            backward_input=Curve(linear=linear / (tp * cp)),
-            backward_weight=Curve(linear=linear / (tp * cp)),
-            activation_bytes=100.0 / (tp * cp),
-        )
-        for tp, cp in degrees
-    )
-    layers = tuple(
-        UnitLayer(name=str(index), curves=layer, parameter_bytes=4000, optimizer_bytes=8000, gradient_bytes=4000)
-        for index in range(num_layers)
-    )
-    return UnitCosts(name=name, layers=layers, degrees=degrees)
-
-
-COSTS = CostModel(units=(unit("vision", 4, 0.001), unit("llm", 8, 0.002)))
+COSTS = CostModel(units=(unit("vision", 4, 0.001, 0.0), unit("llm", 8, 0.002, 0.0)))
 SETTING = Setting(costs=COSTS, cluster=Cluster(devices_per_node=2), num_nodes=4, global_batch=32, microbatch=2)
 
 
