@@ -26,7 +26,7 @@ import numpy as np
 from resilient.planners.balance import loads, longest_first
 from resilient.planners.buckets import fill_buckets
 from resilient.planners.dflop_search import search
-from resilient.planners.memory import fullest, kept_shares
+from resilient.planners.memory import kept_shares
 from resilient.planners.planner import LLM, Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.room import Room
 from resilient.planners.room_order import fit_order
@@ -76,13 +76,13 @@ class Dflop:
         """
         _, _, speeds = slots(replicas)
         weights = stage_weights(setting, configuration, batch)
-        room = Room.of(setting, configuration)
-        place = _placed(fill_buckets(weights, speeds, time_limit_s=self.time_limit_s), weights, batch, replicas, room)
-        used = fullest(setting, configuration, batch, place)
+        rooms = Room.of_each(setting, configuration, replicas)
+        bucket = fill_buckets(weights, speeds, time_limit_s=self.time_limit_s)
+        place, used = _placed(bucket, weights, batch, replicas, rooms)
         if used > 1:
             by_memory = longest_first(kept_shares(setting, configuration, batch), np.ones(len(speeds)))
-            other = _placed(by_memory, weights, batch, replicas, room)
-            place = other if fullest(setting, configuration, batch, other) < used else place
+            other, less = _placed(by_memory, weights, batch, replicas, rooms)
+            place = other if less < used else place
         return Assignment(units=dict.fromkeys(configuration.units, place))
 
 
@@ -99,8 +99,10 @@ def stage_weights(setting: Setting, configuration: Configuration, batch: SampleT
     return np.stack(rows)
 
 
-def _placed(bucket: Ints, weights: Floats, batch: SampleTable, replicas: Sequence[Replica], room: Room | None) -> Place:
-    """Return where samples are that were put into these microbatches.
+def _placed(
+    bucket: Ints, weights: Floats, batch: SampleTable, replicas: Sequence[Replica], rooms: Sequence[Room | None]
+) -> tuple[Place, float]:
+    """Return where samples are that were put into these microbatches, and which part of a stage's room is used at most.
 
     A replica runs the longest one first, then the next, as far as memory holds them; where it holds them in no such
     order, large ones are evenly among the others.
@@ -108,13 +110,17 @@ def _placed(bucket: Ints, weights: Floats, batch: SampleTable, replicas: Sequenc
     number = sum(each.num_microbatches for each in replicas)
     size = np.stack([loads(row, bucket, number) for row in weights]).max(axis=0)
     replica, microbatch = np.empty(number, np.int64), np.empty(number, np.int64)
-    needs = None if room is None else room.needs(batch, bucket, number)
-    for index, own in enumerate(_dealt(size, replicas)):
+    used = 0.0
+    for index, (own, room) in enumerate(zip(_dealt(size, replicas), rooms, strict=True)):
         replica[own], microbatch[own] = index, np.arange(len(own))
-        if room is not None and needs is not None:
-            order = fit_order(np.arange(len(own)), needs[:, own], room.windows)
-            microbatch[own] = room.apart(needs[:, own].max(axis=0)) if order is None else np.argsort(order)
-    return Place(replica=replica[bucket], microbatch=microbatch[bucket])
+        if room is not None:
+            samples = np.flatnonzero(np.isin(bucket, own))
+            needs = room.needs(batch[samples], bucket[samples], number)[:, own]
+            order = fit_order(np.arange(len(own)), needs, room.windows)
+            microbatch[own] = room.apart(needs.max(axis=0)) if order is None else np.argsort(order)
+            place = microbatch[bucket[samples]]
+            used = max(used, room.used(batch[samples], place, place, len(own)))
+    return Place(replica=replica[bucket], microbatch=microbatch[bucket]), used
 
 
 def _dealt(size: Floats, replicas: Sequence[Replica]) -> list[Ints]:

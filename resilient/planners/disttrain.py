@@ -74,13 +74,13 @@ class DistTrain:
             replicas: The language model's replicas as they are now.
         """
         forward, backward, calls = _stage_ms(setting, configuration, batch)
-        room = Room.of(setting, configuration)
+        rooms = Room.of_each(setting, configuration, replicas)
         replica = longest_first((forward + backward).sum(axis=0), [each.speed for each in replicas])
         microbatch = np.zeros(len(batch), np.int64)
         for number, each in enumerate(replicas):
             own = np.flatnonzero(replica == number)
             samples = _Samples(batch[own], forward[:, own], backward[:, own], calls)
-            microbatch[own] = self._microbatches(samples, each.num_microbatches, room)
+            microbatch[own] = self._microbatches(samples, each.num_microbatches, rooms[number])
         place = Place(replica=replica, microbatch=microbatch)
         return Assignment(units=dict.fromkeys(configuration.units, place))
 

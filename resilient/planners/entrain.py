@@ -81,11 +81,11 @@ class Entrain:
         order = np.argsort(-encoder_ms, kind="stable")
         replica = give_out(llm_ms, [each.speed for each in replicas], order)
         encoder, llm = np.zeros_like(replica), np.zeros_like(replica)
-        room = Room.of(setting, configuration)
-        if room is not None:
-            room.check(batch)
-        for index, each in enumerate(replicas):
+        rooms = Room.of_each(setting, configuration, replicas)
+        for index, (each, room) in enumerate(zip(replicas, rooms, strict=True)):
             own = np.flatnonzero(replica == index)
+            if room is not None:
+                room.check(batch[own])
             encoder[own], llm[own] = _microbatches(
                 encoder_ms[own], llm_ms[own], each.num_microbatches, batch[own], room
             )

@@ -25,9 +25,10 @@ import numpy.typing as npt
 from resilient.planners.layout import Lane, Layout
 from resilient.planners.planner import LLM, Assignment, Configuration, Encoders, Parallelism, Replica, Setting
 from resilient.planners.samples import Floats, Ints, SampleTable
-from resilient.planners.stage_work import gradient_sum_ms, state_bytes
+from resilient.planners.stage_work import gradient_sum_ms
 from resilient.planners.step_tasks import StepBuilder
 from resilient.planners.step_unit import StepUnit
+from resilient.planners.survivors import left_bytes
 from resilient.planners.timeline import end_times
 
 
@@ -100,7 +101,7 @@ def evaluate(
     step = StepBuilder(setting, configuration, units, layout).build()
     ends = end_times(step.tasks)
     starts = ends - step.tasks.length_ns
-    judge = _Judge(setting, configuration, units, layout)
+    judge = _Judge(setting, configuration, units, layout, replicas)
     step_ns = judge.with_sums(step.lane, starts, ends)
     return Result(
         iteration_ms=step_ns / 1e6,
@@ -117,9 +118,15 @@ class _Judge:
     """Reads what a step takes off its tasks' times."""
 
     def __init__(
-        self, setting: Setting, configuration: Configuration, units: Sequence[StepUnit], layout: Layout
+        self,
+        setting: Setting,
+        configuration: Configuration,
+        units: Sequence[StepUnit],
+        layout: Layout,
+        replicas: Sequence[Replica],
     ) -> None:
         self._setting, self._configuration, self._units, self._layout = setting, configuration, units, layout
+        self._replicas = replicas
 
     def with_sums(self, lane: Ints, starts: Ints, ends: Ints) -> int:
         """Return when the step ends: after every stage's gradients are summed over its replicas.
@@ -164,8 +171,8 @@ class _Judge:
         np.maximum.at(peaks, row, sums - before[row])
         for number, unit in enumerate(self._units):
             own = slice(layout.first_lane[number], layout.first_lane[number + 1])
-            state = state_bytes(unit.costs, self._copies(unit), sharded=self._configuration.sharded)
-            np.add.at(peaks, layout.row[own], np.resize(state, own.stop - own.start))
+            state = left_bytes(unit.costs, self._copies(unit), self._configuration, self._replicas)
+            np.add.at(peaks, layout.row[own], np.resize(state.T, (layout.stages[number], len(state))).T.ravel())
         if layout.turns:
             on_device = layout.on_devices()
             peaks = np.where(on_device >= 0, peaks[on_device], 0.0).sum(axis=0)

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from resilient.planners.balance import loads
-from resilient.planners.planner import LLM, Configuration, Place, Setting
+from resilient.planners.planner import LLM, Configuration, Setting
 from resilient.planners.samples import Floats, Ints, SampleTable
 from resilient.planners.stage_work import kept_bytes, state_bytes
 
@@ -93,34 +92,6 @@ def kept_shares(setting: Setting, configuration: Configuration, batch: SampleTab
             part = np.divide(needs, every, out=part, where=needs > 0)
         shares.append((kept[name] / (each.free_bytes * part)[:, None]).max(axis=0))
     return np.max(shares, axis=0)
-
-
-def fullest(setting: Setting, configuration: Configuration, batch: SampleTable, place: Place) -> float:
-    """Return which part of a device's room is taken at worst, more than 1 if something does not fit.
-
-    Units have devices of their own, and place samples alike; stages hold consecutive microbatches.
-
-    Args:
-        setting: The job.
-        configuration: As decided.
-        batch: The samples.
-        place: Of each of them.
-
-    Raises:
-        ValueError: The state alone does not fit.
-    """
-    stages = _stages(setting, configuration)
-    if stages is None or not len(batch):
-        return 0.0
-    shape = int(place.replica.max()) + 1, int(place.microbatch.max()) + 1
-    cell = place.replica * shape[1] + place.microbatch
-    worst = 0.0
-    for name, each in stages.items():
-        tokens = loads(batch.units[name].tokens, cell, shape[0] * shape[1]).reshape(shape)
-        sums = np.concatenate((np.zeros((shape[0], 1)), np.cumsum(tokens, axis=1)), axis=1)
-        for kept, held, free in zip(each.kept_bytes, np.minimum(each.held, shape[1]), each.free_bytes, strict=True):
-            worst = max(worst, float((sums[:, held:] - sums[:, : sums.shape[1] - held]).max()) * float(kept / free))
-    return worst
 
 
 class _Stages(NamedTuple):

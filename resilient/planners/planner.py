@@ -139,12 +139,18 @@ class Replica:
     Args:
         num_microbatches: Its microbatches of the step.
         speed: Work per time, relative to the others.
+        devices: Part of its devices that is left, after losses; these hold what all of them held.
     """
 
     num_microbatches: int
     speed: float = 1.0
+    devices: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.devices <= 1:
+            raise ValueError(
+                f"devices must be a part of all, > 0 and <= 1, got {self.devices}; leave out pipelines without any"
+            )
         if self.num_microbatches < 1 or not self.speed > 0:
             raise ValueError(
                 f"num_microbatches must be >= 1 and speed > 0, got {self.num_microbatches} and {self.speed}; "

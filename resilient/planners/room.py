@@ -6,15 +6,16 @@ count as after it. An encoder also holds what is deferred of the microbatch befo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from resilient.planners.balance import loads, longest_first
-from resilient.planners.planner import LLM, Configuration, Setting
+from resilient.planners.planner import LLM, Configuration, Replica, Setting
 from resilient.planners.samples import Floats, Ints, SampleTable
-from resilient.planners.stage_work import kept_bytes, state_bytes
+from resilient.planners.stage_work import kept_bytes
+from resilient.planners.survivors import left_bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,11 +45,39 @@ class Room:
 
     @classmethod
     def of(cls, setting: Setting, configuration: Configuration) -> Room | None:
-        """Return the room beside parameters, gradients and the optimizer; None without a limit.
+        """Return the room of a replica that lost nothing; None without a limit.
 
         Raises:
             ValueError: There is none.
         """
+        whole = [Replica(num_microbatches=configuration.num_microbatches)] * configuration.units[LLM].dp
+        return cls.of_each(setting, configuration, whole)[0]
+
+    @classmethod
+    def of_each(
+        cls, setting: Setting, configuration: Configuration, replicas: Sequence[Replica]
+    ) -> Sequence[Room | None]:
+        """Return the room of each replica, beside parameters, gradients and the optimizer.
+
+        Where devices were lost, those that are left hold more state. What they keep of microbatches is the same on the
+        first of fewer stages: of fewer microbatches more layers.
+
+        Raises:
+            ValueError: There is none.
+        """
+        rooms: dict[float, Room | None] = {}
+        state = {
+            name: left_bytes(setting.costs.by_name[name], spread, configuration, replicas)
+            for name, spread in configuration.units.items()
+        }
+        for number, each in enumerate(replicas):
+            if each.devices not in rooms:
+                of_one = {name: rows[number] for name, rows in state.items()}
+                rooms[each.devices] = cls._of(setting, configuration, of_one)
+        return [rooms[each.devices] for each in replicas]
+
+    @classmethod
+    def _of(cls, setting: Setting, configuration: Configuration, states: Mapping[str, Floats]) -> Room | None:
         memory = setting.cluster.memory_bytes
         if memory is None:
             return None
@@ -57,7 +86,7 @@ class Room:
         language = names.index(LLM)
         for position, name in enumerate(names):
             unit, spread = setting.costs.by_name[name], configuration.units[name]
-            state = state_bytes(unit, spread, sharded=False)
+            state = states[name]
             if state.max() >= memory:
                 raise ValueError(
                     f"memory_bytes must be more than the {state.max():.0f} bytes of parameters, gradients and "

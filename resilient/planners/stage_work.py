@@ -125,15 +125,22 @@ def _between(one: Curve, other: Curve, weight: float) -> Curve:
     )
 
 
-def state_bytes(unit: UnitCosts, spread: Parallelism, *, sharded: bool) -> Floats:
+def state_bytes(unit: UnitCosts, spread: Parallelism, *, sharded: bool, devices: float = 1.0) -> Floats:
     """Return what parameters, gradients and the optimizer take on a device of each stage. [num_stages]
 
-    The optimizer is spread over the replicas; with ``sharded`` all of it is.
+    The optimizer is spread over the replicas; with ``sharded`` all of it is. Of devices in the direction of context
+    parallelism each has all parameters: of these, those that are left have no more.
+
+    Args:
+        unit: The unit.
+        spread: How it is spread.
+        sharded: Whether replicas share parameters and gradients, too.
+        devices: Part of a replica's devices that is left.
     """
-    copies = spread.dp * spread.cp
+    copies = spread.dp * spread.cp * devices
     held = by_stage(spread, [layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers])
     optimizer = by_stage(spread, [layer.optimizer_bytes for layer in unit.layers])
-    return (held / (copies if sharded else 1) + optimizer / copies) / spread.tp
+    return (held / (copies if sharded else min(spread.cp * devices, 1.0)) + optimizer / copies) / spread.tp
 
 
 def kept_bytes(unit: UnitCosts, spread: Parallelism) -> Floats:

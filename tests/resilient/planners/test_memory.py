@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs_of_planners import setting
 
-from resilient.planners.memory import ActivationGrid, fullest, kept_shares
-from resilient.planners.planner import Configuration, Parallelism, Place
+from resilient.planners.memory import ActivationGrid, kept_shares
+from resilient.planners.planner import Configuration, Parallelism
 from resilient.planners.samples import Lengths, SampleTable
 
 
@@ -87,14 +87,6 @@ def test_frozen_parts_without_a_backward_keep_nothing() -> None:
     frozen = replace(job, costs=job.costs.frozen(["vision"]))
     before, after = (kept_shares(each, two_units(1, colocated=False), batch) for each in (job, frozen))
     assert after[0] < before[0] / 100
-
-
-def test_the_fullest_device_is_that_of_consecutive_microbatches() -> None:
-    job, batch = setting(1_000_000), lengths([0, 0, 0], [100, 300, 500])
-    each = 4 * 100 / (1e6 - 64_000)
-    for order, worst in (([0, 1, 2], 800), ([0, 2, 1], 800), ([1, 0, 2], 600)):
-        place = Place(replica=np.zeros(3, dtype=np.int64), microbatch=np.array(order))
-        assert fullest(job, two_units(2, colocated=False), batch, place) == pytest.approx(worst * each)
 
 
 def test_a_state_without_room_is_refused() -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from jobs_of_planners import COSTS, setting
 
 from resilient.planners.entrain import Entrain
-from resilient.planners.room import Room
 from resilient.planners.evaluate import evaluate
 from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Replica, Setting
+from resilient.planners.room import Room
 from resilient.planners.samples import Lengths, SampleTable
 from resilient.planners.survivors import survivors
 
@@ -34,12 +34,16 @@ def spread(encoder: int, language: int) -> Configuration:
     return Configuration(units=units, num_microbatches=8)
 
 
-def used(at: Setting, configuration: Configuration, found: Assignment, batch: SampleTable, number: int) -> float:
-    room = Room.of(at, configuration)
-    assert room is not None
+def used(
+    at: Setting, configuration: Configuration, found: Assignment, batch: SampleTable, replicas: list[Replica]
+) -> float:
     early, late = found.units["vision"], found.units[LLM]
-    own = [np.flatnonzero(late.replica == replica) for replica in range(2)]
-    return max(room.used(batch[each], early.microbatch[each], late.microbatch[each], number) for each in own)
+    most = 0.0
+    for number, (each, room) in enumerate(zip(replicas, Room.of_each(at, configuration, replicas), strict=True)):
+        assert room is not None
+        own = np.flatnonzero(late.replica == number)
+        most = max(most, room.used(batch[own], early.microbatch[own], late.microbatch[own], each.num_microbatches))
+    return most
 
 
 SPREADS = st.builds(spread, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8]))
@@ -51,35 +55,43 @@ SPREADS = st.builds(spread, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4
     number=st.integers(1, 12),
     sigma=st.sampled_from([0.5, 1.5]),
     memory=st.integers(100_000, 500_000),
-    frozen=st.booleans(),
+    frozen=st.sampled_from([[], ["vision"], ["vision.0", "vision.1", "vision.2"]]),
+    left=st.sampled_from([1.0, 1.0, 0.75, 0.5]),
     seed=st.integers(0, 99),
 )
 def test_what_is_used_is_what_the_simulation_finds_and_fits_where_it_must(
-    configuration: Configuration, number: int, sigma: float, memory: int, frozen: bool, seed: int
+    configuration: Configuration, number: int, sigma: float, memory: int, frozen: list[str], left: float, seed: int
 ) -> None:
-    at = replace(setting(memory), costs=COSTS.frozen(["vision"]) if frozen else COSTS)
-    batch, replicas = heavy(32, seed, sigma), [Replica(num_microbatches=number)] * 2
-    room = Room.of(at, configuration)
-    assert room is not None
+    # Devices that are left hold the state of all.
+    memory += int(96_000 * (1 / left - 1))
+    at = replace(setting(memory), costs=COSTS.frozen(frozen))
+    batch = heavy(32, seed, sigma)
+    replicas = [Replica(num_microbatches=number, speed=part, devices=part) for part in (1.0, left)]
+    rooms = [room for room in Room.of_each(at, configuration, replicas) if room is not None]
     free = Entrain().assign(replace(at, cluster=setting().cluster), configuration, batch, replicas)
-    if any(batch.units[name].tokens.max() * each.parts.max() > 1 for name, each in room.units.items()):
+    own = [np.flatnonzero(free.units[LLM].replica == replica) for replica in range(2)]
+    if any(
+        (batch.units[name].tokens[mine] * each.parts.max() > 1).any()
+        for mine, room in zip(own, rooms, strict=True)
+        for name, each in room.units.items()
+    ):
         with pytest.raises(ValueError, match=r"^tokens of sample \d+ in '\w+' must be <= "):
             Entrain().assign(at, configuration, batch, replicas)
         return
     found = Entrain().assign(at, configuration, batch, replicas)
     for each in (free, found):
         fits = evaluate(at, configuration, each, batch, replicas).peak_bytes <= memory
-        assert (used(at, configuration, each, batch, number) <= 1) == fits
-    if used(at, configuration, free, batch, number) <= 1:
+        assert (used(at, configuration, each, batch, replicas) <= 1) == fits
+    if used(at, configuration, free, batch, replicas) <= 1:
         assert all((place.microbatch == free.units[name].microbatch).all() for name, place in found.units.items())
     # Even microbatches of what samples take where a stage holds nothing else: no larger than this.
     least: list[float] = []
-    for replica in range(2):
-        own = batch[np.flatnonzero(found.units[LLM].replica == replica)]
-        shares = [(each.windows * each.parts).max() * own.units[name].tokens for name, each in room.units.items()]
+    for mine, room in zip(own, rooms, strict=True):
+        units = room.units.items()
+        shares = [(each.windows * each.parts).max() * batch[mine].units[name].tokens for name, each in units]
         share = np.maximum(*shares)
         least.append((share.sum() + (number - 1) * share.max(initial=0.0)) / number)
-    assert used(at, configuration, found, batch, number) <= max(1.0, *least) * (1 + 1e-9)
+    assert used(at, configuration, found, batch, replicas) <= max(1.0, *least) * (1 + 1e-9)
 
 
 def test_even_microbatches_have_large_ones_apart() -> None:
