@@ -17,7 +17,16 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from resilient.job_options import GpusOption, NetworkOption, described_cluster, refusals
+from resilient.job_options import (
+    MOST_NODES,
+    GpusOption,
+    NetworkOption,
+    described_cluster,
+    full_device,
+    refusals,
+    table_console,
+)
+from resilient.output_files import check_outputs
 
 if TYPE_CHECKING:
     from resilient.planner_report import Comparison
@@ -26,8 +35,8 @@ if TYPE_CHECKING:
     from resilient.planners.samples import SampleTable
 
 ALL, AUTO = "all", "auto"
-SHORT_DEVICES = {"a100": "a100-80gb"}
-"""What people say for short, and which they mean by now."""
+_MOST_SAMPLES = 10_000_000
+"""Of all batches, to be in memory at once."""
 
 _KNOWN_SAMPLES = 2000
 """Samples that planners see before the first batch."""
@@ -44,9 +53,9 @@ class WhenBad(str, Enum):
 def compare(
     ctx: typer.Context,
     model: Annotated[str, typer.Option(help='A published multimodal model, or "ENCODER+LANGUAGE_MODEL".')],
-    device: Annotated[str, typer.Option(help="The accelerator.")],
+    device: Annotated[str, typer.Option(callback=full_device, help="The accelerator.")],
     workload: Annotated[str, typer.Option(help="A file of samples, or a generator: laion, coco, mixed, ...")],
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 8,
+    nodes: Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Nodes of the job.")] = 8,
     gpus_per_node: GpusOption = 8,
     network_gbit_s: NetworkOption = None,
     planners: Annotated[
@@ -79,16 +88,23 @@ def compare(
     """Compare multimodal planners on a workload by simulating their steps."""
     from resilient.planner_tables import show, show_bad
 
-    console = Console(highlight=False)
-    device = SHORT_DEVICES.get(device, device)
     with refusals(ctx):
         setting = _setting(model, device, nodes, gpus_per_node, network_gbit_s, global_batch, microbatch, frozen)
         if lost_nodes >= nodes:
             raise ValueError(f"lost_nodes must be 0 to {nodes - 1}, got {lost_nodes}; leave a node")
-        _check_files(json_file, png_file)
+        if microbatch > global_batch:
+            raise ValueError(f"microbatch must be at most global_batch {global_batch}, got {microbatch}; lower it")
+        if global_batch * batches > _MOST_SAMPLES:
+            raise ValueError(
+                f"--global-batch times --batches must be at most {_MOST_SAMPLES}, got {global_batch * batches}; use "
+                f"fewer batches"
+            )
+        steps_file = png_file and png_file.with_stem(f"{png_file.stem}-steps")
+        check_outputs([("--json", json_file), ("--png", png_file), ("--png", steps_file)], [tokenizer, Path(workload)])
         chosen = _planners(planners)
         known, steps, found = _samples(setting, workload, model, batches, seed, bad, _counter(tokenizer), pictures)
-        comparison = _compare(chosen, setting, known, steps, lost_nodes, console)
+        comparison = _compare(chosen, setting, known, steps, lost_nodes)
+        console = table_console()
         for line in (
             setting.costs.source,
             f"{nodes} nodes with {gpus_per_node} devices each" + (f", {lost_nodes} of them lost" if lost_nodes else ""),
@@ -109,7 +125,7 @@ def compare(
             "seed": seed,
             "bad_samples": [{"name": each.name, "reason": each.reason, "dropped": each.dropped} for each in found],
         }
-        _write(comparison, job, json_file, png_file)
+        _write(comparison, job, json_file, png_file, steps_file)
     if comparison.best is None:
         raise typer.Exit(1)
 
@@ -197,12 +213,12 @@ def _compare(
     samples: SampleTable,
     batches: list[SampleTable],
     lost_nodes: int,
-    console: Console,
 ) -> Comparison:
     """Compute, on a terminal with a bar that goes when it is done."""
     from resilient.planner_report import compare as compare_planners
     from resilient.planners.registry import BASELINE
 
+    console = Console(highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("simulating", total=len(planners))
@@ -218,27 +234,19 @@ def _compare(
         )
 
 
-def _check_files(json_file: Path | None, png_file: Path | None) -> None:
-    """Refuse what cannot be written before anything is computed."""
-    for option, path in (("--json", json_file), ("--png", png_file)):
-        if path is not None:
-            if path.is_dir() or (option == "--png" and path.suffix.lower() != ".png"):
-                raise ValueError(
-                    f"{option} must be a file{' that ends in .png' * (option == '--png')}, got {path}; choose another"
-                )
-            path.parent.mkdir(parents=True, exist_ok=True)
-
-
-def _write(comparison: Comparison, job: dict[str, Any], json_file: Path | None, png_file: Path | None) -> None:
+def _write(
+    comparison: Comparison,
+    job: dict[str, Any],
+    json_file: Path | None,
+    png_file: Path | None,
+    steps_file: Path | None,
+) -> None:
     from resilient.planner_picture import draw_bars
     from resilient.planner_report import step_chart
     from resilient.schedule_picture import draw_charts
 
     if json_file is not None:
         json_file.write_text(json.dumps({"job": job, **comparison.to_dict()}, indent=2) + "\n")
-    if png_file is not None and comparison.rows:
+    if png_file is not None and steps_file is not None and comparison.rows:
         draw_bars(comparison, png_file)
-        draw_charts(
-            [step_chart(row) for row in comparison.shown or comparison.rows],
-            png_file.with_stem(f"{png_file.stem}-steps"),
-        )
+        draw_charts([step_chart(row) for row in comparison.shown or comparison.rows], steps_file)

@@ -19,8 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from resilient.events import Event, read_events
+from resilient.job_options import refusals
 from resilient.live import LiveView, PlainView, make_view
 from resilient.messages import Injection
+from resilient.output_files import check_outputs
 from resilient.picture import draw_report
 from resilient.report import PARTS, duration, write_report
 
@@ -181,6 +183,7 @@ def show_verdict(report: Mapping[str, Any], run_directory: Path, console: Consol
 
 
 def demo(
+    ctx: typer.Context,
     seed: Annotated[int, typer.Option(help="Chooses the node, step and phase of the failure.")] = 0,
     steps: Annotated[int, typer.Option(min=MIN_STEPS, help="Steps to train.")] = 60,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here as well.")] = None,
@@ -193,23 +196,24 @@ def demo(
     console = Console(highlight=False)
     scenario = choose_scenario(seed, steps)
     run_directory = run_dir or new_run_directory()
-    kill = scenario.kill
-    console.print(
-        f"{NUM_NODES} nodes train for {steps} steps; node {kill.node} is killed in step {kill.at_step} "
-        f"({kill.at_phase}), another node joins later",
-        soft_wrap=True,
-    )
-    exit_code = _train(steps, scenario, run_directory, make_view(plain or None, console))
-    reference_directory = run_directory / "reference"
-    if exit_code == 0:
-        console.print("\nthe same job without failures, to compare with")
-        exit_code = _train(steps, None, reference_directory, make_view(plain or None, console))
-    if exit_code == _INTERRUPTED:  # there is no verdict
-        raise typer.Exit(exit_code)
-    report = _write(run_directory, reference_directory if exit_code == 0 else None)
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(run_directory / "report.json", json_file)
+    with refusals(ctx):
+        check_outputs([("--json", json_file)])
+        kill = scenario.kill
+        console.print(
+            f"{NUM_NODES} nodes train for {steps} steps; node {kill.node} is killed in step {kill.at_step} "
+            f"({kill.at_phase}), another node joins later",
+            soft_wrap=True,
+        )
+        exit_code = _train(steps, scenario, run_directory, make_view(plain or None, console))
+        reference_directory = run_directory / "reference"
+        if exit_code == 0:
+            console.print("\nthe same job without failures, to compare with")
+            exit_code = _train(steps, None, reference_directory, make_view(plain or None, console))
+        if exit_code == _INTERRUPTED:  # there is no verdict
+            raise typer.Exit(exit_code)
+        report = _write(run_directory, reference_directory if exit_code == 0 else None)
+        if json_file is not None:
+            shutil.copyfile(run_directory / "report.json", json_file)
     raise typer.Exit(show_verdict(report, run_directory, console))
 
 

@@ -24,8 +24,23 @@ ProfileOption = Annotated[
     Path | None,
     typer.Option("--profile", exists=True, dir_okay=False, help="A measured profile, from `resilient profile`."),
 ]
+
+
+def full_device(name: str | None) -> str | None:
+    """Return the device that ``--device`` means, as the option's callback; say so where a size was left out."""
+    from resilient.templates.devices import DEVICES, full_name
+
+    full = name and full_name(name)
+    if name and full != name:
+        others = [known for known in DEVICES if known.startswith(f"{name}-") and known != full]
+        also = f"; there is {' and '.join(others)}, too" if others else ""
+        _to_stderr(f"note: --device {name} is taken as {full}{also}", "yellow")
+    return full
+
+
 DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="The accelerator; with --profile for its memory and links alone.")
+    str | None,
+    typer.Option("--device", callback=full_device, help="The accelerator; with --profile for memory and links alone."),
 ]
 GpusOption = Annotated[int, typer.Option("--gpus-per-node", min=1, help="Devices of each node.")]
 NetworkOption = Annotated[
@@ -51,12 +66,23 @@ FrozenOption = Annotated[
     typer.Option("--frozen", metavar="UNITS", help='Units that are not trained, such as "vision,llm".'),
 ]
 
+MOST_NODES = 10_000
+"""That a command plans for: more take many minutes."""
+
+_LEAST_GBIT_S = 0.001
+_MOST_MICROBATCHES = 1_000_000
+"""Of a step: their times still fit into 64 bits."""
+
+_COLUMNS = 80
+"""That tables need."""
+
 _SAID_OTHERWISE = {
     "memory_bytes": "the memory of --device",
     "devices_per_node": "--gpus-per-node",
     "num_nodes": "--nodes",
     "the number of nodes": "--nodes",
     "num_chunks": "--chunks",
+    "transfer_ms": "--send-ms",
     "bad=drop": "--bad drop",
     "bad=resize": "--bad resize",
 }
@@ -73,9 +99,19 @@ def refusals(ctx: typer.Context) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        text = in_options(error, ctx)
-        Console(stderr=True, highlight=False).print(f"error: {text}", markup=False, style="red", soft_wrap=True)
+        _to_stderr(f"error: {in_options(error, ctx)}", "red")
         raise typer.Exit(2) from None
+
+
+def table_console() -> Console:
+    """Return where tables are printed: a terminal that is too narrow wraps their lines, but no number is cut off."""
+    console = Console(highlight=False)
+    console.width = max(console.width, _COLUMNS)
+    return console
+
+
+def _to_stderr(text: str, style: str) -> None:
+    Console(stderr=True, highlight=False).print(text, markup=False, style=style, soft_wrap=True)
 
 
 def in_options(error: Exception, ctx: typer.Context) -> str:
@@ -101,8 +137,10 @@ def described_cluster(device: str | None, gpus_per_node: int = 1, network_gbit_s
     from resilient.templates.cluster import Cluster, Link
     from resilient.templates.devices import cluster_of, network
 
-    if network_gbit_s is not None and not network_gbit_s > 0:
-        raise ValueError(f"network_gbit_s must be > 0, got {network_gbit_s}; leave it out for the usual network")
+    if network_gbit_s is not None and not network_gbit_s >= _LEAST_GBIT_S:
+        raise ValueError(
+            f"network_gbit_s must be at least {_LEAST_GBIT_S}, got {network_gbit_s}; leave it out for the usual network"
+        )
     inter_node = None if network_gbit_s is None else network(network_gbit_s)
     if device is None:
         return Cluster(devices_per_node=gpus_per_node, inter_node=inter_node or Link())
@@ -179,6 +217,9 @@ def described_job(
         global_batch = MODELS[model].global_batch if global_batch is None else global_batch
         microbatch = MODELS[model].microbatch if microbatch is None else microbatch
     check_batch(global_batch, microbatch, max_failures + 1)
+    if global_batch // microbatch > _MOST_MICROBATCHES:
+        most = _MOST_MICROBATCHES * microbatch
+        raise ValueError(f"global_batch must be at most {most}, got {global_batch}; lower it, or raise the microbatch")
     problem = Problem(
         profile=costs,
         num_microbatches=global_batch // microbatch,

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from resilient.job_options import (
+    MOST_NODES,
     BatchOption,
     DeviceOption,
     FailuresOption,
@@ -29,7 +30,9 @@ from resilient.job_options import (
     SeqLenOption,
     described_job,
     refusals,
+    table_console,
 )
+from resilient.output_files import check_outputs
 
 if TYPE_CHECKING:
     from resilient.plan_report import PlanReport
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 
 def plan(
     ctx: typer.Context,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")],
+    nodes: Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Nodes of the job.")],
     model: ModelOption = None,
     profile: ProfileOption = None,
     device: DeviceOption = None,
@@ -58,7 +61,6 @@ def plan(
     """Plan a job without its machines: templates, pipelines, and what throughput is kept as nodes are lost."""
     from resilient.plan_tables import show
 
-    console = Console(highlight=False)
     started = time.monotonic()
     with refusals(ctx):
         problem, samples = described_job(
@@ -74,17 +76,20 @@ def plan(
             seq_len=seq_len,
             frozen=frozen,
         )
-        report = _report(problem, nodes, samples, console)
+        check_outputs([("--json", json_file), ("--png", png_file), ("--templates", templates_file)], [profile])
+        report = _report(problem, nodes, samples)
         _write(report, problem, json_file, png_file, templates_file)
-    show(report, console)
-    console.print(f"planned in {time.monotonic() - started:.1f} s", style="dim")
+        console = table_console()
+        show(report, console)
+        console.print(f"planned in {time.monotonic() - started:.1f} s", style="dim")
 
 
-def _report(problem: Problem, num_nodes: int, microbatch: int, console: Console) -> PlanReport:
+def _report(problem: Problem, num_nodes: int, microbatch: int) -> PlanReport:
     """Compute, on a terminal with a bar that goes when it is done."""
     from resilient.plan_report import build_report
     from resilient.templates.nodespec import TooFewNodes
 
+    console = Console(highlight=False)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -121,9 +126,6 @@ def _write(
     from resilient.plan_picture import draw_plan
     from resilient.templates.replan import templates_for
 
-    for path in (json_file, png_file, templates_file):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     if png_file is not None:

@@ -16,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from resilient.errors import ResilientError
+from resilient.job_options import refusals
+from resilient.output_files import check_outputs
 from resilient.script_options import ARGUMENTS_HELP, hint
 from resilient.templates.profile import ModelProfile
 
@@ -34,6 +36,8 @@ def profile(
 
     The script is run up to Trainer.fit; nothing is trained. Options come before the script.
     """
+    with refusals(context):
+        check_outputs([("--json", json_file)], [script])
     import torch
 
     from resilient.profile_cache import fresh_profile
@@ -54,7 +58,6 @@ def profile(
     console.print(table(measured))
     console.print(Text(f"kept in {path}"), soft_wrap=True)
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_bytes(measured.to_json())
         console.print(Text(f"written to {json_file}"), soft_wrap=True)
 

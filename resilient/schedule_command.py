@@ -21,6 +21,7 @@ from resilient.job_options import (
     described_layers,
     refusals,
 )
+from resilient.output_files import check_outputs
 
 if TYPE_CHECKING:
     from resilient.schedule_report import ScheduleReport, Work
@@ -29,12 +30,15 @@ if TYPE_CHECKING:
 ALL = "all"
 _DEFAULT_CHUNKS = 2
 _MOST_PASSES = 200_000
-"""Of microbatches through stages, in one schedule: more take minutes and show nothing else."""
+"""Of microbatches through stages, in all schedules: more take minutes and show nothing else."""
+
+_MOST_STAGES = 1024
+_MOST_MS = 1e9
 
 
 def schedule(
     ctx: typer.Context,
-    stages: Annotated[int, typer.Option(min=1, help="Workers of the pipeline, each with a stage.")],
+    stages: Annotated[int, typer.Option(min=1, max=_MOST_STAGES, help="Workers of the pipeline, each with a stage.")],
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches that go through it in a step.")],
     kind: Annotated[
         list[str] | None,
@@ -43,7 +47,9 @@ def schedule(
             "repeatable; 1f1b by default."
         ),
     ] = None,
-    chunks: Annotated[int | None, typer.Option(help="interleaved-1f1b: stages of each worker, 2 by default.")] = None,
+    chunks: Annotated[
+        int | None, typer.Option(min=1, help="interleaved-1f1b: stages of each worker, 2 by default.")
+    ] = None,
     max_in_flight: Annotated[
         int | None, typer.Option(help="eager-1f1b: most microbatches that a worker holds.")
     ] = None,
@@ -72,20 +78,23 @@ def schedule(
         kinds = _kinds(kind or ["1f1b"])
         _check_belongs("--chunks", chunks, "interleaved-1f1b", kinds)
         _check_belongs("--max-in-flight", max_in_flight, "eager-1f1b", kinds)
-        passes = stages * microbatches * (chunks or 1)
+        several = _DEFAULT_CHUNKS if chunks is None else chunks
+        num_chunks = {each: several if each.value == "interleaved-1f1b" else 1 for each in kinds}
+        passes = stages * microbatches * sum(num_chunks.values())
         if passes > _MOST_PASSES:
             raise ValueError(
-                f"--stages times --microbatches (times --chunks) must be at most {_MOST_PASSES}, got {passes}; "
-                f"use fewer microbatches"
+                f"--stages times --microbatches (times --chunks) of all kinds must be at most {_MOST_PASSES}, got "
+                f"{passes}; use fewer microbatches"
             )
         times = (forward_ms, backward_input_ms, backward_weight_ms, send_ms)
         memory_bytes, work = _work(stages, microbatches, times, model, profile, device)
+        check_outputs([("--png", png_file), ("--trace", trace_file)], [profile])
         reports = [
             schedule_report(
                 each,
                 stages,
                 microbatches,
-                (chunks or _DEFAULT_CHUNKS) if each.value == "interleaved-1f1b" else 1,
+                num_chunks[each],
                 work,
                 memory_bytes=memory_bytes,
                 max_in_flight=max_in_flight,
@@ -93,11 +102,11 @@ def schedule(
             for each in kinds
         ]
         _write(reports, png_file, trace_file)
-    if text:
-        for report in reports:
-            console.print(str(report.timeline.schedule), markup=False, soft_wrap=True)
-        return
-    _show(reports, memory_bytes, console)
+        if text:
+            for report in reports:
+                console.print(str(report.timeline.schedule), markup=False, soft_wrap=True)
+        else:
+            _show(reports, memory_bytes, console)
 
 
 def _kinds(names: Sequence[str]) -> list[Kind]:
@@ -127,6 +136,9 @@ def _work(
     """Return the memory of a worker, if it is known, and the work of a number of stages."""
     from resilient.schedule_report import even_work, profiled_work
 
+    if any(given is not None and given > _MOST_MS for given in times_ms):
+        most_ms = max(filter(None, times_ms))
+        raise ValueError(f"--forward-ms and the like must be at most {_MOST_MS:g}, got {most_ms:g}; give milliseconds")
     if model is None and profile is None:
         if device is not None:
             raise ValueError(f"--device must come with --model or --profile, got {device} alone; leave it out")
@@ -160,9 +172,6 @@ def _write(reports: Sequence[ScheduleReport], png_file: Path | None, trace_file:
     from resilient.schedule_picture import draw_charts
     from resilient.trace import simulated_trace
 
-    for path in (png_file, trace_file):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
     if trace_file is not None:
         trace_file.write_bytes(simulated_trace({report.kind.value: report.timeline for report in reports}).to_json())
     if png_file is not None:

@@ -121,6 +121,12 @@ DEVICES = {
 """By name; the SXM variants of A100, H100, H200 and V100."""
 
 
+def full_name(name: str) -> str:
+    """Return the device that a name means: one without a size means the largest; any other means itself."""
+    sizes = [known for known in DEVICES if known.startswith(f"{name}-")]
+    return max(sizes, key=lambda known: DEVICES[known].memory_bytes, default=name)
+
+
 def cluster_of(device: str, devices_per_node: int, *, inter_node: Link | None = None) -> Cluster:
     """Describe nodes of a known device.
 

@@ -32,7 +32,9 @@ from resilient.job_options import (
     described_job,
     in_options,
     refusals,
+    table_console,
 )
+from resilient.output_files import check_outputs
 
 if TYPE_CHECKING:
     from resilient.simulation.costs import Costs
@@ -44,7 +46,7 @@ _PERIODIC = re.compile(r"every-(\d+(?:\.\d+)?)(h|min|s)")
 _SECONDS = {"h": 3600, "min": 60, "s": 1}
 _DEFAULT_HOURS = 12.0
 _DEFAULT_NODES = 30
-_MOST_HOURS = 10 * 365 * 24
+_LEAST_GB_S = 0.001
 
 
 def simulate(
@@ -108,8 +110,8 @@ def simulate(
     console = Console(highlight=False)
     started = time.monotonic()
     with refusals(ctx):
-        if not storage_gb_s > 0:
-            raise ValueError(f"storage_gb_s must be > 0, got {storage_gb_s}; give what was measured")
+        if not storage_gb_s >= _LEAST_GB_S:
+            raise ValueError(f"storage_gb_s must be at least {_LEAST_GB_S}, got {storage_gb_s}; give what was measured")
         problem, samples = described_job(
             model=model,
             profile=profile,
@@ -136,6 +138,8 @@ def simulate(
         )
         dollars = _node_hour_dollars(device, gpus_per_node, price)
         sweeps = parse_sweeps(sweep or ())
+        if nodes is not None and "nodes" in sweeps:
+            raise ValueError(f"nodes must come without --sweep nodes, got {nodes}; leave one of them out")
         policies = tuple(dict.fromkeys(policy or (("resilient",) if sweeps else POLICIES)))
         for name in policies:
             look_up("policy", name, dict.fromkeys(POLICIES))
@@ -152,19 +156,22 @@ def simulate(
                 restart_nodes=restart_nodes,
             )
 
+        texts = tuple(dict.fromkeys(trace))
+        traces = [load_trace(text, nodes, hours, seed) for text in texts]
+        pictures = _pictures(png_file, traces, sweeps)
+        inputs = [profile, *map(Path, texts)]
+        check_outputs([("--json", json_file), *(("--png", picture) for picture in pictures)], inputs)
         written: list[Any] = []
-        for text in trace:
-
-            def made(count: int | None, text: str = text) -> Trace:
-                return load_trace(text, nodes if count is None else count, hours, seed)
-
+        for text, own, picture in zip(texts, traces, pictures, strict=True):
             if sweeps:
+
+                def made(count: int | None, text: str = text, own: Trace = own) -> Trace:
+                    return own if count is None else load_trace(text, count, hours, seed)
+
                 written.append(_sweep(made, sweeps, scenario, policies, console, ctx))
             else:
-                png = png_file if png_file is None or len(trace) == 1 else _named(png_file, made(None))
-                written.append(_compare(made(None), scenario, policies, console, png, ctx))
+                written.append(_compare(own, scenario, policies, console, picture, ctx))
         if json_file is not None:
-            json_file.parent.mkdir(parents=True, exist_ok=True)
             summary = _summary(problem, batch, costs, dollars, announced)
             json_file.write_text(json.dumps({"job": summary, "traces": written}, indent=2) + "\n")
     console.print(f"\nreplayed in {time.monotonic() - started:.1f} s", style="dim")
@@ -184,20 +191,23 @@ def load_trace(text: str, nodes: int | None, hours: float | None, seed: int) -> 
         OSError: The file cannot be read.
     """
     from resilient.simulation.spot import MARKETS, spot_trace
-    from resilient.simulation.traces import MOST_NODES, periodic_failures, read_trace
+    from resilient.simulation.traces import MOST_HOURS, MOST_NODES, periodic_failures, read_trace
 
     if nodes is not None and not 1 <= nodes <= MOST_NODES:
         raise ValueError(f"nodes must be 1 to {MOST_NODES}, got {nodes}; leave it out for the trace's own")
-    if hours is not None and not 0.001 <= hours <= _MOST_HOURS:
-        raise ValueError(f"hours must be 0.001 to {_MOST_HOURS}, got {hours}; leave it out for the trace's own")
+    if hours is not None and not 0.001 <= hours <= MOST_HOURS:
+        raise ValueError(f"hours must be 0.001 to {MOST_HOURS}, got {hours}; leave it out for the trace's own")
     if text in MARKETS:
         return spot_trace(text, nodes or _DEFAULT_NODES, _DEFAULT_HOURS if hours is None else hours, seed=seed)
     periodic = _PERIODIC.fullmatch(text)
     if periodic:
         interval_s = float(periodic[1]) * _SECONDS[periodic[2]]
-        trace = periodic_failures(nodes or _DEFAULT_NODES, interval_s, seed=seed)
+        try:
+            trace = periodic_failures(nodes or _DEFAULT_NODES, interval_s, seed=seed)
+        except ValueError as error:
+            raise ValueError(f"--trace {text}: {error}") from None
     elif Path(text).is_file():
-        trace = read_trace(Path(text), seed=seed)
+        trace = read_trace(Path(text), seed=seed, hours=hours or 0.0)
         trace = trace if nodes is None else trace.scaled(nodes)
     else:
         raise ValueError(f"--trace must be a file, {', '.join(MARKETS)} or like every-6h, got {text!r}; check the path")
@@ -247,10 +257,10 @@ def _compare(
                 outcomes.append(scenario(None, trace.max_nodes).run(trace, policy))
         except DoesNotFit as error:
             missing.append((policy, in_options(error, ctx)))
-    show_trace(trace, console)
-    show_outcomes(outcomes, missing, console)
+    tables = table_console()
+    show_trace(trace, tables)
+    show_outcomes(outcomes, missing, tables)
     if png_file is not None and outcomes:
-        png_file.parent.mkdir(parents=True, exist_ok=True)
         draw_outcomes(outcomes, png_file)
     return {
         "trace": trace.name,
@@ -273,8 +283,9 @@ def _sweep(
     own = trace(None)
     with console.status(f"replaying {own.name}"):
         rows = list(run_sweep(sweeps, trace, scenario, policies, partial(in_options, ctx=ctx)))
-    show_trace(own, console)
-    show_sweep(rows, console)
+    tables = table_console()
+    show_trace(own, tables)
+    show_sweep(rows, tables)
     return {
         "trace": own.name,
         "rows": [
@@ -301,5 +312,16 @@ def _summary(problem: Problem, batch: int, costs: Costs, node_hour_dollars: floa
     }
 
 
-def _named(path: Path, trace: Trace) -> Path:
-    return path.with_name(f"{path.stem}-{trace.name}{path.suffix}")
+def _pictures(path: Path | None, traces: Sequence[Trace], sweeps: dict[str, tuple[int, ...]]) -> Sequence[Path | None]:
+    """Return the picture of each trace."""
+    if path is None:
+        return [None] * len(traces)
+    if sweeps:
+        raise ValueError(f"--png must come without --sweep, got {path}; leave one of them out")
+    if len(traces) == 1:
+        return [path]
+    named = {path.with_name(f"{path.stem}-{trace.name}{path.suffix}"): None for trace in traces}
+    if len(named) < len(traces):
+        names = ", ".join(trace.name for trace in traces)
+        raise ValueError(f"--trace must name different files for --png, got {names}; rename one, or draw one at a time")
+    return list(named)

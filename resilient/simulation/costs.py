@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+_MOST = 1e9
+"""Of every cost: 30 years in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +39,12 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in ("regroup_ms", "restart_s", "reconfigure_s", "load_s", "checkpoint_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}; 0 means none")
-        if not 0 < self.step_factor < math.inf:
-            raise ValueError(f"step_factor must be > 0, got {self.step_factor}; 1 means as planned")
+            if not 0 <= getattr(self, name) <= _MOST:
+                raise ValueError(f"{name} must be 0 to {_MOST:g}, got {getattr(self, name)}; 0 means none")
+        if not 1 / _MOST <= self.step_factor <= _MOST:
+            raise ValueError(
+                f"step_factor must be {1 / _MOST:g} to {_MOST:g}, got {self.step_factor}; 1 means as planned"
+            )
         if self.checkpoint_steps < 1:
             raise ValueError(f"checkpoint_steps must be >= 1, got {self.checkpoint_steps}; give a number of steps")
         if self.insurance_steps is not None and self.insurance_steps < 1:

@@ -44,7 +44,7 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
             raise ValueError(
                 f'--sweep must look like "nodes=16,24,32", each of {" and ".join(KNOBS)} at most once, got {text!r}'
             )
-        sweeps[knob] = tuple(map(int, values))
+        sweeps[knob] = tuple(dict.fromkeys(map(int, values)))
     return sweeps
 
 

@@ -13,6 +13,9 @@ from pathlib import Path
 _HOUR_MS = 3_600_000
 _EVENTS, _COUNTS = "time_ms,add|remove,node", "YYYY-MM-DD, HH:MM:SS, count"
 
+MOST_HOURS = 10 * 365 * 24
+"""Of a trace: a longer one is rather a mistake."""
+
 MOST_NODES = 100_000
 """Of a trace: more can hardly be planned for, and are rather a mistake."""
 
@@ -53,7 +56,12 @@ class Trace:
         if not first_ms < self.end_ms >= last_ms:
             raise ValueError(
                 f"end_ms of trace {self.name!r} must be after its first change at {first_ms} and not before its last "
-                f"at {last_ms}, got {self.end_ms}; observe for longer (a file ends with the time of its last line)"
+                f"at {last_ms}, got {self.end_ms}; observe for longer (a file ends with its last line, or after "
+                f"--hours)"
+            )
+        if self.end_ms > MOST_HOURS * _HOUR_MS:
+            raise ValueError(
+                f"end_ms of trace {self.name!r} must be at most {MOST_HOURS} hours, got {self.end_ms}; observe for less"
             )
 
     def counts(self) -> Iterator[tuple[int, int]]:
@@ -117,7 +125,7 @@ class Trace:
         return replace(self, changes=tuple(changes))
 
 
-def read_trace(path: Path, *, seed: int = 0) -> Trace:
+def read_trace(path: Path, *, seed: int = 0, hours: float = 0.0) -> Trace:
     """Read a trace of either format; the first line decides which.
 
     - ``time_ms,add|remove,node``, a line for each node that comes or goes;
@@ -126,9 +134,10 @@ def read_trace(path: Path, *, seed: int = 0) -> Trace:
     Args:
         path: The file.
         seed: For counts, which do not say which nodes are lost: any of them, evenly.
+        hours: The least length.
 
     Returns:
-        The trace, ending with the file's last line.
+        The trace, ending with the file's last line or after that length.
 
     Raises:
         ValueError: A line does not have the form of the first or contradicts those before; the message names it.
@@ -154,7 +163,7 @@ def read_trace(path: Path, *, seed: int = 0) -> Trace:
         )
     try:
         changes, end_ms = _read_events(rows) if first.isdecimal() else _read_counts(rows, random.Random(seed))
-        return Trace(name=path.stem, changes=changes, end_ms=end_ms)
+        return Trace(name=path.stem, changes=changes, end_ms=max(end_ms, round(hours * _HOUR_MS)))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -83,7 +83,11 @@ def test_compare_finds_the_same_again_under_short_names(tmp_path: Path) -> None:
     for device, frozen in (("a100", "encoder,llm"), ("a100-80gb", "vision, llm")):
         path = tmp_path / f"{device}.json"
         options = ("--planners", "uniform,entrain", "--frozen", frozen, "--device", device, "--json", str(path))
-        assert _compare("--workload", "laion+coco", *options).exit_code == 0
+        ended = _compare("--workload", "laion+coco", *options)
+        assert ended.exit_code == 0
+        assert ended.stderr == "note: --device a100 is taken as a100-80gb; there is a100-40gb, too\n" * (
+            device == "a100"
+        )
         found.append(without_times(path))
     sources = [each["job"].pop("costs") for each in found]
     assert sources == [
@@ -195,7 +199,8 @@ def test_compare_names_the_planners_there_are() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--network-gbit-s", "0"), "--network-gbit-s must be > 0, got 0.0; leave it out for the usual network"),
+        (("--network-gbit-s", "0"), "--network-gbit-s must be at least 0.001, got 0.0; leave it out for the usual "
+         "network"),
         (("--lost-nodes", "2"), "--lost-nodes must be 0 to 1, got 2; leave a node"),
         (("--frozen", "vision,projector,llm"), "--frozen must leave a unit to train, got vision,projector,llm; leave "
          "one out"),
@@ -203,7 +208,11 @@ def test_compare_names_the_planners_there_are() -> None:
          "vision.embed), got 'visoin'; see their spelling"),
         (("--device", "a10"), "--device must be one of a40, a100-40gb, a100-80gb, h100, h200, v100-32gb, l4, got "
          "'a10'; did you mean 'a100-40gb' or 'a100-80gb'?"),
-        (("--json", "/"), "--json must be a file, got /; choose another"),
+        (("--microbatch", "64"), "--microbatch must be at most --global-batch 32, got 64; lower it"),
+        (("--batches", "312501"), "--global-batch times --batches must be at most 10000000, got 10000032; use fewer "
+         "batches"),
+        (("--json", "/"), "--json must be a file that can be written, got / (Is a directory); choose another, or make "
+         "this one writable"),
         (("--png", "all.jpg"), "--png must be a file that ends in .png, got all.jpg; choose another"),
     ],
 )  # fmt: skip

@@ -22,6 +22,7 @@ from resilient.templates.derive import derive_profile
 from resilient.templates.devices import DEVICES, cluster_of
 from resilient.templates.known_models import MODELS
 from resilient.templates.plan import Plan, Problem
+from resilient.templates.profile import ModelProfile
 from resilient.templates.replan import first_plan, replan, templates_for
 from resilient.templates.template import TemplateSet
 
@@ -226,7 +227,10 @@ def test_a_cluster_of_192_devices_keeps_its_share_down_to_the_fewest_nodes(tmp_p
         ({"--frozen": "llm"}, "--frozen must leave a unit to train, got llm; leave one out"),
         ({"--frozen": "lm"}, "--frozen must be one of llm, got 'lm'; did you mean 'llm'?"),
         ({"--seq-len": "4096"}, "--seq-len of gpt3-2.7b must be 1 to 2048, got 4096; 2048 is usual"),
-        ({"--network-gbit-s": "0"}, "--network-gbit-s must be > 0, got 0.0; leave it out for the usual network"),
+        (
+            {"--network-gbit-s": "0"},
+            "--network-gbit-s must be at least 0.001, got 0.0; leave it out for the usual network",
+        ),
     ],
 )
 def test_bad_options_are_refused_with_the_fix(changes: dict[str, str | None], message: str) -> None:
@@ -279,3 +283,34 @@ def test_command_line_starts_without_what_only_planning_needs() -> None:
     slow = {"torch", "numba", "scipy", "pyomo", "matplotlib"}
     code = f"import sys, resilient.cli; print(sorted({slow!r} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", "--nodes", "2", "--model", "gpt2-medium"),
+        ("simulate", "--trace", "g4dn", "--model", "gpt2-medium"),
+        ("schedule", "--stages", "40", "--microbatches", "2", "--model", "gpt2-medium"),
+        ("compare", "--model", "qwen2-vl-7b", "--workload", "coco"),
+    ],
+)
+def test_a_device_without_its_size_is_the_largest_in_every_command(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+
+    def described(model: str, device: str, **_: object) -> ModelProfile:
+        taken.append(device)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("resilient.templates.derive.derive_profile", described)
+    monkeypatch.setattr("resilient.planners.derive.derive_costs", described)
+    for device, full, also in (
+        ("a100", "a100-80gb", "; there is a100-40gb, too"),
+        ("v100", "v100-32gb", ""),
+    ):
+        ended = CliRunner().invoke(app, [*command, "--device", device])
+        assert ended.output == f"note: --device {device} is taken as {full}{also}\nerror: enough\n"
+    for device in ("a100-40gb", "h100"):
+        assert CliRunner().invoke(app, [*command, "--device", device]).output == "error: enough\n"
+    assert taken == ["a100-80gb", "v100-32gb", "a100-40gb", "h100"]

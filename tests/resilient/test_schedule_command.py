@@ -278,11 +278,22 @@ def test_measured_profile_is_read(tmp_path: Path) -> None:
             "--max-in-flight must be >= 1 for each of the 4 rows, got [0, 0, 0, 0]; a row whose memory holds no "
             "microbatch cannot run",
         ),
+        (
+            ("--microbatches", "7143", "--kind", "all"),
+            "--stages times --microbatches (times --chunks) of all kinds must be at most 200000, got 200004; use fewer "
+            "microbatches",
+        ),
+        (("--send-ms", "-1"), "--send-ms must be >= 0, got -1.0; give times and sizes"),
+        (
+            ("--backward-weight-ms", "inf"),
+            "--forward-ms and the like must be at most 1e+09, got inf; give milliseconds",
+        ),
         (("--forward-ms", "-1"), "--forward-ms must be >= 0, got -1.0; give times and sizes"),
         (("--forward-ms", "nan"), "--forward-ms must be >= 0, got nan; give times and sizes"),
         (
             ("--microbatches", "50001"),
-            "--stages times --microbatches (times --chunks) must be at most 200000, got 200004; use fewer microbatches",
+            "--stages times --microbatches (times --chunks) of all kinds must be at most 200000, got 200004; use fewer "
+            "microbatches",
         ),
         (("--model", "gpt3-2.7b"), f"--device must be given with --model, got none; it can be {', '.join(DEVICES)}"),
         (("--device", "a40"), "--device must come with --model or --profile, got a40 alone; leave it out"),

@@ -124,9 +124,40 @@ def test_too_few_nodes_are_said_with_the_number_that_would_do():
             ["--trace", "g4dn", "--sweep", "gpus=2"],
             "--sweep must look like \"nodes=16,24,32\", each of nodes and max-failures at most once, got 'gpus=2'",
         ),
-        (["--trace", "g4dn", "--storage-gb-s", "0"], "--storage-gb-s must be > 0, got 0.0; give what was measured"),
-        (["--trace", "g4dn", "--step-factor", "inf"], "--step-factor must be > 0, got inf; 1 means as planned"),
-        (["--trace", "g4dn", "--regroup-ms", "nan"], "--regroup-ms must be >= 0, got nan; 0 means none"),
+        (
+            ["--trace", "g4dn", "--storage-gb-s", "0"],
+            "--storage-gb-s must be at least 0.001, got 0.0; give what was measured",
+        ),
+        (
+            ["--trace", "g4dn", "--step-factor", "inf"],
+            "--step-factor must be 1e-09 to 1e+09, got inf; 1 means as planned",
+        ),
+        (["--trace", "g4dn", "--regroup-ms", "nan"], "--regroup-ms must be 0 to 1e+09, got nan; 0 means none"),
+        (
+            ["--trace", "g4dn", "--network-gbit-s", "1e-300"],
+            "--network-gbit-s must be at least 0.001, got 1e-300; leave it out for the usual network",
+        ),
+        (
+            ["--trace", "g4dn", "--nodes", "7", "--sweep", "nodes=2,4"],
+            "--nodes must come without --sweep nodes, got 7; leave one of them out",
+        ),
+        (
+            ["--trace", "g4dn", "--png", "x.png", "--sweep", "nodes=2,4"],
+            "--png must come without --sweep, got x.png; leave one of them out",
+        ),
+        (
+            ["--trace", "every-0h"],
+            "--trace every-0h: interval_s must be at least 0.001, got 0.0; give seconds",
+        ),
+        (
+            ["--trace", "every-99999999h"],
+            "--trace every-99999999h: end_ms of trace 'every-1e+08h' must be at most 87600 hours, got "
+            "5759999942400000; observe for less",
+        ),
+        (
+            ["--trace", "g4dn", "--global-batch", "32000032"],
+            "--global-batch must be at most 32000000, got 32000032; lower it, or raise the microbatch",
+        ),
         (["--trace", "g4dn", "--price", "nan"], "--price must be >= 0, got nan; 0 leaves dollars out"),
         (
             ["--trace", "g4dn", "--hours", "inf"],
@@ -136,7 +167,7 @@ def test_too_few_nodes_are_said_with_the_number_that_would_do():
             ["--trace", "g4dn", "--sweep", "nodes=8,0"],
             "--nodes must be 1 to 100000, got 0; leave it out for the trace's own",
         ),
-        (["--trace", "g4dn", "--restart-s", "-1"], "--restart-s must be >= 0, got -1.0; 0 means none"),
+        (["--trace", "g4dn", "--restart-s", "-1"], "--restart-s must be 0 to 1e+09, got -1.0; 0 means none"),
     ],
 )
 def test_bad_options_are_refused_with_the_fix(arguments, message):
@@ -169,6 +200,8 @@ def test_traces_are_made_up_scaled_and_cut(tmp_path):
     assert load_trace(str(path), None, None, 0).max_nodes == 2
     assert load_trace(str(path), 6, 1.0, 0).max_nodes == 6
     assert load_trace(str(path), 6, 1.0, 0).end_ms == 3_600_000
+    (tmp_path / "moment.csv").write_text("0,add,a\n")
+    assert load_trace(str(tmp_path / "moment.csv"), None, 2.0, 0).end_ms == 7_200_000
     assert load_trace("every-90s", None, None, 0).end_ms == 16 * 90_000
     assert load_trace("ec2-p3", None, None, 0).end_ms == 12 * 3_600_000
     assert load_trace("ec2-p3", 40, 5.0, 3).max_nodes <= 40

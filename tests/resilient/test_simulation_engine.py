@@ -292,8 +292,8 @@ def test_time_is_accounted_for_without_gaps(seed, announced):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"restart_s": -1.0}, "restart_s must be >= 0, got -1.0; 0 means none"),
-        ({"step_factor": 0.0}, "step_factor must be > 0, got 0.0; 1 means as planned"),
+        ({"restart_s": -1.0}, "restart_s must be 0 to 1e+09, got -1.0; 0 means none"),
+        ({"step_factor": 0.0}, "step_factor must be 1e-09 to 1e+09, got 0.0; 1 means as planned"),
         ({"checkpoint_steps": 0}, "checkpoint_steps must be >= 1, got 0; give a number of steps"),
         ({"insurance_steps": 0}, "insurance_steps must be >= 1, got 0; None means no checkpoints"),
     ],

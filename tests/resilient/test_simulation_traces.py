@@ -151,7 +151,7 @@ def test_an_end_before_the_last_change_is_refused():
     changes = (Change(time_ms=3, joined=(0,)), Change(time_ms=9, lost=(0,)))
     message = (
         "end_ms of trace 'x' must be after its first change at 3 and not before its last at 9, got 8; "
-        "observe for longer (a file ends with the time of its last line)"
+        "observe for longer (a file ends with its last line, or after --hours)"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Trace(name="x", changes=changes, end_ms=8)
@@ -161,7 +161,7 @@ def test_a_trace_of_a_moment_is_refused(tmp_path):
     path = written(tmp_path, "7,add,a\n")
     message = (
         f"{path}: end_ms of trace 't' must be after its first change at 7 and not before its last at 7, got 7; "
-        f"observe for longer (a file ends with the time of its last line)"
+        f"observe for longer (a file ends with its last line, or after --hours)"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         read_trace(path)

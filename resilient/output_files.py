@@ -1,0 +1,51 @@
+"""Whether a command can write its files, found out before it computes. Must not import torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def check_outputs(outputs: Iterable[tuple[str, Path | None]], inputs: Iterable[Path | None] = ()) -> None:
+    """Refuse files that could not be written later, and make the folders of the others.
+
+    What is there stays as it is. Nothing but trying tells what a file system allows.
+
+    Args:
+        outputs: Option and file; None where the option is not given. What ``--png`` names must end in ``.png``.
+        inputs: Files that the command reads; none of them may be written over.
+
+    Raises:
+        ValueError: A file cannot be written, or is another of them; the message names the option and the path.
+    """
+    owners = {os.path.realpath(path): "what is read" for path in inputs if path is not None}
+    for option, path in outputs:
+        if path is None:
+            continue
+        if option == "--png" and path.suffix.lower() != ".png":
+            raise ValueError(f"{option} must be a file that ends in .png, got {path}; choose another")
+        try:
+            owner = owners.setdefault(os.path.realpath(path), option) if _try(path) else option
+        except OSError as error:
+            no_folder = isinstance(error, (FileExistsError, NotADirectoryError))
+            reason = f"{error.filename} is no folder" if no_folder else error.strerror
+            raise ValueError(
+                f"{option} must be a file that can be written, got {path} ({reason}); choose another, or make this one "
+                f"writable"
+            ) from None
+        if owner != option:
+            raise ValueError(f"{option} must be another file than {owner}, got {path} for both; choose another")
+
+
+def _try(path: Path) -> bool:
+    """Open a file to write, and return whether it is one: a pipe would lose its reader when it is closed again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.open("xb").close()
+        path.unlink()
+    elif path.is_file() or path.is_dir():
+        path.open("ab").close()
+    else:
+        return False
+    return True
