@@ -10,8 +10,9 @@ import queue
 import re
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from resilient.comm.nccl import SETTINGS, NcclCommunicator, build_nccl, gpu_of
 from resilient.errors import CommunicationError
 
 META = torch.device("meta")
+Result = TypeVar("Result")
 needs_nccl = pytest.mark.skipif(not nccl_available(), reason="this build of torch has no NCCL: it is for CPUs alone")
 
 
@@ -69,21 +71,37 @@ class Backend:
         return Work()
 
 
-def device_groups(
-    address: str, rank: int, size: int, groups: list[Group] | None = None, backend: type[Backend] = Backend
-) -> tuple[NcclCommunicator, list[Any]]:
-    """Return a communicator of a generation and its device groups: up, down, those that sum."""
-    made: list[Any] = []
+def on_ranks(
+    size: int,
+    work: Callable[[int, NcclCommunicator, list[Any]], Result],
+    groups: Sequence[Group] = (),
+    backend: type[Backend] = Backend,
+) -> list[Result]:
+    """Call ``work(rank, communicator, its device groups: up, down, those that sum)``; return the results by rank.
 
-    def build(store: Store, rank: int, size: int, timeout_s: float) -> Backend:
-        made.append(backend(store, rank, size, timeout_s))
-        return made[-1]
+    All ranks are connected before one begins, and stay so until all are done: gloo would tell of what is missing.
+    """
+    together = threading.Barrier(size)
 
-    gloo = join(address, rank, size)
-    assert isinstance(gloo, GlooCommunicator)
-    host, _, port = address.rpartition(":")
-    store = PrefixStore("devices", TCPStore(host, int(port), is_master=False, wait_for_workers=False))
-    return NcclCommunicator(gloo, store, groups or [], 1.0, build), made
+    def member(rank: int, address: str) -> Result:
+        made: list[Any] = []
+
+        def build(store: Store, rank: int, size: int, timeout_s: float) -> Backend:
+            made.append(backend(store, rank, size, timeout_s))
+            return made[-1]
+
+        gloo = join(address, rank, size)
+        assert isinstance(gloo, GlooCommunicator)
+        host, _, port = address.rpartition(":")
+        store = PrefixStore("devices", TCPStore(host, int(port), is_master=False, wait_for_workers=False))
+        comm = NcclCommunicator(gloo, store, groups, 1.0, build)
+        together.wait(60)
+        try:
+            return work(rank, comm, made)
+        finally:
+            together.wait(60)
+
+    return as_threads(size, member)
 
 
 def test_after_meeting_no_operation_waits_for_its_peer():
@@ -91,8 +109,7 @@ def test_after_meeting_no_operation_waits_for_its_peer():
     groups = [(0, 3), (1, 2)]
     pairs = [(0, 1), (1, 2), (2, 3), (0, 3), (3, 0), (2, 0)]
 
-    def work(rank: int, address: str) -> list[tuple[str, int]]:
-        comm, made = device_groups(address, rank, 4, groups)
+    def work(rank: int, comm: NcclCommunicator, made: list[Any]) -> list[tuple[str, int]]:
         comm.meet(pairs, META)
         for backend in made:
             backend.may_connect = False
@@ -111,15 +128,14 @@ def test_after_meeting_no_operation_waits_for_its_peer():
         assert all(name == ("recv" if peer > rank else "send") for name, peer in down.done)
         return sorted(up.done + down.done)
 
-    assert as_threads(4, work) == [
+    assert on_ranks(4, work, groups) == [
         [(name, peer) for name in ("recv", "send") for peer in peers]
         for peers in ([1, 2, 3], [0, 2], [0, 1, 3], [0, 2])
     ]
 
 
 def test_host_tensors_go_over_gloo_and_device_tensors_do_not():
-    def work(rank: int, address: str) -> tuple[float, list[tuple[str, int]]]:
-        comm, made = device_groups(address, rank, 2)
+    def work(rank: int, comm: NcclCommunicator, made: list[Any]) -> tuple[float, list[tuple[str, int]]]:
         everybody = (0, 1)
         on_host, on_device = torch.tensor([10.0**rank]), torch.empty(1, device=META)
         comm.all_reduce(on_host, everybody).wait()
@@ -130,16 +146,16 @@ def test_host_tensors_go_over_gloo_and_device_tensors_do_not():
         send.wait()
         return received.item(), [operation for backend in made for operation in backend.done]
 
-    assert as_threads(2, work) == [(11.0, [("sum", 2)])] * 2
+    assert on_ranks(2, work) == [(11.0, [("sum", 2)])] * 2
 
 
 class EndsTogether(Backend):
-    """Has an abort wait until all groups of the rank are being aborted: they share a device."""
+    """Has an abort wait until all three groups of the rank are being aborted: they share a device."""
 
-    together: threading.Barrier
+    together = (threading.Barrier(3), threading.Barrier(3))
 
     def abort(self) -> None:
-        self.together.wait(60)
+        self.together[self._rank].wait(60)
         super().abort()
         if self._rank == 1:
             raise RuntimeError("the device does not answer")
@@ -148,10 +164,7 @@ class EndsTogether(Backend):
 def test_abort_reaches_all_groups_at_once_even_if_some_fail(caplog):
     """Nor does anything else go over them afterwards; closing ends groups that nobody aborted, too."""
 
-    def work(rank: int, address: str) -> None:
-        barrier = threading.Barrier(3)
-        backend = type("OneRank", (EndsTogether,), {"together": barrier})
-        comm, made = device_groups(address, rank, 2, backend=backend)
+    def work(rank: int, comm: NcclCommunicator, made: list[Any]) -> None:
         value = torch.empty(1, device=META)
         pending = comm._issue(Work)
         comm.abort()
@@ -167,20 +180,18 @@ def test_abort_reaches_all_groups_at_once_even_if_some_fail(caplog):
         assert [backend.aborted for backend in made] == [1, 1, 1]
         comm.close()
 
-    as_threads(2, work)
-    assert {record.getMessage() for record in caplog.records} == {
-        "a device group could not be aborted: the device does not answer"
-    }
+    on_ranks(2, work, backend=EndsTogether)
+    said = {record.getMessage() for record in caplog.records if record.name == "resilient.comm.nccl"}
+    assert said == {"a device group could not be aborted: the device does not answer"}
 
 
 def test_close_ends_the_groups():
-    def work(rank: int, address: str) -> list[int]:
-        comm, made = device_groups(address, rank, 2, [(0, 1)])
+    def work(rank: int, comm: NcclCommunicator, made: list[Any]) -> list[int]:
         comm.meet([(0, 1)], META)
         comm.close()
         return [backend.aborted for backend in made]
 
-    assert as_threads(2, work) == [[1, 1, 1]] * 2
+    assert on_ranks(2, work, [(0, 1)]) == [[1, 1, 1]] * 2
 
 
 def test_errors_of_a_group_are_communication_errors():
@@ -192,8 +203,7 @@ def test_errors_of_a_group_are_communication_errors():
         def wait(self) -> bool:
             raise RuntimeError("NCCL error: unhandled system error")
 
-    def work(rank: int, address: str) -> None:
-        comm, _ = device_groups(address, rank, 2, backend=Broken)
+    def work(rank: int, comm: NcclCommunicator, made: list[Any]) -> None:
         begins = f"^generation 1, rank {rank}: NCCL error: "
         with pytest.raises(CommunicationError, match=begins + "remote process exited$"):
             comm.all_reduce(torch.empty(1, device=META), (0, 1))
@@ -201,7 +211,7 @@ def test_errors_of_a_group_are_communication_errors():
         with pytest.raises(CommunicationError, match=begins + "unhandled system error$"):
             pending.wait()
 
-    as_threads(2, work)
+    on_ranks(2, work, backend=Broken)
 
 
 def test_interrupted_while_groups_connect_on_the_device(monkeypatch):
@@ -233,7 +243,13 @@ def test_interrupted_while_groups_connect_on_the_device(monkeypatch):
 
     def work(rank: int, address: str) -> None:
         interrupted: queue.SimpleQueue[object] = queue.SimpleQueue()
-        interrupter = threading.Thread(target=lambda: waiting[rank].wait(60) and interrupted.put("membership changed"))
+
+        def interrupt() -> None:
+            for event in waiting:  # before, a rank would miss the other in the making of the host groups
+                event.wait(60)
+            interrupted.put("membership changed")
+
+        interrupter = threading.Thread(target=interrupt)
         interrupter.start()
         with pytest.raises(CommunicationError) as error:
             connect(
