@@ -23,9 +23,5 @@ class ControlError(ResilientError):
     """The connection to the node agent is gone or spoke out of turn."""
 
 
-class TooFewNodesError(ResilientError):
-    """Fewer than (f + 1) n0 nodes are left: the plan's redundancy cannot be kept."""
-
-
 class StateLostError(ResilientError):
     """No live node holds some layer's state any more, and there is no checkpoint to take it from."""

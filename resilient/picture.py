@@ -16,7 +16,7 @@ from resilient.report import PARTS, duration, number
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_PART_COLOURS = dict(zip(PARTS, ("#c92a2a", "#e8890c", "#f2c94c", "#4a90d9", "#9aa5b1"), strict=True))
+_PART_COLOURS: dict[str, str] = dict(zip(PARTS, ("#c92a2a", "#e8890c", "#f2c94c", "#4a90d9", "#9aa5b1"), strict=True))
 _SHOWN_RECOVERIES = 12
 _SHOWN_LABELS = 8
 
