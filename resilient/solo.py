@@ -80,6 +80,9 @@ class SoloClient:
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             restore()
+            # It is ignored in a shell's background: the second one is to count, too.
+            if before[signal.Signals(number)] is signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler)
             self._interrupt(signal.Signals(number).name)
 
         for number in _SIGNALS:

@@ -155,10 +155,16 @@ def test_interrupted_training_ends_with_a_checkpoint_to_go_on_from(
         assert torch.equal(value, parameters(through)[key])
 
 
-def test_second_interruption_ends_the_training_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN], ids=["heeded", "ignored before"])
+def test_second_interruption_ends_the_training_at_once(handler: Any, tmp_path: Path) -> None:
     trainer = make_trainer(dataset=Interrupting(signal.SIGINT, signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.fit(4)
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(4)
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not (tmp_path / "run").exists()
 
 
