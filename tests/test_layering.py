@@ -22,8 +22,6 @@ NOT_PURE = {
     "time", "datetime", "random", "secrets", "uuid", "requests", "urllib", "http",
 }  # fmt: skip
 KNOWS_THE_AGENT = {"cli.py", "demo.py", "live.py", "report.py"}
-LONG = {"tests/agent/test_membership.py": "every way through the membership machine, on one set of simulated workers"}
-"""Files of more than 400 lines, each with the reason why it is not two."""
 
 
 def name(path: Path) -> str:
@@ -115,10 +113,4 @@ def test_public_names_resolve_to_what_is_documented() -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_files_are_short(path: Path) -> None:
     length = len(path.read_text().splitlines())
-    assert length <= 600, "a design error: split it"
-    assert length <= 400 or name(path) in LONG, "split it, or say in LONG why not"
-
-
-def test_reasons_for_long_files_are_still_needed() -> None:
-    lengths = {name(path): len(path.read_text().splitlines()) for path in SOURCES}
-    assert [file for file in LONG if lengths.get(file, 0) <= 400] == []
+    assert length <= 400, "split it"

@@ -67,12 +67,6 @@ class Dflop:
 
         Where memory does not hold them in any order that is tried, samples are put into microbatches by memory instead.
         Of answers that do not fit either, the one that comes nearest is returned.
-
-        Args:
-            setting: The job.
-            configuration: As decided.
-            batch: The global batch.
-            replicas: The language model's replicas as they are now.
         """
         _, _, speeds = slots(replicas)
         weights = stage_weights(setting, configuration, batch)

@@ -65,14 +65,7 @@ class DistTrain:
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
     ) -> Assignment:
-        """Spread samples over replicas and order each replica's microbatches; all units place a sample alike.
-
-        Args:
-            setting: The job.
-            configuration: As decided.
-            batch: The global batch.
-            replicas: The language model's replicas as they are now.
-        """
+        """Spread samples over replicas and order each replica's microbatches; all units place a sample alike."""
         forward, backward, calls = _stage_ms(setting, configuration, batch)
         rooms = Room.of_each(setting, configuration, replicas)
         replica = longest_first((forward + backward).sum(axis=0), [each.speed for each in replicas])

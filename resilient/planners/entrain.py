@@ -65,12 +65,6 @@ class Entrain:
     ) -> Assignment:
         """Place samples; the language model processes those that are deferred one microbatch after the encoders.
 
-        Args:
-            setting: The job.
-            configuration: As decided.
-            batch: The global batch.
-            replicas: The language model's replicas as they are now.
-
         Raises:
             ValueError: Memory is too small for a sample, even alone; the message names it.
         """

@@ -80,14 +80,7 @@ class OrchMLLM:
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
     ) -> Assignment:
-        """Balance each phase of each turn for itself, then rearrange the language model's.
-
-        Args:
-            setting: The job.
-            configuration: As decided.
-            batch: The global batch.
-            replicas: The language model's replicas as they are now.
-        """
+        """Balance each phase of each turn for itself, then rearrange the language model's."""
         replica, microbatch, speeds = slots(replicas)
         speeds = _classes(speeds)
         counts = np.array([each.num_microbatches for each in replicas])

@@ -179,14 +179,7 @@ class AsTheyCome:
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
     ) -> Assignment:
-        """Take samples as they come; all units place a sample alike.
-
-        Args:
-            setting: The job.
-            configuration: As decided.
-            batch: The global batch.
-            replicas: The language model's replicas as they are now.
-        """
+        """Take samples as they come; all units place a sample alike."""
         return Assignment(units=dict.fromkeys(batch.units, in_order(len(batch), replicas)))
 
 

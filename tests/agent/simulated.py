@@ -321,3 +321,16 @@ class Job:
         for worker in self.placed():
             self.say(worker, self.saved(generation, step, self.workers[worker].current))
             self.say(worker, Finished(generation=generation))
+
+
+def started(num_nodes: int = 5, **changes: object) -> Job:
+    """Return a job whose nodes are all in training."""
+    job = Job(num_nodes=num_nodes, **changes)
+    job.start()
+    assert job.machine.phase is Phase.RUNNING
+    return job
+
+
+def regroups(job: Job, node: int) -> list[Regroup]:
+    """Return the wishes for a new generation that a worker has not answered."""
+    return [message for message in job.workers[node, 0].inbox if isinstance(message, Regroup)]

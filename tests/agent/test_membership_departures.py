@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulated import NUM_LAYERS, STATES, Job, job_spec
+from simulated import NUM_LAYERS, STATES, Job, job_spec, regroups, started
 
 from resilient.agent.events import NodeLeaving, Tell
 from resilient.agent.state import Phase
@@ -12,13 +12,6 @@ from resilient.messages import Generation, Regroup, Shutdown, Suspect
 LEFT = Shutdown(exit_code=0, reason="left")
 ALONE = job_spec(max_failures=0, min_pipeline_nodes=1, microbatch=24)
 """One pipeline: each state is on one node only."""
-
-
-def started(num_nodes: int = 5, **changes: object) -> Job:
-    job = Job(num_nodes=num_nodes, **changes)
-    job.start()
-    assert job.machine.phase is Phase.RUNNING
-    return job
 
 
 def leave(job: Job, *nodes: int) -> None:
@@ -231,10 +224,6 @@ def test_departure_announced_while_the_change_is_installed_follows_at_the_next_b
     job.answer()
     assert (job.machine.phase, job.machine.generation) == (Phase.RUNNING, 3)
     assert dismissed(job) == [5, 4]
-
-
-def regroups(job: Job, node: int) -> list[Regroup]:
-    return [message for message in job.workers[node, 0].inbox if isinstance(message, Regroup)]
 
 
 @pytest.mark.parametrize("moment", ["before it is ready", "ready, before the first generation"])

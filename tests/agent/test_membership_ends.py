@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from simulated import Job, job_spec
+from simulated import Job, job_spec, started
 
 from resilient.agent.state import Phase
 from resilient.messages import Failed, Finished
-
-
-def started(num_nodes: int = 5, **changes: object) -> Job:
-    job = Job(num_nodes=num_nodes, **changes)
-    job.start()
-    assert job.machine.phase is Phase.RUNNING
-    return job
 
 
 def test_job_is_not_finished_while_a_part_of_its_last_checkpoint_is_missing() -> None:

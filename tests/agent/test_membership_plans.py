@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from simulated import STATES, Job, job_spec
+from simulated import STATES, Job, job_spec, regroups, started
 
 from resilient.agent.events import PreparePlans
 from resilient.agent.forming import problem_of
@@ -16,21 +16,10 @@ from resilient.templates.generators import Kind
 from resilient.templates.replan import templates_for
 
 
-def started(num_nodes: int = 5, **changes: object) -> Job:
-    job = Job(num_nodes=num_nodes, **changes)
-    job.start()
-    assert job.machine.phase is Phase.RUNNING
-    return job
-
-
 def joins(job: Job) -> int:
     node = job.connect()
     job.ready(node)
     return node
-
-
-def regroups(job: Job, node: int) -> list[Regroup]:
-    return [message for message in job.workers[node, 0].inbox if isinstance(message, Regroup)]
 
 
 # ---------------------------------------------------------------- preparation

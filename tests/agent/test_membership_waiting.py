@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulated import PROFILE, STATES, Job, job_spec
+from simulated import PROFILE, STATES, Job, job_spec, started
 
 from resilient.agent.events import NodeLeaving, Tell, Tick
 from resilient.agent.state import Phase
@@ -12,13 +12,6 @@ from resilient.templates.profile import LayerCost, LayerProfile, ModelProfile
 
 LIMIT_S = 15 * 120.0
 """Of a job whose workers wait two minutes for each other."""
-
-
-def started(num_nodes: int = 5, **changes: object) -> Job:
-    job = Job(num_nodes=num_nodes, **changes)
-    job.start()
-    assert job.machine.phase is Phase.RUNNING
-    return job
 
 
 def pass_time(job: Job, until_s: float) -> None:
