@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from resilient import checkpoint
-from resilient.comm import Communicator, Group, connect
+from resilient.comm import Communicator, Group, StoreClient, connect
 from resilient.commit import Ledger
 from resilient.copying import copy_states
 from resilient.executor import Executor, StepWork
@@ -82,6 +82,7 @@ class Installer:
         self._fence = fence
         self._faults = faults
         self._host = host
+        self._store_client = StoreClient()
 
     def install(self, message: Generation) -> tuple[Session, Installed]:
         """Enter a generation that has a place for this worker.
@@ -132,6 +133,7 @@ class Installer:
             size=len(message.plan.slots),
             groups=groups,
             store_address=message.store_address,
+            store_client=self._store_client,
             host=self._host,
             timeout_s=self._job.comm_timeout_s,
             interrupted=self._fence.open(message.generation),

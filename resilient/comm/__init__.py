@@ -4,7 +4,7 @@ Owns all use of torch's backends. They are built directly, not through ``torch.d
 job has a new set of groups at every change of membership.
 """
 
-from resilient.comm.connect import StoreHost, connect
+from resilient.comm.connect import StoreClient, StoreHost, connect
 from resilient.comm.gloo import GlooCommunicator
 from resilient.comm.interface import DONE, Communicator, Group, Pending, SoloCommunicator
 
@@ -15,6 +15,7 @@ __all__ = [
     "Group",
     "Pending",
     "SoloCommunicator",
+    "StoreClient",
     "StoreHost",
     "connect",
 ]

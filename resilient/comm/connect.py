@@ -28,6 +28,38 @@ class StoreHost:
         self.address = f"{host}:{self._store.port}"
 
 
+class StoreClient:
+    """This worker's connection to the store of rank 0, kept between generations: rank 0 is mostly the one of before.
+
+    For each new one torch (2.13) asks for the peer's name, at both ends, which takes seconds where no name server
+    answers.
+    """
+
+    def __init__(self) -> None:
+        self._idle: tuple[str, TCPStore] | None = None
+
+    def take(self, address: str, timeout_s: float) -> TCPStore:
+        """Return a connection to the store at ``address``, the caller's alone until it is given back.
+
+        Args:
+            address: ``host:port``.
+            timeout_s: Last resort for a wait that nothing else ends; of a new connection.
+
+        Raises:
+            RuntimeError: Nobody answers there.
+        """
+        idle, self._idle = self._idle, None
+        if idle is not None and idle[0] == address:
+            return idle[1]
+        host, _, port = address.rpartition(":")
+        timeout = timedelta(seconds=timeout_s)
+        return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+
+    def give_back(self, address: str, connection: TCPStore) -> None:
+        """Keep a connection on which nothing is under way."""
+        self._idle = address, connection
+
+
 def connect(
     *,
     generation: int,
@@ -35,6 +67,7 @@ def connect(
     size: int,
     groups: Sequence[Group],
     store_address: str,
+    store_client: StoreClient,
     host: str,
     timeout_s: float,
     interrupted: queue.SimpleQueue[object],
@@ -50,6 +83,7 @@ def connect(
         size: Number of ranks that train.
         groups: The sets of ranks that all-reduce; the same list on every rank.
         store_address: ``host:port`` of the store of rank 0.
+        store_client: This worker's.
         host: Address of this machine that its peers can reach.
         timeout_s: Last resort for an operation nothing else ends.
         interrupted: Anything put in here from another thread ends the wait for the peers.
@@ -62,7 +96,6 @@ def connect(
     """
     if size + num_sources == 1:
         return SoloCommunicator()
-    store_host, _, port = store_address.rpartition(":")
 
     met: list[NcclCommunicator] = []
     left_behind = threading.Event()
@@ -71,9 +104,8 @@ def connect(
     # builds; when interrupted it is left behind, and what it still gets done is dropped: its keys are never used again.
     def build() -> None:
         try:
-            timeout = timedelta(seconds=timeout_s)
-            meeting = TCPStore(store_host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-            store = PrefixStore(f"g{generation}", meeting)
+            connection = store_client.take(store_address, timeout_s)
+            store = PrefixStore(f"g{generation}", connection)
             gloo = GlooCommunicator(
                 generation=generation,
                 rank=rank,
@@ -85,7 +117,11 @@ def connect(
                 gpu=gpu_of(device),
                 num_sources=num_sources,
             )
-            interrupted.put(on_devices(gloo, store) if gloo.own_gpus else gloo)
+            if gloo.own_gpus:
+                interrupted.put(on_devices(gloo, store))  # NCCL goes on using the store
+            else:
+                store_client.give_back(store_address, connection)
+                interrupted.put(gloo)
         except Exception as error:  # whatever it is: this thread alone can end the wait for it
             interrupted.put(error)
 

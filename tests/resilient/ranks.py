@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from resilient.comm import Communicator, Group, StoreHost, connect
+from resilient.comm import Communicator, Group, StoreClient, StoreHost, connect
 
 HOST = "127.0.0.1"
 Result = TypeVar("Result")
@@ -21,7 +21,13 @@ Started = tuple[BaseProcess, Connection]
 
 
 def join(
-    address: str, rank: int, size: int, groups: Sequence[Group] = (), generation: int = 1, num_sources: int = 0
+    address: str,
+    rank: int,
+    size: int,
+    groups: Sequence[Group] = (),
+    generation: int = 1,
+    num_sources: int = 0,
+    store_client: StoreClient | None = None,
 ) -> Communicator:
     return connect(
         generation=generation,
@@ -29,6 +35,7 @@ def join(
         size=size,
         groups=groups,
         store_address=address,
+        store_client=store_client or StoreClient(),
         host=HOST,
         timeout_s=600.0,  # beyond the time limit of a test
         interrupted=queue.SimpleQueue(),

@@ -9,13 +9,14 @@ import socket
 import threading
 from multiprocessing.connection import Connection
 
+import psutil
 import pytest
 import torch
 from ranks import HOST, as_threads, join, processes
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from resilient.comm import Communicator, SoloCommunicator, StoreHost, connect
+from resilient.comm import Communicator, SoloCommunicator, StoreClient, StoreHost, connect
 from resilient.errors import CommunicationError
 
 
@@ -66,10 +67,48 @@ def test_sources_send_and_are_in_no_sum(size: int) -> None:
     assert as_threads(size + 1, work) == [(size, total)] * size + [(size, 0.0)]
 
 
+def connections(address: str) -> set[int]:
+    """Return this process's ports that are connected to the store."""
+    port = int(address.rpartition(":")[2])
+    found = psutil.Process().net_connections("tcp")
+    return {
+        each.laddr.port for each in found if each.raddr and each.raddr.port == port and each.status == "ESTABLISHED"
+    }
+
+
+def test_connection_to_the_store_lasts_from_generation_to_generation() -> None:
+    seen: list[set[int]] = []
+    together = threading.Barrier(2, timeout=100)
+
+    def work(rank: int, address: str) -> None:
+        client = StoreClient()
+        for generation in (1, 2):
+            comm = join(address, rank, 2, generation=generation, store_client=client)
+            together.wait()
+            seen.append(connections(address))
+            together.wait()
+            comm.abort()
+
+    as_threads(2, work)
+    assert len(seen[0]) == 3, "each rank's, and the one that the store itself has"
+    assert seen == [seen[0]] * 4
+
+
+def test_connection_to_the_store_of_another_rank_is_a_new_one() -> None:
+    one, other = StoreHost(HOST), StoreHost(HOST)
+    client = StoreClient()
+    client.give_back(one.address, client.take(one.address, 100.0))
+    before = connections(one.address)
+    connection = client.take(other.address, 100.0)
+    connection.set("key", "value")
+    assert len(connections(other.address)) == 2, "the one that the store itself has, and this"
+    assert connections(one.address) < before, "that of a store where nobody meets any more is closed"
+
+
 def test_one_worker_needs_no_store() -> None:
     comm = connect(
-        generation=1, rank=0, size=1, groups=[], store_address="", host=HOST, timeout_s=1.0,
-        interrupted=queue.SimpleQueue(), device=torch.device("cpu"),
+        generation=1, rank=0, size=1, groups=[], store_address="", store_client=StoreClient(), host=HOST,
+        timeout_s=1.0, interrupted=queue.SimpleQueue(), device=torch.device("cpu"),
     )  # fmt: skip
     assert isinstance(comm, SoloCommunicator)
     value = torch.ones(2)
@@ -89,8 +128,9 @@ def test_interrupted_connect_ends_while_it_waits_for_a_peer() -> None:
     def wait_for_a_peer_that_never_comes() -> None:
         with pytest.raises(CommunicationError) as error:
             connect(
-                generation=7, rank=0, size=2, groups=[], store_address=host.address, host=HOST, timeout_s=600.0,
-                interrupted=interrupted, device=torch.device("cpu"),
+                generation=7, rank=0, size=2, groups=[], store_address=host.address,
+                store_client=StoreClient(), host=HOST, timeout_s=600.0, interrupted=interrupted,
+                device=torch.device("cpu"),
             )  # fmt: skip
         raised.append(str(error.value))
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed import is_nccl_available as nccl_available  # pyright: ignore[reportPrivateImportUsage]
 
-from resilient.comm import GlooCommunicator, Group, connect
+from resilient.comm import GlooCommunicator, Group, StoreClient, connect
 from resilient.comm.nccl import SETTINGS, NcclCommunicator, build_nccl, gpu_of
 from resilient.errors import CommunicationError
 
@@ -253,8 +253,8 @@ def test_interrupted_while_groups_connect_on_the_device(monkeypatch):
         interrupter.start()
         with pytest.raises(CommunicationError) as error:
             connect(
-                generation=7, rank=rank, size=2, groups=[], store_address=address, host=HOST, timeout_s=600.0,
-                interrupted=interrupted, device=META,
+                generation=7, rank=rank, size=2, groups=[], store_address=address,
+                store_client=StoreClient(), host=HOST, timeout_s=600.0, interrupted=interrupted, device=META,
             )  # fmt: skip
         interrupter.join()
         assert str(error.value) == f"generation 7, rank {rank}: groups were not built: membership changed"
