@@ -270,12 +270,12 @@ def check_recovered(run: Run, reference: Run, *, num_failures: int = 1, toleranc
     assert all(recovery["total_ms"] < LONGEST_RECOVERY_MS for recovery in recoveries), recoveries
 
 
-def spare_nodes(run: Run, lost: int) -> list[int]:
-    """Return the nodes that may be lost with ``lost`` in the first generation, every layer still being held, in order.
+def spare_nodes(generation: Event, lost: int) -> list[int]:
+    """Return the nodes of a generation that may be lost with ``lost``, every layer still being held, in order.
 
     Which these are is decided by the plan, and so by what the layers' times were measured to be.
     """
-    stages = [stage for pipeline in run.generations[0]["pipelines"] for stage in pipeline["stages"]]
+    stages = [stage for pipeline in generation["pipelines"] for stage in pipeline["stages"]]
     holders: dict[int, set[int]] = {}
     for stage in stages:
         for layer in range(stage["first_layer"], stage["end_layer"]):

@@ -28,6 +28,7 @@ from resilient.errors import ResilientError
 from resilient.events import read_events
 from resilient.messages import PHASES
 from resilient.report import build_report
+from tests.integration.harness import spare_nodes
 
 IN_RECOVERY = ("regroup", "copy")
 TOLERANCE = 1e-9
@@ -48,10 +49,11 @@ class Result:
     recoveries_ms: tuple[float, ...] = ()
 
 
-def choose_injections(seed: int, num_nodes: int) -> tuple[str, ...]:
-    """Draw one failure, or two of which the second may hit the recovery of the first."""
+def choose_injections(seed: int, reference: Path) -> tuple[str, ...]:
+    """Draw one failure, or two; the second may hit the recovery of the first, where redundancy can spare its node."""
     rng = random.Random(seed)
-    first, second = rng.sample(range(num_nodes), 2)
+    formed = next(event for event in read_events(reference / "events.jsonl") if event["kind"] == "generation")
+    first = rng.choice(formed["nodes"])
     step = rng.randint(1, STEPS - 1)
     worker = rng.choice(("", "", ",worker"))
     phase = rng.choice([phase for phase in PHASES if phase not in IN_RECOVERY])
@@ -59,13 +61,15 @@ def choose_injections(seed: int, num_nodes: int) -> tuple[str, ...]:
     if rng.random() < 0.5:
         phase = rng.choice(PHASES)
         later = step if phase in IN_RECOVERY else rng.randint(step, STEPS)
+        others = [node for node in formed["nodes"] if node != first]
+        second = rng.choice(spare_nodes(formed, first) if later == step else others)
         injections.append(f"node={second},step={later},phase={phase}")
     return tuple(injections)
 
 
 def run_once(seed: int, options: argparse.Namespace, reference: Path | None, directory: Path) -> Result:
     """Run the job once, with the seed's failures when there is a reference to compare with."""
-    injections = choose_injections(seed, options.nodes) if reference else ()
+    injections = choose_injections(seed, reference) if reference else ()
     script, arguments = (example_script(), VLM_ARGUMENTS) if options.vlm else (CHAIN, ("--steps", str(STEPS)))
     line = [str(Path(sys.executable).with_name("resilient")), "run", "--plain", "--nodes", str(options.nodes)]
     line += ["--run-dir", str(directory)]

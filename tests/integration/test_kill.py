@@ -54,7 +54,7 @@ def test_node_killed_in_a_step(phase, reference, tmp_path):
 @pytest.mark.parametrize("place", [0, -1], ids=["first spare node", "last spare node"])
 def test_node_killed_in_a_recovery(place, phase, reference, tmp_path):
     """Redundancy covers one loss: the second is one of a node without which every layer is still held."""
-    second = spare_nodes(reference, 2)[place]
+    second = spare_nodes(reference.generations[0], 2)[place]
     inject = [f"node=2,step={STEP},phase=backward", f"node={second},step={STEP},phase={phase}"]
     run = run_job(tmp_path, nodes=NODES, inject=inject)
     check_fired(run, (2, "backward"), (second, phase))
@@ -83,7 +83,7 @@ def test_worker_killed_alone_comes_back_as_a_new_node(phase, reference, tmp_path
     joined = tmp_path / "joined"
     inject = [f"node=2,step={STEP},phase={phase},worker"]
     if phase == "copy":
-        inject.append(f"node={spare_nodes(reference, 2)[-1]},step={STEP},phase=forward")
+        inject.append(f"node={spare_nodes(reference.generations[0], 2)[-1]},step={STEP},phase=forward")
 
     def act(launcher, event):
         # It may be up in time for the recovery itself, or has to ask for a boundary.
