@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from resilient.comm import StoreHost, connect
+from resilient.comm import StoreClient, StoreHost, connect
 from resilient.copying import copy_states
 from resilient.models.layer import LayerSpec
 from resilient.state import LayerState, Layout
@@ -47,6 +47,7 @@ def copy_once(rank: int, state: LayerState, generation: int, store_address: str)
         size=2,
         groups=[],
         store_address=store_address,
+        store_client=StoreClient(),
         host="127.0.0.1",
         timeout_s=60,
         interrupted=queue.SimpleQueue(),

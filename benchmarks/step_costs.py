@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from resilient.comm import Communicator, SoloCommunicator, StoreHost, connect
+from resilient.comm import Communicator, SoloCommunicator, StoreClient, StoreHost, connect
 from resilient.commit import Ledger
 from resilient.feed import Feed
 from resilient.job import Job
@@ -95,6 +95,7 @@ def _peer(rank: int, address: str, result: Connection, message_bytes: Sequence[i
         size=2,
         groups=[],
         store_address=address,
+        store_client=StoreClient(),
         host=HOST,
         timeout_s=120.0,
         interrupted=queue.SimpleQueue(),

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import queue
 import re
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import HOST
-from small import CPU, Tokens, make_job, make_plan, make_profile
+from ranks import HOST, join
+from small import Tokens, make_job, make_plan, make_profile
 
-from resilient.comm import Communicator, connect
+from resilient.comm import Communicator
 from resilient.errors import CheckpointError
 from resilient.job import Job
 from resilient.manifest import Manifest, SavedState, folder, write_manifest
@@ -202,12 +201,7 @@ def test_worker_that_only_sends_says_when_it_is_done_and_keeps_its_states(tmp_pa
     """With nothing to send: that the bytes arrive is seen where all ranks are real."""
     client = ScriptedClient(tmp_path, generation())
     address = ""
-
-    def meet() -> Communicator:
-        return connect(
-            generation=2, rank=0, size=1, groups=[], store_address=address, host=HOST, timeout_s=30.0,
-            interrupted=queue.SimpleQueue(), device=CPU, num_sources=1,
-        )  # fmt: skip
+    peers: list[Future[Communicator]] = []
 
     with ThreadPoolExecutor(1) as pool:
 
@@ -215,7 +209,7 @@ def test_worker_that_only_sends_says_when_it_is_done_and_keeps_its_states(tmp_pa
             nonlocal address
             if isinstance(message, Ready):
                 address = message.store_address
-                pool.submit(meet)
+                peers.append(pool.submit(join, address, 0, 1, generation=2, num_sources=1))
             if isinstance(message, Installed) and message.generation == 1:
                 client.announce(Regroup(generation=2, at_boundary=True))
             if isinstance(message, Report) and message.generation == 2:
@@ -224,6 +218,7 @@ def test_worker_that_only_sends_says_when_it_is_done_and_keeps_its_states(tmp_pa
 
         client.hears = send_after_step_1
         make_worker(client).run()
+    assert [peer.result().size for peer in peers] == [1]
     assert client.kinds() == ["Ready", "Installed", "StepDone", "Report", "Installed", "Report"]
     assert client.last(Installed).generation == 2
     progress = client.last(Report).progress
