@@ -65,8 +65,8 @@ class WorkerPool:
 
     @property
     def is_running(self) -> bool:
-        """Whether there are workers."""
-        return bool(self._pids)
+        """Whether there are workers; one may speak before the spawner has said that it was started."""
+        return bool(self._pids or self._writers)
 
     async def listen(self) -> None:
         """Begin to serve the socket."""

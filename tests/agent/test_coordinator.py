@@ -37,6 +37,8 @@ from resilient.templates.plan import Problem
 TOKEN = "secret"
 CLOSINGS = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED)
 HELLO = Hello(host="h", pid=1, num_workers=1)
+LIMIT_S = 150
+"""Somewhat less than a test may take: what was started is ended."""
 
 
 class Served:
@@ -44,7 +46,8 @@ class Served:
 
     def __init__(self, folder: Path, session: aiohttp.ClientSession) -> None:
         self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.coordinator = Coordinator(settings(run_directory=str(folder), num_nodes=2), TOKEN, self.events.put_nowait)
+        told = settings(run_directory=str(folder), num_nodes=2, heartbeat_s=600.0)  # who does not read answers no ping
+        self.coordinator = Coordinator(told, TOKEN, self.events.put_nowait)
         self.session = session
         self.sockets: list[aiohttp.ClientWebSocketResponse] = []
 
@@ -75,7 +78,7 @@ def with_coordinator(folder: Path, scenario: Callable[[Served], Awaitable[None]]
             served = Served(folder, session)
             await served.coordinator.start("127.0.0.1", 0)
             try:
-                await asyncio.wait_for(scenario(served), 30)
+                await asyncio.wait_for(scenario(served), LIMIT_S)
             finally:
                 for socket in served.sockets:
                     await socket.close()

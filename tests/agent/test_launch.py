@@ -7,12 +7,15 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import psutil
 import pytest
+from processes import has_ended
 
 from resilient.agent.launch import Launcher, LaunchOptions, launch
 
@@ -28,6 +31,13 @@ def script(folder: Path, source: str) -> str:
     path = folder / "script.py"
     path.write_text(source)
     return str(path)
+
+
+def wait_for(is_so: Callable[[], bool], launcher: psutil.Popen | None = None) -> None:
+    """Return once it is so, while the launcher, if there is to be one, runs."""
+    while not is_so():
+        assert launcher is None or launcher.poll() is None
+        time.sleep(0.01)
 
 
 def test_exception_in_the_script_ends_the_launch_with_its_message(tmp_path: Path) -> None:
@@ -52,14 +62,12 @@ def test_no_process_outlives_the_launcher(tmp_path: Path, number: signal.Signals
     command = [sys.executable, "-c", "from resilient.cli import app; app()", "run", "--nodes", "2", "--plain"]
     command += ["--run-dir", str(run), script(tmp_path, _WAITING)]
     launcher = psutil.Popen(command, stdout=subprocess.DEVNULL)
-    while not all((run / f"up-{rank}").exists() for rank in range(2)):
-        assert launcher.poll() is None
+    wait_for(lambda: all((run / f"up-{rank}").exists() for rank in range(2)), launcher)
     family = launcher.children(recursive=True)
     assert len(family) == 7  # the zygote; two agents, each with a spawner and a worker
     launcher.send_signal(number)
-    assert launcher.wait(timeout=60) == exit_code
-    _, alive = psutil.wait_procs(family, timeout=30)
-    assert not alive
+    assert launcher.wait() == exit_code
+    wait_for(lambda: all(map(has_ended, family)))
 
 
 @pytest.fixture
@@ -122,15 +130,13 @@ def test_launcher_ends_though_an_import_hangs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from resilient.cli import app; app()", "run", "--nodes", "2", "--plain"]
     command += ["--run-dir", str(tmp_path / "run"), script(tmp_path, "import hanging")]
     launcher = psutil.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "REACHED": str(reached)})
-    while not reached.exists():
-        assert launcher.poll() is None
+    wait_for(reached.exists, launcher)
     family = launcher.children(recursive=True)
     launcher.send_signal(signal.SIGINT)
-    output, _ = launcher.communicate(timeout=60)
+    output, _ = launcher.communicate()
     assert launcher.returncode == 130
     assert "stopped with exit code 130: interrupted (SIGINT)" in output
-    _, alive = psutil.wait_procs(family, timeout=30)
-    assert not alive
+    wait_for(lambda: all(map(has_ended, family)))
 
 
 @pytest.mark.parametrize("error", [OSError("no terminal"), SystemExit(1)])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 from aiohttp import WSMsgType, web
+from processes import has_ended
 
 from resilient.agent.members import log_path
 from resilient.agent.node import NodeAgent, NodeOptions
@@ -32,6 +33,9 @@ from resilient.messages import (
     decode_from_agent,
     encode,
 )
+
+LIMIT_S = 150
+"""Somewhat less than a test may take: what was started is ended."""
 
 # Says its number, then repeats the generations it is asked to enter.
 _SCRIPT = """
@@ -93,6 +97,10 @@ class Coordinator:
         assert isinstance(message.message, Note)
         return message.message.value
 
+    async def worker(self, connection: web.WebSocketResponse) -> psutil.Process:
+        """Return the worker that says its number."""
+        return psutil.Process(int(await self.note(connection)))
+
 
 def play(folder: Path, scenario: Callable[[Coordinator], Awaitable[None]], exit_code: int) -> None:
     async def run() -> int:
@@ -116,7 +124,7 @@ def play(folder: Path, scenario: Callable[[Coordinator], Awaitable[None]], exit_
             coordinator.done.set()  # the agent's goodbye is answered
 
         try:
-            ended, _ = await asyncio.wait_for(asyncio.gather(NodeAgent(options).run(), act()), 60)
+            ended, _ = await asyncio.wait_for(asyncio.gather(NodeAgent(options).run(), act()), LIMIT_S)
             return ended
         finally:
             coordinator.done.set()
@@ -130,11 +138,11 @@ def test_messages_are_relayed_both_ways_until_shutdown(tmp_path: Path) -> None:
     async def scenario(coordinator: Coordinator) -> None:
         connection, hello = await coordinator.accept(node=0)
         assert (hello.pid, hello.num_workers, hello.node, hello.domain) == (os.getpid(), 1, None, "zone-a")
-        pid = await coordinator.note(connection)
+        worker = await coordinator.worker(connection)
         await coordinator.tell(connection, ToWorkers(message=Regroup(generation=7)))
         assert await coordinator.note(connection) == 7
         await coordinator.tell(connection, Shutdown(exit_code=3, reason="too few nodes"))
-        while psutil.pid_exists(int(pid)):
+        while not has_ended(worker):
             await asyncio.sleep(0.01)
 
     play(tmp_path, scenario, 3)
@@ -143,17 +151,17 @@ def test_messages_are_relayed_both_ways_until_shutdown(tmp_path: Path) -> None:
 def test_workers_go_on_without_a_coordinator_and_are_fenced_off_when_it_is_back(tmp_path: Path) -> None:
     async def scenario(coordinator: Coordinator) -> None:
         connection, _ = await coordinator.accept(node=0)
-        pid = int(await coordinator.note(connection))
+        worker = await coordinator.worker(connection)
         await connection.close()
         again = await coordinator.connections.get()
         hello = decode_from_agent(await again.receive_bytes())
         assert isinstance(hello, Hello)
         assert hello.node == 0
-        assert psutil.pid_exists(pid)
+        assert not has_ended(worker)
         await again.close()
         connection, _ = await coordinator.accept(node=4)
-        assert int(await coordinator.note(connection)) != pid
-        while psutil.pid_exists(pid):
+        assert await coordinator.worker(connection) != worker
+        while not has_ended(worker):
             await asyncio.sleep(0.01)
         await coordinator.tell(connection, Shutdown(exit_code=0, reason="done"))
 
@@ -178,7 +186,7 @@ def test_killed_worker_is_reported_and_the_node_comes_back_as_often_as_it_may(tm
         for node in range(2):
             connection, hello = await coordinator.accept(node)
             assert hello.node == (None if node == 0 else 0)
-            os.kill(int(await coordinator.note(connection)), signal.SIGKILL)
+            (await coordinator.worker(connection)).kill()
             exited = await coordinator.hear(connection)
             assert exited == WorkerExited(local_rank=0, exit_code=-9)
             assert (await connection.receive()).type is WSMsgType.CLOSE

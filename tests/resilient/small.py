@@ -122,7 +122,7 @@ def make_job(**changes: Any) -> Job:
         "checkpoint_every": 0,
         "schedule": "1f1b",
         "device": CPU,
-        "comm_timeout_s": 30.0,
+        "comm_timeout_s": 600.0,  # beyond the time limit of a test
         **changes,
     }
     return Job(**arguments)

@@ -18,7 +18,9 @@ def faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def test_memory_of_a_tensor_is_that_of_the_next() -> None:
+def test_memory_of_a_tensor_is_that_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+        monkeypatch.delenv(variable, raising=False)
     keep_freed_memory()
     torch.zeros(NUM_BYTES, dtype=torch.uint8)
     before = faults()

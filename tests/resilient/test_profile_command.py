@@ -64,7 +64,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["profile", *map(str, arguments)])
+    return CliRunner().invoke(app, ["profile", *map(str, arguments)], env={"COLUMNS": "80"})
 
 
 def words(text: str) -> str:
