@@ -14,6 +14,7 @@ from resilient.agent.speeds import slowdowns
 from resilient.agent.state import EXIT_FAILED, EXIT_INTERRUPTED, Change, Interruption, Phase
 from resilient.errors import StateLostError
 from resilient.messages import Progress, Regroup
+from resilient.templates.names import counted
 from resilient.templates.nodespec import TooFewNodes
 
 
@@ -137,7 +138,8 @@ class Changes(Endings):
             formed = form(self._problem, self.plan, self.members, agreement, self._checkpoints, self._slowdowns)
         except TooFewNodes as error:
             self._needed_nodes = error.needed
-            self._save_and_stop(agreement, f"{len(nodes)} nodes are live ({nodes}), {error.needed} are needed")
+            live = f"{counted(len(nodes), 'node')} {_be(len(nodes))} live ({nodes})"
+            self._save_and_stop(agreement, f"{live}, {error.needed} {_be(error.needed)} needed")
         except StateLostError as error:
             self._save_and_stop(agreement, str(error))
         except ValueError as error:
@@ -186,6 +188,10 @@ class Changes(Endings):
         for member in list(self.members.values()):
             if member.leaving and member.node not in kept and not self._is_placed(member.node):
                 self._dismiss(member, "left")
+
+
+def _be(number: int) -> str:
+    return "is" if number == 1 else "are"
 
 
 def _why_in_vain(change: Change | None) -> str:

@@ -29,7 +29,7 @@ from resilient.agent.events import (
     WorkerEnded,
     WorkerSaid,
 )
-from resilient.agent.members import Member
+from resilient.agent.members import Member, log_path
 from resilient.agent.state import EXIT_DONE, EXIT_FAILED, Phase
 from resilient.agent.waiting import ADVANCES, Waiting
 from resilient.manifest import folder
@@ -133,7 +133,8 @@ class Membership(Waiting):
                 member.done.add(event.local_rank)
             self._lose(event.node, f"worker killed by signal {-event.exit_code}")
         elif event.exit_code > 0:
-            self._fail(event.node, event.error or f"a worker ended with exit code {event.exit_code}; see its log")
+            log = log_path(self.settings.run_directory, (event.node, event.local_rank))
+            self._fail(event.node, event.error or f"a worker ended with exit code {event.exit_code}; see {log}")
             self._lose(event.node, f"worker ended with exit code {event.exit_code}")
         else:
             member.done.add(event.local_rank)

@@ -127,9 +127,8 @@ class NodeAgent:
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error(
-                "node %s: %s", self._node, error, exc_info=None if isinstance(error, ResilientError) else error
-            )
+            who = "this node" if self._node is None else f"node {self._node}"
+            logger.error("%s: %s", who, error, exc_info=None if isinstance(error, ResilientError) else error)
             self._end(1)
 
     # ------------------------------------------------------------ coordinator
@@ -151,6 +150,7 @@ class NodeAgent:
         loop = asyncio.get_running_loop()
         began = loop.time()
         delay_s = 0.05
+        told = self._node is not None
         while True:
             try:
                 return await session.ws_connect(
@@ -170,8 +170,16 @@ class NodeAgent:
                 waiting_s = 0.0 if self._stuck_since is None else loop.time() - max(began, self._stuck_since)
             else:
                 waiting_s = loop.time() - began
-            if waiting_s > self._options.connect_timeout_s:
-                raise ResilientError(f"no coordinator at {self._options.coordinator} for {waiting_s:.0f} s: {reason}")
+            why = getattr(reason, "strerror", None) or reason
+            address, patience_s = self._options.coordinator, self._options.connect_timeout_s
+            if not told:
+                logger.warning("no coordinator answers at %s (%s); trying for %g s", address, why, patience_s)
+                told = True
+            if waiting_s > patience_s:
+                raise ResilientError(
+                    f"a coordinator must listen at {address}, got no answer for {patience_s:g} s ({why}); check that "
+                    f"its job runs, was started with --host and --port of this address, and can be reached from here"
+                )
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, 5.0)
 
@@ -240,6 +248,9 @@ class NodeAgent:
         self._node, self._run_directory = welcome.node, welcome.run_directory
         if not welcome.fresh and self._pool.is_running:
             return
+        if error := _what_is_missing(welcome):
+            self._send(WorkerExited(local_rank=0, exit_code=1, error=error))
+            return
         if self._spawner is None:
             self._spawner = self._make_spawner(welcome.script)
         self._pool.kill(self._spawner)
@@ -298,6 +309,17 @@ class NodeAgent:
             self._end(1)
         self._is_leaving = True
         self._send(Leaving(reason=name))
+
+
+def _what_is_missing(welcome: Welcome) -> str:
+    """Say what of the job this machine lacks; "" when nothing."""
+    if not os.path.isfile(welcome.script):
+        missing = f"the script must be at the same path on every node, got no file {welcome.script}"
+    elif not os.path.isdir(welcome.directory):
+        missing = f"the working folder must be at the same path on every node, got no folder {welcome.directory}"
+    else:
+        return ""
+    return f"{missing} on {socket.gethostname()}; copy it there"
 
 
 def main(arguments: list[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from resilient.agent.agreement import Agreement
 from resilient.agent.changes import Changes
 from resilient.agent.forming import problem_of
+from resilient.agent.members import log_path
 from resilient.agent.state import EXIT_DONE, EXIT_FAILED
 from resilient.errors import CheckpointError
 from resilient.manifest import check_recipe
@@ -38,7 +39,7 @@ class Starting(Changes):
             layers=[layer.name for layer in job.profile.layers],
         )
         if self._version > job.num_steps:
-            reason = f"num_steps must be at least the {self._version} steps of the checkpoint, got {job.num_steps}"
+            reason = f"num_steps must be at least {self._version}, the checkpoint's, got {job.num_steps}"
             self._stop(EXIT_FAILED, f"{reason}; train for more steps", None)
             return False
         if settings.resume is None:
@@ -68,11 +69,13 @@ class Starting(Changes):
         """Publish the first generation once all expected nodes can be given a place, or stop if they never can."""
         live = list(self.members.values())
         done = [member.node for member in live if member.is_done]
+        log = log_path(self.settings.run_directory, (done[0], 0)) if done else None
         if not live and self._expected <= 0:
-            self._stop(EXIT_FAILED, "all nodes went away, or did not come, before the job began; see the logs", None)
+            logs = f"{self.settings.run_directory}/logs"
+            self._stop(EXIT_FAILED, f"all nodes went away, or did not come, before the job began; see {logs}", None)
         elif done and any(member.ready for member in live):
-            self._fail(done[0], "the script ended without training, while it trains on other nodes; see its log")
+            self._fail(done[0], f"the script ended without training, while it trains on other nodes; see {log}")
         elif len(live) >= self._expected and len(done) == len(live):
-            self._stop(EXIT_DONE, "the script ended without training; its output is in the logs", None)
+            self._stop(EXIT_DONE, f"the script ended without Trainer.fit, so nothing is trained; see {log}", None)
         elif self.job is not None and len(live) >= self._expected and all(member.is_ready for member in live):
             self._publish_next(Agreement(version=self._version, outcome=None, roll_forward=None, held={}))

@@ -13,6 +13,7 @@ import secrets
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,8 +29,9 @@ from resilient.plan_command import plan
 from resilient.profile_command import profile
 from resilient.schedule_command import schedule
 from resilient.simulation.command import simulate
+from resilient.standard_output import Commands
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, help=__doc__)
 
 _console = Console(stderr=True, highlight=False)
 
@@ -102,13 +104,10 @@ def run(
     except (ResilientError, ValueError) as error:
         _console.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
         raise typer.Exit(1) from None
-    try:
-        if (run_directory / "events.jsonl").exists():
-            _write_report(run_directory)
-            if trace:
-                _write_trace(run_directory, trace)
-    except (OSError, KeyboardInterrupt) as error:  # neither changes what the exit code says of the job
-        _console.print(f"error: no report in {run_directory}: {error!r}", markup=False, style="red")
+    if (run_directory / "events.jsonl").exists():
+        _try_to_write("report", run_directory, lambda: _write_report(run_directory))
+        if trace:
+            _try_to_write("trace", run_directory, lambda: _write_trace(run_directory, trace))
     raise typer.Exit(exit_code)
 
 
@@ -228,6 +227,15 @@ def _read_job(run_dir: Path | None) -> dict[str, str]:
 def _usage_error(message: str) -> typer.Exit:
     _console.print(f"error: {message}", markup=False, style="red", soft_wrap=True)
     return typer.Exit(2)
+
+
+def _try_to_write(what: str, run_directory: Path, write: Callable[[], None]) -> None:
+    """Write, and warn where that fails: it changes nothing of what the exit code says of the job."""
+    try:
+        write()
+    except (OSError, ValueError, KeyboardInterrupt) as error:
+        text = f"warning: the job has ended, but there is no whole {what} in {run_directory}: {error!r}"
+        _console.print(text, markup=False, style="yellow", soft_wrap=True)
 
 
 def _write_report(run_directory: Path) -> None:

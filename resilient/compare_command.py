@@ -27,6 +27,7 @@ from resilient.job_options import (
     table_console,
 )
 from resilient.output_files import check_outputs
+from resilient.templates.names import counted
 
 if TYPE_CHECKING:
     from resilient.planner_report import Comparison
@@ -107,8 +108,10 @@ def compare(
         console = table_console()
         for line in (
             setting.costs.source,
-            f"{nodes} nodes with {gpus_per_node} devices each" + (f", {lost_nodes} of them lost" if lost_nodes else ""),
-            f"{batches} batches of {global_batch} samples of {workload}, microbatches of {microbatch}",
+            f"{counted(nodes, 'node')} with {counted(gpus_per_node, 'device')} each"
+            + (f", {lost_nodes} of them lost" if lost_nodes else ""),
+            f"{batches} batch{'es' * (batches != 1)} of {counted(global_batch, 'sample')} of {workload}, "
+            f"microbatches of {microbatch}",
         ):
             console.print(line, markup=False, soft_wrap=True)
         show_bad(found, console)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from resilient.data.dataset import collate, num_targets
 from resilient.data.sampler import StepSampler, microbatches
+from resilient.errors import SampleError
 from resilient.job import Job
 
 
@@ -44,10 +47,17 @@ class Feed:
         for index in map(int, indices):
             sample = job.dataset[index]
             if index not in self._checked:
-                job.model.check(sample, f"sample {index} of {type(job.dataset).__name__}")
+                name = f"sample {index} of {type(job.dataset).__name__}"
+                if not isinstance(sample, Mapping):
+                    raise SampleError(f"{name}: must map names to tensors, got {type(sample).__name__}; return a dict")
+                job.model.check(sample, name)
                 self._checked.add(index)
             samples.append(sample)
-        return {key: self._place(value) for key, value in collate(job.dataset, samples).items()}
+        try:
+            batch = collate(job.dataset, samples)
+        except SampleError as error:
+            raise SampleError(f"samples {indices.tolist()} of {type(job.dataset).__name__}: {error}") from None
+        return {key: self._place(value) for key, value in batch.items()}
 
     def _place(self, value: Tensor) -> Tensor:
         dtype = self._job.dtype if value.is_floating_point() else None

@@ -6,6 +6,7 @@ What is slow to import is imported when it is used. Must not import torch.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+from resilient.standard_output import is_of_output
 
 if TYPE_CHECKING:
     from resilient.templates.cluster import Cluster
@@ -95,10 +98,17 @@ def refusals(ctx: typer.Context) -> Iterator[None]:
 
     Args:
         ctx: Of the command.
+
+    Raises:
+        OSError: Of standard output.
     """
     try:
+        if sys.stdout is None:
+            raise ValueError("standard output must be open, got a closed one; redirect it to a file or to /dev/null")
         yield
     except (ValueError, OSError) as error:
+        if is_of_output(error):
+            raise
         _to_stderr(f"error: {in_options(error, ctx)}", "red")
         raise typer.Exit(2) from None
 

@@ -21,7 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from resilient.events import Event
-from resilient.status import JobStatus, Message, NodeStatus, count
+from resilient.status import JobStatus, Message, NodeStatus
+from resilient.templates.names import counted
 
 _TONES = {"bad": "bold red", "good": "green", "note": "cyan", "plain": ""}
 _PHASES = {"training": "green", "recovering": "bold red", "changing": "yellow", "finished": "green", "stopped": "red"}
@@ -187,7 +188,7 @@ def _pipelines(status: JobStatus, pipelines: Sequence[dict], width: int) -> Iter
             line.append(" ")
         yield line
     if len(pipelines) < len(status.pipelines):
-        yield Text(f"   and {count(len(status.pipelines) - len(pipelines), 'more pipeline')}", style="dim")
+        yield Text(f"   and {counted(len(status.pipelines) - len(pipelines), 'more pipeline')}", style="dim")
 
 
 def _fit(text: str, shorter: str, width: int) -> str:
@@ -210,7 +211,7 @@ def _nodes(status: JobStatus, height: int, width: int) -> Iterator[RenderableTyp
         padding=(0, 1),
     )
     if len(shown) < len(nodes):
-        yield Text(f"   and {count(len(nodes) - len(shown), 'more node')}", style="dim")
+        yield Text(f"   and {counted(len(nodes) - len(shown), 'more node')}", style="dim")
 
 
 def _node_table(nodes: Sequence[NodeStatus], width: int) -> Table:

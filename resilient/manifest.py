@@ -99,11 +99,16 @@ def read_manifest(path: str | Path) -> Manifest:
     Raises:
         CheckpointError: There is none, or it cannot be read.
     """
+    file = Path(path) / MANIFEST
     try:
-        return msgspec.json.decode((Path(path) / MANIFEST).read_bytes(), type=Manifest)
-    except FileNotFoundError:
+        return msgspec.json.decode(file.read_bytes(), type=Manifest)
+    except (FileNotFoundError, NotADirectoryError):
+        found = (
+            f"a folder without {MANIFEST}" if Path(path).is_dir() else "a file" if Path(path).exists() else "nothing"
+        )
         raise CheckpointError(
-            f"{path} must be a finished checkpoint, got a folder without {MANIFEST}; choose another step-* folder"
+            f"{path} must be a finished checkpoint, a folder step-* with {MANIFEST}, got {found}; choose another from "
+            f"the checkpoints/ of a run"
         ) from None
     except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{Path(path) / MANIFEST} cannot be read: {error}") from error
+        raise CheckpointError(f"{file} cannot be read ({error}); use another checkpoint") from error

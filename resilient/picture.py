@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from resilient.drawing import BLUE, GREEN, INK, PALE_BLUE, PALE_GREY, RED, legend_above, panels
 from resilient.events import Event, steps_of
 from resilient.report import PARTS, duration, number
+from resilient.templates.names import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,11 +70,11 @@ def _draw_loss(
 
 def _headline(report: Mapping[str, Any]) -> str:
     recoveries = report["recoveries"]
-    words = [f"{report['steps']} steps"]
+    words = [counted(report["steps"], "step")]
     if recoveries:
         total_ms = max(recovery["total_ms"] for recovery in recoveries)
-        count = f"{len(recoveries)} failures survived, slowest" if len(recoveries) > 1 else "a failure survived"
-        words.append(f"{count} in {duration(total_ms)}")
+        what = f"{len(recoveries)} failures survived, slowest" if len(recoveries) > 1 else "a failure survived"
+        words.append(f"{what} in {duration(total_ms)}")
     if report["joins"]:
         words.append(f"{len(report['joins'])} joins" if len(report["joins"]) > 1 else "a node joined")
     if report.get("max_loss_abs_diff") is not None:
@@ -137,7 +138,7 @@ def _draw_recoveries(axes: Axes, recoveries: Sequence[Mapping[str, Any]], left_o
 
 def _annotate_bar(axes: Axes, recovery: Mapping[str, Any], end_ms: float, row: int) -> None:
     """Write the total and, below it, every part: the narrow ones have no room in the bar."""
-    lost = "no work lost" if recovery["lost_steps"] == 0 else f"{recovery['lost_steps']} step redone"
+    lost = "no work lost" if recovery["lost_steps"] == 0 else f"{counted(recovery['lost_steps'], 'step')} redone"
     parts = [f"{part} {number(recovery[f'{part}_ms'])}" for part in PARTS if recovery[f"{part}_ms"]]
     lines = ((f"{duration(recovery['total_ms'])}, {lost}", 1, 9, INK), (" + ".join(parts), -10, 7.5, "#616e7c"))
     for text, offset, size, colour in lines:

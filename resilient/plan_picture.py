@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from resilient.drawing import BLUE, GREY, PALE_BLUE, PALE_GREY, RED, panels
+from resilient.templates.names import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,8 +73,8 @@ def _draw_throughput(axes: Axes, report: PlanReport) -> None:
     axes.legend(loc="upper right")
     axes.set_title(
         f"{report.source.removeprefix('derived: ')}\n"
-        f"{report.num_nodes} nodes x {report.devices_per_node}: {report.samples_per_s:.4g} samples/s; goes on down to "
-        f"{report.fewest_nodes} nodes with {100 * losses[-1].kept:.0f} %"
+        f"{counted(report.num_nodes, 'node')} x {report.devices_per_node}: {report.samples_per_s:.4g} samples/s; "
+        f"goes on down to {counted(report.fewest_nodes, 'node')} with {100 * losses[-1].kept:.0f} %"
     )
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from resilient.plan_report import SEQUENCES, PlanReport
+from resilient.templates.names import counted
 
 SHOWN_ROWS = 32
 """Of a table; of a longer one the first, the last and some between. The ``--json`` file has all."""
@@ -28,7 +29,7 @@ def show(report: PlanReport, console: Console) -> None:
     _lines(console, notes, style="dim")
     console.print("\nPlan", style="bold")
     console.print(_plan(report))
-    idle = f", {_count(report.num_idle, 'node')} idle" if report.num_idle else ""
+    idle = f", {counted(report.num_idle, 'node')} idle" if report.num_idle else ""
     console.print(f"a step takes {_digits(report.step_ms / 1e3)} s: {_digits(report.samples_per_s)} samples/s{idle}")
     console.print("\nAs nodes are lost", style="bold")
     console.print(_losses(report))
@@ -45,10 +46,10 @@ def _headline(report: PlanReport) -> list[str]:
     num_pipelines = report.max_failures + 1
     return [
         report.source or "measured",
-        f"{_count(report.num_nodes, 'node')} with {_count(report.devices_per_node, 'device')}{limit} each",
+        f"{counted(report.num_nodes, 'node')} with {counted(report.devices_per_node, 'device')}{limit} each",
         f"global batch {report.global_batch}, microbatch {report.microbatch}",
-        f"to survive {_count(report.max_failures, 'failure')} at once: {_count(num_pipelines, 'pipeline')} of "
-        f"{_count(report.min_pipeline_nodes, 'node')} or more, {report.fewest_nodes} in all",
+        f"to survive {counted(report.max_failures, 'failure')} at once: {counted(num_pipelines, 'pipeline')} of "
+        f"{counted(report.min_pipeline_nodes, 'node')} or more, {report.fewest_nodes} in all",
     ]
 
 
@@ -134,7 +135,3 @@ def _digits(value: float) -> str:
 
 def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f}" if num_bytes >= 1e9 else f"{num_bytes / 1e9:.2g}"
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -13,6 +13,7 @@ from typing import Any
 
 from resilient.events import Event
 from resilient.report import PARTS, build_report, duration
+from resilient.templates.names import counted
 
 _KEPT_MESSAGES = 64
 _KEPT_LOSSES = 400
@@ -92,9 +93,10 @@ class JobStatus:
         self.job = dict(event)
         yield (
             "note",
-            f"job {event['script']}: {event['num_steps']} steps of {event['global_batch']} samples, "
-            f"{event['num_layers']} layers, {count(event['num_nodes'], 'node')}, "
-            f"survives {count(event['max_failures'], 'failure')} at a time",
+            f"job {event['script']}: {counted(event['num_steps'], 'step')} of "
+            f"{counted(event['global_batch'], 'sample')}, {counted(event['num_layers'], 'layer')}, "
+            f"{counted(event['num_nodes'], 'node')}, "
+            f"survives {counted(event['max_failures'], 'failure')} at a time",
         )
 
     def _on_listening(self, event: Event) -> Iterator[tuple[str, str]]:
@@ -138,7 +140,7 @@ class JobStatus:
             yield "bad", f"node {node} failed: {cause}"
 
     def _on_waiting(self, event: Event) -> Iterator[tuple[str, str]]:
-        missing = count(event["num_missing"], "node") + " that did not connect" if event["num_missing"] else ""
+        missing = counted(event["num_missing"], "node") + " that did not connect" if event["num_missing"] else ""
         late = [text for text in (_nodes(event["nodes"]) if event["nodes"] else "", missing) if text]
         if late:
             yield "note", f"still waiting, after {event['waited_s']} s, for {' and '.join(late)}; see the logs"
@@ -181,7 +183,7 @@ class JobStatus:
             f"{'-'.join(str(node) for node in pipeline['nodes'])} x{pipeline['num_microbatches']}"
             for pipeline in self.pipelines
         ]
-        return f"{count(len(pipelines), 'pipeline')} ({', '.join(pipelines)} microbatches)"
+        return f"{counted(len(pipelines), 'pipeline')} ({', '.join(pipelines)} microbatches)"
 
     def _continuation(self, generation: Event) -> str:
         if generation["cause"] == "resume":
@@ -240,7 +242,7 @@ class JobStatus:
 
     def _on_finished(self, event: Event) -> Iterator[tuple[str, str]]:
         self.phase = "finished"
-        yield "good", f"finished after {count(event['step'], 'step')}"
+        yield "good", f"finished after {counted(event['step'], 'step')}"
 
     def _on_stopped(self, event: Event) -> Iterator[tuple[str, str]]:
         self.phase = "stopped"
@@ -255,15 +257,10 @@ def recovery_in_words(recovery: dict[str, Any]) -> str:
     parts = ", ".join(
         f"{part} {duration(recovery[f'{part}_ms'])}" for part in PARTS if recovery[f"{part}_ms"] is not None
     )
-    lost = f"{count(recovery['lost_steps'], 'step')} redone" if recovery["lost_steps"] else "no work lost"
+    lost = f"{counted(recovery['lost_steps'], 'step')} redone" if recovery["lost_steps"] else "no work lost"
     return (
         f"recovered from the loss of {_nodes(recovery['nodes'])} in {duration(recovery['total_ms'])}, {lost} ({parts})"
     )
-
-
-def count(number: int, noun: str) -> str:
-    """Write a number of things: ``1 step``, ``3 steps``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _ranges(stages: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Looking things up by the names people type."""
+"""Words: things looked up by the names people type, and counted."""
 
 from __future__ import annotations
 
@@ -26,3 +26,8 @@ def look_up(what: str, name: str, known: Mapping[str, _T]) -> _T:
     close = [each for each in known if typed and each.startswith(typed)] or get_close_matches(typed, known, n=1)
     fix = f"did you mean {' or '.join(map(repr, close))}?" if close else "choose one of these"
     raise ValueError(f"{what} must be one of {', '.join(known)}, got {name!r}; {fix}")
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a number of things: ``1 step``, ``3 steps``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -6,6 +6,7 @@ Source: Oobleck (SOSP'23), section 4.1: with templates for consecutive sizes fro
 
 from __future__ import annotations
 
+from resilient.templates.names import counted
 from resilient.templates.plan import Problem
 from resilient.templates.template import TemplateSet
 
@@ -25,8 +26,8 @@ class TooFewNodes(ValueError):  # noqa: N818
         missing = self.needed - live
         super().__init__(
             f"the number of nodes must be at least {self.needed} (max_failures + 1 = "
-            f"{max_failures + 1} pipelines of {min_pipeline_nodes} node{'s' if min_pipeline_nodes > 1 else ''}, the "
-            f"fewest that hold the model), got {live}; add {missing} node{'s' if missing > 1 else ''}"
+            f"{counted(max_failures + 1, 'pipeline')} of {counted(min_pipeline_nodes, 'node')}, the "
+            f"fewest that hold the model), got {live}; add {counted(missing, 'node')}"
         )
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from resilient.templates.chunks import ChunkSearch
 from resilient.templates.generators import Kind, most_in_flight
+from resilient.templates.names import counted
 from resilient.templates.nodespec import node_counts
 from resilient.templates.plan import Problem
 from resilient.templates.stagecost import StageCosts, Tables
@@ -131,9 +132,9 @@ class _Search:
             )
         if not self.sizes:
             return (
-                f"min_pipeline_nodes must be at most {self.sizes.stop - 1} ({costs.num_layers} layers, at least "
-                f"{costs.fewest_per_node} stage{'s' if costs.fewest_per_node > 1 else ''} in a node), got "
-                f"{problem.min_pipeline_nodes}; lower it"
+                f"min_pipeline_nodes must be at most {self.sizes.stop - 1} ({counted(costs.num_layers, 'layer')}, "
+                f"at least {counted(costs.fewest_per_node, 'stage')} in a node), got {problem.min_pipeline_nodes}; "
+                f"lower it"
             )
         memory = problem.cluster.memory_bytes
         assert memory is not None
@@ -151,7 +152,7 @@ class _Search:
         enough, size = _enough_memory(problem, memory)
         return (
             f"memory_bytes must hold the stages of a pipeline of {self.sizes.start} to {self.sizes.stop - 1} nodes "
-            f"with what they have in flight, got {memory}; {fixes}: {enough} bytes would do for {size} nodes"
+            f"with what they have in flight, got {memory}; {fixes}: {enough} bytes would do for {counted(size, 'node')}"
         )
 
     def _least_sum(self, size: int, bound: int, *, with_sync: bool) -> Found | None:

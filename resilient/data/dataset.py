@@ -37,7 +37,7 @@ def collate(dataset: Dataset, samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Join samples to one microbatch: the data set's way, or by stacking every entry.
 
     Raises:
-        SampleError: If samples of different shape are to be stacked.
+        SampleError: If samples of different entries or shapes are to be stacked.
     """
     own = getattr(dataset, "collate", None)
     return stack(samples) if own is None else own(samples)
@@ -47,6 +47,9 @@ def stack(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Stack every entry of the samples along a new first dimension."""
     batch: dict[str, Tensor] = {}
     for key in samples[0]:
+        for sample in samples:
+            if key not in sample:
+                raise SampleError(f"entry {key!r} must be in all samples, got one of {sorted(sample)}; add it")
         values = [torch.as_tensor(sample[key]) for sample in samples]
         shapes = {tuple(value.shape) for value in values}
         if len(shapes) > 1:

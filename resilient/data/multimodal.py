@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from resilient.errors import SampleError
+
 IGNORED_LABEL = -100
 """Positions with this label are no targets."""
 
@@ -30,7 +32,14 @@ def collate_multimodal(samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor
         ``input_ids`` and ``labels`` ``[microbatch, seq]``, ``lengths [microbatch]`` and for each encoder with images
         ``{name}.pixels [num_images, channels, height, width]`` and ``{name}.sizes [num_images, 2]``: true height and
         width in pixels. Images follow one another in the order of the samples.
+
+    Raises:
+        SampleError: A sample lacks tokens or labels.
     """
+    for sample in samples:
+        for key in ("input_ids", "labels"):
+            if key not in sample:
+                raise SampleError(f"all samples must hold {key!r}, got one of {sorted(sample)}; add it")
     pad = torch.nn.utils.rnn.pad_sequence
     input_ids = [sample["input_ids"] for sample in samples]
     batch = {

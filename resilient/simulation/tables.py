@@ -10,6 +10,7 @@ from rich.table import Table
 from resilient.simulation.outcome import PARTS, Outcome
 from resilient.simulation.sweep import Row, best
 from resilient.simulation.traces import Trace
+from resilient.templates.names import counted
 
 _SHORT = {"training": "train", "redundant": "dupl.", "recovery": "recov.", "checkpointing": "ckpt"}
 
@@ -20,7 +21,7 @@ def show_trace(trace: Trace, console: Console) -> None:
     joined = sum(len(change.joined) for change in trace.changes) - trace.first_nodes
     console.print(f"\n{trace.name}", style="bold", highlight=False)
     console.print(
-        f"{trace.end_ms / 3.6e6:.4g} h, {trace.first_nodes} nodes at the start, {trace.max_nodes} at most; "
+        f"{trace.end_ms / 3.6e6:.4g} h, {counted(trace.first_nodes, 'node')} at the start, {trace.max_nodes} at most; "
         f"{lost} lost, {joined} joined",
         soft_wrap=True,
     )

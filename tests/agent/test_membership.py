@@ -91,9 +91,7 @@ def test_checkpoint_beyond_the_last_step_is_refused() -> None:
     job.start()
     assert job.stop is not None
     assert job.stop.exit_code == 1
-    assert job.stop.reason == (
-        "num_steps must be at least the 12 steps of the checkpoint, got 10; train for more steps"
-    )
+    assert job.stop.reason == "num_steps must be at least 12, the checkpoint's, got 10; train for more steps"
 
 
 def test_checkpoint_of_another_job_is_refused() -> None:

@@ -248,4 +248,4 @@ def test_nodes_that_never_come_end_the_job() -> None:
     pass_time(job, 600.0)
     assert job.stop is not None
     assert job.stop.exit_code == 1
-    assert job.stop.reason == "all nodes went away, or did not come, before the job began; see the logs"
+    assert job.stop.reason == "all nodes went away, or did not come, before the job began; see /runs/x/logs"

@@ -100,7 +100,7 @@ def test_script_that_raises_in_mid_training(tmp_path):
     [
         ("import a_module_that_nobody_has", "ModuleNotFoundError: No module named 'a_module_that_nobody_has'"),
         ("def train(:", "SyntaxError"),
-        ("raise SystemExit(7)", "exit code 7"),
+        ("raise SystemExit(7)", "exit code 7; see "),
     ],
 )
 def test_script_that_does_not_get_as_far_as_to_train(text, message, tmp_path):
@@ -111,6 +111,9 @@ def test_script_that_does_not_get_as_far_as_to_train(text, message, tmp_path):
 def test_script_that_does_not_train_at_all(tmp_path):
     run = run_job(tmp_path / "run", script=write_script(tmp_path, "print('hello')"), nodes=2)
     assert (run.exit_code, run.losses) == (0, {})
+    log = run.directory / "logs" / "node-0" / "worker-0.log"
+    assert run.reason == f"the script ended without Trainer.fit, so nothing is trained; see {log}"
+    assert "hello" in log.read_text()
 
 
 @pytest.mark.parametrize("text", ["node=x", "step=3", "node=1,phase=lunch", "node=1,when=now", ""])
@@ -129,11 +132,12 @@ def test_port_in_use(tmp_path):
     assert f"error: host and port must be an address to listen on, got 127.0.0.1:{port}" in words(done.stderr)
 
 
-def test_resume_from_a_folder_that_is_no_checkpoint(tmp_path):
-    (tmp_path / "step-00000004").mkdir()
-    done = run_command("run", "--run-dir", tmp_path / "run", "--resume", tmp_path / "step-00000004", CHAIN)
+def test_resume_from_what_is_no_checkpoint(tmp_path):
+    done = run_command("run", "--run-dir", tmp_path / "run", "--resume", tmp_path / "nowhere", CHAIN)
     assert done.returncode == 1
-    assert "must be a finished checkpoint, got a folder without manifest.json" in words(done.stderr)
+    message = f"{tmp_path}/nowhere must be a finished checkpoint, a folder step-* with manifest.json, got nothing"
+    assert message in words(done.stderr)
+    assert not (tmp_path / "run").exists()
 
 
 def test_injection_of_a_node_that_is_not_there(tmp_path):

@@ -39,19 +39,23 @@ def test_resuming_from_no_checkpoint_fails_with_the_reason(tmp_path: Path) -> No
     arguments = ["run", "--resume", str(tmp_path), "--run-dir", str(tmp_path / "run"), str(tmp_path / "s.py")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
+    assert result.output.startswith(f"error: {tmp_path} must be a finished checkpoint, ")
 
 
-@pytest.mark.parametrize("error", [OSError("No space left on device"), KeyboardInterrupt()])
-def test_report_that_cannot_be_written_leaves_the_exit_code_alone(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["report", "trace"])
+@pytest.mark.parametrize("error", [OSError("No space left on device"), ValueError("damaged"), KeyboardInterrupt()])
+def test_report_or_trace_that_cannot_be_written_leaves_the_exit_code_alone(
+    error: BaseException, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "s.py").touch()
     (tmp_path / "events.jsonl").touch()
     monkeypatch.setattr(Launcher, "run", lambda _: 130)
-    monkeypatch.setattr(cli, "_write_report", Mock(side_effect=error))
-    result = CliRunner().invoke(app, ["run", "--run-dir", str(tmp_path), str(tmp_path / "s.py")])
+    for each in ("report", "trace"):
+        monkeypatch.setattr(cli, f"_write_{each}", Mock(side_effect=error if each == what else None))
+    result = CliRunner().invoke(app, ["run", "--trace", "1", "--run-dir", str(tmp_path), str(tmp_path / "s.py")])
     assert result.exit_code == 130
-    assert "error: no report in " in result.output
+    message = f"warning: the job has ended, but there is no whole {what} in {tmp_path}: {error!r}\n"
+    assert result.output == message
 
 
 def test_injecting_into_a_run_that_is_over_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,12 @@ def test_the_data_sets_own_methods_are_used() -> None:
     assert collate(dataset, [dataset[1], dataset[2]])["input"].tolist() == [1.0, 1.0, 2.0, 2.0]
 
 
+def test_entry_that_a_sample_lacks_is_named() -> None:
+    message = r"^entry 'target' must be in all samples, got one of \['input'\]; add it$"
+    with pytest.raises(SampleError, match=message):
+        collate(Plain(), [Plain()[0], {"input": torch.zeros(2)}])
+
+
 def test_samples_of_different_shape_need_a_collate() -> None:
     message = (
         r"^entry 'input' must have one shape in all samples of a microbatch, got \[\(1,\), \(2,\)\]; give the data set "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from resilient.data import collate_multimodal
+from resilient.errors import SampleError
 
 
 def test_texts_and_images_are_padded_right_and_bottom() -> None:
@@ -31,3 +33,8 @@ def test_texts_and_images_are_padded_right_and_bottom() -> None:
 def test_samples_without_images_give_no_pixels() -> None:
     batch = collate_multimodal([{"input_ids": torch.tensor([5]), "labels": torch.tensor([6])}])
     assert sorted(batch) == ["input_ids", "labels", "lengths"]
+
+
+def test_sample_without_labels_is_refused() -> None:
+    with pytest.raises(SampleError, match=r"^all samples must hold 'labels', got one of \['input_ids'\]; add it$"):
+        collate_multimodal([{"input_ids": torch.tensor([5])}])

@@ -51,6 +51,32 @@ def test_bad_sample_is_named() -> None:
         feed.batch(step, place // 2)
 
 
+def test_samples_that_cannot_be_joined_are_named() -> None:
+    class Ragged(Tokens):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            sample = super().__getitem__(index)
+            return {**sample, "late": torch.ones(1)} if index == first else sample
+
+    first, second = StepSampler(num_samples=24, global_batch=16, seed=3).indices(1)[:2].tolist()
+    message = (
+        f"samples [{first}, {second}] of Ragged: entry 'late' must be in all samples, got one of ['labels', 'tokens']; "
+        "add it"
+    )
+    with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
+        Feed(make_job(dataset=Ragged())).batch(1, 0)
+
+
+def test_sample_that_is_no_mapping_is_named() -> None:
+    class Bare(Tokens):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return (super().__getitem__(index)["tokens"],)  # pyright: ignore[reportReturnType]
+
+    first = int(StepSampler(num_samples=24, global_batch=16, seed=3).indices(1)[0])
+    message = f"sample {first} of Bare: must map names to tensors, got tuple; return a dict"
+    with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
+        Feed(make_job(dataset=Bare())).batch(1, 0)
+
+
 def test_floats_take_the_jobs_type_and_integers_keep_theirs() -> None:
     class Scaled(Tokens):
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,81 @@
+"""What a node agent says where it cannot take part."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from resilient.agent.node import NodeAgent, NodeOptions
+from resilient.messages import Health, Shutdown, Welcome, WorkerExited, decode_from_agent, encode
+
+
+@pytest.fixture
+def silent_address() -> Iterator[str]:
+    """An address whose port is taken, and nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield "127.0.0.1:{1}".format(*taken.getsockname())
+
+
+def test_address_where_nobody_answers_is_named_at_once_and_at_the_end(
+    silent_address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = NodeOptions(coordinator=silent_address, token="t", connect_timeout_s=0.01)
+    with caplog.at_level(logging.WARNING, "resilient.agent.node"):
+        assert asyncio.run(NodeAgent(options).run()) == 1
+    first, last = (record.getMessage() for record in caplog.records if record.name == "resilient.agent.node")
+    assert re.fullmatch(rf"no coordinator answers at {silent_address} \(.*\); trying for 0\.01 s", first)
+    assert re.fullmatch(
+        rf"this node: a coordinator must listen at {silent_address}, got no answer for 0\.01 s \(.*\); check that its "
+        r"job runs, was started with --host and --port of this address, and can be reached from here",
+        last,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [("script", "the script must .* no file"), ("directory", "the working folder must .* no folder")],
+)
+def test_machine_that_lacks_what_the_job_needs_says_so(name: str, missing: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").touch()
+    paths = {"script": str(tmp_path / "script.py"), "directory": str(tmp_path), name: str(tmp_path / "elsewhere")}
+    heard: list[WorkerExited] = []
+
+    async def serve(request: web.Request) -> web.WebSocketResponse:
+        connection = web.WebSocketResponse()
+        await connection.prepare(request)
+        await connection.receive_bytes()
+        welcome = Welcome(node=3, fresh=True, arguments=(), run_directory=str(tmp_path), heartbeat_s=5.0, **paths)
+        await connection.send_bytes(encode(welcome))
+        while isinstance(message := decode_from_agent(await connection.receive_bytes()), Health):
+            pass
+        assert isinstance(message, WorkerExited)
+        heard.append(message)
+        await connection.send_bytes(encode(Shutdown(exit_code=1, reason="cannot join")))
+        return connection
+
+    async def play() -> int:
+        app = web.Application()
+        app.add_routes([web.get("/agent", serve)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        try:
+            return await NodeAgent(NodeOptions(coordinator=f"{host}:{port}", token="t")).run()
+        finally:
+            await runner.cleanup()
+
+    assert asyncio.run(play()) == 1
+    (exited,) = heard
+    assert exited.exit_code == 1
+    where = rf"at the same path on every node, got {{}} {tmp_path}/elsewhere on {socket.gethostname()}; copy it there"
+    subject, _, what = missing.partition(" must .* ")
+    assert re.fullmatch(f"{subject} must be " + where.format(what), exited.error)
