@@ -67,6 +67,9 @@ class Dflop:
 
         Where memory does not hold them in any order that is tried, samples are put into microbatches by memory instead.
         Of answers that do not fit either, the one that comes nearest is returned.
+
+        Raises:
+            ValueError: Memory is too small for a sample, even alone; the message names it.
         """
         _, _, speeds = slots(replicas)
         weights = stage_weights(setting, configuration, batch)
@@ -74,9 +77,12 @@ class Dflop:
         bucket = fill_buckets(weights, speeds, time_limit_s=self.time_limit_s)
         place, used = _placed(bucket, weights, batch, replicas, rooms)
         if used > 1:
-            by_memory = longest_first(kept_shares(setting, configuration, batch), np.ones(len(speeds)))
+            by_memory = longest_first(kept_shares(setting, configuration, batch, replicas), np.ones(len(speeds)))
             other, less = _placed(by_memory, weights, batch, replicas, rooms)
             place = other if less < used else place
+            for number, room in enumerate(rooms):
+                if room is not None:
+                    room.check(batch, np.flatnonzero(place.replica == number))
         return Assignment(units=dict.fromkeys(configuration.units, place))
 
 

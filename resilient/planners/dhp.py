@@ -62,7 +62,7 @@ class DHP:
         Raises:
             ValueError: A sample, or all of them, are too long for the memory; the message says what to change.
         """
-        sequences = sequences_of(setting, configuration, batch)
+        sequences = sequences_of(setting, configuration, batch, replicas)
         ranks = ranks_of(setting, configuration)
         usable = int(np.isfinite(ranks.start_ms).sum())
         if len(batch) and sequences.kept.max() > usable:
@@ -81,8 +81,10 @@ class DHP:
         return Assignment(units=dict.fromkeys(configuration.units, place))
 
 
-def sequences_of(setting: Setting, configuration: Configuration, batch: SampleTable) -> Sequences:
-    """Return what samples cost on one rank."""
+def sequences_of(
+    setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica] = ()
+) -> Sequences:
+    """Return what samples cost on one rank; of memory, where replicas are not as configured, on that with least."""
     tp, lengths = configuration.units[LLM].tp, batch.units[LLM]
     work = setting.costs.by_name[LLM].work(tp)
     factor = setting.correction.factor(LLM, tp, lengths.longest)
@@ -94,7 +96,7 @@ def sequences_of(setting: Setting, configuration: Configuration, batch: SampleTa
         attention_ms=work.attention * lengths.squares * factor,
         other_ms=other,
         tokens=lengths.tokens.astype(np.float64),
-        kept=kept_shares(setting, configuration, batch),
+        kept=kept_shares(setting, configuration, batch, replicas),
     )
 
 

@@ -65,15 +65,22 @@ class DistTrain:
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
     ) -> Assignment:
-        """Spread samples over replicas and order each replica's microbatches; all units place a sample alike."""
+        """Spread samples over replicas and order each replica's microbatches; all units place a sample alike.
+
+        Raises:
+            ValueError: Memory is too small for a sample, even alone; the message names it.
+        """
         forward, backward, calls = _stage_ms(setting, configuration, batch)
         rooms = Room.of_each(setting, configuration, replicas)
         replica = longest_first((forward + backward).sum(axis=0), [each.speed for each in replicas])
         microbatch = np.zeros(len(batch), np.int64)
         for number, each in enumerate(replicas):
             own = np.flatnonzero(replica == number)
+            room = rooms[number]
+            if room is not None:
+                room.check(batch, own)
             samples = _Samples(batch[own], forward[:, own], backward[:, own], calls)
-            microbatch[own] = self._microbatches(samples, each.num_microbatches, rooms[number])
+            microbatch[own] = self._microbatches(samples, each.num_microbatches, room)
         place = Place(replica=replica, microbatch=microbatch)
         return Assignment(units=dict.fromkeys(configuration.units, place))
 

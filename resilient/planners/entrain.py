@@ -79,7 +79,7 @@ class Entrain:
         for index, (each, room) in enumerate(zip(replicas, rooms, strict=True)):
             own = np.flatnonzero(replica == index)
             if room is not None:
-                room.check(batch[own])
+                room.check(batch, own)
             encoder[own], llm[own] = _microbatches(
                 encoder_ms[own], llm_ms[own], each.num_microbatches, batch[own], room
             )
@@ -122,7 +122,7 @@ def _ways(
     encoder_ms: Floats, llm_ms: Floats, num_microbatches: int, samples: SampleTable, room: Room | None
 ) -> Iterator[tuple[Ints, Ints]]:
     """Yield what :func:`_microbatches` tries."""
-    fewest = room.fewest(samples) if room else 1
+    fewest, least = 1, room.fewest(samples) if room else 1
     while True:
         microbatch = encoder_microbatches(encoder_ms, llm_ms, num_microbatches, fewest)
         early, late = defer(encoder_ms, llm_ms, microbatch, num_microbatches)
@@ -130,7 +130,8 @@ def _ways(
         yield early, early
         if fewest >= num_microbatches or room is None:
             break
-        fewest = min(2 * max(fewest, len(np.unique(microbatch))), num_microbatches)
+        tried = max(fewest, len(np.unique(microbatch)))
+        fewest = min(least if least > tried else 2 * tried, num_microbatches)
     if room is not None:
         even = room.even(samples, num_microbatches)
         yield even, even

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from resilient.planners.planner import LLM, Configuration, Setting
+from resilient.planners.planner import LLM, Configuration, Replica, Setting
 from resilient.planners.samples import Floats, Ints, SampleTable
-from resilient.planners.stage_work import kept_bytes, state_bytes
+from resilient.planners.stage_work import kept_bytes
+from resilient.planners.survivors import left_bytes, tokens_held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,9 @@ class ActivationGrid:
         return inside * (layers / inside_layers) * (tokens / inside_tokens)
 
 
-def kept_shares(setting: Setting, configuration: Configuration, batch: SampleTable) -> Floats:
+def kept_shares(
+    setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica] = ()
+) -> Floats:
     """Return what samples take of a microbatch's room, on the device where that is most. [num_samples]
 
     The room is what parameters, gradients and the optimizer, which is sharded over replicas, leave of the memory,
@@ -73,11 +76,16 @@ def kept_shares(setting: Setting, configuration: Configuration, batch: SampleTab
         setting: The job.
         configuration: Decided, or considered.
         batch: The samples.
+        replicas: Of the language model, if they are not as configured: the room is that of the one that has least.
 
     Raises:
         ValueError: The state alone does not fit.
     """
-    stages = _stages(setting, configuration)
+    stages = _stages(
+        setting,
+        configuration,
+        replicas or [Replica(num_microbatches=configuration.num_microbatches)] * configuration.units[LLM].dp,
+    )
     if stages is None:
         return np.zeros(len(batch))
     kept = {
@@ -100,7 +108,9 @@ class _Stages(NamedTuple):
     free_bytes: Floats  # beside the state
 
 
-def _stages(setting: Setting, configuration: Configuration) -> Mapping[str, _Stages] | None:
+def _stages(
+    setting: Setting, configuration: Configuration, replicas: Sequence[Replica]
+) -> Mapping[str, _Stages] | None:
     """Return the stages of each unit, None where memory is not bounded.
 
     Raises:
@@ -110,16 +120,19 @@ def _stages(setting: Setting, configuration: Configuration) -> Mapping[str, _Sta
     if memory is None:
         return None
     found: dict[str, _Stages] = {}
-    behind, number, language = 0, configuration.num_microbatches, configuration.units[LLM]
+    behind, language = 0, configuration.units[LLM]
+    number = max(each.num_microbatches for each in replicas)
+    fewest = min(each.devices for each in replicas)
     names = [unit.name for unit in setting.costs.units]
     for unit in reversed(setting.costs.units):
         spread, early = configuration.units[unit.name], names.index(unit.name) < names.index(LLM)
         held = np.minimum(behind + np.arange(spread.pp, 0, -1), number)
         if configuration.colocated and early:
             held = np.full(spread.pp, number)
-        kept = kept_bytes(unit, replace(spread, cp=1))
+        kept = kept_bytes(unit, replace(spread, cp=1)) * tokens_held(spread, fewest)
         share = 1.0 if configuration.colocated else spread.dp / language.dp
-        found[unit.name] = _Stages(kept / share, held, memory - state_bytes(unit, spread, sharded=False))
+        state = left_bytes(unit, spread, configuration, replicas).max(axis=0)
+        found[unit.name] = _Stages(kept / share, held, memory - state)
         behind += 0 if early or configuration.colocated else spread.pp
     if configuration.colocated:
         free = np.sum([each.free_bytes for each in found.values()], axis=0) - memory * (len(found) - 1)

@@ -15,7 +15,7 @@ from resilient.planners.balance import loads, longest_first
 from resilient.planners.planner import LLM, Configuration, Replica, Setting
 from resilient.planners.samples import Floats, Ints, SampleTable
 from resilient.planners.stage_work import kept_bytes
-from resilient.planners.survivors import left_bytes
+from resilient.planners.survivors import left_bytes, tokens_held
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,11 +73,13 @@ class Room:
         for number, each in enumerate(replicas):
             if each.devices not in rooms:
                 of_one = {name: rows[number] for name, rows in state.items()}
-                rooms[each.devices] = cls._of(setting, configuration, of_one)
+                rooms[each.devices] = cls._of(setting, configuration, of_one, each.devices)
         return [rooms[each.devices] for each in replicas]
 
     @classmethod
-    def _of(cls, setting: Setting, configuration: Configuration, states: Mapping[str, Floats]) -> Room | None:
+    def _of(
+        cls, setting: Setting, configuration: Configuration, states: Mapping[str, Floats], devices: float
+    ) -> Room | None:
         memory = setting.cluster.memory_bytes
         if memory is None:
             return None
@@ -96,22 +98,29 @@ class Room:
             units[name] = Kept(
                 windows=np.arange(spread.pp, 0, -1) + behind,
                 # Of several pipelines that a stage works for, each has a part of it.
-                parts=kept_bytes(unit, spread) / (memory - state) * (configuration.units[LLM].dp / spread.dp),
+                parts=kept_bytes(unit, spread)
+                * tokens_held(spread, devices)
+                / (memory - state)
+                * (configuration.units[LLM].dp / spread.dp),
                 encodes=position < language,
             )
         return cls(units=units)
 
-    def check(self, batch: SampleTable) -> None:
+    def check(self, batch: SampleTable, own: Ints) -> None:
         """Refuse a sample that does not fit even alone.
+
+        Args:
+            batch: The global batch.
+            own: The samples of it that the replica has.
 
         Raises:
             ValueError: There is one; the message names it.
         """
         for name, unit in self.units.items():
-            tokens, part = batch.units[name].tokens, float(unit.parts.max())
+            tokens, part = batch.units[name].tokens[own], float(unit.parts.max())
             if tokens.max(initial=0) * part > 1:
                 raise ValueError(
-                    f"tokens of {batch.name(int(tokens.argmax()))} in {name!r} must be <= {int(1 / part)}, which "
+                    f"tokens of {batch.name(int(own[tokens.argmax()]))} in {name!r} must be <= {int(1 / part)}, which "
                     f"fit into memory alone, got {tokens.max()}; leave it out, or configure the job for longer samples"
                 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -14,6 +14,7 @@ from resilient.planners.costs import UnitCosts
 from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Place, Replica
 from resilient.planners.samples import Floats, Ints, Lengths, SampleTable
 from resilient.planners.stage_work import Calls, Work, stage_work
+from resilient.planners.survivors import tokens_held
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,6 +74,9 @@ class StepUnit:
             last = counts
         ring = costs.name == LLM or assignment.units[LLM].group is None
         share = 1.0 if configuration.colocated else spread.dp / configuration.units[LLM].dp
+        calls = _calls(place, cell, lengths, spread.cp, len(replicas) * width)
+        work = stage_work(costs, spread, calls, share, ring=ring)
+        held = np.repeat([tokens_held(spread, each.devices) for each in replicas], width)
         return cls(
             costs=costs,
             spread=spread,
@@ -81,9 +85,7 @@ class StepUnit:
             width=width,
             cell=cell,
             counted=(np.arange(width)[None, :] < last[:, None]).ravel(),
-            work=stage_work(
-                costs, spread, _calls(place, cell, lengths, spread.cp, len(replicas) * width), share, ring=ring
-            ),
+            work=replace(work, kept_bytes=work.kept_bytes * held),
             speeds=np.repeat([each.speed for each in replicas], width),
         )
 

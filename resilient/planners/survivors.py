@@ -76,6 +76,19 @@ def left_bytes(
     return np.stack([of_part[each.devices] for each in replicas])
 
 
+def tokens_held(spread: Parallelism, devices: float) -> float:
+    """Return how many times the tokens of before a device holds of a microbatch when others of its replica are lost.
+
+    Of those that share sequences, the ones that are left have larger parts, the last one all. Stages and ranks of
+    tensor parallelism are cut anew instead: the first of fewer stages keeps more layers of fewer microbatches.
+
+    Args:
+        spread: Of the unit, as configured.
+        devices: Part of the replica's devices that is left.
+    """
+    return min(1 / devices, spread.cp)
+
+
 def _with_memory(setting: Setting, configuration: Configuration, parts: Floats, lost_nodes: int) -> Floats:
     """Return which parts of their devices replicas have, those that lack memory for a replica's state put together."""
     memory, found = setting.cluster.memory_bytes, parts[parts > 0]

@@ -228,7 +228,10 @@ def test_what_fits_is_within_memory_in_the_simulation(memory: int, seed: int, lo
     except ValueError:
         return
     batch = table(32, seed)
-    assignment = Dflop().assign(job, found, batch, replicas)
+    try:
+        assignment = Dflop().assign(job, found, batch, replicas)
+    except ValueError:
+        return  # a sample does not fit alone
     check_places(assignment, Dflop().assign(job, found, batch, replicas), 32, list(replicas))
     if used(job, found, batch, assignment.units[LLM], replicas) <= 1:
         assert evaluate(job, found, assignment, batch, replicas).peak_bytes <= memory + 1

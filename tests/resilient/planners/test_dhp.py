@@ -15,6 +15,7 @@ from resilient.planners.balance import longest_first
 from resilient.planners.correction import UNCORRECTED, Factor
 from resilient.planners.costs import CostModel
 from resilient.planners.dhp import DHP, ranks_of, sequences_of
+from resilient.planners.evaluate import evaluate
 from resilient.planners.groups import group_ms
 from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Replica, Setting
 from resilient.planners.samples import Lengths, SampleTable
@@ -108,6 +109,23 @@ def test_memory_is_held_when_there_is_some_to_spare(counts: list[int], speed: fl
     assignment = DHP().assign(job, CONFIGURATION, batch, replicas)
     check_places(assignment, DHP().assign(job, CONFIGURATION, batch, replicas), count, replicas)
     check_groups(job, CONFIGURATION, batch, assignment)
+
+
+@pytest.mark.parametrize("memory", [600_000, 800_000, 1_400_000])
+def test_devices_that_are_left_after_losses_hold_what_they_are_given(memory: int) -> None:
+    job, whole, half = setting(memory), Replica(num_microbatches=12), Replica(num_microbatches=12, devices=0.5)
+    refused, exceeded = 0, 0
+    for seed in range(5):
+        batch = table(60, seed)
+        try:
+            found = DHP().assign(job, CONFIGURATION, batch, [half])
+        except ValueError:
+            refused += 1
+            found = DHP().assign(job, CONFIGURATION, batch, [whole])
+            exceeded += evaluate(job, CONFIGURATION, found, batch, [half]).peak_bytes > memory
+        else:
+            assert evaluate(job, CONFIGURATION, found, batch, [half]).peak_bytes <= memory
+    assert (refused, exceeded > 0) == {600_000: (5, True), 800_000: (1, False), 1_400_000: (0, False)}[memory]
 
 
 def test_a_microbatch_too_large_for_its_ranks_is_split() -> None:

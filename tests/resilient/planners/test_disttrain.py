@@ -197,6 +197,10 @@ def test_no_slower_than_other_orders_that_memory_holds(memory: int, seed: int, p
         fixed = vision.fixed * (batch.units["vision"].tokens > 0)
         rows = [vision.of(batch.units["vision"]) + fixed, *[(llm.of(batch.units[LLM]) + llm.fixed) / 4] * 4]
         times.append(np.stack(rows))
+    if max((batch.units[name].tokens * each.parts.max()).max() for name, each in room.units.items()) > 1:
+        with pytest.raises(ValueError, match=r"^tokens of sample \d+ in '\w+' must be <= "):
+            planner.assign(job, configuration, batch, replicas)
+        return
     place = planner.assign(job, configuration, batch, replicas).units[LLM].microbatch
     if len(set(place.tolist())) < 20:
         return  # no order of the microbatches that samples come in was found

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jobs_of_planners import setting
 
 from resilient.planners.memory import ActivationGrid, kept_shares
-from resilient.planners.planner import Configuration, Parallelism
+from resilient.planners.planner import Configuration, Parallelism, Replica
 from resilient.planners.samples import Lengths, SampleTable
 
 
@@ -80,6 +80,18 @@ def test_shares_count_what_stages_hold() -> None:
     room = (1e6 - 96_000) / sum(needed)
     assert shares.tolist() == pytest.approx([1 / room, 300 / 400 / room])
     assert kept_shares(setting(), two_units(2, colocated=True), batch).tolist() == [0, 0]
+
+
+def test_the_room_is_that_of_the_replica_that_lost_most() -> None:
+    job, batch = setting(1_000_000), lengths([0], [100])
+    units = {"vision": Parallelism(dp=2, pp=1, stage_layers=(4,)), "llm": Parallelism(dp=2, pp=1, stage_layers=(8,))}
+    found = Configuration(units=units, num_microbatches=3)
+    left = [Replica(num_microbatches=4), Replica(num_microbatches=2, devices=0.5)]
+    assert kept_shares(job, found, batch).tolist() == pytest.approx([100 * 800 / (1e6 - 96_000)])
+    assert kept_shares(job, found, batch, left).tolist() == pytest.approx([100 * 800 / (1e6 - 2 * 96_000)])
+    # Of two that share sequences one is left, with the whole of them and as much state as before.
+    wide = replace(found, units={name: replace(each, dp=1, cp=2) for name, each in units.items()})
+    assert kept_shares(job, wide, batch, left[1:]).tolist() == pytest.approx([2 * 100 * 800 / (1e6 - 128_000)])
 
 
 def test_frozen_parts_without_a_backward_keep_nothing() -> None:

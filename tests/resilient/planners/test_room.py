@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs_of_planners import COSTS, setting
 
+from resilient.planners.dflop import Dflop
+from resilient.planners.disttrain import DistTrain
 from resilient.planners.entrain import Entrain
 from resilient.planners.evaluate import evaluate
-from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Replica, Setting
+from resilient.planners.planner import LLM, Assignment, Configuration, Parallelism, Planner, Replica, Setting
 from resilient.planners.room import Room
 from resilient.planners.samples import Lengths, SampleTable
 from resilient.planners.survivors import survivors
@@ -27,10 +29,10 @@ def heavy(count: int, seed: int, sigma: float) -> SampleTable:
     return SampleTable(units={"vision": Lengths.of(vision), LLM: Lengths.of(text + vision // 2)})
 
 
-def spread(encoder: int, language: int) -> Configuration:
-    """Two replicas of so many stages."""
+def spread(encoder: int, language: int, cp: int = 1) -> Configuration:
+    """Two replicas of so many stages, of so many devices that share sequences."""
     stages = {"vision": (4 // encoder,) * encoder, LLM: (8 // language,) * language}
-    units = {name: Parallelism(dp=2, pp=len(each), stage_layers=each) for name, each in stages.items()}
+    units = {name: Parallelism(dp=2, pp=len(each), cp=cp, stage_layers=each) for name, each in stages.items()}
     return Configuration(units=units, num_microbatches=8)
 
 
@@ -46,7 +48,7 @@ def used(
     return most
 
 
-SPREADS = st.builds(spread, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8]))
+SPREADS = st.builds(spread, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 1, 2, 4]))
 
 
 @settings(max_examples=50, deadline=None)
@@ -137,7 +139,8 @@ def test_what_would_not_fit_is_made_to(seed: int) -> None:
     assert peaks[1] <= peaks[0] * 4 // 5
 
 
-def test_a_sample_that_does_not_fit_alone_is_named() -> None:
+@pytest.mark.parametrize("planner", [DistTrain(), Dflop(), Entrain()])
+def test_a_sample_that_does_not_fit_alone_is_named(planner: Planner) -> None:
     names = ("small.jpg", "huge.jpg", "tiny.jpg")
     batch = SampleTable(
         units={"vision": Lengths.of(np.array([10, 500, 0])), LLM: Lengths.of(np.array([10, 50, 90]))}, names=names
@@ -149,7 +152,10 @@ def test_a_sample_that_does_not_fit_alone_is_named() -> None:
     )
     configuration = spread(1, 2)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Entrain().assign(at, configuration, batch, [Replica(num_microbatches=2)] * 2)
+        planner.assign(at, configuration, batch, [Replica(num_microbatches=2)] * 2)
+    message = message.replace("'huge.jpg'", "sample 1")
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        planner.assign(at, configuration, replace(batch, names=()), [Replica(num_microbatches=2)] * 2)
 
 
 def test_memory_without_room_is_refused() -> None:

@@ -14,7 +14,7 @@ from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, U
 from resilient.planners.evaluate import evaluate
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Setting
 from resilient.planners.samples import Lengths, SampleTable
-from resilient.planners.survivors import survivors
+from resilient.planners.survivors import survivors, tokens_held
 from resilient.templates.cluster import Cluster
 
 _LAYER = UnitLayer(name="0", curves=(LayerCurves(forward=Curve(), backward_input=Curve(), backward_weight=Curve()),))
@@ -124,6 +124,11 @@ def test_survivors_have_memory_for_the_state(
     assert sum(each.devices for each in found) <= devices * (1 + 1e-6)
     assert sum(each.num_microbatches for each in found) == dp * number
     assert [each.speed for each in found] == [each.devices for each in found]
+
+
+@pytest.mark.parametrize(("cp", "devices", "times"), [(1, 0.5, 1), (4, 1.0, 1), (4, 0.75, 4 / 3), (4, 0.1, 4)])
+def test_devices_that_share_sequences_hold_larger_parts_of_them(cp: int, devices: float, times: float) -> None:
+    assert tokens_held(Parallelism(dp=1, pp=2, cp=cp, stage_layers=(1, 1)), devices) == pytest.approx(times)
 
 
 @settings(max_examples=30, deadline=None)
