@@ -193,7 +193,7 @@ class Launcher:
             await coordinator.start(host, port)
         except OSError as error:
             reason = f"host and port must be an address to listen on, got {host}:{port} ({error.strerror})"
-            raise ValueError(f"{reason}; pass port 0 for any that is free") from error
+            raise ValueError(f"{reason}; give an address of this machine, and port 0 for any that is free") from error
 
     def _settings(self) -> Settings:
         options = self._options
@@ -288,7 +288,7 @@ class Launcher:
             try:
                 callback(event)
             except (OSError, SystemExit) as error:  # of a terminal that is gone, or of rich when nobody reads any more
-                logger.warning("events are no longer shown: %r", error)
+                logger.warning("events are no longer shown, only in %s/events.jsonl: %r", self._run_directory, error)
                 self._callbacks.remove(callback)
 
     def _feed(self, event: ev.Event) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import time
 import urllib.error
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -34,6 +36,7 @@ from resilient.standard_output import Commands
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, help=__doc__)
 
 _console = Console(stderr=True, highlight=False)
+_ADDRESS = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):[1-9]\d{0,4}")
 
 
 @app.command(
@@ -50,7 +53,7 @@ def run(
     resume: Annotated[Path | None, typer.Option(help="Checkpoint folder to begin from.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<time> by default.")] = None,
     host: Annotated[str, typer.Option(help="This machine's address, for other machines to join.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any that is free.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any that is free.")] = 0,
     network_gbit_s: Annotated[
         float | None, typer.Option(help="Between two nodes, for each worker; plans count it as unlimited by default.")
     ] = None,
@@ -122,6 +125,10 @@ def agent(
 ) -> None:
     from resilient.agent import node
 
+    if not _ADDRESS.fullmatch(join):
+        raise _usage_error(f"--join must be HOST:PORT, got {join!r}; take the address from the run's job.json")
+    if not heartbeat_s > 0:
+        raise _usage_error(f"--heartbeat-s must be > 0, got {heartbeat_s:g}; leave it out for the default")
     os.environ["RESILIENT_TOKEN"] = token or _read_job(run_dir)["token"]
     options = ["--join", join, "--workers", str(workers), "--heartbeat-s", str(heartbeat_s), "--domain", domain]
     raise typer.Exit(node.main(options))
@@ -217,11 +224,13 @@ def _read_job(run_dir: Path | None) -> dict[str, str]:
         found = sorted(Path("runs").glob("*/job.json"), key=lambda path: path.stat().st_mtime)
         if not found:
             raise _usage_error("no run in ./runs; name the folder of the run with --run")
-        return json.loads(found[-1].read_text())
+        run_dir = found[-1].parent
     try:
-        return json.loads((run_dir / "job.json").read_text())
-    except OSError as error:
-        raise _usage_error(f"--run must be the folder of a run on this machine: {error}") from None
+        return msgspec.json.decode((run_dir / "job.json").read_bytes(), type=dict[str, str])
+    except (OSError, msgspec.DecodeError) as error:
+        raise _usage_error(
+            f"--run must be the folder of a run on this machine, got {run_dir} ({error}); choose one from ./runs"
+        ) from None
 
 
 def _usage_error(message: str) -> typer.Exit:

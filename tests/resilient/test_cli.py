@@ -81,3 +81,27 @@ def test_injecting_without_a_run_is_explained(what: str, tmp_path: Path, monkeyp
     result = CliRunner().invoke(app, ["inject", what, "--node", "1"])
     assert result.exit_code == 2
     assert "no run in ./runs" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--join", "head"], "--join must be HOST:PORT, got 'head'; take the address from the run's job.json"),
+        (
+            ["--join", "http://h:1"],
+            "--join must be HOST:PORT, got 'http://h:1'; take the address from the run's job.json",
+        ),
+        (["--join", "h:1", "--heartbeat-s", "0"], "--heartbeat-s must be > 0, got 0; leave it out for the default"),
+    ],
+)
+def test_agent_that_could_never_join_is_refused(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["agent", "--token", "t", *arguments])
+    assert (result.exit_code, result.output) == (2, f"error: {message}\n")
+
+
+def test_folder_of_no_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text("{")
+    result = CliRunner().invoke(app, ["inject", "leave", "--node", "1", "--run", str(tmp_path)])
+    reason = "(Input data was truncated); choose one from ./runs"
+    assert result.output == f"error: --run must be the folder of a run on this machine, got {tmp_path} {reason}\n"
+    assert result.exit_code == 2
