@@ -17,6 +17,7 @@ import os
 import queue
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -55,6 +56,8 @@ class _Waiter:
         self._works: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
         threading.Thread(target=_serve_waits, args=(self._works, self._results), name="gloo-wait", daemon=True).start()
+        # nobody closes groups that were left behind half built
+        weakref.finalize(self, self._works.put, None).atexit = False
 
     def wait(self, work: Any) -> None:
         """Wait for the work to end, or for :meth:`give_up`."""

@@ -16,7 +16,7 @@ from ranks import HOST, as_threads, join, processes
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from resilient.comm import Communicator, SoloCommunicator, StoreClient, StoreHost, connect
+from resilient.comm import Communicator, SoloCommunicator, StoreClient, StoreHost, connect, gloo
 from resilient.errors import CommunicationError
 
 
@@ -141,6 +141,14 @@ def test_interrupted_connect_ends_while_it_waits_for_a_peer() -> None:
     interrupted.put("membership changed")
     thread.join()
     assert raised == ["generation 7, rank 0: groups were not built: membership changed"]
+
+
+def test_thread_that_waits_for_groups_ends_with_them_though_nobody_closed_them() -> None:
+    before = set(threading.enumerate())
+    waiter = gloo._Waiter()
+    (thread,) = set(threading.enumerate()) - before
+    del waiter
+    thread.join()
 
 
 def test_connect_ends_whatever_goes_wrong_in_it() -> None:
