@@ -129,7 +129,7 @@ def agent(
         raise _usage_error(f"--join must be HOST:PORT, got {join!r}; take the address from the run's job.json")
     if not heartbeat_s > 0:
         raise _usage_error(f"--heartbeat-s must be > 0, got {heartbeat_s:g}; leave it out for the default")
-    os.environ["RESILIENT_TOKEN"] = token or _read_job(run_dir)["token"]
+    os.environ["RESILIENT_TOKEN"] = token or _read_job(run_dir).token
     options = ["--join", join, "--workers", str(workers), "--heartbeat-s", str(heartbeat_s), "--domain", domain]
     raise typer.Exit(node.main(options))
 
@@ -168,9 +168,9 @@ def _ask(run_dir: Path | None, what: str, body: dict[str, Any]) -> None:
     """Send a request to the coordinator of a run."""
     job = _read_job(run_dir)
     request = urllib.request.Request(
-        f"http://{job['address']}/{what}",
+        f"http://{job.address}/{what}",
         data=json.dumps(body).encode(),
-        headers={"Authorization": f"Bearer {job['token']}", "Content-Type": "application/json"},
+        headers={"Authorization": f"Bearer {job.token}", "Content-Type": "application/json"},
     )
     try:
         with urllib.request.urlopen(request, timeout=10):
@@ -180,7 +180,7 @@ def _ask(run_dir: Path | None, what: str, body: dict[str, Any]) -> None:
     except OSError as error:
         run = run_dir or "the newest run in ./runs"
         raise _usage_error(
-            f"the job of {run} does not answer at {job['address']} ({error}); if another is running, name its folder "
+            f"the job of {run} does not answer at {job.address} ({error}); if another is running, name its folder "
             f"with --run"
         ) from None
 
@@ -218,7 +218,14 @@ def parse_injection(text: str) -> Injection:
         ) from None
 
 
-def _read_job(run_dir: Path | None) -> dict[str, str]:
+class _Listening(msgspec.Struct):
+    """What a run leaves behind of where it listens."""
+
+    address: str
+    token: str
+
+
+def _read_job(run_dir: Path | None) -> _Listening:
     """Read where a run listens; the newest run that left this behind when none is named."""
     if run_dir is None:
         found = sorted(Path("runs").glob("*/job.json"), key=lambda path: path.stat().st_mtime)
@@ -226,7 +233,7 @@ def _read_job(run_dir: Path | None) -> dict[str, str]:
             raise _usage_error("no run in ./runs; name the folder of the run with --run")
         run_dir = found[-1].parent
     try:
-        return msgspec.json.decode((run_dir / "job.json").read_bytes(), type=dict[str, str])
+        return msgspec.json.decode((run_dir / "job.json").read_bytes(), type=_Listening)
     except (OSError, msgspec.DecodeError) as error:
         raise _usage_error(
             f"--run must be the folder of a run on this machine, got {run_dir} ({error}); choose one from ./runs"

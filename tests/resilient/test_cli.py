@@ -65,7 +65,7 @@ def test_injecting_into_a_run_that_is_over_names_it(tmp_path: Path, monkeypatch:
     with socket.socket() as silent:  # its port is taken, and nobody listens
         silent.bind(("127.0.0.1", 0))
         address = "127.0.0.1:{1}".format(*silent.getsockname())
-        (folder / "job.json").write_text(json.dumps({"address": address, "token": "t"}))
+        (folder / "job.json").write_text(json.dumps({"address": address, "token": "t", "pid": 1}))
         newest = CliRunner().invoke(app, ["inject", "kill", "--node", "1"])
         named = CliRunner().invoke(app, ["inject", "leave", "--node", "1", "--run", str(folder)])
     begin, end = f" does not answer at {address} (", "); if another is running, name its folder with --run\n"
