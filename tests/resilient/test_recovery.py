@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,12 +142,13 @@ def test_survivors_train_on_as_if_nothing_had_happened(rolled: bool, tmp_path: P
                 torch.testing.assert_close(state.parameters[entry.name], wanted, rtol=1e-8, atol=1e-10)
 
 
-def test_first_generation_starts_from_the_seed(tmp_path: Path) -> None:
+def test_first_generation_starts_from_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resilient.recovery.time", SimpleNamespace(time=count(1).__next__))
     job = make_job()
     member = Member(job, tmp_path)
     session, installed = member.installer.install(message(make_plan(((0, 6), 8)), 0, ""))
     assert installed.bytes_copied == 0
-    assert installed.started_at <= installed.regrouped_at <= installed.installed_at
+    assert (installed.started_at, installed.regrouped_at, installed.installed_at) == (1, 2, 3)
     whole = assemble(job.model, job.seed, torch.float64)
     for name, state in member.ledger.current.items():
         for entry in state.layout.entries:
