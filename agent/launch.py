@@ -288,7 +288,8 @@ class Launcher:
             try:
                 callback(event)
             except (OSError, SystemExit) as error:  # of a terminal that is gone, or of rich when nobody reads any more
-                logger.warning("events are no longer shown, only in %s/events.jsonl: %r", self._run_directory, error)
+                why = error if isinstance(error, OSError) else "nobody reads them any more"
+                logger.warning("events are no longer shown, only in %s/events.jsonl: %s", self._run_directory, why)
                 self._callbacks.remove(callback)
 
     def _feed(self, event: ev.Event) -> None:

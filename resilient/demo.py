@@ -25,6 +25,7 @@ from resilient.messages import Injection
 from resilient.output_files import check_outputs
 from resilient.picture import draw_report
 from resilient.report import PARTS, duration, write_report
+from resilient.templates.names import counted
 
 NUM_NODES = 5
 KILL_PHASES = ("forward", "backward", "reduce", "prepare", "commit")
@@ -143,7 +144,7 @@ def summary(report: Mapping[str, Any]) -> Table:
         names = ", ".join(f"node {node}" for node in join["nodes"])
         pause = "unknown" if join["pause_ms"] is None else duration(join["pause_ms"])
         table.add_row(f"join before step {join['step']}", names)
-        table.add_row("  training paused for", f"{pause}, {join['lost_steps']} steps lost")
+        table.add_row("  training paused for", f"{pause}, {counted(join['lost_steps'], 'step')} lost")
     table.add_row("final loss", _value(report["final_loss"], ".6f"))
     table.add_row("throughput", f"{_value(report['throughput_samples_per_s'], '.0f')} samples/s")
     for name, value in report["notes"].items():

@@ -139,15 +139,18 @@ def test_launcher_ends_though_an_import_hangs(tmp_path: Path) -> None:
     wait_for(lambda: all(map(has_ended, family)))
 
 
-@pytest.mark.parametrize("error", [OSError("no terminal"), SystemExit(1)])
+@pytest.mark.parametrize(
+    ("error", "why"), [(OSError("no terminal"), "no terminal"), (SystemExit(1), "nobody reads them any more")]
+)
 def test_whoever_shows_the_events_and_cannot_any_more_does_not_end_the_job(
-    error: BaseException, train: str, tmp_path: Path
+    error: BaseException, why: str, train: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     launcher, show = Launcher(LaunchOptions(script=train, run_directory=str(tmp_path))), Mock(side_effect=error)
     launcher.subscribe(show)
     for _ in range(2):
         launcher._on_event({"kind": "step"})
     show.assert_called_once()
+    assert caplog.messages == [f"events are no longer shown, only in {tmp_path}/events.jsonl: {why}"]
 
 
 def test_missing_script_is_named(tmp_path: Path) -> None:

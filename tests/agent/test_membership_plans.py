@@ -69,14 +69,13 @@ def test_generations_say_by_their_digest_what_templates_they_are_made_of() -> No
     assert (len(job.last("generation")["nodes"]), job.last("generation")["templates"]) == (4, digest)
 
 
-def test_job_that_cannot_be_planned_stops_after_the_attempt() -> None:
-    job = Job(num_nodes=3)
+@pytest.mark.parametrize(("num_nodes", "live"), [(3, "3 nodes are live ([0, 1, 2])"), (1, "1 node is live ([0])")])
+def test_job_that_cannot_be_planned_stops_after_the_attempt(num_nodes: int, live: str) -> None:
+    job = Job(num_nodes=num_nodes)
     job.start()
     assert job.stop is not None
     assert job.stop.exit_code == 3
-    assert job.stop.reason == (
-        "3 nodes are live ([0, 1, 2]), 4 are needed; start again with: resilient run --nodes 4 train.py"
-    )
+    assert job.stop.reason == f"{live}, 4 are needed; start again with: resilient run --nodes 4 train.py"
 
 
 def test_joiner_that_no_plans_are_prepared_for_disturbs_nobody_until_they_are() -> None:
