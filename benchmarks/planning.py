@@ -3,9 +3,10 @@
     python benchmarks/planning.py [--repeats 7]
 
 Medians after a warm-up that compiles. Layers are blocks of GPT-3 6.7B on A100s, once all equal and once all different
-by a few per cent, as measured ones are; memory, links and activation checkpointing count. Beside ours stand what was
-published or measured for others: Oobleck's table of planning latencies for one template (SOSP'23), its C++ planner on
-two shared cores, and its later restricted search (a stage is a node).
+by a few per cent, as measured ones are; memory, links and activation checkpointing count. ZB-H2 is planned for A40s:
+what its stages hold grows with their number, and there it binds. Beside ours stand what was published or measured for
+others: Oobleck's table of planning latencies for one template (SOSP'23), its C++ planner on two shared cores, and its
+later restricted search (a stage is a node).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from resilient.templates.batch_model import split_with_constraints
 from resilient.templates.compose import compose
 from resilient.templates.derive import derive_profile
 from resilient.templates.devices import cluster_of
+from resilient.templates.generators import Kind
 from resilient.templates.partition import plan_templates
 from resilient.templates.plan import Problem
 from resilient.templates.profile import LayerProfile, ModelProfile
@@ -50,9 +52,9 @@ class Row:
     others: str = ""
 
 
-def model(num_layers: int, *, equal: bool) -> ModelProfile:
+def model(num_layers: int, device: str, *, equal: bool) -> ModelProfile:
     """Make a model of that many blocks; the times of different ones are 5 per cent more or less."""
-    derived = derive_profile(MODEL, DEVICE)
+    derived = derive_profile(MODEL, device)
     block = derived.layers[1]
     draw = random.Random(0)
 
@@ -72,12 +74,12 @@ def model(num_layers: int, *, equal: bool) -> ModelProfile:
     return replace(derived, layers=tuple(map(layer, range(num_layers))))
 
 
-def job(num_layers: int, devices: int, *, equal: bool = False, **more: int) -> Problem:
+def job(num_layers: int, devices: int, *, equal: bool = False, device: str = DEVICE, **more: int | Kind) -> Problem:
     """Plan for nodes of that many devices; ``more`` are fields of the problem."""
     settings = {"num_microbatches": 1024, "max_failures": 0} | more
     return Problem(
-        profile=model(num_layers, equal=equal),
-        cluster=cluster_of(DEVICE, devices),
+        profile=model(num_layers, device, equal=equal),
+        cluster=cluster_of(device, devices),
         **settings,  # pyright: ignore[reportArgumentType]
     )
 
@@ -91,6 +93,12 @@ def one_size(num_layers: int, num_nodes: int, devices: int, *, equal: bool) -> C
 def all_sizes(num_layers: int, num_nodes: int, devices: int, *, equal: bool) -> Callable[[], TemplateSet]:
     """Search for the templates of all numbers of nodes up to one."""
     problem = job(num_layers, devices, equal=equal)
+    return lambda: plan_templates(problem, num_nodes)
+
+
+def zero_bubble(num_layers: int, num_nodes: int, devices: int, *, equal: bool) -> Callable[[], TemplateSet]:
+    """Search for the templates of all sizes where what stages hold depends on how many there are."""
+    problem = job(num_layers, devices, equal=equal, device="a40", schedule=Kind.ZB_H2)
     return lambda: plan_templates(problem, num_nodes)
 
 
@@ -117,6 +125,12 @@ def searches(repeats: int) -> list[Row]:
                 all_sizes(96, 64, 8, equal=equal),
                 "5 s",
                 "10.1 s restricted search on two cores",
+            ),
+            (
+                f"the same for ZB-H2 on A40s, 96 {kind} layers",
+                zero_bubble(96, 64, 8, equal=equal),
+                "",
+                "",
             ),
         ):
             rows.append(Row(what=what, measured=f"{median_s(call, repeats):.3f} s", target=target, others=others))

@@ -19,9 +19,8 @@ machine finds the same templates.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from resilient.templates.chunks import ChunkSearch
@@ -88,6 +87,7 @@ class _Search:
         self.problem = problem
         self.costs = StageCosts(problem)
         self._tables: dict[tuple[bool, int | None], Tables] = {}
+        self._impossible: dict[int, dict[int, int]] = {}
         self._times: list[int] = self.costs.times().tolist()
 
     @property
@@ -113,7 +113,12 @@ class _Search:
             if not corners:
                 bound *= _GROWTH
                 middle = min(max(first, bisect_left(self._times, bound)), end - 1)
-            found = self._least_sum(size, self._times[middle], with_sync=with_sync)
+            found = self._least_sum(
+                size,
+                self._times[middle],
+                with_sync=with_sync,
+                most_total=_most_total(corners, self._times[first], extra),
+            )
             ranges.append((middle + 1, end, least))
             if found is not None:
                 points = [(corner.slowest, corner.total) for corner in corners]
@@ -155,19 +160,22 @@ class _Search:
             f"with what they have in flight, got {memory}; {fixes}: {enough} bytes would do for {counted(size, 'node')}"
         )
 
-    def _least_sum(self, size: int, bound: int, *, with_sync: bool) -> Found | None:
-        from resilient.templates.search import least_sum, least_sum_of_depths
+    def _least_sum(self, size: int, bound: int, *, with_sync: bool, most_total: int = _UNLIMITED) -> Found | None:
+        """Return the template with the shortest sum under a bound; where it is above ``most_total``, None will do."""
+        from resilient.templates.depths import least_sum_of_depths
+        from resilient.templates.search import BoundedSearch
 
         num_devices = size * self.problem.cluster.devices_per_node
-        fewest, most = size * self.costs.fewest_per_node, min(self.costs.num_layers, num_devices)
+        depths = range(size * self.costs.fewest_per_node, min(self.costs.num_layers, num_devices) + 1)
 
-        @cache
-        def search(in_flight: int | None, most_stages: int | None) -> Found | None:
-            return least_sum(self._tables_of(in_flight, with_sync=with_sync), bound, num_devices, most_stages)
+        def search(num_stages: int, like: BoundedSearch | None = None) -> BoundedSearch:
+            tables = self._tables_of(self.costs.in_flight(num_stages), with_sync=with_sync)
+            return BoundedSearch(tables, bound, num_devices, like)
 
-        if self.costs.in_flight(fewest) == self.costs.in_flight(most):
-            return search(self.costs.in_flight(fewest), None)
-        return least_sum_of_depths(lambda number, up_to: search(self.costs.in_flight(number), up_to), fewest, most)
+        if self.costs.in_flight(depths.start) == self.costs.in_flight(depths.stop - 1):
+            return search(depths.start).best()
+        impossible = self._impossible.setdefault(size, {})
+        return least_sum_of_depths(search, depths, most_total, bound=bound, impossible=impossible)
 
     def _tables_of(self, in_flight: int | None, *, with_sync: bool) -> Tables:
         if (with_sync, in_flight) not in self._tables:
@@ -217,15 +225,28 @@ def _worth(corners: Sequence[_Corner], total: int, extra: range) -> int:
     if not corners:
         return _UNLIMITED
     worth = -1
+    for corner, count in _ends(corners, extra):
+        less = corner.total + count * corner.slowest - total - 1
+        if count:
+            worth = max(worth, less // count)
+        elif less >= 0:
+            return _UNLIMITED
+    return worth
+
+
+def _most_total(corners: Sequence[_Corner], slowest: int, extra: range) -> int:
+    """Return the greatest sum with which a slowest stage would make a step no longer than all found so far."""
+    if not corners:
+        return _UNLIMITED
+    return max(corner.total + count * (corner.slowest - slowest) for corner, count in _ends(corners, extra))
+
+
+def _ends(corners: Sequence[_Corner], extra: range) -> Iterator[tuple[_Corner, int]]:
+    """Yield each corner with the first and with the last number of microbatches that it is the shortest step for."""
     stops = [corner.extra for corner in corners[1:]] + [extra.stop]
     for corner, stop in zip(corners, stops, strict=True):
-        for count in (corner.extra, stop - 1):
-            less = corner.total + count * corner.slowest - total - 1
-            if count:
-                worth = max(worth, less // count)
-            elif less >= 0:
-                return _UNLIMITED
-    return worth
+        yield corner, corner.extra
+        yield corner, stop - 1
 
 
 def _enough_memory(problem: Problem, too_little: int) -> tuple[int, int]:

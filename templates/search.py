@@ -17,7 +17,7 @@ would compile all of them once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -25,10 +25,10 @@ import numpy as np
 from resilient.templates.compiled import compiled
 from resilient.templates.stagecost import STAGE_BITS, Table, Tables
 
-_NEVER = 1 << 62
+NEVER = 1 << 62
 """More than any label."""
 
-_COUNT = (1 << STAGE_BITS) - 1
+COUNT = (1 << STAGE_BITS) - 1
 """The bits of a label that hold the number of stages from its state on; the others hold the sum of their times."""
 
 
@@ -46,60 +46,57 @@ class Found(NamedTuple):
     slowest: int
 
 
-def least_sum(tables: Tables, bound: int, num_devices: int, most_stages: int | None = None) -> Found | None:
-    """Return the best template under a bound; None if there is none.
+class BoundedSearch:
+    """The search for templates under a bound on their stages; what it takes is computed when it is made.
 
     Args:
         tables: Costs of stages.
         bound: Most that a stage may take, in nanoseconds.
         num_devices: Devices of the template, a multiple of a node's.
-        most_stages: The most stages it may have; None for no limit.
+        like: A search of the same but for what stages have in flight: there is less to be computed then.
     """
-    limit = _COUNT if most_stages is None else most_stages
-    bound <<= STAGE_BITS
-    band = _band(tables, bound, num_devices)
-    if band[0, 0] > band[0, 1] or band[num_devices, 0] > band[num_devices, 1]:
-        return None
-    reach = _reach(tables, bound)
-    labels = _sums(tables, reach, band)
-    start = np.arange(len(labels) + 1)
-    stages, total, slowest, holds = _stages(tables, reach, band, start, labels, _COUNT, False)
-    if not holds or len(stages) > limit:
-        start, labels = _sums_by_stages(tables, reach, band)
-        stages, total, slowest, holds = _stages(tables, reach, band, start, labels, limit, True)
-    return Found(stages.tolist(), total >> STAGE_BITS, slowest >> STAGE_BITS) if len(stages) else None
 
+    def __init__(self, tables: Tables, bound: int, num_devices: int, like: BoundedSearch | None = None) -> None:
+        bound <<= STAGE_BITS
+        self._tables = tables
+        self._whole = num_devices * tables.sums.shape[3]
+        self._band = band = _band(tables, bound, num_devices)
+        self._none = bool(band[0, 0] > band[0, 1] or band[num_devices, 0] > band[num_devices, 1])
+        if not self._none:
+            self._reach = _reach(tables, bound) if like is None or like._none else like._reach
+            self._labels = _sums(tables, self._reach, band)
 
-def least_sum_of_depths(search: Callable[[int, int], Found | None], fewest: int, most: int) -> Found | None:
-    """Return the best template where what all stages have in flight follows from, and grows with, their number.
+    @property
+    def least(self) -> int:
+        """The label of the best template, where no more is in flight than the fewest stages would have."""
+        return NEVER if self._none else int(self._labels[self._whole])
 
-    A search that lets stages hold what fewer have in flight finds none worse than the best. So it bounds all numbers
-    from there on, and the one that it finds is tried with what belongs to it before the numbers around.
+    def fewest(self) -> int:
+        """Return the least number of stages there can be, where there is a template."""
+        tables = self._tables
+        timeless = tables._replace(sums=np.zeros_like(tables.sums), send=np.zeros_like(tables.send))
+        return int(_sums(timeless, self._reach, self._band)[self._whole])
 
-    Args:
-        search: ``search(number, most)`` returns the best of up to ``most`` stages that hold what ``number`` stages have
-            in flight.
-        fewest: The fewest stages there can be.
-        most: The most.
-    """
-    best: Found | None = None
-    ranges = [(fewest, most)]
-    while ranges:
-        first, last = ranges.pop()
-        bound = search(first, last) if first <= last else None
-        if bound is None or not _is_better(bound, best):
-            continue
-        number = len(bound.stages)
-        found = bound if number <= first else search(number, number)
-        if found is not None and _is_better(found, best):
-            best = found
-        if found is None or _is_better(bound, found):
-            ranges += [(number + 1, last), (first, number - 1)]
-    return best if best is None else search(len(best.stages), len(best.stages))
+    def labels(self) -> list[int]:
+        """Return the labels of templates, where there are any: those with a shorter sum than all of fewer stages."""
+        start, labels = self._by_stages
+        return labels[start[self._whole] : start[self._whole + 1]].tolist()
 
+    def best(self, most_stages: int = COUNT) -> Found | None:
+        """Return the best template of up to so many stages; None if there is none."""
+        if self._none:
+            return None
+        tables, reach, band = self._tables, self._reach, self._band
+        start = np.arange(len(self._labels) + 1)
+        stages, total, slowest, holds = _stages(tables, reach, band, start, self._labels, COUNT, False)
+        if not holds or len(stages) > most_stages:
+            start, labels = self._by_stages
+            stages, total, slowest, _ = _stages(tables, reach, band, start, labels, most_stages, True)
+        return Found(stages.tolist(), total >> STAGE_BITS, slowest >> STAGE_BITS) if len(stages) else None
 
-def _is_better(found: Found, than: Found | None) -> bool:
-    return than is None or (found.total, len(found.stages)) < (than.total, len(than.stages))
+    @cached_property
+    def _by_stages(self) -> tuple[Table, Table]:
+        return _sums_by_stages(self._tables, self._reach, self._band)
 
 
 @compiled
@@ -174,28 +171,31 @@ def _sums(tables: Tables, reach: Table, band: Table) -> Table:
     sums, send, ends, degrees = tables.sums, tables.send, tables.ends, tables.degrees
     next_backward = tables.next_backward
     num_layers, num_devices, size = sums.shape[3] - 1, len(band) - 1, len(tables.fewest) - 1
-    labels = np.empty((num_devices + 1) * (num_layers + 1), dtype=np.int64)
+    labels = np.full((num_devices + 1) * (num_layers + 1), NEVER)
     labels[num_layers] = 0
     for e in range(1, num_devices + 1):
         into, first = int(e % size == 0), int(e == num_devices)
-        for i in range(band[e, 0], band[e, 1] + 1):
-            best = _NEVER
-            for q in range(len(degrees)):
-                rest = e - degrees[q]
-                if degrees[q] > (e - 1) % size + 1 or band[rest, 2] >= num_layers:
-                    continue
-                fitting = ends[1, q, i, band[rest, 2] + 1]
-                free = max(ends[0, q, i, band[rest, 2] + 1], min(fitting, next_backward[i]))
-                begin, end = max(i + 1, band[rest, 0]), min(free, band[rest, 1])
-                state = rest * (num_layers + 1)
-                for again in range(2):
-                    least = _NEVER
-                    for j in range(begin, min(end, reach[again, into, q, i]) + 1):
-                        least = min(least, sums[again, first, q, j] + labels[state + j])
-                    if least < _NEVER:
-                        best = min(best, least - sums[again, 0, q, i] + send[into, i] + 1)
-                    begin, end = max(begin, free + 1), min(fitting, band[rest, 1])
-            labels[e * (num_layers + 1) + i] = best
+        state = labels[e * (num_layers + 1) : (e + 1) * (num_layers + 1)]
+        for q in range(len(degrees)):
+            rest = e - degrees[q]
+            if degrees[q] > (e - 1) % size + 1 or band[rest, 2] >= num_layers:
+                continue
+            after = labels[rest * (num_layers + 1) : (rest + 1) * (num_layers + 1)]
+            kept, fitting = ends[0, q, :, band[rest, 2] + 1], ends[1, q, :, band[rest, 2] + 1]
+            earliest, latest = band[rest, 0], band[rest, 1]
+            for again in range(2):
+                before, until, farthest = sums[again, 0, q], sums[again, first, q], reach[again, into, q]
+                for i in range(band[e, 0], band[e, 1] + 1):
+                    fit = fitting[i]
+                    free = max(kept[i], min(fit, next_backward[i]))
+                    begin, end = i + 1, min(free, latest)
+                    if again:
+                        begin, end = max(begin, free + 1), min(fit, latest)
+                    least = NEVER
+                    for j in range(max(begin, earliest), min(end, farthest[i]) + 1):
+                        least = min(least, until[j] + after[j])
+                    if least < NEVER:
+                        state[i] = min(state[i], least - before[i] + send[into, i] + 1)
     return labels
 
 
@@ -210,7 +210,7 @@ def _sums_by_stages(tables: Tables, reach: Table, band: Table) -> tuple[Table, T
     num_layers, num_devices, size = sums.shape[3] - 1, len(band) - 1, len(tables.fewest) - 1
     start = np.zeros((num_devices + 1) * (num_layers + 1) + 1, dtype=np.int64)
     labels = np.zeros(len(start), dtype=np.int64)
-    least = np.full(num_layers + 1, _NEVER)
+    least = np.full(num_layers + 1, NEVER)
     start[num_layers + 1] = count = 1
     for e in range(1, num_devices + 1):
         into, first = int(e % size == 0), int(e == num_devices)
@@ -225,7 +225,7 @@ def _sums_by_stages(tables: Tables, reach: Table, band: Table) -> tuple[Table, T
                 for j in range(max(i + 1, band[rest, 0]), end + 1):
                     state = rest * (num_layers + 1) + j
                     for k in range(start[state], start[state + 1]):
-                        stages = (labels[k] & _COUNT) + 1
+                        stages = (labels[k] & COUNT) + 1
                         again = int(j > max(ends[0, q, i, stages], next_backward[i]))
                         if j > min(ends[1, q, i, stages], reach[again, into, q, i]):
                             break
@@ -237,13 +237,13 @@ def _sums_by_stages(tables: Tables, reach: Table, band: Table) -> tuple[Table, T
                 labels = np.empty(2 * len(shorter) + most, dtype=np.int64)
                 for k in range(count):
                     labels[k] = shorter[k]
-            shortest = _NEVER
+            shortest = NEVER
             for stages in range(1, most + 1):
                 if least[stages] >> STAGE_BITS < shortest:
                     shortest = least[stages] >> STAGE_BITS
                     labels[count] = least[stages]
                     count += 1
-                least[stages] = _NEVER
+                least[stages] = NEVER
             start[e * (num_layers + 1) + i + 1] = count
     return start, labels
 
@@ -260,20 +260,20 @@ def _stages(
     next_backward = tables.next_backward
     num_layers, e, size = sums.shape[3] - 1, len(band) - 1, len(tables.fewest) - 1
     chosen = np.empty((num_layers, 2), dtype=np.int64)
-    label = _NEVER
+    label = NEVER
     for k in range(start[e * (num_layers + 1)], start[e * (num_layers + 1) + 1]):
-        if labels[k] & _COUNT <= most_stages:
+        if labels[k] & COUNT <= most_stages:
             label = min(label, labels[k])
     total, holds = label, True
     count = i = slowest = 0
-    while i < num_layers and label < _NEVER:
+    while i < num_layers and label < NEVER:
         into, first = int(e % size == 0), int(count == 0)
         longest, next_i, next_e, next_label = -1, 0, 0, 0
         for q in range(len(degrees)):
             rest = e - degrees[q]
             if degrees[q] > (e - 1) % size + 1 or band[rest, 2] >= num_layers:
                 continue
-            in_flight = label & _COUNT if by_stages else band[rest, 2] + 1
+            in_flight = label & COUNT if by_stages else band[rest, 2] + 1
             for j in range(max(i + 1, band[rest, 0]), min(ends[1, q, i, in_flight], band[rest, 1]) + 1):
                 again = int(j > max(ends[0, q, i, in_flight], next_backward[i]))
                 if j > reach[again, into, q, i]:
@@ -286,7 +286,7 @@ def _stages(
                         longest, next_i, next_e, next_label = time, j, rest, before
                         chosen[count, 0], chosen[count, 1] = j, q
         assert longest >= 0
-        q, in_flight = chosen[count, 1], label & _COUNT
+        q, in_flight = chosen[count, 1], label & COUNT
         again = int(next_i > max(ends[0, q, i, in_flight], next_backward[i]))
         time = sums[again, 0, q, next_i] - sums[again, 0, q, i] + send[into, i]
         holds = holds and time == longest and next_i <= ends[1, q, i, in_flight]

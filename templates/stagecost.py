@@ -20,6 +20,7 @@ once. The sums of later stages are taken to hide behind the backwards of the sta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -34,6 +35,9 @@ Table = npt.NDArray[np.int64]
 
 STAGE_BITS = 12
 """Sums of times are kept with the number of stages in the low bits: one comparison finds the least sum, then stages."""
+
+_UNLIMITED = 1 << 62
+"""More microbatches than there can be."""
 
 _MOST_NS = 10**14
 """Of a microbatch through all layers: about a day. Sums of times, with the number of stages, then fit into 64 bits."""
@@ -164,7 +168,7 @@ class StageCosts:
             sums=sums << STAGE_BITS,
             send=np.array(self._send, dtype=np.int64) << STAGE_BITS,
             next_backward=np.array(self._next_backward[:-1], dtype=np.int64),
-            ends=np.stack(self._ends(in_flight)),
+            ends=self._ends(in_flight),
             fewest=np.array(self._fewest, dtype=np.int64),
         )
 
@@ -183,10 +187,6 @@ class StageCosts:
 
     def spans(self) -> Spans:
         """Return the costs of stages on one device, the first degree."""
-        size = self.num_layers
-        largest = np.zeros((size, size + 1), dtype=np.int64)
-        for i in range(size):
-            largest[i, i + 1 :] = np.maximum.accumulate(self._activations[0][i:])
         forward = np.array(self._forward[0], dtype=np.int64)
         return Spans(
             forward=forward,
@@ -195,7 +195,7 @@ class StageCosts:
             held=self._held,
             kept=np.array(self._kept[0], dtype=np.int64),
             inputs=np.array(self._inputs, dtype=np.int64),
-            largest=largest,
+            largest=self._largest(0),
             next_backward=np.array(self._next_backward[:-1], dtype=np.int64),
         )
 
@@ -276,28 +276,47 @@ class StageCosts:
             fewest.append(min([self.num_layers + 1, *(count + 1 for count in before)]))
         return fewest
 
-    def _ends(self, in_flight: int | None) -> tuple[Table, Table]:
-        """Return the two ``ends`` of :class:`Tables`."""
+    def _ends(self, in_flight: int | None) -> Table:
+        """Return the ``ends`` of :class:`Tables`."""
         size = self.num_layers
-        memory = self.problem.cluster.memory_bytes
-        plain = np.full((len(self.degrees), size, size + 1), size, dtype=np.int64)
-        if memory is None:
-            return plain, plain
-        fitting = np.array(plain)
+        shape = (2, len(self.degrees), size, size + 1)
+        if self.problem.cluster.memory_bytes is None:
+            return np.full(shape, size, dtype=np.int64)
+        if in_flight is not None:
+            ends = np.arange(size) + np.count_nonzero(self._most_held >= in_flight, axis=-1)
+            return np.repeat(ends[..., None], size + 1, axis=-1)
+        counts = np.arange(size + 1)
+        ends = np.empty(shape, dtype=np.int64)
+        for kind, q, i in np.ndindex(shape[:3]):
+            ends[kind, q, i] = i + np.searchsorted(-self._most_held[kind, q, i, i + 1 :], -counts, side="right")
+        return ends
+
+    @cached_property
+    def _most_held(self) -> Table:
+        """How many microbatches stages i .. j - 1 have memory for, -1 where j <= i. [2, D, L, L + 1]
+
+        With activations kept, and with those or checkpoints.
+        """
+        size, memory = self.num_layers, self.problem.cluster.memory_bytes
+        assert memory is not None
+        most = np.empty((2, len(self.degrees), size, size + 1), dtype=np.int64)
         inputs = np.array(self._inputs, dtype=np.int64)
-        counts = np.arange(size + 1) if in_flight is None else np.full(size + 1, in_flight)
-        most_counted = int(counts[-1])
         for q, degree in enumerate(self.degrees):
             kept = np.array(self._kept[q], dtype=np.int64)
-            for i in range(size):
-                free = memory - -(-self._held[i, i + 1 :] // degree)
-                most = _times_that_fit(free, kept[i + 1 :] - kept[i], most_counted)
-                plain[q, i] = i + np.searchsorted(-most, -counts, side="right")
-                if self.problem.activation_checkpointing:
-                    free -= np.maximum.accumulate(self._activations[q][i:])
-                    most = np.maximum(most, _times_that_fit(free, inputs[i + 1 :] - inputs[i], most_counted))
-                fitting[q, i] = i + np.searchsorted(-most, -counts, side="right")
-        return plain, fitting
+            free = memory - -(-self._held // degree)
+            most[:, q] = _times_that_fit(free, kept - kept[:-1, None])
+            if self.problem.activation_checkpointing:
+                again = _times_that_fit(free - self._largest(q), inputs - inputs[:-1, None])
+                most[1, q] = np.maximum(most[1, q], again)
+        most[:, :, np.tri(size, size + 1, dtype=bool)] = -1
+        return most
+
+    def _largest(self, degree_index: int) -> Table:
+        """Return the activations of the largest of layers i .. j - 1. [L, L + 1]"""
+        largest = np.zeros((self.num_layers, self.num_layers + 1), dtype=np.int64)
+        for i in range(self.num_layers):
+            largest[i, i + 1 :] = np.maximum.accumulate(self._activations[degree_index][i:])
+        return largest
 
 
 def _check_times(sum_ns: int) -> None:
@@ -327,7 +346,6 @@ def _held_bytes(problem: Problem) -> Table:
     return held
 
 
-def _times_that_fit(free: Table, each: Table, limit: int) -> Table:
-    """Return how many times ``each`` goes into ``free`` bytes, at most ``limit``; 0 where not even nothing fits."""
-    most = np.where(each > 0, free // np.maximum(each, 1), limit)
-    return np.where(free < 0, 0, np.minimum(most, limit))
+def _times_that_fit(free: Table, each: Table) -> Table:
+    """Return how many times ``each`` goes into ``free`` bytes; 0 where not even nothing fits."""
+    return np.where(free < 0, 0, np.where(each > 0, free // np.maximum(each, 1), _UNLIMITED))
