@@ -172,8 +172,9 @@ def _ask(run_dir: Path | None, what: str, body: dict[str, Any]) -> None:
         data=json.dumps(body).encode(),
         headers={"Authorization": f"Bearer {job.token}", "Content-Type": "application/json"},
     )
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy is for the web
     try:
-        with urllib.request.urlopen(request, timeout=10):
+        with direct.open(request, timeout=10):
             pass
     except urllib.error.HTTPError as error:
         raise _usage_error(error.read().decode()) from None

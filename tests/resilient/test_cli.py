@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from http.client import parse_headers
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -73,6 +75,27 @@ def test_injecting_into_a_run_that_is_over_names_it(tmp_path: Path, monkeypatch:
         assert result.exit_code == 2
         assert result.output.startswith(f"error: the job of {run}{begin}")
         assert result.output.endswith(end)
+
+
+def test_run_is_asked_without_the_proxy_of_the_web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer() -> bytes:
+        with listener.accept()[0] as connection, connection.makefile("rb") as request:
+            asked = request.readline()
+            request.read(int(parse_headers(request)["Content-Length"]))
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        return asked
+
+    monkeypatch.delenv("no_proxy", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as silent, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(100)  # nobody comes if a proxy is asked
+        silent.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:{1}".format(*silent.getsockname()))
+        address = "127.0.0.1:{1}".format(*listener.getsockname())
+        (tmp_path / "job.json").write_text(json.dumps({"address": address, "token": "t"}))
+        asked = pool.submit(answer)
+        ended = CliRunner().invoke(app, ["inject", "leave", "--node", "1", "--run", str(tmp_path)])
+        assert (ended.exit_code, ended.output) == (0, "")
+        assert asked.result() == b"POST /leave HTTP/1.1\r\n"
 
 
 @pytest.mark.parametrize("what", ["kill", "leave"])
