@@ -39,7 +39,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from resilient.planners.costs import UnitCosts
-from resilient.planners.expected import Expected, expected, parallelism
+from resilient.planners.expected import Expected, expected, longest_ms, parallelism
 from resilient.planners.planner import Configuration, Setting
 from resilient.planners.samples import Floats, Lengths, SampleTable
 
@@ -109,7 +109,7 @@ def _options(
             each.held_bytes[pp - 1] + each.optimizer_bytes[pp - 1] / dp,
             most / dp * token_bytes,
             float(lengths.tokens.max()) * token_bytes,
-            np.full(dp.shape, _longest_ms(unit.work(each.tp).of(lengths), batch) + each.call_ms),
+            np.full(dp.shape, longest_ms(unit.work(each.tp).of(lengths), batch) + each.call_ms),
             each.sum_ms(dp, pp, setting.cluster),
             np.full(dp.shape, tail),
         )
@@ -120,12 +120,6 @@ def _options(
         kept = least * (table[PP] - 1) + np.maximum(least, table[LARGEST])
         table = table[:, (table[STATE] < memory) & (table[STATE] + kept <= memory)]
     return table[:, np.argsort(table[WHOLE], kind="stable")]
-
-
-def _longest_ms(times_ms: Floats, batch: int) -> float:
-    """Return the expected time of the longest of so many samples, drawn from these."""
-    below = (np.arange(len(times_ms) + 1) / len(times_ms)) ** batch
-    return float(np.dot(np.sort(times_ms), np.diff(below)))
 
 
 def _tail(unit: UnitCosts, lengths: Lengths, tp: int) -> Floats:

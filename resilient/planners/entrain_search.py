@@ -4,17 +4,21 @@ For each number of replicas and each degree of tensor and context parallelism of
 divided in proportion to the units' mean work, counted in device time at that degree; layers are cut into the stages
 that this makes; and
 
-    step = longest branch + (K - 1) * slowest stage + what no backward hides of the sum of gradients,
+    step = max(K, X) * slowest stage + X * (longest branch - slowest stage)
+           + what no backward hides of the sum of gradients,
 
-where a branch is an encoder's stages, those of the language model after it, the messages between stages, and
-*resharding*: each device of the smaller group sends or receives its part of the encoder's output, and of its gradient.
-K = B / (DP * mu) microbatches, so DP divides B / mu. The last term is not in the paper; without it, many replicas of
-few microbatches are chosen whose gradients take longer than the step.
+where X is 1 in the paper, and a branch is an encoder's stages, those of the language model after it, the messages
+between stages, and *resharding*: each device of the smaller group sends or receives its part of the encoder's output,
+and of its gradient. K = B / (DP * mu) microbatches, so DP divides B / mu. The last term is not in the paper; without
+it, many replicas of few microbatches are chosen whose gradients take longer than the step. Nor is X: how many times as
+long as that branch the longest sample of a batch is expected to take in all stages, if it does take longer.
+Microbatches are made as large as it is (:mod:`resilient.planners.deferral`), so the pipeline fills and empties that
+much slower; data with heavy tails take up to several times what is predicted without it.
 
-Everything is that of the mean microbatch: mu samples of mean length and mean square. Its activations count as often as
-1F1B holds them, and once more in encoders, because of deferred samples; one of those held may consist of the largest
-sample. A replica's share of a batch may have two standard deviations more than its mean. The optimizer is sharded over
-replicas.
+Everything else is that of the mean microbatch: mu samples of mean length and mean square. Its activations count as
+often as 1F1B holds them, and once more in encoders, because of deferred samples; one of those held may consist of the
+largest sample. A replica's share of a batch may have two standard deviations more than its mean. The optimizer is
+sharded over replicas.
 
 Source: Entrain, sections 4.4.1 and 4.4.2.
 """
@@ -30,6 +34,7 @@ import numpy as np
 from resilient.planners.allocation import proportional
 from resilient.planners.balance import Cuts
 from resilient.planners.costs import UnitCosts
+from resilient.planners.expected import longest_ms
 from resilient.planners.planner import Configuration, Parallelism, Setting
 from resilient.planners.samples import Floats, Lengths, SampleTable
 from resilient.planners.stage_work import exposed_sum_ms
@@ -86,6 +91,7 @@ class _Option:
         size: Devices of a stage.
         total_ms: Forward and backward of all layers.
         slowest_ms: Those of the slowest stage, by the number of stages less one.
+        sample_ms: Forward and backward of each sample in all layers, with what calls take beside.
         send_ms: Messages over a boundary between two stages.
         output_bytes: Of what the next unit gets, and of the gradient that it returns.
     """
@@ -96,6 +102,8 @@ class _Option:
         forward_ms, backward_ms = unit.layer_ms(tokens, squares, tp, cp)
         layer_ms = forward_ms + backward_ms
         self.total_ms = float(layer_ms.sum())
+        work = unit.work(tp, cp)
+        self.sample_ms = work.of(lengths) + work.fixed * (lengths.tokens > 0)
         self._cuts = Cuts(layer_ms, len(unit.layers))
         self.slowest_ms = self._cuts.slowest
         directions = 1 + any(layer.input_gradient for layer in unit.layers[1:])
@@ -158,6 +166,7 @@ def _candidates(
     """Yield what has at most one stage for each layer, whether it fits into memory or not."""
     returns = setting.costs.units[language].layers[0].input_gradient
     link = _link(setting)
+    longest: dict[tuple[_Option, ...], float] = {}
     names = [unit.name for unit in setting.costs.units]
     for dp in (each for each in range(1, min(number, setting.num_devices) + 1) if number % each == 0):
         devices = setting.num_devices // dp
@@ -179,8 +188,18 @@ def _candidates(
             backward_ms = {name: each.backward_ms(pp) for name, each, pp in zip(names, chosen, stages, strict=True)}
             spread = _spread(names, dp, chosen, stages)
             sums = exposed_sum_ms(setting.costs.units, spread, setting.cluster, backward_ms)
-            step_ms = branch + sum(filled[language:]) + (number // dp - 1) * slowest + sums
+            branch += sum(filled[language:])
+            if chosen not in longest:
+                longest[chosen] = _longest_ms(chosen, language, setting.global_batch)
+            longer = max(1.0, longest[chosen] / branch)
+            step_ms = max(number // dp, longer) * slowest + longer * (branch - slowest) + sums
             yield _Candidate(round(step_ms * 1e6), dp * sum(allocated), dp, chosen, stages)
+
+
+def _longest_ms(chosen: Sequence[_Option], language: int, batch: int) -> float:
+    """Return what the longest sample of a batch is expected to take on its way through the stages."""
+    encoders = np.max([each.sample_ms for each in chosen[:language]] or [0.0], axis=0)
+    return longest_ms(encoders + sum(each.sample_ms for each in chosen[language:]), batch)
 
 
 def _spread(

@@ -104,6 +104,12 @@ def parallelism(unit: UnitCosts, lengths: Lengths, dp: int, pp: int, tp: int) ->
     return Parallelism(dp=dp, pp=pp, tp=tp, stage_layers=cut_chain(_sample_ms(unit, tp, lengths), pp))
 
 
+def longest_ms(times_ms: Floats, batch: int) -> float:
+    """Return the expected time of the longest of so many samples, drawn from these."""
+    below = (np.arange(len(times_ms) + 1) / len(times_ms)) ** batch
+    return float(np.dot(np.sort(times_ms), np.diff(below)))
+
+
 def stage_curves(unit: UnitCosts, spread: Parallelism) -> list[tuple[Curve, Curve]]:
     """Return the forward and the backward of each stage."""
     index = unit.index(spread.tp, spread.cp)

@@ -58,6 +58,7 @@ def by_hand(at: Setting, samples: SampleTable, spread: dict[str, Parallelism]) -
     number = at.global_batch // at.microbatch // spread[LLM].dp
     link = at.cluster.inter_node if at.num_nodes > 1 else at.cluster.intra_node
     slowest, branches, tail, memory, behind = 0.0, [0.0], 0.0, 0.0, 0
+    encoders, through = np.zeros(len(samples)), np.zeros(len(samples))
     backward: dict[str, Floats] = {}
     whole: dict[str, Parallelism] = {}
     for position in reversed(range(len(names))):
@@ -80,16 +81,25 @@ def by_hand(at: Setting, samples: SampleTable, spread: dict[str, Parallelism]) -
         more = 2 * float(lengths.tokens.std()) / (at.global_batch / to.dp) ** 0.5 * 2  # microbatches of two
         held = in_flight * (tokens + more) + max(0.0, float(lengths.tokens.max()) - tokens)
         memory = max(memory, *(state_bytes(each, to, sharded=False) + kept * trains * held))
+        curve = each.work(to.tp, to.cp)
+        alone = np.where(lengths.tokens > 0, curve.of(lengths) + curve.fixed, 0.0)
         if position < language:
+            encoders = np.maximum(encoders, alone)
             llm = spread[LLM]
             shared = min(to.tp * to.cp, llm.tp * llm.cp)
             messages = 1 + at.costs.units[language].layers[0].input_gradient
             branches.append(time + messages * link.transfer_ms(each.output_bytes * tokens / shared))
         else:
             tail += time
+            through += alone
             behind += to.pp
     sums = exposed_sum_ms(at.costs.units, whole, at.cluster, backward)
-    return max(branches) + tail + (number - 1) * slowest + sums, memory
+    branch = max(branches) + tail
+    # The largest of so many that are drawn is one of the first k with probability (k / n)^B.
+    below = np.arange(len(samples) + 1.0) ** at.global_batch / len(samples) ** float(at.global_batch)
+    longest = sum(np.diff(below) * np.sort(encoders + through))
+    longer = max(1, longest / branch)
+    return max(number, longer) * slowest + longer * (branch - slowest) + sums, memory
 
 
 @settings(max_examples=40, deadline=None)
@@ -136,6 +146,24 @@ def test_no_configuration_is_better(costs: str, num_nodes: int, memory: int | No
         spread = found.units[each.name]
         assert spread.dp * found.num_microbatches == 8
         assert (len(spread.stage_layers), sum(spread.stage_layers)) == (spread.pp, len(each.layers))
+
+
+def test_few_samples_that_take_long_are_predicted_and_make_pipelines_short() -> None:
+    at, draw = replace(setting(), global_batch=64), np.random.default_rng(0)
+    even, tail = np.full(1000, 200), np.full(1000, 200)
+    tail[::50] = 6000
+    depths: list[int] = []
+    for lengths in (even, tail):
+        samples = SampleTable(units={name: Lengths.of(lengths) for name in ("vision", LLM)})
+        found = Entrain().configure(at, samples)
+        depths.append(found.units[LLM].pp)
+        taken: list[float] = []
+        for _ in range(10):
+            batch, replicas = samples[draw.permutation(1000)[:64]], survivors(at, found, 0)
+            planned = Entrain().assign(at, found, batch, replicas)
+            taken.append(evaluate(at, found, planned, batch, replicas).iteration_ms)
+        assert np.mean(taken) == pytest.approx(found.predicted_ms, rel=0.15)
+    assert depths[1] < depths[0]
 
 
 @pytest.mark.parametrize(
