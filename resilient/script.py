@@ -32,7 +32,6 @@ def job_of(script: str, arguments: Sequence[str]) -> Job:
         ValueError: It ended without training.
         Exception: What the script raised.
     """
-    how = ""
     before = sys.argv, sys.path
     token = _wanted.set(True)
     sys.argv, sys.path = [script, *arguments], [os.path.dirname(os.path.abspath(script)), *sys.path[1:]]
@@ -40,12 +39,10 @@ def job_of(script: str, arguments: Sequence[str]) -> Job:
         runpy.run_path(script, run_name="__main__")
     except _Reached as reached:
         return reached.job
-    except SystemExit as end:
-        how = f" (exit code {end.code})" if end.code else ""
     finally:
         sys.argv, sys.path = before
         _wanted.reset(token)
-    raise ValueError(f"script must call Trainer.fit, got {script}, which ended without it{how}; check its arguments")
+    raise ValueError(f"script must call Trainer.fit, got {script}, which ended without it; check its arguments")
 
 
 def hand_over(job: Job) -> None:
