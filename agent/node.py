@@ -54,6 +54,9 @@ logger = logging.getLogger(__name__)
 _PATIENCE = 6
 """A coordinator that stands still is waited for this much longer than one waits for a node: training goes on."""
 
+_MAX_FOLDER_BYTES = 70
+"""What is left of a socket's address when the names of its own folder and of the socket have been added."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
@@ -101,7 +104,7 @@ class NodeAgent:
         self._ended = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
-        with tempfile.TemporaryDirectory(prefix="resilient-") as folder:
+        with tempfile.TemporaryDirectory(prefix="resilient-", dir=_folder_of_sockets()) as folder:
             self._pool = WorkerPool(
                 address=str(Path(folder) / "agent.sock"),
                 token=self._options.token,
@@ -320,6 +323,12 @@ def _what_is_missing(welcome: Welcome) -> str:
     else:
         return ""
     return f"{missing} on {socket.gethostname()}; copy it there"
+
+
+def _folder_of_sockets() -> str:
+    """Return the folder for temporary files, or /tmp where a socket's address (107 bytes) cannot hold its path."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) <= _MAX_FOLDER_BYTES else "/tmp"
 
 
 def main(arguments: list[str]) -> int:

@@ -7,10 +7,12 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
+import pytest
 from aiohttp import WSMsgType, web
 from processes import has_ended
 
@@ -134,7 +136,11 @@ def play(folder: Path, scenario: Callable[[Coordinator], Awaitable[None]], exit_
     assert asyncio.run(run()) == exit_code
 
 
-def test_messages_are_relayed_both_ways_until_shutdown(tmp_path: Path) -> None:
+def test_messages_are_relayed_both_ways_until_shutdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / (100 * "x")  # a socket's address may have 107 bytes
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+
     async def scenario(coordinator: Coordinator) -> None:
         connection, hello = await coordinator.accept(node=0)
         assert (hello.pid, hello.num_workers, hello.node, hello.domain) == (os.getpid(), 1, None, "zone-a")
