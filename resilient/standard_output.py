@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import errno
 import io
+import os
 import sys
 from typing import Any
 
@@ -25,6 +26,7 @@ class Commands(TyperGroup):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run a command; see click."""
+        _open_closed_streams()
         codecs.register_error(__name__, _simplify)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
@@ -39,6 +41,15 @@ class Commands(TyperGroup):
             )
             Console(stderr=True, highlight=False).print(text, markup=False, style="red", soft_wrap=True)
             raise SystemExit(2) from None
+
+
+def _open_closed_streams() -> None:
+    """Put /dev/null where a standard stream is closed: what is opened next would get its number, and its text."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def is_of_output(error: Exception) -> bool:

@@ -61,3 +61,11 @@ def test_closed_standard_output_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
             app(SCHEDULE)
         message = streams[1].getvalue().decode()
     assert message == "error: standard output must be open, got a closed one; redirect it to a file or to /dev/null\n"
+
+
+def test_processes_of_a_command_get_a_standard_output_where_it_has_none() -> None:
+    script = "import os, sys; from resilient.cli import app; app(['--help'], standalone_mode=False)"
+    script += "; sys.stderr.write(str([os.get_inheritable(number) for number in range(3)]))"
+    command = ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, script]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (0, "[True, True, True]")
