@@ -33,6 +33,9 @@ from resilient.planners.room_order import fit_order
 from resilient.planners.samples import Floats, Ints, SampleTable
 from resilient.planners.slots import slots
 
+_FILLED = (1.0, 0.875, 0.75, 0.625, 0.5)
+"""Parts of the microbatches that are tried where memory is short."""
+
 
 @dataclass(frozen=True)
 class Dflop:
@@ -65,7 +68,8 @@ class Dflop:
     ) -> Assignment:
         """Put samples into microbatches such that the one that takes longest, in any unit, takes least.
 
-        Where memory does not hold them in any order that is tried, samples are put into microbatches by memory instead.
+        Where memory does not hold them in any order that is tried, samples are put into microbatches by memory instead,
+        into some of them at last: those without any may be next to one that needs all the room.
         Of answers that do not fit either, the one that comes nearest is returned.
 
         Raises:
@@ -77,9 +81,16 @@ class Dflop:
         bucket = fill_buckets(weights, speeds, time_limit_s=self.time_limit_s)
         place, used = _placed(bucket, weights, batch, replicas, rooms)
         if used > 1:
-            by_memory = longest_first(kept_shares(setting, configuration, batch, replicas), np.ones(len(speeds)))
-            other, less = _placed(by_memory, weights, batch, replicas, rooms)
-            place = other if less < used else place
+            shares = kept_shares(setting, configuration, batch, replicas)
+            for part in _FILLED:
+                count = int(np.ceil(part * len(speeds)))
+                filled = np.arange(count) * len(speeds) // count
+                by_memory = filled[longest_first(shares, np.ones(count))]
+                other, less = _placed(by_memory, weights, batch, replicas, rooms)
+                if less < used:
+                    place, used = other, less
+                if used <= 1:
+                    break
             for number, room in enumerate(rooms):
                 if room is not None:
                     room.check(batch, np.flatnonzero(place.replica == number))

@@ -255,6 +255,21 @@ def test_large_microbatches_are_kept_apart_where_memory_is_short() -> None:
     assert place.microbatch.tolist() == [0, 2, 4, 1, 3, 5]
 
 
+def test_a_sample_that_needs_all_the_room_is_next_to_empty_microbatches() -> None:
+    units = {
+        "vision": Parallelism(dp=1, pp=1, stage_layers=(4,)),
+        "llm": Parallelism(dp=1, pp=2, stage_layers=(4, 4)),
+    }
+    found = Configuration(units=units, num_microbatches=6)
+    lengths = {"vision": np.zeros(11, dtype=np.int64), "llm": np.array([1400, *[200] * 10])}
+    batch = SampleTable(units={name: Lengths.of(each) for name, each in lengths.items()})
+    # A stage of four layers holds two microbatches: room for 1500 tokens of them beside its state.
+    job, replicas = setting(4 * 16_000 + 4 * 100 * 1500), [Replica(num_microbatches=6)]
+    assignment = Dflop().assign(job, found, batch, replicas)
+    assert evaluate(job, found, assignment, batch, replicas).peak_bytes <= 4 * 16_000 + 4 * 100 * 1500
+    assert set(assignment.units[LLM].microbatch.tolist()) == {0, 2, 3, 4, 5}
+
+
 TRUTH = CostModel(units=(unit("vision", 4, 0.0003, 1e-6), unit("llm", 8, 0.002, 3e-5)))
 
 
