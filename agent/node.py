@@ -107,7 +107,6 @@ class NodeAgent:
         with tempfile.TemporaryDirectory(prefix="resilient-", dir=_folder_of_sockets()) as folder:
             self._pool = WorkerPool(
                 address=str(Path(folder) / "agent.sock"),
-                token=self._options.token,
                 num_workers=self._options.num_workers,
                 send=self._relay,
                 on_exit=self._on_worker_exit,

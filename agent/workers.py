@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 import os
+import secrets
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +36,6 @@ class WorkerPool:
 
     Args:
         address: Path of the socket to serve.
-        token: What a worker must present.
         num_workers: Workers of the node.
         send: Called with every message of a worker.
         on_exit: Called when a worker process of the present incarnation ends.
@@ -45,13 +45,12 @@ class WorkerPool:
         self,
         *,
         address: str,
-        token: str,
         num_workers: int,
         send: Callable[[FromWorker], None],
         on_exit: Callable[[WorkerExited], None],
     ) -> None:
         self._address = address
-        self._token = token
+        self._token = secrets.token_hex(16)  # of the present incarnation's workers alone
         self._num_workers = num_workers
         self._send = send
         self._on_exit = on_exit
@@ -105,6 +104,7 @@ class WorkerPool:
     def kill(self, spawner: Spawner) -> None:
         """Kill all workers and ignore whatever still comes from them."""
         self._incarnation += 1
+        self._token = secrets.token_hex(16)
         for pid in self._pids:
             spawner.send_signal(pid, signal.SIGKILL)
         self._pids.clear()
@@ -176,7 +176,7 @@ class WorkerPool:
             attach = decode_attach(await _read_frame(reader))
             known = hmac.compare_digest(attach.token, self._token) and 0 <= attach.local_rank < self._num_workers
             if not known or attach.local_rank in self._writers:
-                raise ControlError("a worker must present the job's token and a local rank of its own")
+                raise ControlError("a worker must be one that was not killed, with a local rank of its own")
             local_rank = attach.local_rank
             self._writers[local_rank] = writer
             while True:

@@ -30,7 +30,7 @@ HEADER_BYTES = 4
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """First frame of a worker: who it is, and the proof that it belongs to the job."""
+    """First frame of a worker: who it is, and the proof that its agent started it, and started no other since."""
 
     token: str
     local_rank: int
@@ -72,7 +72,7 @@ class AgentClient:
 
     Args:
         address: Path of the agent's socket.
-        token: The job's token.
+        token: What the agent gave this worker.
         node: Number of this node.
         local_rank: Which of the node's workers this is.
         run_directory: Where checkpoints and logs go.

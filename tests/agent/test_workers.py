@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 from resilient.agent.workers import WorkerPool
 from resilient.control import Attach, frame
@@ -14,28 +16,64 @@ from resilient.messages import FromWorker, Note, Welcome, encode
 NOTE = Note(name="pid", value=4711)
 
 
-def test_worker_that_speaks_before_its_start_is_confirmed_is_running(tmp_path: Path) -> None:
-    async def play(folder: str) -> None:
+@contextmanager
+def make_pool(send: Callable[[FromWorker], None]) -> Iterator[tuple[WorkerPool, str, Welcome]]:
+    """Return the pool of one worker, the address that it serves, and what it starts workers with."""
+    with tempfile.TemporaryDirectory() as folder:
+        address = str(Path(folder) / "agent.sock")
+        welcome = Welcome(
+            node=0, fresh=True, script="job.py", arguments=(), directory=folder, run_directory=folder, heartbeat_s=5.0
+        )
+        yield WorkerPool(address=address, num_workers=1, send=send, on_exit=Mock()), address, welcome
+
+
+async def attach(address: str, spawner: Mock) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect as the worker that was started last."""
+    reader, writer = await asyncio.open_unix_connection(address)
+    token = spawner.spawn.call_args.args[0].env["RESILIENT_TOKEN"]
+    writer.write(frame(encode(Attach(token=token, local_rank=0))) + frame(encode(NOTE)))
+    return reader, writer
+
+
+def test_worker_that_speaks_before_its_start_is_confirmed_is_running() -> None:
+    async def play() -> None:
         heard: asyncio.Queue[FromWorker] = asyncio.Queue()
         confirmed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        address = str(Path(folder) / "agent.sock")
-        pool = WorkerPool(address=address, token="t", num_workers=1, send=heard.put_nowait, on_exit=Mock())
-        await pool.listen()
-        welcome = Welcome(
-            node=0, fresh=True, script="job.py", arguments=(), directory=folder, run_directory=str(tmp_path),
-            heartbeat_s=5.0,
-        )  # fmt: skip
-        starting = asyncio.create_task(pool.start(Mock(spawn=lambda _: confirmed), welcome))
-        _, worker = await asyncio.open_unix_connection(address)
-        assert not pool.is_running
-        worker.write(frame(encode(Attach(token="t", local_rank=0))) + frame(encode(NOTE)))
-        assert (await heard.get()).message == NOTE
-        assert pool.is_running
-        confirmed.set_result(4711)
-        await starting
-        assert pool.is_running
-        worker.close()
-        await pool.close()
+        with make_pool(heard.put_nowait) as (pool, address, welcome):
+            await pool.listen()
+            spawner = Mock(spawn=Mock(return_value=confirmed))
+            starting = asyncio.create_task(pool.start(spawner, welcome))
+            await asyncio.sleep(0)
+            assert not pool.is_running
+            _, worker = await attach(address, spawner)
+            assert (await heard.get()).message == NOTE
+            assert pool.is_running
+            confirmed.set_result(4711)
+            await starting
+            assert pool.is_running
+            worker.close()
+            await pool.close()
 
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(play(folder))
+    asyncio.run(play())
+
+
+def test_connection_of_a_worker_that_was_killed_is_not_taken_for_that_of_the_next() -> None:
+    """It may be accepted late, from a worker that died while its agent stood still."""
+
+    async def play() -> None:
+        heard: asyncio.Queue[FromWorker] = asyncio.Queue()
+        with make_pool(heard.put_nowait) as (pool, address, welcome):
+            await pool.listen()
+            spawner = Mock(spawn=AsyncMock(return_value=4711))
+            await pool.start(spawner, welcome)
+            pool.kill(spawner)
+            reader, killed = await attach(address, spawner)
+            assert await reader.read() == b""
+            await pool.start(spawner, welcome)
+            _, worker = await attach(address, spawner)
+            assert (await heard.get()).message == NOTE
+            for writer in (killed, worker):
+                writer.close()
+            await pool.close()
+
+    asyncio.run(play())
