@@ -1,8 +1,8 @@
 """The coordinator: sockets, files and time around the membership machine.
 
 One port: ``GET /agent`` (WebSocket, node agents), ``POST /inject``, ``POST /leave``, ``GET /status``; all with the
-job's token. Holds no training state and decides nothing: see :mod:`resilient.agent.membership`. Plans are prepared in
-a thread, so that the event loop never waits for them. Must not import torch.
+job's token. Holds no training state and decides nothing: see :mod:`resilient.agent.membership.machine`. Plans are
+prepared in a thread, so that the event loop never waits for them. Must not import torch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from resilient.agent import events as ev
-from resilient.agent.membership import Membership
-from resilient.agent.state import EXIT_FAILED, Settings
+from resilient.agent.membership import events as ev
+from resilient.agent.membership.machine import Membership
+from resilient.agent.membership.state import EXIT_FAILED, Settings
 from resilient.errors import CheckpointError
-from resilient.manifest import write_manifest
-from resilient.messages import (
+from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     PHASES,
     Departure,
@@ -46,9 +45,10 @@ from resilient.messages import (
     decode_from_agent,
     encode,
 )
-from resilient.templates.plan import Problem
-from resilient.templates.profile import LayerCost, LayerProfile, ModelProfile
-from resilient.templates.replan import prepare
+from resilient.state.manifest import write_manifest
+from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
+from resilient.templates.plan import PlanningProblem
+from resilient.templates.replan.replan import prepare
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ class Coordinator:
                 self._tell(node, Shutdown(exit_code=exit_code, reason=reason))
             self._stopped.set_result(exit_code)
 
-    async def _prepare(self, problem: Problem, num_nodes: int) -> None:
+    async def _prepare(self, problem: PlanningProblem, num_nodes: int) -> None:
         try:
             await asyncio.to_thread(prepare, problem, num_nodes)
         except ValueError:
@@ -362,7 +362,7 @@ class _Connection:
 def _warm_up() -> None:
     """Load and compile what planning needs while the workers start, which takes as long."""
     layer = LayerProfile(name="layer", costs=(LayerCost(forward_ms=1.0),))
-    prepare(Problem(profile=ModelProfile(layers=(layer,)), num_microbatches=1, max_failures=0), 1)
+    prepare(PlanningProblem(profile=ModelProfile(layers=(layer,)), num_microbatches=1, max_failures=0), 1)
 
 
 async def _read(request: web.Request, kind: type[_Body]) -> _Body:

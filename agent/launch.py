@@ -16,16 +16,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from resilient.agent import events as ev
 from resilient.agent.coordinator import Coordinator
-from resilient.agent.process import Spawner, start_zygote
-from resilient.agent.state import EXIT_FAILED, Settings
-from resilient.manifest import read_manifest
-from resilient.messages import Injection
-from resilient.templates.cluster import Link
-from resilient.templates.devices import network
-from resilient.tracing import parse_steps
-from resilient.zygote import Spawn
+from resilient.agent.membership import events as ev
+from resilient.agent.membership.state import EXIT_FAILED, Settings
+from resilient.agent.process import Spawner, start_forkserver
+from resilient.observability.step_trace import parse_steps
+from resilient.protocol.forkserver import Spawn
+from resilient.protocol.messages import Injection
+from resilient.state.manifest import read_manifest
+from resilient.templates.inputs.cluster import Link
+from resilient.templates.inputs.devices import network
 
 logger = logging.getLogger(__name__)
 
@@ -159,8 +159,8 @@ class Launcher:
         self._handle_signals()
         try:
             await self._listen(coordinator)
-            spawner = self._spawner = start_zygote(
-                settings.script, on_exit=self._on_exit, on_lost=self._on_zygote_lost, new_session=True
+            spawner = self._spawner = start_forkserver(
+                settings.script, on_exit=self._on_exit, on_lost=self._on_forkserver_lost, new_session=True
             )
             for _ in range(self._options.num_nodes):
                 self._start_node_soon()
@@ -170,7 +170,7 @@ class Launcher:
                     await asyncio.wait_for(self._nodes_gone.wait(), _LINGER_S)
             return exit_code
         finally:
-            for task in self._tasks:  # they may wait for a zygote that hangs in an import
+            for task in self._tasks:  # they may wait for a forkserver that hangs in an import
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await coordinator.close()
@@ -278,7 +278,7 @@ class Launcher:
         if not self._coordinator.has_nodes and not self._nodes:
             self.stop(EXIT_FAILED, f"all node agents have ended; see {self._run_directory}/logs")
 
-    def _on_zygote_lost(self) -> None:
+    def _on_forkserver_lost(self) -> None:
         self._nodes.clear()
         self._nodes_gone.set()
         self.stop(EXIT_FAILED, "the process that starts the nodes is gone")

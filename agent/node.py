@@ -21,12 +21,12 @@ import aiohttp
 import msgspec
 import psutil
 
-from resilient import faults
-from resilient.agent.process import Spawner, SpawnError, start_zygote
+from resilient.agent.process import Spawner, SpawnError, start_forkserver
 from resilient.agent.workers import WorkerPool
-from resilient.control import frame
 from resilient.errors import ResilientError
-from resilient.messages import (
+from resilient.protocol import fault_injection as faults
+from resilient.protocol.agent_client import frame
+from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     Finished,
     FromAgentMessage,
@@ -264,7 +264,7 @@ class NodeAgent:
     def _make_spawner(self, script: str) -> Spawner:
         assert self._pool is not None
         if self._options.spawner_fd is None:
-            return start_zygote(
+            return start_forkserver(
                 script, on_exit=self._pool.on_process_exit, on_lost=lambda: self._end(1), new_session=False
             )
         connection = socket.socket(fileno=self._options.spawner_fd)

@@ -1,6 +1,6 @@
-"""Starting processes through a zygote, from asyncio.
+"""Starting processes through a forkserver, from asyncio.
 
-Owns the asking end of the zygote's socket. Used by the launcher (for nodes) and by node agents (for workers).
+Owns the asking end of the forkserver's socket. Used by the launcher (for nodes) and by node agents (for workers).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from resilient.errors import ResilientError
-from resilient.zygote import MAX_PACKET_BYTES, Signal, Spawn, Started, decode_reply
+from resilient.protocol.forkserver import MAX_PACKET_BYTES, Signal, Spawn, Started, decode_reply
 
 
 class SpawnError(ResilientError):
@@ -25,12 +25,12 @@ class SpawnError(ResilientError):
 
 
 class Spawner:
-    """Asks a zygote for processes.
+    """Asks a forkserver for processes.
 
     Args:
-        connection: The socket to the zygote.
+        connection: The socket to the forkserver.
         on_exit: Called with pid and exit code (negative for a signal) of every child that ends.
-        on_lost: Called when the zygote is gone; its children are then gone too.
+        on_lost: Called when the forkserver is gone; its children are then gone too.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Spawner:
         *,
         on_exit: Callable[[int, int], None],
         on_lost: Callable[[], None],
-        zygote: subprocess.Popen[bytes] | None = None,
+        forkserver: subprocess.Popen[bytes] | None = None,
     ) -> None:
         connection.setblocking(False)
         self._connection = connection
         self._on_exit = on_exit
         self._on_lost = on_lost
-        self._zygote = zygote
+        self._forkserver = forkserver
         self._waiting: deque[asyncio.Future[int]] = deque()
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
@@ -53,7 +53,7 @@ class Spawner:
         """Start a process and return its pid.
 
         Raises:
-            SpawnError: It could not be forked, or the zygote is gone.
+            SpawnError: It could not be forked, or the forkserver is gone.
         """
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         packet = msgspec.json.encode(request)
@@ -63,7 +63,7 @@ class Spawner:
         try:
             await asyncio.get_running_loop().sock_sendall(self._connection, packet)
         except OSError as error:
-            raise SpawnError(f"the zygote is gone: {error}") from error
+            raise SpawnError(f"the forkserver is gone: {error}") from error
         return await answer
 
     def send_signal(self, pid: int, number: signal.Signals) -> None:
@@ -71,13 +71,13 @@ class Spawner:
         self._connection.send(msgspec.json.encode(Signal(pid=pid, number=number)))
 
     async def close(self) -> None:
-        """Let the zygote go; its children die with it."""
+        """Let the forkserver go; its children die with it."""
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         self._connection.close()
-        if self._zygote is not None:
-            self._zygote.kill()
-            self._zygote.wait()
+        if self._forkserver is not None:
+            self._forkserver.kill()
+            self._forkserver.wait()
 
     async def _read(self) -> None:
         loop = asyncio.get_running_loop()
@@ -93,37 +93,37 @@ class Spawner:
         except OSError:
             pass  # a reset connection is a closed one
         for answer in self._waiting:
-            answer.set_exception(SpawnError("the zygote is gone"))
+            answer.set_exception(SpawnError("the forkserver is gone"))
         self._on_lost()
 
 
-def start_zygote(
+def start_forkserver(
     script: str,
     *,
     on_exit: Callable[[int, int], None],
     on_lost: Callable[[], None],
     new_session: bool,
 ) -> Spawner:
-    """Start a zygote that is warm for ``script``.
+    """Start a forkserver that is warm for ``script``.
 
     Args:
         script: The job's script; what it imports is imported once.
         on_exit: See :class:`Spawner`.
         on_lost: See :class:`Spawner`.
-        new_session: Whether the zygote leaves this process group (the launcher's does, so that Ctrl-C does not
+        new_session: Whether the forkserver leaves this process group (the launcher's does, so that Ctrl-C does not
             reach it; a node agent's stays, so that killing the group kills the node).
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "resilient.zygote", "--fd", str(theirs.fileno())]
+    command = [sys.executable, "-m", "resilient.protocol.forkserver", "--fd", str(theirs.fileno())]
     command += ["--parent", str(os.getpid()), "--preload", script]
-    zygote = subprocess.Popen(
-        command, pass_fds=[theirs.fileno()], env=_zygote_environment(), start_new_session=new_session
+    forkserver = subprocess.Popen(
+        command, pass_fds=[theirs.fileno()], env=_forkserver_environment(), start_new_session=new_session
     )
     theirs.close()
-    return Spawner(ours, on_exit=on_exit, on_lost=on_lost, zygote=zygote)
+    return Spawner(ours, on_exit=on_exit, on_lost=on_lost, forkserver=forkserver)
 
 
-def _zygote_environment() -> dict[str, str]:
+def _forkserver_environment() -> dict[str, str]:
     """No thread pools before the fork, and no CUDA: asking NVML for devices leaves the driver alone."""
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return {**os.environ, **single, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

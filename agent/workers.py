@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from resilient.agent.members import log_path
+from resilient.agent.membership.members import log_path
 from resilient.agent.process import Spawner
-from resilient.control import HEADER_BYTES, decode_attach, frame_size
 from resilient.errors import ControlError
-from resilient.messages import FromWorker, Welcome, WorkerExited, decode_from_worker
-from resilient.zygote import Spawn
+from resilient.protocol.agent_client import HEADER_BYTES, decode_attach, frame_size
+from resilient.protocol.forkserver import Spawn
+from resilient.protocol.messages import FromWorker, Welcome, WorkerExited, decode_from_worker
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, SiglipVisionConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
-from resilient.planners.costs import Curve
+from resilient.planners.costs.cost_model import Curve
 
 LENGTHS = {"cpu": (64, 256, 1024), "cuda": (64, 256, 1024, 4096, 16384)}
 """Fitted, by device."""

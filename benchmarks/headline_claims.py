@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.baselines import StaticContext
-from resilient.planners.cornstarch import Cornstarch
-from resilient.planners.disttrain import DistTrain
-from resilient.planners.microbatch_order import fill_intervals
-from resilient.planners.planner import LLM, Assignment, Configuration, Planner, Replica, Setting
+from resilient.planners.costs.samples import LLM, Ints, SampleTable
+from resilient.planners.packing.microbatch_order import fill_intervals
+from resilient.planners.planner import Assignment, Configuration, Planner, Replica, Setting
+from resilient.planners.published.baselines.balanced import StaticContext
+from resilient.planners.published.baselines.uniform import Uniform
+from resilient.planners.published.cornstarch.planner import Cornstarch
+from resilient.planners.published.disttrain.planner import DistTrain
 from resilient.planners.registry import planner
-from resilient.planners.samples import Ints, SampleTable
-from resilient.planners.uniform import Uniform
 
 MEASURED = "measured"
 

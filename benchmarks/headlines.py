@@ -21,15 +21,15 @@ from headline_claims import CLAIMS, MEASURED, Case, Claim, Instead, Who
 from rich.console import Console
 from rich.table import Table
 
-from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
-from resilient.planners.derive import derive_costs
-from resilient.planners.evaluate import Result, evaluate
-from resilient.planners.planner import LLM, Setting
-from resilient.planners.samples import Lengths, SampleTable
-from resilient.planners.survivors import survivors
-from resilient.planners.workloads import workload
-from resilient.templates.cluster import Link
-from resilient.templates.devices import cluster_of
+from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.derived_costs import derive_costs
+from resilient.planners.costs.samples import LLM, Lengths, SampleTable
+from resilient.planners.evaluation.evaluate import Result, evaluate
+from resilient.planners.planner import Setting
+from resilient.planners.stages.degraded_replicas import survivors
+from resilient.planners.workloads.workload import workload
+from resilient.templates.inputs.cluster import Link
+from resilient.templates.inputs.devices import cluster_of
 
 KNOWN_SAMPLES = 2000
 FILES = {"laion": "derived_laion_aesthetics_sizes.csv", "coco": "derived_coco_val2017.csv"}

@@ -26,17 +26,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from resilient.simulation.costs import Costs
-from resilient.simulation.outcome import Outcome
+from resilient.simulation.availability.spot_market import MARKETS, spot_trace
+from resilient.simulation.availability.traces import Trace, periodic_failures, read_trace
 from resilient.simulation.policies.resilient import Planner
+from resilient.simulation.replay.costs import Costs
+from resilient.simulation.replay.outcome import Outcome
 from resilient.simulation.scenario import Scenario
-from resilient.simulation.spot import MARKETS, spot_trace
-from resilient.simulation.traces import Trace, periodic_failures, read_trace
-from resilient.templates.derive import derive_profile
-from resilient.templates.devices import cluster_of
-from resilient.templates.known_models import MODELS
-from resilient.templates.nodespec import TooFewNodes
-from resilient.templates.plan import Problem
+from resilient.templates.inputs.derive import derive_profile
+from resilient.templates.inputs.devices import cluster_of
+from resilient.templates.inputs.known_models import MODELS
+from resilient.templates.plan import PlanningProblem
+from resilient.templates.search.template_sizes import TooFewNodes
 
 NODES = 30
 INTERVALS = {"6 h": 21600, "1 h": 3600, "10 min": 600}
@@ -50,7 +50,7 @@ class Model:
     """A column of the table.
 
     Args:
-        known_as: Name in :data:`resilient.templates.known_models.MODELS`, with the stated batch.
+        known_as: Name in :data:`resilient.templates.inputs.known_models.MODELS`, with the stated batch.
         simulated_batch: Samples of a step in the authors' simulation, as a multiple of the microbatch.
         save_s: What a checkpoint of Varuna takes there.
         restart_s: What a restart of Varuna takes there, loading included and a save, which it contains, taken off.
@@ -133,7 +133,7 @@ def scenario(model: Model, batch: int) -> Scenario:
     """Describe the cluster and the job."""
     microbatch = MODELS[model.known_as].microbatch
     return Scenario(
-        problem=Problem(
+        problem=PlanningProblem(
             profile=derive_profile(model.known_as, "a40"),
             num_microbatches=batch // microbatch,
             cluster=cluster_of("a40", 1),

@@ -17,9 +17,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "templates"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from simulated_steps import KINDS, random_case, ratio_to_best  # pyright: ignore[reportMissingImports]
+from tests.templates.simulated_steps import KINDS, random_case, ratio_to_best
 
 
 def ratios(kind: str, num_cases: int) -> list[float]:

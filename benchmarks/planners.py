@@ -16,27 +16,26 @@ from rich.console import Console
 from rich.table import Table
 from timing import median_s
 
-from resilient.planners.balance import loads, longest_first
-from resilient.planners.buckets import fill_buckets
-from resilient.planners.cornstarch import Cornstarch
-from resilient.planners.costs import CostModel
-from resilient.planners.derive import derive_costs
-from resilient.planners.dflop import Dflop
-from resilient.planners.dhp import DHP, ranks_of, sequences_of
-from resilient.planners.disttrain import DistTrain
-from resilient.planners.entrain import Entrain
-from resilient.planners.groups import pack, plan_groups
-from resilient.planners.masks import TEXT, PackedSequence, balance_blocks, block_rows
-from resilient.planners.microbatch_order import reorder
-from resilient.planners.nodewise import rearrange
-from resilient.planners.orchmllm import OrchMLLM
+from resilient.planners.costs.cost_model import CostModel
+from resilient.planners.costs.derived_costs import derive_costs
+from resilient.planners.costs.samples import Lengths, SampleTable
+from resilient.planners.packing.balance import loads, longest_first
+from resilient.planners.packing.microbatch_order import reorder
 from resilient.planners.planner import Configuration, Parallelism, Replica, Setting
-from resilient.planners.post_balance import balance_padded, balance_quadratic
-from resilient.planners.samples import Lengths, SampleTable
-from resilient.planners.survivors import survivors
-from resilient.planners.workloads import workload
-from resilient.templates.cluster import Cluster
-from resilient.templates.devices import cluster_of
+from resilient.planners.published.cornstarch.planner import Cornstarch
+from resilient.planners.published.dflop.planner import Dflop
+from resilient.planners.published.dflop.vector_packing import fill_buckets
+from resilient.planners.published.dhp.groups import pack, plan_groups
+from resilient.planners.published.dhp.planner import DHP, ranks_of, sequences_of
+from resilient.planners.published.disttrain.planner import DistTrain
+from resilient.planners.published.entrain.planner import Entrain
+from resilient.planners.published.orchmllm.nodewise import rearrange
+from resilient.planners.published.orchmllm.planner import OrchMLLM
+from resilient.planners.published.orchmllm.post_balance import balance_padded, balance_quadratic
+from resilient.planners.stages.degraded_replicas import survivors
+from resilient.planners.workloads.workload import workload
+from resilient.templates.inputs.cluster import Cluster
+from resilient.templates.inputs.devices import cluster_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,28 +76,6 @@ def balance() -> list[Row]:
             case="the same, a 40th of the bins slower",
             call=lambda: longest_first(weights, slowdowns),
         ),
-    ]
-
-
-def masks() -> list[Row]:
-    """Work of mask blocks, and their balance over context-parallel ranks."""
-    draw = np.random.default_rng(0)
-    runs: list[tuple[int, int, int]] = []
-    tokens = 0
-    for document in range(65_536):
-        for _ in range(int(draw.integers(1, 6))):
-            text, picture = int(draw.integers(20, 800)), int(draw.integers(256, 2500))
-            runs += [(text, document, TEXT), (picture, document, len(runs))]
-            tokens += text + picture
-        if tokens >= 65_536:
-            break
-    sequence = PackedSequence.of(runs)
-    return [
-        Row(
-            name="masks",
-            case="64k tokens with pictures over 8 ranks",
-            call=lambda: balance_blocks(block_rows(sequence).work, 8),
-        )
     ]
 
 
@@ -299,7 +276,6 @@ ROWS: tuple[Callable[[], list[Row]], ...] = (
     order,
     entrain,
     buckets,
-    masks,
     cornstarch,
     groups,
     post_balance,

@@ -27,16 +27,16 @@ from rich.console import Console
 from rich.table import Table
 from timing import median_s
 
-from resilient.templates.batch import Lines, lines, split_microbatches
-from resilient.templates.batch_model import split_with_constraints
-from resilient.templates.compose import compose
-from resilient.templates.derive import derive_profile
-from resilient.templates.devices import cluster_of
-from resilient.templates.generators import Kind
-from resilient.templates.partition import plan_templates
-from resilient.templates.plan import Problem
-from resilient.templates.profile import LayerProfile, ModelProfile
-from resilient.templates.replan import first_plan, prepare, replan, templates_for
+from resilient.templates.composition.batch_split import Lines, lines, split_microbatches
+from resilient.templates.composition.batch_split_model import split_with_constraints
+from resilient.templates.composition.compose import compose
+from resilient.templates.inputs.derive import derive_profile
+from resilient.templates.inputs.devices import cluster_of
+from resilient.templates.inputs.profile import LayerProfile, ModelProfile
+from resilient.templates.plan import PlanningProblem
+from resilient.templates.replan.replan import first_plan, prepare, replan, templates_for
+from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSet
 
 MODEL, DEVICE = "gpt3-6.7b", "a100-80gb"
@@ -74,10 +74,12 @@ def model(num_layers: int, device: str, *, equal: bool) -> ModelProfile:
     return replace(derived, layers=tuple(map(layer, range(num_layers))))
 
 
-def job(num_layers: int, devices: int, *, equal: bool = False, device: str = DEVICE, **more: int | Kind) -> Problem:
+def job(
+    num_layers: int, devices: int, *, equal: bool = False, device: str = DEVICE, **more: int | ScheduleKind
+) -> PlanningProblem:
     """Plan for nodes of that many devices; ``more`` are fields of the problem."""
     settings = {"num_microbatches": 1024, "max_failures": 0} | more
-    return Problem(
+    return PlanningProblem(
         profile=model(num_layers, device, equal=equal),
         cluster=cluster_of(device, devices),
         **settings,  # pyright: ignore[reportArgumentType]
@@ -98,7 +100,7 @@ def all_sizes(num_layers: int, num_nodes: int, devices: int, *, equal: bool) -> 
 
 def zero_bubble(num_layers: int, num_nodes: int, devices: int, *, equal: bool) -> Callable[[], TemplateSet]:
     """Search for the templates of all sizes where what stages hold depends on how many there are."""
-    problem = job(num_layers, devices, equal=equal, device="a40", schedule=Kind.ZB_H2)
+    problem = job(num_layers, devices, equal=equal, device="a40", schedule=ScheduleKind.ZB_H2)
     return lambda: plan_templates(problem, num_nodes)
 
 

@@ -36,18 +36,19 @@ from rich.console import Console
 from rich.table import Table
 from step_costs import commit_ms, load_ms, network
 
-from resilient import profiler
 from resilient.agent.launch import LaunchOptions, launch
-from resilient.demo import example_script
-from resilient.job import Job
-from resilient.profile_cache import fresh_profile
-from resilient.script import job_of
-from resilient.templates.generators import Kind, generate
-from resilient.templates.profile import ModelProfile
-from resilient.templates.schedule import Action, Op
-from resilient.templates.simulate import Costs, simulate
-from resilient.trace import ACTION, Trace
-from resilient.tracing import recorded_trace
+from resilient.cli.demo import example_script
+from resilient.observability.step_trace import recorded_trace
+from resilient.observability.trace_events import ACTION, Trace
+from resilient.profiling import profiler
+from resilient.profiling.cache import fresh_profile
+from resilient.runtime.job import Job
+from resilient.runtime.script import job_of
+from resilient.templates.inputs.profile import ModelProfile
+from resilient.templates.schedules.generators import generate
+from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.schedule import Action, Op
+from resilient.templates.schedules.simulator import Costs, simulate
 
 HERE = Path(__file__).parent
 WARM_UP_STEPS = 5
@@ -182,7 +183,7 @@ def predict(job: Job, profile: ModelProfile, generation: dict[str, Any], links: 
         forward_ms = [sum(layer.costs[0].forward_ms for layer in stage) for stage in layers]
         backward_ms = [sum(layer.backward_ms() for layer in stage) for stage in layers]
         alone = simulate(
-            generate(Kind.ONE_F_ONE_B, len(cut), pipeline["num_microbatches"]),
+            generate(ScheduleKind.ONE_F_ONE_B, len(cut), pipeline["num_microbatches"]),
             Costs(forward_ms=forward_ms, backward_input_ms=backward_ms),
         )
         commits_ms = max(commit_ms(job, [layer.name for layer in stage]) for stage in layers)
@@ -213,7 +214,7 @@ def along_schedule(
         reduce_ms=link.sum_ms,
         layer_backward_ms=layer_backward_ms,
     )
-    schedule = generate(Kind.ONE_F_ONE_B, len(states), pipeline["num_microbatches"], states=states)
+    schedule = generate(ScheduleKind.ONE_F_ONE_B, len(states), pipeline["num_microbatches"], states=states)
     return simulate(schedule, costs).iteration_ms + link.barrier_ms
 
 

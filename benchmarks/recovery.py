@@ -36,9 +36,9 @@ from rich.console import Console
 from rich.table import Table
 
 from resilient.agent.launch import Launcher, LaunchOptions
-from resilient.events import Event, read_events
-from resilient.messages import Injection
-from resilient.report import PARTS, build_report
+from resilient.observability.event_log import Event, read_events
+from resilient.observability.run_report import PARTS, build_report
+from resilient.protocol.messages import Injection
 
 HERE = Path(__file__).parent
 NUM_NODES = 3

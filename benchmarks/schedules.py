@@ -15,16 +15,19 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from resilient.templates.generators import Kind, generate
-from resilient.templates.simulate import Costs, Timeline, simulate
+from resilient.templates.schedules.generators import generate
+from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.simulator import Costs, Timeline, simulate
 
 REPEATS = 7
 LATENCIES_MS = (0.0, 0.2)
 
 
-def run(kind: Kind, num_rows: int, num_microbatches: int, latency_ms: float) -> tuple[Timeline, tuple[float, float]]:
+def run(
+    kind: ScheduleKind, num_rows: int, num_microbatches: int, latency_ms: float
+) -> tuple[Timeline, tuple[float, float]]:
     """Return the timeline, and how many milliseconds generating and simulating took."""
-    num_chunks = 2 if kind is Kind.INTERLEAVED else 1
+    num_chunks = 2 if kind is ScheduleKind.INTERLEAVED else 1
     part_ms = 1.0 / num_chunks
     costs = Costs(
         forward_ms=part_ms,
@@ -49,9 +52,9 @@ def main() -> None:
     columns = ["schedule", "generate", "simulate", *(f"bubble at {ms} F" for ms in LATENCIES_MS), "in flight"]
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
-    run(Kind.ONE_F_ONE_B, 2, 2, 0.0)
-    for kind in Kind:
-        if kind is Kind.FORWARD_ONLY:
+    run(ScheduleKind.ONE_F_ONE_B, 2, 2, 0.0)
+    for kind in ScheduleKind:
+        if kind is ScheduleKind.FORWARD_ONLY:
             continue
         taken = [run(kind, args.rows, args.microbatches, 0.0)[1] for _ in range(REPEATS)]
         timelines = [run(kind, args.rows, args.microbatches, ms)[0] for ms in LATENCIES_MS]

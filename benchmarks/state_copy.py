@@ -22,10 +22,10 @@ from rich.table import Table
 from torch import nn
 
 from resilient.comm import StoreClient, StoreHost, connect
-from resilient.copying import copy_states
 from resilient.models.layer import LayerSpec
-from resilient.state import LayerState, Layout
-from resilient.templates.transfer import Transfer
+from resilient.state.layer_state import LayerState, Layout
+from resilient.state.peer_copy import copy_states
+from resilient.templates.replan.transfer import Transfer
 
 
 def large_state(num_bytes: int, fill: float) -> LayerState:

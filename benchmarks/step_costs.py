@@ -16,13 +16,13 @@ from statistics import median
 
 import torch
 
-from resilient.comm import Communicator, SoloCommunicator, StoreClient, StoreHost, connect
-from resilient.commit import Ledger
-from resilient.feed import Feed
-from resilient.job import Job
-from resilient.messages import Outcome
-from resilient.state import LayerState
-from resilient.sync import GradientSync
+from resilient.comm import Communicator, SingleProcessCommunicator, StoreClient, StoreHost, connect
+from resilient.pipeline.gradient_sync import GradientSync
+from resilient.protocol.messages import Outcome
+from resilient.runtime.batches import Feed
+from resilient.runtime.commit import Ledger
+from resilient.runtime.job import Job
+from resilient.state.layer_state import LayerState
 
 HOST = "127.0.0.1"
 LOADS, STEPS, ROUNDS = 16, 7, 200
@@ -58,7 +58,7 @@ def commit_ms(job: Job, names: Sequence[str]) -> float:
         state.initialize(job.seed)
         ledger.current[name] = state
     trained = {i: state for i, state in enumerate(ledger.current.values()) if state.layout.num_trainable}
-    sync = GradientSync(SoloCommunicator(), trained, dict.fromkeys(trained, (0,)))
+    sync = GradientSync(SingleProcessCommunicator(), trained, dict.fromkeys(trained, (0,)))
     ledger.version = 0
     ledger.start()
 

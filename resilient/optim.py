@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from resilient.state import LayerState
+from resilient.state.layer_state import LayerState
 
 Schedule = Callable[[int], float]
 """Step (1, 2, ...) -> factor on the learning rate."""

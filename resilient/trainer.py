@@ -12,20 +12,20 @@ from typing import TextIO
 
 import torch
 
-from resilient import checkpoint, manifest
-from resilient.control import AgentClient
 from resilient.data.dataset import Dataset
-from resilient.job import Job
-from resilient.malloc import keep_freed_memory
-from resilient.messages import Note, Output
 from resilient.models.layer import Model, WholeModel
+from resilient.observability.step_trace import parse_steps
 from resilient.optim import Optimizer
-from resilient.profile_cache import job_profile
-from resilient.script import hand_over
-from resilient.solo import SoloClient
-from resilient.state import LayerState, bind
-from resilient.tracing import parse_steps
-from resilient.worker import Worker
+from resilient.profiling.cache import job_profile
+from resilient.protocol.agent_client import AgentClient
+from resilient.protocol.messages import Note, Output
+from resilient.runtime.job import Job
+from resilient.runtime.malloc import keep_freed_memory
+from resilient.runtime.script import hand_over
+from resilient.runtime.single_process import SingleProcessClient
+from resilient.runtime.worker import Worker
+from resilient.state import checkpoint, manifest
+from resilient.state.layer_state import LayerState, bind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class Trainer:
             device=_device(device),
             comm_timeout_s=comm_timeout_s,
         )
-        self._client: AgentClient | SoloClient | None = None
+        self._client: AgentClient | SingleProcessClient | None = None
         self._worker: Worker | None = None
         self._final: Path | None = None
 
@@ -144,7 +144,7 @@ class Trainer:
                 f"num_steps must be >= the resumed checkpoint's step, got {num_steps} for {resume}; train longer"
             )
         _log_to_stderr()
-        client = self._client = agent or SoloClient(_solo_directory(), str(resume) if resume else None)
+        client = self._client = agent or SingleProcessClient(_solo_directory(), str(resume) if resume else None)
         profile = job_profile(job, lambda text: client.send(Output(text=text)))
         host, traced_steps = os.environ.get("RESILIENT_HOST", "127.0.0.1"), os.environ.get("RESILIENT_TRACE", "")
         self._worker = Worker(job, profile, client, host, parse_steps(traced_steps))

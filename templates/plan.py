@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from resilient.templates.cluster import Cluster
-from resilient.templates.generators import Kind
-from resilient.templates.profile import ModelProfile
+from resilient.templates.inputs.cluster import Cluster
+from resilient.templates.inputs.profile import ModelProfile
+from resilient.templates.schedules.generators import generate
+from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.template import PipelineTemplate, StageSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class PlanningProblem:
     """What a plan is made for; the same for the whole job.
 
     Args:
@@ -37,7 +40,7 @@ class Problem:
     min_pipeline_nodes: int = 1
     activation_checkpointing: bool = True
     failure_interval_s: float = 3600.0
-    schedule: Kind = Kind.ONE_F_ONE_B
+    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
     num_chunks: int = 1
 
     def __post_init__(self) -> None:
@@ -52,20 +55,21 @@ class Problem:
                 f"num_microbatches must be at least max_failures + 1 = {self.max_failures + 1} (each pipeline "
                 f"processes one), got {self.num_microbatches}; raise the global batch or lower the microbatch"
             )
-        if self.schedule is Kind.FORWARD_ONLY:
+        if self.schedule is ScheduleKind.FORWARD_ONLY:
             raise ValueError(
-                f"schedule must train, got {self.schedule.value}; choose another, {Kind.ONE_F_ONE_B.value} needs the "
-                f"least memory"
+                f"schedule must train, got {self.schedule.value}; choose another, "
+                f"{ScheduleKind.ONE_F_ONE_B.value} needs the least memory"
             )
-        if self.num_chunks < 1 or (self.num_chunks > 1) != (self.schedule is Kind.INTERLEAVED):
+        if self.num_chunks < 1 or (self.num_chunks > 1) != (self.schedule is ScheduleKind.INTERLEAVED):
             raise ValueError(
-                f"num_chunks must be >= 2 for {Kind.INTERLEAVED.value} and 1 for all others, got {self.num_chunks} for "
-                f"{self.schedule.value}; {Kind.ONE_F_ONE_B.value} is the schedule with one stage per device"
+                f"num_chunks must be >= 2 for {ScheduleKind.INTERLEAVED.value} and 1 for all others, "
+                f"got {self.num_chunks} for {self.schedule.value}; "
+                f"{ScheduleKind.ONE_F_ONE_B.value} is the schedule with one stage per device"
             )
-        if self.schedule is Kind.INTERLEAVED and self.profile.tp_degrees[0] != 1:
+        if self.schedule is ScheduleKind.INTERLEAVED and self.profile.tp_degrees[0] != 1:
             raise ValueError(
-                f"tp_degrees must begin with 1 for {Kind.INTERLEAVED.value} (its stages have one device each), got "
-                f"{self.profile.tp_degrees}; profile that degree or choose another schedule"
+                f"tp_degrees must begin with 1 for {ScheduleKind.INTERLEAVED.value} (its stages have one device each), "
+                f"got {self.profile.tp_degrees}; profile that degree or choose another schedule"
             )
         if self.cluster.devices_per_node < self.profile.tp_degrees[0]:
             raise ValueError(
@@ -166,3 +170,29 @@ class Plan:
             for state in slot.states(profile):
                 holders[state].append(slot.rank)
         return {state: tuple(ranks) for state, ranks in holders.items()}
+
+
+def schedule_of(
+    kind: ScheduleKind, template: PipelineTemplate, num_microbatches: int, states: Sequence[Sequence[int]] | None = None
+) -> Schedule:
+    """Return the schedule of a pipeline for one step, within the memory of its devices; the same on all workers.
+
+    Args:
+        kind: The one that the template was planned for.
+        template: Of the pipeline.
+        num_microbatches: Its share of the step.
+        states: As for :func:`generate`.
+    """
+    if kind is ScheduleKind.INTERLEAVED and template.num_chunks == 1:  # a pipeline of one device has one stage
+        kind = ScheduleKind.ONE_F_ONE_B
+    limits = [stage.max_in_flight for stage in template.stages]
+    return generate(
+        kind,
+        len(template.rows),
+        num_microbatches,
+        states=states,
+        num_chunks=template.num_chunks,
+        max_in_flight=None
+        if kind is not ScheduleKind.EAGER or None in limits
+        else [limit for limit in limits if limit],
+    )

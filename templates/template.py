@@ -9,13 +9,10 @@ from functools import cached_property
 
 import msgspec
 
+from resilient.templates.common.durations import nanoseconds
+
 FORMAT_VERSION = 1
 """Of :meth:`TemplateSet.to_json`; files of another version are refused."""
-
-
-def nanoseconds(time_ms: float) -> int:
-    """Round to whole nanoseconds: planners compare times as integers, so that ties are ties on every machine."""
-    return round(time_ms * 1e6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +113,7 @@ class TemplateSet:
     counts.
 
     Args:
-        problem_digest: Of what they were computed for (:attr:`resilient.templates.plan.Problem.digest`).
+        problem_digest: Of what they were computed for (:attr:`resilient.templates.plan.PlanningProblem.digest`).
         layouts: By size, consecutive and ascending; each a non-empty tuple in order of falling ``slowest_ms``.
     """
 

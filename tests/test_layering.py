@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,37 @@ FOLDERS = ("resilient", "agent", "templates", "examples", "benchmarks", "tests")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 """Each file once: links from ``resilient/`` to other folders are not followed."""
 
+ROOMS: dict[str, str] = {
+    "errors": "",
+    "templates": "",
+    "planners": "templates",
+    "simulation": "templates",
+    "data": "errors",
+    "comm": "errors",
+    "models": "data errors",
+    "state": "comm models templates errors",
+    "optim": "state",
+    "protocol": "state templates errors",
+    "observability": "state templates errors",
+    "pipeline": "comm models state protocol observability templates",
+    "runtime": "comm data models state optim protocol observability pipeline templates errors",
+    "profiling": "models state pipeline runtime templates",
+    "trainer": "data models state optim protocol observability runtime profiling",
+    "agent": "state protocol observability templates errors",
+    "cli": "agent planners simulation profiling runtime protocol observability templates errors",
+}
+"""Each room of the package, a folder or a file at its top, and the rooms it may import, itself aside."""
+
+LIGHT = ("templates", "planners", "simulation", "protocol", "observability", "agent", "cli", "errors")
+"""Rooms that are imported without torch."""
+
 NOT_PURE = {
     "torch", "socket", "asyncio", "aiohttp", "subprocess", "threading", "multiprocessing", "os", "pathlib", "io",
     "time", "datetime", "random", "secrets", "uuid", "requests", "urllib", "http",
 }  # fmt: skip
-KNOWS_THE_AGENT = {"cli.py", "demo.py", "live.py", "report.py"}
+
+MOST_FILES = 14
+"""On one level, ``__init__`` aside."""
 
 
 def name(path: Path) -> str:
@@ -38,6 +65,33 @@ def imports(path: Path) -> Iterator[str]:
             assert node.module is not None
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def module(path: Path) -> str:
+    """Return the name a file is imported by."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join((*(() if parts[0] == "resilient" else ("resilient",)), *parts)).removesuffix(".__init__")
+
+
+MODULES = {module(path): path for path in SOURCES if name(path).startswith(("resilient/", "agent/", "templates/"))}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the modules of this package that a file imports: of packages, those that are named."""
+    named = {each for each in imports(path) if each in MODULES}
+    return {each for each in named if not any(other.startswith(f"{each}.") for other in named)} - {module(path)}
+
+
+def room(module: str) -> str:
+    """Return the room a module lies in; nothing for the package's face."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def check_no_circle(arrows: dict[str, set[str]]) -> None:
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        pytest.fail(f"imports go in a circle: {' -> '.join(error.args[1])}")
 
 
 def within(module: str, package: str) -> bool:
@@ -62,19 +116,64 @@ def test_planning_imports_only_itself_and_is_pure(path: Path) -> None:
         assert not within(module, "numpy.random")
 
 
-def test_multimodal_planners_import_themselves_and_planning_and_no_torch() -> None:
-    allowed = ("resilient.planners", "resilient.templates")
-    for path in files("resilient/planners"):
-        for module in imports(path):
-            if within(module, "resilient"):
-                assert any(within(module, package) for package in allowed), f"{name(path)} must not import {module}"
-            assert not within(module, "torch"), f"{name(path)} must not import {module}"
+@pytest.mark.parametrize("path", MODULES.values(), ids=name)
+def test_rooms_import_only_those_below(path: Path) -> None:
+    own = room(module(path))
+    if own:
+        found = {room(each) for each in imported_modules(path)} - {own}
+        assert found <= set(ROOMS[own].split()), f"{own} may import {ROOMS[own] or 'nothing'}"
 
 
-@pytest.mark.parametrize("path", files("resilient"), ids=name)
-def test_workers_never_import_the_agent(path: Path) -> None:
-    if path.name not in KNOWS_THE_AGENT:
-        assert not [module for module in imports(path) if within(module, "resilient.agent")]
+def test_the_table_of_rooms_is_up_to_date() -> None:
+    rooms = {room(each) for each in MODULES} - {""}
+    assert rooms == ROOMS.keys()
+    used: dict[str, set[str]] = {own: set() for own in rooms | {""}}
+    for each, path in MODULES.items():
+        used[room(each)] |= {room(other) for other in imported_modules(path)}
+    stale = {own: set(ROOMS[own].split()) - used[own] for own in rooms}
+    assert {own: names for own, names in stale.items() if names} == {}, "nothing is allowed that nobody does"
+
+
+def test_no_circles_between_files() -> None:
+    check_no_circle({each: imported_modules(path) for each, path in MODULES.items()})
+
+
+def test_no_circles_between_folders() -> None:
+    def folder(module: str) -> str:
+        inside = module.rpartition(".")[0]
+        return module if inside == "resilient" or MODULES[module].name == "__init__.py" else inside
+
+    arrows: dict[str, set[str]] = {}
+    for each, path in MODULES.items():
+        arrows.setdefault(folder(each), set()).update(folder(other) for other in imported_modules(path))
+    check_no_circle({each: others - {each} for each, others in arrows.items()})
+
+
+def test_published_planners_import_no_other_but_the_baselines() -> None:
+    for path in files("resilient/planners/published"):
+        own = module(path).split(".")[3] if module(path).count(".") > 2 else ""
+        found = [each.split(".") for each in imported_modules(path)]
+        others = {parts[3] for parts in found if parts[1:3] == ["planners", "published"]}
+        assert others <= {own, "baselines"}, name(path)
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in SOURCES}), ids=name)
+def test_folders_are_small(folder: Path) -> None:
+    found = [path.name for path in SOURCES if path.parent == folder and path.name != "__init__.py"]
+    assert len(found) <= MOST_FILES, "make a room of those that belong together"
+
+
+def test_every_folder_says_what_it_is() -> None:
+    for folder in {path.parent for path in MODULES.values()}:
+        text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+        assert text, f"{name(folder)}/__init__.py must say in a sentence what belongs there"
+
+
+def test_tests_lie_as_the_code_does() -> None:
+    folders = {name(path.parent) for path in MODULES.values()}
+    for path in files("tests"):
+        inside = name(path.parent).removeprefix("tests").removeprefix("/")
+        assert not inside or inside.startswith("integration") or inside in folders, f"{name(path)} tests no folder"
 
 
 @pytest.mark.parametrize("path", files("agent"), ids=name)
@@ -88,11 +187,10 @@ def test_one_namespace() -> None:
 
 
 def test_importing_planning_agent_and_command_line_does_not_load_torch() -> None:
-    light = ["resilient", "resilient.cli"]
-    light += [f"resilient.{folder}.{path.stem}" for folder in ("templates", "agent") for path in files(folder)]
+    light = ["resilient", *(each for each in MODULES if room(each) in LIGHT)]
     script = (
         "import importlib, sys\n"
-        f"for name in {[module.removesuffix('.__init__') for module in light]}:\n"
+        f"for name in {light}:\n"
         "    importlib.import_module(name)\n"
         "    assert 'torch' not in sys.modules, name\n"
     )

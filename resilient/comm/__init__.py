@@ -6,7 +6,7 @@ job has a new set of groups at every change of membership.
 
 from resilient.comm.connect import StoreClient, StoreHost, connect
 from resilient.comm.gloo import GlooCommunicator
-from resilient.comm.interface import DONE, Communicator, Group, Pending, SoloCommunicator
+from resilient.comm.interface import DONE, Communicator, Group, Pending, SingleProcessCommunicator
 
 __all__ = [
     "DONE",
@@ -14,7 +14,7 @@ __all__ = [
     "GlooCommunicator",
     "Group",
     "Pending",
-    "SoloCommunicator",
+    "SingleProcessCommunicator",
     "StoreClient",
     "StoreHost",
     "connect",

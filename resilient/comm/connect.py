@@ -11,7 +11,7 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from resilient.comm.gloo import GlooCommunicator
-from resilient.comm.interface import Communicator, Group, SoloCommunicator
+from resilient.comm.interface import Communicator, Group, SingleProcessCommunicator
 from resilient.comm.nccl import NcclCommunicator, gpu_of
 from resilient.errors import CommunicationError
 
@@ -95,7 +95,7 @@ def connect(
         CommunicationError: A peer did not come or the wait was interrupted.
     """
     if size + num_sources == 1:
-        return SoloCommunicator()
+        return SingleProcessCommunicator()
 
     met: list[NcclCommunicator] = []
     left_behind = threading.Event()

@@ -66,7 +66,7 @@ class Done:
 DONE: Pending = Done()
 
 
-class SoloCommunicator:
+class SingleProcessCommunicator:
     """The communicator of a job with one worker: there is nobody to talk to."""
 
     rank = 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from resilient.errors import SampleError
-from resilient.models.layer import Batch, Carry, Layer, LayerSpec
+from resilient.models.layer import Activations, Batch, Layer, LayerSpec
 
 Factory = Callable[[], nn.Module]
 
@@ -24,8 +24,8 @@ class ChainLayer(Layer):
         self.module = module
         self.first = first
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
-        hidden = batch["input"] if self.first else carry["hidden"]
+    def forward(self, activations: Activations, batch: Batch) -> Activations:
+        hidden = batch["input"] if self.first else activations["hidden"]
         own = next(self.module.parameters(), None)
         if own is not None and hidden.is_floating_point() and not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(own.dtype)
@@ -65,9 +65,9 @@ class Chain:
             _spec(item, name, first=i == 0) for i, (item, name) in enumerate(zip(items, names, strict=True))
         )
 
-    def loss(self, carry: Carry, batch: Batch) -> Tensor:
+    def loss(self, activations: Activations, batch: Batch) -> Tensor:
         """Return the summed loss of the chain's output."""
-        return self._loss(carry["hidden"], batch)
+        return self._loss(activations["hidden"], batch)
 
     def check(self, sample: Mapping[str, Any], name: str) -> None:
         """Raise :class:`SampleError` if the sample has no ``input``."""

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from resilient.models.layer import Batch, Carry, Layer, LayerSpec
+from resilient.models.layer import Activations, Batch, Layer, LayerSpec
 from resilient.models.pretrained import Source, first, initializer, load, modeling
 from resilient.models.vision import valid_patches
 
@@ -63,10 +63,10 @@ class LanguageEmbed(Layer):
         self.placeholders = dict(placeholders)
         self.patch_sizes = dict(patch_sizes)
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
+    def forward(self, activations: Activations, batch: Batch) -> Activations:
         hidden = self.embed_tokens(batch["input_ids"])
         for name, token in self.placeholders.items():
-            padded = carry[f"{name}.features"]
+            padded = activations[f"{name}.features"]
             features = padded[valid_patches(batch, name, self.patch_sizes[name], padded.device)]
             hidden = hidden.masked_scatter((batch["input_ids"] == token)[..., None], features.to(hidden.dtype))
         return {"hidden": hidden}
@@ -82,8 +82,8 @@ class LanguageBlock(Layer):
         self.window = _window(source.config, index)
         self.rotary = rotary
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
-        hidden = carry["hidden"]
+    def forward(self, activations: Activations, batch: Batch) -> Activations:
+        hidden = activations["hidden"]
         output = self.block(
             hidden,
             attention_mask=_window_mask(hidden, self.window),
@@ -103,8 +103,8 @@ class LanguageHead(Layer):
         self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
-        return {"logits": self.lm_head(self.norm(carry["hidden"]))}
+    def forward(self, activations: Activations, batch: Batch) -> Activations:
+        return {"logits": self.lm_head(self.norm(activations["hidden"]))}
 
 
 def language_layers(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-Carry = dict[str, Tensor]
+Activations = dict[str, Tensor]
 """What flows from layer to layer, by name; the tensors that cross a stage border are these."""
 
 Batch = Mapping[str, Tensor]
@@ -28,7 +28,7 @@ class Layer(nn.Module):
     must not depend on other samples of the microbatch. Frozen parameters have ``requires_grad=False``.
     """
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
+    def forward(self, activations: Activations, batch: Batch) -> Activations:
         raise NotImplementedError(f"{type(self).__name__} must define forward(carry, batch)")
 
 
@@ -61,7 +61,7 @@ class Model(Protocol):
         """The layers in execution order; an owner of tied parameters precedes their users."""
         ...
 
-    def loss(self, carry: Carry, batch: Batch) -> Tensor:
+    def loss(self, activations: Activations, batch: Batch) -> Tensor:
         """Return the loss of the last layer's carry, SUMMED over the microbatch's targets (a scalar)."""
         ...
 
@@ -122,12 +122,12 @@ class WholeModel(nn.Module):
         """Return the module of the layer called ``name``."""
         return self.stack[self.names.index(name)]
 
-    def forward(self, batch: Batch) -> Carry:
+    def forward(self, batch: Batch) -> Activations:
         """Run all layers on a microbatch and return the last one's carry."""
-        carry: Carry = {}
+        activations: Activations = {}
         for layer in self.stack:
-            carry = layer(carry, batch)
-        return carry
+            activations = layer(activations, batch)
+        return activations
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the microbatch's summed loss."""

@@ -17,7 +17,7 @@ from resilient.data.multimodal import IGNORED_LABEL, images_of
 from resilient.errors import SampleError
 from resilient.models import language, vision
 from resilient.models.language import language_layers
-from resilient.models.layer import Batch, Carry
+from resilient.models.layer import Activations, Batch
 from resilient.models.pretrained import resolve
 from resilient.models.vision import pair, vision_layers
 
@@ -123,9 +123,9 @@ class MultimodalModule:
         self.layers = tuple(specs)
         self._frozen_language_model = frozen_language_model
 
-    def loss(self, carry: Carry, batch: Batch) -> Tensor:
+    def loss(self, activations: Activations, batch: Batch) -> Tensor:
         """Return the cross entropy summed over all positions with a label."""
-        logits = carry["logits"]
+        logits = activations["logits"]
         logits = logits if logits.dtype is torch.float64 else logits.float()
         return torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED_LABEL, reduction="sum"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from resilient.models.layer import Batch, Carry, Layer, LayerSpec
+from resilient.models.layer import Activations, Batch, Layer, LayerSpec
 from resilient.models.pretrained import Source, first, initializer, load, modeling
 
 
@@ -131,7 +131,7 @@ class VisionEmbed(Layer):
             self.class_token = nn.Parameter(getattr(theirs, family.class_token).detach().reshape(1, 1, -1))
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if family.pre_norm else nn.Identity()
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
+    def forward(self, activations: Activations, batch: Batch) -> Activations:
         weight = self.patch.weight
         pixels = batch.get(f"{self.unit}.pixels")
         if pixels is None:
@@ -143,7 +143,7 @@ class VisionEmbed(Layer):
         if len(class_position):
             token = (self.class_token + class_position).expand(len(hidden), -1, -1)
             hidden = torch.cat((token.to(hidden.dtype), hidden), dim=1)
-        return {**carry, f"{self.unit}.hidden": self.norm(hidden)}
+        return {**activations, f"{self.unit}.hidden": self.norm(hidden)}
 
 
 class VisionBlock(Layer):
@@ -158,13 +158,13 @@ class VisionBlock(Layer):
         self.unit = name
         self.patch_size = pair(source.config.patch_size)
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
-        hidden = carry[f"{self.unit}.hidden"]
+    def forward(self, activations: Activations, batch: Batch) -> Activations:
+        hidden = activations[f"{self.unit}.hidden"]
         valid = valid_patches(batch, self.unit, self.patch_size, hidden.device)
         keys = nn.functional.pad(valid, (hidden.shape[1] - valid.shape[1], 0), value=True)
         keys = keys | (torch.arange(keys.shape[1], device=keys.device) == 0)  # an empty row would give nan
         mask = keys[:, None, None, :].expand(-1, -1, keys.shape[1], -1)
-        return {**carry, f"{self.unit}.hidden": first(self.block(hidden, mask, **self.arguments))}
+        return {**activations, f"{self.unit}.hidden": first(self.block(hidden, mask, **self.arguments))}
 
 
 class Projector(Layer):
@@ -188,9 +188,9 @@ class Projector(Layer):
         if kind == "mlp":
             self.projection = nn.Sequential(self.projection, nn.GELU(), nn.Linear(width, width))
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
-        rest = {key: value for key, value in carry.items() if key != f"{self.unit}.hidden"}
-        patches = carry[f"{self.unit}.hidden"][:, self.num_class_tokens :]
+    def forward(self, activations: Activations, batch: Batch) -> Activations:
+        rest = {key: value for key, value in activations.items() if key != f"{self.unit}.hidden"}
+        patches = activations[f"{self.unit}.hidden"][:, self.num_class_tokens :]
         return {**rest, f"{self.unit}.features": self.projection(self.norm(patches))}
 
 

@@ -16,14 +16,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.correction import UNCORRECTED, Correction
-from resilient.planners.costs import CostModel
-from resilient.planners.samples import Floats, Ints, Lengths, SampleTable
-from resilient.templates.cluster import Cluster
+from resilient.planners.costs.correction import UNCORRECTED, Correction
+from resilient.planners.costs.cost_model import CostModel
+from resilient.planners.costs.samples import LLM, Floats, Ints, Lengths, SampleTable
+from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import Plan
-
-LLM = "llm"
-"""The unit that consumes what all encoders make."""
 
 
 @dataclass(frozen=True, kw_only=True)

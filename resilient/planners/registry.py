@@ -8,27 +8,27 @@ from types import MappingProxyType
 from typing import cast
 
 from resilient.planners.planner import Planner
-from resilient.templates.names import look_up
+from resilient.templates.common.words import look_up
 
 BASELINE = "uniform"
 """What others are compared with: one uniform plan for the whole model."""
 
 PLANNERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "uniform": ("uniform", "Uniform"),
-        "random": ("baselines", "RandomOrder"),
-        "fsdp": ("baselines", "FullySharded"),
-        "dip": ("baselines", "EncoderFirst"),
-        "static-cp": ("baselines", "StaticContext"),
-        "cornstarch": ("cornstarch", "Cornstarch"),
-        "disttrain": ("disttrain", "DistTrain"),
-        "dflop": ("dflop", "Dflop"),
-        "dhp": ("dhp", "DHP"),
-        "orchmllm": ("orchmllm", "OrchMLLM"),
-        "entrain": ("entrain", "Entrain"),
+        "uniform": ("baselines.uniform", "Uniform"),
+        "random": ("baselines.balanced", "RandomOrder"),
+        "fsdp": ("baselines.balanced", "FullySharded"),
+        "dip": ("baselines.balanced", "EncoderFirst"),
+        "static-cp": ("baselines.balanced", "StaticContext"),
+        "cornstarch": ("cornstarch.planner", "Cornstarch"),
+        "disttrain": ("disttrain.planner", "DistTrain"),
+        "dflop": ("dflop.planner", "Dflop"),
+        "dhp": ("dhp.planner", "DHP"),
+        "orchmllm": ("orchmllm.planner", "OrchMLLM"),
+        "entrain": ("entrain.planner", "Entrain"),
     }
 )
-"""By name, in the order they are shown: the module in this package, and its class."""
+"""By name, in the order they are shown: the module in :mod:`resilient.planners.published`, and its class."""
 
 
 def planner(name: str) -> Planner:
@@ -38,4 +38,4 @@ def planner(name: str) -> Planner:
         ValueError: There is none of that name; the message lists those there are.
     """
     module, kind = look_up("planner", name, PLANNERS)
-    return cast(Planner, getattr(import_module(f"resilient.planners.{module}"), kind)())
+    return cast(Planner, getattr(import_module(f"resilient.planners.published.{module}"), kind)())

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from resilient.simulation.costs import Costs
-from resilient.simulation.engine import Policy, replay
-from resilient.simulation.grids import Grids, TemplateTime, plain_ns
-from resilient.simulation.outcome import Outcome
+from resilient.simulation.availability.traces import Trace
 from resilient.simulation.policies.bamboo import Bamboo, redundant_ns
 from resilient.simulation.policies.resilient import Planner, Resilient
 from resilient.simulation.policies.restart import Restart
 from resilient.simulation.policies.varuna import Varuna
-from resilient.simulation.traces import Trace
-from resilient.templates.names import look_up
-from resilient.templates.plan import Problem
-from resilient.templates.replan import templates_for
+from resilient.simulation.replay.costs import Costs
+from resilient.simulation.replay.engine import Policy, replay
+from resilient.simulation.replay.grids import Grids, TemplateTime, plain_ns
+from resilient.simulation.replay.outcome import Outcome
+from resilient.templates.common.words import look_up
+from resilient.templates.plan import PlanningProblem
+from resilient.templates.replan.replan import templates_for
 
 POLICIES = ("resilient", "bamboo", "varuna", "restart")
 
@@ -40,7 +40,7 @@ class Scenario:
         restart_nodes: Nodes that the policy ``restart`` needs; by default as many as a trace begins with.
     """
 
-    problem: Problem
+    problem: PlanningProblem
     batch: int
     max_nodes: int
     costs: Costs = field(default_factory=Costs)
@@ -97,7 +97,7 @@ class Scenario:
         except DoesNotFit as error:
             raise DoesNotFit(f"half of the memory is for the next node's layers: {error}") from None
 
-    def _make_grids(self, problem: Problem, time: TemplateTime) -> Grids:
+    def _make_grids(self, problem: PlanningProblem, time: TemplateTime) -> Grids:
         try:
             return Grids(templates_for(problem, self.max_nodes), problem.num_microbatches, time)
         except ValueError as error:

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from resilient.simulation.outcome import Outcome
+from resilient.simulation.availability.traces import Trace
+from resilient.simulation.replay.outcome import Outcome
 from resilient.simulation.scenario import DoesNotFit, Scenario
-from resilient.simulation.traces import Trace
 
 KNOBS = ("nodes", "max-failures")
 

@@ -15,13 +15,12 @@ from unittest.mock import Mock
 
 import aiohttp
 import pytest
-from simulated import RECIPE, job_spec, settings
 
-from resilient.agent import changes, coordinator
+from resilient.agent import coordinator
 from resilient.agent.coordinator import Coordinator
-from resilient.agent.events import ManifestFailed, Stop, StopWanted, Tick, WriteManifest
-from resilient.manifest import Manifest
-from resilient.messages import (
+from resilient.agent.membership import changes
+from resilient.agent.membership.events import ManifestFailed, Stop, StopWanted, Tick, WriteManifest
+from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     FromWorker,
     Hello,
@@ -32,7 +31,9 @@ from resilient.messages import (
     decode_to_agent,
     encode,
 )
-from resilient.templates.plan import Problem
+from resilient.state.manifest import Manifest
+from resilient.templates.plan import PlanningProblem
+from tests.agent.membership.simulated import RECIPE, job_spec, settings
 
 TOKEN = "secret"
 CLOSINGS = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED)
@@ -244,7 +245,7 @@ def test_port_is_served_while_plans_are_made(tmp_path: Path, monkeypatch: pytest
     async def scenario(served: Served) -> None:
         loop = asyncio.get_running_loop()
 
-        def prepare(problem: Problem, num_nodes: int) -> None:
+        def prepare(problem: PlanningProblem, num_nodes: int) -> None:
             loop.call_soon_threadsafe(asked.set)
             made.wait(20)
 

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from resilient.agent.node import NodeAgent, NodeOptions
-from resilient.messages import Health, Shutdown, Welcome, WorkerExited, decode_from_agent, encode
+from resilient.protocol.messages import Health, Shutdown, Welcome, WorkerExited, decode_from_agent, encode
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
-from processes import has_ended
 
 from resilient.agent.launch import Launcher, LaunchOptions, launch
+from tests.agent.processes import has_ended
 
 _WAITING = """
 import threading
@@ -59,12 +59,12 @@ def test_exception_in_the_script_ends_the_launch_with_its_message(tmp_path: Path
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_no_process_outlives_the_launcher(tmp_path: Path, number: signal.Signals, exit_code: int) -> None:
     run = tmp_path / "run"
-    command = [sys.executable, "-c", "from resilient.cli import app; app()", "run", "--nodes", "2", "--plain"]
+    command = [sys.executable, "-c", "from resilient.cli.app import app; app()", "run", "--nodes", "2", "--plain"]
     command += ["--run-dir", str(run), script(tmp_path, _WAITING)]
     launcher = psutil.Popen(command, stdout=subprocess.DEVNULL)
     wait_for(lambda: all((run / f"up-{rank}").exists() for rank in range(2)), launcher)
     family = launcher.children(recursive=True)
-    assert len(family) == 7  # the zygote; two agents, each with a spawner and a worker
+    assert len(family) == 7  # the forkserver; two agents, each with a spawner and a worker
     launcher.send_signal(number)
     assert launcher.wait() == exit_code
     wait_for(lambda: all(map(has_ended, family)))
@@ -122,12 +122,12 @@ def test_environment_that_is_too_large_for_a_process_ends_the_launch(train: str,
 
 
 def test_launcher_ends_though_an_import_hangs(tmp_path: Path) -> None:
-    """The zygote imports what the script imports: no node is ever started."""
+    """The forkserver imports what the script imports: no node is ever started."""
     (tmp_path / "hanging.py").write_text(
         "import os, pathlib, threading\npathlib.Path(os.environ['REACHED']).touch()\nthreading.Event().wait()"
     )
     reached = tmp_path / "reached"
-    command = [sys.executable, "-c", "from resilient.cli import app; app()", "run", "--nodes", "2", "--plain"]
+    command = [sys.executable, "-c", "from resilient.cli.app import app; app()", "run", "--nodes", "2", "--plain"]
     command += ["--run-dir", str(tmp_path / "run"), script(tmp_path, "import hanging")]
     launcher = psutil.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "REACHED": str(reached)})
     wait_for(reached.exists, launcher)

@@ -14,11 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 from aiohttp import WSMsgType, web
-from processes import has_ended
 
-from resilient.agent.members import log_path
+from resilient.agent.membership.members import log_path
 from resilient.agent.node import NodeAgent, NodeOptions
-from resilient.messages import (
+from resilient.protocol.messages import (
     FromAgentMessage,
     FromWorker,
     Health,
@@ -35,6 +34,7 @@ from resilient.messages import (
     decode_from_agent,
     encode,
 )
+from tests.agent.processes import has_ended
 
 LIMIT_S = 150
 """Somewhat less than a test may take: what was started is ended."""
@@ -42,8 +42,8 @@ LIMIT_S = 150
 # Says its number, then repeats the generations it is asked to enter.
 _SCRIPT = """
 import os
-from resilient.control import AgentClient
-from resilient.messages import Note
+from resilient.protocol.agent_client import AgentClient
+from resilient.protocol.messages import Note
 client = AgentClient.from_environment()
 client.send(Note(name="pid", value=os.getpid()))
 while True:
@@ -113,8 +113,8 @@ def play(folder: Path, scenario: Callable[[Coordinator], Awaitable[None]], exit_
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = ("-m", "resilient.zygote", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()))
-        zygote = await asyncio.create_subprocess_exec(sys.executable, *command, pass_fds=[theirs.fileno()])
+        command = ("-m", "resilient.protocol.forkserver", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()))
+        forkserver = await asyncio.create_subprocess_exec(sys.executable, *command, pass_fds=[theirs.fileno()])
         theirs.close()
         host, port = runner.addresses[0][:2]
         options = NodeOptions(
@@ -131,7 +131,7 @@ def play(folder: Path, scenario: Callable[[Coordinator], Awaitable[None]], exit_
         finally:
             coordinator.done.set()
             await runner.cleanup()
-            await zygote.wait()
+            await forkserver.wait()
 
     assert asyncio.run(run()) == exit_code
 

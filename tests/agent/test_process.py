@@ -1,4 +1,4 @@
-"""The spawner, with a real zygote and real processes. Nothing here imports torch: the script names no modules."""
+"""The spawner, with a real forkserver and real processes. Nothing here imports torch: the script names no modules."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import has_ended
 
 from resilient.agent.process import Spawner, SpawnError
-from resilient.zygote import Spawn, script_imports
+from resilient.protocol.forkserver import Spawn, script_imports
+from tests.agent.processes import has_ended
 
 LIMIT_S = 150
 """Somewhat less than a test may take: what was started is ended."""
 
 
-class Zygote:
-    """A cold zygote and what it reports."""
+class Forkserver:
+    """A cold forkserver and what it reports."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.exits: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         self.lost = asyncio.Event()
 
-    async def __aenter__(self) -> Zygote:
+    async def __aenter__(self) -> Forkserver:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = ("-m", "resilient.zygote", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()))
+        command = ("-m", "resilient.protocol.forkserver", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()))
         self.process = await asyncio.create_subprocess_exec(sys.executable, *command, pass_fds=[theirs.fileno()])
         theirs.close()
         self.spawner = Spawner(
@@ -62,10 +62,10 @@ class Zygote:
         return (self.folder / "logs" / "log").read_text()
 
 
-def with_zygote(folder: Path, scenario: Callable[[Zygote], Awaitable[None]]) -> None:
+def with_forkserver(folder: Path, scenario: Callable[[Forkserver], Awaitable[None]]) -> None:
     async def play() -> None:
-        async with Zygote(folder) as zygote:
-            await asyncio.wait_for(scenario(zygote), LIMIT_S)
+        async with Forkserver(folder) as forkserver:
+            await asyncio.wait_for(scenario(forkserver), LIMIT_S)
 
     asyncio.run(play())
 
@@ -75,20 +75,20 @@ async def ended(*processes: psutil.Process) -> None:
         await asyncio.sleep(0.01)
 
 
-async def logged(zygote: Zygote, text: str) -> None:
-    while not (zygote.folder / "logs" / "log").exists() or text not in zygote.log:
+async def logged(forkserver: Forkserver, text: str) -> None:
+    while not (forkserver.folder / "logs" / "log").exists() or text not in forkserver.log:
         await asyncio.sleep(0.01)
 
 
 def test_worker_runs_the_script_with_its_arguments_environment_and_log(tmp_path: Path) -> None:
-    async def scenario(zygote: Zygote) -> None:
+    async def scenario(forkserver: Forkserver) -> None:
         (tmp_path / "neighbour.py").write_text("word = 'found'")
         source = "import os, sys, neighbour\nprint(__name__, sys.argv[1:], os.environ['ANSWER'], neighbour.word)"
-        pid = await zygote.start(source, "--lr", "3", ANSWER="42")
-        assert await zygote.exits.get() == (pid, 0)
-        assert zygote.log == "__main__ ['--lr', '3'] 42 found\n"
+        pid = await forkserver.start(source, "--lr", "3", ANSWER="42")
+        assert await forkserver.exits.get() == (pid, 0)
+        assert forkserver.log == "__main__ ['--lr', '3'] 42 found\n"
 
-    with_zygote(tmp_path, scenario)
+    with_forkserver(tmp_path, scenario)
 
 
 @pytest.mark.parametrize(
@@ -96,73 +96,73 @@ def test_worker_runs_the_script_with_its_arguments_environment_and_log(tmp_path:
     [("raise SystemExit(7)", 7), ("raise SystemExit('no')", 1), ("import os; os.kill(os.getpid(), 9)", -9)],
 )
 def test_exit_codes_are_reported(tmp_path: Path, source: str, exit_code: int) -> None:
-    async def scenario(zygote: Zygote) -> None:
-        pid = await zygote.start(source)
-        assert await zygote.exits.get() == (pid, exit_code)
+    async def scenario(forkserver: Forkserver) -> None:
+        pid = await forkserver.start(source)
+        assert await forkserver.exits.get() == (pid, exit_code)
 
-    with_zygote(tmp_path, scenario)
+    with_forkserver(tmp_path, scenario)
 
 
 def test_exception_leaves_an_error_file_as_torchrun_does(tmp_path: Path) -> None:
-    async def scenario(zygote: Zygote) -> None:
+    async def scenario(forkserver: Forkserver) -> None:
         error_file = tmp_path / "error.json"
-        pid = await zygote.start("raise KeyError('x')", TORCHELASTIC_ERROR_FILE=str(error_file))
-        assert await zygote.exits.get() == (pid, 1)
+        pid = await forkserver.start("raise KeyError('x')", TORCHELASTIC_ERROR_FILE=str(error_file))
+        assert await forkserver.exits.get() == (pid, 1)
         message = json.loads(error_file.read_text())["message"]
         assert message["message"] == "KeyError: 'x'"
         assert "Traceback" in message["extraInfo"]["py_callstack"]
         assert message["extraInfo"]["timestamp"].isdigit()
-        assert "KeyError: 'x'" in zygote.log
+        assert "KeyError: 'x'" in forkserver.log
 
-    with_zygote(tmp_path, scenario)
+    with_forkserver(tmp_path, scenario)
 
 
 def test_killed_worker_is_reported(tmp_path: Path) -> None:
-    async def scenario(zygote: Zygote) -> None:
-        pid = await zygote.start("import threading; threading.Event().wait()")
-        zygote.spawner.send_signal(pid, signal.SIGKILL)
-        zygote.spawner.send_signal(pid, signal.SIGKILL)
-        assert await zygote.exits.get() == (pid, -signal.SIGKILL)
+    async def scenario(forkserver: Forkserver) -> None:
+        pid = await forkserver.start("import threading; threading.Event().wait()")
+        forkserver.spawner.send_signal(pid, signal.SIGKILL)
+        forkserver.spawner.send_signal(pid, signal.SIGKILL)
+        assert await forkserver.exits.get() == (pid, -signal.SIGKILL)
 
-    with_zygote(tmp_path, scenario)
+    with_forkserver(tmp_path, scenario)
 
 
 def test_worker_that_is_asked_shows_in_its_log_where_it_is_and_goes_on(tmp_path: Path) -> None:
-    async def scenario(zygote: Zygote) -> None:
+    async def scenario(forkserver: Forkserver) -> None:
         gate = tmp_path / "gate"
         source = (
             "import pathlib, time\nprint('up', flush=True)\n"
             f"while not pathlib.Path({str(gate)!r}).exists():\n    time.sleep(0.005)"
         )
-        pid = await zygote.start(source)
-        await logged(zygote, "up")
-        zygote.spawner.send_signal(pid, signal.SIGUSR1)
-        await logged(zygote, f'File "{tmp_path / "script.py"}", line')
+        pid = await forkserver.start(source)
+        await logged(forkserver, "up")
+        forkserver.spawner.send_signal(pid, signal.SIGUSR1)
+        await logged(forkserver, f'File "{tmp_path / "script.py"}", line')
         gate.touch()
-        assert await zygote.exits.get() == (pid, 0)
+        assert await forkserver.exits.get() == (pid, 0)
 
-    with_zygote(tmp_path, scenario)
+    with_forkserver(tmp_path, scenario)
 
 
-def test_workers_die_with_the_zygote_and_the_loss_is_noticed(tmp_path: Path) -> None:
-    async def scenario(zygote: Zygote) -> None:
+def test_workers_die_with_the_forkserver_and_the_loss_is_noticed(tmp_path: Path) -> None:
+    async def scenario(forkserver: Forkserver) -> None:
         source = "import threading; threading.Event().wait()"
-        workers = [psutil.Process(await zygote.start(source)) for _ in range(2)]
-        zygote.process.kill()
-        await zygote.lost.wait()
+        workers = [psutil.Process(await forkserver.start(source)) for _ in range(2)]
+        forkserver.process.kill()
+        await forkserver.lost.wait()
         await ended(*workers)
-        with pytest.raises(SpawnError, match="the zygote is gone"):
-            await zygote.start("pass")
+        with pytest.raises(SpawnError, match="the forkserver is gone"):
+            await forkserver.start("pass")
 
-    with_zygote(tmp_path, scenario)
+    with_forkserver(tmp_path, scenario)
 
 
 def test_oversize_request_is_refused(tmp_path: Path) -> None:
-    async def scenario(zygote: Zygote) -> None:
+    async def scenario(forkserver: Forkserver) -> None:
         with pytest.raises(SpawnError, match="arguments and environment must fit 131072 bytes"):
-            await zygote.start("pass", "x" * (128 << 10))
+            await forkserver.start("pass", "x" * (128 << 10))
 
-    with_zygote(tmp_path, scenario)
+    with_forkserver(tmp_path, scenario)
 
 
 def test_script_imports_are_the_top_level_ones() -> None:

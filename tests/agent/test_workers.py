@@ -10,8 +10,8 @@ from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
 from resilient.agent.workers import WorkerPool
-from resilient.control import Attach, frame
-from resilient.messages import FromWorker, Note, Welcome, encode
+from resilient.protocol.agent_client import Attach, frame
+from resilient.protocol.messages import FromWorker, Note, Welcome, encode
 
 NOTE = Note(name="pid", value=4711)
 

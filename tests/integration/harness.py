@@ -22,11 +22,11 @@ import psutil
 import pytest
 
 from resilient.agent.launch import Launcher, LaunchOptions
-from resilient.cli import parse_injection
-from resilient.compare import compare_parameters, compare_runs
-from resilient.demo import example_script
-from resilient.events import read_events, steps_of
-from resilient.report import build_report
+from resilient.cli.demo import example_script
+from resilient.cli.run import parse_injection
+from resilient.observability.event_log import read_events, steps_of
+from resilient.observability.run_comparison import compare_parameters, compare_runs
+from resilient.observability.run_report import build_report
 
 CHAIN = Path(__file__).parent / "jobs" / "chain.py"
 DIGITS = example_script()

@@ -22,12 +22,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from resilient.compare import compare_runs
-from resilient.demo import example_script
+from resilient.cli.demo import example_script
 from resilient.errors import ResilientError
-from resilient.events import read_events
-from resilient.messages import PHASES
-from resilient.report import build_report
+from resilient.observability.event_log import read_events
+from resilient.observability.run_comparison import compare_runs
+from resilient.observability.run_report import build_report
+from resilient.protocol.messages import PHASES
 from tests.integration.harness import spare_nodes
 
 IN_RECOVERY = ("regroup", "copy")

@@ -9,9 +9,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from harness import CHAIN, command, run_job, started
 
-from resilient.events import read_events
+from resilient.observability.event_log import read_events
+from tests.integration.harness import CHAIN, command, run_job, started
 
 JOBS = Path(__file__).parent / "jobs"
 

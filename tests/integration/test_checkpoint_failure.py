@@ -5,10 +5,9 @@ A file in the place of the checkpoints' folder stands for the disk, for whoever 
 
 from __future__ import annotations
 
-from harness import Event, run_job
-
 from resilient.agent.launch import Launcher
-from resilient.manifest import MANIFEST, read_manifest
+from resilient.state.manifest import MANIFEST, read_manifest
+from tests.integration.harness import Event, run_job
 
 NODES = 4
 

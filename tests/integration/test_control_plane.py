@@ -10,7 +10,8 @@ import subprocess
 
 import psutil
 import pytest
-from harness import Run, Started, check_recovered, check_survivors, command, run_job, started
+
+from tests.integration.harness import Run, Started, check_recovered, check_survivors, command, run_job, started
 
 NODES = 5
 

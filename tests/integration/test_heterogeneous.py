@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from harness import CHAIN, DIGITS, TOLERANCE, Run, check_equal, check_recovered, run_alone, run_job
 
-from resilient.compare import compare_parameters
+from resilient.observability.run_comparison import compare_parameters
+from tests.integration.harness import CHAIN, DIGITS, TOLERANCE, Run, check_equal, check_recovered, run_alone, run_job
 
 VLM = ("--steps", "4", "--batch", "24", "--microbatch", "4", "--precision", "fp64")
 

@@ -6,10 +6,10 @@ import re
 import signal
 
 import pytest
-from harness import Event, Run, check_resumed, resume_command, run_job, started
 
 from resilient.agent.launch import Launcher
-from resilient.manifest import read_manifest
+from resilient.state.manifest import read_manifest
+from tests.integration.harness import Event, Run, check_resumed, resume_command, run_job, started
 
 NODES = 4
 STEP = 5

@@ -8,7 +8,8 @@ import signal
 import subprocess
 
 import pytest
-from harness import Run, check_equal, check_recovered, check_survivors, command, run_job, started
+
+from tests.integration.harness import Run, check_equal, check_recovered, check_survivors, command, run_job, started
 
 NODES = 4
 

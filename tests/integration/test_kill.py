@@ -6,10 +6,10 @@ import os
 import signal
 
 import pytest
-from harness import DIGITS, Run, check_recovered, check_survivors, run_job, spare_nodes
 
-from resilient.compare import compare_runs
-from resilient.messages import PHASES
+from resilient.observability.run_comparison import compare_runs
+from resilient.protocol.messages import PHASES
+from tests.integration.harness import DIGITS, Run, check_recovered, check_survivors, run_job, spare_nodes
 
 NODES = 6
 STEP = 5

@@ -10,7 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from harness import Run, check_equal, check_recovered, check_survivors, command, run_job, started
+
+from tests.integration.harness import Run, check_equal, check_recovered, check_survivors, command, run_job, started
 
 NODES = 5
 STEP = 6

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from harness import check_equal, run_job
-
-from resilient.stopwatch import MIN_STEPS
+from resilient.pipeline.stage_timer import MIN_STEPS
+from tests.integration.harness import check_equal, run_job
 
 NODES = 5
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from harness import resume_command, run_job
-
-from resilient.manifest import read_manifest
+from resilient.state.manifest import read_manifest
+from tests.integration.harness import resume_command, run_job
 
 
 def test_data_set_that_blocks_for_ever_ends_the_job_which_can_be_resumed(tmp_path):

@@ -6,10 +6,10 @@ import re
 import shutil
 
 import pytest
-from harness import Run, check_equal, check_recovered, check_resumed, resume_command, run_job
 
-from resilient.compare import compare_parameters
-from resilient.manifest import read_manifest
+from resilient.observability.run_comparison import compare_parameters
+from resilient.state.manifest import read_manifest
+from tests.integration.harness import Run, check_equal, check_recovered, check_resumed, resume_command, run_job
 
 NODES = 4
 STEP = 5

@@ -6,10 +6,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from harness import Run, check_recovered, started
 
-from resilient.templates.generators import Kind, generate
-from resilient.trace import ACTION, PART, RECOVERY, STEP, Slice, Trace
+from resilient.observability.trace_events import ACTION, PART, RECOVERY, STEP, Slice, Trace
+from resilient.templates.schedules.generators import generate
+from resilient.templates.schedules.kind import ScheduleKind
+from tests.integration.harness import Run, check_recovered, started
 
 STEPS = (3, 4, 5)
 
@@ -41,7 +42,7 @@ def check_is_the_schedule(trace: Trace, run: Run, generation: int, steps: tuple[
         states = [list(range(stage["first_layer"], stage["end_layer"])) for stage in pipeline["stages"]]
         workers = list(dict.fromkeys((stage["node"], stage["local_rank"]) for stage in pipeline["stages"]))
         num_chunks = len(states) // len(workers)
-        kind = Kind.INTERLEAVED if num_chunks > 1 else Kind.ONE_F_ONE_B
+        kind = ScheduleKind.INTERLEAVED if num_chunks > 1 else ScheduleKind.ONE_F_ONE_B
         schedule = generate(kind, len(workers), pipeline["num_microbatches"], num_chunks=num_chunks, states=states)
         for row, worker in enumerate(workers):
             of_worker = [s for s in trace.slices if (s.process, s.thread) == worker]

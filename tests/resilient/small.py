@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from resilient.errors import SampleError
-from resilient.job import Job
-from resilient.models.layer import Batch, Carry, Layer, LayerSpec
+from resilient.models.layer import Activations, Batch, Layer, LayerSpec
 from resilient.optim import AdamW
-from resilient.state import Layout
+from resilient.runtime.job import Job
+from resilient.state.layer_state import Layout
+from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Pipeline, Plan
-from resilient.templates.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.template import PipelineTemplate, StageSpec
 
 VOCABULARY, WIDTH = 11, 6
@@ -30,7 +30,7 @@ class Embed(Layer):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH))
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
+    def forward(self, activations: Activations, batch: Batch) -> Activations:
         return {"hidden": self.weight[batch["tokens"]], "odd": batch["tokens"] % 2}
 
 
@@ -40,9 +40,9 @@ class Block(Layer):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
-        hidden = carry["hidden"]
-        return {**carry, "hidden": hidden + self.dropout(torch.tanh(self.linear(hidden)))}
+    def forward(self, activations: Activations, batch: Batch) -> Activations:
+        hidden = activations["hidden"]
+        return {**activations, "hidden": hidden + self.dropout(torch.tanh(self.linear(hidden)))}
 
 
 class Head(Layer):
@@ -53,8 +53,8 @@ class Head(Layer):
         self.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH))
         self.shift = nn.Parameter(torch.empty(VOCABULARY))
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
-        return {"logits": carry["hidden"] @ self.weight.T + self.shift * carry["odd"].unsqueeze(-1)}
+    def forward(self, activations: Activations, batch: Batch) -> Activations:
+        return {"logits": activations["hidden"] @ self.weight.T + self.shift * activations["odd"].unsqueeze(-1)}
 
 
 class TiedModel:
@@ -72,8 +72,10 @@ class TiedModel:
         blocks = [spec(f"block.{i}", Block, dropout) for i in range(num_blocks)]
         self.layers = (spec("embed", Embed), *blocks, spec("head", Head, weight=("embed", "weight")))
 
-    def loss(self, carry: Carry, batch: Batch) -> Tensor:
-        return nn.functional.cross_entropy(carry["logits"].flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    def loss(self, activations: Activations, batch: Batch) -> Tensor:
+        return nn.functional.cross_entropy(
+            activations["logits"].flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+        )
 
     def check(self, sample: Mapping[str, Any], name: str) -> None:
         if int(sample["tokens"].max()) >= VOCABULARY:

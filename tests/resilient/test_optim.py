@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small import TiedModel
 from test_state import CPU
 
 from resilient.models.layer import assemble
 from resilient.optim import SGD, AdamW, Optimizer, WarmupCosine, learning_rate
-from resilient.state import LayerState, Layout
+from resilient.state.layer_state import LayerState, Layout
+from tests.resilient.small import TiedModel
 
 Reference = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 

@@ -12,16 +12,16 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from small import CPU, TiedModel, Tokens, make_job
 from torch import Tensor, nn
 
-from resilient import stage
 from resilient.errors import CheckpointError, SampleError
-from resilient.feed import Feed
 from resilient.models.layer import assemble
 from resilient.optim import SGD, AdamW, Optimizer, WarmupCosine
-from resilient.profile_cache import job_profile
+from resilient.pipeline import stage
+from resilient.profiling.cache import job_profile
+from resilient.runtime.batches import Feed
 from resilient.trainer import Trainer
+from tests.resilient.small import CPU, TiedModel, Tokens, make_job
 
 SCHEDULE = WarmupCosine(warmup_steps=3, total_steps=8, floor=0.1)
 OPTIMIZERS: dict[str, tuple[Optimizer, Callable[[Any], torch.optim.Optimizer]]] = {
@@ -179,7 +179,7 @@ def test_model_that_fits_with_checkpointing_only_trains_with_it_to_the_same_bits
     kept = [layer.costs[0].activation_bytes for layer in layers]
     inputs = sum(layer.input_bytes for layer in layers)
     assert inputs + max(kept) < sum(kept)
-    monkeypatch.setattr("resilient.job._memory_bytes", lambda device: states + inputs + max(kept))
+    monkeypatch.setattr("resilient.runtime.job._memory_bytes", lambda device: states + inputs + max(kept))
     runs_again = Mock(wraps=stage.checkpoint)
     monkeypatch.setattr(stage, "checkpoint", runs_again)
     narrow = make_trainer(model=model)
@@ -214,7 +214,7 @@ def test_bad_sample_stops_the_job_and_is_named() -> None:
 
 def test_error_of_the_model_reaches_the_caller() -> None:
     class Broken(TiedModel):
-        def loss(self, carry: Any, batch: Any) -> Tensor:
+        def loss(self, activations: Any, batch: Any) -> Tensor:
             raise ZeroDivisionError("in the loss")
 
     with pytest.raises(ZeroDivisionError, match=r"^in the loss$"):

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from resilient.templates.cluster import Cluster, Link
-from resilient.templates.generators import Kind
-from resilient.templates.plan import Pipeline, Plan, Problem
-from resilient.templates.profile import LayerCost, LayerProfile, ModelProfile
+from resilient.templates.inputs.cluster import Cluster, Link
+from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
+from resilient.templates.plan import Pipeline, Plan, PlanningProblem
+from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSet
 
 MIB = 2**20
 
-KINDS = (Kind.ONE_F_ONE_B, Kind.EAGER, Kind.ZB_H1, Kind.ZB_H2, Kind.GPIPE)
+KINDS = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.EAGER, ScheduleKind.ZB_H1, ScheduleKind.ZB_H2, ScheduleKind.GPIPE)
 """Schedules with one stage for each device."""
 
 
@@ -103,7 +103,7 @@ def layout(plan: Plan) -> list[tuple[tuple[int, ...], int]]:
     return [(pipeline.nodes, pipeline.num_microbatches) for pipeline in plan.pipelines]
 
 
-def survivors(problem: Problem, before: Plan, after: Plan) -> dict[str, list[int]]:
+def survivors(problem: PlanningProblem, before: Plan, after: Plan) -> dict[str, list[int]]:
     """Per state, the ranks of ``after`` whose worker held it, or a shard of it, in ``before``."""
     had = {(slot.node, slot.local_rank): slot.states(problem.profile) for slot in before.slots}
     held: dict[str, list[int]] = {each.name: [] for each in problem.profile.layers}
@@ -118,7 +118,7 @@ _DEVICES_AND_DEGREES = [(1, (1,)), (2, (1,)), (2, (1, 2)), (2, (2,)), (4, (1, 2,
 
 
 @st.composite
-def problems(draw: st.DrawFn, min_layers: int = 1, max_degree: int = 4) -> Problem:
+def problems(draw: st.DrawFn, min_layers: int = 1, max_degree: int = 4) -> PlanningProblem:
     """Random jobs: uneven layers, tied states, frozen layers, several degrees, memory limits, slow links.
 
     Every one can be planned on :func:`enough_nodes` nodes; some need more than (f + 1) x ``min_pipeline_nodes``.
@@ -144,7 +144,7 @@ def problems(draw: st.DrawFn, min_layers: int = 1, max_degree: int = 4) -> Probl
         tp_degrees=degrees,
     )
     frozen = draw(st.sets(st.integers(0, len(sizes) - 1), max_size=len(sizes) // 2))
-    return Problem(
+    return PlanningProblem(
         profile=whole.frozen([f"l{i}" for i in frozen]) if frozen else whole,
         num_microbatches=draw(st.integers(max_failures + 1, 24)),
         cluster=Cluster(
@@ -166,7 +166,7 @@ def _enough_memory(profile: ModelProfile) -> int:
     return 4 * states + 3 * len(profile.layers) * kept
 
 
-def enough_nodes(problem: Problem) -> int:
+def enough_nodes(problem: PlanningProblem) -> int:
     """A number of nodes on which f + 1 pipelines hold the model, whatever :func:`problems` drew."""
     deepest = len(problem.profile.layers) // problem.cluster.devices_per_node
     return (problem.max_failures + 1) * max(problem.min_pipeline_nodes, deepest)

@@ -6,15 +6,15 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from exhaustive import all_templates
-
-from resilient.templates.cluster import Cluster, Link
-from resilient.templates.generators import Kind, schedule_of
-from resilient.templates.partition import plan_templates
-from resilient.templates.plan import Problem
-from resilient.templates.profile import LayerCost, LayerProfile, ModelProfile
-from resilient.templates.simulate import Costs, Timeline, simulate
-from resilient.templates.template import PipelineTemplate, nanoseconds
+from resilient.templates.common.durations import nanoseconds
+from resilient.templates.inputs.cluster import Cluster, Link
+from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
+from resilient.templates.plan import PlanningProblem, schedule_of
+from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.simulator import Costs, Timeline, simulate
+from resilient.templates.search.partition import plan_templates
+from resilient.templates.template import PipelineTemplate
+from tests.templates.search.exhaustive import all_templates
 
 KINDS = ("equal layers", "embedding and head", "5 % noise", "uneven layers")
 
@@ -23,7 +23,7 @@ KINDS = ("equal layers", "embedding and head", "5 % noise", "uneven layers")
 class Case:
     """A job, and the pipeline of it that is looked at."""
 
-    problem: Problem
+    problem: PlanningProblem
     num_nodes: int
     num_microbatches: int
 
@@ -63,7 +63,7 @@ def random_case(kind: str, seed: int) -> Case:
     )
     second, slow = draw.random() < 0.5, draw.random() < 0.5
     num_microbatches = draw.choice([4, 8, 16, 32])
-    problem = Problem(
+    problem = PlanningProblem(
         profile=ModelProfile(layers=layers, tp_degrees=degrees),
         num_microbatches=2 * num_microbatches,
         cluster=Cluster(
@@ -138,4 +138,4 @@ def simulate_template(template: PipelineTemplate, num_microbatches: int) -> Time
         transfer_ms=[stage.send_ms / 2 for stage in stages[1:]],
         reduce_ms={0: template.sync_ms},
     )
-    return simulate(schedule_of(Kind.INTERLEAVED, template, num_microbatches, states), costs)
+    return simulate(schedule_of(ScheduleKind.INTERLEAVED, template, num_microbatches, states), costs)

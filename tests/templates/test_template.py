@@ -3,18 +3,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 from hypothesis import given, settings
-from jobs import enough_nodes, problems, template, template_set
 
-from resilient.templates.partition import plan_templates
-from resilient.templates.plan import Problem
+from resilient.templates.plan import PlanningProblem
+from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import TemplateSet
+from tests.templates.jobs import enough_nodes, problems, template, template_set
 
 TWO = template_set([template(4.0, 2.0, num_nodes=3), template(3.0, 3.5, num_nodes=3)], template(1.5, 2.5, num_nodes=4))
 
 
 @settings(max_examples=25)
 @given(problems())
-def test_templates_survive_json(problem: Problem):
+def test_templates_survive_json(problem: PlanningProblem):
     templates = plan_templates(problem, enough_nodes(problem))
     again = TemplateSet.from_json(templates.to_json())
     assert again == templates

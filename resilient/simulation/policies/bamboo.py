@@ -11,11 +11,12 @@ import math
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from resilient.simulation.costs import Costs
-from resilient.simulation.engine import Membership, When
-from resilient.simulation.grids import Grid, Grids
-from resilient.simulation.job import Response, Work
-from resilient.templates.template import PipelineTemplate, StageSpec, nanoseconds
+from resilient.simulation.replay.costs import Costs
+from resilient.simulation.replay.engine import Membership, When
+from resilient.simulation.replay.grids import Grid, Grids
+from resilient.simulation.replay.job import Response, Work
+from resilient.templates.common.durations import nanoseconds
+from resilient.templates.template import PipelineTemplate, StageSpec
 
 _RISK = 0.05
 """When the loss of more than this part of the nodes would be fatal, pipelines are arranged anew (so its simulator)."""

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from resilient.simulation.costs import Costs
-from resilient.simulation.engine import Membership, When
-from resilient.simulation.job import Response, Work
-from resilient.templates.batch import finish_ns, lines
-from resilient.templates.nodespec import TooFewNodes
-from resilient.templates.plan import Pipeline, Plan, Problem
-from resilient.templates.replan import candidates, first_plan
-from resilient.templates.template import nanoseconds
+from resilient.simulation.replay.costs import Costs
+from resilient.simulation.replay.engine import Membership, When
+from resilient.simulation.replay.job import Response, Work
+from resilient.templates.common.durations import nanoseconds
+from resilient.templates.composition.batch_split import finish_ns, lines
+from resilient.templates.plan import Pipeline, Plan, PlanningProblem
+from resilient.templates.replan.replan import candidates, first_plan
+from resilient.templates.search.template_sizes import TooFewNodes
 
 
 class Resilient:
-    """Survivors go on from the last finished step with the plan that :mod:`resilient.templates.replan` makes.
+    """Survivors go on from the last finished step with the plan that :mod:`resilient.templates.replan.replan` makes.
 
     A change costs regrouping and the time of the node that copies most. Joiners and nodes that announce their
     departure cost no work. When a state is lost with all its holders, everybody loads the last checkpoint; when too few
@@ -117,7 +117,7 @@ class Planner:
         problem: The job.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
         self._arrangements: dict[_Key, Arrangement] = {}
         self._next: dict[tuple[_Key, tuple[int, ...], int], Move] = {}

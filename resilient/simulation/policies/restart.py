@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from resilient.simulation.costs import Costs
-from resilient.simulation.engine import Membership, When
-from resilient.simulation.grids import Grids
-from resilient.simulation.job import Response, Work
+from resilient.simulation.replay.costs import Costs
+from resilient.simulation.replay.engine import Membership, When
+from resilient.simulation.replay.grids import Grids
+from resilient.simulation.replay.job import Response, Work
 
 
 class Restart:

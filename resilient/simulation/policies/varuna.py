@@ -5,10 +5,10 @@ Source: Varuna (EuroSys'22); a checkpoint every 10 steps as in Oobleck's compari
 
 from __future__ import annotations
 
-from resilient.simulation.costs import Costs
-from resilient.simulation.engine import Membership, When
-from resilient.simulation.grids import Grids
-from resilient.simulation.job import Response, Work
+from resilient.simulation.replay.costs import Costs
+from resilient.simulation.replay.engine import Membership, When
+from resilient.simulation.replay.grids import Grids
+from resilient.simulation.replay.job import Response, Work
 
 
 class Varuna:

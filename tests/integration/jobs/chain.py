@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import resilient as rs
-from resilient import worker
 from resilient.data.sampler import StepSampler
-from resilient.fence import Fence
+from resilient.runtime import worker
+from resilient.runtime.generation_guard import GenerationGuard
 
 WIDTH = 24
 NUM_LAYERS = 10
@@ -48,7 +48,7 @@ class Waves:
         return {"input": point, "target": point.sum().sin()[None]}
 
 
-class KnownFence(Fence):
+class KnownFence(GenerationGuard):
     """The worker's fence, which tells the data set what the worker was told.
 
     That the launcher has asked for a change does not mean that a worker has heard of it: the job may be over before.
@@ -130,7 +130,7 @@ def main() -> None:
     """Train."""
     args = parse_arguments()
     torch.set_num_threads(1)
-    worker.Fence = KnownFence
+    worker.GenerationGuard = KnownFence
     sampler = StepSampler(num_samples=NUM_SAMPLES, global_batch=max(args.batch, 1), seed=0)
 
     def changes() -> bool:

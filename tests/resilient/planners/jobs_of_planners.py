@@ -8,13 +8,13 @@ import numpy as np
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from resilient.planners.correction import UNCORRECTED, Observation
-from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.correction import UNCORRECTED, Observation
+from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.planner import Assignment, Configuration, Replica, Setting, replicas_of
-from resilient.planners.samples import Lengths, SampleTable
-from resilient.templates.cluster import Cluster
-from resilient.templates.nodespec import TooFewNodes
-from resilient.templates.replan import first_plan, replan
+from resilient.templates.inputs.cluster import Cluster
+from resilient.templates.replan.replan import first_plan, replan
+from resilient.templates.search.template_sizes import TooFewNodes
 from tests.templates.jobs import enough_nodes, problems
 
 DEGREES = ((1, 1), (1, 2), (1, 4), (2, 1))

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.cornstarch import Cornstarch
-from resilient.planners.costs import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
-from resilient.planners.evaluate import evaluate
-from resilient.planners.layout import used_devices
-from resilient.planners.planner import LLM, Encoders, Planner, Setting
+from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.samples import LLM, Lengths, SampleTable
+from resilient.planners.evaluation.evaluate import evaluate
+from resilient.planners.planner import Encoders, Planner, Setting
+from resilient.planners.published.cornstarch.planner import Cornstarch
 from resilient.planners.registry import PLANNERS, planner
-from resilient.planners.samples import Lengths, SampleTable
-from resilient.planners.survivors import survivors
-from resilient.templates.cluster import Cluster, Link
+from resilient.planners.stages.degraded_replicas import survivors
+from resilient.planners.stages.device_layout import used_devices
+from resilient.templates.inputs.cluster import Cluster, Link
 
 DEGREES = ((1, 1), (1, 2), (2, 1))
 EVERY: list[Planner] = [

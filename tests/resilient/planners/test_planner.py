@@ -6,11 +6,11 @@ import re
 from dataclasses import replace
 
 import pytest
-from jobs_of_planners import setting
 
 from resilient.planners.planner import Replica, replicas_of
 from resilient.templates.plan import Pipeline, Plan
 from resilient.templates.template import PipelineTemplate, StageSpec
+from tests.resilient.planners.jobs_of_planners import setting
 
 
 def pipeline(node: int, slowest_ms: float, num_microbatches: int) -> Pipeline:

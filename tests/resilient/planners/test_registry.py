@@ -7,14 +7,14 @@ import re
 
 import pytest
 
-from resilient.planners.derive import derive_costs
-from resilient.planners.evaluate import evaluate
+from resilient.planners.costs.derived_costs import derive_costs
+from resilient.planners.costs.samples import SampleTable
+from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.planner import Setting
 from resilient.planners.registry import BASELINE, PLANNERS, planner
-from resilient.planners.samples import SampleTable
-from resilient.planners.survivors import survivors
-from resilient.planners.workloads import workload
-from resilient.templates.devices import cluster_of
+from resilient.planners.stages.degraded_replicas import survivors
+from resilient.planners.workloads.workload import workload
+from resilient.templates.inputs.devices import cluster_of
 
 MODEL = "siglip-so400m+llama3.2-1b"
 

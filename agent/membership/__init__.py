@@ -1,0 +1,1 @@
+"""Pure: who takes part, and which generation follows which."""

@@ -1,0 +1,91 @@
+"""What the survivors of a generation agree on: the version to go on from, and who holds which state at it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from resilient.agent.membership.events import Worker
+from resilient.protocol.messages import Outcome, Progress
+from resilient.templates.inputs.profile import ModelProfile
+
+NOTHING = Progress(version=-1, complete=False)
+"""The progress of a worker that holds no state yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """The result.
+
+    Args:
+        version: Committed steps to go on from.
+        outcome: Of step ``version``, if anybody alive or the coordinator knows it.
+        roll_forward: Outcome of step ``version``, for workers still at ``version - 1``; None when there are none.
+        held: Per worker, the states it holds at ``version`` (after rolling forward).
+        begun: Somebody alive has begun step ``version + 1``, which is to be done again.
+    """
+
+    version: int
+    outcome: Outcome | None
+    roll_forward: Outcome | None
+    held: Mapping[Worker, tuple[str, ...]]
+    begun: bool = False
+
+    def holders(self) -> dict[str, list[Worker]]:
+        """Return, per state, the workers that hold it."""
+        holders: dict[str, list[Worker]] = {}
+        for worker in sorted(self.held):
+            for state in self.held[worker]:
+                holders.setdefault(state, []).append(worker)
+        return holders
+
+
+def agree(reports: Mapping[Worker, Progress], newest: Outcome | None, version: int) -> Agreement:
+    """Decide where to go on.
+
+    If anybody, dead or alive, is known to have passed the prepare barrier of step V, everybody was complete when it
+    entered it, so all roll forward to V. Otherwise the step under way is dropped and redone.
+
+    Args:
+        reports: The survivors' progress.
+        newest: The newest outcome the coordinator heard of; its sender may be dead.
+        version: The version the current generation began from: nobody goes back behind it.
+    """
+    outcomes = {outcome.step: outcome for outcome in (p.passed for p in reports.values()) if outcome is not None}
+    if newest is not None:
+        outcomes.setdefault(newest.step, newest)
+    agreed = max([version, *outcomes, *(progress.version for progress in reports.values())])
+    held: dict[Worker, tuple[str, ...]] = {}
+    behind = False
+    for worker, progress in reports.items():
+        if progress.version == agreed:
+            held[worker] = tuple(dict.fromkeys((*progress.current, *progress.retained)))
+        elif progress.version == agreed - 1 and progress.complete and agreed in outcomes:
+            held[worker] = progress.current
+            behind = True
+    outcome = outcomes.get(agreed)
+    return Agreement(
+        version=agreed,
+        outcome=outcome,
+        roll_forward=outcome if behind else None,
+        held=held,
+        begun=any(progress.begun and progress.version == agreed for progress in reports.values()),
+    )
+
+
+def share_out(agreement: Agreement, profile: ModelProfile) -> dict[Worker, tuple[str, ...]]:
+    """Choose one holder for each state that is to be saved, such that the bytes are spread evenly."""
+    load = dict.fromkeys(agreement.held, 0)
+    shares: dict[Worker, list[str]] = {worker: [] for worker in agreement.held}
+    holders = agreement.holders()
+    for layer in sorted(profile.layers, key=lambda layer: -layer.state_bytes):
+        if layer.name in holders:
+            worker = min(holders[layer.name], key=lambda worker: (load[worker], worker))
+            load[worker] += layer.state_bytes
+            shares[worker].append(layer.name)
+    return {worker: tuple(states) for worker, states in shares.items() if states}
+
+
+def uncovered(profile: ModelProfile, states: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the states with content that ``states`` lacks, in layer order."""
+    return tuple(layer.name for layer in profile.layers if layer.state_bytes and layer.name not in states)

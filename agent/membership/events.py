@@ -1,0 +1,183 @@
+"""What goes into the membership machine and what comes out of it.
+
+Nothing here acts: the coordinator turns the world into events, and instructions into effects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from resilient.protocol.messages import (
+    FromWorkerMessage,
+    Injection,
+    Kill,
+    ShowStacks,
+    Shutdown,
+    ToWorkerMessage,
+    Welcome,
+)
+from resilient.state.manifest import Manifest
+from resilient.templates.plan import PlanningProblem
+
+Worker = tuple[int, int]
+"""A worker: (node, local rank)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConnected:
+    """A node agent introduced itself; the number is its own and was never used before."""
+
+    node: int
+    host: str
+    pid: int
+    num_workers: int
+    domain: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLost:
+    """The connection to a node's agent broke, or its heartbeats stopped."""
+
+    node: int
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSaid:
+    """A worker's message arrived."""
+
+    node: int
+    local_rank: int
+    message: FromWorkerMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnded:
+    """A worker process ended; ``exit_code`` is negative for a signal."""
+
+    node: int
+    local_rank: int
+    exit_code: int
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLeaving:
+    """A node asks to be left out from the next step boundary on."""
+
+    node: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureWanted:
+    """Somebody wants a failure injected."""
+
+    injection: Injection
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlansPrepared:
+    """What :class:`PreparePlans` asked for is done, or cannot be done: planning then fails at once, with the reason."""
+
+    num_nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interrupted:
+    """The job is to end after the running step, with a checkpoint; said again, at once."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManifestFailed:
+    """What :class:`WriteManifest` asked for could not be done; nothing that followed it was done either.
+
+    ``error`` names the path.
+    """
+
+    path: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopWanted:
+    """The job is to end at once, by the launcher's wish or because it cannot go on."""
+
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tick:
+    """Time passes; to be given about once a second."""
+
+
+Event = (
+    NodeConnected
+    | NodeLost
+    | WorkerSaid
+    | WorkerEnded
+    | NodeLeaving
+    | FailureWanted
+    | PlansPrepared
+    | Interrupted
+    | ManifestFailed
+    | StopWanted
+    | Tick
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send:
+    """Send a message to one worker of a node, or to all of them (``local_rank`` None)."""
+
+    node: int
+    local_rank: int | None
+    message: ToWorkerMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tell:
+    """Send a message to a node's agent."""
+
+    node: int
+    message: Welcome | Kill | ShowStacks | Shutdown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Write a line to the event log."""
+
+    kind: str
+    generation: int
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteManifest:
+    """Make a folder a checkpoint; the instructions that follow count on it (:class:`ManifestFailed`)."""
+
+    path: str
+    manifest: Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparePlans:
+    """Compute off the event loop what plans for up to so many nodes need; then answer with :class:`PlansPrepared`."""
+
+    problem: PlanningProblem
+    num_nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """The job is over: shut down whoever is left and return this exit code."""
+
+    exit_code: int
+    reason: str
+
+
+Instruction = Send | Tell | Record | WriteManifest | PreparePlans | Stop

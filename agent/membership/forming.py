@@ -1,0 +1,207 @@
+"""From an agreement to a generation: the plan, the copies, where everything else comes from. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from resilient.agent.membership.agreement import Agreement
+from resilient.agent.membership.events import Worker
+from resilient.agent.membership.members import Member, available
+from resilient.errors import StateLostError
+from resilient.protocol.messages import INIT, Generation, JobSpec, Outcome
+from resilient.templates.composition.batch_split import check_batch
+from resilient.templates.inputs.cluster import Cluster, Link
+from resilient.templates.plan import Plan, PlanningProblem
+from resilient.templates.replan.replan import first_plan, replan, templates_for
+from resilient.templates.replan.transfer import Transfer, plan_transfers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextGeneration:
+    """A generation ready to be published.
+
+    Args:
+        senders: Workers without a place that send states: their ranks follow those of the plan.
+        needed_nodes: The fewest nodes the job can go on with.
+        templates: Digest of the templates that the plan is made of.
+        lost: States that made it fall back to ``source``.
+    """
+
+    plan: Plan
+    version: int
+    roll_forward: Outcome | None
+    transfers: tuple[Transfer, ...]
+    senders: tuple[Worker, ...]
+    source: str
+    needed_nodes: int
+    templates: str
+    lost: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> dict[Worker, int]:
+        """The global ranks of all who take part."""
+        placed = ((slot.node, slot.local_rank) for slot in self.plan.slots)
+        return {worker: rank for rank, worker in enumerate((*placed, *self.senders))}
+
+
+def problem_of(job: JobSpec, workers_per_node: int, network: Link, failure_interval_s: float) -> PlanningProblem:
+    """Return the planning problem of a job on nodes with so many workers and this network between them.
+
+    Raises:
+        ValueError: The batch cannot be split; the message says what to do.
+    """
+    check_batch(job.global_batch, job.microbatch, job.max_failures + 1)
+    return PlanningProblem(
+        profile=job.profile,
+        num_microbatches=job.global_batch // job.microbatch,
+        cluster=Cluster(devices_per_node=workers_per_node, memory_bytes=job.memory_bytes, inter_node=network),
+        max_failures=job.max_failures,
+        min_pipeline_nodes=job.min_pipeline_nodes,
+        failure_interval_s=failure_interval_s,
+        schedule=job.schedule,
+        num_chunks=job.num_chunks,
+    )
+
+
+def source_at(version: int, checkpoints: Collection[Checkpoint]) -> str:
+    """Return where states at this version can come from besides peers; "" for nowhere."""
+    if version == 0:
+        return INIT
+    return next((checkpoint.path for checkpoint in checkpoints if checkpoint.step == version), "")
+
+
+def form(
+    problem: PlanningProblem,
+    plan: Plan | None,
+    members: Mapping[int, Member],
+    agreement: Agreement,
+    checkpoints: Collection[Checkpoint],
+    slowdowns: Mapping[int, float],
+) -> NextGeneration:
+    """Make the next generation.
+
+    Args:
+        problem: The job.
+        plan: The plan of the generation before, None for the first.
+        members: Who is there.
+        agreement: What they agreed on.
+        checkpoints: Those there are.
+        slowdowns: Of nodes, as observed.
+
+    Raises:
+        TooFewNodes: The job cannot go on with its promised redundancy.
+        StateLostError: A state is gone for good.
+        ValueError: The job fits no plan; the message says what to change.
+    """
+    nodes = available(members.values())
+    domains = {node: members[node].domain for node in nodes if members[node].domain}
+    slow = {node: slowdowns[node] for node in nodes if slowdowns.get(node, 1.0) > 1}
+    if plan is None:
+        new = first_plan(problem, nodes, domains=domains, slowdowns=slow)
+    else:
+        new = replan(problem, plan, nodes, domains=domains, slowdowns=slow)
+    templates = templates_for(problem, len(nodes))
+    needed_nodes = (problem.max_failures + 1) * templates.sizes.start
+    source = source_at(agreement.version, checkpoints)
+    transfers, lost, senders = _copies(problem, new, agreement)
+    if not lost or source:
+        return NextGeneration(
+            plan=new,
+            version=agreement.version,
+            roll_forward=agreement.roll_forward,
+            transfers=transfers,
+            senders=senders,
+            source=source,
+            needed_nodes=needed_nodes,
+            templates=templates.digest,
+        )
+    newest = max(checkpoints, key=lambda checkpoint: checkpoint.step, default=None)
+    if newest is None:
+        raise StateLostError(f"no live node holds {', '.join(lost)} and there is no checkpoint; start the job again")
+    return NextGeneration(
+        plan=new,
+        version=newest.step,
+        roll_forward=None,
+        transfers=(),
+        senders=(),
+        source=newest.path,
+        needed_nodes=needed_nodes,
+        templates=templates.digest,
+        lost=lost,
+    )
+
+
+def _copies(
+    problem: PlanningProblem, plan: Plan, agreement: Agreement
+) -> tuple[tuple[Transfer, ...], tuple[str, ...], tuple[Worker, ...]]:
+    """Plan the copies; return them, the states nobody holds, and who sends without a place in the plan."""
+    placed = [(slot.node, slot.local_rank) for slot in plan.slots]
+    others = sorted(agreement.held.keys() - set(placed))
+    rank_of = {worker: rank for rank, worker in enumerate((*placed, *others))}
+    held = {state: [rank_of[worker] for worker in workers] for state, workers in agreement.holders().items()}
+    transfers, lost = plan_transfers(problem, plan, held, len(others))
+    sending = sorted({transfer.source for transfer in transfers} - set(range(len(placed))))
+    ranks = {rank: len(placed) + position for position, rank in enumerate(sending)}
+    renumbered = tuple(replace(transfer, source=ranks.get(transfer.source, transfer.source)) for transfer in transfers)
+    return renumbered, lost, tuple(others[rank - len(placed)] for rank in sending)
+
+
+def message_for(worker: Worker, generation: int, formed: NextGeneration, members: Mapping[int, Member]) -> Generation:
+    """Return the announcement for one worker."""
+    first = formed.plan.slots[0]
+    return Generation(
+        generation=generation,
+        rank=formed.ranks.get(worker),
+        plan=formed.plan,
+        version=formed.version,
+        roll_forward=formed.roll_forward,
+        transfers=formed.transfers,
+        source=formed.source,
+        store_address=members[first.node].ready[first.local_rank].store_address,
+        num_sources=len(formed.senders),
+    )
+
+
+def describe(formed: NextGeneration, members: Mapping[int, Member], slowdowns: Mapping[int, float]) -> dict[str, Any]:
+    """Return what the event log says of a generation."""
+    staying = {node: member for node, member in sorted(members.items()) if member.is_ready and not member.leaving}
+    pipelines = [
+        {
+            "nodes": list(pipeline.nodes),
+            "num_microbatches": pipeline.num_microbatches,
+            "stages": [
+                {
+                    "node": pipeline.nodes[stage.node_index],
+                    "local_rank": stage.first_device,
+                    "first_layer": stage.first_layer,
+                    "end_layer": stage.end_layer,
+                }
+                for stage in pipeline.template.stages
+            ],
+        }
+        for pipeline in formed.plan.pipelines
+    ]
+    placed = set(formed.plan.nodes)
+    return {
+        "version": formed.version,
+        "roll_forward": formed.roll_forward is not None,
+        "interrupted_step": formed.version + 1,
+        "nodes": sorted(placed),
+        "templates": formed.templates,
+        "pipelines": pipelines,
+        "transfers": len(formed.transfers),
+        "senders": sorted({node for node, _ in formed.senders}),
+        "standby": [node for node in staying if node not in placed],
+        "slowdowns": {str(node): slowdowns[node] for node in staying if slowdowns.get(node, 1.0) > 1},
+        "pids": {key: pid for member in staying.values() for key, pid in member.pids.items()},
+    }

@@ -1,0 +1,70 @@
+"""Who is there: the live nodes with their workers. Plain data of the membership machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from resilient.agent.membership.events import Worker
+from resilient.protocol.messages import Ready
+
+
+@dataclass(kw_only=True)
+class Member:
+    """A live node.
+
+    Args:
+        domain: What it fails together with (a zone, a rack); "" when it is not known.
+        ready: Its workers that are up, by local rank.
+        done: Its workers that have ended as they should.
+        leaving: It has announced that it goes away.
+        admitted: It was told of the current generation, with a place in it or without.
+        lacks_plans: Plans for as many nodes as there are with it are still being prepared.
+    """
+
+    node: int
+    host: str
+    pid: int
+    num_workers: int
+    domain: str = ""
+    ready: dict[int, Ready] = field(default_factory=dict[int, Ready])
+    done: set[int] = field(default_factory=set[int])
+    leaving: bool = False
+    admitted: bool = False
+    lacks_plans: bool = False
+
+    @property
+    def is_up(self) -> bool:
+        """Whether all its workers are up."""
+        return len(self.ready) == self.num_workers
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be given a place."""
+        return self.is_up and not self.lacks_plans
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all its workers have ended."""
+        return len(self.done) == self.num_workers
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """All its workers."""
+        return tuple((self.node, local_rank) for local_rank in range(self.num_workers))
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process numbers of the workers that are up, by "node/local_rank"."""
+        return {f"{self.node}/{local_rank}": ready.pid for local_rank, ready in sorted(self.ready.items())}
+
+
+def log_path(run_directory: str, worker: Worker) -> Path:
+    """Return the file, on its own machine, that a worker's output goes to."""
+    return Path(run_directory) / "logs" / f"node-{worker[0]}" / f"worker-{worker[1]}.log"
+
+
+def available(members: Iterable[Member]) -> list[int]:
+    """Return the nodes that the next plan may use."""
+    return sorted(member.node for member in members if member.is_ready and not member.leaving)

@@ -1,0 +1,93 @@
+"""How much slower than the others a node is, from what the workers have measured. Pure.
+
+Measured times are compared with measured times: where the profile is wrong about a layer, it is as wrong for every
+holder. It only weighs the layers of a worker against each other, because pipelines cut the model differently.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+from resilient.agent.membership.events import Worker
+from resilient.templates.inputs.profile import ModelProfile
+from resilient.templates.plan import Plan, Slot
+
+_NOISE = 1.25
+"""Smaller factors are not told apart from the ups and downs of a machine."""
+
+
+def slowdowns(profile: ModelProfile, plan: Plan, stage_ms: Mapping[Worker, float]) -> dict[int, float]:
+    """Compare each worker with the holders of its layers in the other pipelines.
+
+    A worker counts as slow as far as it takes longer than the median of those for the same layers. All pipelines do the
+    same work, whatever the cut: so the workers of one, the latest first, are no later together than it is later than
+    the median pipeline.
+
+    Args:
+        profile: Of the model.
+        plan: The plan under which the times were measured.
+        stage_ms: Measured time of forward and backward of one microbatch; 0 or nothing where it is not known.
+
+    Returns:
+        Per node, the factor (>= 1, that of its slowest worker) by which it is slower; nodes of pipelines that were not
+        measured as a whole are left out, and so are all where there is nothing to compare with.
+    """
+    pipelines = [
+        slots
+        for slots in _by_pipeline(plan)
+        if all(stage_ms.get((slot.node, slot.local_rank), 0.0) > 0 and _planned_ms(profile, slot) > 0 for slot in slots)
+    ]
+    if len(pipelines) < 2:
+        return {}
+    measured = {slot.rank: stage_ms[slot.node, slot.local_rank] for slots in pipelines for slot in slots}
+    totals = [sum(measured[slot.rank] for slot in slots) for slots in pipelines]
+    ratios: list[list[float]] = [[] for _ in profile.layers]
+    for slots in pipelines:
+        for slot in slots:
+            for layer in _layers_ms(profile, slot):
+                ratios[layer].append(measured[slot.rank] / _planned_ms(profile, slot))
+    ratios, sorted_totals = [sorted(of_layer) for of_layer in ratios], sorted(totals)
+    found: dict[int, float] = {}
+    for slots, total in zip(pipelines, totals, strict=True):
+        excess_ms = max(0.0, total - _median_of_others(sorted_totals, total))
+        expected = {slot.rank: _expected_ms(profile, slot, measured[slot.rank], ratios) for slot in slots}
+        for slot in sorted(slots, key=lambda slot: (expected[slot.rank] - measured[slot.rank], slot.rank)):
+            late_ms = min(excess_ms, max(0.0, measured[slot.rank] - expected[slot.rank]))
+            excess_ms -= late_ms
+            factor = 1 + late_ms / expected[slot.rank]
+            found[slot.node] = max(found.get(slot.node, 1.0), round(factor, 2) if factor >= _NOISE else 1.0)
+    return found
+
+
+def _expected_ms(profile: ModelProfile, slot: Slot, measured_ms: float, ratios: Sequence[Sequence[float]]) -> float:
+    """Return how long the other holders would take for a slot's layers, from each layer's ratios of its holders."""
+    ratio = measured_ms / _planned_ms(profile, slot)
+    return sum(ms * _median_of_others(ratios[layer], ratio) for layer, ms in _layers_ms(profile, slot).items())
+
+
+def _by_pipeline(plan: Plan) -> list[list[Slot]]:
+    slots: list[list[Slot]] = [[] for _ in plan.pipelines]
+    for slot in plan.slots:
+        slots[slot.pipeline_index].append(slot)
+    return slots
+
+
+def _planned_ms(profile: ModelProfile, slot: Slot) -> float:
+    return sum(_layers_ms(profile, slot).values())
+
+
+def _layers_ms(profile: ModelProfile, slot: Slot) -> dict[int, float]:
+    """Return the planned time of each layer of a slot, by its index."""
+    return {
+        index: (1 + stage.checkpointing) * profile.layers[index].costs[0].forward_ms
+        + profile.layers[index].backward_ms()
+        for stage in slot.stages
+        for index in range(stage.first_layer, stage.end_layer)
+    }
+
+
+def _median_of_others(ascending: Sequence[float], own: float) -> float:
+    """Return the (lower) median of a sorted sequence without one of its elements."""
+    middle = (len(ascending) - 2) // 2
+    return ascending[middle] if middle < bisect_left(ascending, own) else ascending[middle + 1]

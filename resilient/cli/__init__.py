@@ -1,0 +1,1 @@
+"""The command line: options, files and printing. Alone may import the agent, and nothing imports it."""

@@ -1,0 +1,32 @@
+"""The command line: ``run``, ``agent``, ``inject``, ``profile``, ``plan``, ``compare``, ``schedule``, ``simulate`` and
+``demo``.
+
+Exit codes of ``run``: 0 done; 1 failed; 3 stopped for lack of nodes, to be resumed; 4 a layer's state is lost and there
+is no checkpoint; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from resilient.cli import agent, run
+from resilient.cli.compare.command import compare
+from resilient.cli.demo import demo
+from resilient.cli.inject import inject
+from resilient.cli.plan.command import plan
+from resilient.cli.profile import profile
+from resilient.cli.schedule.command import schedule
+from resilient.cli.shared import script_options
+from resilient.cli.shared.standard_output import Commands
+from resilient.cli.simulate.command import simulate
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, help=__doc__)
+app.command(context_settings=script_options.CONTEXT, help=run.HELP)(run.run)
+app.command(help=agent.HELP)(agent.agent)
+app.command(context_settings=script_options.CONTEXT)(profile)
+app.command()(compare)
+app.command()(demo)
+app.command()(plan)
+app.command()(schedule)
+app.command()(simulate)
+app.add_typer(inject, name="inject")

@@ -1,0 +1,1 @@
+"""``resilient compare``: every multimodal planner on the same batches, without the machines."""

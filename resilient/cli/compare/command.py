@@ -1,0 +1,255 @@
+"""``resilient compare``: every multimodal planner on the same batches of a workload, without the machines.
+
+Owns options and files; :mod:`resilient.cli.compare.report` computes and :mod:`resilient.cli.compare.tables` prints.
+What is slow to import is imported when the command runs. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from resilient.cli.shared.job_options import (
+    MOST_NODES,
+    GpusOption,
+    NetworkOption,
+    described_cluster,
+    full_device,
+    refusals,
+    table_console,
+)
+from resilient.cli.shared.output_files import check_outputs
+from resilient.templates.common.words import counted
+
+if TYPE_CHECKING:
+    from resilient.cli.compare.report import Comparison
+    from resilient.planners.costs.samples import SampleTable
+    from resilient.planners.planner import Planner, Setting
+    from resilient.planners.workloads.records import Bad
+
+ALL, AUTO = "all", "auto"
+_MOST_SAMPLES = 10_000_000
+"""Of all batches, to be in memory at once."""
+
+_KNOWN_SAMPLES = 2000
+"""Samples that planners see before the first batch."""
+
+
+class WhenBad(str, Enum):
+    """What is done with samples that do not fit."""
+
+    ERROR = "error"
+    DROP = "drop"
+    RESIZE = "resize"
+
+
+def compare(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Option(help='A published multimodal model, or "ENCODER+LANGUAGE_MODEL".')],
+    device: Annotated[str, typer.Option(callback=full_device, help="The accelerator.")],
+    workload: Annotated[str, typer.Option(help="A file of samples, or a generator: laion, coco, mixed, ...")],
+    nodes: Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Nodes of the job.")] = 8,
+    gpus_per_node: GpusOption = 8,
+    network_gbit_s: NetworkOption = None,
+    planners: Annotated[
+        str, typer.Option(metavar="NAMES", help='"uniform,entrain", or auto: all, to choose the best.')
+    ] = AUTO,
+    global_batch: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 512,
+    microbatch: Annotated[int, typer.Option(min=1, help="Samples of a microbatch, on average.")] = 2,
+    frozen: Annotated[
+        str | None,
+        typer.Option(metavar="UNITS", help='Units that are not trained, such as "encoder,llm"; "projector" is one.'),
+    ] = None,
+    lost_nodes: Annotated[int, typer.Option(min=0, help="Nodes lost before the first batch.")] = 0,
+    batches: Annotated[int, typer.Option(min=1, help="Global batches to simulate.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Of the choice of samples.")] = 0,
+    bad: Annotated[
+        WhenBad, typer.Option(help="Samples that do not fit: name them and stop, leave them out, or make them fit.")
+    ] = WhenBad.ERROR,
+    pictures: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Folder of the pictures a file names without their sizes."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(exists=True, help="Counts the texts of a file: a tokenizer.json, or its folder.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
+    png_file: Annotated[
+        Path | None, typer.Option("--png", help="Draw the steps' times here, and one step of the fastest beside it.")
+    ] = None,
+) -> None:
+    """Compare multimodal planners on a workload by simulating their steps."""
+    from resilient.cli.compare.tables import show, show_bad
+
+    with refusals(ctx):
+        setting = _setting(model, device, nodes, gpus_per_node, network_gbit_s, global_batch, microbatch, frozen)
+        if lost_nodes >= nodes:
+            raise ValueError(f"lost_nodes must be 0 to {nodes - 1}, got {lost_nodes}; leave a node")
+        if microbatch > global_batch:
+            raise ValueError(f"microbatch must be at most global_batch {global_batch}, got {microbatch}; lower it")
+        if global_batch * batches > _MOST_SAMPLES:
+            raise ValueError(
+                f"--global-batch times --batches must be at most {_MOST_SAMPLES}, got {global_batch * batches}; use "
+                f"fewer batches"
+            )
+        steps_file = png_file and png_file.with_stem(f"{png_file.stem}-steps")
+        check_outputs([("--json", json_file), ("--png", png_file), ("--png", steps_file)], [tokenizer, Path(workload)])
+        chosen = _planners(planners)
+        known, steps, found = _samples(setting, workload, model, batches, seed, bad, _counter(tokenizer), pictures)
+        comparison = _compare(chosen, setting, known, steps, lost_nodes)
+        console = table_console()
+        for line in (
+            setting.costs.source,
+            f"{counted(nodes, 'node')} with {counted(gpus_per_node, 'device')} each"
+            + (f", {lost_nodes} of them lost" if lost_nodes else ""),
+            f"{batches} batch{'es' * (batches != 1)} of {counted(global_batch, 'sample')} of {workload}, "
+            f"microbatches of {microbatch}",
+        ):
+            console.print(line, markup=False, soft_wrap=True)
+        show_bad(found, console)
+        show(comparison, console)
+        job = {
+            "costs": setting.costs.source,
+            "num_nodes": nodes,
+            "devices_per_node": gpus_per_node,
+            "lost_nodes": lost_nodes,
+            "workload": workload,
+            "num_batches": batches,
+            "global_batch": global_batch,
+            "microbatch": microbatch,
+            "seed": seed,
+            "bad_samples": [{"name": each.name, "reason": each.reason, "dropped": each.dropped} for each in found],
+        }
+        _write(comparison, job, json_file, png_file, steps_file)
+    if comparison.best is None:
+        raise typer.Exit(1)
+
+
+def _setting(
+    model: str,
+    device: str,
+    nodes: int,
+    gpus_per_node: int,
+    network_gbit_s: float | None,
+    global_batch: int,
+    microbatch: int,
+    frozen: str | None,
+) -> Setting:
+    from resilient.planners.costs.derived_costs import derive_costs
+    from resilient.planners.planner import Setting
+
+    units = tuple(unit.strip() for unit in frozen.split(",") if unit.strip()) if frozen else ()
+    costs = derive_costs(model, device, frozen=units)
+    if not any(layer.trainable for unit in costs.units for layer in unit.layers):
+        raise ValueError(f"frozen must leave a unit to train, got {frozen}; leave one out")
+    return Setting(
+        costs=costs,
+        cluster=described_cluster(device, gpus_per_node, network_gbit_s),
+        num_nodes=nodes,
+        global_batch=global_batch,
+        microbatch=microbatch,
+    )
+
+
+def _planners(names: str) -> list[Planner]:
+    from resilient.planners.registry import PLANNERS, planner
+
+    chosen = list(PLANNERS) if names in (ALL, AUTO) else [name.strip() for name in names.split(",")]
+    return [planner(name) for name in dict.fromkeys(chosen)]
+
+
+def _samples(
+    setting: Setting,
+    name: str,
+    model: str,
+    batches: int,
+    seed: int,
+    bad: WhenBad,
+    tokenizer: Callable[[str], Sequence[int]] | None,
+    pictures: Path | None,
+) -> tuple[SampleTable, list[SampleTable], tuple[Bad, ...]]:
+    """Return the samples planners know, the batches (others of the same workload), and what is bad among them all."""
+    from resilient.planners.workloads.sample_limits import most_tokens
+    from resilient.planners.workloads.workload import judged_workload
+
+    table, found = judged_workload(
+        name,
+        _KNOWN_SAMPLES + batches * setting.global_batch,
+        seed,
+        model,
+        bad=bad.value,
+        limits=most_tokens(setting.costs, setting.cluster, setting.num_nodes),
+        tokenizer=tokenizer,
+        pictures=pictures,
+    )
+    starts = range(_KNOWN_SAMPLES, len(table), setting.global_batch)
+    return table[:_KNOWN_SAMPLES], [table[start : start + setting.global_batch] for start in starts], found
+
+
+def _counter(path: Path | None) -> Callable[[str], Sequence[int]] | None:
+    """Return what turns a text into token ids."""
+    if path is None:
+        return None
+    from tokenizers import Tokenizer
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # of no narrower type
+        raise ValueError(
+            f"--tokenizer must be a tokenizer.json or its folder, got {path} ({error}); save it there"
+        ) from None
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _compare(
+    planners: list[Planner],
+    setting: Setting,
+    samples: SampleTable,
+    batches: list[SampleTable],
+    lost_nodes: int,
+) -> Comparison:
+    """Compute, on a terminal with a bar that goes when it is done."""
+    from resilient.cli.compare.report import compare as compare_planners
+    from resilient.planners.registry import BASELINE
+
+    console = Console(highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("simulating", total=len(planners))
+        return compare_planners(
+            planners,
+            setting,
+            samples,
+            batches,
+            lost_nodes=lost_nodes,
+            baseline=BASELINE,
+            clock=time.perf_counter,
+            done=lambda: progress.advance(task),
+        )
+
+
+def _write(
+    comparison: Comparison,
+    job: dict[str, Any],
+    json_file: Path | None,
+    png_file: Path | None,
+    steps_file: Path | None,
+) -> None:
+    from resilient.cli.compare.figure import draw_bars
+    from resilient.cli.compare.report import step_chart
+    from resilient.observability.figures.gantt import draw_charts
+
+    if json_file is not None:
+        json_file.write_text(json.dumps({"job": job, **comparison.to_dict()}, indent=2) + "\n")
+    if png_file is not None and steps_file is not None and comparison.rows:
+        draw_bars(comparison, png_file)
+        draw_charts([step_chart(row) for row in comparison.shown or comparison.rows], steps_file)

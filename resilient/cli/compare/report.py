@@ -1,0 +1,270 @@
+"""Computes what ``resilient compare`` shows: every planner on the same batches, judged by the same simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from resilient.observability.figures.bars import Bar, Chart, milliseconds
+from resilient.planners.costs.samples import LLM, SampleTable
+from resilient.planners.evaluation.evaluate import Result, evaluate
+from resilient.planners.planner import Configuration, Planner, Setting
+from resilient.planners.stages.degraded_replicas import survivors
+from resilient.planners.stages.device_layout import used_devices
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Row:
+    """What one planner makes of the workload: means over the batches unless said otherwise.
+
+    Args:
+        name: Of the planner.
+        source: Where it is published.
+        configuration: What it decided.
+        num_devices: That it uses.
+        iteration_ms: Of a step.
+        sum_ms: Part of it after the last backward.
+        bubble: Part of all devices' time in which they compute nothing; those that it does not use never do.
+        std_ms: By unit, of microbatch times within a step.
+        peak_bytes: The most of any device in any step.
+        fits: Whether there is so much memory.
+        configure_ms: Planning time, once. What compiles at the first call is not counted, here and in the next.
+        assign_ms: Planning time of each step, median.
+        first: The first batch's step.
+    """
+
+    name: str
+    source: str
+    configuration: Configuration
+    num_devices: int
+    iteration_ms: float
+    sum_ms: float
+    bubble: float
+    std_ms: Mapping[str, float]
+    peak_bytes: int
+    fits: bool
+    configure_ms: float
+    assign_ms: float
+    first: Result
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is written as JSON."""
+        spread = {
+            name: {"dp": each.dp, "pp": each.pp, "tp": each.tp, "cp": each.cp, "stage_layers": each.stage_layers}
+            for name, each in self.configuration.units.items()
+        }
+        numbers = ("num_devices", "iteration_ms", "sum_ms", "bubble", "peak_bytes", "fits", "configure_ms", "assign_ms")
+        return {
+            "planner": self.name,
+            "source": self.source,
+            "units": spread,
+            "num_microbatches": self.configuration.num_microbatches,
+            "colocated": self.configuration.colocated,
+            "encoders": self.configuration.encoders.value,
+            "sharded": self.configuration.sharded,
+            "predicted_ms": self.configuration.predicted_ms,
+            "notes": list(self.configuration.notes),
+            "std_ms": dict(self.std_ms),
+            **{name: getattr(self, name) for name in numbers},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All planners.
+
+    Args:
+        rows: Those that found a configuration, in the order asked for.
+        refused: By name, why others did not.
+        baseline: What speed-ups are relative to, if it is among the rows.
+        memory_bytes: Of a device, that a plan may fill; None where that is unlimited.
+    """
+
+    rows: tuple[Row, ...]
+    refused: Mapping[str, str]
+    baseline: str
+    memory_bytes: int | None = None
+
+    def speed_up(self, row: Row) -> float | None:
+        """Return how much faster than the baseline a planner is, if there is one."""
+        return next((each.iteration_ms / row.iteration_ms for each in self.rows if each.name == self.baseline), None)
+
+    @property
+    def best(self) -> Row | None:
+        """The fastest that fits."""
+        return min((row for row in self.rows if row.fits), key=lambda row: row.iteration_ms, default=None)
+
+    @property
+    def shown(self) -> list[Row]:
+        """The baseline and the fastest three that fit: what is worth drawing in detail."""
+        fastest = sorted((row for row in self.rows if row.fits), key=lambda row: row.iteration_ms)[:3]
+        return [row for row in self.rows if row.name == self.baseline or row in fastest]
+
+    def reason(self) -> str:
+        """Say why the best is the best: beside the baseline, and beside the next."""
+        best = self.best
+        if not self.rows:
+            return "no planner found a plan; use more nodes or a smaller microbatch"
+        if best is None:
+            return "no planner's steps fit into memory; use more nodes or a smaller microbatch"
+        others = sorted((row for row in self.rows if row.fits and row is not best), key=lambda row: row.iteration_ms)
+        parts: list[str] = []
+        baseline = next((row for row in self.rows if row.name == self.baseline and row is not best), None)
+        if baseline is not None:
+            gain = f"{baseline.iteration_ms / best.iteration_ms:.2f}x as fast in simulation as {baseline.name}"
+            parts.append(gain + _mostly(best, baseline))
+        if not others:
+            parts.append("no other fits" if len(self.rows) > 1 else "no other was asked for")
+        elif others[0] is not baseline:
+            longer = others[0].iteration_ms / best.iteration_ms
+            parts.append(f"{longer:.2f}x as fast as the next, {others[0].name}" + _mostly(best, others[0]))
+        return f"{best.name}: {'; '.join(parts)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is written as JSON."""
+        rows = [{**row.to_dict(), "speed_up": self.speed_up(row)} for row in self.rows]
+        best = self.best
+        return {
+            "planners": rows,
+            "refused": dict(self.refused),
+            "memory_bytes": self.memory_bytes,
+            "best": best and best.name,
+            "reason": self.reason(),
+        }
+
+
+def compare(
+    planners: Sequence[Planner],
+    setting: Setting,
+    samples: SampleTable,
+    batches: Sequence[SampleTable],
+    *,
+    lost_nodes: int,
+    baseline: str,
+    clock: Callable[[], float],
+    done: Callable[[], object],
+) -> Comparison:
+    """Let each planner configure the job once and assign each batch, and simulate every step.
+
+    Args:
+        planners: They.
+        setting: The job.
+        samples: What they know of the data set beforehand.
+        batches: The global batches.
+        lost_nodes: Nodes lost after configuring, before the first batch.
+        baseline: The planner that speed-ups are relative to.
+        clock: Seconds, for planning times.
+        done: Called after each planner.
+    """
+    rows: list[Row] = []
+    refused: dict[str, str] = {}
+    for each in planners:
+        try:
+            rows.append(_row(each, setting, samples, batches, lost_nodes, clock))
+        except ValueError as error:
+            refused[each.name] = str(error)
+        done()
+    return Comparison(rows=tuple(rows), refused=refused, baseline=baseline, memory_bytes=setting.cluster.memory_bytes)
+
+
+def _row(
+    planner: Planner,
+    setting: Setting,
+    samples: SampleTable,
+    batches: Sequence[SampleTable],
+    lost_nodes: int,
+    clock: Callable[[], float],
+) -> Row:
+    planner.configure(setting, samples)  # compiles
+    started = clock()
+    configuration = planner.configure(setting, samples)
+    configure_ms = 1e3 * (clock() - started)
+    replicas = survivors(setting, configuration, lost_nodes)
+    planner.assign(setting, configuration, batches[0], replicas)  # compiles
+    times: list[float] = []
+    results: list[Result] = []
+    for batch in batches:
+        started = clock()
+        assignment = planner.assign(setting, configuration, batch, replicas)
+        times.append(1e3 * (clock() - started))
+        results.append(evaluate(setting, configuration, assignment, batch, replicas))
+    used = used_devices(configuration)
+    total_ms = sum(result.iteration_ms for result in results)
+    computing_ms = sum((1 - result.bubble) * result.iteration_ms for result in results) * used / setting.num_devices
+    peak = max(result.peak_bytes for result in results)
+    limit = setting.cluster.memory_bytes
+    return Row(
+        name=planner.name,
+        source=planner.source,
+        configuration=configuration,
+        num_devices=used,
+        iteration_ms=float(np.mean([result.iteration_ms for result in results])),
+        sum_ms=float(np.mean([result.sum_ms for result in results])),
+        bubble=1 - computing_ms / total_ms if total_ms else 0.0,
+        std_ms={name: float(np.mean([result.std_ms[name] for result in results])) for name in configuration.units},
+        peak_bytes=peak,
+        fits=limit is None or peak <= limit,
+        configure_ms=configure_ms,
+        assign_ms=float(np.median(times)),
+        first=results[0],
+    )
+
+
+def _mostly(row: Row, other: Row) -> str:
+    """Say what most of the time goes to that one step takes less than another."""
+    shares = [
+        ("computes", _computing_ms(other) - _computing_ms(row)),
+        ("waits", _waiting_ms(other) - _waiting_ms(row)),
+        ("sums gradients", other.sum_ms - row.sum_ms),
+    ]
+    what, saved = max(shares, key=lambda share: share[1])
+    return f", mostly as it {what} {saved:.0f} ms less" if saved >= 0.5 else ""
+
+
+def _computing_ms(row: Row) -> float:
+    return (1 - row.bubble) * row.iteration_ms
+
+
+def _waiting_ms(row: Row) -> float:
+    return row.bubble * row.iteration_ms - row.sum_ms
+
+
+def step_chart(row: Row) -> Chart:
+    """Return the first batch's step of the pipeline that ends last, for drawing."""
+    result, spans = row.first, row.first.spans
+    slowest = result.lanes[int(spans.lane[spans.end_ns.argmax()])].pipeline if len(spans.lane) else 0
+    units = row.configuration.units
+    lanes = [number for number, lane in enumerate(result.lanes) if lane.pipeline == slowest]
+    together = row.configuration.colocated and len({spread.pp for spread in units.values()}) == 1
+    row_of = {number: result.lanes[number].stage if together else position for position, number in enumerate(lanes)}
+    names = [f"{result.lanes[number].unit} {result.lanes[number].stage}" for number in lanes]
+    if together:
+        names = [f"stage {stage}" for stage in range(units[LLM].pp)]
+    bars = [
+        Bar(
+            row=row_of[int(lane)],
+            kind="B" if backward else "F",
+            start_ns=int(start),
+            end_ns=int(end),
+            label=str(microbatch),
+            chunk=int(together and result.lanes[int(lane)].unit != LLM),
+        )
+        for lane, backward, microbatch, start, end in zip(
+            spans.lane, spans.backward, spans.microbatch, spans.start_ns, spans.end_ns, strict=True
+        )
+        if int(lane) in row_of and end > start
+    ]
+    end_ns = round(1e6 * result.iteration_ms)
+    if result.sum_ms:
+        start_ns = round(1e6 * (result.iteration_ms - result.sum_ms))
+        bars += [Bar(row=number, kind="sum", start_ns=start_ns, end_ns=end_ns) for number in range(len(names))]
+    return Chart(
+        title=f"{row.name}: {milliseconds(result.iteration_ms)} ms, {100 * result.bubble:.0f} % bubble",
+        rows=tuple(names),
+        length_ns=end_ns,
+        bars=tuple(bars),
+        odd_chunks="encoders",
+    )

@@ -1,0 +1,102 @@
+"""What ``resilient compare`` prints: one row for each planner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from resilient.cli.compare.report import Comparison, Row
+from resilient.planners.workloads.records import Bad
+
+_NAMED = 10
+"""Bad samples that are printed."""
+
+
+def show_bad(found: Sequence[Bad], console: Console) -> None:
+    """Print which samples are bad, by name, and what became of them."""
+    if not found:
+        return
+    dropped = sum(each.dropped for each in found)
+    _line(console, f"\nBad samples: {dropped} left out, {len(found) - dropped} made to fit", "bold")
+    for each in found[:_NAMED]:
+        text = f"{each.name!r}: {each.reason}; {'left out' if each.dropped else 'made to fit'}"
+        _line(console, text.encode(console.encoding, "backslashreplace").decode(console.encoding), "")
+    if len(found) > _NAMED:
+        _line(console, f"and {len(found) - _NAMED} more, all in what --json writes", "dim")
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """Print a comparison."""
+    rows = comparison.rows
+    if rows:
+        units = list(rows[0].configuration.units)
+        console.print("\nSteps", style="bold")
+        console.print(_steps(comparison, units))
+        _line(console, "std: of microbatch times in a step; sums: of gradients, after all else", "dim")
+        for row in rows:
+            if row.configuration.sharded:
+                _line(console, f"{row.name}: its messages count as computing", "dim")
+        console.print("\nConfigurations", style="bold")
+        console.print(_configurations(rows, units))
+        _line(console, "a unit: replicas x stages x tensor-parallel [x context-parallel] devices", "dim")
+    for row in rows:
+        for note in row.configuration.notes:
+            _line(console, f"{row.name}: {note}", "yellow")
+        if not row.fits:
+            has = f"{(comparison.memory_bytes or 0) / 1e9:.1f}"
+            _line(console, f"{row.name} needs {row.peak_bytes / 1e9:.1f} GB, and a device has {has}", "red")
+    for name, why in comparison.refused.items():
+        _line(console, f"{name} found no plan: {why}", "red")
+    _line(console, f"\nbest: {comparison.reason()}", "bold")
+
+
+def _steps(comparison: Comparison, units: Sequence[str]) -> Table:
+    table = _table("step\nms", "speed-up", "bubble", "sums\nms", *(f"std\n{unit}" for unit in units), "GB")
+    for row in comparison.rows:
+        speed_up = comparison.speed_up(row)
+        memory = Text(f"{row.peak_bytes / 1e9:.1f}", style="" if row.fits else "bold red")
+        table.add_row(
+            row.name,
+            f"{row.iteration_ms:.0f}",
+            "-" if speed_up is None else f"{speed_up:.2f}x",
+            f"{100 * row.bubble:.0f} %",
+            f"{row.sum_ms:.0f}",
+            *(f"{row.std_ms[unit]:.1f}" for unit in units),
+            memory,
+        )
+    return table
+
+
+def _configurations(rows: Sequence[Row], units: Sequence[str]) -> Table:
+    table = _table("devices", *units, "micro-\nbatches", "once\nms", "step\nms")
+    for row in rows:
+        table.add_row(
+            row.name,
+            str(row.num_devices),
+            *(_spread(row, unit) for unit in units),
+            str(row.configuration.num_microbatches),
+            f"{row.configure_ms:.0f}",
+            f"{row.assign_ms:.2f}",
+        )
+    return table
+
+
+def _table(*headers: str) -> Table:
+    """Return a table of planners that fits into 80 columns with three units."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("planner", vertical="bottom", no_wrap=True)
+    for header in headers:
+        table.add_column(header, justify="right", vertical="bottom", no_wrap=True)
+    return table
+
+
+def _spread(row: Row, unit: str) -> str:
+    spread = row.configuration.units[unit]
+    return f"{spread.dp}x{spread.pp}x{spread.tp}" + (f"x{spread.cp}" if spread.cp > 1 else "")
+
+
+def _line(console: Console, text: str, style: str) -> None:
+    console.print(text, style=style, markup=False, soft_wrap=True)

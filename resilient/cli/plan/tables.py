@@ -1,0 +1,137 @@
+"""The tables of ``resilient plan``: from the report to what a person reads, 80 columns wide."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from resilient.cli.plan.report import SEQUENCES, PlanReport
+from resilient.templates.common.words import counted
+
+SHOWN_ROWS = 32
+"""Of a table; of a longer one the first, the last and some between. The ``--json`` file has all."""
+
+_T = TypeVar("_T")
+
+
+def show(report: PlanReport, console: Console) -> None:
+    """Print a report."""
+    _lines(console, _headline(report))
+    console.print("\nTemplates", style="bold")
+    console.print(_templates(report))
+    notes = ["share: microbatches, at its part of all nodes; step: predicted with them"]
+    if any(row.num_checkpointing for row in report.templates):
+        notes.append("redo: stages that run their forward again to save memory")
+    _lines(console, notes, style="dim")
+    console.print("\nPlan", style="bold")
+    console.print(_plan(report))
+    idle = f", {counted(report.num_idle, 'node')} idle" if report.num_idle else ""
+    console.print(f"a step takes {_digits(report.step_ms / 1e3)} s: {_digits(report.samples_per_s)} samples/s{idle}")
+    console.print("\nAs nodes are lost", style="bold")
+    console.print(_losses(report))
+    if report.order_matters:
+        notes = [f"kept: mean over {SEQUENCES} random orders of losing nodes; the worst of them, and its pipelines"]
+    else:
+        notes = [f"the same in {SEQUENCES} random orders of losing nodes one by one"]
+    _lines(console, notes, style="dim")
+
+
+def _headline(report: PlanReport) -> list[str]:
+    memory = report.device_memory_bytes
+    limit = "" if memory is None else f" of {_gb(memory)} GB to use"
+    num_pipelines = report.max_failures + 1
+    return [
+        report.source or "measured",
+        f"{counted(report.num_nodes, 'node')} with {counted(report.devices_per_node, 'device')}{limit} each",
+        f"global batch {report.global_batch}, microbatch {report.microbatch}",
+        f"to survive {counted(report.max_failures, 'failure')} at once: {counted(num_pipelines, 'pipeline')} of "
+        f"{counted(report.min_pipeline_nodes, 'node')} or more, {report.fewest_nodes} in all",
+    ]
+
+
+def _templates(report: PlanReport) -> Table:
+    redo = any(row.num_checkpointing for row in report.templates)
+    table = _table("nodes", "stages", "tp degrees", *(["redo"] if redo else []), left="tp degrees")
+    for header in ("slowest ms", "share", "step s", "GB"):
+        table.add_column(header, justify="right")
+    for row in _some(report.templates):
+        table.add_row(
+            str(row.num_nodes),
+            str(len(row.tp_degrees)),
+            compact(row.tp_degrees),
+            *([str(row.num_checkpointing or "-")] if redo else []),
+            f"{row.slowest_ms:.1f}",
+            str(row.num_microbatches),
+            _digits(row.iteration_ms / 1e3),
+            _gb(row.memory_bytes),
+        )
+    return table
+
+
+def _plan(report: PlanReport) -> Table:
+    table = _table("pipelines", "nodes of each", "microbatches of each", "step s", "GB")
+    for row, count in sorted(Counter(report.pipelines).items(), key=lambda item: (-item[0].num_nodes, -item[1])):
+        table.add_row(
+            str(count),
+            str(row.num_nodes),
+            str(row.num_microbatches),
+            _digits(row.iteration_ms / 1e3),
+            _gb(row.memory_bytes),
+        )
+    return table
+
+
+def _losses(report: PlanReport) -> Table:
+    idle = any(row.num_idle for row in report.losses)
+    worst = report.order_matters
+    more = [*(["worst"] if worst else []), *(["idle"] if idle else [])]
+    table = _table("lost", "nodes left", "samples/s", "kept", *more, "pipelines", left="pipelines")
+    for row in _some(report.losses):
+        left = report.num_nodes - row.num_lost
+        table.add_row(
+            str(row.num_lost),
+            f"{left} ({100 * left / report.num_nodes:.0f} %)",
+            _digits(row.samples_per_s),
+            f"{100 * row.kept:.1f} %",
+            *([f"{100 * row.worst_kept:.1f} %"] if worst else []),
+            *([str(row.num_idle or "-")] if idle else []),
+            compact(row.pipelines),
+        )
+    return table
+
+
+def compact(numbers: Sequence[int]) -> str:
+    """Write ``(4, 8, 8, 4, 4)`` as ``8 x2, 4 x3``: largest first."""
+    counted = sorted(Counter(numbers).items(), reverse=True)
+    return ", ".join(f"{number} x{count}" if count > 1 else str(number) for number, count in counted)
+
+
+def _some(rows: Sequence[_T]) -> list[_T]:
+    if len(rows) <= SHOWN_ROWS:
+        return list(rows)
+    return [rows[round(i * (len(rows) - 1) / (SHOWN_ROWS - 1))] for i in range(SHOWN_ROWS)]
+
+
+def _table(*headers: str, left: str = "") -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for header in headers:
+        table.add_column(header, justify="left" if header == left else "right")
+    return table
+
+
+def _lines(console: Console, lines: Sequence[str], style: str = "") -> None:
+    for line in lines:
+        console.print(line, style=style, markup=False, soft_wrap=True)
+
+
+def _digits(value: float) -> str:
+    """Write a positive number with four digits, or all before the point."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:#.4g}"
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f}" if num_bytes >= 1e9 else f"{num_bytes / 1e9:.2g}"

@@ -1,0 +1,157 @@
+"""``resilient run``: a script on simulated nodes of this machine, with an embedded coordinator.
+
+Exit codes: 0 done; 1 failed; 3 stopped for lack of nodes, to be resumed; 4 a layer's state is lost and there is no
+checkpoint; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from resilient.cli.shared import script_options
+from resilient.cli.shared.errors import console
+from resilient.cli.shared.run_folder import new_run_directory
+from resilient.errors import ResilientError
+from resilient.protocol.messages import PHASES, Injection
+
+HELP = (
+    "Run a script on simulated nodes of this machine, with an embedded coordinator. Options come before the "
+    "script. Ctrl-C or SIGTERM: end after the running step, with a checkpoint; again: at once."
+)
+
+
+def run(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The job's script.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help=script_options.ARGUMENTS_HELP)] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes to start.")] = 1,
+    workers_per_node: Annotated[int, typer.Option(min=1, help="Workers of each node.")] = 1,
+    resume: Annotated[Path | None, typer.Option(help="Checkpoint folder to begin from.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<time> by default.")] = None,
+    host: Annotated[str, typer.Option(help="This machine's address, for other machines to join.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any that is free.")] = 0,
+    network_gbit_s: Annotated[
+        float | None, typer.Option(help="Between two nodes, for each worker; plans count it as unlimited by default.")
+    ] = None,
+    failure_interval_s: Annotated[
+        float, typer.Option(help="Expected time between failures, over which a reconfiguration must pay.")
+    ] = 3600.0,
+    heartbeat_s: Annotated[float, typer.Option(help="Silence after which a node counts as lost.")] = 5.0,
+    grace_s: Annotated[
+        float,
+        typer.Option(help="Time from the first Ctrl-C or SIGTERM to the end, for the running step and a checkpoint."),
+    ] = 120.0,
+    inject: Annotated[
+        list[str] | None, typer.Option(help='A failure to cause, "node=2,step=15,phase=backward[,worker]"; repeatable.')
+    ] = None,
+    domains: Annotated[
+        str,
+        typer.Option(help='What the nodes fail together with, in turn: "zone-a,zone-b"; each by itself by default.'),
+    ] = "",
+    trace: Annotated[
+        str, typer.Option(metavar="STEPS", help='Write what each worker did when in these steps: "10" or "10-12".')
+    ] = "",
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
+) -> None:
+    from resilient.agent.launch import Launcher, LaunchOptions
+    from resilient.observability.live_view import make_view
+
+    script_options.hint(context, arguments or ())
+    run_directory = run_dir or new_run_directory()
+    try:
+        options = LaunchOptions(
+            script=str(script),
+            arguments=tuple(arguments or ()),
+            num_nodes=nodes,
+            workers_per_node=workers_per_node,
+            run_directory=str(run_directory),
+            resume=None if resume is None else str(resume),
+            host=host,
+            port=port,
+            network_gbit_s=network_gbit_s,
+            failure_interval_s=failure_interval_s,
+            heartbeat_s=heartbeat_s,
+            grace_s=grace_s,
+            injections=tuple(parse_injection(text) for text in inject or ()),
+            domains=tuple(label.strip() for label in domains.split(",") if label.strip()),
+            trace=trace,
+        )
+        launcher = Launcher(options)
+        with make_view(plain or None) as view:
+            launcher.subscribe(view.on_event)
+            exit_code = launcher.run()
+    except (ResilientError, ValueError) as error:
+        console.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
+        raise typer.Exit(1) from None
+    if (run_directory / "events.jsonl").exists():
+        _try_to_write("report", run_directory, lambda: _write_report(run_directory))
+        if trace:
+            _try_to_write("trace", run_directory, lambda: _write_trace(run_directory, trace))
+    raise typer.Exit(exit_code)
+
+
+def parse_injection(text: str) -> Injection:
+    """Read ``node=2,step=15,phase=backward,worker``.
+
+    Raises:
+        ValueError: It does not have this form.
+    """
+    fields: dict[str, str] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        fields[name] = value
+    unknown = sorted(fields.keys() - {"node", "step", "phase", "worker"})
+    phase = fields.get("phase")
+    try:
+        if unknown or (phase is not None and phase not in PHASES):
+            raise ValueError(text)
+        return Injection(
+            node=int(fields["node"]),
+            at_step=int(fields["step"]) if "step" in fields else None,
+            at_phase=phase,
+            worker_only="worker" in fields,
+        )
+    except (KeyError, ValueError):
+        raise ValueError(
+            f'--inject must look like "node=2,step=15,phase=backward[,worker]" with a phase of {", ".join(PHASES)}, '
+            f"got {text!r}"
+        ) from None
+
+
+def _try_to_write(what: str, run_directory: Path, write: Callable[[], None]) -> None:
+    """Write, and warn where that fails: it changes nothing of what the exit code says of the job."""
+    try:
+        write()
+    except (OSError, ValueError, KeyboardInterrupt) as error:
+        text = f"warning: the job has ended, but there is no whole {what} in {run_directory}: {error!r}"
+        console.print(text, markup=False, style="yellow", soft_wrap=True)
+
+
+def _write_report(run_directory: Path) -> None:
+    from resilient.observability.event_log import read_events
+    from resilient.observability.figures.run_figure import draw_report
+    from resilient.observability.run_report import write_report
+
+    report = write_report(run_directory)
+    draw_report(read_events(run_directory / "events.jsonl"), report, run_directory / "report.png")
+
+
+def _write_trace(run_directory: Path, steps: str) -> None:
+    from resilient.observability.figures.bars import recorded_chart
+    from resilient.observability.figures.gantt import draw_charts
+    from resilient.observability.step_trace import recorded_trace
+
+    trace = recorded_trace(run_directory)
+    if trace is None:
+        console.print(f"no trace: no worker here began a step of {steps}", markup=False)
+        return
+    path = run_directory / "trace.json"
+    path.write_bytes(trace.to_json())
+    console.print(f"trace in {path}: open it in https://ui.perfetto.dev", markup=False, soft_wrap=True)
+    chart = recorded_chart(trace)
+    if chart is not None:
+        draw_charts([chart], path.with_suffix(".png"))

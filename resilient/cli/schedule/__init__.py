@@ -1,0 +1,1 @@
+"""``resilient schedule``: what a pipeline's workers do when, without running it."""

@@ -1,0 +1,202 @@
+"""``resilient schedule``: what a pipeline's workers do when, by kind of schedule, without running it.
+
+Owns options and files; :mod:`resilient.cli.schedule.report` computes. What is slow to import is imported when the
+command runs. Must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from resilient.cli.shared.job_options import (
+    DeviceOption,
+    ModelOption,
+    ProfileOption,
+    described_cluster,
+    described_layers,
+    refusals,
+)
+from resilient.cli.shared.output_files import check_outputs
+
+if TYPE_CHECKING:
+    from resilient.cli.schedule.report import ScheduleReport, Work
+    from resilient.templates.schedules.kind import ScheduleKind
+
+ALL = "all"
+_DEFAULT_CHUNKS = 2
+_MOST_PASSES = 200_000
+"""Of microbatches through stages, in all schedules: more take minutes and show nothing else."""
+
+_MOST_STAGES = 1024
+_MOST_MS = 1e9
+
+
+def schedule(
+    ctx: typer.Context,
+    stages: Annotated[int, typer.Option(min=1, max=_MOST_STAGES, help="Workers of the pipeline, each with a stage.")],
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches that go through it in a step.")],
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="gpipe, 1f1b, eager-1f1b, interleaved-1f1b, zb-h1, zb-h2, forward-only, or all that train; "
+            "repeatable; 1f1b by default."
+        ),
+    ] = None,
+    chunks: Annotated[
+        int | None, typer.Option(min=1, help="interleaved-1f1b: stages of each worker, 2 by default.")
+    ] = None,
+    max_in_flight: Annotated[
+        int | None, typer.Option(help="eager-1f1b: most microbatches that a worker holds.")
+    ] = None,
+    forward_ms: Annotated[float | None, typer.Option(help="Of a microbatch on a worker; 1 by default.")] = None,
+    backward_input_ms: Annotated[
+        float | None, typer.Option(help="Backward for what the worker received; 1 by default.")
+    ] = None,
+    backward_weight_ms: Annotated[float | None, typer.Option(help="Backward for its parameters; 1 by default.")] = None,
+    send_ms: Annotated[float | None, typer.Option(help="Of a message between two workers; 0 by default.")] = None,
+    model: ModelOption = None,
+    profile: ProfileOption = None,
+    device: DeviceOption = None,
+    png_file: Annotated[Path | None, typer.Option("--png", help="Draw the timelines here.")] = None,
+    trace_file: Annotated[
+        Path | None, typer.Option("--trace", help="Write them here, for https://ui.perfetto.dev.")
+    ] = None,
+    text: Annotated[
+        bool, typer.Option("--text", help="Print the workers' actions, a line for each, and no more.")
+    ] = False,
+) -> None:
+    """Show what the workers of a pipeline do when, and how long they wait, without running it."""
+    from resilient.cli.schedule.report import schedule_report
+
+    console = Console(highlight=False)
+    with refusals(ctx):
+        kinds = _kinds(kind or ["1f1b"])
+        _check_belongs("--chunks", chunks, "interleaved-1f1b", kinds)
+        _check_belongs("--max-in-flight", max_in_flight, "eager-1f1b", kinds)
+        several = _DEFAULT_CHUNKS if chunks is None else chunks
+        num_chunks = {each: several if each.value == "interleaved-1f1b" else 1 for each in kinds}
+        passes = stages * microbatches * sum(num_chunks.values())
+        if passes > _MOST_PASSES:
+            raise ValueError(
+                f"--stages times --microbatches (times --chunks) of all kinds must be at most {_MOST_PASSES}, got "
+                f"{passes}; use fewer microbatches"
+            )
+        times = (forward_ms, backward_input_ms, backward_weight_ms, send_ms)
+        memory_bytes, work = _work(stages, microbatches, times, model, profile, device)
+        check_outputs([("--png", png_file), ("--trace", trace_file)], [profile])
+        reports = [
+            schedule_report(
+                each,
+                stages,
+                microbatches,
+                num_chunks[each],
+                work,
+                memory_bytes=memory_bytes,
+                max_in_flight=max_in_flight,
+            )
+            for each in kinds
+        ]
+        _write(reports, png_file, trace_file)
+        if text:
+            for report in reports:
+                console.print(str(report.timeline.schedule), markup=False, soft_wrap=True)
+        else:
+            _show(reports, memory_bytes, console)
+
+
+def _kinds(names: Sequence[str]) -> list[ScheduleKind]:
+    """Return the kinds that were named, each once."""
+    from resilient.templates.common.words import look_up
+    from resilient.templates.schedules.kind import ScheduleKind
+
+    known = {kind.value: [kind] for kind in ScheduleKind}
+    known[ALL] = [kind for kind in ScheduleKind if kind is not ScheduleKind.FORWARD_ONLY]
+    return list(dict.fromkeys(kind for name in names for kind in look_up("kind", name, known)))
+
+
+def _check_belongs(option: str, value: int | None, owner: str, kinds: Sequence[ScheduleKind]) -> None:
+    if value is not None and owner not in kinds:
+        given = ", ".join(kind.value for kind in kinds)
+        raise ValueError(f"{option} must come with --kind {owner}, got {value} for {given}; leave it out")
+
+
+def _work(
+    num_workers: int,
+    num_microbatches: int,
+    times_ms: Sequence[float | None],
+    model: str | None,
+    profile: Path | None,
+    device: str | None,
+) -> tuple[int | None, Callable[[int], Work]]:
+    """Return the memory of a worker, if it is known, and the work of a number of stages."""
+    from resilient.cli.schedule.report import even_work, profiled_work
+
+    if any(given is not None and given > _MOST_MS for given in times_ms):
+        most_ms = max(filter(None, times_ms))
+        raise ValueError(f"--forward-ms and the like must be at most {_MOST_MS:g}, got {most_ms:g}; give milliseconds")
+    if model is None and profile is None:
+        if device is not None:
+            raise ValueError(f"--device must come with --model or --profile, got {device} alone; leave it out")
+        defaults = (1.0, 1.0, 1.0, 0.0)
+        forward_ms, inputs_ms, weights_ms, send_ms = (
+            default if given is None else given for given, default in zip(times_ms, defaults, strict=True)
+        )
+
+        def even(num_stages: int) -> Work:
+            share = num_workers / num_stages
+            return even_work(
+                num_stages,
+                forward_ms=share * forward_ms,
+                backward_input_ms=share * inputs_ms,
+                backward_weight_ms=share * weights_ms,
+                send_ms=send_ms,
+            )
+
+        return None, even
+    if any(given is not None for given in times_ms):
+        raise ValueError(
+            "--model and --profile must come without --forward-ms, --backward-input-ms, --backward-weight-ms and "
+            "--send-ms: they say all these; leave them out"
+        )
+    costs, cluster = described_layers(model, profile, device), described_cluster(device)
+    return cluster.memory_bytes, lambda num_stages: profiled_work(costs, cluster, num_stages, num_microbatches)
+
+
+def _write(reports: Sequence[ScheduleReport], png_file: Path | None, trace_file: Path | None) -> None:
+    from resilient.observability.figures.bars import simulated_chart
+    from resilient.observability.figures.gantt import draw_charts
+    from resilient.observability.trace_events import simulated_trace
+
+    if trace_file is not None:
+        trace_file.write_bytes(simulated_trace({report.kind.value: report.timeline for report in reports}).to_json())
+    if png_file is not None:
+        draw_charts([simulated_chart(_title(report), report.timeline) for report in reports], png_file)
+
+
+def _show(reports: Sequence[ScheduleReport], memory_bytes: int | None, console: Console) -> None:
+    from resilient.cli.schedule.tables import show_comparison, show_misfits, show_timeline, show_workers
+    from resilient.observability.figures.bars import simulated_chart
+
+    for index, report in enumerate(reports):
+        if index:
+            console.print()
+        show_timeline(simulated_chart(_title(report), report.timeline), console)
+    if len(reports) == 1:
+        show_workers(reports[0], memory_bytes, console)
+    else:
+        console.print()
+        show_comparison(reports, memory_bytes, console)
+    show_misfits(reports, memory_bytes, console)
+
+
+def _title(report: ScheduleReport) -> str:
+    from resilient.observability.figures.bars import milliseconds
+
+    chunks = f", {report.num_chunks} stages on each worker" if report.num_chunks > 1 else ""
+    iteration_ms = milliseconds(report.timeline.iteration_ms)
+    return f"{report.kind.value}{chunks}: {iteration_ms} ms, {100 * report.bubble:.1f} % bubble"

@@ -1,0 +1,1 @@
+"""What several commands share: options of a planned job, output files, standard output."""

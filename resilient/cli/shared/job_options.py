@@ -1,0 +1,269 @@
+"""The job that a command plans or simulates without having it: its options, and what they mean.
+
+What is slow to import is imported when it is used. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from resilient.cli.shared.standard_output import is_of_output
+
+if TYPE_CHECKING:
+    from resilient.templates.inputs.cluster import Cluster
+    from resilient.templates.inputs.profile import ModelProfile
+    from resilient.templates.plan import PlanningProblem
+
+ModelOption = Annotated[str | None, typer.Option("--model", help="A published model, to plan for without having it.")]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option("--profile", exists=True, dir_okay=False, help="A measured profile, from `resilient profile`."),
+]
+
+
+def full_device(name: str | None) -> str | None:
+    """Return the device that ``--device`` means, as the option's callback; say so where a size was left out."""
+    from resilient.templates.inputs.devices import DEVICES, full_name
+
+    full = name and full_name(name)
+    if name and full != name:
+        others = [known for known in DEVICES if known.startswith(f"{name}-") and known != full]
+        also = f"; there is {' and '.join(others)}, too" if others else ""
+        _to_stderr(f"note: --device {name} is taken as {full}{also}", "yellow")
+    return full
+
+
+DeviceOption = Annotated[
+    str | None,
+    typer.Option("--device", callback=full_device, help="The accelerator; with --profile for memory and links alone."),
+]
+GpusOption = Annotated[int, typer.Option("--gpus-per-node", min=1, help="Devices of each node.")]
+NetworkOption = Annotated[
+    float | None,
+    typer.Option("--network-gbit-s", help="Between two nodes, for each device; the usual network by default."),
+]
+FailuresOption = Annotated[
+    int, typer.Option("--max-failures", min=0, help="Node failures to survive at the same time.")
+]
+PipelineNodesOption = Annotated[int, typer.Option("--min-pipeline-nodes", min=1, help="Fewest nodes of a pipeline.")]
+BatchOption = Annotated[
+    int | None, typer.Option("--global-batch", help="Samples of a step; the model's usual by default.")
+]
+MicrobatchOption = Annotated[
+    int | None,
+    typer.Option("--microbatch", help="Samples of a microbatch; the model's usual, or the measured one, by default."),
+]
+SeqLenOption = Annotated[
+    int | None, typer.Option("--seq-len", help="Tokens of a sample; the model's usual by default.")
+]
+FrozenOption = Annotated[
+    str | None,
+    typer.Option("--frozen", metavar="UNITS", help='Units that are not trained, such as "vision,llm".'),
+]
+
+MOST_NODES = 10_000
+"""That a command plans for: more take many minutes."""
+
+_LEAST_GBIT_S = 0.001
+_MOST_MICROBATCHES = 1_000_000
+"""Of a step: their times still fit into 64 bits."""
+
+_COLUMNS = 80
+"""That tables need."""
+
+_SAID_OTHERWISE = {
+    "memory_bytes": "the memory of --device",
+    "devices_per_node": "--gpus-per-node",
+    "num_nodes": "--nodes",
+    "the number of nodes": "--nodes",
+    "num_chunks": "--chunks",
+    "transfer_ms": "--send-ms",
+    "bad=drop": "--bad drop",
+    "bad=resize": "--bad resize",
+}
+"""Names in messages that are called something else on the command line."""
+
+
+@contextmanager
+def refusals(ctx: typer.Context) -> Iterator[None]:
+    """Print what a command refuses, in the words of its options, and end it with 2.
+
+    Args:
+        ctx: Of the command.
+
+    Raises:
+        OSError: Of standard output.
+    """
+    try:
+        if sys.stdout is None:
+            raise ValueError("standard output must be open, got a closed one; redirect it to a file or to /dev/null")
+        yield
+    except (ValueError, OSError) as error:
+        if is_of_output(error):
+            raise
+        _to_stderr(f"error: {in_options(error, ctx)}", "red")
+        raise typer.Exit(2) from None
+
+
+def table_console() -> Console:
+    """Return where tables are printed: a terminal that is too narrow wraps their lines, but no number is cut off."""
+    console = Console(highlight=False)
+    console.width = max(console.width, _COLUMNS)
+    return console
+
+
+def _to_stderr(text: str, style: str) -> None:
+    Console(stderr=True, highlight=False).print(text, markup=False, style=style, soft_wrap=True)
+
+
+def in_options(error: Exception, ctx: typer.Context) -> str:
+    """Return an error's message with a command's options in place of the arguments that have their values.
+
+    Args:
+        error: Its message names arguments as ``global_batch``, first of all the one that is wrong.
+        ctx: Of the command.
+    """
+    names = {each.name: each.opts[0] for each in ctx.command.params if each.name and each.opts[0].startswith("--")}
+    names |= _SAID_OTHERWISE
+    # A name of one word can also be just a word, but not where a message or a part of it begins with it.
+    named = "|".join(name if re.search(r"[_ =]", name) else rf"(?<=: ){name}(?= must)|^{name}" for name in names)
+    return re.sub(rf"(?<![\w/.-])(?:{named})\b", lambda found: names[found[0]], str(error))
+
+
+def described_cluster(device: str | None, gpus_per_node: int = 1, network_gbit_s: float | None = None) -> Cluster:
+    """Return the nodes; without a device, memory has no limit and what is not known of links costs nothing.
+
+    Raises:
+        ValueError: The device is not known, or the network has no bandwidth.
+    """
+    from resilient.templates.inputs.cluster import Cluster, Link
+    from resilient.templates.inputs.devices import cluster_of, network
+
+    if network_gbit_s is not None and not network_gbit_s >= _LEAST_GBIT_S:
+        raise ValueError(
+            f"network_gbit_s must be at least {_LEAST_GBIT_S}, got {network_gbit_s}; leave it out for the usual network"
+        )
+    inter_node = None if network_gbit_s is None else network(network_gbit_s)
+    if device is None:
+        return Cluster(devices_per_node=gpus_per_node, inter_node=inter_node or Link())
+    return cluster_of(device, gpus_per_node, inter_node=inter_node)
+
+
+def described_layers(
+    model: str | None,
+    profile: Path | None,
+    device: str | None,
+    *,
+    microbatch: int | None = None,
+    seq_len: int | None = None,
+    frozen: str | None = None,
+) -> ModelProfile:
+    """Return what the layers cost: derived for a model, or read from a profile.
+
+    Args:
+        model: ``--model``; it needs a device.
+        profile: ``--profile``, instead.
+        device: ``--device``.
+        microbatch: Samples of a microbatch that costs are derived for.
+        seq_len: Tokens of a sample likewise.
+        frozen: Units that are not trained, with commas between.
+
+    Raises:
+        ValueError: Not exactly one of model and profile is given, or it cannot be what is wanted.
+    """
+    from resilient.templates.inputs.derive import derive_profile
+    from resilient.templates.inputs.devices import DEVICES
+    from resilient.templates.inputs.known_models import MODELS
+
+    units = tuple(unit for part in (frozen or "").split(",") if (unit := part.strip()))
+    if profile is not None:
+        said = [name for name, value in (("--model", model), ("--seq-len", seq_len)) if value is not None]
+        if said:
+            raise ValueError(f"--profile must come without {' and '.join(said)}, which it says; leave one of them out")
+        return _read_profile(profile, units)
+    if model is None:
+        raise ValueError(f"--model or --profile must be given, got neither; --model can be {', '.join(MODELS)}")
+    if device is None:
+        raise ValueError(f"--device must be given with --model, got none; it can be {', '.join(DEVICES)}")
+    return derive_profile(model, device, microbatch=microbatch, seq_len=seq_len, frozen=units)
+
+
+def described_job(
+    *,
+    model: str | None,
+    profile: Path | None,
+    device: str | None,
+    gpus_per_node: int,
+    network_gbit_s: float | None,
+    max_failures: int,
+    min_pipeline_nodes: int,
+    global_batch: int | None,
+    microbatch: int | None,
+    seq_len: int | None,
+    frozen: str | None,
+) -> tuple[PlanningProblem, int]:
+    """Return the job that the options of these names describe, and the samples of its microbatch.
+
+    Raises:
+        ValueError: They do not fit each other; the message says what would do.
+    """
+    from resilient.templates.composition.batch_split import check_batch
+    from resilient.templates.inputs.known_models import MODELS
+    from resilient.templates.plan import PlanningProblem
+
+    cluster = described_cluster(device, gpus_per_node, network_gbit_s)
+    costs = described_layers(model, profile, device, microbatch=microbatch, seq_len=seq_len, frozen=frozen)
+    if model is None:
+        global_batch, microbatch = _measured_batch(costs, global_batch, microbatch)
+    else:
+        global_batch = MODELS[model].global_batch if global_batch is None else global_batch
+        microbatch = MODELS[model].microbatch if microbatch is None else microbatch
+    check_batch(global_batch, microbatch, max_failures + 1)
+    if global_batch // microbatch > _MOST_MICROBATCHES:
+        most = _MOST_MICROBATCHES * microbatch
+        raise ValueError(f"global_batch must be at most {most}, got {global_batch}; lower it, or raise the microbatch")
+    problem = PlanningProblem(
+        profile=costs,
+        num_microbatches=global_batch // microbatch,
+        cluster=cluster,
+        max_failures=max_failures,
+        min_pipeline_nodes=min_pipeline_nodes,
+    )
+    return problem, microbatch
+
+
+def _read_profile(path: Path, frozen: Sequence[str]) -> ModelProfile:
+    from resilient.templates.inputs.derive import freeze
+    from resilient.templates.inputs.profile import ModelProfile
+
+    try:
+        measured = ModelProfile.from_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"--profile must be a file that `resilient profile` wrote, got {path} ({error}); write it again"
+        ) from None
+    return freeze(measured, frozen) if frozen else measured
+
+
+def _measured_batch(costs: ModelProfile, global_batch: int | None, microbatch: int | None) -> tuple[int, int]:
+    measured = costs.microbatch
+    microbatch = measured if microbatch is None else microbatch
+    if measured is not None and microbatch != measured:
+        raise ValueError(
+            f"--microbatch must be {measured}, the one that --profile is of, got {microbatch}; leave it out, or "
+            f"profile with another"
+        )
+    if global_batch is None or microbatch is None:
+        raise ValueError(
+            "--global-batch and --microbatch must be given with --profile, got "
+            f"{global_batch or 'none'} and {microbatch or 'none'}; the microbatch is the one that was measured"
+        )
+    return global_batch, microbatch

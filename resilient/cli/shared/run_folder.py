@@ -1,0 +1,41 @@
+"""Where runs leave what they leave: their folders, and the address and token by which a command reaches a live one.
+
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import Path
+
+import msgspec
+
+from resilient.cli.shared.errors import usage_error
+
+
+def new_run_directory() -> Path:
+    """Return the folder of a run that begins now, ``runs/<time>-<random>``."""
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+class Listening(msgspec.Struct):
+    """What a run leaves behind of where it listens."""
+
+    address: str
+    token: str
+
+
+def read_job(run_dir: Path | None) -> Listening:
+    """Read where a run listens; the newest run that left this behind when none is named."""
+    if run_dir is None:
+        found = sorted(Path("runs").glob("*/job.json"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise usage_error("no run in ./runs; name the folder of the run with --run")
+        run_dir = found[-1].parent
+    try:
+        return msgspec.json.decode((run_dir / "job.json").read_bytes(), type=Listening)
+    except (OSError, msgspec.DecodeError) as error:
+        raise usage_error(
+            f"--run must be the folder of a run on this machine, got {run_dir} ({error}); choose one from ./runs"
+        ) from None

@@ -1,0 +1,1 @@
+"""``resilient simulate``: what a job would get done, and at what price, on nodes that come and go."""

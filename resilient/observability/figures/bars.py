@@ -1,0 +1,149 @@
+"""A step as bars over time, one row for each worker: what the text timeline and the Gantt picture draw.
+
+Owns the way there from simulated timelines and from traces of real runs. Must not import torch or matplotlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from resilient.observability.trace_events import ACTION, PART, STEP, Slice, Trace
+from resilient.templates.schedules.schedule import Action, Op
+from resilient.templates.schedules.simulator import Timeline
+
+COMPUTING: Mapping[str, str] = MappingProxyType(
+    {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
+)
+"""What the kinds of bars of computations mean."""
+
+OTHER: Mapping[str, str] = MappingProxyType(
+    {"load": "loading", "sum": "waiting for gradient sums", "prepare": "prepare barrier", "commit": "optimizer"}
+)
+"""And those of the other parts of a real step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """What a worker does for some time.
+
+    Args:
+        row: The worker.
+        kind: A key of :data:`COMPUTING` or :data:`OTHER`.
+        start_ns: From the step's start.
+        end_ns: From the step's start.
+        label: The microbatch, if it is of one.
+        chunk: Which of the worker's stages it is of.
+    """
+
+    row: int
+    kind: str
+    start_ns: int
+    end_ns: int
+    label: str = ""
+    chunk: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One step of all workers.
+
+    Args:
+        title: What step it is.
+        rows: Names of the workers.
+        length_ns: Of the step.
+        bars: What they do; one that lies on another comes after it.
+        odd_chunks: What bars of odd chunks are of.
+    """
+
+    title: str
+    rows: tuple[str, ...]
+    length_ns: int
+    bars: tuple[Bar, ...]
+    odd_chunks: str = "every other stage"
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Per row, the part of the step in which it computes."""
+        totals = [0] * len(self.rows)
+        for bar in self.bars:
+            totals[bar.row] += (bar.end_ns - bar.start_ns) * (bar.kind in COMPUTING)
+        return tuple(total / self.length_ns if self.length_ns else 0.0 for total in totals)
+
+
+def milliseconds(value_ms: float) -> str:
+    """Write a time for people, without the unit: ``28.5``, ``0.125``, ``39640``."""
+    return f"{value_ms:.0f}" if value_ms >= 1000 else f"{value_ms:.4g}"
+
+
+def simulated_chart(title: str, timeline: Timeline) -> Chart:
+    """Return the chart of a simulated schedule."""
+    row_of = timeline.schedule.row_of
+    return Chart(
+        title=title,
+        rows=tuple(f"worker {row}" for row in range(len(timeline.schedule.ends))),
+        length_ns=timeline.iteration_ns,
+        bars=tuple(
+            Bar(
+                row=span.row,
+                kind=span.action.op.text,
+                start_ns=span.start_ns,
+                end_ns=span.end_ns,
+                label=str(span.action.index),
+                chunk=row_of[: span.action.stage].count(span.row),
+            )
+            for span in timeline.spans
+            if span.action.op.computes and span.end_ns > span.start_ns
+        ),
+    )
+
+
+def recorded_chart(trace: Trace) -> Chart | None:
+    """Return the chart of the first step of a run's trace that all its workers finished; None where there is none."""
+    whole = [each for each in trace.slices if each.category == STEP]
+    committed = {
+        (each.args["generation"], each.args["step"], each.process, each.thread)
+        for each in trace.slices
+        if (each.category, each.name) == (PART, "commit")
+    }
+    for generation, number in sorted({(each.args["generation"], each.args["step"]) for each in whole}):
+        steps = [each for each in whole if (each.args["generation"], each.args["step"]) == (generation, number)]
+        if all((generation, number, each.process, each.thread) in committed for each in steps):
+            return _recorded(trace, steps, number)
+    return None
+
+
+def _recorded(trace: Trace, steps: list[Slice], number: int) -> Chart:
+    steps.sort(key=lambda step: (step.args["pipeline"], step.args["row"]))
+    start_ns, end_ns = min(step.start_ns for step in steps), max(step.end_ns for step in steps)
+    bars: list[Bar] = []
+    rows: list[str] = []
+    for row, step in enumerate(steps):
+        slices = [each for category in (ACTION, PART) for each in trace.of(step.process, step.thread, category)]
+        own = [each for each in slices if each.start_ns >= step.start_ns and each.end_ns <= step.end_ns]
+        stages = sorted({Action.parse(each.name).stage for each in own if each.category == ACTION})
+        names = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+        rows.append(f"node {step.process}\npipeline {step.args['pipeline']}, {names}")
+        for each in own:
+            kind, label, chunk = _kind_of(each, stages)
+            if kind:
+                times = {"start_ns": each.start_ns - start_ns, "end_ns": each.end_ns - start_ns}
+                bars.append(Bar(row=row, kind=kind, label=label, chunk=chunk, **times))
+    return Chart(
+        title=f"step {number} as it was run: {milliseconds((end_ns - start_ns) / 1e6)} ms",
+        rows=tuple(rows),
+        length_ns=end_ns - start_ns,
+        bars=tuple(bars),
+    )
+
+
+def _kind_of(each: Slice, stages: list[int]) -> tuple[str, str, int]:
+    """Return the kind of bar, its label, and which of the worker's stages it is of; no kind for waiting or nothing."""
+    if each.category == PART:
+        name = each.name.partition(" ")[0]
+        return (name if name in OTHER else ""), "", 0
+    action = Action.parse(each.name)
+    if action.op.computes:
+        return action.op.text, str(action.index), stages.index(action.stage)
+    return ("sum" if action.op is Op.REDUCE else ""), "", 0

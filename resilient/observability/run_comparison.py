@@ -1,0 +1,109 @@
+"""Compares two runs of a job: did failures and joins change the losses or the final parameters?
+
+Reads ``events.jsonl`` and the final checkpoints. Must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import deserialize
+
+from resilient.errors import CheckpointError
+from resilient.observability.event_log import read_events, steps_of
+from resilient.state.manifest import MANIFEST, read_manifest
+
+NOT_COMPARED: dict[str, Any] = dict.fromkeys(
+    ("max_param_abs_diff", "max_param_rel_diff", "max_loss_abs_diff", "same_steps_and_samples")
+)
+"""What a report says of a run that has no reference."""
+
+_NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "BOOL": "?"}
+
+
+def compare_runs(run_dir: Path | str, reference_dir: Path | str) -> dict[str, Any]:
+    """Compare a run with the failure-free run of the same job.
+
+    Returns:
+        A dict of four. ``max_param_abs_diff``: largest difference of any parameter in the final checkpoints;
+        ``max_param_rel_diff``: the same relative to the largest absolute value of the parameter's tensor in the
+        reference, largest over all tensors; ``max_loss_abs_diff``: largest difference of any step's loss;
+        ``same_steps_and_samples``: both runs committed the same steps with as many samples in each.
+
+    Raises:
+        CheckpointError: If a run has no final checkpoint, or the two do not hold the same tensors.
+    """
+    steps = steps_of(read_events(Path(run_dir) / "events.jsonl"))
+    reference = steps_of(read_events(Path(reference_dir) / "events.jsonl"))
+    losses = [abs(steps[number]["loss"] - reference[number]["loss"]) for number in steps.keys() & reference.keys()]
+    absolute, relative = compare_parameters(run_dir, reference_dir)
+    samples = [{number: step["num_samples"] for number, step in run.items()} for run in (steps, reference)]
+    return {
+        "max_param_abs_diff": absolute,
+        "max_param_rel_diff": relative,
+        "max_loss_abs_diff": _worst(losses) if losses else None,
+        "same_steps_and_samples": samples[0] == samples[1],
+    }
+
+
+def final_checkpoint(run_dir: Path | str) -> Path:
+    """Return the newest complete checkpoint folder of a run."""
+    manifests = sorted(Path(run_dir).glob(f"checkpoints/step-*/{MANIFEST}"))
+    if not manifests:
+        raise CheckpointError(f"{run_dir} must hold a checkpoint to compare, got none; let the run finish first")
+    return manifests[-1].parent
+
+
+def compare_parameters(run_dir: Path | str, reference_dir: Path | str) -> tuple[float, float]:
+    """Return ``max_param_abs_diff`` and ``max_param_rel_diff`` of :func:`compare_runs`, which need no events.
+
+    Raises:
+        CheckpointError: If a run has no final checkpoint, or the two do not hold the same tensors.
+    """
+    folder, reference_folder = final_checkpoint(run_dir), final_checkpoint(reference_dir)
+    states = read_manifest(folder).states
+    reference_states = read_manifest(reference_folder).states
+    _must_match(folder, reference_folder, states.keys(), reference_states.keys())
+    absolute, relative = [0.0], [0.0]
+    for name, state in states.items():
+        tensors = _parameters(folder / state.file)
+        reference = _parameters(reference_folder / reference_states[name].file)
+        _must_match(folder, reference_folder, tensors.keys(), reference.keys())
+        for key, expected in reference.items():
+            if expected.size:
+                difference = float(np.abs(tensors[key] - expected).max())
+                scale = float(np.abs(expected).max())
+                absolute.append(difference)
+                relative.append(difference / scale if scale else (0.0 if difference == 0 else float("inf")))
+    return _worst(absolute), _worst(relative)
+
+
+def _must_match(folder: Path, reference_folder: Path, found: Iterable[str], expected: Iterable[str]) -> None:
+    if set(found) != set(expected):
+        odd = sorted(set(found) ^ set(expected))
+        raise CheckpointError(
+            f"{folder} and {reference_folder} must hold the same states and tensors, got {odd} in one only"
+        )
+
+
+def _parameters(path: Path) -> dict[str, np.ndarray]:
+    """Load a state's parameters as float64 (the numpy loader of safetensors has no bfloat16)."""
+    tensors = {}
+    for key, tensor in deserialize(path.read_bytes()):
+        if key.startswith("optimizer/"):
+            continue
+        if tensor["dtype"] == "BF16":
+            bits = np.frombuffer(tensor["data"], dtype="<u2").astype(np.uint32) << 16
+            values = bits.view(np.float32)
+        else:
+            values = np.frombuffer(tensor["data"], dtype=_NUMPY_TYPES[tensor["dtype"]])
+        tensors[key] = values.reshape(tensor["shape"]).astype(np.float64)
+    return tensors
+
+
+def _worst(values: Sequence[float]) -> float:
+    """The largest value, NaN if there is one: a difference that cannot be told is not a small one."""
+    return float(np.max(values))

@@ -1,0 +1,1 @@
+"""Runs one row's actions of one step."""

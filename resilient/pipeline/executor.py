@@ -1,0 +1,214 @@
+"""Runs one row of a schedule, and nothing else.
+
+Owns the order of work within a step on this worker: what the schedule says is what happens. Arithmetic is the
+stages', messages are the wire's, sums are the gradient sync's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from resilient.comm import Communicator, Pending
+from resilient.models.layer import Activations, Batch
+from resilient.observability.step_trace import SpanRecorder
+from resilient.pipeline.gradient_sync import GradientSync
+from resilient.pipeline.p2p import Downstream, Signature, Upstream, signature
+from resilient.pipeline.stage import Stage
+from resilient.pipeline.stage_timer import StageTimer
+from resilient.protocol.fault_injection import Faults
+from resilient.templates.schedules.schedule import Action, Op
+
+_Pass = tuple[int, int]
+"""Stage and microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What one step is for one pipeline.
+
+    Args:
+        step: Its number, 1 for the first.
+        num_targets: Loss-bearing targets of the global batch.
+        first_position: Index, within the step's microbatches, of this pipeline's first.
+        batch: Loads the collated microbatch at a position, on the stage's device.
+    """
+
+    step: int
+    num_targets: int
+    first_position: int
+    batch: Callable[[int], Batch]
+
+
+class Executor:
+    """Interprets the actions of one row.
+
+    Args:
+        actions: The row's actions, in order.
+        stages: The stages they are of, by index.
+        sync: Sums gradients.
+        comm: The generation's groups.
+        upstream: By stage, the border to the stage before, where that is another worker's.
+        downstream: By stage, the border to the stage after, where that is another worker's.
+        faults: Told of every phase.
+        stopwatch: Runs while a stage computes.
+
+    Attributes:
+        taken: When what the step consists of started and ended; the worker adds what comes after the actions.
+    """
+
+    def __init__(
+        self,
+        *,
+        actions: Sequence[Action],
+        stages: Mapping[int, Stage],
+        sync: GradientSync,
+        comm: Communicator,
+        upstream: Mapping[int, Upstream],
+        downstream: Mapping[int, Downstream],
+        faults: Faults,
+        stage_timer: StageTimer,
+    ) -> None:
+        self._actions = tuple(actions)
+        self._stages = stages
+        self._sync = sync
+        self._comm = comm
+        self._upstream = upstream
+        self._downstream = downstream
+        self._faults = faults
+        self._stage_timer = stage_timer
+        self.taken = SpanRecorder()
+        self._states: dict[int, list[int]] = {stage: [] for stage in stages}
+        for action in self._actions:
+            if action.op is Op.REDUCE:
+                self._states[action.stage].append(action.index)
+        ends = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+        self._last_backward = {action.stage: action for action in self._actions if action.op in ends}
+        reads = (Op.RECV_F, Op.FORWARD, Op.SEND_F)
+        self._last_read = {action.index: action for action in self._actions if action.op in reads}
+        self._next_receipt = dict(pairwise(action for action in self._actions if action.op is Op.RECV_F))
+        self._run = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
+            Op.SEND_F: self._send_f,
+            Op.RECV_F: self._recv_f,
+            Op.SEND_B: self._send_b,
+            Op.RECV_B: self._recv_b,
+            Op.REDUCE: self._reduce,
+        }
+
+    def run(self, work: StepWork) -> Tensor:
+        """Run the step up to the reduced gradients; return the loss summed over this row's microbatches.
+
+        Raises:
+            CommunicationError: The step is given up; gradients are to be dropped.
+        """
+        self._work = work
+        self.taken.clear()
+        self._batches: dict[int, Batch] = {}
+        self._received: dict[_Pass, Activations] = {}
+        self._sent: dict[_Pass, Activations] = {}
+        self._gradients_in: dict[_Pass, dict[str, Tensor]] = {}
+        self._gradients_out: dict[_Pass, dict[str, Tensor]] = {}
+        # Nobody waits for a send: what is kept here stays untouched until the receiver has shown that it has it, by
+        # the gradient it returns or by passing the prepare barrier of this step.
+        self._activation_sends: dict[_Pass, list[Pending]] = {}
+        self._gradient_sends: list[Pending] = []
+        self._loss = torch.zeros((), dtype=torch.float64)
+        with self.taken.during("begin"):
+            for stage in self._stages.values():
+                stage.begin()
+            self._sync.begin()
+        for action in self._actions:
+            self._comm.check()  # a step that is given up is not worth another microbatch
+            with self.taken.during(action):
+                self._run[action.op](action)
+            if action is self._last_read.get(action.index):
+                del self._batches[action.index]
+        return self._loss
+
+    def _forward(self, action: Action) -> None:
+        self._faults.reach("forward", self._work.step)
+        batch = self._batch(action.index)
+        with self._stage_timer:
+            activations, loss = self._stages[action.stage].forward(
+                action.index,
+                self._received.pop((action.stage, action.index), {}),
+                batch,
+                step=self._work.step,
+                position=self._work.first_position + action.index,
+                num_targets=self._work.num_targets,
+            )
+        if loss is not None:
+            self._loss += loss.double().cpu()
+        elif action.stage in self._downstream:
+            self._sent[action.stage, action.index] = activations
+        else:
+            handed = {
+                name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in activations.items()
+            }
+            self._received[action.stage + 1, action.index] = handed
+
+    def _backward(self, action: Action) -> None:
+        self._faults.reach("backward", self._work.step)
+        self._arm(action)
+        stage = self._stages[action.stage]
+        differentiate = stage.backward if action.op is Op.BACKWARD else stage.backward_input
+        gradients = self._gradients_in.pop((action.stage, action.index), {})
+        with self._stage_timer:
+            found = differentiate(action.index, gradients)
+        if action.stage in self._upstream:
+            self._gradients_out[action.stage, action.index] = found
+        elif action.stage > 0:
+            self._gradients_in[action.stage - 1, action.index] = found
+
+    def _backward_weight(self, action: Action) -> None:
+        self._faults.reach("backward", self._work.step)
+        self._arm(action)
+        with self._stage_timer:
+            self._stages[action.stage].backward_weight(action.index)
+
+    def _send_f(self, action: Action) -> None:
+        activations = self._sent.pop((action.stage, action.index))
+        sends = self._downstream[action.stage].send(activations, action.index, self._shapes(action.index))
+        self._activation_sends[action.stage, action.index] = sends
+
+    def _recv_f(self, action: Action) -> None:
+        activations = self._upstream[action.stage].receive(action.index, self._shapes(action.index))
+        self._received[action.stage, action.index] = activations
+        following = self._next_receipt.get(action)
+        if following is not None:
+            self._upstream[following.stage].post(following.index, self._shapes(following.index))
+
+    def _send_b(self, action: Action) -> None:
+        gradients = self._gradients_out.pop((action.stage, action.index))
+        self._gradient_sends += self._upstream[action.stage].send(gradients, action.index)
+
+    def _recv_b(self, action: Action) -> None:
+        gradients = self._downstream[action.stage].receive(action.index)
+        self._gradients_in[action.stage, action.index] = gradients
+        if gradients:
+            del self._activation_sends[action.stage, action.index]
+
+    def _reduce(self, action: Action) -> None:
+        self._faults.reach("reduce", self._work.step)
+        self._sync.wait(action.index)
+
+    def _arm(self, action: Action) -> None:
+        if action is self._last_backward[action.stage]:
+            self._sync.arm(self._states[action.stage])
+
+    def _batch(self, microbatch: int) -> Batch:
+        if microbatch not in self._batches:
+            with self.taken.during(f"load {microbatch}"):
+                self._batches[microbatch] = self._work.batch(self._work.first_position + microbatch)
+        return self._batches[microbatch]
+
+    def _shapes(self, microbatch: int) -> Signature:
+        return signature(self._batch(microbatch))

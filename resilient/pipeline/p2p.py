@@ -1,0 +1,192 @@
+"""Carries and gradients between neighbouring stages.
+
+Owns what is sent and when its receipt is posted. Shapes vary from microbatch to microbatch, but depend on the shapes
+of the microbatch's tensors alone (see :class:`resilient.models.layer.Layer`), and every stage knows those. So a header
+that describes the tensors travels only with the first microbatch of its shapes; later ones can be received ahead of
+time, which takes the latency of the transport out of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor
+
+from resilient.comm import Communicator, Pending
+from resilient.models.layer import Activations, Batch
+
+_HEADER_BYTES = 1024
+_MAX_TENSORS = 32
+_HEADER, _FORWARD, _BACKWARD = range(3)
+
+Signature = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+
+class _Described(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    wants_gradient: bool
+
+
+_Description = tuple[_Described, ...]
+_decode = msgspec.msgpack.Decoder(_Description).decode
+
+
+@dataclass(frozen=True)
+class _Posted:
+    description: _Description
+    activations: Activations
+    pending: tuple[Pending, ...]
+
+
+def signature(batch: Batch) -> Signature:
+    """Return the shapes of a microbatch: what the shapes of all carries depend on."""
+    return tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items())
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One of several borders: two workers that run several stages each share more than one.
+
+    Args:
+        index: Which one.
+        count: Of how many.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def tag(self, microbatch: int, kind: int, position: int = 0) -> int:
+        """Return what tells a message from all others of the step."""
+        return ((microbatch * self.count + self.index) * 3 + kind) * _MAX_TENSORS + position
+
+
+class Upstream:
+    """The border to the stage before: carries come in, their gradients go out.
+
+    Args:
+        comm: The generation's groups.
+        rank: Rank of the stage before.
+        device: Where received tensors go.
+        lane: The border.
+    """
+
+    def __init__(self, comm: Communicator, rank: int, device: torch.device, lane: Lane = Lane()) -> None:
+        self._comm = comm
+        self._rank = rank
+        self._device = device
+        self._tag = lane.tag
+        self._known: dict[Signature, _Description] = {}
+        self._posted: dict[int, _Posted] = {}
+
+    def post(self, microbatch: int, shapes: Signature) -> None:
+        """Get ready for a carry before it is needed, if its shapes are known."""
+        if shapes in self._known and microbatch not in self._posted:
+            self._post(microbatch, self._known[shapes])
+
+    def receive(self, microbatch: int, shapes: Signature) -> Activations:
+        """Return a carry; its tensors are leaves that require a gradient where one is wanted."""
+        if shapes not in self._known:
+            header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+            self._comm.recv(header, self._rank, self._tag(microbatch, _HEADER)).wait()
+            self._known[shapes] = _decode(header.numpy().tobytes().rstrip(b"\0"))  # ends with a bool, never with a zero
+        self.post(microbatch, shapes)
+        posted = self._posted.pop(microbatch)
+        for work in posted.pending:
+            work.wait()
+        for item in posted.description:
+            posted.activations[item.name].requires_grad_(item.wants_gradient)
+        return posted.activations
+
+    def send(self, gradients: dict[str, Tensor], microbatch: int) -> list[Pending]:
+        """Send the gradients of a received carry back."""
+        return [
+            self._comm.send(tensor.contiguous(), self._rank, self._tag(microbatch, _BACKWARD, position))
+            for position, tensor in enumerate(gradients.values())
+        ]
+
+    def _post(self, microbatch: int, description: _Description) -> None:
+        activations = {
+            item.name: torch.empty(item.shape, dtype=getattr(torch, item.dtype), device=self._device)
+            for item in description
+        }
+        pending = tuple(
+            self._comm.recv(tensor, self._rank, self._tag(microbatch, _FORWARD, position))
+            for position, tensor in enumerate(activations.values())
+        )
+        self._posted[microbatch] = _Posted(description, activations, pending)
+
+
+class Downstream:
+    """The border to the stage after: carries go out, their gradients come in.
+
+    Args:
+        comm: The generation's groups.
+        rank: Rank of the stage after.
+        lane: The border.
+    """
+
+    def __init__(self, comm: Communicator, rank: int, lane: Lane = Lane()) -> None:
+        self._comm = comm
+        self._rank = rank
+        self._tag = lane.tag
+        self._known: dict[Signature, _Description] = {}
+        self._posted: dict[int, tuple[dict[str, Tensor], list[Pending]]] = {}
+
+    def send(self, activations: Activations, microbatch: int, shapes: Signature) -> list[Pending]:
+        """Send a carry, and get ready for its gradients.
+
+        Raises:
+            ValueError: The carry is too large to describe, or its shapes do not follow from the microbatch's.
+        """
+        description = tuple(
+            _Described(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.requires_grad)
+            for name, tensor in activations.items()
+        )
+        pending = [] if self._is_known(shapes, description) else [self._send_header(description, microbatch)]
+        for position, tensor in enumerate(activations.values()):
+            data = tensor.detach().contiguous()
+            pending.append(self._comm.send(data, self._rank, self._tag(microbatch, _FORWARD, position)))
+        self._posted[microbatch] = self._post(activations, microbatch)
+        return pending
+
+    def receive(self, microbatch: int) -> dict[str, Tensor]:
+        """Return the gradients of those tensors of a sent carry that want one."""
+        gradients, pending = self._posted.pop(microbatch)
+        for work in pending:
+            work.wait()
+        return gradients
+
+    def _is_known(self, shapes: Signature, description: _Description) -> bool:
+        known = self._known.setdefault(shapes, description)
+        if known != description:
+            raise ValueError(
+                f"shapes of a carry must depend on the shapes of the microbatch alone, got {description} after {known} "
+                "for microbatches of equal shapes; pad to a size that follows from the inputs' shapes"
+            )
+        return known is not description
+
+    def _send_header(self, description: _Description, microbatch: int) -> Pending:
+        text = msgspec.msgpack.encode(description)
+        if len(description) > _MAX_TENSORS or len(text) > _HEADER_BYTES:
+            raise ValueError(
+                f"a carry must hold at most {_MAX_TENSORS} tensors described in {_HEADER_BYTES} bytes, got "
+                f"{len(description)} tensors in {len(text)} bytes; carry fewer tensors between layers"
+            )
+        header = torch.frombuffer(bytearray(text.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
+        return self._comm.send(header, self._rank, self._tag(microbatch, _HEADER))
+
+    def _post(self, activations: Activations, microbatch: int) -> tuple[dict[str, Tensor], list[Pending]]:
+        gradients = {
+            name: torch.empty_like(tensor, requires_grad=False, memory_format=torch.contiguous_format)
+            for name, tensor in activations.items()
+            if tensor.requires_grad
+        }
+        pending = [
+            self._comm.recv(tensor, self._rank, self._tag(microbatch, _BACKWARD, position))
+            for position, tensor in enumerate(gradients.values())
+        ]
+        return gradients, pending

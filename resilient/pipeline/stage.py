@@ -1,0 +1,180 @@
+"""One stage of a pipeline: forward and backward of a microbatch through contiguous layers.
+
+Owns the activations of the microbatches in flight. Knows nothing of processes: carries come in and go out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from resilient.models.layer import Activations, Batch, Model
+from resilient.pipeline.backward_split import Deferred, differentiate_inputs
+
+_MASK = (1 << 63) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLayer:
+    """A layer with its position in the model."""
+
+    index: int
+    module: nn.Module
+
+
+@dataclass(kw_only=True)
+class _InFlight:
+    received: Activations
+    sent: Activations
+    loss: Tensor | None
+
+
+class Stage:
+    """Contiguous layers on one device.
+
+    Args:
+        model: Gives the loss, on the last stage.
+        layers: The stage's layers in order.
+        is_last: Whether the model ends here.
+        device: Where the layers are.
+        autocast: Lower precision for matrix products, None for none.
+        seed: Of the job; random layers (dropout) draw from (seed, step, microbatch, layer), whatever the stage.
+        checkpointing: Keep only the layers' inputs and run each layer again in the backward.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        layers: Sequence[StageLayer],
+        *,
+        is_last: bool,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        seed: int,
+        checkpointing: bool = False,
+    ) -> None:
+        self._model = model
+        self._layers = tuple(layers)
+        self._is_last = is_last
+        self._device = device
+        self._autocast = autocast
+        self._seed = seed
+        self._checkpointing = checkpointing
+        self._in_flight: dict[int, _InFlight] = {}
+        self._deferred: dict[int, Deferred] = {}
+
+    def begin(self) -> None:
+        """Forget microbatches of a step that was given up."""
+        self._in_flight.clear()
+        self._deferred.clear()
+
+    def forward(
+        self, microbatch: int, activations: Activations, batch: Batch, *, step: int, position: int, num_targets: int
+    ) -> tuple[Activations, Tensor | None]:
+        """Run the layers on one microbatch and keep what its backward needs.
+
+        Args:
+            microbatch: Key under which the backward finds the activations.
+            carry: From the stage before; tensors that want a gradient have ``requires_grad`` set. Empty on the first.
+            batch: The collated microbatch on the stage's device.
+            step: The step, for the random state.
+            position: Index of the microbatch within the step over all pipelines, for the random state.
+            num_targets: Loss-bearing targets of the whole step; the loss that is differentiated is divided by it.
+
+        Returns:
+            The carry for the next stage, and the summed loss (detached) on the last stage.
+        """
+        received = dict(activations)
+        loss: Tensor | None = None
+        with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast is not None):
+            for layer in self._layers:
+                run = partial(self._run, layer, batch, step, position)
+                # a run seeds itself, so that the second one draws what the first drew
+                again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+                activations, loss = again(activations) if self._checkpointing else run(activations)
+        scaled = None if loss is None else loss / num_targets
+        sent = {} if self._is_last else activations
+        self._in_flight[microbatch] = _InFlight(received=received, sent=sent, loss=scaled)
+        return sent, None if loss is None else loss.detach()
+
+    def backward(self, microbatch: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Differentiate one microbatch; parameter gradients are added up.
+
+        Args:
+            microbatch: As given to :meth:`forward`.
+            gradients: Of the carry tensors sent to the next stage that require one.
+
+        Returns:
+            Gradients of the received carry tensors that require one.
+        """
+        flight = self._in_flight.pop(microbatch)
+        outputs, output_gradients = _differentiated(flight, gradients)
+        if outputs:
+            torch.autograd.backward(outputs, output_gradients)
+        received = _wanted(flight.received)
+        return {name: _or_zeros(tensor, tensor.grad) for name, tensor in received.items()}
+
+    def backward_input(self, microbatch: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Differentiate one microbatch for what was received; :meth:`backward_weight` does the rest.
+
+        With checkpointing this is the whole backward: the layers would have to run twice more for two parts.
+
+        Args:
+            microbatch: As given to :meth:`forward`.
+            gradients: Of the carry tensors sent to the next stage that require one.
+
+        Returns:
+            Gradients of the received carry tensors that require one.
+        """
+        received = _wanted(self._in_flight[microbatch].received)
+        if self._checkpointing and received:
+            self._deferred[microbatch] = Deferred()
+            return self.backward(microbatch, gradients)
+        outputs, output_gradients = _differentiated(self._in_flight.pop(microbatch), gradients)
+        parameters = dict.fromkeys(p for layer in self._layers for p in layer.module.parameters() if p.requires_grad)
+        found, self._deferred[microbatch] = differentiate_inputs(
+            outputs, output_gradients, list(received.values()), list(parameters)
+        )
+        return {name: _or_zeros(tensor, grad) for (name, tensor), grad in zip(received.items(), found, strict=True)}
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Add up the parameter gradients of a microbatch whose :meth:`backward_input` is done."""
+        self._deferred.pop(microbatch).accumulate()
+
+    def _run(
+        self, layer: StageLayer, batch: Batch, step: int, position: int, activations: Activations
+    ) -> tuple[Activations, Tensor | None]:
+        """Run one layer, and the loss where the model ends: checkpointing then keeps no logits either."""
+        self._seed_layer(step, position, layer.index)
+        activations = layer.module(activations, batch)
+        is_end = self._is_last and layer is self._layers[-1]
+        return ({}, self._model.loss(activations, batch)) if is_end else (activations, None)
+
+    def _seed_layer(self, step: int, position: int, layer_index: int) -> None:
+        # three odd multipliers keep neighbouring (step, microbatch, layer) triples apart
+        value = self._seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9
+        value += position * 0x94D049BB133111EB + layer_index
+        torch.default_generator.manual_seed(value & _MASK)
+        if self._device.type == "cuda":
+            torch.cuda.manual_seed(value & _MASK)
+
+
+def _differentiated(flight: _InFlight, gradients: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return what a microbatch's backward starts from, with its gradients."""
+    if flight.loss is not None:
+        return ([flight.loss], [None]) if flight.loss.requires_grad else ([], [])
+    sent = _wanted(flight.sent)
+    return list(sent.values()), [gradients[name] for name in sent]
+
+
+def _wanted(activations: Activations) -> Activations:
+    return {name: tensor for name, tensor in activations.items() if tensor.requires_grad}
+
+
+def _or_zeros(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+    return torch.zeros_like(tensor) if gradient is None else gradient

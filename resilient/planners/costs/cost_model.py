@@ -1,0 +1,354 @@
+"""The cost model of a multimodal model: time and memory of its layers as functions of sequence lengths.
+
+A layer's time for one microbatch is ``attention * sum(x^2) + linear * sum(x) + fixed`` over the sequences x packed in
+it: attention stays within a sequence, everything else sees tokens. A curve is no table: it holds for lengths beyond
+those it was fitted to, too, where attention takes over, which no time or time per token kept from the border would
+show. Tables (:class:`~resilient.planners.stages.memory_shares.ActivationGrid`) are clamped there: a token has what it
+has at the border. Degrees of parallelism are neither: those that were not profiled are refused.
+
+Sources: Entrain section 4.4.1, DFLOP section 3.2, DHP section 4.2; the backward of frozen parts: Cornstarch section
+3.3.1, with a layer's own trainability left out of what its input needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from resilient.planners.costs.samples import Floats, Lengths
+
+ENCODER, PROJECTOR = "encoder", "projector"
+"""What is frozen under these names: all encoders, without their projectors; and these."""
+
+VERSION = 1
+"""Of saved cost models: another when what is in them changes its meaning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Time in ms of one call on packed sequences.
+
+    Args:
+        attention: Per squared token.
+        linear: Per token.
+        fixed: Per call.
+    """
+
+    attention: float = 0.0
+    linear: float = 0.0
+    fixed: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not all(0 <= each < float("inf") for each in (self.attention, self.linear, self.fixed)):
+            raise ValueError(f"coefficients must be >= 0 and finite, got {self}; fit the curve again")
+
+    def __add__(self, other: Curve) -> Curve:
+        return Curve(
+            attention=self.attention + other.attention,
+            linear=self.linear + other.linear,
+            fixed=self.fixed + other.fixed,
+        )
+
+    def __mul__(self, factor: float) -> Curve:
+        return Curve(attention=self.attention * factor, linear=self.linear * factor, fixed=self.fixed * factor)
+
+    def of(self, lengths: Lengths) -> Floats:
+        """Return each sample's share, without the call's fixed time. [num_samples]"""
+        return self.attention * lengths.squares + self.linear * lengths.tokens
+
+    def call_ms(self, tokens: float, squares: float) -> float:
+        """Return the time of one call on sequences of these sums; nothing to do takes no time."""
+        return self.attention * squares + self.linear * tokens + self.fixed if tokens else 0.0
+
+    @classmethod
+    def fit(cls, tokens: npt.ArrayLike, times_ms: npt.ArrayLike, *, attention: bool = True) -> Curve:
+        """Return the non-negative coefficients with the least relative error on measured calls on one sequence each.
+
+        Args:
+            tokens: Lengths, ``[num_points]``.
+            times_ms: Measured times.
+            attention: Whether anything grows with the square. Gradients of parameters do not: what noise makes of it
+                is small between the lengths and large beyond them.
+
+        Raises:
+            ValueError: Fewer than three lengths, or a length or time that is not positive and finite.
+        """
+        from scipy.optimize import nnls  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+
+        x, y = np.asarray(tokens, dtype=np.float64), np.asarray(times_ms, dtype=np.float64)
+        right = x.shape == y.shape and all(((each > 0) & (each < np.inf)).all() for each in (x, y))
+        if not right or np.unique(x).size < 3:
+            raise ValueError(
+                f"a curve must be fitted to three lengths or more with times > 0, got {x.tolist()} and {y.tolist()}; "
+                f"measure them again"
+            )
+        powers = np.stack([x * x * attention, x, np.ones_like(x)], axis=1)
+        found = cast("tuple[Floats, float]", nnls(powers / y[:, None], np.ones_like(y)))[0]
+        return cls(attention=float(found[0]), linear=float(found[1]), fixed=float(found[2]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCurves:
+    """One layer at one degree of parallelism, on each of its devices.
+
+    Args:
+        forward: With the communication of tensor and context parallelism.
+        backward_input: For the gradient of its input.
+        backward_weight: For the gradient of its parameters.
+        activation_bytes: Kept from forward to backward, per token.
+    """
+
+    forward: Curve
+    backward_input: Curve
+    backward_weight: Curve
+    activation_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitLayer:
+    """One layer of a unit.
+
+    Args:
+        name: Unique in the unit.
+        curves: One per entry of the unit's ``degrees``.
+        parameter_bytes: Of the whole layer, undivided; likewise the next two.
+        optimizer_bytes: 0 where it is frozen.
+        gradient_bytes: 0 where it is frozen.
+        trainable: Whether it has gradients.
+        input_gradient: Whether its input needs one: some layer strictly before it on its path is trainable.
+    """
+
+    name: str
+    curves: tuple[LayerCurves, ...]
+    parameter_bytes: int = 0
+    optimizer_bytes: int = 0
+    gradient_bytes: int = 0
+    trainable: bool = True
+    input_gradient: bool = True
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether something needs one of its gradients; without any it keeps no activations."""
+        return self.trainable or self.input_gradient
+
+    def backward(self, index: int) -> Curve:
+        """Return the backward's curve: only what something needs."""
+        curves = self.curves[index]
+        return curves.backward_weight * float(self.trainable) + curves.backward_input * float(self.input_gradient)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCosts:
+    """One unit.
+
+    Args:
+        name: ``vision``, ``audio``, ``llm``.
+        layers: In order.
+        degrees: Profiled (tp, cp) pairs, ascending; planners use no others.
+        boundary_bytes: Per token, of what travels between two of its stages.
+        output_bytes: Per token of its input, of what it hands to the next unit.
+    """
+
+    name: str
+    layers: tuple[UnitLayer, ...]
+    degrees: tuple[tuple[int, int], ...] = ((1, 1),)
+    boundary_bytes: float = 0.0
+    output_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.layers or any(len(layer.curves) != len(self.degrees) for layer in self.layers):
+            raise ValueError(
+                f"unit {self.name!r} must have layers with curves for each of its degrees {self.degrees}, got "
+                f"{[len(layer.curves) for layer in self.layers]} curves; profile it again"
+            )
+
+    def index(self, tp: int, cp: int) -> int:
+        """Return the position of a degree.
+
+        Raises:
+            ValueError: It was not profiled.
+        """
+        if (tp, cp) not in self.degrees:
+            raise ValueError(
+                f"(tp, cp) of {self.name!r} must be one of {self.degrees}, got {(tp, cp)}; "
+                f"profile it, or choose another"
+            )
+        return self.degrees.index((tp, cp))
+
+    def forward(self, tp: int = 1, cp: int = 1) -> Curve:
+        """Return the forward of all layers."""
+        return self._sums(tp, cp)[0]
+
+    def backward(self, tp: int = 1, cp: int = 1) -> Curve:
+        """Return the backward of all layers, as far as something needs it."""
+        return self._sums(tp, cp)[1]
+
+    def work(self, tp: int = 1, cp: int = 1) -> Curve:
+        """Return forward and backward of all layers: what planners balance."""
+        return self.forward(tp, cp) + self.backward(tp, cp)
+
+    def _sums(self, tp: int, cp: int) -> tuple[Curve, Curve]:
+        if (tp, cp) not in self._known_sums:
+            index = self.index(tp, cp)
+            forward = sum((layer.curves[index].forward for layer in self.layers), Curve())
+            backward = sum((layer.backward(index) for layer in self.layers), Curve())
+            self._known_sums[tp, cp] = forward, backward
+        return self._known_sums[tp, cp]
+
+    @cached_property
+    def _known_sums(self) -> dict[tuple[int, int], tuple[Curve, Curve]]:
+        """Asked for in every step."""
+        return {}
+
+    def layer_ms(self, tokens: float, squares: float, tp: int = 1, cp: int = 1) -> tuple[Floats, Floats]:
+        """Return each layer's forward and backward time of one call. [num_layers] each"""
+        attention, linear, fixed = self.coefficients(tp, cp) * float(tokens > 0)
+        forward, backward = attention * squares + linear * tokens + fixed
+        return forward, backward
+
+    def coefficients(self, tp: int = 1, cp: int = 1) -> Floats:
+        """Return those of the curves of each layer, in the curves' order: forward, backward. [3, 2, num_layers]"""
+        if (tp, cp) not in self._known_layers:
+            index = self.index(tp, cp)
+            curves = [(layer.curves[index].forward, layer.backward(index)) for layer in self.layers]
+            self._known_layers[tp, cp] = np.array([[astuple(curve) for curve in pair] for pair in curves]).T
+        return self._known_layers[tp, cp]
+
+    @cached_property
+    def _known_layers(self) -> dict[tuple[int, int], Floats]:
+        """Asked for by every candidate of a search."""
+        return {}
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters, optimizer slots and gradients of all layers, undivided."""
+        return sum(layer.parameter_bytes + layer.optimizer_bytes + layer.gradient_bytes for layer in self.layers)
+
+    def activation_bytes(self, tp: int = 1, cp: int = 1) -> float:
+        """Return what the forward of all layers keeps, per token, on each device."""
+        index = self.index(tp, cp)
+        return sum(layer.curves[index].activation_bytes for layer in self.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """All units of a model: encoders, the language model ``llm``, and a generator where there is one.
+
+    Args:
+        units: In order of execution.
+        source: Where the numbers come from, for people.
+    """
+
+    units: tuple[UnitCosts, ...]
+    source: str = ""
+
+    @cached_property
+    def by_name(self) -> Mapping[str, UnitCosts]:
+        """The units by name."""
+        return {unit.name: unit for unit in self.units}
+
+    def frozen(self, names: Collection[str]) -> CostModel:
+        """Return the model with some parts frozen.
+
+        An encoder's layer needs a gradient of its input when a layer strictly before it in the encoder is trainable;
+        one of the language model also when anything in any encoder is, one of a generator when anything before it is.
+
+        Args:
+            names: Units (``vision``: all its layers but its projector), ``encoder`` for all units before the language
+                model, ``projector`` for the projectors of all, or single layers (``vision.projector``).
+
+        Raises:
+            ValueError: A name is none of these.
+        """
+        language = next((i for i, unit in enumerate(self.units) if unit.name == "llm"), len(self.units) - 1)
+        layers_named = {f"{unit.name}.{layer.name}" for unit in self.units for layer in unit.layers}
+        several = {
+            ENCODER: {unit.name for unit in self.units[:language]},
+            PROJECTOR: {name for name in layers_named if name.endswith(f".{PROJECTOR}")},
+        }
+        units_named = [unit.name for unit in self.units] + [name for name in several if several[name]]
+        unknown = set(names) - layers_named - set(units_named)
+        if unknown:
+            one = f"{self.units[0].name}.{self.units[0].layers[0].name}"
+            raise ValueError(
+                f"frozen must name units ({', '.join(units_named)}) or layers (such as {one}), got "
+                f"{', '.join(map(repr, sorted(unknown)))}; see their spelling"
+            )
+        names = set(names).union(*(several.get(name, ()) for name in names))
+        units: list[UnitCosts] = []
+        encoder_trains = False
+        for position, unit in enumerate(self.units):
+            trained_before = encoder_trains if position >= language else False
+            layers: list[UnitLayer] = []
+            for layer in unit.layers:
+                of_unit = unit.name in names and layer.name != PROJECTOR
+                trainable = layer.trainable and not (of_unit or f"{unit.name}.{layer.name}" in names)
+                if not trainable:
+                    layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0)
+                layers.append(replace(layer, input_gradient=trained_before))
+                trained_before = trained_before or trainable
+            encoder_trains = encoder_trains or trained_before
+            units.append(replace(unit, layers=tuple(layers)))
+        return replace(self, units=tuple(units))
+
+    @property
+    def digest(self) -> str:
+        """Content hash: of the numbers, wherever they come from."""
+        return hashlib.sha256(msgspec.json.encode(self.units)).hexdigest()
+
+    def to_json(self) -> bytes:
+        """Encode as JSON."""
+        return msgspec.json.encode({"version": VERSION, "costs": self})
+
+    @classmethod
+    def from_json(cls, data: bytes) -> CostModel:
+        """Decode what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: It is something else, of another version, or damaged; the message names what does not fit.
+        """
+        try:
+            version = msgspec.json.decode(data, type=_Version).version
+            if version == VERSION:
+                return msgspec.json.decode(data, type=_Kept).costs
+        except ValueError as error:
+            raise ValueError(
+                f"a cost model must be what was written as one, got other data ({error}); derive or profile it again"
+            ) from error
+        raise ValueError(f"a cost model must be of version {VERSION}, got {version}; derive or profile it again")
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file, whole or not at all."""
+        path = Path(path)
+        written = path.with_name(f".{path.name}.{os.getpid()}")
+        written.write_bytes(self.to_json())
+        written.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostModel:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ValueError: As :meth:`from_json`, with the file's name.
+        """
+        try:
+            return cls.from_json(Path(path).read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+class _Kept(msgspec.Struct):
+    costs: CostModel

@@ -1,0 +1,1 @@
+"""Simulates one step of any planner's assignment, task by task."""

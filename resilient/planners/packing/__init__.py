@@ -1,0 +1,1 @@
+"""Spreads samples over microbatches and replicas, and orders them: the algorithms that planners share."""

@@ -1,0 +1,190 @@
+"""What planners are compared with, beside :mod:`resilient.planners.published.baselines.uniform`.
+
+All of them take samples as they come, but for :class:`RandomOrder`, which takes them in some other order; their
+configurations differ. In those where encoders lie on the language model's devices, all units have the same replicas
+and the same stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from resilient.planners.costs.cost_model import UnitCosts
+from resilient.planners.costs.samples import LLM, Floats, Ints, SampleTable
+from resilient.planners.packing.balance import cut_chain
+from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica, Setting
+from resilient.planners.published.baselines.uniform import (
+    Stages,
+    Uniform,
+    common_degrees,
+    fits,
+    in_order,
+    num_microbatches,
+)
+from resilient.planners.stages.stage_work import exposed_sum_ms
+
+
+@dataclass(frozen=True)
+class RandomOrder(Uniform):
+    """Samples in an order drawn once per size of batch.
+
+    Args:
+        seed: Of the draw.
+    """
+
+    name: str = "random"
+    source: str = "a baseline"
+    seed: int = 0
+
+    def assign(
+        self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
+    ) -> Assignment:
+        """Draw an order, then place samples in it as :class:`Uniform` does."""
+        order = np.random.default_rng(self.seed).permutation(len(batch))
+        drawn = in_order(len(batch), replicas)
+        place = Place(replica=drawn.replica[order], microbatch=drawn.microbatch[order])
+        return Assignment(units=dict.fromkeys(batch.units, place))
+
+
+@dataclass(frozen=True)
+class FullySharded(Uniform):
+    """FSDP: every device is a replica, and all of them share the parameters, gradients and optimizer.
+
+    A layer's parameters are gathered before its forward and again before its backward, its gradient is scattered after
+    that; each of these is hidden behind the computation of other layers as far as that takes as long.
+    """
+
+    name: str = "fsdp"
+    source: str = "Zhao et al. 2023 (PyTorch FSDP), full sharding"
+
+    def _candidates(self, setting: Setting, samples: SampleTable) -> Iterable[Configuration]:
+        dp = min(setting.num_devices, setting.global_batch)
+        number = num_microbatches(setting, dp)
+        mean = setting.global_batch / (dp * number)
+        step_ms, kept, largest = 0.0, 0.0, 0
+        for unit in setting.costs.units:
+            whole = Parallelism(dp=dp, pp=1, stage_layers=(len(unit.layers),))
+            stage = Stages.of(unit, whole, samples.units[unit.name], mean)
+            gather, backward_traffic = self._traffic_ms(unit, setting, dp)
+            step_ms += max(float(stage.forward_ms[0]), gather) + max(float(stage.backward_ms[0]), backward_traffic)
+            kept += float(stage.activation_bytes(1)[0])
+            largest = max(largest, max(layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers))
+        state = sum(unit.state_bytes for unit in setting.costs.units) / dp
+        # The layer that computes is whole, and so is the one whose parameters come in meanwhile.
+        if fits(setting, np.array([state + kept + 2 * largest])):
+            yield Configuration(
+                units={
+                    unit.name: Parallelism(dp=dp, pp=1, stage_layers=(len(unit.layers),))
+                    for unit in setting.costs.units
+                },
+                num_microbatches=number,
+                colocated=True,
+                sharded=True,
+                predicted_ms=number * step_ms,
+            )
+
+    @staticmethod
+    def _traffic_ms(unit: UnitCosts, setting: Setting, dp: int) -> tuple[float, float]:
+        """Return how long a forward's and a backward's messages take."""
+        if dp == 1:
+            return 0.0, 0.0
+        link = setting.cluster.inter_node if setting.num_nodes > 1 else setting.cluster.intra_node
+        part = (dp - 1) / dp
+        forward = sum(link.transfer_ms(part * layer.parameter_bytes) for layer in unit.layers)
+        backward = 0.0
+        for layer in unit.layers:
+            if layer.has_backward:
+                backward += link.transfer_ms(part * layer.parameter_bytes)
+            if layer.trainable:
+                backward += link.transfer_ms(part * layer.gradient_bytes)
+        return forward, backward
+
+
+@dataclass(frozen=True)
+class EncoderFirst(Uniform):
+    """DIP: every device holds a stage of each unit; all encoder forwards come first, all encoder backwards last.
+
+    Layers are cut such that the slowest stage of each unit is as fast as it can be.
+    """
+
+    name: str = "dip"
+    source: str = "DIP, as Entrain's evaluation compares with it"
+
+    def _candidates(self, setting: Setting, samples: SampleTable) -> Iterable[Configuration]:
+        most = min(len(unit.layers) for unit in setting.costs.units)
+        for tp, cp in common_degrees(setting.costs):
+            if cp == 1 and tp <= setting.cluster.devices_per_node:
+                for pp in range(1, min(most, setting.num_devices // tp) + 1):
+                    yield from _colocated(setting, samples, pp, tp, 1)
+
+
+@dataclass(frozen=True)
+class StaticContext(Uniform):
+    """One context-parallel degree for all sequences, large enough for the longest; blocks are dealt by :func:`zigzag`.
+
+    There are no stages, and encoders lie on the language model's devices.
+    """
+
+    name: str = "static-cp"
+    source: str = "Grattafiori et al. 2024 (Llama 3), section 3.3.2; what DHP is compared with"
+
+    def _candidates(self, setting: Setting, samples: SampleTable) -> Iterable[Configuration]:
+        for tp, cp in common_degrees(setting.costs):
+            if tp <= setting.cluster.devices_per_node and tp * cp <= setting.num_devices:
+                yield from _colocated(setting, samples, 1, tp, cp)
+
+
+def zigzag(num_blocks: int, num_ranks: int) -> Ints:
+    """Deal blocks of a causal sequence: of ``2 * num_ranks`` parts rank r has the r-th from both ends.
+
+    Under a causal mask over the whole sequence all ranks then have equal work (when the parts are equal), under others
+    they need not.
+
+    Args:
+        num_blocks: Blocks of the sequence, in order.
+        num_ranks: Devices of the context-parallel group.
+
+    Returns:
+        The rank of each block. [num_blocks]
+    """
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks must be >= 1, got {num_ranks}; 1 means no context parallelism")
+    part = np.arange(num_blocks, dtype=np.int64) * (2 * num_ranks) // max(num_blocks, 1)
+    return np.minimum(part, 2 * num_ranks - 1 - part)
+
+
+def _colocated(setting: Setting, samples: SampleTable, pp: int, tp: int, cp: int) -> Iterable[Configuration]:
+    """Return the configuration with all units on the same devices, if it fits."""
+    dp = min(setting.num_devices // (pp * tp * cp), setting.global_batch)
+    number = num_microbatches(setting, dp)
+    mean = setting.global_batch / (dp * number)
+    spread: dict[str, Parallelism] = {}
+    num_bytes, predicted, afterwards = np.zeros(pp), 0.0, 0.0
+    backward_ms: dict[str, Floats] = {}
+    for unit in setting.costs.units:
+        lengths = samples.units[unit.name]
+        alone = Parallelism(dp=dp, pp=len(unit.layers), tp=tp, cp=cp, stage_layers=(1,) * len(unit.layers))
+        by_layer = Stages.of(unit, alone, lengths, mean)
+        spread[unit.name] = replace(alone, pp=pp, stage_layers=cut_chain(by_layer.work_ms, pp))
+        stages = by_layer.joined(spread[unit.name].stage_layers)
+        if unit.name == LLM:
+            in_flight = np.minimum(np.arange(pp, 0, -1), number)
+            stage_ms = stages.work_ms
+            predicted += float(stage_ms.sum() + (number - 1) * stage_ms.max())
+        else:
+            in_flight = np.full(pp, number)
+            for stage_ms in (stages.forward_ms, stages.backward_ms):
+                predicted += float(stage_ms.sum() + (number - 1) * stage_ms.max())
+            afterwards += float(stages.backward_ms.sum() + (number - 1) * stages.backward_ms.max())
+        backward_ms[unit.name] = stages.backward_ms
+        num_bytes += stages.state_bytes(dp * cp) + stages.activation_bytes(in_flight)
+    if fits(setting, num_bytes):
+        # While the language model's gradients are summed, encoders run all their backwards.
+        language = setting.costs.by_name[LLM]
+        encoders = [unit for unit in setting.costs.units if unit is not language]
+        sums = exposed_sum_ms([language], spread, setting.cluster, backward_ms) - afterwards
+        predicted += max(sums, exposed_sum_ms(encoders, spread, setting.cluster, backward_ms))
+        yield Configuration(units=spread, num_microbatches=number, colocated=True, predicted_ms=predicted)

@@ -1,0 +1,1 @@
+"""Cornstarch: frozen-aware stages of a modality-parallel model."""

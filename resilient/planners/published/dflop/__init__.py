@@ -1,0 +1,1 @@
+"""DFLOP: parallelism and microbatches chosen for the distribution of the data."""

@@ -1,0 +1,1 @@
+"""DHP: context-parallel groups of as many ranks as each sequence needs."""

@@ -1,0 +1,251 @@
+"""The search for DistTrain's configuration, by the formulas of :mod:`resilient.planners.published.disttrain.planner`.
+
+A device holds what parameters, gradients and the sharded optimizer take on the stage that has most of them, and the
+activations of microbatches in flight: one for each of the unit's stages, as in the paper, and beyond it one for each
+stage that microbatches pass before they come back: encoders wait for the language model, and both for a generator.
+There is room for three standard deviations more than the mean, and for the longest sample among others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from resilient.planners.costs.cost_model import UnitCosts
+from resilient.planners.costs.samples import LLM, Floats, Ints, SampleTable
+from resilient.planners.planner import Configuration, Setting
+from resilient.planners.stages.expected_step import Expected, expected, parallelism
+from resilient.templates.common.compiled import compiled
+
+
+def search(setting: Setting, samples: SampleTable) -> Configuration:
+    """Return the configuration that takes least; of equals, one on the fewest devices.
+
+    Args:
+        setting: The job.
+        samples: A sample of the data set.
+
+    Raises:
+        ValueError: There is none.
+    """
+    names, language = [unit.name for unit in setting.costs.units], setting.language
+    total = -(-setting.global_batch // setting.microbatch)
+    # The language model, what comes after it, encoders: each unit after those that it waits for.
+    order = sorted(range(len(names)), key=lambda position: (position != language, position < language))
+    units = [setting.costs.units[position] for position in order]
+    early = np.array([position < language for position in order])
+    tables = [
+        _Options.of(unit, samples, setting, _divisors(total if unit.name == LLM else total * setting.microbatch))
+        for unit in units
+    ]
+    best_ns, devices, chosen, dp_llm = np.iinfo(np.int64).max, setting.num_devices + 1, [0] * len(units), 0
+    for dp in _divisors(total):
+        picked: list[_Picked] = []
+        for table in tables:
+            picked.append(table.pick(dp, None if picked else dp, setting))
+            if not len(picked[-1].index):
+                break
+        if not len(picked[-1].index):
+            continue
+        found = np.zeros(len(units), np.int64)
+        step_ns, used = compiled(_search)(
+            np.cumsum([0, *(len(each.index) for each in picked)]),
+            np.concatenate([each.counts for each in picked], axis=1),
+            np.concatenate([each.room for each in picked], axis=1),
+            early,
+            total // dp,
+            setting.num_devices,
+            best_ns,
+            devices,
+            found,
+        )
+        if (step_ns, used) < (best_ns, devices):
+            best_ns, devices, dp_llm = int(step_ns), int(used), dp
+            chosen = [int(each.index[i]) for each, i in zip(picked, found, strict=True)]
+    if not dp_llm:
+        raise ValueError(
+            f"num_nodes must be enough for the model's units side by side, got {setting.num_nodes} of "
+            f"{setting.cluster.devices_per_node} devices; use more, or a smaller microbatch"
+        )
+    spread = {
+        unit.name: parallelism(unit, samples.units[unit.name], int(table.dp[i]), int(table.pp[i]), int(table.tp[i]))
+        for unit, table, i in zip(units, tables, chosen, strict=True)
+    }
+    return Configuration(
+        units={name: spread[name] for name in names}, num_microbatches=total // dp_llm, predicted_ms=best_ns / 1e6
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Picked:
+    """Options of one unit for one degree of data parallelism of the language model.
+
+    Args:
+        index: In all of the unit's options.
+        counts: Devices, stages, and ns of the warm-up, of the slowest stage and of the sum. [5, num_options]
+        room: Parts of a device's memory: state, a microbatch in flight, the deviation of one, and the excess of the
+            longest sample. [4, num_options]
+    """
+
+    index: npt.NDArray[np.intp]
+    counts: Ints
+    room: Floats
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Options:
+    """All (tp, dp, pp) of a unit on at most all devices, as columns; of its samples' tokens, what memory goes by."""
+
+    tp: Ints
+    dp: Ints
+    pp: Ints
+    sample_ms: Floats
+    call_ms: Floats
+    slowest_ms: Floats
+    sum_ns: Ints
+    state_bytes: Floats
+    token_bytes: Floats
+    mean: float
+    deviation: float
+    longest: float
+
+    @classmethod
+    def of(cls, unit: UnitCosts, samples: SampleTable, setting: Setting, replicas: Sequence[int]) -> _Options:
+        lengths = samples.units[unit.name]
+        degrees = expected(unit, lengths, setting.num_devices, setting.cluster.devices_per_node)
+        columns = [_columns(each, replicas, setting) for each in degrees]
+        tp, dp, pp, sample_ms, call_ms, slowest_ms, sum_ms, state_bytes, token_bytes = (
+            np.concatenate(each) for each in zip(*columns, strict=True)
+        )
+        return cls(
+            tp=tp.astype(np.int64),
+            dp=dp.astype(np.int64),
+            pp=pp.astype(np.int64),
+            sample_ms=sample_ms,
+            call_ms=call_ms,
+            slowest_ms=slowest_ms,
+            sum_ns=np.rint(sum_ms * 1e6).astype(np.int64),
+            state_bytes=state_bytes,
+            token_bytes=token_bytes,
+            mean=float(lengths.tokens.mean()),
+            deviation=float(lengths.tokens.std()),
+            longest=float(lengths.tokens.max()),
+        )
+
+    def pick(self, replicas: int, dp: int | None, setting: Setting) -> _Picked:
+        """Return what may fit beside so many replicas of the language model, fastest first."""
+        samples, number = replicas * setting.microbatch, -(-setting.global_batch // setting.microbatch) // replicas
+        index = np.flatnonzero(samples % self.dp == 0 if dp is None else self.dp == dp)
+        memory = float(setting.cluster.memory_bytes or np.inf)
+        share, pp = samples / self.dp[index], self.pp[index]
+        # A replica that works for several of the language model has a microbatch of each, the longest sample in all.
+        several = np.maximum(replicas / self.dp[index], 1.0)
+        deviation = 3 * self.deviation * np.sqrt(share * several)
+        excess = (self.longest - self.mean) * several
+        held = self.token_bytes[index] * np.stack([share * self.mean, deviation, excess])
+        room = np.concatenate([self.state_bytes[index][None], held]) / memory
+        own = np.minimum(pp, number)
+        fits = room[0] + room[1] * own + np.maximum(room[2] * np.sqrt(own), room[3]) <= 1
+        index, share, pp, room = index[fits], share[fits], pp[fits], room[:, fits]
+        warm = share * self.sample_ms[index] + self.call_ms[index]
+        stage = share * self.slowest_ms[index] + self.call_ms[index] / pp
+        warm_ns, stage_ns = np.rint(warm * 1e6).astype(np.int64), np.rint(stage * 1e6).astype(np.int64)
+        order = np.argsort(stage_ns, kind="stable")
+        counts = np.stack([self.tp[index] * self.dp[index] * pp, pp, warm_ns, stage_ns, self.sum_ns[index]])
+        return _Picked(index=index[order], counts=counts[:, order], room=room[:, order])
+
+
+def _columns(each: Expected, replicas: Sequence[int], setting: Setting) -> tuple[Floats, ...]:
+    dp, pp = (grid.ravel() for grid in np.meshgrid(replicas, np.arange(1, len(each.slowest_ms) + 1), indexing="ij"))
+    few = dp * pp * each.tp <= setting.num_devices
+    dp, pp = dp[few], pp[few]
+    values = (
+        each.tp,
+        dp,
+        pp,
+        each.sample_ms,
+        each.call_ms,
+        each.slowest_ms[pp - 1],
+        each.sum_ms(dp, pp, setting.cluster),
+        each.held_bytes[pp - 1] + each.optimizer_bytes[pp - 1] / dp,
+        each.token_bytes[pp - 1],
+    )
+    return tuple(np.broadcast_to(np.asarray(value, dtype=np.float64), dp.shape) for value in values)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _search(
+    ends: Ints,
+    counts: Ints,
+    room: Floats,
+    early: npt.NDArray[np.bool_],
+    microbatches: int,
+    devices: int,
+    best: int,
+    best_size: int,
+    found: Ints,
+) -> tuple[int, int]:
+    """Choose one option per unit, depth first, and fill in which; leave out what cannot beat (best, best_size)."""
+    count = len(ends) - 1
+    size, pp, warm, stage, after = counts
+    # Of all units from one on: the least devices, warm-up and stage time, device times, and sums of gradients.
+    least = np.zeros((5, count + 1), np.int64)
+    for unit in range(count - 1, -1, -1):
+        first, end = ends[unit], ends[unit + 1]
+        least[0, unit] = least[0, unit + 1] + size[first:end].min()
+        least[1, unit] = least[1, unit + 1] + warm[first:end].min()
+        least[2, unit] = max(least[2, unit + 1], stage[first:end].min())
+        least[3, unit] = least[3, unit + 1] + (size[first:end] * stage[first:end]).min()
+        least[4, unit] = max(least[4, unit + 1], after[first:end].min())
+    at = ends[:-1].copy()
+    sums = np.zeros((4, count + 1), np.int64)
+    depth = 0
+    while depth >= 0:
+        option = at[depth]
+        if option == ends[depth + 1]:
+            at[depth] = ends[depth]
+            depth -= 1
+            if depth >= 0:
+                at[depth] += 1
+            continue
+        used = sums[0, depth] + size[option]
+        warmed = sums[1, depth] + warm[option]
+        slowest = max(sums[2, depth], stage[option])
+        longest = max(sums[3, depth], after[option])
+        fewest = used + least[0, depth + 1]
+        if fewest <= devices:
+            bound = max(slowest, least[2, depth + 1])
+            if depth + 1 < count:
+                bound = max(bound, least[3, depth + 1] // (devices - used))
+            step = warmed + least[1, depth + 1] + (microbatches - 1) * bound + max(longest, least[4, depth + 1])
+            if step < best or (step == best and fewest < best_size):
+                fits, late = True, 0
+                for unit in range(1, depth + 1):
+                    if not early[unit]:
+                        late = max(late, pp[at[unit]])
+                for unit in range(depth + 1):
+                    other = at[unit]
+                    held = pp[other]
+                    if unit == 0:
+                        held += late
+                    elif early[unit]:
+                        held += pp[at[0]] + late
+                    held = min(held, microbatches)
+                    more = max(room[2, other] * np.sqrt(held), room[3, other])
+                    fits = fits and room[0, other] + room[1, other] * held + more <= 1
+                if fits:
+                    if depth + 1 < count:
+                        sums[0, depth + 1], sums[1, depth + 1] = used, warmed
+                        sums[2, depth + 1], sums[3, depth + 1] = slowest, longest
+                        depth += 1
+                        continue
+                    best, best_size = step, used
+                    found[:] = at - ends[:-1]
+        at[depth] += 1
+    return best, best_size

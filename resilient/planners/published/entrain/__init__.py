@@ -1,0 +1,1 @@
+"""Entrain: encoder work deferred so that microbatches of both parts are even."""

@@ -1,0 +1,1 @@
+"""OrchMLLM: every phase balanced for itself, over all instances."""

@@ -1,0 +1,129 @@
+"""Which replicas are left of a configuration when nodes are lost: the unequal pipelines planners balance for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from resilient.planners.costs.cost_model import UnitCosts
+from resilient.planners.costs.samples import LLM, Floats
+from resilient.planners.planner import Configuration, Parallelism, Replica, Setting
+from resilient.planners.stages.device_layout import used_devices
+from resilient.planners.stages.stage_work import state_bytes
+
+
+def survivors(setting: Setting, configuration: Configuration, lost_nodes: int) -> tuple[Replica, ...]:
+    """Return the language model's replicas after nodes were lost.
+
+    A replica with its share of all encoders has equally many consecutive devices. Nodes without any take the place of
+    lost ones. The others that are lost lie as far apart as they can. A replica that lost some of its devices goes on
+    with those left, slower by as much; one that lost all is gone. Those whose devices have no memory for the state of a
+    replica put them together: to whole replicas, and one of what is left over, if it has. The step's
+    microbatches are given out by speed, one at least to each.
+
+    Args:
+        setting: The job.
+        configuration: How it used its devices.
+        lost_nodes: How many of its nodes are lost, 0 or more.
+
+    Raises:
+        ValueError: No node is left, or the devices that are left have no memory for the state of any replica.
+    """
+    if not 0 <= lost_nodes < setting.num_nodes:
+        raise ValueError(f"lost_nodes must be 0 to {setting.num_nodes - 1}, got {lost_nodes}; leave a node")
+    dp = configuration.units[LLM].dp
+    used = used_devices(configuration)
+    num_nodes = -(-used // setting.cluster.devices_per_node)
+    missed = max(0, num_nodes - (setting.num_nodes - lost_nodes))
+    lost = np.arange(missed) * num_nodes // max(missed, 1)
+    alive = ~np.isin(np.arange(used) // setting.cluster.devices_per_node, lost)
+    replica = np.arange(used) * dp // used
+    counts = np.bincount(replica, weights=alive, minlength=dp)
+    speeds = _with_memory(setting, configuration, counts / np.bincount(replica, minlength=dp), lost_nodes)
+    total = dp * configuration.num_microbatches
+    exact = total * speeds / speeds.sum()
+    counts = np.maximum(np.floor(exact).astype(np.int64), 1)
+    while counts.sum() > total:
+        counts[counts.argmax()] -= 1
+    missing = total - int(counts.sum())
+    counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
+    return tuple(
+        Replica(num_microbatches=int(count), speed=float(speed), devices=float(speed))
+        for count, speed in zip(counts, speeds, strict=True)
+    )
+
+
+def left_bytes(
+    unit: UnitCosts, spread: Parallelism, configuration: Configuration, replicas: Sequence[Replica]
+) -> Floats:
+    """Return the state of a unit on a device of each stage and replica. [num_replicas, num_stages]
+
+    Devices that are left of a replica hold all of it, and fewer replicas have more of the optimizer each.
+
+    Args:
+        unit: The unit.
+        spread: How it is spread, as configured.
+        configuration: Of all units.
+        replicas: Of the language model, as they are now.
+    """
+    left = min(max(spread.dp * len(replicas) // configuration.units[LLM].dp, 1), spread.dp)
+    of_part = {
+        part: state_bytes(unit, replace(spread, dp=left), sharded=configuration.sharded, devices=part)
+        for part in {each.devices for each in replicas}
+    }
+    return np.stack([of_part[each.devices] for each in replicas])
+
+
+def tokens_held(spread: Parallelism, devices: float) -> float:
+    """Return how many times the tokens of before a device holds of a microbatch when others of its replica are lost.
+
+    Of those that share sequences, the ones that are left have larger parts, the last one all. Stages and ranks of
+    tensor parallelism are cut anew instead: the first of fewer stages keeps more layers of fewer microbatches.
+
+    Args:
+        spread: Of the unit, as configured.
+        devices: Part of the replica's devices that is left.
+    """
+    return min(1 / devices, spread.cp)
+
+
+def _with_memory(setting: Setting, configuration: Configuration, parts: Floats, lost_nodes: int) -> Floats:
+    """Return which parts of their devices replicas have, those that lack memory for a replica's state put together."""
+    memory, found = setting.cluster.memory_bytes, parts[parts > 0]
+    if memory is None or (parts == 1).all():
+        return found
+    together = found
+    while len(found):
+        lacking = _state_bytes(setting, configuration, found) >= memory
+        if not lacking.any():
+            return found
+        few = found[lacking]
+        found = np.concatenate((found[~lacking], _put_together(few) if len(few) > 1 and few.max() < 1 else []))
+    # What was too small for itself may be what others need.
+    together = _put_together(together)
+    together = together[: max(1, int(together.sum()))]
+    needed = float(_state_bytes(setting, configuration, together).min())
+    if needed >= memory:
+        raise ValueError(
+            f"lost_nodes must leave devices with memory for the state of a replica, got {lost_nodes}, after which it "
+            f"takes {needed:.0f} bytes or more of each one's {memory}; lose fewer, or use larger devices"
+        )
+    return together
+
+
+def _put_together(parts: Floats) -> Floats:
+    """Return the whole replicas that parts make, and what is left over."""
+    total = round(float(parts.sum()), 9)
+    return np.concatenate((np.ones(int(total)), [total % 1] if total % 1 else []))
+
+
+def _state_bytes(setting: Setting, configuration: Configuration, parts: Floats) -> Floats:
+    """Return the state on a device of replicas with these parts of their devices. [num_parts]"""
+    replicas = [Replica(num_microbatches=1, devices=float(part)) for part in parts]
+    units = [
+        left_bytes(setting.costs.by_name[name], spread, configuration, replicas).max(axis=1)
+        for name, spread in configuration.units.items()
+    ]
+    return np.sum(units, axis=0) if configuration.colocated else np.max(units, axis=0)

@@ -1,0 +1,199 @@
+"""What microbatches keep of the devices' memory, and microbatches for when that is scarce.
+
+Under 1F1B a stage with d stages after it holds d + 1 microbatches in a row; in encoders, those of the language model
+count as after it. An encoder also holds what is deferred of the microbatch before them (Entrain).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from resilient.planners.costs.samples import LLM, Floats, Ints, SampleTable
+from resilient.planners.packing.balance import loads, longest_first
+from resilient.planners.planner import Configuration, Replica, Setting
+from resilient.planners.stages.degraded_replicas import left_bytes, tokens_held
+from resilient.planners.stages.stage_work import kept_bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kept:
+    """What the stages of a unit keep.
+
+    Args:
+        windows: Microbatches in a row that each stage holds. [num_stages]
+        parts: What a token takes of what each stage has left. [num_stages]
+        encodes: Whether it comes before the language model, and has microbatches with samples that are deferred.
+    """
+
+    windows: Ints
+    parts: Floats
+    encodes: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Room:
+    """What the stages of a replica of the language model, with its share of all other units, have left for activations.
+
+    Args:
+        units: By name.
+    """
+
+    units: Mapping[str, Kept]
+
+    @classmethod
+    def of(cls, setting: Setting, configuration: Configuration) -> Room | None:
+        """Return the room of a replica that lost nothing; None without a limit.
+
+        Raises:
+            ValueError: There is none.
+        """
+        whole = [Replica(num_microbatches=configuration.num_microbatches)] * configuration.units[LLM].dp
+        return cls.of_each(setting, configuration, whole)[0]
+
+    @classmethod
+    def of_each(
+        cls, setting: Setting, configuration: Configuration, replicas: Sequence[Replica]
+    ) -> Sequence[Room | None]:
+        """Return the room of each replica, beside parameters, gradients and the optimizer.
+
+        Where devices were lost, those that are left hold more state. What they keep of microbatches is the same on the
+        first of fewer stages: of fewer microbatches more layers.
+
+        Raises:
+            ValueError: There is none.
+        """
+        rooms: dict[float, Room | None] = {}
+        state = {
+            name: left_bytes(setting.costs.by_name[name], spread, configuration, replicas)
+            for name, spread in configuration.units.items()
+        }
+        for number, each in enumerate(replicas):
+            if each.devices not in rooms:
+                of_one = {name: rows[number] for name, rows in state.items()}
+                rooms[each.devices] = cls._of(setting, configuration, of_one, each.devices)
+        return [rooms[each.devices] for each in replicas]
+
+    @classmethod
+    def _of(
+        cls, setting: Setting, configuration: Configuration, states: Mapping[str, Floats], devices: float
+    ) -> Room | None:
+        memory = setting.cluster.memory_bytes
+        if memory is None:
+            return None
+        units: dict[str, Kept] = {}
+        names = list(configuration.units)
+        language = names.index(LLM)
+        for position, name in enumerate(names):
+            unit, spread = setting.costs.by_name[name], configuration.units[name]
+            state = states[name]
+            if state.max() >= memory:
+                raise ValueError(
+                    f"memory_bytes must be more than the {state.max():.0f} bytes of parameters, gradients and "
+                    f"optimizer on a device of {name!r}, got {memory}; configure the job again"
+                )
+            behind = sum(configuration.units[each].pp for each in names[max(position + 1, language) :])
+            units[name] = Kept(
+                windows=np.arange(spread.pp, 0, -1) + behind,
+                # Of several pipelines that a stage works for, each has a part of it.
+                parts=kept_bytes(unit, spread)
+                * tokens_held(spread, devices)
+                / (memory - state)
+                * (configuration.units[LLM].dp / spread.dp),
+                encodes=position < language,
+            )
+        return cls(units=units)
+
+    def check(self, batch: SampleTable, own: Ints) -> None:
+        """Refuse a sample that does not fit even alone.
+
+        Args:
+            batch: The global batch.
+            own: The samples of it that the replica has.
+
+        Raises:
+            ValueError: There is one; the message names it.
+        """
+        for name, unit in self.units.items():
+            tokens, part = batch.units[name].tokens[own], float(unit.parts.max())
+            if tokens.max(initial=0) * part > 1:
+                raise ValueError(
+                    f"tokens of {batch.name(int(own[tokens.argmax()]))} in {name!r} must be <= {int(1 / part)}, which "
+                    f"fit into memory alone, got {tokens.max()}; leave it out, or configure the job for longer samples"
+                )
+
+    def fewest(self, samples: SampleTable) -> int:
+        """Return how many equal microbatches the samples would need."""
+        fewest = 1.0
+        for name, unit in self.units.items():
+            total = float(samples.units[name].tokens.sum()) * unit.parts
+            # A stage that all fits into need not hold fewer.
+            needed = np.where(total <= 1, 1.0, np.ceil(total * (unit.windows + unit.encodes)))
+            fewest = max(fewest, float(needed.max()))
+        return int(min(fewest, 2.0**31))
+
+    @property
+    def windows(self) -> Ints:
+        """Microbatches in a row that each stage of all units holds. [num_stages]"""
+        return np.concatenate([unit.windows for unit in self.units.values()])
+
+    def needs(self, samples: SampleTable, microbatch: Ints, num_microbatches: int) -> Floats:
+        """Return the part of each stage's room that each microbatch takes. [num_stages, num_microbatches]
+
+        Args:
+            samples: Of the replica, or of several.
+            microbatch: Of each sample, the same in all units.
+            num_microbatches: Of all these replicas.
+        """
+        return np.concatenate(
+            [
+                unit.parts[:, None] * loads(samples.units[name].tokens, microbatch, num_microbatches)
+                for name, unit in self.units.items()
+            ]
+        )
+
+    def used(self, samples: SampleTable, early: Ints, late: Ints, num_microbatches: int) -> float:
+        """Return the largest part that is used of what a stage has left; what has more than 1 does not fit.
+
+        Args:
+            samples: Of the replica.
+            early: The position of each one's microbatch in encoders.
+            late: In the language model: the same or the next.
+            num_microbatches: Of the replica.
+        """
+        largest = 0.0
+        for name, unit in self.units.items():
+            tokens = samples.units[name].tokens.astype(np.float64)
+            place = early if unit.encodes else late
+            sums = np.concatenate(([0.0], np.cumsum(loads(tokens, place, num_microbatches))))
+            # When a microbatch is differentiated, what was deferred to it is still held.
+            deferred = loads(np.where(late > place, tokens, 0.0), late, num_microbatches)
+            for window, part in zip(unit.windows.tolist(), unit.parts.tolist(), strict=True):
+                ends = np.minimum(np.arange(num_microbatches) + window, num_microbatches)
+                largest = max(largest, part * float((sums[ends] - sums[:-1] + deferred).max()))
+        return largest
+
+    def even(self, samples: SampleTable, num_microbatches: int) -> Ints:
+        """Return the microbatch of each sample such that what these take of the room is even, and large ones are apart.
+
+        The largest part that is used of what a stage has left is at most (sum + (n - 1) * largest) / n with n
+        microbatches, of what samples take when a stage holds only such; less where the largest are few.
+        """
+        share = np.zeros(len(samples))
+        for name, unit in self.units.items():
+            share = np.maximum(share, float((unit.windows * unit.parts).max()) * samples.units[name].tokens)
+        microbatch = longest_first(share, np.ones(num_microbatches))
+        return self.apart(loads(share, microbatch, num_microbatches))[microbatch]
+
+    def apart(self, size: Floats) -> Ints:
+        """Return the position of each microbatch such that large ones are apart. [num_microbatches]
+
+        In any window, one is of the largest, one of the next, and so on.
+        """
+        window = int(self.windows.max())
+        rank = np.argsort(np.argsort(-size, kind="stable"), kind="stable")
+        rows = -(-len(size) // window)
+        place = (rank % rows) * window + rank // rows
+        return np.argsort(np.argsort(place, kind="stable"), kind="stable")

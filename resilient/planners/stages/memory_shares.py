@@ -1,0 +1,146 @@
+"""What fits into a device: activations between measured points, and what samples take of the room."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from resilient.planners.costs.samples import LLM, Floats, Ints, SampleTable
+from resilient.planners.planner import Configuration, Replica, Setting
+from resilient.planners.stages.degraded_replicas import left_bytes, tokens_held
+from resilient.planners.stages.stage_work import kept_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationGrid:
+    """Measured activations of a unit.
+
+    Args:
+        layers: Numbers of layers that were measured, ascending.
+        tp: Tensor-parallel degrees, ascending.
+        tokens: Of a call, ascending.
+        bytes: ``[layers][tp][tokens]``, of the call in all the layers, on each device.
+    """
+
+    layers: tuple[int, ...]
+    tp: tuple[int, ...]
+    tokens: tuple[int, ...]
+    bytes: tuple[tuple[tuple[float, ...], ...], ...]
+
+    def __post_init__(self) -> None:
+        for axis in (self.layers, self.tp, self.tokens):
+            if not axis or list(axis) != sorted(set(axis)) or axis[0] < 1:
+                raise ValueError(
+                    f"layers, tp and tokens must ascend from 1 or more, got {self.layers}, {self.tp} and "
+                    f"{self.tokens}; list each number once, in order"
+                )
+        shape = (len(self.layers), len(self.tp), len(self.tokens))
+        if np.shape(self.bytes) != shape:
+            raise ValueError(f"bytes must be of shape {shape}, got {np.shape(self.bytes)}; measure it all")
+
+    def activation_bytes(self, layers: int, tp: int, tokens: int) -> float:
+        """Return what a call keeps on each device.
+
+        Between the measured layers and tokens it is interpolated. Beyond them a layer and a token have what they have
+        at the border. Degrees are not interpolated.
+
+        Raises:
+            ValueError: The degree was not measured.
+        """
+        if tp not in self.tp:
+            raise ValueError(f"tp must be one of {self.tp}, which were measured, got {tp}; measure it too")
+        table = np.array(self.bytes)[:, self.tp.index(tp)]
+        by_layers = [float(np.interp(tokens, self.tokens, row)) for row in table]
+        inside = float(np.interp(layers, self.layers, by_layers))
+        inside_layers = min(max(layers, self.layers[0]), self.layers[-1])
+        inside_tokens = min(max(tokens, self.tokens[0]), self.tokens[-1])
+        return inside * (layers / inside_layers) * (tokens / inside_tokens)
+
+
+def kept_shares(
+    setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica] = ()
+) -> Floats:
+    """Return what samples take of a microbatch's room, on the device where that is most. [num_samples]
+
+    The room is what parameters, gradients and the optimizer, which is sharded over replicas, leave of the memory,
+    divided by the microbatches that a stage holds at a time: under 1F1B one for each stage from it on, and all of them
+    in encoders on the language model's devices, as their work comes first. Units on the same devices divide the room as
+    these samples need it: a device may have much of one unit in one microbatch, and of another in the next. So a
+    microbatch whose shares sum up to 1 or less fits, as long as no other one has more. Where several ranks share its
+    samples, that sum is their number.
+
+    Args:
+        setting: The job.
+        configuration: Decided, or considered.
+        batch: The samples.
+        replicas: Of the language model, if they are not as configured: the room is that of the one that has least.
+
+    Raises:
+        ValueError: The state alone does not fit.
+    """
+    stages = _stages(
+        setting,
+        configuration,
+        replicas or [Replica(num_microbatches=configuration.num_microbatches)] * configuration.units[LLM].dp,
+    )
+    if stages is None:
+        return np.zeros(len(batch))
+    kept = {
+        name: each.kept_bytes[:, None] * each.held[:, None] * batch.units[name].tokens for name, each in stages.items()
+    }
+    shares: list[Floats] = []
+    for name, each in stages.items():
+        part = np.ones(len(each.free_bytes))
+        if configuration.colocated:
+            needs = kept[name].sum(axis=1)
+            every = np.sum([other.sum(axis=1) for other in kept.values()], axis=0)
+            part = np.divide(needs, every, out=part, where=needs > 0)
+        shares.append((kept[name] / (each.free_bytes * part)[:, None]).max(axis=0))
+    return np.max(shares, axis=0)
+
+
+class _Stages(NamedTuple):
+    kept_bytes: Floats  # of a token of one pipeline; all [num_stages]
+    held: Ints  # microbatches at a time
+    free_bytes: Floats  # beside the state
+
+
+def _stages(
+    setting: Setting, configuration: Configuration, replicas: Sequence[Replica]
+) -> Mapping[str, _Stages] | None:
+    """Return the stages of each unit, None where memory is not bounded.
+
+    Raises:
+        ValueError: The state alone does not fit.
+    """
+    memory = setting.cluster.memory_bytes
+    if memory is None:
+        return None
+    found: dict[str, _Stages] = {}
+    behind, language = 0, configuration.units[LLM]
+    number = max(each.num_microbatches for each in replicas)
+    fewest = min(each.devices for each in replicas)
+    names = [unit.name for unit in setting.costs.units]
+    for unit in reversed(setting.costs.units):
+        spread, early = configuration.units[unit.name], names.index(unit.name) < names.index(LLM)
+        held = np.minimum(behind + np.arange(spread.pp, 0, -1), number)
+        if configuration.colocated and early:
+            held = np.full(spread.pp, number)
+        kept = kept_bytes(unit, replace(spread, cp=1)) * tokens_held(spread, fewest)
+        share = 1.0 if configuration.colocated else spread.dp / language.dp
+        state = left_bytes(unit, spread, configuration, replicas).max(axis=0)
+        found[unit.name] = _Stages(kept / share, held, memory - state)
+        behind += 0 if early or configuration.colocated else spread.pp
+    if configuration.colocated:
+        free = np.sum([each.free_bytes for each in found.values()], axis=0) - memory * (len(found) - 1)
+        found = {name: each._replace(free_bytes=free) for name, each in found.items()}
+    least = min(float(each.free_bytes.min()) for each in found.values())
+    if least <= 0:
+        raise ValueError(
+            f"memory_bytes must be more than the {memory - least:.0f} bytes of parameters, gradients and optimizer on "
+            f"a device, got {memory}; configure the job again"
+        )
+    return found

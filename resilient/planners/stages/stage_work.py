@@ -1,0 +1,243 @@
+"""What the stages of a unit take for given microbatches: times, messages and memory, at any context-parallel degree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from resilient.planners.costs.cost_model import Curve, UnitCosts
+from resilient.planners.costs.samples import LLM, Floats, Ints
+from resilient.planners.planner import Parallelism
+from resilient.templates.inputs.cluster import Cluster, Link
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calls:
+    """Calls of a unit: the sequences that some of its devices process at once.
+
+    Args:
+        cell: Of each, the microbatch that it is a part of, ``[num_calls]``; a microbatch takes as long as the longest
+            of its calls.
+        degree: Devices that share its sequences, in the direction of context parallelism.
+        tokens: Sum of the sequences' lengths.
+        squares: Sum of their squares.
+        num_cells: Microbatches.
+    """
+
+    cell: Ints
+    degree: Ints
+    tokens: Floats
+    squares: Floats
+    num_cells: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Work:
+    """What microbatches take on each stage; all ``[num_stages, num_cells]``.
+
+    Args:
+        forward_ms: Time of the forward.
+        backward_ms: Time of the backward; 0 on stages that need none.
+        kept_bytes: Activations on each device, of layers that have a backward.
+        filled: Part of the devices' time in that of the microbatch: groups that are done earlier wait.
+    """
+
+    forward_ms: Floats
+    backward_ms: Floats
+    kept_bytes: Floats
+    filled: Floats
+
+
+def stage_work(unit: UnitCosts, spread: Parallelism, calls: Calls, share: float, *, ring: bool) -> Work:
+    """Return what the calls take.
+
+    Args:
+        unit: The unit.
+        spread: How it is spread.
+        calls: What it processes.
+        share: Replicas of the unit for each of the pipelines that the calls are of. Below one a replica works for
+            several pipelines: each is as slow as if it had that part of a device all the time.
+        ring: Whether devices that share sequences exchange keys and values. Without it they share whole sequences out
+            among themselves, evenly.
+    """
+    shape = (spread.pp, calls.num_cells)
+    forward, backward, kept, used = np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    firsts = np.concatenate(([0], np.cumsum(spread.stage_layers)))
+    for degree in np.unique(calls.degree).tolist():
+        chosen = calls.degree == degree
+        cells, tokens, squares = calls.cell[chosen], calls.tokens[chosen], calls.squares[chosen]
+        split = share if ring else share * degree
+        for stage in range(spread.pp):
+            layers = range(firsts[stage], firsts[stage + 1])
+            curves = [curves_at(unit, layer, spread.tp, degree if ring else 1) for layer in layers]
+            for table, curve in (
+                (forward, sum((each[0] for each in curves), Curve())),
+                (backward, sum((each[1] for each in curves), Curve())),
+            ):
+                work = (curve.attention * squares + curve.linear * tokens) / split + curve.fixed / min(share, 1.0)
+                work = np.where(tokens > 0, work, 0.0)
+                np.maximum.at(table[stage], cells, work)
+                np.add.at(used[stage], cells, work * degree / spread.cp)
+            of_token = sum(each[2] for each in curves if each[1] != Curve())
+            np.maximum.at(kept[stage], cells, tokens / split * of_token)
+    total = forward + backward
+    filled = np.divide(used, total, out=np.ones(shape), where=total > 0)
+    return Work(forward_ms=forward, backward_ms=backward, kept_bytes=kept, filled=np.minimum(filled, 1.0))
+
+
+def curves_at(unit: UnitCosts, layer: int, tp: int, cp: int) -> tuple[Curve, Curve, float]:
+    """Return a layer's forward, its backward and its activations per token.
+
+    Between profiled degrees of context parallelism they go linearly in ``1 / cp``, as shares of work and the bytes that
+    a ring sends do; beyond the largest, too.
+
+    Raises:
+        ValueError: The tensor-parallel degree was not profiled.
+    """
+    known = [degree for each, degree in unit.degrees if each == tp]
+    if cp in known or len(known) < 2:
+        return _profiled(unit, layer, tp, cp)
+    above = min(int(np.searchsorted(known, cp)), len(known) - 1)
+    low, high = known[max(above - 1, 0)], known[max(above, 1)]
+    weight = (1 / low - 1 / cp) / (1 / low - 1 / high)
+    one, other = _profiled(unit, layer, tp, low), _profiled(unit, layer, tp, high)
+    return (
+        _between(one[0], other[0], weight),
+        _between(one[1], other[1], weight),
+        max(0.0, one[2] + weight * (other[2] - one[2])),
+    )
+
+
+def _profiled(unit: UnitCosts, layer: int, tp: int, cp: int) -> tuple[Curve, Curve, float]:
+    index = unit.index(tp, cp)
+    of = unit.layers[layer]
+    return of.curves[index].forward, of.backward(index), of.curves[index].activation_bytes
+
+
+def _between(one: Curve, other: Curve, weight: float) -> Curve:
+    return Curve(
+        attention=max(0.0, one.attention + weight * (other.attention - one.attention)),
+        linear=max(0.0, one.linear + weight * (other.linear - one.linear)),
+        fixed=max(0.0, one.fixed + weight * (other.fixed - one.fixed)),
+    )
+
+
+def state_bytes(unit: UnitCosts, spread: Parallelism, *, sharded: bool, devices: float = 1.0) -> Floats:
+    """Return what parameters, gradients and the optimizer take on a device of each stage. [num_stages]
+
+    The optimizer is spread over the replicas; with ``sharded`` all of it is. Of devices in the direction of context
+    parallelism each has all parameters: of these, those that are left have no more.
+
+    Args:
+        unit: The unit.
+        spread: How it is spread.
+        sharded: Whether replicas share parameters and gradients, too.
+        devices: Part of a replica's devices that is left.
+    """
+    copies = spread.dp * spread.cp * devices
+    held = by_stage(spread, [layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers])
+    optimizer = by_stage(spread, [layer.optimizer_bytes for layer in unit.layers])
+    return (held / (copies if sharded else min(spread.cp * devices, 1.0)) + optimizer / copies) / spread.tp
+
+
+def kept_bytes(unit: UnitCosts, spread: Parallelism) -> Floats:
+    """Return what each token keeps on a device of each stage, from forward to backward. [num_stages]
+
+    Layers without a backward keep nothing.
+    """
+    index = unit.index(spread.tp, spread.cp)
+    return by_stage(spread, [layer.curves[index].activation_bytes * layer.has_backward for layer in unit.layers])
+
+
+def gradient_sum_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster) -> Floats:
+    """Return how long a ring over the replicas (and context-parallel devices) sums each stage's gradients.
+
+    Stages do so at the same time, after their last backward. [num_stages]
+    """
+    num_bytes = by_stage(spread, [layer.gradient_bytes for layer in unit.layers]) / spread.tp
+    return ring_ms(num_bytes, spread.dp * spread.cp, spread.num_devices, cluster)
+
+
+def exposed_sum_ms(
+    units: Sequence[UnitCosts],
+    spreads: Mapping[str, Parallelism],
+    cluster: Cluster,
+    backward_ms: Mapping[str, Floats],
+) -> float:
+    """Return how much longer a step takes because gradients are summed: what of the sums no backward hides.
+
+    Beyond the papers, whose predictions end with the last backward; without this, they choose many small replicas whose
+    sums take as long as the step. A layer's sum starts when its last backward ends, and those of a stage follow each
+    other. While a stage sums, the stages before it still run their last backward, and after the language model's first
+    stage so do encoders. Where encoders run all their backwards after the language model's, ask for them and for the
+    language model apart.
+
+    Args:
+        units: Those that are summed.
+        spreads: How each is spread.
+        cluster: The nodes.
+        backward_ms: By unit, what a microbatch's backward takes on each stage; 0 where there is none.
+    """
+    encoders_ms = max((float(backward_ms[unit.name].sum()) for unit in units if unit.name != LLM), default=0.0)
+    exposed = 0.0
+    for unit in units:
+        spread = spreads[unit.name]
+        sums = gradient_sum_ms(unit, spread, cluster)
+        left = float(unhidden_ms(sums, backward_ms[unit.name], np.array(spread.stage_layers)))
+        exposed = max(exposed, left - encoders_ms if unit.name == LLM else left)
+    return exposed
+
+
+def unhidden_ms(sums_ms: Floats, backward_ms: Floats, layers: Ints) -> Floats:
+    """Return how long after the last backward of its first stage a unit has summed its gradients; negative if before.
+
+    Args:
+        sums_ms: Of each stage, ``[..., num_stages]``.
+        backward_ms: A microbatch's, ``[num_stages]``.
+        layers: Of each stage, ``[num_stages]``.
+    """
+    before = np.cumsum(backward_ms) - backward_ms
+    return (np.maximum(sums_ms - backward_ms, sums_ms / layers) - before).max(axis=-1)
+
+
+def ring_ms(num_bytes: Floats, ring: npt.ArrayLike, num_devices: npt.ArrayLike, cluster: Cluster) -> Floats:
+    """Return how long rings take to sum so many bytes on each of their devices; nothing to sum takes no time.
+
+    Args:
+        num_bytes: Any shape that goes with those of the next two.
+        ring: Devices of each ring.
+        num_devices: Of the whole unit: within a node, rings are, too.
+        cluster: The nodes.
+    """
+    size = np.asarray(ring, dtype=np.float64)
+    inside = np.asarray(num_devices) <= cluster.devices_per_node
+    near, far = (
+        link.latency_ms + (0.0 if link.bytes_per_s is None else 1e3 / link.bytes_per_s) * num_bytes / size
+        for link in (cluster.intra_node, cluster.inter_node)
+    )
+    return np.where(num_bytes > 0, 2 * (size - 1) * np.where(inside, near, far), 0.0)
+
+
+def gathers_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster) -> tuple[Floats, Floats]:
+    """Return how long full sharding's messages take: parameters before a forward; before a backward again, and then
+    gradients. Each [num_stages]."""
+    ring, link = spread.dp * spread.cp, _link(spread, cluster)
+    part = (ring - 1) / ring / spread.tp
+    gather = np.array([link.transfer_ms(part * layer.parameter_bytes) if part else 0.0 for layer in unit.layers])
+    scatter = np.array([link.transfer_ms(part * layer.gradient_bytes) if part else 0.0 for layer in unit.layers])
+    trained = np.array([layer.trainable for layer in unit.layers])
+    passed = np.array([layer.has_backward for layer in unit.layers])
+    return by_stage(spread, gather), by_stage(spread, gather * passed + scatter * trained)
+
+
+def by_stage(spread: Parallelism, values: npt.ArrayLike) -> Floats:
+    """Return the sum over each stage's layers. [num_stages]"""
+    firsts = np.concatenate(([0], np.cumsum(spread.stage_layers)[:-1])).astype(np.int64)
+    return np.add.reduceat(np.asarray(values, dtype=np.float64), firsts)
+
+
+def _link(spread: Parallelism, cluster: Cluster) -> Link:
+    return cluster.intra_node if spread.num_devices <= cluster.devices_per_node else cluster.inter_node

@@ -1,0 +1,1 @@
+"""Measures what layers cost on a device, and remembers it."""

@@ -1,0 +1,169 @@
+"""Profiles that were measured before, in the user's cache folder, by the content of what they were measured on.
+
+Owns the files and the lock that lets one of several workers measure while the others wait for what it finds. A profile
+that cannot be kept or read is no reason to stop a job: it is measured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from resilient.profiling import profiler
+from resilient.profiling.profiler import Sample
+from resilient.runtime.job import Job
+from resilient.state.layer_state import Layout
+from resilient.templates.inputs.profile import ModelProfile
+
+logger = logging.getLogger(__name__)
+
+
+class Key(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the numbers depend on.
+
+    Args:
+        model: Its digest.
+        layouts: Hash of every layer's parameters, trainable or not, and of the number of optimizer slots.
+        shapes: Hash of the shapes of the microbatches looked at.
+        microbatch: Samples of a microbatch.
+        precision: The job's.
+        device: What kind of device.
+        torch: Version.
+        num_threads: Threads of an operator, on the CPU.
+        profiler: :data:`resilient.profiling.profiler.VERSION`.
+    """
+
+    model: str
+    layouts: str
+    shapes: str
+    microbatch: int
+    precision: str
+    device: str
+    torch: str
+    num_threads: int
+    profiler: int
+
+    @classmethod
+    def of(cls, job: Job, layouts: Mapping[str, Layout], samples: Sequence[Sample]) -> Key:
+        """Return the key of a job on its device."""
+        sizes = [(name, layout.num_trainable, layout.num_frozen) for name, layout in layouts.items()]
+        return cls(
+            model=job.model.digest(),
+            layouts=_hash(sizes, len(job.optimizer.slots)),
+            shapes=_hash(*sorted((repr(sample.shapes), sample.count) for sample in samples)),
+            microbatch=job.microbatch,
+            precision=job.precision,
+            device=profiler.device_name(job.device),
+            torch=str(torch.__version__),
+            num_threads=torch.get_num_threads(),
+            profiler=profiler.VERSION,
+        )
+
+    def file(self, folder: Path) -> Path:
+        """Return the file that keeps what was measured."""
+        return folder / f"{hashlib.sha256(msgspec.json.encode(self)).hexdigest()}.json"
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True):
+    key: Key
+    profile: ModelProfile
+
+
+def job_profile(job: Job, announce: Callable[[str], None]) -> ModelProfile:
+    """Return the profile of a job on this device, measured now if it never was.
+
+    Args:
+        job: The job.
+        announce: Told, in words, that it takes a moment.
+
+    Raises:
+        SampleError: One of the samples looked at cannot be trained on.
+    """
+    layouts, samples = job.layouts(), profiler.draw_samples(job)
+    folder, key = cache_folder(), Key.of(job, layouts, samples)
+    with _one_at_a_time(folder, key):
+        known = load(folder, key)
+        if known is not None:
+            return known
+        announce(f"profiling {len(layouts)} layers (first run of this model here)")
+        profile = profiler.measure(job, layouts, samples, on_layer=lambda _: None)
+        keep(folder, key, profile)
+    return profile
+
+
+def fresh_profile(job: Job, on_layer: Callable[[str], None]) -> tuple[ModelProfile, Path]:
+    """Measure a job's profile, whatever is known of it, and keep it; return it and the file it is in.
+
+    Args:
+        job: The job.
+        on_layer: Called with the name of each layer that is done.
+
+    Raises:
+        SampleError: One of the samples looked at cannot be trained on.
+    """
+    layouts, samples = job.layouts(), profiler.draw_samples(job)
+    folder, key = cache_folder(), Key.of(job, layouts, samples)
+    with _one_at_a_time(folder, key):
+        profile = profiler.measure(job, layouts, samples, on_layer=on_layer)
+        keep(folder, key, profile)
+    return profile, key.file(folder)
+
+
+def cache_folder() -> Path:
+    """Return the folder of the profiles: ``resilient/profiles`` in XDG_CACHE_HOME, or in ``~/.cache``."""
+    home = os.environ.get("HOME") or tempfile.gettempdir()  # a container's user may have none
+    return Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache") / "resilient" / "profiles"
+
+
+def load(folder: Path, key: Key) -> ModelProfile | None:
+    """Return what was kept under a key; None for nothing, or (with a warning) for a file that cannot be read."""
+    path = key.file(folder)
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=_File)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, msgspec.DecodeError) as error:
+        logger.warning("%s cannot be read and is measured again: %s", path, error)
+        return None
+    if file.key != key:
+        logger.warning("%s holds the profile of something else and is measured again", path)
+        return None
+    return file.profile
+
+
+def keep(folder: Path, key: Key, profile: ModelProfile) -> None:
+    """Write a profile, whole or not at all."""
+    path = key.file(folder)
+    partial = folder / f".{path.name}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(_File(key=key, profile=profile))))
+        partial.replace(path)
+    except OSError as error:
+        logger.warning("the profile is not kept, the next run measures again: %s", error)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path, key: Key) -> Iterator[None]:
+    """Wait until no other process of this machine measures the same; the kernel lets go for those that die."""
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(key.file(folder).with_suffix(".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            logger.warning("profiles are measured without a lock, perhaps by several workers at once: %s", error)
+        yield
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

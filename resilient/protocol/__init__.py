@@ -1,0 +1,1 @@
+"""What processes say to each other and how they start. Must not import torch."""

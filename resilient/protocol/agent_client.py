@@ -1,0 +1,204 @@
+"""The worker's connection to its node agent: a Unix-domain socket, one reader thread, an inbox.
+
+Owns the framing (4-byte big-endian length, then one msgpack message) and the worker's end. Workers never import
+``resilient.agent``; the agent imports this. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from resilient.errors import ControlError
+from resilient.protocol.messages import (
+    MAX_MESSAGE_BYTES,
+    Arm,
+    FromWorkerMessage,
+    Regroup,
+    ToWorkerMessage,
+    decode_to_worker,
+    encode,
+)
+
+HEADER_BYTES = 4
+
+
+class Attach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """First frame of a worker: who it is, and the proof that its agent started it, and started no other since."""
+
+    token: str
+    local_rank: int
+
+
+decode_attach = msgspec.msgpack.Decoder(Attach).decode
+
+
+def frame(payload: bytes) -> bytes:
+    """Prefix a message with its length."""
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise ControlError(
+            f"a message must be at most {MAX_MESSAGE_BYTES} bytes, got {len(payload)}; send less at once"
+        )
+    return len(payload).to_bytes(HEADER_BYTES, "big") + payload
+
+
+def frame_size(header: bytes) -> int:
+    """Return the length a header announces.
+
+    Raises:
+        ControlError: It is over ``MAX_MESSAGE_BYTES``; close the connection.
+    """
+    size = int.from_bytes(header, "big")
+    if size > MAX_MESSAGE_BYTES:
+        raise ControlError(f"a message must be at most {MAX_MESSAGE_BYTES} bytes, got {size}; close the connection")
+    return size
+
+
+def _die_with_agent() -> None:
+    os._exit(1)
+
+
+class AgentClient:
+    """A worker's connection to its agent.
+
+    Set ``on_regroup`` and ``on_arm`` before sending ``Ready``. Both are called in the reader thread, as soon as the
+    message is there; they must be quick and must not raise.
+
+    Args:
+        address: Path of the agent's socket.
+        token: What the agent gave this worker.
+        node: Number of this node.
+        local_rank: Which of the node's workers this is.
+        run_directory: Where checkpoints and logs go.
+        on_lost: Called in the reader thread when the agent is gone. A worker dies with its agent: by default the
+            process exits at once.
+
+    Raises:
+        ControlError: The agent cannot be reached.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str,
+        node: int,
+        local_rank: int,
+        run_directory: str,
+        on_lost: Callable[[], None] = _die_with_agent,
+    ) -> None:
+        self.node = node
+        self.local_rank = local_rank
+        self.run_directory = run_directory
+        self.on_regroup: Callable[[Regroup], None] | None = None
+        self.on_arm: Callable[[Arm], None] | None = None
+        self._on_lost = on_lost
+        self._inbox: queue.SimpleQueue[ToWorkerMessage | None] = queue.SimpleQueue()
+        self._send_lock = threading.Lock()
+        self._closed = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.connect(address)
+            self._socket.sendall(frame(encode(Attach(token=token, local_rank=local_rank))))
+        except OSError as error:
+            self._socket.close()
+            raise ControlError(f"cannot reach the node agent at {address}: {error}") from error
+        self._reader = threading.Thread(target=self._read, name="agent-reader", daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def from_environment(cls) -> AgentClient | None:
+        """Connect to the agent that started this process; None when no agent did."""
+        address = os.environ.get("RESILIENT_AGENT")
+        if address is None:
+            return None
+        return cls(
+            address,
+            token=os.environ["RESILIENT_TOKEN"],
+            node=int(os.environ["RESILIENT_NODE"]),
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            run_directory=os.environ["RESILIENT_RUN_DIR"],
+        )
+
+    def send(self, message: FromWorkerMessage) -> None:
+        """Send a message; any thread may call this.
+
+        Raises:
+            ControlError: The agent is gone, or the message is too large.
+        """
+        data = frame(encode(message))
+        try:
+            with self._send_lock:
+                self._socket.sendall(data)
+        except OSError as error:
+            raise ControlError(f"the node agent is gone: {error}") from error
+
+    def receive(self, timeout: float | None = None) -> ToWorkerMessage:
+        """Return the next Regroup, Generation, Save or Finish, in the order they were sent.
+
+        Args:
+            timeout: Seconds to wait; None waits for ever.
+
+        Raises:
+            TimeoutError: Nothing came in time.
+            ControlError: The connection is closed.
+        """
+        try:
+            message = self._inbox.get(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError(f"no message from the node agent within {timeout} s") from None
+        if message is None:
+            self._inbox.put(None)
+            raise ControlError("the connection to the node agent is closed")
+        return message
+
+    def close(self) -> None:
+        """Close the connection; the agent's end afterwards no longer ends this process."""
+        self._closed = True
+        with contextlib.suppress(OSError):  # the agent may have closed first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
+        self._socket.close()
+
+    def _read(self) -> None:
+        try:
+            while (message := self._read_message()) is not None:
+                self._dispatch(message)
+        except (OSError, ControlError, msgspec.DecodeError):
+            pass  # a connection that breaks or talks nonsense is as good as closed
+        self._inbox.put(None)
+        if not self._closed:
+            self._on_lost()
+
+    def _read_message(self) -> ToWorkerMessage | None:
+        header = self._read_exactly(HEADER_BYTES)
+        if header is None:
+            return None
+        payload = self._read_exactly(frame_size(header))
+        return None if payload is None else decode_to_worker(payload)
+
+    def _read_exactly(self, num_bytes: int) -> bytes | None:
+        data = bytearray()
+        while len(data) < num_bytes:
+            chunk = self._socket.recv(num_bytes - len(data))
+            if not chunk:
+                return None
+            data += chunk
+        return bytes(data)
+
+    def _dispatch(self, message: ToWorkerMessage) -> None:
+        if isinstance(message, Arm):
+            if self.on_arm is not None:
+                self.on_arm(message)
+            return
+        # The inbox first: whoever sees communication break because of the callback finds the reason there.
+        self._inbox.put(message)
+        if isinstance(message, Regroup) and self.on_regroup is not None:
+            self.on_regroup(message)

@@ -1,0 +1,62 @@
+"""Failures caused on purpose: SIGKILL of this worker or its whole node when a chosen moment has come.
+
+Owns what happens in the worker; the agent handles injections that are due at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from resilient.protocol.messages import Injection
+
+
+def record(injection: Injection, run_directory: str, step: int | None, phase: str | None) -> None:
+    """Write down a failure just before it is caused: afterwards nobody is there to tell when it was."""
+    line = {
+        "time": time.time(),
+        "node": injection.node,
+        "phase": phase,
+        "step": step,
+        "worker_only": injection.worker_only,
+    }
+    with (Path(run_directory) / "injections.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def strike(injection: Injection) -> None:
+    """Die as told: the whole process group of the node (its agent and all workers), or this process alone."""
+    if injection.worker_only:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+class Faults:
+    """The injections armed in this worker.
+
+    Args:
+        run_directory: Where they are recorded.
+        kill: What to do when one is due; replaced in tests.
+    """
+
+    def __init__(self, run_directory: str, kill: Callable[[Injection], None] = strike) -> None:
+        self._run_directory = run_directory
+        self._kill = kill
+        self._armed: list[Injection] = []
+
+    def arm(self, injection: Injection) -> None:
+        """Wait for the injection's moment; any thread may call this."""
+        self._armed.append(injection)
+
+    def reach(self, phase: str, step: int) -> None:
+        """Tell that a phase of a step begins; phase "step" stands for the step as a whole."""
+        for injection in tuple(self._armed):
+            due = injection.at_step is None or injection.at_step == step
+            if due and phase == (injection.at_phase or "step"):
+                self._armed.remove(injection)
+                record(injection, self._run_directory, step, injection.at_phase)
+                self._kill(injection)

@@ -1,0 +1,369 @@
+"""What workers, node agents and the coordinator say to each other.
+
+Owns the message types and their encoding. Every message is schema-checked when decoded (msgspec); nothing that
+comes over a socket is ever unpickled. Must not import torch: the agent and the coordinator read these too.
+
+Worker messages travel worker -> agent -> coordinator; the agent wraps them in :class:`FromWorker`, so that the
+coordinator knows who speaks. Coordinator messages for workers travel wrapped in :class:`ToWorkers`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from resilient.state.recipe import Recipe
+from resilient.templates.inputs.profile import ModelProfile
+from resilient.templates.plan import Plan
+from resilient.templates.replan.transfer import Transfer
+from resilient.templates.schedules.kind import ScheduleKind
+
+MAX_MESSAGE_BYTES = 16 << 20
+"""Larger messages are refused, on every connection."""
+
+
+INIT = "init"
+"""The source of states that are still at their initial values."""
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a script's ``Trainer`` asks for; ``digest`` must be equal on all workers of a job.
+
+    Args:
+        profile: As measured where this worker runs: on other machines the times are others.
+        recipe: What a checkpoint must have been written under to be resumed.
+        comm_timeout_s: How long workers wait for each other before they give a generation up.
+        memory_bytes: What training may use of a device's memory; None for no limit.
+        schedule: What pipelines run.
+        num_chunks: Stages of each worker, under interleaved-1f1b.
+    """
+
+    profile: ModelProfile
+    recipe: Recipe
+    global_batch: int
+    microbatch: int
+    max_failures: int
+    min_pipeline_nodes: int
+    num_steps: int
+    comm_timeout_s: float
+    checkpoint_every: int = 0
+    memory_bytes: int | None = None
+    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
+    num_chunks: int = 1
+    digest: str = ""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What the prepare barrier of one step gave: the same numbers on every rank."""
+
+    step: int
+    loss: float
+    grad_norm: float
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a worker stands when its generation ends.
+
+    Args:
+        version: Steps committed by this worker; -1 for a worker that has no state yet.
+        complete: It holds every reduced gradient of step ``version + 1`` of the states in ``current``.
+        begun: It has begun step ``version + 1``: work that is lost when the job goes on from ``version``.
+        passed: Outcome of the newest barrier it passed; the step is ``version`` (committed).
+        current: States at ``version`` that took part in the last step.
+        retained: Further states at ``version`` that did not (kept from an earlier plan): sources for copies,
+            but they cannot be rolled forward.
+        stage_ms: Time this worker's stage computes for one microbatch, forward and backward, the median over the
+            steps of its last generation; 0 after too few steps.
+    """
+
+    version: int
+    complete: bool
+    begun: bool = False
+    passed: Outcome | None = None
+    current: tuple[str, ...] = ()
+    retained: tuple[str, ...] = ()
+    stage_ms: float = 0.0
+
+
+class Injection(msgspec.Struct, frozen=True, kw_only=True):
+    """A failure to cause: SIGKILL of a whole node or of one worker.
+
+    Args:
+        node: The node to hit.
+        at_step: Fire in this step (1 = the first); at once or at the next ``at_phase`` when None.
+        at_phase: One of ``PHASES``; None for "as the step begins", or at once when ``at_step`` is None too.
+        worker_only: Kill only the worker process, its agent survives.
+    """
+
+    node: int
+    at_step: int | None = None
+    at_phase: str | None = None
+    worker_only: bool = False
+
+
+class Departure(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for a node to be let go at the next step boundary, on behalf of its agent."""
+
+    node: int
+
+
+PHASES = ("forward", "backward", "reduce", "prepare", "commit", "regroup", "copy")
+
+
+# ---------------------------------------------------------------- worker -> coordinator
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The worker is up, has built its job and can be given a place. Sent once per process."""
+
+    job: JobSpec
+    store_address: str
+    pid: int
+    device: str
+
+
+class Suspect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Communication of this generation failed here; asks for a new generation."""
+
+    generation: int
+    reason: str
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answers ``Regroup`` once the worker is out of all communication."""
+
+    generation: int
+    progress: Progress
+
+
+class Installed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The worker has its groups and all its states for this generation, or has sent what it was to send.
+
+    Times are Unix seconds.
+    """
+
+    generation: int
+    started_at: float
+    regrouped_at: float
+    installed_at: float
+    bytes_copied: int
+
+
+class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A step was committed; sent by global rank 0."""
+
+    generation: int
+    outcome: Outcome
+    num_samples: int
+    step_ms: float
+    learning_rate: float
+    at: float
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This worker's part of the checkpoint of ``step`` is on disk: file name by state, and its fingerprint."""
+
+    generation: int
+    step: int
+    files: dict[str, str]
+    fingerprints: dict[str, str]
+
+
+class NotSaved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This worker's part of the checkpoint of ``step`` cannot be written; it trains on. ``error`` names the path."""
+
+    step: int
+    error: str
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All steps are committed and the final checkpoint's part is saved; waits for ``Finish``."""
+
+    generation: int
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The script raised: the job cannot go on anywhere. ``error`` is a one-paragraph message."""
+
+    error: str
+    traceback: str = ""
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A line the script printed on the worker that speaks for the job (global rank 0)."""
+
+    text: str
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A named value from the script for the report (``trainer.note("accuracy", 0.93)``)."""
+
+    name: str
+    value: float | int | str
+
+
+FromWorkerMessage = (
+    Ready | Suspect | Report | Installed | StepDone | Saved | NotSaved | Finished | Failed | Output | Note
+)
+
+# ---------------------------------------------------------------- coordinator -> worker
+
+
+class Regroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Leave the current generation and report for ``generation``.
+
+    ``at_boundary``: finish the running step first (joins, announced departures): all workers agree on the
+    boundary through the prepare barrier, no work is lost. Otherwise abort communication at once.
+    """
+
+    generation: int
+    at_boundary: bool = False
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A new generation begins. The same for all workers but ``rank``.
+
+    Args:
+        rank: Global rank of the addressee; None when it takes no part (it stands by). Ranks from ``len(plan.slots)``
+            on have no place in the plan: they send the copies asked of them and then stand by or are let go.
+        num_sources: How many ranks there are of these.
+        version: Committed steps to go on from.
+        roll_forward: Outcome of step ``version`` for workers still at ``version - 1``: they apply it.
+        transfers: Copies between ranks of this generation.
+        source: Where states without a transfer that a worker lacks come from: ``INIT`` or a checkpoint folder.
+        store_address: host:port of the store to meet in (rank 0's).
+    """
+
+    generation: int
+    rank: int | None
+    plan: Plan
+    version: int
+    roll_forward: Outcome | None
+    transfers: tuple[Transfer, ...]
+    source: str
+    store_address: str
+    num_sources: int = 0
+
+
+class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The job ends early: roll forward if told, write these states to ``path``, answer ``Saved``, then wait."""
+
+    generation: int
+    version: int
+    roll_forward: Outcome | None
+    states: tuple[str, ...]
+    path: str
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The job is done: ``fit`` returns."""
+
+
+class Arm(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Cause this failure when its time has come."""
+
+    injection: Injection
+
+
+ToWorkerMessage = Regroup | Generation | Save | Finish | Arm
+
+# ---------------------------------------------------------------- agent <-> coordinator
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """First message of an agent.
+
+    Args:
+        node: Its number before, when it reconnects after the connection broke.
+        domain: What the node fails together with (a zone, a rack); "" when it is not known.
+    """
+
+    host: str
+    pid: int
+    num_workers: int
+    node: int | None = None
+    domain: str = ""
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to ``Hello``: the node's number and what to start. ``fresh``: workers from before are fenced off,
+    the agent kills them and starts new ones. ``num_nodes``: nodes the job was started with. ``trace``: steps of which
+    workers write down when they did what (:func:`resilient.observability.step_trace.parse_steps`)."""
+
+    node: int
+    fresh: bool
+    script: str
+    arguments: tuple[str, ...]
+    directory: str
+    run_directory: str
+    heartbeat_s: float
+    num_nodes: int = 1
+    trace: str = ""
+
+
+class FromWorker(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    local_rank: int
+    message: FromWorkerMessage
+
+
+class ToWorkers(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """For one worker of the node (``local_rank``) or, when None, all of them."""
+
+    message: ToWorkerMessage
+    local_rank: int | None = None
+
+
+class WorkerExited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A worker process ended: ``exit_code``, negative for a signal; ``error`` from its error file, if any."""
+
+    local_rank: int
+    exit_code: int
+    error: str = ""
+
+
+class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The node will go away soon (spot notice, drain): leave it out from the next step boundary on."""
+
+    reason: str
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Load of the node, sent with every heartbeat."""
+
+    cpu_percent: float
+    memory_bytes: int
+
+
+class Kill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Fail now, as the injection says."""
+
+    injection: Injection
+
+
+class ShowStacks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Have a worker write the Python stacks of all its threads to the end of its log: it does not answer."""
+
+    local_rank: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Stop the workers (those that are not done) and exit with this code."""
+
+    exit_code: int
+    reason: str
+
+
+FromAgentMessage = Hello | FromWorker | WorkerExited | Leaving | Health
+ToAgentMessage = Welcome | ToWorkers | Kill | ShowStacks | Shutdown
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Encode any message of this module."""
+    return _encoder.encode(message)
+
+
+decode_from_worker = msgspec.msgpack.Decoder(FromWorkerMessage).decode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorkerMessage).decode
+decode_from_agent = msgspec.msgpack.Decoder(FromAgentMessage).decode
+decode_to_agent = msgspec.msgpack.Decoder(ToAgentMessage).decode

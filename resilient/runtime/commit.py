@@ -1,0 +1,125 @@
+"""Atomic steps: which version this worker's states have, and how a step is committed or given up.
+
+The protocol, for step k + 1: every worker holds complete reduced gradients (``complete``), then passes the *prepare*
+barrier, an all-reduce of loss and gradient norm that tells it that everybody does, then applies the optimizer, which
+makes its version k + 1. After a failure, if anyone passed the barrier all others roll forward with its outcome;
+otherwise all drop the gradients. Source: three-phase commit, with the barrier as its pre-commit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from resilient.comm import Communicator
+from resilient.optim import Optimizer, learning_rate
+from resilient.protocol.messages import Outcome, Progress
+from resilient.state.layer_state import LayerState
+
+
+class Ledger:
+    """The layer states of this worker and the version they are at.
+
+    ``current`` are the states the running generation trains here; ``retained`` those kept from an earlier plan,
+    until the first commit shows that everybody has what the new plan gives them: a failure before may need them.
+
+    Args:
+        optimizer: The job's optimizer.
+        clip_grad_norm: Largest norm of the whole model's gradient; None for no limit.
+    """
+
+    def __init__(self, optimizer: Optimizer, clip_grad_norm: float | None) -> None:
+        self._optimizer = optimizer
+        self._clip = clip_grad_norm
+        self._torch_optimizer: torch.optim.Optimizer | None = None
+        self.version = -1
+        self.begun = False
+        self.complete = False
+        self.passed: Outcome | None = None
+        self.current: dict[str, LayerState] = {}
+        self.retained: dict[str, LayerState] = {}
+
+    def progress(self) -> Progress:
+        """Return what the coordinator needs to know to agree on the step to go on from."""
+        return Progress(
+            version=self.version,
+            complete=self.complete,
+            begun=self.begun,
+            passed=self.passed,
+            current=tuple(self.current),
+            retained=tuple(self.retained),
+        )
+
+    def forget(self) -> None:
+        """Drop all states: they are at no version anybody goes on from."""
+        self.version = -1
+        self.begun = self.complete = False
+        self.passed = None
+        self._torch_optimizer = None
+        self.current.clear()
+        self.retained.clear()
+
+    def begin_install(self, version: int, roll_forward: Outcome | None) -> None:
+        """Bring the states to the agreed version: roll forward, drop a half-done step, or drop what does not fit."""
+        if roll_forward is not None and self.complete and self.version == roll_forward.step - 1:
+            self.apply(roll_forward)
+        if self.version != version:
+            self.forget()
+            self.version = version
+        self.begun = self.complete = False
+        self.retained.update(self.current)
+        self.current.clear()
+
+    def keep(self, names: tuple[str, ...]) -> None:
+        """Move those of the retained states that the new plan needs here back to current."""
+        for name in names:
+            if name in self.retained:
+                self.current[name] = self.retained.pop(name)
+
+    def start(self) -> None:
+        """All states of the generation are here: make their optimizer."""
+        self._torch_optimizer = self._optimizer.build(self.current.values(), self.version)
+
+    def begin_step(self) -> None:
+        """Take note that step ``version + 1`` is under way: a failure may cost it."""
+        self.begun, self.complete = True, False
+
+    def prepare(
+        self, comm: Communicator, loss: Tensor, squares: Tensor, num_targets: int, pause: bool
+    ) -> tuple[Outcome, bool]:
+        """Pass the barrier of step ``version + 1``.
+
+        Args:
+            comm: The generation's groups.
+            loss: Summed loss of this worker's microbatches.
+            squares: Squared gradients of the states this worker counts, summed.
+            num_targets: Targets of the global batch.
+            pause: Ask all workers to stop at the boundary after this step.
+
+        Returns:
+            The outcome, and whether any worker asked to stop; the same on every rank.
+
+        Raises:
+            CommunicationError: The barrier was not passed here; another rank may have.
+        """
+        self.complete = True
+        shared = torch.tensor([float(loss), float(squares), float(pause)], dtype=torch.float64)
+        comm.all_reduce(shared, tuple(range(comm.size))).wait()
+        total_loss, total_squares, pauses = shared.tolist()
+        outcome = Outcome(step=self.version + 1, loss=total_loss / num_targets, grad_norm=total_squares**0.5)
+        return outcome, pauses > 0
+
+    def apply(self, outcome: Outcome) -> None:
+        """Commit: apply the reduced gradients of step ``version + 1``."""
+        assert self._torch_optimizer is not None, "a step is committed only in a started generation"
+        assert outcome.step == self.version + 1, (outcome, self.version)
+        if self._clip is not None and outcome.grad_norm > self._clip:
+            for state in self.current.values():
+                state.grad.mul_(self._clip / outcome.grad_norm)
+        for group in self._torch_optimizer.param_groups:
+            group["lr"] = learning_rate(self._optimizer, outcome.step)
+        self._torch_optimizer.step()
+        self.version = outcome.step
+        self.begun = self.complete = False
+        self.passed = outcome
+        self.retained.clear()

@@ -1,0 +1,177 @@
+"""A job in one process, without agents: the same worker, answered by the simplest possible coordinator."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from resilient.protocol.messages import (
+    INIT,
+    Arm,
+    Failed,
+    Finish,
+    Finished,
+    FromWorkerMessage,
+    Generation,
+    Note,
+    NotSaved,
+    Output,
+    Ready,
+    Regroup,
+    Report,
+    Save,
+    Saved,
+    StepDone,
+    ToWorkerMessage,
+)
+from resilient.state.manifest import Manifest, SavedState, check_recipe, folder, read_manifest, write_manifest
+from resilient.state.recipe import Recipe
+from resilient.templates.inputs.cluster import Cluster
+from resilient.templates.plan import PlanningProblem
+from resilient.templates.replan.replan import first_plan
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_EXIT_INTERRUPTED = 130
+_GENERATION = 1
+"""The only one; the last checkpoint of an interrupted training is said to be of the next."""
+
+
+class SingleProcessClient:
+    """Gives the only worker its only generation.
+
+    Args:
+        run_directory: Where checkpoints go.
+        resume: A checkpoint to begin from.
+    """
+
+    def __init__(self, run_directory: str, resume: str | None) -> None:
+        self.run_directory = run_directory
+        self.on_regroup: Callable[[Regroup], None] | None = None
+        self.on_arm: Callable[[Arm], None] | None = None
+        self._resume = resume
+        self._recipe: Recipe | None = None
+        self._interrupted = ""
+        self._saved = ""
+        self._inbox: deque[ToWorkerMessage] = deque()
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Have SIGINT and SIGTERM end the training after the running step, with a checkpoint; the second one at once.
+
+        Raises:
+            SystemExit: It was ended.
+        """
+        if threading.current_thread() is not threading.main_thread():  # signals are not its own
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            restore()
+            # It is ignored in a shell's background: the second one is to count, too.
+            if before[signal.Signals(number)] is signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler)
+            self._interrupt(signal.Signals(number).name)
+
+        for number in _SIGNALS:
+            signal.signal(number, on_signal)
+        try:
+            yield
+        finally:
+            restore()
+        if self._interrupted:
+            logger.warning("interrupted (%s); go on with fit(num_steps, resume=%r)", self._interrupted, self._saved)
+            raise SystemExit(_EXIT_INTERRUPTED)
+
+    def send(self, message: FromWorkerMessage) -> None:
+        """Answer the worker's message."""
+        if isinstance(message, Ready):
+            self._inbox.append(self._generation(message))
+            self._recipe = message.job.recipe
+        elif isinstance(message, StepDone):
+            outcome = message.outcome
+            logger.info("step %d: loss %.4f, %.0f ms", outcome.step, outcome.loss, message.step_ms)
+        elif isinstance(message, Saved):
+            self._finish_checkpoint(message)
+        elif isinstance(message, NotSaved):
+            logger.warning("training goes on; the newest checkpoint is %s", self._saved or self._resume or "none")
+        elif isinstance(message, Note):
+            logger.info("%s: %s", message.name, message.value)
+        elif isinstance(message, Output):
+            logger.info("%s", message.text)
+        elif isinstance(message, Report):
+            self._inbox.append(self._save(message))
+        elif isinstance(message, Finished | Failed):
+            self._inbox.append(Finish())
+
+    def receive(self) -> ToWorkerMessage:
+        """Return the next answer."""
+        return self._inbox.popleft()
+
+    def _generation(self, ready: Ready) -> Generation:
+        job = ready.job
+        resumed = read_manifest(self._resume) if self._resume else None
+        if self._resume and resumed:
+            check_recipe(self._resume, resumed, job.recipe)
+        alone = PlanningProblem(
+            profile=job.profile,
+            num_microbatches=job.global_batch // job.microbatch,
+            cluster=Cluster(memory_bytes=job.memory_bytes),
+            max_failures=0,
+            schedule=job.schedule,
+            num_chunks=job.num_chunks,
+        )
+        return Generation(
+            generation=_GENERATION,
+            rank=0,
+            plan=first_plan(alone, [0]),
+            version=resumed.step if resumed else 0,
+            roll_forward=None,
+            transfers=(),
+            source=self._resume or INIT,
+            store_address=ready.store_address,
+        )
+
+    def _interrupt(self, name: str) -> None:
+        """Ask for the next step boundary; runs between any two instructions of the training."""
+        if self._recipe is None:  # it has not begun
+            raise KeyboardInterrupt
+        self._interrupted = name
+        os.write(2, f"{name}: training ends after this step, with a checkpoint; again: at once\n".encode())
+        regroup = Regroup(generation=_GENERATION + 1, at_boundary=True)
+        self._inbox.append(regroup)
+        if self.on_regroup is not None:
+            self.on_regroup(regroup)
+
+    def _save(self, report: Report) -> Save:
+        progress = report.progress
+        return Save(
+            generation=report.generation,
+            version=progress.version,
+            roll_forward=None,
+            states=(*progress.current, *progress.retained),
+            path=str(folder(self.run_directory, progress.version)),
+        )
+
+    def _finish_checkpoint(self, message: Saved) -> None:
+        states = {
+            name: SavedState(file=file, fingerprint=message.fingerprints[name]) for name, file in message.files.items()
+        }
+        assert self._recipe is not None
+        path = folder(self.run_directory, message.step)
+        write_manifest(path, Manifest(step=message.step, recipe=self._recipe, states=states))
+        self._saved = str(path)
+        if message.generation > _GENERATION:
+            self._inbox.append(Finish())

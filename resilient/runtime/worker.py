@@ -1,0 +1,274 @@
+"""A worker's life: report ready, enter generations, train until something changes, finish.
+
+Owns the main loop. Every message of the coordinator is answered here, between steps; only the abort of communication
+happens in the reader thread (:mod:`resilient.runtime.generation_guard`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch
+
+from resilient.comm import Communicator, StoreHost
+from resilient.errors import CheckpointError, CommunicationError
+from resilient.observability.step_trace import TracedStep
+from resilient.optim import learning_rate
+from resilient.protocol.fault_injection import Faults
+from resilient.protocol.messages import (
+    Arm,
+    Failed,
+    Finish,
+    Finished,
+    FromWorkerMessage,
+    Generation,
+    NotSaved,
+    Ready,
+    Regroup,
+    Report,
+    Save,
+    Saved,
+    StepDone,
+    Suspect,
+    ToWorkerMessage,
+)
+from resilient.runtime.batches import Feed
+from resilient.runtime.commit import Ledger
+from resilient.runtime.generation_guard import GenerationGuard
+from resilient.runtime.install import Installer, Session
+from resilient.runtime.job import Job
+from resilient.state import checkpoint, manifest
+from resilient.state.layer_state import LayerState
+from resilient.templates.inputs.profile import ModelProfile
+
+logger = logging.getLogger(__name__)
+
+
+class Client(Protocol):
+    """The worker's way to the coordinator: the agent's client, or a stand-in in one process."""
+
+    run_directory: str
+    on_regroup: Callable[[Regroup], None] | None
+    on_arm: Callable[[Arm], None] | None
+
+    def send(self, message: FromWorkerMessage) -> None: ...
+
+    def receive(self) -> ToWorkerMessage: ...
+
+
+class Worker:
+    """One worker process of a job.
+
+    Args:
+        job: What to train.
+        profile: Of its model, on its device.
+        client: The connection to the coordinator.
+        host: This machine's address for its peers.
+        traced_steps: Steps of which it writes down when it did what.
+    """
+
+    def __init__(
+        self, job: Job, profile: ModelProfile, client: Client, host: str, traced_steps: range = range(0)
+    ) -> None:
+        if job.device.type == "cuda":
+            torch.cuda.set_device(job.device)  # seeds and timing events are the current device's
+        self._job = job
+        self._client = client
+        self._traced_steps = traced_steps
+        self._spec = job.spec(profile)
+        self._guard = GenerationGuard()
+        self._faults = Faults(client.run_directory)
+        self._ledger = Ledger(job.optimizer, job.clip_grad_norm)
+        self._feed = Feed(job)
+        self._store = StoreHost(host)
+        self._installer = Installer(
+            job=job,
+            profile=profile,
+            layouts=job.layouts(),
+            ledger=self._ledger,
+            guard=self._guard,
+            faults=self._faults,
+            host=host,
+        )
+        self._session: Session | None = None
+        self._left: Communicator | None = None
+        self._failure: Exception | None = None
+        self._stage_ms = 0.0  # measured in the generation that ended last
+        self.is_main = False
+
+    def run(self) -> None:
+        """Train the job to its end.
+
+        Raises:
+            Exception: What the job's own code raised; the coordinator was told, and the job stops.
+        """
+        self._client.on_regroup = self._guard.announce
+        self._client.on_arm = lambda message: self._faults.arm(message.injection)
+        self._client.send(
+            Ready(job=self._spec, store_address=self._store.address, pid=os.getpid(), device=str(self._job.device))
+        )
+        while True:
+            message = self._client.receive()
+            if isinstance(message, Finish):
+                self._leave()
+                if self._failure is not None:
+                    raise self._failure
+                return
+            if isinstance(message, Regroup):
+                self._leave(broken=not message.at_boundary)
+                progress = msgspec.structs.replace(self._ledger.progress(), stage_ms=self._stage_ms)
+                self._client.send(Report(generation=message.generation, progress=progress))
+            elif isinstance(message, Save):
+                self._save_and_stop(message)
+            elif isinstance(message, Generation):
+                self._enter(message)
+
+    def _enter(self, message: Generation) -> None:
+        self._leave()
+        self._stage_ms = 0.0
+        self.is_main = message.rank == 0
+        if message.rank is None:  # stand by; a failure before the others' next commit may need the states held here
+            self._ledger.begin_install(message.version, message.roll_forward)
+            return
+        try:
+            if message.rank >= len(message.plan.slots):
+                installed = self._installer.supply(message)
+                self._close_left()
+                self._client.send(installed)
+                return
+            self._session, installed = self._installer.install(message)
+            self._close_left()
+            self._client.send(installed)
+            self._train(self._session)
+        except CommunicationError as error:
+            logger.info("left generation %d: %s", message.generation, error)
+            self._leave(broken=True)
+            self._client.send(Suspect(generation=message.generation, reason=str(error)))
+        except Exception as error:  # the job's own code: data set, model, disk
+            self._leave(broken=True)
+            self._failure = error  # raised once the job's progress, of which this worker may hold a part, is saved
+            self._client.send(Failed(error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc()))
+
+    def _leave(self, *, broken: bool = False) -> None:
+        """End the communication of the generation, if any is running."""
+        comm = self._guard.release()
+        if comm is not None:
+            self._close_left()
+            self._left = comm
+            if broken:
+                comm.abort()
+                self._close_left()
+        if self._session is not None:
+            self._stage_ms = self._session.stage_timer.stage_ms
+            self._session.sync.close()
+            self._session = None
+
+    def _close_left(self) -> None:
+        """Close the groups left in good order, once all have met again: a peer may have been in their last barrier."""
+        if self._left is not None:
+            self._left.close()
+            self._left = None
+
+    def _train(self, session: Session) -> None:
+        while self._ledger.version < self._job.num_steps:
+            paused = self._traced_step(session)
+            every = self._job.checkpoint_every
+            if every and self._ledger.version % every == 0 and self._ledger.version < self._job.num_steps:
+                self._try_checkpoint(session)
+            if paused:
+                return
+        self._checkpoint(session)
+        self._client.send(Finished(generation=session.generation))
+
+    def _traced_step(self, session: Session) -> bool:
+        """Train one step, and write down how if that was asked for; return whether to stop at the boundary after it."""
+        step, slot, taken = self._ledger.version + 1, session.slot, session.executor.taken
+        taken.with_processor_time = step in self._traced_steps
+        started_ns, started_busy_ns = time.time_ns(), time.thread_time_ns()
+        try:
+            return self._step(session)
+        finally:
+            if step in self._traced_steps:
+                TracedStep(
+                    step=step,
+                    generation=session.generation,
+                    node=slot.node,
+                    local_rank=slot.local_rank,
+                    pipeline=slot.pipeline_index,
+                    row=slot.row_index,
+                    start_ns=started_ns,
+                    end_ns=time.time_ns(),
+                    busy_us=(time.thread_time_ns() - started_busy_ns) // 1000,
+                    spans=taken.spans(),
+                ).write(self._client.run_directory)
+
+    def _step(self, session: Session) -> bool:
+        started = time.perf_counter()
+        ledger, step = self._ledger, self._ledger.version + 1
+        self._faults.reach("step", step)
+        session.comm.check()  # a step that is given up before it begins is not lost
+        ledger.begin_step()
+        num_targets = self._feed.num_targets(step)
+        work = session.work(step, num_targets, lambda position: self._feed.batch(step, position))
+        loss = session.executor.run(work)
+        self._faults.reach("prepare", step)
+        pause = self._guard.pause_wanted(session.generation)
+        with session.executor.taken.during("prepare"):
+            outcome, paused = ledger.prepare(session.comm, loss, session.sync.squares, num_targets, pause)
+        self._faults.reach("commit", step)
+        with session.executor.taken.during("commit"):
+            ledger.apply(outcome)
+            session.stage_timer.end_step()
+        if session.slot.rank == 0:
+            self._client.send(
+                StepDone(
+                    generation=session.generation,
+                    outcome=outcome,
+                    num_samples=self._job.global_batch,
+                    step_ms=1000 * (time.perf_counter() - started),
+                    learning_rate=learning_rate(self._job.optimizer, step),
+                    at=time.time(),
+                )
+            )
+        return paused
+
+    def _try_checkpoint(self, session: Session) -> None:
+        """Write this rank's part of a checkpoint on the way, without which training goes on."""
+        try:
+            self._checkpoint(session)
+        except CheckpointError as error:
+            logger.warning("no checkpoint of step %d: %s", self._ledger.version, error)
+            self._client.send(NotSaved(step=self._ledger.version, error=str(error)))
+
+    def _checkpoint(self, session: Session) -> None:
+        """Write this rank's part of the checkpoint of the committed step."""
+        chosen = manifest.writers(session.plan, self._spec.profile)
+        mine = [state for name, state in self._ledger.current.items() if chosen[name] == session.slot.rank]
+        path = manifest.folder(self._client.run_directory, self._ledger.version)
+        self._write(session.generation, mine, path)
+
+    def _save_and_stop(self, message: Save) -> None:
+        self._leave()
+        self._ledger.begin_install(message.version, message.roll_forward)
+        held = self._ledger.retained
+        self._write(message.generation, [held[name] for name in message.states], Path(message.path))
+        if self._failure is not None:
+            raise self._failure
+
+    def _write(self, generation: int, states: list[LayerState], path: Path) -> None:
+        saved = checkpoint.save(path, states)
+        self._client.send(
+            Saved(
+                generation=generation,
+                step=self._ledger.version,
+                files={name: item.file for name, item in saved.items()},
+                fingerprints={name: item.fingerprint for name, item in saved.items()},
+            )
+        )

@@ -1,0 +1,1 @@
+"""Layer states in memory, between peers and on disk."""

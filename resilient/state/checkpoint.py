@@ -1,0 +1,68 @@
+"""The files of a checkpoint: one safetensors file per layer state (see :mod:`resilient.state.manifest`).
+
+Files hold the parameters by name and the optimizer's slots as ``optimizer/<slot>``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from resilient.errors import CheckpointError
+from resilient.state.layer_state import LayerState
+from resilient.state.manifest import SavedState, read_manifest, unwritable
+
+
+def save(path: Path, states: Iterable[LayerState]) -> dict[str, SavedState]:
+    """Write these states into a checkpoint's folder; return what the manifest must say of them.
+
+    Raises:
+        CheckpointError: They cannot be written.
+    """
+    saved: dict[str, SavedState] = {}
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for state in states:
+            file = f"{state.spec.name}.safetensors"
+            _write(path / file, {key: tensor.contiguous().cpu() for key, tensor in state.tensors().items()})
+            saved[state.spec.name] = SavedState(file=file, fingerprint=state.fingerprint())
+    except (OSError, SafetensorError) as error:
+        raise unwritable(path, error) from error
+    return saved
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a file, whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load(path: str | Path, states: Iterable[LayerState]) -> None:
+    """Fill states from a checkpoint and verify their fingerprints.
+
+    Raises:
+        CheckpointError: A state is missing, damaged or of another shape.
+    """
+    manifest = read_manifest(path)
+    for state in states:
+        name = state.spec.name
+        if not state.buffer.numel():
+            continue
+        saved = manifest.states.get(name)
+        if saved is None:
+            raise CheckpointError(f"{path} holds no state {name!r}; the checkpoint belongs to another model")
+        try:
+            state.load(load_file(Path(path) / saved.file))
+        except (ValueError, OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        if state.fingerprint() != saved.fingerprint:
+            raise CheckpointError(f"{path}: {saved.file} is damaged (its checksum differs); use an older checkpoint")

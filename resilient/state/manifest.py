@@ -1,0 +1,114 @@
+"""What makes a folder of layer states a checkpoint: the manifest, written last.
+
+    step-00000120/ manifest.json  llm.block.0.safetensors  llm.head.safetensors  ...
+
+Any worker can write or read any state, so a checkpoint does not know the plan it was written under. The coordinator
+writes the manifest once all parts are on disk: a folder without one is no checkpoint. Must not import torch; the files
+themselves are :mod:`resilient.state.checkpoint`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from resilient.errors import CheckpointError
+from resilient.state.recipe import Recipe
+from resilient.templates.inputs.profile import ModelProfile
+from resilient.templates.plan import Plan
+
+MANIFEST = "manifest.json"
+
+
+class SavedState(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer state of a checkpoint."""
+
+    file: str
+    fingerprint: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint holds."""
+
+    step: int
+    recipe: Recipe
+    states: dict[str, SavedState]
+
+
+def folder(run_directory: str | Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint."""
+    return Path(run_directory) / "checkpoints" / f"step-{step:08d}"
+
+
+def writers(plan: Plan, profile: ModelProfile) -> dict[str, int]:
+    """Choose the rank that writes each state: of its holders the one with the fewest bytes so far."""
+    load: dict[int, int] = {slot.rank: 0 for slot in plan.slots}
+    chosen: dict[str, int] = {}
+    for state, ranks in plan.holders(profile).items():
+        chosen[state] = min(ranks, key=lambda rank: (load[rank], rank))
+        load[chosen[state]] += profile.layers[profile.index(state)].state_bytes
+    return chosen
+
+
+def write_manifest(path: str | Path, manifest: Manifest) -> None:
+    """Make the folder a checkpoint: all files the manifest names are on disk.
+
+    Raises:
+        CheckpointError: It cannot be written; the folder is no checkpoint.
+    """
+    partial = Path(path) / f".{MANIFEST}.{os.getpid()}"
+    try:
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        partial.replace(Path(path) / MANIFEST)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: str | Path, error: Exception) -> CheckpointError:
+    """Return the error of a checkpoint that cannot be written."""
+    return CheckpointError(f"{path} cannot be written ({error}); make room there, or choose another folder")
+
+
+def check_recipe(path: str | Path, manifest: Manifest, recipe: Recipe) -> None:
+    """Refuse a checkpoint that another job wrote.
+
+    Args:
+        path: Of the checkpoint.
+        manifest: Its manifest.
+        recipe: Of the job that is to go on from it.
+
+    Raises:
+        CheckpointError: They differ; the message says in what.
+    """
+    differences = manifest.recipe.differences(recipe)
+    if differences:
+        raise CheckpointError(
+            f"resume must be a checkpoint of this job, got {path}, written with {'; '.join(differences)}; use the "
+            "script and the arguments that wrote it, or begin without a checkpoint"
+        )
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """Read a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: There is none, or it cannot be read.
+    """
+    file = Path(path) / MANIFEST
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Manifest)
+    except (FileNotFoundError, NotADirectoryError):
+        found = (
+            f"a folder without {MANIFEST}" if Path(path).is_dir() else "a file" if Path(path).exists() else "nothing"
+        )
+        raise CheckpointError(
+            f"{path} must be a finished checkpoint, a folder step-* with {MANIFEST}, got {found}; choose another from "
+            f"the checkpoints/ of a run"
+        ) from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); use another checkpoint") from error

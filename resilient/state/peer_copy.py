@@ -1,0 +1,75 @@
+"""Copies of layer states between the ranks of a generation, verified before they count."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from resilient.comm import Communicator, Pending
+from resilient.errors import CommunicationError
+from resilient.state.layer_state import LayerState, checksum
+from resilient.templates.replan.transfer import Transfer
+
+CHUNK_BYTES = 4 << 20
+"""Copies go in pieces of this size, so that one is verified while the next is under way."""
+
+_FIRST_TAG = 1 << 24
+
+
+def copy_states(comm: Communicator, transfers: Sequence[Transfer], states: Mapping[str, LayerState]) -> int:
+    """Send and receive what the transfers say for this rank; every rank calls this with the same list.
+
+    Args:
+        comm: The generation's groups.
+        transfers: Byte ranges from rank to rank.
+        states: The states this rank holds or is to hold, by name.
+
+    Returns:
+        Bytes received.
+
+    Raises:
+        CommunicationError: A peer is gone, or bytes arrived damaged.
+    """
+    pieces = [(tag, piece) for tag, piece in enumerate(_pieces(transfers), start=_FIRST_TAG)]
+    incoming: deque[tuple[Transfer, Tensor, Tensor, Pending, Pending]] = deque()
+    for tag, piece in pieces:
+        if piece.target == comm.rank:
+            window = states[piece.state].bytes[piece.first_byte : piece.end_byte]
+            expected = torch.zeros(1, dtype=torch.int64)
+            data = comm.recv(window, piece.source, 2 * tag)
+            proof = comm.recv(expected, piece.source, 2 * tag + 1)
+            incoming.append((piece, window, expected, data, proof))
+    outgoing: list[Pending] = []
+    for tag, piece in pieces:
+        if piece.source == comm.rank:
+            window = states[piece.state].bytes[piece.first_byte : piece.end_byte]
+            outgoing.append(comm.send(window, piece.target, 2 * tag))
+            outgoing.append(comm.send(torch.tensor([checksum(window)]), piece.target, 2 * tag + 1))
+    num_bytes = 0
+    while incoming:
+        piece, window, expected, data, proof = incoming.popleft()
+        data.wait()
+        proof.wait()
+        if checksum(window) != int(expected):
+            raise CommunicationError(f"state {piece.state!r} arrived damaged from rank {piece.source}")
+        num_bytes += window.numel()
+    for work in outgoing:
+        work.wait()
+    return num_bytes
+
+
+def _pieces(transfers: Sequence[Transfer]) -> list[Transfer]:
+    return [
+        Transfer(
+            state=transfer.state,
+            source=transfer.source,
+            target=transfer.target,
+            first_byte=start,
+            end_byte=min(start + CHUNK_BYTES, transfer.end_byte),
+        )
+        for transfer in transfers
+        for start in range(transfer.first_byte, transfer.end_byte, CHUNK_BYTES)
+    ]

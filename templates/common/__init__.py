@@ -1,0 +1,1 @@
+"""What all of planning uses and that knows nothing of it: words, compiled loops."""

@@ -1,0 +1,1 @@
+"""From templates to pipelines: which and how many, and how the batch is split over them."""

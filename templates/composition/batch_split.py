@@ -1,0 +1,145 @@
+"""How the step's microbatches are split over pipelines of unequal speed.
+
+A pipeline is described by its *lines*: of each layout that its nodes could take, the time a step costs beside its
+microbatches (fill) and the time of one microbatch more (slowest). It takes the layout that suits its share, so m
+microbatches take ``min(fill + m slowest)``: a time that grows with m, and all that the split needs to know.
+
+Which split is best: the step ends with the latest pipeline, so the latest finish must be as early as can be; then the
+second latest, then the third, and so on (lexicographically smallest finishing times, latest first). No pipeline then
+finishes later than the split of the others demands. The variance of the finishing times, which Oobleck minimises, is
+no better guide to the second place: to lower it, pipelines that are done early would be given slower work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from resilient.templates.common.durations import nanoseconds
+from resilient.templates.template import PipelineTemplate
+
+Line = tuple[int, int]
+"""(fill_ns, slowest_ns) of one layout."""
+Lines = tuple[Line, ...]
+"""The layouts among which a pipeline may choose, one or more."""
+Table = npt.NDArray[np.int64]
+
+
+def lines(layouts: Iterable[PipelineTemplate]) -> Lines:
+    """Return the lines of a pipeline that may take any of the layouts. A microbatch counts for 1 ns at least."""
+    return tuple((nanoseconds(t.fill_ms), max(1, nanoseconds(t.slowest_ms))) for t in layouts)
+
+
+def slowed_line(template: PipelineTemplate, node_factors: Sequence[float]) -> Line:
+    """Return a layout's line on nodes that were seen to be slow.
+
+    Args:
+        template: The layout.
+        node_factors: For each of its nodes, by how much the stages on it take longer; 1 as profiled.
+
+    Raises:
+        ValueError: Not one factor per node.
+    """
+    if len(node_factors) != template.num_nodes:
+        raise ValueError(
+            f"node_factors must be one for each of the template's {template.num_nodes} nodes, got {len(node_factors)}; "
+            f"give 1.0 for nodes as fast as profiled"
+        )
+    times = [math.fsum(stage.stage_ms for stage in row) * node_factors[row[0].node_index] for row in template.rows]
+    slowest = max(times)
+    fill = (math.fsum(times) - slowest) / template.num_chunks + template.sync_ms
+    return nanoseconds(fill), max(1, nanoseconds(slowest))
+
+
+def finish_ns(pipeline: Lines, num_microbatches: int) -> int:
+    """Return the time of a pipeline's share of the step."""
+    return min(fill + num_microbatches * slowest for fill, slowest in pipeline)
+
+
+def split_microbatches(pipelines: Sequence[Lines], num_microbatches: int) -> tuple[int, ...]:
+    """Return the microbatches of each pipeline, at least one each.
+
+    The latest finish is as early as can be, then the second latest, and so on; of pipelines for which that leaves the
+    choice, earlier ones get more.
+
+    Below the least time by which all microbatches can be done, every pipeline has time for a number that is then
+    fixed; the few that are left over go to pipelines that finish exactly at that time with one more. Those of them
+    that would finish latest without it take it.
+
+    Args:
+        pipelines: The pipelines.
+        num_microbatches: Of the step.
+
+    Raises:
+        ValueError: There are no pipelines, or more pipelines than microbatches.
+    """
+    if not pipelines or num_microbatches < len(pipelines):
+        raise ValueError(
+            f"num_microbatches must be at least the number of pipelines, one or more, got {num_microbatches} for "
+            f"{len(pipelines)}; raise the global batch, lower the microbatch, or make fewer pipelines"
+        )
+    # Pipelines with the same lines get through the same number, so only one of them is looked at.
+    kinds = {id(of): of for of in pipelines}
+    numbers = dict(zip(kinds, range(len(kinds)), strict=True))
+    kind = np.array([numbers[id(of)] for of in pipelines])
+    fill, slowest = line_table(list(kinds.values()))
+    num_each = np.bincount(kind)
+    low, high = 0, finish_ns(pipelines[0], num_microbatches)
+    while low < high:
+        # Between the times at which some layout is done with one more, all are alike.
+        done = ((low + high) // 2 - fill) // slowest
+        if num_each @ np.maximum(done.max(axis=1), 1) >= num_microbatches:
+            high = max(low, int((fill + done * slowest).max()))
+        else:
+            low = int((fill + (done + 1) * slowest).min())
+    least = np.maximum(capacities(fill, slowest, low - 1), 1)
+    able = capacities(fill, slowest, low) > least
+    without = (fill + least[:, None] * slowest).min(axis=1)
+    counts, candidates = least[kind], np.flatnonzero(able[kind])
+    left_over = num_microbatches - int(counts.sum())
+    counts[candidates[np.argsort(-without[kind[candidates]], kind="stable")[:left_over]]] += 1
+    return tuple(counts.tolist())
+
+
+def step_ns(pipelines: Sequence[Lines], num_microbatches: int) -> int:
+    """Return the time of one step under the best split, in whole nanoseconds."""
+    return max(map(finish_ns, pipelines, split_microbatches(pipelines, num_microbatches)))
+
+
+def line_table(pipelines: Sequence[Lines]) -> tuple[Table, Table]:
+    """Return all fills and all slowests, rows filled up with a pipeline's last line. Both [pipelines, most lines]."""
+    width = max(map(len, pipelines))
+    table = np.array([(*of, *(of[-1:] * (width - len(of)))) for of in pipelines], dtype=np.int64)
+    return np.ascontiguousarray(table[:, :, 0]), np.ascontiguousarray(table[:, :, 1])
+
+
+def capacities(fill: Table, slowest: Table, tau_ns: int) -> Table:
+    """Return how many microbatches each pipeline gets through by ``tau_ns``; below 1 means none. [pipelines]"""
+    return ((tau_ns - fill) // slowest).max(axis=1)
+
+
+def check_batch(global_batch: int, microbatch: int, num_pipelines: int) -> None:
+    """Check that a global batch can be split, without ever changing it.
+
+    Args:
+        global_batch: Samples of a step.
+        microbatch: Samples of a microbatch.
+        num_pipelines: Pipelines that each need at least one microbatch.
+
+    Raises:
+        ValueError: It cannot; the message recommends the nearest global batches that can.
+    """
+    if microbatch < 1:
+        raise ValueError(f"microbatch must be >= 1, got {microbatch}; give the samples of one microbatch")
+    if global_batch % microbatch == 0 and global_batch >= num_pipelines * microbatch:
+        return
+    smallest = num_pipelines * microbatch
+    below = global_batch // microbatch * microbatch
+    nearest = sorted({max(smallest, below), max(smallest, below + microbatch)})
+    raise ValueError(
+        f"global_batch must be a multiple of microbatch {microbatch}, at least {smallest} (one microbatch for each of "
+        f"{num_pipelines} pipelines), got {global_batch}; use {' or '.join(map(str, nearest))}"
+    )

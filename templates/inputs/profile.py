@@ -1,0 +1,166 @@
+"""What the planner knows of a model: per layer, how long it computes and how many bytes it holds.
+
+Owns the cost description only; where layers go is decided in :mod:`resilient.templates.search.partition`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import msgspec
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """Cost of one layer for one microbatch, on each of the devices that share it at one tensor-parallel degree.
+
+    Args:
+        forward_ms: Forward time, with the tensor-parallel communication.
+        backward_input_ms: Backward time for the gradient of the layer's input.
+        backward_weight_ms: Backward time for the gradient of the layer's parameters.
+        activation_bytes: What the forward keeps for the backward, on each device.
+    """
+
+    forward_ms: float
+    backward_input_ms: float = 0.0
+    backward_weight_ms: float = 0.0
+    activation_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        times = self.forward_ms, self.backward_input_ms, self.backward_weight_ms
+        if not all(0 <= time < float("inf") for time in times) or self.activation_bytes < 0:
+            raise ValueError(f"costs of a layer must be >= 0 and finite, got {self}; profile the layer again")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerProfile:
+    """One layer.
+
+    Args:
+        name: Stable name, unique in the model (``vision.block.3``).
+        costs: One per tensor-parallel degree of the model's profile, in the same order.
+        parameter_bytes: Bytes of the layer's own parameters.
+        optimizer_bytes: Bytes of its optimizer slots; 0 where it is frozen.
+        gradient_bytes: Bytes of its gradients: kept beside the state, and summed over the holders in every step; 0
+            where it is frozen.
+        input_bytes: Bytes of what enters the layer for one microbatch: what two stages that are cut before it send each
+            other (forward, and again backward), and what activation checkpointing keeps.
+        trainable: Whether its parameters have gradients.
+        input_gradient: Whether its input needs a gradient: some layer strictly before it on its path is trainable.
+        shares: Names of layers whose state this layer uses besides its own (tied parameters). A tied parameter
+            belongs to exactly one layer, its owner; every user of it is a holder of the owner's state.
+    """
+
+    name: str
+    costs: tuple[LayerCost, ...]
+    parameter_bytes: int = 0
+    optimizer_bytes: int = 0
+    gradient_bytes: int = 0
+    input_bytes: int = 0
+    trainable: bool = True
+    input_gradient: bool = True
+    shares: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if min(self.parameter_bytes, self.optimizer_bytes, self.gradient_bytes, self.input_bytes) < 0:
+            raise ValueError(f"bytes of layer {self.name!r} must be >= 0, got {self}; profile the layer again")
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters and optimizer slots: what a state copy moves."""
+        return self.parameter_bytes + self.optimizer_bytes
+
+    def backward_ms(self, degree_index: int = 0) -> float:
+        """Return the backward time: only of the gradients that something needs."""
+        cost = self.costs[degree_index]
+        return self.trainable * cost.backward_weight_ms + self.input_gradient * cost.backward_input_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """The layers of a model in execution order.
+
+    Args:
+        layers: The layers.
+        tp_degrees: Tensor-parallel degrees that were profiled, ascending; planners use no others.
+        source: Where the numbers come from, for people: the device and how they were found.
+        microbatch: Samples of the microbatch that the costs are of; None where that is not known.
+    """
+
+    layers: tuple[LayerProfile, ...]
+    tp_degrees: tuple[int, ...] = (1,)
+    source: str = ""
+    microbatch: int | None = None
+
+    def __post_init__(self) -> None:
+        names = [layer.name for layer in self.layers]
+        if not names:
+            raise ValueError("layers must hold at least one layer, got none; describe the model's layers")
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ValueError(f"layer names must be unique, got {twice} more than once; rename them")
+        if not self.tp_degrees or list(self.tp_degrees) != sorted({*self.tp_degrees} - {0}) or self.tp_degrees[0] < 1:
+            raise ValueError(f"tp_degrees must be positive and ascending, got {self.tp_degrees}; (1,) means none")
+        for layer in self.layers:
+            if len(layer.costs) != len(self.tp_degrees):
+                raise ValueError(
+                    f"costs of layer {layer.name!r} must be one for each of tp_degrees {self.tp_degrees}, "
+                    f"got {len(layer.costs)}; profile the layer again"
+                )
+            for owner in layer.shares:
+                if owner not in names:
+                    raise ValueError(
+                        f"shares of layer {layer.name!r} must name layers, got {owner!r}; see their spelling"
+                    )
+
+    def index(self, name: str) -> int:
+        """Return the position of the layer called ``name``."""
+        return next(i for i, layer in enumerate(self.layers) if layer.name == name)
+
+    def states(self, first_layer: int, end_layer: int) -> tuple[str, ...]:
+        """Return the names of the states that layers ``first_layer .. end_layer - 1`` use, in owner order."""
+        used: set[str] = set()
+        for layer in self.layers[first_layer:end_layer]:
+            used.update((layer.name, *layer.shares))
+        return tuple(layer.name for layer in self.layers if layer.name in used)
+
+    def frozen(self, names: Collection[str]) -> ModelProfile:
+        """Return the profile with these layers frozen, for a model whose layers are one path.
+
+        A frozen layer has no gradients and no optimizer slots beside its parameters; its input needs a gradient when
+        a layer strictly before it is trainable. Where it does not, the layer has no backward and keeps no
+        activations.
+
+        Raises:
+            ValueError: A name is no layer.
+        """
+        unknown = sorted(set(names) - {layer.name for layer in self.layers})
+        if unknown:
+            raise ValueError(f"names must be layers of the model, got {unknown}; see ModelProfile.layers")
+        layers: list[LayerProfile] = []
+        trained_before = False
+        for layer in self.layers:
+            trainable = layer.trainable and layer.name not in names
+            if not trainable:
+                layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0)
+            if not trainable and not trained_before:
+                layer = replace(layer, costs=tuple(replace(cost, activation_bytes=0) for cost in layer.costs))
+            layers.append(replace(layer, input_gradient=trained_before))
+            trained_before = trained_before or trainable
+        return replace(self, layers=tuple(layers))
+
+    @property
+    def digest(self) -> str:
+        """Content hash; equal on two machines exactly when the profiles are equal."""
+        return hashlib.sha256(self.to_json()).hexdigest()
+
+    def to_json(self) -> bytes:
+        """Encode as JSON."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> ModelProfile:
+        """Decode what :meth:`to_json` wrote; ``msgspec.ValidationError`` names the field that does not fit."""
+        return msgspec.json.decode(data, type=cls)

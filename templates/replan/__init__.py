@@ -1,0 +1,1 @@
+"""From one plan to the next: which nodes take which places, and which states are copied."""

@@ -1,0 +1,207 @@
+"""Which node takes which place of the new pipelines: few bytes are copied, and no domain is the only one with a state.
+
+A node that holds exactly what a place needs is put there first. What a node must receive for a place is a distance (a
+set difference), so moving it elsewhere can never save more than it costs: the assignment is left with what changes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
+
+import numpy as np
+
+from resilient.templates.plan import Plan, PlanningProblem
+from resilient.templates.replan.assignment import assign
+from resilient.templates.replan.state_residency import EMPTY, Flags, Ints, StateResidency
+from resilient.templates.replan.topology_spread import lacking_domains, spread
+from resilient.templates.template import PipelineTemplate
+
+_FREE = -1
+_NONE = -2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A pipeline to be made.
+
+    Args:
+        template: Its layout.
+        continues: Index of the pipeline of the old plan that it goes on from: nodes of that which hold what their
+            position needs keep it. No two targets continue the same. None for a new one.
+    """
+
+    template: PipelineTemplate
+    continues: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Nodes in their places.
+
+    Args:
+        nodes: Of each target, in the order of its template.
+        copied_bytes: What nodes have to receive from other nodes, all in all.
+        busiest_bytes: The most that one node receives, or sends where the holders of a state send equal parts of it.
+        lacking_domains: In how many more failure domains states should be held, summed over the states.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    copied_bytes: int
+    busiest_bytes: int
+    lacking_domains: int
+
+
+class Placer:
+    """Puts nodes into the places of new pipelines.
+
+    Args:
+        problem: The job.
+        plan: What the nodes hold; without pipelines where they hold nothing.
+        nodes: The live nodes. Of equally good ones earlier ones are taken first.
+        domains: Label of the failure domain (zone, rack) of nodes; a node without one shares its fate with no other.
+    """
+
+    def __init__(self, problem: PlanningProblem, plan: Plan, nodes: Sequence[int], domains: Mapping[int, str]) -> None:
+        self._nodes = nodes
+        self._holdings = StateResidency(problem.profile)
+        layouts = [self._holdings.number(pipeline.template) for pipeline in plan.pipelines]
+        self._old_sizes: Ints = np.array(list(map(len, layouts)), dtype=np.int64)
+        self._old_firsts = self._old_sizes.cumsum() - self._old_sizes
+        index_of = dict(zip(nodes, range(len(nodes)), strict=True))
+        # Of all places of the old plan, one after the other: the node that is still there, and its pipeline.
+        self._old: Ints = np.array([index_of.get(node, _FREE) for node in plan.nodes], dtype=np.int64)
+        pipelines = np.repeat(np.arange(len(layouts)), self._old_sizes)
+        there = self._old != _FREE
+        self._held = np.full(len(nodes), EMPTY)
+        self._held[self._old[there]] = np.array(list(chain.from_iterable(layouts)), dtype=np.int64)[there]
+        self._pipeline_of = np.full(len(nodes), _NONE)
+        self._pipeline_of[self._old[there]] = pipelines[there]
+        lost = np.bincount(pipelines[~there], minlength=len(layouts))
+        self._most_complete_first = [(number, layouts[number]) for number in np.argsort(lost, kind="stable").tolist()]
+        labels: list[str | int] = [domains.get(node, node) for node in nodes] if domains else []
+        numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+        self._domains = np.array([numbers[label] for label in labels])
+        # Nodes of one pipeline never hold the same, so that domains of one node each lack nothing.
+        self._wanted_domains = min(problem.max_failures + 1, len(numbers))
+
+    def continuing(self, targets: Sequence[Target]) -> list[Target]:
+        """Let targets that continue nothing go on from a pipeline with their layout that nothing else continues.
+
+        Of several that are left, the one that has lost fewest nodes goes first.
+        """
+        taken = {target.continues for target in targets}
+        left: dict[tuple[int, ...], deque[int]] = defaultdict(deque)
+        for index, layout in self._most_complete_first:
+            if index not in taken:
+                left[layout].append(index)
+        return [
+            Target(template=target.template, continues=same.popleft())
+            if target.continues is None and (same := left[self._holdings.number(target.template)])
+            else target
+            for target in targets
+        ]
+
+    def place(self, targets: Sequence[Target]) -> Placement:
+        """Place nodes; there must be enough of them.
+
+        Of all placements one is taken whose copies are cheapest (:meth:`StateResidency.prices`); of places where a node
+        costs the same, it stays with the pipeline that continues its own. Where that placement holds a state in fewer
+        than f + 1 failure domains, nodes exchange places until no exchange improves that, at whatever price
+        (:func:`resilient.templates.replan.topology_spread.spread`): like f + 1 pipelines, it is what makes failures
+        survivable.
+        """
+        needed = np.array(list(chain.from_iterable(self._holdings.number(target.template) for target in targets)))
+        sizes = np.array([target.template.num_nodes for target in targets])
+        continued = np.array([_FREE if target.continues is None else target.continues for target in targets])
+        chosen = self._keep(continued, sizes, needed)
+        self._keep_equal(chosen, needed)
+        self._fill(chosen, needed, np.repeat(continued, sizes))
+        lacking = 0
+        if self._wanted_domains:
+            chosen, lacking = self._spread(chosen, needed)
+        copied, busiest = self._volume(chosen, needed)
+        names = [self._nodes[index] for index in chosen.tolist()]
+        ends = accumulate(sizes.tolist(), initial=0)
+        return Placement(
+            nodes=tuple(tuple(names[first:end]) for first, end in pairwise(ends)),
+            copied_bytes=copied,
+            busiest_bytes=busiest,
+            lacking_domains=lacking,
+        )
+
+    def _keep(self, continued: Ints, sizes: Ints, needed: Ints) -> Ints:
+        """Return the index of the node in each place; only of nodes that keep their position in what is continued."""
+        chosen = np.full(len(needed), _FREE)
+        going_on = continued != _FREE
+        old = continued[going_on]
+        both = np.minimum(self._old_sizes[old], sizes[going_on])
+        places = _ranges((sizes.cumsum() - sizes)[going_on], both)
+        nodes = self._old[_ranges(self._old_firsts[old], both)]
+        same = (nodes != _FREE) & (self._held[nodes] == needed[places])
+        chosen[places[same]] = nodes[same]
+        return chosen
+
+    def _keep_equal(self, chosen: Ints, needed: Ints) -> None:
+        """Fill places with nodes that hold exactly what these need; the first place with the first node."""
+        left, places = self._left(chosen), np.flatnonzero(chosen == _FREE)
+        left = left[np.argsort(self._held[left], kind="stable")]
+        places = places[np.argsort(needed[places], kind="stable")]
+        held, wanted = self._held[left], needed[places]
+        first, end = (np.searchsorted(held, wanted, side=side) for side in ("left", "right"))
+        node = first + np.arange(len(wanted)) - np.searchsorted(wanted, wanted)
+        enough = node < end
+        chosen[places[enough]] = left[node[enough]]
+
+    def _fill(self, chosen: Ints, needed: Ints, continued: Ints) -> None:
+        """Fill all places that are left, as cheaply as can be."""
+        places, left = np.flatnonzero(chosen == _FREE), self._left(chosen)
+        if not len(places) or (self._held[left] == EMPTY).all():
+            chosen[places] = left[: len(places)]
+            return
+        prices = self._holdings.prices(needed[places], self._held[left])
+        # Prices are whole numbers, to which all nodes together that leave their pipeline must not add one.
+        prices += (continued[places, None] != self._pipeline_of[left]) / (2 * len(left))
+        chosen[places] = left[assign(prices)]
+
+    def _left(self, chosen: Ints) -> Ints:
+        """Return the nodes that have no place."""
+        free = np.ones(len(self._held), dtype=np.bool_)
+        free[chosen[chosen != _FREE]] = False
+        return np.flatnonzero(free)
+
+    def _spread(self, chosen: Ints, needed: Ints) -> tuple[Ints, int]:
+        """Return the placement after exchanges between domains, and what it still lacks."""
+        needs = self._holdings.states(needed)[:, self._holdings.state_bytes > 0]
+        if not lacking_domains(needs, self._domains[chosen], self._wanted_domains):
+            return chosen, 0
+        # Places that need nothing stand for the nodes that are left out.
+        left_out = self._left(chosen)
+        padded = np.concatenate((needs, np.zeros((len(left_out), needs.shape[1]), dtype=np.bool_)))
+        prices = np.zeros((len(self._held), len(self._held)))
+        prices[: len(needed)] = self._holdings.prices(needed, self._held)
+        chosen = spread(padded, prices, np.concatenate((chosen, left_out)), self._domains, self._wanted_domains)
+        chosen = chosen[: len(needed)]
+        return chosen, lacking_domains(needs, self._domains[chosen], self._wanted_domains)
+
+    @cached_property
+    def _holders(self) -> Flags:
+        """Which states each node holds. [nodes, layers]"""
+        return self._holdings.states(self._held)
+
+    def _volume(self, chosen: Ints, needed: Ints) -> tuple[int, int]:
+        """Return what is copied between nodes: all of it, and the most that one node receives or sends."""
+        holders = self._holders
+        missing = self._holdings.states(needed) & ~holders[chosen]
+        received = missing @ self._holdings.state_bytes
+        demand = missing.sum(axis=0) * self._holdings.state_bytes
+        shares = -(-demand // np.maximum(holders.sum(axis=0), 1))
+        return int(received.sum()), int(max(received.max(), (holders @ shares).max()))
+
+
+def _ranges(firsts: Ints, lengths: Ints) -> Ints:
+    """Return ``firsts[0], firsts[0] + 1, ...``, as many as ``lengths[0]``, then the same for ``firsts[1]``, ..."""
+    return np.repeat(firsts - lengths.cumsum() + lengths, lengths) + np.arange(lengths.sum())

@@ -1,0 +1,188 @@
+"""The plan of the next generation: templates for the cluster, and the choice among the ways to go on.
+
+Chosen is the candidate (:mod:`resilient.templates.replan.replan_candidate`) with which the job is furthest at the next
+expected failure. The fastest of them would, without any copying, do some amount of work until then. For the same amount
+a candidate takes
+
+    copy_ms + failure_interval x step_ms / fastest step_ms,
+
+and the least of these wins. Before it comes the spread over failure domains: candidates that lack more of it than
+others are out (:func:`resilient.templates.replan.topology_spread.lacking_domains`). Ties: fewer bytes copied; local
+before composed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from heapq import heappop, heappush
+
+import numpy as np
+
+from resilient.templates.common.durations import nanoseconds
+from resilient.templates.composition.compose import compose
+from resilient.templates.plan import Plan, PlanningProblem
+from resilient.templates.replan.assignment import assign
+from resilient.templates.replan.replan_candidate import ReplanCandidate, Situation, Way
+from resilient.templates.search.partition import plan_templates
+from resilient.templates.search.template_sizes import TooFewNodes, usable_nodes
+from resilient.templates.template import TemplateSet
+
+_FEWEST_PLANNED_NODES = 8
+# How many nodes more or less than now are prepared for, at least.
+_PREPARED_CHANGE = 4
+
+
+def templates_for(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
+    """Return the templates for clusters of up to ``num_nodes`` nodes, rounded up to 8, 16, 32, ...
+
+    Rounded, so that the loss or join of a node seldom asks for others. Templates too large for the nodes that are live
+    are in no plan, because f + 1 pipelines must fit.
+
+    Raises:
+        TooFewNodes: Not even the rounded number holds f + 1 pipelines.
+        ValueError: No number of nodes holds the model; the message says what to change.
+    """
+    try:
+        return _templates(problem, max(_FEWEST_PLANNED_NODES, 1 << (num_nodes - 1).bit_length()))
+    except TooFewNodes as error:
+        raise TooFewNodes(num_nodes, problem.max_failures, error.needed // (problem.max_failures + 1)) from None
+
+
+def prepare(problem: PlanningProblem, num_nodes: int) -> None:
+    """Do ahead of time what a :func:`replan` around ``num_nodes`` nodes would otherwise do during a recovery.
+
+    Computes templates and compositions for up to f (4 at least) nodes less and 4 more, and makes one plan, which loads
+    and compiles what planning needs. The results are cached; calling it is optional and changes no plan.
+
+    Raises:
+        TooFewNodes: ``num_nodes`` nodes do not hold f + 1 pipelines.
+    """
+    plan = first_plan(problem, range(num_nodes))
+    least = (problem.max_failures + 1) * templates_for(problem, num_nodes).sizes[0]
+    fewer = max(problem.max_failures, _PREPARED_CHANGE)
+    for live in range(max(least, num_nodes - fewer), num_nodes + _PREPARED_CHANGE + 1):
+        _composed(problem, live)
+    replan(problem, plan, range(1, num_nodes + 1))
+    assign(np.zeros((1, 1)))
+
+
+def first_plan(
+    problem: PlanningProblem,
+    nodes: Sequence[int],
+    *,
+    domains: Mapping[int, str] | None = None,
+    slowdowns: Mapping[int, float] | None = None,
+) -> Plan:
+    """Plan a job's first generation.
+
+    Args:
+        problem: The job.
+        nodes: The live nodes, in any order.
+        domains: Label of the failure domain (zone, rack) of nodes; a node without one shares its fate with no other.
+        slowdowns: Nodes known to be slow, and by what factor (1 or more).
+
+    Returns:
+        The best composition. The fastest nodes are taken, lower numbers first. Pipelines are filled domain by domain,
+        so that few stretch over two, and with slow nodes last, so that these share pipelines.
+
+    Raises:
+        TooFewNodes: Not enough for f + 1 pipelines; the job cannot start yet.
+    """
+    live, labels, factors = _distinct(nodes), domains or {}, _checked(slowdowns)
+    composition = _composed(problem, len(live))
+    taken = sorted(live, key=lambda node: (factors.get(node, 1.0), node))[: sum(composition)]
+    taken.sort(key=lambda node: (labels.get(node, ""), factors.get(node, 1.0), node))
+    templates = templates_for(problem, len(live))
+    return Situation(problem, templates, composition, Plan(pipelines=()), taken, labels, factors).composed().plan
+
+
+def replan(
+    problem: PlanningProblem,
+    plan: Plan,
+    nodes: Sequence[int],
+    *,
+    domains: Mapping[int, str] | None = None,
+    slowdowns: Mapping[int, float] | None = None,
+) -> Plan:
+    """Plan the next generation: the first of :func:`candidates`, with its arguments and errors.
+
+    Returns:
+        A plan on all nodes that pipelines can use; the same for the same arguments, in whatever order ``nodes`` are.
+        There is one even where a state has no live holder: that must then come from a checkpoint.
+    """
+    return next(candidates(problem, plan, nodes, domains=domains, slowdowns=slowdowns)).plan
+
+
+def candidates(
+    problem: PlanningProblem,
+    plan: Plan,
+    nodes: Sequence[int],
+    *,
+    domains: Mapping[int, str] | None = None,
+    slowdowns: Mapping[int, float] | None = None,
+) -> Iterator[ReplanCandidate]:
+    """Return the ways to go on with the nodes that are live now, best first.
+
+    Args:
+        problem: The job.
+        plan: The plan whose states the surviving nodes hold.
+        nodes: The live nodes, survivors and joiners, in any order; without those that have announced to leave.
+        domains: Label of the failure domain (zone, rack) of nodes; a node without one shares its fate with no other.
+        slowdowns: Nodes that were seen to be slow, and by what factor (1 or more). Microbatches shift to the other
+            pipelines; layouts are for nodes as fast as profiled.
+
+    Returns:
+        An iterator: nodes are put into their places in those ways only that can be the next best.
+
+    Raises:
+        TooFewNodes: Not enough for f + 1 pipelines: store the progress and stop, or wait for nodes.
+    """
+    live, factors = _distinct(nodes), _checked(slowdowns)
+    templates, composition = templates_for(problem, len(live)), _composed(problem, len(live))
+    situation = Situation(problem, templates, composition, plan, live, domains or {}, factors)
+    return _best_first(situation.ways(), nanoseconds(problem.failure_interval_s * 1e3))
+
+
+def _best_first(ways: Iterable[Way], interval_ns: int) -> Iterator[ReplanCandidate]:
+    # What copies cost and what is lacking is at least nothing, so the step alone says how good a way can be at best.
+    left = sorted(
+        ((nanoseconds(way.step_ms), number, way) for number, way in enumerate(ways)), key=lambda each: each[:2]
+    )
+    fastest_ns = left[0][0]
+    found: list[tuple[int, int, int, int, ReplanCandidate]] = []
+    for step_ns, number, way in left:
+        while found and found[0][:4] < (0, interval_ns * step_ns, 0, number):
+            yield heappop(found)[-1]
+        candidate = way.candidate()
+        # The formula above times the fastest step: a whole number, so that no rounding decides.
+        as_far_ns = nanoseconds(candidate.copy_ms) * fastest_ns + interval_ns * step_ns
+        heappush(found, (candidate.lacking_domains, as_far_ns, candidate.copied_bytes, number, candidate))
+    while found:
+        yield heappop(found)[-1]
+
+
+def _distinct(nodes: Sequence[int]) -> list[int]:
+    live = sorted(set(nodes))
+    if len(live) != len(nodes):
+        raise ValueError(f"nodes must be distinct, got {list(nodes)}; name each live node once")
+    return live
+
+
+def _checked(slowdowns: Mapping[int, float] | None) -> Mapping[int, float]:
+    for node, factor in (slowdowns or {}).items():
+        if not factor >= 1:
+            raise ValueError(f"slowdown of node {node} must be >= 1, got {factor}; 1 means as fast as profiled")
+    return slowdowns or {}
+
+
+@lru_cache(maxsize=64)
+def _templates(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
+    return plan_templates(problem, num_nodes)
+
+
+@lru_cache(maxsize=1024)
+def _composed(problem: PlanningProblem, num_nodes: int) -> tuple[int, ...]:
+    templates = templates_for(problem, num_nodes)
+    usable = usable_nodes(problem, templates, num_nodes)
+    return compose(templates, usable, problem.num_microbatches, problem.max_failures + 1)

@@ -1,0 +1,138 @@
+"""What the nodes of a plan hold, what the places of another need, and what a node must receive to take a place.
+
+A :data:`Part` says what one node of a template runs; nodes with equal parts hold the same bytes on the same devices.
+Everything here is computed once per distinct part, of which there are few however many nodes there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from math import lcm
+
+import numpy as np
+import numpy.typing as npt
+
+from resilient.templates.inputs.profile import ModelProfile
+from resilient.templates.template import PipelineTemplate
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+Part = tuple[tuple[tuple[tuple[int, int], ...], int, int], ...]
+"""Of each row of a node: first and end layer of each stage, first device, number of devices."""
+
+EMPTY = 0
+"""Number of the part of a node that holds nothing."""
+
+INTRA_NODE_SPEEDUP = 16
+"""A byte from another node costs as much as this many from other devices of the same node."""
+
+
+def parts(template: PipelineTemplate) -> tuple[Part, ...]:
+    """Return the part of each node of a template."""
+    rows: list[list[tuple[tuple[tuple[int, int], ...], int, int]]] = [[] for _ in range(template.num_nodes)]
+    for row in template.rows:
+        layers = tuple((stage.first_layer, stage.end_layer) for stage in row)
+        rows[row[0].node_index].append((layers, row[0].first_device, row[0].num_devices))
+    return tuple(map(tuple, rows))
+
+
+class StateResidency:
+    """Numbers the distinct parts of templates and knows what each holds.
+
+    Args:
+        profile: The model's layers.
+    """
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self.state_bytes: Ints = np.array([layer.state_bytes for layer in profile.layers], dtype=np.int64)
+        uses = np.eye(len(profile.layers), dtype=np.int64)
+        for index, layer in enumerate(profile.layers):
+            uses[index, [profile.index(owner) for owner in layer.shares]] = 1
+        # Row i counts the uses of each state by the layers before i.
+        self._used_before = np.concatenate((np.zeros_like(uses[:1]), uses.cumsum(axis=0)))
+        self._parts: list[Part] = [((((0, 0),), 0, 1),)]
+        self._numbers: dict[Part, int] = {}
+        self._numbered: dict[int, tuple[PipelineTemplate, tuple[int, ...]]] = {}
+
+    def number(self, template: PipelineTemplate) -> tuple[int, ...]:
+        """Return the number of each node's part."""
+        # By identity first: hashing a template takes longer than all else that is done with it here.
+        if id(template) not in self._numbered:
+            numbers: list[int] = []
+            for part in parts(template):
+                if part not in self._numbers:
+                    self._numbers[part] = len(self._parts)
+                    self._parts.append(part)
+                numbers.append(self._numbers[part])
+            self._numbered[id(template)] = template, tuple(numbers)
+        return self._numbered[id(template)][1]
+
+    def states(self, numbers: Ints) -> Flags:
+        """Return which states the parts with these numbers hold. [parts, layers]"""
+        distinct, where = np.unique(numbers, return_inverse=True)
+        rows = _Rows([self._parts[number] for number in distinct])
+        return np.logical_or.reduceat(self._row_states(rows), rows.starts)[where]
+
+    def prices(self, needed: Ints, held: Ints) -> Floats:
+        """Return what nodes with the held parts must receive to take places with the needed ones. [needed, held]
+
+        That is the bytes of states that no device of the node holds, plus 1/:data:`INTRA_NODE_SPEEDUP` of those that
+        its devices have to hand each other; device k of a row of degree d holds the k-th 1/d of each of its states.
+        The unit is such that all prices are whole: sums are exact, and every machine finds the same least one.
+        """
+        needed, needed_row = np.unique(needed, return_inverse=True)
+        held, held_row = np.unique(held, return_inverse=True)
+        need = self.states(needed) * self.state_bytes.astype(np.float64)
+        from_nodes = need.sum(axis=1, keepdims=True) - need @ self.states(held).T.astype(np.float64)
+
+        wants = _Rows([self._parts[number] for number in needed])
+        has = _Rows([self._parts[number] for number in held])
+        cells = lcm(*wants.degrees.tolist(), *has.degrees.tolist())
+        need = self._row_states(wants) * self.state_bytes.astype(np.float64)
+        kept = (need @ self._row_states(has).T.astype(np.float64)) * _common_cells(wants, has, cells)
+        kept = np.add.reduceat(np.add.reduceat(kept, wants.starts, axis=0), has.starts, axis=1)
+        to_devices = cells * np.add.reduceat(need.sum(axis=1, keepdims=True), wants.starts) - kept
+
+        prices = (INTRA_NODE_SPEEDUP - 1) * cells * from_nodes + to_devices
+        return prices[needed_row].take(held_row, axis=1)
+
+    def _row_states(self, rows: _Rows) -> Flags:
+        by_stage = self._used_before[rows.ends] > self._used_before[rows.firsts]
+        return by_stage if len(rows.stages) == len(by_stage) else np.logical_or.reduceat(by_stage, rows.stages)
+
+
+class _Rows:
+    """The rows of some parts, one after the other.
+
+    Those of the i-th part begin at ``starts[i]``, and the stages of the i-th row at ``stages[i]``.
+    """
+
+    def __init__(self, of: Sequence[Part]) -> None:
+        rows = list(chain.from_iterable(of))
+        self.starts: Ints = np.cumsum([0, *map(len, of)])[:-1]
+        self.stages: Ints = np.cumsum([0, *(len(layers) for layers, _, _ in rows)])[:-1]
+        self.firsts, self.ends = np.array([each for layers, _, _ in rows for each in layers], dtype=np.int64).T
+        self.first_devices, self.degrees = np.array([devices for _, *devices in rows], dtype=np.int64).T
+
+
+def _common_cells(wants: _Rows, has: _Rows, cells: int) -> Ints:
+    """Return how many of a state's ``cells`` equal cells lie on the same device in both rows. [wants, has]"""
+    num_devices = int(max(np.max(each.first_devices + each.degrees) for each in (wants, has)))
+    (first_wanted, end_wanted), (first, end) = (_intervals(each, cells, num_devices) for each in (wants, has))
+    common = np.zeros((len(first_wanted), len(first)), dtype=np.int64)
+    for device in range(num_devices):
+        upper = np.minimum(end_wanted[:, device, None], end[:, device])
+        lower = np.maximum(first_wanted[:, device, None], first[:, device])
+        common += np.maximum(upper - lower, 0)
+    return common
+
+
+def _intervals(rows: _Rows, cells: int, num_devices: int) -> tuple[Ints, Ints]:
+    """Return the first and end cell that each device holds of each row's states. [rows, devices]"""
+    shards = np.arange(num_devices) - rows.first_devices[:, None]
+    width = (cells // rows.degrees)[:, None]
+    inside = (shards >= 0) & (shards < rows.degrees[:, None])
+    return np.where(inside, shards * width, 0), np.where(inside, (shards + 1) * width, 0)

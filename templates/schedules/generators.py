@@ -1,0 +1,157 @@
+"""Makes schedules: GPipe, 1F1B and its eager and interleaved forms, zero-bubble orders, and forwards alone.
+
+All of them are one pattern. A row runs its forwards and its backwards each in a fixed order, some forwards first (the
+warm-up), then a forward and a backward in turn, then the backwards that are left. Where the backward is split, the part
+for the weights follows the part for the inputs some microbatches later. The kinds differ in these two numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.schedule import Op, Schedule
+
+_SPLIT = (ScheduleKind.ZB_H1, ScheduleKind.ZB_H2)
+
+
+def generate(
+    kind: ScheduleKind,
+    num_rows: int,
+    num_microbatches: int,
+    *,
+    states: Sequence[Sequence[int]] | None = None,
+    num_chunks: int = 1,
+    max_in_flight: Sequence[int] | None = None,
+) -> Schedule:
+    """Return the schedule of a pipeline for one step.
+
+    - gpipe: all forwards, then all backwards.
+    - 1f1b: as many forwards as rows follow, then one forward and one backward in turn; at most ``num_rows - row``
+      microbatches are in flight.
+    - eager-1f1b: 1F1B with up to twice the forwards first: it hides messages, and evens out microbatches of unequal
+      length, for up to ``2 (num_rows - row) - 1`` microbatches in flight.
+    - interleaved-1f1b: ``num_chunks`` stages in each row, stage ``s`` in row ``s % num_rows``, in turn by groups of
+      ``num_rows`` microbatches (the left-over ones join the first groups): the pipeline fills ``num_chunks`` times
+      faster, for more messages and activations.
+    - zb-h1: 1F1B whose backward for the weights comes ``row`` microbatches late; every row then holds what row 0 does
+      in 1F1B, and a third of the bubble is left when all three parts take equally long.
+    - zb-h2: twice the forwards first and twice as late; no bubble is left between a row's first and last action, for
+      ``2 num_rows - 1`` microbatches in flight.
+    - forward-only: for evaluation.
+
+    The REDUCE actions stand last in every row, in descending order of states, so all holders of states wait for the
+    sums in the same order. The executor *starts* a state's sum as soon as its gradient is final.
+
+    Args:
+        kind: Which one.
+        num_rows: Workers (device groups) of the pipeline.
+        num_microbatches: The pipeline's share of the step.
+        states: Per stage, the indices of the layer states it holds (the owners' indices, where layers share); without
+            it, gradients are not summed.
+        num_chunks: Stages per row, for interleaved-1f1b.
+        max_in_flight: Per row, for eager-1f1b, how many microbatches its memory holds, where that is fewer.
+
+    Raises:
+        ValueError: A number is out of its range, or does not belong to the kind.
+    """
+    _check(kind, num_rows, num_microbatches, num_chunks, max_in_flight)
+    num_stages = num_rows * num_chunks
+    if states is None:
+        states = [()] * num_stages
+    if len(states) != num_stages:
+        raise ValueError(f"states must list each of the {num_stages} stages, got {len(states)}; list one per stage")
+    rounds = max(1, num_microbatches // num_rows)
+    groups = np.array_split(np.arange(num_microbatches), rounds)
+    chunk_order = np.concatenate([np.repeat(np.arange(num_chunks), len(group)) for group in groups])
+    microbatch_order = np.concatenate([np.tile(group, num_chunks) for group in groups])
+    # a row that runs ahead of the one before it would wait for forwards that wait for its own backwards
+    allowed = np.minimum.accumulate(max_in_flight or [num_microbatches] * num_rows)
+    tables: list[NDArray[np.int32]] = []
+    for row in range(num_rows):
+        following = num_rows - 1 - row
+        warmup = {
+            ScheduleKind.GPIPE: num_microbatches,
+            ScheduleKind.ONE_F_ONE_B: following,
+            ScheduleKind.EAGER: min(2 * following, int(allowed[row]) - 1),
+            ScheduleKind.INTERLEAVED: (num_chunks - 1) * len(groups[0]) + 2 * following,
+            ScheduleKind.ZB_H1: following,
+            ScheduleKind.ZB_H2: 2 * following,
+            ScheduleKind.FORWARD_ONLY: num_microbatches,
+        }[kind]
+        lag = row if kind is ScheduleKind.ZB_H1 else 2 * row
+        forwards = _codes(Op.FORWARD, chunk_order * num_rows + row, microbatch_order)
+        backwards = _codes(Op.BACKWARD, (num_chunks - 1 - chunk_order) * num_rows + row, microbatch_order)
+        if kind is ScheduleKind.FORWARD_ONLY:
+            computations = forwards
+        else:
+            computations = _in_turn(forwards, backwards, min(warmup, len(forwards)), lag if kind in _SPLIT else None)
+        held = {state: stage for stage in range(row, num_stages, num_rows)[::-1] for state in states[stage]}
+        order = sorted(held, reverse=True)
+        reduces = _codes(Op.REDUCE, np.array([held[state] for state in order], int), np.array(order, int))
+        tables.append(np.concatenate([_with_messages(computations, num_rows, num_stages), reduces]))
+    return Schedule(np.concatenate(tables), tuple(np.cumsum([len(table) for table in tables]).tolist()))
+
+
+def _check(
+    kind: ScheduleKind, num_rows: int, num_microbatches: int, num_chunks: int, max_in_flight: Sequence[int] | None
+) -> None:
+    if num_rows < 1 or num_microbatches < 1:
+        raise ValueError(
+            f"num_rows and num_microbatches must be >= 1, got {num_rows} and {num_microbatches}; "
+            f"give every pipeline a stage and a microbatch"
+        )
+    if num_chunks < 1 or (num_chunks == 1) == (kind is ScheduleKind.INTERLEAVED):
+        raise ValueError(
+            f"num_chunks must be >= 2 for {ScheduleKind.INTERLEAVED.value} and 1 for all others, got {num_chunks} for "
+            f"{kind.value}; {ScheduleKind.ONE_F_ONE_B.value} is the schedule with one stage per row"
+        )
+    if max_in_flight is not None and kind is not ScheduleKind.EAGER:
+        raise ValueError(
+            f"max_in_flight must be None for all but {ScheduleKind.EAGER.value}, got {list(max_in_flight)} "
+            f"for {kind.value}; the others keep as many microbatches in flight as their order needs"
+        )
+    if max_in_flight is not None and (len(max_in_flight) != num_rows or min(max_in_flight) < 1):
+        raise ValueError(
+            f"max_in_flight must be >= 1 for each of the {num_rows} rows, got {list(max_in_flight)}; "
+            f"a row whose memory holds no microbatch cannot run"
+        )
+
+
+def _codes(op: Op, stages: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int32]:
+    return np.stack([np.full(len(stages), op), stages, indices], axis=1).astype(np.int32)
+
+
+def _in_turn(
+    forwards: NDArray[np.int32], backwards: NDArray[np.int32], warmup: int, weight_lag: int | None
+) -> NDArray[np.int32]:
+    """Return a row's computations: ``warmup`` forwards, then one of each in turn; split where there is a lag.
+
+    Turn ``i`` is the forward ``i + warmup``, the backward ``i``, and the backward for the weights ``i - weight_lag``.
+    """
+    turns = np.arange(len(forwards))
+    parts, keys = [forwards, backwards], [3 * (turns - warmup), 3 * turns + 1]
+    if weight_lag is not None:
+        inputs, weights = backwards.copy(), backwards.copy()
+        inputs[:, 0], weights[:, 0] = Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
+        parts, keys = [forwards, inputs, weights], [*keys, 3 * (turns + weight_lag) + 2]
+    return np.concatenate(parts)[np.argsort(np.concatenate(keys))]
+
+
+def _with_messages(computations: NDArray[np.int32], num_rows: int, num_stages: int) -> NDArray[np.int32]:
+    """Put each receive right before the computation that needs it, each send right after the one it comes from."""
+    if num_rows == 1:
+        return computations
+    op, stage = computations[:, 0], computations[:, 1]
+    forward, backward = op == Op.FORWARD, (op == Op.BACKWARD) | (op == Op.BACKWARD_INPUT)
+    has_previous, has_next = stage > 0, stage < num_stages - 1
+    table = np.repeat(computations[:, None], 3, axis=1)  # of each computation: receive, itself, send
+    table[:, 0, 0] = np.where(forward, Op.RECV_F, Op.RECV_B)
+    table[:, 2, 0] = np.where(forward, Op.SEND_F, Op.SEND_B)
+    kept = np.ones(table.shape[:2], dtype=bool)
+    kept[:, 0] = (forward & has_previous) | (backward & has_next)
+    kept[:, 2] = (forward & has_next) | (backward & has_previous)
+    return table[kept]

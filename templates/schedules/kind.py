@@ -1,0 +1,62 @@
+"""The kinds of schedules, and how many microbatches each keeps in flight."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class ScheduleKind(str, Enum):
+    """The schedules there are, by the names that users give."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    EAGER = "eager-1f1b"
+    INTERLEAVED = "interleaved-1f1b"
+    ZB_H1 = "zb-h1"
+    ZB_H2 = "zb-h2"
+    FORWARD_ONLY = "forward-only"
+
+
+def most_in_flight(kind: ScheduleKind, num_rows: int, num_microbatches: int) -> tuple[int, ...]:
+    """Return, per row, how many microbatches its memory must hold.
+
+    1f1b and eager-1f1b may count more than there are; eager-1f1b keeps to what the memory holds beyond 1f1b's.
+
+    Args:
+        kind: One that trains, with one stage per row.
+        num_rows: Rows of the pipeline.
+        num_microbatches: The most that it can get.
+    """
+    each = {ScheduleKind.GPIPE: num_microbatches, ScheduleKind.ZB_H1: num_rows, ScheduleKind.ZB_H2: 2 * num_rows - 1}
+    if kind in each:
+        return (min(each[kind], num_microbatches),) * num_rows
+    return tuple(range(num_rows, 0, -1))
+
+
+def chunks_in_flight(num_rows: int, num_chunks: int, num_microbatches: int) -> NDArray[np.int64]:
+    """Return how many microbatches of each chunk of each row interleaved 1F1B keeps in flight at most. [rows, chunks]
+
+    A chunk's backward is ``(num_chunks - 1 - 2 chunk) * group`` places further in its order than its forward in the
+    other, and the warm-up further away: so what is in flight are the chunk's forwards among so many in a row, of which
+    each round has a group. Numbers of microbatches differ in the sizes of their groups alone, and from some number on
+    these are ``num_rows`` and one more.
+
+    Args:
+        num_rows: Rows of the pipeline.
+        num_chunks: Stages of each.
+        num_microbatches: The most that it can get.
+    """
+    following, chunk = np.arange(num_rows)[::-1, None], np.arange(num_chunks)
+    most = np.zeros((num_rows, num_chunks), dtype=np.int64)
+    for number in range(1, min(num_microbatches, num_rows * (num_rows + 2)) + 1):
+        rounds = max(1, number // num_rows)
+        smallest, largest = number // rounds, -(-number // rounds)
+        warmup = (num_chunks - 1) * largest + 2 * following
+        later = num_chunks - 1 - 2 * chunk
+        among = warmup + later * np.where(later > 0, largest, smallest) + 1
+        full, rest = np.divmod(among, num_chunks * smallest)
+        most = np.maximum(most, np.minimum(full * largest + np.minimum(rest, largest), number))
+    return most

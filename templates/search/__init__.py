@@ -1,0 +1,1 @@
+"""From layers to templates: the stage layouts with the shortest step, exactly."""

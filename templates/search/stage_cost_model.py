@@ -1,0 +1,352 @@
+"""What a stage costs: time and memory of contiguous layers at a tensor-parallel degree, as whole nanoseconds and bytes.
+
+A stage of layers i .. j - 1 on d devices of a node costs, for one microbatch, their forward, their backward and the two
+messages over the boundary before it (the gradient's only where layer i needs one). Activation checkpointing adds the
+forward of all its layers once more, where it runs a backward at all. Each device holds
+
+    ceil((states + gradients) / d) + in_flight * activations
+
+where the states and gradients are those of the layers and of the owners they share from, and in_flight is what the
+schedule keeps of a pipeline that has enough microbatches, so that a template holds whatever its share becomes. In 1F1B
+that is the number of stages from this one to the last; in the others it follows from the number of all stages
+(:func:`resilient.templates.schedules.kind.most_in_flight`). With checkpointing, in_flight counts the layers'
+inputs, and the activations of one layer (the largest) come on top. A stage keeps its activations if they fit, and
+checkpoints if only that fits.
+
+Before the first stage's gradient sum there is no backward left that could hide it: its time comes on top of the step
+once. The sums of later stages are taken to hide behind the backwards of the stages before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from resilient.templates.common.durations import nanoseconds
+from resilient.templates.plan import PlanningProblem
+from resilient.templates.schedules.kind import ScheduleKind, most_in_flight
+from resilient.templates.template import StageSpec
+
+Table = npt.NDArray[np.int64]
+
+STAGE_BITS = 12
+"""Sums of times are kept with the number of stages in the low bits: one comparison finds the least sum, then stages."""
+
+_UNLIMITED = 1 << 62
+"""More microbatches than there can be."""
+
+_MOST_NS = 10**14
+"""Of a microbatch through all layers: about a day. Sums of times, with the number of stages, then fit into 64 bits."""
+
+
+class Tables(NamedTuple):
+    """The costs as the compiled search reads them. D degrees, L layers, M devices of a node.
+
+    Times are shifted left by ``STAGE_BITS``. An end is the last j up to which stages i .. j - 1 qualify, i where none
+    does.
+
+    Args:
+        degrees: Those that fit in a node, ascending. [D]
+        sums: Times of the layers before each one: forward and backward, or two forwards and backward; without, or with
+            the gradient sum of a first stage that ends there. [forward again, with gradient sum, D, L + 1]
+        send: Messages before a stage that starts with the layer, within a node or between nodes. [2, L]
+        next_backward: First layer, from each one on, that runs a backward; L where none does. [L]
+        ends: Ends of stages that fit in memory with activations kept, or with those or checkpoints, by how much is in
+            flight. [2, D, L, L + 1]
+        fewest: Least number of stages that use x devices of a node; L + 1 where none can. [M + 1]
+    """
+
+    degrees: Table
+    sums: Table
+    send: Table
+    next_backward: Table
+    ends: Table
+    fewest: Table
+
+
+class Spans(NamedTuple):
+    """What stages on one device cost, for cuts that are evaluated many at a time. L layers; prefix sums are [L + 1].
+
+    Args:
+        forward: Prefix sums of forward times, in nanoseconds.
+        work: Of forward and backward times.
+        send: Messages before a stage that starts with the layer, within a node or between nodes. [2, L]
+        held: States and gradients of layers i .. j - 1. [L, L + 1]
+        kept: Prefix sums of activations.
+        inputs: Of the layers' inputs.
+        largest: Activations of the largest of layers i .. j - 1. [L, L + 1]
+        next_backward: First layer, from each one on, that runs a backward; L where none does. [L]
+    """
+
+    forward: Table
+    work: Table
+    send: Table
+    held: Table
+    kept: Table
+    inputs: Table
+    largest: Table
+    next_backward: Table
+
+
+class StageCosts:
+    """Costs of all stages of a problem.
+
+    Layers that all take no time count for one nanosecond each, so that they are cut evenly.
+    """
+
+    def __init__(self, problem: PlanningProblem) -> None:
+        profile, cluster = problem.profile, problem.cluster
+        layers = profile.layers
+        self.problem = problem
+        self.num_layers = len(layers)
+        self.degrees = tuple(d for d in profile.tp_degrees if d <= cluster.devices_per_node)
+        forward = [[nanoseconds(layer.costs[q].forward_ms) for layer in layers] for q in range(len(self.degrees))]
+        backward = [[nanoseconds(layer.backward_ms(q)) for layer in layers] for q in range(len(self.degrees))]
+        if not any(map(any, forward)) and not any(map(any, backward)):
+            forward = [[1] * self.num_layers for _ in self.degrees]
+        self._forward = [_prefix_sums(row) for row in forward]
+        self._backward = [_prefix_sums(row) for row in backward]
+        self._send = [
+            [0] + [nanoseconds(link.transfer_ms(x.input_bytes)) * (1 + x.input_gradient) for x in layers[1:]]
+            for link in (cluster.intra_node, cluster.inter_node)
+        ]
+        self._fewest = self._fewest_stages()
+        gradients = _prefix_sums([layer.gradient_bytes for layer in layers])
+        self._sync = [
+            [nanoseconds(cluster.inter_node.transfer_ms(2 * total / degree)) if total else 0 for total in gradients]
+            for degree in self.degrees
+        ]
+        messages = max(map(sum, self._send)) + max(map(max, self._sync))
+        _check_times(2 * max(map(sum, forward)) + max(map(sum, backward)) + messages)
+        self._next_backward = [self.num_layers] * (self.num_layers + 1)
+        for i in reversed(range(self.num_layers)):
+            runs = layers[i].trainable or layers[i].input_gradient
+            self._next_backward[i] = i if runs else self._next_backward[i + 1]
+        self._held = _held_bytes(problem)
+        self._inputs = _prefix_sums([layer.input_bytes for layer in layers])
+        self._activations = [[layer.costs[q].activation_bytes for layer in layers] for q in range(len(self.degrees))]
+        self._kept = [_prefix_sums(row) for row in self._activations]
+
+    @property
+    def fewest_per_node(self) -> int:
+        """The least number of stages that use all devices of a node; more than the layers where none can."""
+        return self._fewest[-1]
+
+    @property
+    def least_total(self) -> int:
+        """A time that all stages take at least."""
+        work = np.diff(np.array(self._forward, dtype=np.int64) + np.array(self._backward, dtype=np.int64))
+        return int(work.min(axis=0).sum())
+
+    def in_flight(self, num_stages: int) -> int | None:
+        """Return how many microbatches every stage of a pipeline of so many stages must hold.
+
+        None where that is the number of stages from it to the last, or where memory is not limited.
+        """
+        problem = self.problem
+        if problem.schedule in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.EAGER) or problem.cluster.memory_bytes is None:
+            return None
+        return most_in_flight(problem.schedule, num_stages, problem.most_microbatches)[0]
+
+    def tables(self, *, with_sync: bool, in_flight: int | None) -> Tables:
+        """Return the costs for the search.
+
+        Args:
+            with_sync: Whether there are pipelines to sum gradients with.
+            in_flight: As :meth:`in_flight` returns it.
+        """
+        forward = np.array(self._forward, dtype=np.int64)
+        work = forward + np.array(self._backward, dtype=np.int64)
+        sync = np.array(self._sync, dtype=np.int64) * with_sync
+        sums = np.stack([np.stack([times, times + sync]) for times in (work, work + forward)])
+        return Tables(
+            degrees=np.array(self.degrees, dtype=np.int64),
+            sums=sums << STAGE_BITS,
+            send=np.array(self._send, dtype=np.int64) << STAGE_BITS,
+            next_backward=np.array(self._next_backward[:-1], dtype=np.int64),
+            ends=self._ends(in_flight),
+            fewest=np.array(self._fewest, dtype=np.int64),
+        )
+
+    def times(self) -> Table:
+        """Return all distinct times of stages, ascending."""
+        size = self.num_layers
+        forward = np.array(self._forward, dtype=np.int64)
+        work = forward + np.array(self._backward, dtype=np.int64)
+        first, end = np.triu_indices(size + 1, 1)
+        spans = [work[:, end] - work[:, first]]
+        if self.problem.cluster.memory_bytes is not None and self.problem.activation_checkpointing:
+            again = np.array(self._next_backward)[first] < end
+            spans.append(spans[0] + again * (forward[:, end] - forward[:, first]))
+        sends = np.unique(np.array(self._send, dtype=np.int64)[:, first], axis=0)
+        return np.unique([span + send for span in spans for send in sends])
+
+    def spans(self) -> Spans:
+        """Return the costs of stages on one device, the first degree."""
+        forward = np.array(self._forward[0], dtype=np.int64)
+        return Spans(
+            forward=forward,
+            work=forward + np.array(self._backward[0], dtype=np.int64),
+            send=np.array(self._send, dtype=np.int64),
+            held=self._held,
+            kept=np.array(self._kept[0], dtype=np.int64),
+            inputs=np.array(self._inputs, dtype=np.int64),
+            largest=self._largest(0),
+            next_backward=np.array(self._next_backward[:-1], dtype=np.int64),
+        )
+
+    def stage(
+        self,
+        first: int,
+        end: int,
+        degree_index: int,
+        device: int,
+        in_flight: int,
+        *,
+        checkpointing: bool | None = None,
+        send_ms: float | None = None,
+    ) -> StageSpec:
+        """Return the stage of layers ``first .. end - 1``.
+
+        Args:
+            first: First layer.
+            end: One past the last layer.
+            degree_index: Of its tensor-parallel degree.
+            device: Its first device, counted over the nodes of the template.
+            in_flight: Microbatches that it must hold at once.
+            checkpointing: Whether it does that; by default where only that fits.
+            send_ms: Of its messages; by default they come from the device before.
+        """
+        devices_per_node = self.problem.cluster.devices_per_node
+        forward = self._forward[degree_index][end] - self._forward[degree_index][first]
+        backward = self._backward[degree_index][end] - self._backward[degree_index][first]
+        memory = self._memory_bytes(first, end, degree_index, in_flight, checkpointing=False)
+        limit = self.problem.cluster.memory_bytes
+        if checkpointing is None:
+            checkpointing = limit is not None and memory > limit
+        if checkpointing:
+            memory = self._memory_bytes(first, end, degree_index, in_flight, checkpointing=True)
+            backward += forward * (self._next_backward[first] < end)
+        most: int | None = None
+        if limit is not None and self.problem.schedule is ScheduleKind.EAGER:
+            each = self._memory_bytes(first, end, degree_index, in_flight + 1, checkpointing=checkpointing) - memory
+            most = in_flight + (limit - memory) // each if each else self.problem.num_microbatches
+        return StageSpec(
+            first_layer=first,
+            end_layer=end,
+            node_index=device // devices_per_node,
+            first_device=device % devices_per_node,
+            num_devices=self.degrees[degree_index],
+            checkpointing=checkpointing,
+            forward_ms=forward / 1e6,
+            backward_ms=backward / 1e6,
+            send_ms=self._send[device % devices_per_node == 0][first] / 1e6 if send_ms is None else send_ms,
+            memory_bytes=memory,
+            max_in_flight=most,
+        )
+
+    def sync_ms(self, end: int, degree_index: int) -> float:
+        """Return the time of the gradient sum of a first stage of layers ``0 .. end - 1``."""
+        return self._sync[degree_index][end] / 1e6
+
+    def least_memory_bytes(self, layer: int, in_flight: int) -> int:
+        """Return what a stage of one layer needs at least, on each device, at the best of degrees."""
+        checkpointing = (False, True) if self.problem.activation_checkpointing else (False,)
+        return min(
+            self._memory_bytes(layer, layer + 1, q, in_flight, checkpointing=again)
+            for q in range(len(self.degrees))
+            for again in checkpointing
+        )
+
+    def _memory_bytes(self, first: int, end: int, degree_index: int, in_flight: int, *, checkpointing: bool) -> int:
+        held = -(-int(self._held[first, end]) // self.degrees[degree_index])
+        if not checkpointing:
+            return held + in_flight * (self._kept[degree_index][end] - self._kept[degree_index][first])
+        largest = max(self._activations[degree_index][first:end])
+        return held + in_flight * (self._inputs[end] - self._inputs[first]) + largest
+
+    def _fewest_stages(self) -> list[int]:
+        fewest = [0]
+        for devices in range(1, self.problem.cluster.devices_per_node + 1):
+            before = [fewest[devices - degree] for degree in self.degrees if degree <= devices]
+            fewest.append(min([self.num_layers + 1, *(count + 1 for count in before)]))
+        return fewest
+
+    def _ends(self, in_flight: int | None) -> Table:
+        """Return the ``ends`` of :class:`Tables`."""
+        size = self.num_layers
+        shape = (2, len(self.degrees), size, size + 1)
+        if self.problem.cluster.memory_bytes is None:
+            return np.full(shape, size, dtype=np.int64)
+        if in_flight is not None:
+            ends = np.arange(size) + np.count_nonzero(self._most_held >= in_flight, axis=-1)
+            return np.repeat(ends[..., None], size + 1, axis=-1)
+        counts = np.arange(size + 1)
+        ends = np.empty(shape, dtype=np.int64)
+        for kind, q, i in np.ndindex(shape[:3]):
+            ends[kind, q, i] = i + np.searchsorted(-self._most_held[kind, q, i, i + 1 :], -counts, side="right")
+        return ends
+
+    @cached_property
+    def _most_held(self) -> Table:
+        """How many microbatches stages i .. j - 1 have memory for, -1 where j <= i. [2, D, L, L + 1]
+
+        With activations kept, and with those or checkpoints.
+        """
+        size, memory = self.num_layers, self.problem.cluster.memory_bytes
+        assert memory is not None
+        most = np.empty((2, len(self.degrees), size, size + 1), dtype=np.int64)
+        inputs = np.array(self._inputs, dtype=np.int64)
+        for q, degree in enumerate(self.degrees):
+            kept = np.array(self._kept[q], dtype=np.int64)
+            free = memory - -(-self._held // degree)
+            most[:, q] = _times_that_fit(free, kept - kept[:-1, None])
+            if self.problem.activation_checkpointing:
+                again = _times_that_fit(free - self._largest(q), inputs - inputs[:-1, None])
+                most[1, q] = np.maximum(most[1, q], again)
+        most[:, :, np.tri(size, size + 1, dtype=bool)] = -1
+        return most
+
+    def _largest(self, degree_index: int) -> Table:
+        """Return the activations of the largest of layers i .. j - 1. [L, L + 1]"""
+        largest = np.zeros((self.num_layers, self.num_layers + 1), dtype=np.int64)
+        for i in range(self.num_layers):
+            largest[i, i + 1 :] = np.maximum.accumulate(self._activations[degree_index][i:])
+        return largest
+
+
+def _check_times(sum_ns: int) -> None:
+    if sum_ns > _MOST_NS:
+        raise ValueError(
+            f"costs and messages of all layers must be at most {_MOST_NS // 10**6} ms in all, got "
+            f"{sum_ns / 1e6:g}; times are in milliseconds: profile the layers again"
+        )
+
+
+def _prefix_sums(values: Sequence[int]) -> list[int]:
+    return list(accumulate(values, initial=0))
+
+
+def _held_bytes(problem: PlanningProblem) -> Table:
+    """Return ``held[i, j]``, states and gradients of layers i .. j - 1 with their owners elsewhere. [L, L + 1]"""
+    layers = problem.profile.layers
+    sizes = [layer.state_bytes + layer.gradient_bytes for layer in layers]
+    sums = np.array(_prefix_sums(sizes), dtype=np.int64)
+    held = np.maximum(sums[None, :] - sums[:-1, None], 0)
+    first, end = np.arange(len(layers))[:, None], np.arange(len(layers) + 1)[None, :]
+    for owner in {owner for layer in layers for owner in layer.shares}:
+        position = problem.profile.index(owner)
+        users = np.array([i for i, layer in enumerate(layers) if owner in layer.shares])
+        next_user = np.append(users, len(layers))[np.searchsorted(users, first)]
+        held += sizes[position] * ((next_user < end) & ((position < first) | (position >= end)))
+    return held
+
+
+def _times_that_fit(free: Table, each: Table) -> Table:
+    """Return how many times ``each`` goes into ``free`` bytes; 0 where not even nothing fits."""
+    return np.where(free < 0, 0, np.where(each > 0, free // np.maximum(each, 1), _UNLIMITED))

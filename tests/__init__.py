@@ -1,0 +1,1 @@
+"""The tests; folders lie as those of the code."""

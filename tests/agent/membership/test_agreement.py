@@ -1,0 +1,82 @@
+"""The agreement on the version to go on from."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient.agent.membership.agreement import NOTHING, Agreement, agree, share_out, uncovered
+from resilient.protocol.messages import Progress
+from tests.agent.membership.simulated import PROFILE, STATES, outcome
+
+
+def at(
+    version: int,
+    *,
+    complete: bool = False,
+    begun: bool = False,
+    passed: bool = False,
+    current: tuple[str, ...] = ("a",),
+) -> Progress:
+    return Progress(
+        version=version,
+        complete=complete,
+        begun=begun,
+        passed=outcome(version) if passed else None,
+        current=current,
+        retained=("kept",),
+    )
+
+
+def test_nobody_passed_keeps_the_version_even_when_all_are_complete() -> None:
+    agreement = agree({(0, 0): at(3, complete=True), (1, 0): at(3, complete=True)}, outcome(3), 0)
+    assert (agreement.version, agreement.roll_forward) == (3, None)
+    assert agreement.held == {(0, 0): ("a", "kept"), (1, 0): ("a", "kept")}
+
+
+def test_one_who_passed_takes_the_others_along() -> None:
+    agreement = agree({(0, 0): at(4, passed=True), (1, 0): at(3, complete=True), (2, 0): NOTHING}, None, 0)
+    assert (agreement.version, agreement.roll_forward) == (4, outcome(4))
+    assert agreement.held == {(0, 0): ("a", "kept"), (1, 0): ("a",)}  # what was kept cannot be rolled forward
+
+
+def test_step_is_lost_where_somebody_at_the_agreed_version_has_begun_it() -> None:
+    behind, ahead = at(3, complete=True, begun=True), at(4, passed=True)
+    assert agree({(0, 0): behind}, None, 0).begun
+    assert not agree({(0, 0): behind, (1, 0): ahead}, None, 0).begun  # what it had begun is committed
+    assert agree({(0, 0): behind, (1, 0): at(4, passed=True, begun=True)}, None, 0).begun
+
+
+def test_incomplete_worker_behind_holds_nothing() -> None:
+    agreement = agree({(0, 0): at(4, passed=True), (1, 0): at(3)}, None, 0)
+    assert (agreement.version, agreement.roll_forward) == (4, None)
+    assert (1, 0) not in agreement.held
+
+
+def test_outcome_seen_from_the_dead_counts() -> None:
+    agreement = agree({(0, 0): at(3, complete=True)}, outcome(4), 0)
+    assert (agreement.version, agreement.roll_forward) == (4, outcome(4))
+
+
+def test_nobody_goes_back_behind_the_generation() -> None:
+    assert agree({(0, 0): NOTHING}, None, 5).version == 5
+
+
+@given(st.dictionaries(st.tuples(st.integers(0, 5), st.just(0)), st.sets(st.sampled_from(STATES))))
+def test_every_held_state_is_saved_exactly_once(held: dict[tuple[int, int], set[str]]) -> None:
+    agreement = Agreement(
+        version=1, outcome=None, roll_forward=None, held={worker: tuple(names) for worker, names in held.items()}
+    )
+    shares = share_out(agreement, PROFILE)
+    saved = [name for names in shares.values() for name in names]
+    assert sorted(saved) == sorted(set().union(*held.values()))
+    assert all(set(names) <= held[worker] for worker, names in shares.items())
+
+
+def test_saving_is_spread_evenly() -> None:
+    agreement = Agreement(version=1, outcome=None, roll_forward=None, held={(0, 0): STATES, (1, 0): STATES})
+    assert [len(names) for names in share_out(agreement, PROFILE).values()] == [2, 2]
+
+
+def test_uncovered_states_come_in_layer_order() -> None:
+    assert uncovered(PROFILE, {STATES[1]: None}) == (STATES[0], *STATES[2:])

@@ -1,0 +1,101 @@
+"""A checkpoint on the way that cannot be written costs nobody the training, and is never offered to resume from."""
+
+from __future__ import annotations
+
+from resilient.agent.membership.events import ManifestFailed, StopWanted
+from resilient.agent.membership.state import Phase
+from resilient.protocol.messages import NotSaved
+from tests.agent.membership.simulated import STATES, Job
+
+ERROR = "/runs/x/checkpoints/step-00000003 cannot be written ([Errno 28] No space left on device); make room there"
+
+
+def path_of(step: int) -> str:
+    return f"/runs/x/checkpoints/step-{step:08d}"
+
+
+def started(**changes: object) -> Job:
+    job = Job(**changes)
+    job.start()
+    assert job.machine.phase is Phase.RUNNING
+    return job
+
+
+def save(job: Job, step: int) -> None:
+    """Have all placed workers save a part of the step's checkpoint."""
+    for worker in job.placed():
+        job.say(worker, job.saved(job.machine.generation, step, job.workers[worker].current))
+
+
+def stop(job: Job) -> str:
+    """End the job now; return the reason given, which names what to resume from."""
+    job.feed(StopWanted(exit_code=1, reason="enough"))
+    assert job.stop is not None
+    return job.stop.reason
+
+
+def test_part_that_cannot_be_written_is_told_and_training_goes_on() -> None:
+    job = started()
+    job.step(3)
+    victim, other, *_ = job.placed()
+    job.say(other, job.saved(1, 3, STATES[1:]))
+    job.say(victim, NotSaved(step=3, error=ERROR))
+    assert job.last("checkpoint_failed") == {"step": 3, "node": victim[0], "error": ERROR, "newest": None}
+    assert (job.machine.phase, job.machine.generation, job.manifests) == (Phase.RUNNING, 1, [])
+    job.step(6)
+    save(job, 6)
+    assert [made.path for made in job.manifests] == [path_of(6)]
+    assert job.last("checkpoint") == {"step": 6, "path": path_of(6)}
+    job.step(9)
+    job.say(victim, NotSaved(step=9, error=ERROR))
+    assert job.last("checkpoint_failed")["newest"] == path_of(6)
+    assert stop(job) == f"enough; resume with: resilient run --nodes 4 --resume {path_of(6)} train.py"
+
+
+def test_checkpoint_without_its_manifest_is_told_and_training_goes_on() -> None:
+    job = started()
+    job.step(3)
+    save(job, 3)
+    job.feed(ManifestFailed(path=path_of(3), error=ERROR))
+    assert job.last("checkpoint_failed") == {"step": 3, "node": None, "error": ERROR, "newest": None}
+    assert (job.machine.phase, job.machine.generation, job.stop) == (Phase.RUNNING, 1, None)
+    assert stop(job) == "enough; there is no checkpoint; start again with: resilient run --nodes 4 train.py"
+
+
+def test_states_that_nobody_holds_come_from_the_newest_whole_checkpoint() -> None:
+    job = started(num_nodes=4)
+    job.step(3)
+    save(job, 3)
+    job.step(6)
+    save(job, 6)
+    job.feed(ManifestFailed(path=path_of(6), error=ERROR))
+    for _ in range(2):
+        job.ready(job.connect())
+    job.lose(*(pipeline.nodes[0] for pipeline in job.plan.pipelines[:2]))
+    job.answer()
+    assert job.last("generation")["version"] == 3
+    assert f"everybody loads {path_of(3)}" in job.last("output")["text"]
+
+
+def test_last_checkpoint_without_its_manifest_ends_the_job() -> None:
+    job = started()
+    job.step(3)
+    save(job, 3)
+    job.step(10)
+    save(job, 10)
+    job.feed(ManifestFailed(path=path_of(10), error=ERROR))
+    assert job.stop is not None
+    assert job.stop.exit_code == 1
+    assert job.stop.reason == f"{ERROR}; resume with: resilient run --nodes 4 --resume {path_of(3)} train.py"
+
+
+def test_checkpoint_before_a_stop_without_its_manifest_ends_the_job_with_that_as_the_reason() -> None:
+    job = started(num_nodes=4)
+    job.step(3)
+    job.lose(1)
+    job.answer()
+    assert job.stop is not None
+    assert (job.stop.exit_code, [made.path for made in job.manifests]) == (3, [path_of(3)])
+    job.feed(ManifestFailed(path=path_of(3), error=ERROR))
+    assert job.stop.exit_code == 1
+    assert job.stop.reason == f"{ERROR}; there is no checkpoint; start again with: resilient run --nodes 4 train.py"

@@ -1,0 +1,139 @@
+"""Slow nodes are told from wrong profiles and from noise."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient.agent.membership.speeds import slowdowns
+from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
+from resilient.templates.plan import Pipeline, Plan
+from resilient.templates.template import PipelineTemplate, StageSpec
+
+PLANNED_MS = (3.0, 3.0, 3.0, 3.0)
+
+
+def profile(*times_ms: float) -> ModelProfile:
+    """Layers of these times; a third is forward."""
+    return ModelProfile(
+        layers=tuple(
+            LayerProfile(name=f"l{i}", costs=(LayerCost(forward_ms=ms / 3, backward_weight_ms=2 * ms / 3),))
+            for i, ms in enumerate(times_ms)
+        )
+    )
+
+
+def plan(*cuts: tuple[int, ...], checkpointing: bool = False) -> Plan:
+    """Pipelines with these borders, a node for each stage."""
+    pipelines: list[Pipeline] = []
+    for cut in cuts:
+        stages = tuple(
+            StageSpec(
+                first_layer=first,
+                end_layer=end,
+                node_index=i,
+                forward_ms=1.0,
+                backward_ms=1.0,
+                checkpointing=checkpointing,
+            )
+            for i, (first, end) in enumerate(pairwise(cut))
+        )
+        template = PipelineTemplate(num_nodes=len(stages), stages=stages)
+        first_node = sum(len(pipeline.nodes) for pipeline in pipelines)
+        nodes = tuple(range(first_node, first_node + len(stages)))
+        pipelines.append(Pipeline(template=template, nodes=nodes, num_microbatches=2))
+    return Plan(pipelines=tuple(pipelines))
+
+
+def measured(plan: Plan, true_ms: tuple[float, ...], slow: dict[int, float]) -> dict[tuple[int, int], float]:
+    """What the workers measure when layers take these times and some nodes take a factor longer."""
+    return {
+        (slot.node, 0): slow.get(slot.node, 1.0)
+        * sum(sum(true_ms[stage.first_layer : stage.end_layer]) for stage in slot.stages)
+        for slot in plan.slots
+    }
+
+
+THREE = plan((0, 2, 4), (0, 1, 4), (0, 3, 4))
+
+
+def test_slow_node_is_found_with_its_factor() -> None:
+    times = measured(THREE, PLANNED_MS, {2: 2.0})
+    assert slowdowns(profile(*PLANNED_MS), THREE, times) == {0: 1.0, 1: 1.0, 2: 2.0, 3: 1.0, 4: 1.0, 5: 1.0}
+
+
+def test_slow_node_with_several_stages_is_found() -> None:
+    """Two pipelines whose nodes take turns: the first runs layers 0 and 2, the second 1 and 3."""
+    stages = tuple(
+        StageSpec(first_layer=i, end_layer=i + 1, node_index=i % 2, forward_ms=1.0, backward_ms=2.0) for i in range(4)
+    )
+    template = PipelineTemplate(num_nodes=2, stages=stages)
+    two = Plan(pipelines=tuple(Pipeline(template=template, nodes=(n, n + 1), num_microbatches=2) for n in (0, 2)))
+    times = measured(two, (1.0, 2.0, 5.0, 4.0), {2: 1.5})
+    assert times == {(0, 0): 6.0, (1, 0): 6.0, (2, 0): 9.0, (3, 0): 6.0}
+    assert slowdowns(profile(*PLANNED_MS), two, times) == {0: 1.0, 1: 1.0, 2: 1.5, 3: 1.0}
+
+
+def test_slow_node_of_two_pipelines_is_found() -> None:
+    two = plan((0, 2, 4), (0, 1, 4))
+    times = measured(two, PLANNED_MS, {3: 1.5})
+    assert slowdowns(profile(*PLANNED_MS), two, times) == {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.5}
+
+
+@given(st.tuples(*[st.floats(0.1, 100.0)] * 4), st.tuples(*[st.floats(0.1, 100.0)] * 4))
+def test_profile_that_is_wrong_makes_nobody_slow(planned_ms, true_ms) -> None:
+    found = slowdowns(profile(*planned_ms), THREE, measured(THREE, true_ms, {}))
+    assert set(found.values()) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("true_ms", "node"), [((0.7, 0.7, 0.7, 1.4), 0), ((0.7, 1.4, 1.4, 0.7), 2), ((1.4, 1.0, 0.7, 1.4), 4)]
+)
+def test_wrong_profile_beside_a_slow_node_makes_its_neighbour_no_slower(true_ms: tuple[float, ...], node: int) -> None:
+    found = slowdowns(profile(1.0, 1.0, 1.0, 1.0), THREE, measured(THREE, true_ms, {node: 50.0}))
+    assert found.pop(node) > 30
+    assert set(found.values()) == {1.0}
+
+
+@given(st.dictionaries(st.integers(0, 5), st.floats(1.0, 1.24)))
+def test_small_differences_are_noise(slow: dict[int, float]) -> None:
+    found = slowdowns(profile(*PLANNED_MS), THREE, measured(THREE, PLANNED_MS, slow))
+    assert set(found.values()) == {1.0}
+
+
+def test_factors_are_relative_to_the_faster_of_the_others() -> None:
+    times = measured(THREE, PLANNED_MS, dict.fromkeys(range(4), 2.0))
+    assert slowdowns(profile(*PLANNED_MS), THREE, times) == {0: 2.0, 1: 2.0, 2: 2.0, 3: 2.0, 4: 1.0, 5: 1.0}
+
+
+@pytest.mark.parametrize("missing", [{1, 2}, {0, 3, 5}], ids=["one pipeline is whole", "none is"])
+def test_no_comparison_without_two_whole_pipelines(missing: set[int]) -> None:
+    times = {worker: ms for worker, ms in measured(THREE, PLANNED_MS, {4: 3.0}).items() if worker[0] not in missing}
+    assert slowdowns(profile(*PLANNED_MS), THREE, times) == {}
+
+
+def test_nodes_of_a_pipeline_without_a_measurement_are_left_out() -> None:
+    times = {**measured(THREE, PLANNED_MS, {4: 3.0}), (0, 0): 0.0}
+    found = slowdowns(profile(*PLANNED_MS), THREE, times)
+    assert found == {2: 1.0, 3: 1.0, 4: 3.0, 5: 1.0}
+
+
+def test_layers_without_a_planned_time_are_not_compared() -> None:
+    assert slowdowns(profile(0.0, 0.0, 0.0, 0.0), THREE, measured(THREE, PLANNED_MS, {4: 3.0})) == {}
+
+
+def test_forward_that_runs_again_is_part_of_what_is_expected() -> None:
+    """A checkpointed stage takes a third longer, which is no fault of its node."""
+    again = plan((0, 4), checkpointing=True).pipelines[0]
+    once = plan((0, 4), (0, 4)).pipelines
+    mixed = Plan(
+        pipelines=(
+            again,
+            *(Pipeline(template=p.template, nodes=(i + 1,), num_microbatches=2) for i, p in enumerate(once)),
+        )
+    )
+    times = {(0, 0): 16.0, (1, 0): 12.0, (2, 0): 12.0}
+    assert slowdowns(profile(*PLANNED_MS), mixed, times) == {0: 1.0, 1: 1.0, 2: 1.0}

@@ -1,0 +1,259 @@
+"""Groups carry what they should; a death or an abort ends every operation, wherever a rank waits, and nothing else."""
+
+from __future__ import annotations
+
+import queue
+import re
+import signal
+import socket
+import threading
+from multiprocessing.connection import Connection
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from resilient.comm import Communicator, SingleProcessCommunicator, StoreClient, StoreHost, connect, gloo
+from resilient.errors import CommunicationError
+from tests.resilient.ranks import HOST, as_threads, join, processes
+
+
+def test_messages_arrive_by_tag_whatever_the_order_of_receipts() -> None:
+    def work(rank: int, address: str) -> list[float]:
+        comm = join(address, rank, 2)
+        peer = 1 - rank
+        sends = [comm.send(torch.tensor([float(10 * rank + tag)]), peer, tag) for tag in (1, 2, 3)]
+        received: list[Tensor] = [torch.empty(1) for _ in range(3)]
+        for tag in (3, 1, 2):
+            comm.recv(received[tag - 1], peer, tag).wait()
+        for send in sends:
+            send.wait()
+        return [value.item() for value in received]
+
+    assert as_threads(2, work) == [[11.0, 12.0, 13.0], [1.0, 2.0, 3.0]]
+
+
+def test_sums_cover_their_group_alone() -> None:
+    groups = [(0, 1, 2), (1, 3), (0, 2)]
+
+    def work(rank: int, address: str) -> list[float]:
+        comm = join(address, rank, 4, groups)
+        everybody = (0, 1, 2, 3)
+        values = {group: torch.tensor([10.0**rank]) for group in [*groups, everybody] if rank in group}
+        pending = [comm.all_reduce(value, group) for group, value in values.items()]
+        for work in pending:
+            work.wait()
+        return [value.item() for value in values.values()]
+
+    assert as_threads(4, work) == [[111, 101, 1111], [111, 1010, 1111], [111, 101, 1111], [1010, 1111]]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_sources_send_and_are_in_no_sum(size: int) -> None:
+    def work(rank: int, address: str) -> tuple[int, float]:
+        comm = join(address, rank, size, num_sources=1)
+        if rank == size:
+            for target in range(size):
+                comm.send(torch.tensor([7.0 + target]), target, 1).wait()
+            return comm.size, 0.0
+        received = torch.empty(1)
+        comm.recv(received, size, 1).wait()
+        comm.all_reduce(received, tuple(range(comm.size))).wait()
+        return comm.size, received.item()
+
+    total = {1: 7.0, 2: 15.0}[size]
+    assert as_threads(size + 1, work) == [(size, total)] * size + [(size, 0.0)]
+
+
+def connections(address: str) -> set[int]:
+    """Return this process's ports that are connected to the store."""
+    port = int(address.rpartition(":")[2])
+    found = psutil.Process().net_connections("tcp")
+    return {
+        each.laddr.port for each in found if each.raddr and each.raddr.port == port and each.status == "ESTABLISHED"
+    }
+
+
+def test_connection_to_the_store_lasts_from_generation_to_generation() -> None:
+    seen: list[set[int]] = []
+    together = threading.Barrier(2, timeout=100)
+
+    def work(rank: int, address: str) -> None:
+        client = StoreClient()
+        for generation in (1, 2):
+            comm = join(address, rank, 2, generation=generation, store_client=client)
+            together.wait()
+            seen.append(connections(address))
+            together.wait()
+            comm.abort()
+
+    as_threads(2, work)
+    assert len(seen[0]) == 3, "each rank's, and the one that the store itself has"
+    assert seen == [seen[0]] * 4
+
+
+def test_connection_to_the_store_of_another_rank_is_a_new_one() -> None:
+    one, other = StoreHost(HOST), StoreHost(HOST)
+    client = StoreClient()
+    client.give_back(one.address, client.take(one.address, 100.0))
+    before = connections(one.address)
+    connection = client.take(other.address, 100.0)
+    connection.set("key", "value")
+    assert len(connections(other.address)) == 2, "the one that the store itself has, and this"
+    assert connections(one.address) < before, "that of a store where nobody meets any more is closed"
+
+
+def test_one_worker_needs_no_store() -> None:
+    comm = connect(
+        generation=1, rank=0, size=1, groups=[], store_address="", store_client=StoreClient(), host=HOST,
+        timeout_s=1.0, interrupted=queue.SimpleQueue(), device=torch.device("cpu"),
+    )  # fmt: skip
+    assert isinstance(comm, SingleProcessCommunicator)
+    value = torch.ones(2)
+    comm.all_reduce(value, (0,)).wait()
+    assert value.tolist() == [1.0, 1.0]
+    comm.abort()
+    for give_up in (comm.check, lambda: comm.all_reduce(value, (0,))):
+        with pytest.raises(CommunicationError, match=r"^the generation was aborted$"):
+            give_up()
+
+
+def test_interrupted_connect_ends_while_it_waits_for_a_peer() -> None:
+    host = StoreHost(HOST)
+    interrupted: queue.SimpleQueue[object] = queue.SimpleQueue()
+    raised: list[str] = []
+
+    def wait_for_a_peer_that_never_comes() -> None:
+        with pytest.raises(CommunicationError) as error:
+            connect(
+                generation=7, rank=0, size=2, groups=[], store_address=host.address,
+                store_client=StoreClient(), host=HOST, timeout_s=600.0, interrupted=interrupted,
+                device=torch.device("cpu"),
+            )  # fmt: skip
+        raised.append(str(error.value))
+
+    thread = threading.Thread(target=wait_for_a_peer_that_never_comes)
+    thread.start()
+    store = TCPStore(HOST, int(host.address.rpartition(":")[2]), is_master=False, wait_for_workers=False)
+    PrefixStore("g7", store).get("rank/0")  # blocks until the rank has published where it listens
+    interrupted.put("membership changed")
+    thread.join()
+    assert raised == ["generation 7, rank 0: groups were not built: membership changed"]
+
+
+def test_thread_that_waits_for_groups_ends_with_them_though_nobody_closed_them() -> None:
+    before = set(threading.enumerate())
+    waiter = gloo._Waiter()
+    (thread,) = set(threading.enumerate()) - before
+    del waiter
+    thread.join()
+
+
+def test_connect_ends_whatever_goes_wrong_in_it() -> None:
+    with pytest.raises(CommunicationError, match=r"^generation 1, rank 0: groups were not built: invalid literal"):
+        join("host:no-port", 0, 2)
+
+
+def survivor(rank: int, parent: Connection, operation: str) -> None:
+    """Wait for something that a death makes impossible; then take part in the next generation."""
+    host = StoreHost(HOST)
+    parent.send(host.address)
+    address, size, victim = parent.recv()
+    everybody = tuple(range(size))
+    comm = join(address, rank, size)
+    value = torch.ones(300_000)
+    comm.all_reduce(value, everybody).wait()
+    parent.send(f"sum {value[-1].item()}")
+    if rank == victim:
+        signal.pause()
+    try:
+        if operation == "recv":  # from the next rank, which waits too: all but one wait for a live rank
+            comm.recv(value, (rank + 1) % size, 1).wait()
+        else:
+            while True:
+                value = torch.ones(300_000)
+                comm.all_reduce(value, everybody).wait()
+                assert value.eq(size).all(), "a sum that ended without an error is complete"
+    except CommunicationError:
+        comm.abort()
+        comm.close()
+        parent.send("CommunicationError")
+    del comm
+    address, rank, size = parent.recv()
+    comm = join(address, rank, size, generation=2)
+    value = torch.ones(300_000)
+    comm.all_reduce(value, tuple(range(size))).wait()
+    parent.send(f"sum {value.min().item()}")
+    parent.recv()
+
+
+@pytest.mark.parametrize(("operation", "victim"), [("recv", 4), ("recv", 0), ("all_reduce", 2), ("all_reduce", 0)])
+def test_death_of_one_rank_reaches_all_and_the_others_go_on(operation: str, victim: int) -> None:
+    with processes(survivor, 5, operation) as started:
+        addresses = [connection.recv() for _, connection in started]
+        for _, connection in started:
+            connection.send((addresses[0], 5, victim))
+        assert [connection.recv() for _, connection in started] == ["sum 5.0"] * 5
+        started[victim][0].kill()
+        alive = [connection for rank, (_, connection) in enumerate(started) if rank != victim]
+        assert [connection.recv() for connection in alive] == ["CommunicationError"] * 4
+        first = min(set(range(5)) - {victim})
+        for rank, connection in enumerate(alive):
+            connection.send((addresses[first], rank, 4))
+        assert [connection.recv() for connection in alive] == ["sum 4.0"] * 4
+
+
+def aborter(rank: int, parent: Connection) -> None:
+    """Rank 1 aborts from another thread while it waits; rank 0 waits for rank 1."""
+    host = StoreHost(HOST)
+    parent.send(host.address)
+    comm = join(parent.recv(), rank, 2)
+    listener = socket.create_server((HOST, 0))
+    near = socket.create_connection(listener.getsockname())
+    far, _ = listener.accept()
+    pending = comm.recv(torch.empty(1), 1 - rank, 1)
+    parent.send("waiting")
+    parent.recv()
+    if rank == 1:
+        threading.Thread(target=comm.abort).start()
+    failures = [_failure(pending.wait)]
+    comm.abort()
+    failures += [_failure(attempt) for attempt in _attempts(comm, 1 - rank)]
+    near.sendall(b"still")
+    parent.send((failures, far.recv(5)))
+    parent.recv()
+
+
+def _attempts(comm: Communicator, peer: int) -> list:
+    value = torch.ones(1)
+    return [
+        lambda: comm.send(value, peer, 2),
+        lambda: comm.recv(value, peer, 2),
+        lambda: comm.all_reduce(value, (0, 1)),
+    ]
+
+
+def _failure(attempt) -> str:
+    try:
+        attempt()
+    except CommunicationError as error:
+        return str(error)
+    return ""
+
+
+def test_abort_ends_running_and_future_operations_and_spares_other_connections() -> None:
+    with processes(aborter, 2) as started:
+        connections = [connection for _, connection in started]
+        addresses = [connection.recv() for connection in connections]
+        for connection in connections:
+            connection.send(addresses[0])
+        assert [connection.recv() for connection in connections] == ["waiting"] * 2
+        for connection in connections:
+            connection.send("go")
+        for rank, connection in enumerate(connections):
+            failures, received = connection.recv()
+            assert re.match(r"generation 1(, rank \d:| was aborted)", failures[0]), (rank, failures)
+            assert failures[1:] == ["generation 1 was aborted"] * 3
+            assert received == b"still"

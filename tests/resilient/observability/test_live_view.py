@@ -1,0 +1,216 @@
+"""What the person sees while a job runs."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from resilient.observability.job_status import JobStatus
+from resilient.observability.live_view import LiveView, PlainView, make_view, sparkline
+from tests.resilient.observability.made_up_runs import Run, fail_twice_with_late_steps, failure_and_join
+
+
+def console(width=100, height=30, terminal=False):
+    return Console(record=True, width=width, height=height, file=io.StringIO(), force_terminal=terminal)
+
+
+def shown(view, screen, events):
+    with view:
+        for event in events:
+            view.on_event(event)
+    return screen.export_text()
+
+
+def live_text(events, width=100, height=30):
+    screen = console(width, height, terminal=True)
+    return shown(LiveView(screen), screen, events)
+
+
+def plain_text(events, width=200):
+    screen = console(width)
+    return shown(PlainView(screen), screen, events)
+
+
+def every_kind():
+    """A run with every kind of event."""
+    run = failure_and_join()
+    run.add(5000, "node_leaving", node=1, reason="spot notice: 120 s")
+    run.add(5000, "waiting", nodes=[3, 4], num_missing=1, waited_s=60)
+    run.add(5000, "checkpoint_failed", step=38, node=3, error="/c cannot be written", newest=None)
+    run.add(5000, "checkpoint_failed", step=39, node=None, error="/d cannot be written", newest="/b")
+    run.add(5000, "interrupted", reason="SIGTERM", grace_s=120.0)
+    run.add(5000, "boundary", joining=[], leaving=[1])
+    run.generation(5010, 4, "leave", 40, [0, 3, 4], standby=[5])
+    run.installed(5020, 5030)
+    run.step(5100, 41)
+    run.detected(5110, [], 5, cause="communication failed: peer closed")
+    run.generation(5120, 5, "failure", 41, [0, 3, 4])
+    run.installed(5130, 5140)
+    run.step(5200, 42)
+    run.add(5250, "failed", node=4, error="ValueError: sample 17 has no image", traceback="line 3, in f")
+    run.add(5300, "stopped", exit_code=3, reason="2 nodes are missing", path=None)
+    return run.events
+
+
+@pytest.mark.parametrize("size", [(80, 24), (150, 45), (40, 10)])
+def test_live_view_renders_every_kind_of_event(size):
+    text = live_text(every_kind(), *size)
+    assert "digits_vlm.py" in text
+    assert "stopped with exit code 3" in text
+
+
+def test_live_view_shows_job_nodes_pipelines_and_events():
+    text = live_text(failure_and_join().events)
+    last = text[text.rindex("resilient  digits_vlm.py") :]
+    for expected in (
+        "generation 3  step 40/40",
+        "node 5   training  pipeline 1  llm.block.0 – llm.head",
+        "node 2   lost",
+        " 1 ▪▪▪▪▪▪▪▪",
+        "node 5 joined, training paused for 60 ms",
+        "finished after 40 steps",
+    ):
+        assert expected in last
+
+
+def test_live_view_fits_a_small_terminal_with_many_nodes():
+    run = Run(num_nodes=40)
+    run.generation(0, 1, "start", 0, list(range(40)))
+    run.step(100, 1)
+    text = live_text(run.events, 80, 24)
+    last = text[text.rindex("resilient  digits_vlm.py") :]
+    assert len(last.rstrip("\n").splitlines()) <= 23
+    assert max(len(line) for line in last.splitlines()) <= 80
+    assert "more nodes" in last
+
+
+def test_live_view_prints_the_output_of_the_script():
+    assert "held-out accuracy 0.10" in live_text(failure_and_join().events)
+
+
+def test_plain_view_writes_a_line_for_each_notable_event():
+    text = plain_text(failure_and_join().events)
+    for expected in (
+        "job digits_vlm.py: 40 steps of 64 samples, 7 layers, 5 nodes, survives 1 failure at a time",
+        "generation 1: 2 pipelines (0-1-2 x8, 3-4 x8 microbatches)",
+        "node 2 was killed on purpose in phase backward",
+        "node 2 failed: node lost",
+        "recovered from the loss of node 2 in 250 ms, 1 step redone "
+        "(detect 2.0 ms, agree 18 ms, regroup 40 ms, copy 70 ms, redo 120 ms)",
+        "node 5 joined, training paused for 60 ms",
+        "accuracy = 0.93",
+        "finished after 40 steps",
+    ):
+        assert text.count(expected) == 1, expected
+
+
+def test_plain_view_tells_how_another_machine_joins_and_who_is_slow():
+    run = Run()
+    run.add(0, "listening", address="10.0.0.5:29400")
+    run.generation(10, 1, "start", 0, [0, 1, 2], slowdowns={"2": 1.5})
+    text = plain_text(run.events)
+    assert (
+        "another machine joins with: resilient agent --join 10.0.0.5:29400 --token TOKEN "
+        "(TOKEN is in job.json in the folder of the run)"
+    ) in text
+    assert "node 2 is slower than others, 1.5 times: its pipeline gets less to do" in text
+
+
+def test_live_view_names_all_layers_of_a_node_with_several_stages():
+    run = Run(num_nodes=2)
+    bounds = [(0, 2), (2, 3), (3, 5), (5, 7)]
+    stages = [
+        {"node": i % 2, "local_rank": 0, "first_layer": first, "end_layer": end}
+        for i, (first, end) in enumerate(bounds)
+    ]
+    run.generation(10, 1, "start", 0, [0, 1], pipelines=[{"nodes": [0, 1], "num_microbatches": 4, "stages": stages}])
+    text = live_text(run.events, 120)
+    assert "vision.embed – vision.block.0, llm.embed – llm.block.0" in text
+    assert "projector, llm.block.1 – llm.head" in text
+    (bar,) = [line for line in text.splitlines() if "▪▪▪▪" in line]
+    assert bar.count("node 0") == bar.count("node 1") == 2
+
+
+@pytest.mark.parametrize(
+    ("version", "lost_steps", "words"),
+    [(2, 1, ", redoes step 3\n"), (3, 0, ", goes on with step 4\n"), (4, 0, ", all steps are done\n")],
+)
+def test_plain_view_says_where_a_recovery_goes_on(version, lost_steps, words):
+    run = Run(num_steps=4)
+    run.generation(0, 1, "start", 0, [0, 1, 2])
+    run.detected(250, [1], 2)
+    run.generation(260, 2, "failure", version, [0, 2], lost_steps=lost_steps)
+    assert words in plain_text(run.events)
+
+
+@pytest.mark.parametrize("suspected", [True, False])
+def test_plain_view_tells_of_both_failures_though_the_steps_between_are_heard_of_late(suspected):
+    run = Run()
+    run.generation(0, 1, "start", 0, [0, 1, 2])
+    run.step(100, 1)
+    run.step(200, 2)
+    fail_twice_with_late_steps(run, suspected=suspected)
+    told = [line.split("recovered from ")[1] for line in plain_text(run.events).splitlines() if "recovered" in line]
+    assert told == [
+        "the loss of node 1 in 130 ms, 1 step redone "
+        "(detect 10 ms, agree 10 ms, regroup 5.0 ms, copy 5.0 ms, redo 100 ms)",
+        "the loss of node 2 in 155 ms, 1 step redone "
+        "(detect 5.0 ms, agree 20 ms, regroup 10 ms, copy 20 ms, redo 100 ms)",
+    ]
+
+
+def test_plain_view_prints_output_verbatim():
+    run = Run()
+    run.add(0, "output", text="[bold]0.5[/bold] " + "x" * 300)
+    assert plain_text(run.events, width=80).splitlines()[-1] == "[bold]0.5[/bold] " + "x" * 300
+
+
+def test_plain_view_writes_at_most_a_step_a_second_and_the_last():
+    run = Run(num_steps=25)
+    run.generation(0, 1, "start", 0, [0, 1, 2])
+    for step in range(1, 26):
+        run.step(100 * step, step)
+    steps = [line.split("step ")[1].split("/")[0] for line in plain_text(run.events).splitlines() if "  step " in line]
+    assert steps == ["1", "11", "21", "25"]
+
+
+def test_plain_view_renders_every_kind_of_event():
+    text = plain_text(every_kind())
+    assert "node 1 left, training paused for" in text
+    assert "failure suspected: communication failed: peer closed" in text
+    going_on = "training goes on, there is no checkpoint"
+    assert f"no checkpoint of step 38 on node 3: /c cannot be written; {going_on}" in text
+    going_on = "training goes on, the newest checkpoint is /b"
+    assert f"no checkpoint of step 39: /d cannot be written; {going_on}" in text
+    assert "line 3, in f" in text
+    assert "the script failed on node 4: ValueError: sample 17 has no image" in text
+
+
+def test_make_view_is_live_only_on_a_terminal():
+    assert isinstance(make_view(None, console(terminal=True)), LiveView)
+    assert isinstance(make_view(None, console(terminal=False)), PlainView)
+    assert isinstance(make_view(True, console(terminal=True)), PlainView)
+    assert isinstance(make_view(False, console(terminal=False)), LiveView)
+
+
+def test_status_tells_nodes_apart():
+    status = JobStatus()
+    for event in every_kind():
+        status.apply(event)
+    assert {node.node: node.state for node in status.nodes.values()} == {
+        0: "training",
+        1: "left",
+        2: "lost",
+        3: "training",
+        4: "training",
+        5: "left",
+    }
+    assert (status.phase, status.generation, status.step) == ("stopped", 5, 42)
+
+
+def test_sparkline_spans_low_to_high_and_ignores_nan():
+    assert sparkline([8, float("nan"), 1], 10) == "█▁"
+    assert sparkline([1.0], 10) == ""
+    assert len(sparkline(list(range(100)), 10)) == 10

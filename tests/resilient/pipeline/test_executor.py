@@ -1,0 +1,199 @@
+"""What is executed is the schedule, whatever the kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from resilient.comm import DONE, Communicator, Pending, SingleProcessCommunicator
+from resilient.errors import CommunicationError
+from resilient.models.layer import Activations
+from resilient.observability.trace_events import ACTION, PART
+from resilient.pipeline.executor import Executor, StepWork
+from resilient.pipeline.stage_timer import StageTimer
+from resilient.protocol.fault_injection import Faults
+from resilient.protocol.messages import Injection
+from resilient.templates.schedules.generators import generate
+from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.schedule import Op, Schedule
+from tests.resilient.small import CPU
+
+TRAINING = [kind for kind in ScheduleKind if kind is not ScheduleKind.FORWARD_ONLY]
+
+
+def written(stage: int, microbatch: int) -> Activations:
+    return {"by": torch.tensor([stage, microbatch])}
+
+
+def read(activations: Activations) -> tuple[int, ...] | None:
+    return tuple(activations["by"].tolist()) if activations else None
+
+
+class Recorder:
+    """Stands in for the gradient sync, and keeps what the executor asks of it, of the stages and of the borders."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.posted: list[str] = []
+
+    def begin(self) -> None: ...
+
+    def arm(self, indices: Sequence[int]) -> None:
+        self.events.append(f"arm {indices}")
+
+    def wait(self, index: int) -> None:
+        self.events.append(f"REDUCE{index}")
+
+
+class RecordedStage:
+    """Checks that carries come from the stage before, gradients from the stage after."""
+
+    def __init__(self, recorder: Recorder, index: int, is_last: bool) -> None:
+        self._recorder, self._index, self._is_last = recorder, index, is_last
+
+    def begin(self) -> None: ...
+
+    def forward(
+        self, microbatch: int, activations: Activations, batch: object, **_: int
+    ) -> tuple[Activations, Tensor | None]:
+        self._recorder.events.append(f"{self._index}F{microbatch}")
+        assert read(activations) == (None if self._index == 0 else (self._index - 1, microbatch))
+        return written(self._index, microbatch), torch.tensor(1.0) if self._is_last else None
+
+    def backward(self, microbatch: int, gradients: Activations, op: str = "B") -> Activations:
+        self._recorder.events.append(f"{self._index}{op}{microbatch}")
+        assert read(gradients) == (None if self._is_last else (self._index + 1, microbatch))
+        return written(self._index, microbatch)
+
+    def backward_input(self, microbatch: int, gradients: Activations) -> Activations:
+        return self.backward(microbatch, gradients, "I")
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._recorder.events.append(f"{self._index}W{microbatch}")
+
+
+class RecordedBorder:
+    def __init__(self, recorder: Recorder, stage: int, neighbour: int, sends: str, receives: str) -> None:
+        self._recorder, self._stage, self._neighbour = recorder, stage, neighbour
+        self._sends, self._receives = sends, receives
+
+    def post(self, microbatch: int, shapes: object) -> None:
+        self._recorder.posted.append(f"{self._stage}{self._receives}{microbatch}")
+
+    def send(self, tensors: Activations, microbatch: int, *_: object) -> list[Pending]:
+        assert read(tensors) == (self._stage, microbatch)
+        self._recorder.events.append(f"{self._stage}{self._sends}{microbatch}")
+        return [DONE]
+
+    def receive(self, microbatch: int, *_: object) -> Activations:
+        self._recorder.events.append(f"{self._stage}{self._receives}{microbatch}")
+        return written(self._neighbour, microbatch)
+
+
+def recorded(schedule: Schedule, row: int, comm: Communicator, faults: Faults) -> tuple[Executor, Recorder]:
+    recorder, last = Recorder(), len(schedule.row_of) - 1
+    mine = [stage for stage, at in enumerate(schedule.row_of) if at == row]
+    alone = len(schedule.rows) == 1
+    parts: dict[str, Any] = {
+        "stages": {s: RecordedStage(recorder, s, s == last) for s in mine},
+        "sync": recorder,
+        "upstream": {s: RecordedBorder(recorder, s, s - 1, "SEND_B", "RECV_F") for s in mine if s > 0 and not alone},
+        "downstream": {
+            s: RecordedBorder(recorder, s, s + 1, "SEND_F", "RECV_B") for s in mine if s < last and not alone
+        },
+    }
+    stage_timer = StageTimer(CPU, schedule.num_microbatches)
+    return Executor(actions=schedule.row(row), comm=comm, faults=faults, stage_timer=stage_timer, **parts), recorder
+
+
+def schedule_of(kind: ScheduleKind, num_rows: int) -> Schedule:
+    """Every stage has a state of its own, and all share one."""
+    num_stages = 2 * num_rows if kind is ScheduleKind.INTERLEAVED else num_rows
+    states = [[stage, 99] for stage in range(num_stages)]
+    return generate(kind, num_rows, 4, num_chunks=num_stages // num_rows, states=states)
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize("kind", TRAINING)
+def test_what_is_executed_is_the_schedule(kind: ScheduleKind, row: int, tmp_path: Path) -> None:
+    schedule = schedule_of(kind, 3)
+    killed: list[Injection] = []
+    faults = Faults(str(tmp_path), kill=killed.append)
+    for phase in ("forward", "backward", "reduce"):
+        faults.arm(Injection(node=0, at_step=7, at_phase=phase))
+    loaded: list[int] = []
+
+    def load(position: int) -> dict[str, Tensor]:
+        loaded.append(position)
+        return {"x": torch.zeros(1)}
+
+    executor, recorder = recorded(schedule, row, SingleProcessCommunicator(), faults)
+    loss = executor.run(StepWork(step=7, num_targets=4, first_position=10, batch=load))
+    actions = schedule.row(row)
+    assert without_arms(recorder) == [f"REDUCE{a.index}" if a.op is Op.REDUCE else str(a) for a in actions]
+    assert sorted(loaded) == [10, 11, 12, 13], "each microbatch is loaded once, by its position in the step"
+    taken = executor.taken.spans()
+    assert [name for category, name, *_ in taken if category == ACTION] == [str(action) for action in actions]
+    parts = [name for category, name, *_ in taken if category == PART]
+    assert (parts[0], sorted(parts[1:])) == ("begin", [f"load {index}" for index in range(4)])
+    assert [start for _, _, start, *_ in taken] == sorted(start for _, _, start, *_ in taken)
+    receipts = [str(action) for action in actions if action.op is Op.RECV_F]
+    assert recorder.posted == receipts[1:], "the next receipt is posted ahead of its time"
+    assert loss.item() == (4.0 if row == 2 else 0.0)
+    assert [injection.at_phase for injection in killed] == ["forward", "backward", "reduce"]
+
+
+def without_arms(recorder: Recorder) -> list[str]:
+    return [event for event in recorder.events if not event.startswith("arm")]
+
+
+@pytest.mark.parametrize("kind", TRAINING)
+def test_a_row_alone_hands_everything_on_by_itself(kind: ScheduleKind, tmp_path: Path) -> None:
+    schedule = schedule_of(kind, 1)
+    executor, recorder = recorded(schedule, 0, SingleProcessCommunicator(), Faults(str(tmp_path)))
+    executor.run(StepWork(step=1, num_targets=4, first_position=0, batch=lambda _: {"x": torch.zeros(1)}))
+    computations = [str(action) for action in schedule.row(0) if action.op is not Op.REDUCE]
+    assert without_arms(recorder)[: len(computations)] == computations
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "armed"),
+    [
+        (ScheduleKind.GPIPE, 0, {"0B3": [99, 0]}),
+        (ScheduleKind.ONE_F_ONE_B, 1, {"1B3": [99, 1]}),
+        (ScheduleKind.INTERLEAVED, 1, {"4B3": [4], "1B3": [99, 1]}),
+        (ScheduleKind.ZB_H1, 2, {"2W3": [99, 2]}),
+    ],
+)
+def test_sums_are_armed_before_the_last_backward_of_their_states(
+    kind: ScheduleKind, row: int, armed: dict[str, list[int]], tmp_path: Path
+) -> None:
+    executor, recorder = recorded(schedule_of(kind, 3), row, SingleProcessCommunicator(), Faults(str(tmp_path)))
+    executor.run(StepWork(step=1, num_targets=4, first_position=0, batch=lambda _: {"x": torch.zeros(1)}))
+    found = {recorder.events[at + 1]: event for at, event in enumerate(recorder.events) if event.startswith("arm")}
+    assert found == {backward: f"arm {states}" for backward, states in armed.items()}
+
+
+class AbortedAfter(SingleProcessCommunicator):
+    """A generation that ends after so many checks."""
+
+    def __init__(self, num_checks: int) -> None:
+        self.num_checks = num_checks
+
+    def check(self) -> None:
+        self.num_checks -= 1
+        if self.num_checks < 0:
+            raise CommunicationError("generation 1 was aborted")
+
+
+def test_step_of_an_aborted_generation_stops_before_the_next_action(tmp_path: Path) -> None:
+    executor, recorder = recorded(generate(ScheduleKind.ONE_F_ONE_B, 1, 4), 0, AbortedAfter(3), Faults(str(tmp_path)))
+    with pytest.raises(CommunicationError):
+        executor.run(StepWork(step=1, num_targets=4, first_position=0, batch=lambda _: {"x": torch.zeros(1)}))
+    assert recorder.events == ["0F0", "0B0", "0F1"]
+    assert [span[1] for span in executor.taken.spans() if span[0] == ACTION] == ["0F0", "0B0", "0F1"]

@@ -1,0 +1,218 @@
+"""Pipelines of real ranks compute what one process does, whatever their cuts, shares and schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from resilient.comm import Communicator
+from resilient.models.layer import Batch, WholeModel, assemble
+from resilient.pipeline.executor import Executor, StepWork
+from resilient.pipeline.gradient_sync import GradientSync
+from resilient.pipeline.p2p import Downstream, Lane, Upstream
+from resilient.pipeline.stage import Stage, StageLayer
+from resilient.pipeline.stage_timer import StageTimer
+from resilient.protocol.fault_injection import Faults
+from resilient.protocol.messages import Generation
+from resilient.runtime.batches import Feed
+from resilient.runtime.commit import Ledger
+from resilient.runtime.generation_guard import GenerationGuard
+from resilient.runtime.install import Installer
+from resilient.runtime.job import SCHEDULES, Job
+from resilient.state import checkpoint
+from resilient.state.layer_state import LayerState, bind
+from resilient.state.manifest import Manifest, write_manifest
+from resilient.templates.plan import Plan
+from resilient.templates.schedules.generators import generate
+from resilient.templates.schedules.kind import ScheduleKind
+from tests.resilient.ranks import HOST, as_threads, join
+from tests.resilient.small import CPU, TiedModel, Tokens, make_job, make_plan, make_profile
+
+STEP = 2
+LIMIT = 0.3
+PLANS = {
+    "1 stage": make_plan(((0, 6), 8)),
+    "2 stages": make_plan(((0, 4, 6), 8)),
+    "3 stages": make_plan(((0, 1, 3, 6), 8)),
+    "3 stages, fewer microbatches": make_plan(((0, 2, 5, 6), 1), ((0, 6), 7)),
+    "2 pipelines": make_plan(((0, 3, 6), 3), ((0, 2, 4, 6), 5)),
+}
+
+
+class VaryingTokens(Tokens):
+    """Two lengths, so that carries change their shapes within a step."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return super().__getitem__(index)
+
+    def collate(self, samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        length = 3 if int(samples[0]["tokens"][0]) % 2 else 5
+        return {key: torch.stack([sample[key][:length] for sample in samples]) for key in samples[0]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One rank, ready to train."""
+
+    executor: Executor
+    sync: GradientSync
+    comm: Communicator
+    ledger: Ledger
+    first_position: int
+
+
+def installed(job: Job, plan: Plan, rank: int, address: str, path: Path) -> Place:
+    """Enter a generation of a plan."""
+    layouts = job.layouts()
+    ledger = Ledger(job.optimizer, job.clip_grad_norm)
+    installer = Installer(
+        job=job, profile=make_profile(job), layouts=layouts, ledger=ledger, guard=GenerationGuard(),
+        faults=Faults(str(path)), host=HOST,
+    )  # fmt: skip
+    session, report = installer.install(
+        Generation(generation=1, rank=rank, plan=plan, version=STEP - 1, roll_forward=None, transfers=(),
+                   source=str(path), store_address=address)
+    )  # fmt: skip
+    assert report.bytes_copied == 0
+    return Place(
+        executor=session.executor, sync=session.sync, comm=session.comm, ledger=ledger,
+        first_position=plan.microbatches(session.slot.pipeline_index).start,
+    )  # fmt: skip
+
+
+def interleaved(job: Job, cut: Sequence[int], num_rows: int, rank: int, address: str, path: Path) -> Place:
+    """One pipeline with several stages in each row, put together by hand: plans have one."""
+    num_stages = len(cut) - 1
+    profile, layouts = make_profile(job), job.layouts()
+    names = [profile.states(first, end) for first, end in pairwise(cut)]
+    held = {name for stage in range(rank, num_stages, num_rows) for name in names[stage]}
+    rows_of = {name: {s % num_rows for s in range(num_stages) if name in names[s]} for name in layouts}
+    groups = {name: tuple(sorted(rows)) for name, rows in rows_of.items()}
+    comm = join(address, rank, num_rows, [group for group in dict.fromkeys(groups.values()) if len(group) > 1])
+    ledger = Ledger(job.optimizer, job.clip_grad_norm)
+    ledger.version = STEP - 1
+    for name in sorted(held):
+        ledger.current[name] = LayerState(job.layer(name), layouts[name], job.optimizer.slots, job.dtype, CPU)
+    checkpoint.load(path, ledger.current.values())
+    ledger.start()
+    index_of = {name: profile.index(name) for name in held if layouts[name].num_trainable}
+    sync = GradientSync(
+        comm,
+        {index: ledger.current[name] for name, index in index_of.items()},
+        {index: groups[name] for name, index in index_of.items()},
+    )
+    stages: dict[int, Stage] = {}
+    for stage in range(rank, num_stages, num_rows):
+        layers = [
+            StageLayer(index=layer, module=bind(job.model.layers[layer], ledger.current, CPU))
+            for layer in range(cut[stage], cut[stage + 1])
+        ]
+        stages[stage] = Stage(
+            job.model, layers, is_last=stage == num_stages - 1, device=CPU, autocast=None, seed=job.seed
+        )
+    states = [[profile.index(name) for name in of_stage if layouts[name].num_trainable] for of_stage in names]
+    schedule = generate(ScheduleKind.INTERLEAVED, num_rows, 8, num_chunks=num_stages // num_rows, states=states)
+    before = {s: Upstream(comm, (s - 1) % num_rows, CPU, Lane(s, num_stages)) for s in stages if s > 0}
+    after = {s: Downstream(comm, (s + 1) % num_rows, Lane(s + 1, num_stages)) for s in stages if s < num_stages - 1}
+    executor = Executor(
+        actions=schedule.row(rank), stages=stages, sync=sync, comm=comm,
+        upstream=before if num_rows > 1 else {}, downstream=after if num_rows > 1 else {},
+        faults=Faults(str(path)), stage_timer=StageTimer(CPU, 8),
+    )  # fmt: skip
+    return Place(executor=executor, sync=sync, comm=comm, ledger=ledger, first_position=0)
+
+
+def work_of(place: Place, feed: Feed, step: int) -> StepWork:
+    def batch(position: int) -> Batch:
+        return feed.batch(step, position)
+
+    num_targets = feed.num_targets(step)
+    return StepWork(step=step, num_targets=num_targets, first_position=place.first_position, batch=batch)
+
+
+def one_step(place: Place, feed: Feed) -> tuple[float, dict[str, LayerState]]:
+    """Run one step, up to the reduced gradients, twice: nothing may be left of the first run."""
+    loss = torch.zeros(())
+    for _ in range(2):
+        loss = place.executor.run(work_of(place, feed, STEP))
+        place.comm.all_reduce(torch.zeros(1), tuple(range(place.comm.size))).wait()  # the barrier of every step
+    place.sync.close()
+    return loss.item(), place.ledger.current
+
+
+def three_steps(place: Place, feed: Feed) -> dict[str, LayerState]:
+    """Train; the gradient's norm is limited, so every rank must know it."""
+    for step in range(STEP, STEP + 3):
+        work = work_of(place, feed, step)
+        loss = place.executor.run(work)
+        outcome, _ = place.ledger.prepare(place.comm, loss, place.sync.squares, work.num_targets, pause=False)
+        assert outcome.grad_norm > LIMIT
+        place.ledger.apply(outcome)
+    place.sync.close()
+    return place.ledger.current
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize("frozen", [(), ("embed", "block.0", "block.3")], ids=["all trained", "partly frozen"])
+def test_gradients_equal_those_of_one_process(plan: Plan, frozen: Sequence[str], tmp_path: Path) -> None:
+    job = make_job(model=TiedModel(frozen=frozen), dataset=VaryingTokens())
+    feed = Feed(job)
+    expected, expected_loss = in_one_process(job, feed)
+    write_initial(job, tmp_path)
+    results = as_threads(
+        len(plan.slots), lambda rank, address: one_step(installed(job, plan, rank, address, tmp_path), feed)
+    )
+    assert sum(loss for loss, _ in results) == pytest.approx(expected_loss, rel=1e-12)
+    held = [name for _, states in results for name in states]
+    assert set(held) == {spec.name for spec in job.model.layers}
+    for _, states in results:
+        for name, state in states.items():
+            for entry in state.layout.entries:
+                wanted = expected.layer(name).get_parameter(entry.name).grad
+                torch.testing.assert_close(state.parameters[entry.name].grad, wanted, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("frozen", [(), ("embed", "block.1")], ids=["all trained", "partly frozen"])
+@pytest.mark.parametrize("chosen", [*SCHEDULES, "interleaved in 2 rows", "interleaved in 1 row"])
+def test_every_schedule_trains_to_the_same_parameters(chosen: str, frozen: Sequence[str], tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"model": TiedModel(frozen=frozen), "dataset": VaryingTokens(), "clip_grad_norm": LIMIT}
+    alone = make_job(**changes)
+    feed = Feed(alone)
+    write_initial(alone, tmp_path)
+    expected = three_steps(installed(alone, PLANS["1 stage"], 0, "", tmp_path), feed)
+
+    def place(rank: int, address: str) -> Place:
+        if chosen.startswith("interleaved"):
+            return interleaved(alone, (0, 1, 3, 5, 6), num_rows, rank, address, tmp_path)
+        return installed(make_job(**changes, schedule=chosen), PLANS["2 pipelines"], rank, address, tmp_path)
+
+    num_rows = 2 if "2" in chosen else 1
+    size = num_rows if chosen.startswith("interleaved") else len(PLANS["2 pipelines"].slots)
+    results = as_threads(size, lambda rank, address: three_steps(place(rank, address), feed))
+    assert {name for states in results for name in states} == set(expected)
+    for states in results:
+        for name, state in states.items():
+            torch.testing.assert_close(state.buffer, expected[name].buffer, rtol=1e-9, atol=1e-12)
+
+
+def in_one_process(job: Job, feed: Feed) -> tuple[WholeModel, float]:
+    whole = assemble(job.model, job.seed, torch.float64)
+    losses = [whole.loss(feed.batch(STEP, position)) for position in range(8)]
+    total = torch.stack(losses).sum()
+    (total / feed.num_targets(STEP)).backward()
+    return whole, total.item()
+
+
+def write_initial(job: Job, path: Path) -> None:
+    """Ranks that are threads share torch's random state: their initial values come from files."""
+    states = [LayerState(job.layer(n), at, job.optimizer.slots, job.dtype, CPU) for n, at in job.layouts().items()]
+    for state in states:
+        state.initialize(job.seed)
+    write_manifest(path, Manifest(step=STEP - 1, recipe=job.recipe(), states=checkpoint.save(path, states)))

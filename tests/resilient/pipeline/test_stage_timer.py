@@ -1,0 +1,54 @@
+"""The stopwatch counts what runs under it, and takes the middle of many steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from resilient.pipeline import stage_timer as stage_timer
+from resilient.pipeline.stage_timer import MIN_STEPS, StageTimer
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that pass from one look at the clock to the next."""
+    passing: list[float] = []
+    now = 0.0
+
+    def look() -> float:
+        nonlocal now
+        now += passing.pop(0)
+        return now
+
+    monkeypatch.setattr(stage_timer.time, "perf_counter", look)
+    return passing
+
+
+def step(watch: StageTimer, clock: list[float], *spans_s: float) -> None:
+    for span_s in spans_s:
+        clock += [100.0, span_s]  # what passes between two spans does not count
+        with watch:
+            pass
+    watch.end_step()
+
+
+def test_time_of_a_microbatch_is_the_median_over_the_steps(clock: list[float]) -> None:
+    watch = StageTimer(torch.device("cpu"), num_microbatches=2)
+    step(watch, clock, 9.0, 9.0)
+    for _ in range(MIN_STEPS):
+        step(watch, clock, 0.004, 0.001, 0.002, 0.003)
+    assert watch.stage_ms == pytest.approx(5.0)
+
+
+def test_few_steps_say_nothing(clock: list[float]) -> None:
+    watch = StageTimer(torch.device("cpu"), num_microbatches=2)
+    for _ in range(MIN_STEPS - 1):
+        step(watch, clock, 0.004)
+    assert watch.stage_ms == 0.0
+
+
+def test_old_steps_are_forgotten(clock: list[float]) -> None:
+    watch = StageTimer(torch.device("cpu"), num_microbatches=1)
+    for seconds in [9.0] * 40 + [0.001] * 40:
+        step(watch, clock, seconds)
+    assert watch.stage_ms == pytest.approx(1.0)

@@ -1,0 +1,216 @@
+"""DHP as a planner: places on any replicas, memory, splitting, and what does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient.planners.costs.correction import UNCORRECTED, Factor
+from resilient.planners.costs.cost_model import CostModel
+from resilient.planners.costs.samples import LLM, Lengths, SampleTable
+from resilient.planners.evaluation.evaluate import evaluate
+from resilient.planners.packing.balance import longest_first
+from resilient.planners.planner import Assignment, Configuration, Parallelism, Replica, Setting
+from resilient.planners.published.dhp.groups import group_ms
+from resilient.planners.published.dhp.planner import DHP, ranks_of, sequences_of
+from tests.resilient.planners.jobs_of_planners import after_failures, check_places, learnt, setting, table, unit
+
+MEMORY = 2_500_000
+
+
+CONFIGURATION = Configuration(
+    units={
+        "vision": Parallelism(dp=1, pp=1, cp=6, stage_layers=(4,)),
+        "llm": Parallelism(dp=1, pp=2, cp=6, stage_layers=(4, 4)),
+    },
+    num_microbatches=3,
+)
+
+
+def check_groups(job: Setting, configuration: Configuration, batch: SampleTable, assignment: Assignment) -> None:
+    """Groups are of one degree, hold their samples, and have ranks enough together."""
+    place = assignment.units[LLM]
+    assert place.group is not None
+    assert place.degree is not None
+    kept = sequences_of(job, configuration, batch).kept
+    for replica, microbatch in sorted(set(zip(place.replica.tolist(), place.microbatch.tolist(), strict=True))):
+        chosen = assignment.members(LLM, replica, microbatch)
+        total = 0
+        for group in np.unique(place.group[chosen]):
+            inside = chosen[place.group[chosen] == group]
+            degree = int(place.degree[inside[0]])
+            assert (place.degree[inside] == degree).all()
+            assert kept[inside].sum() <= degree * (1 + 1e-9)
+            total += degree
+        assert total <= configuration.units[LLM].cp
+
+
+def slowest_ms(job: Setting, batch: SampleTable, assignment: Assignment, chosen: npt.NDArray[np.intp]) -> float:
+    """The slowest group of a microbatch."""
+    place = assignment.units[LLM]
+    assert place.group is not None
+    assert place.degree is not None
+    if not len(chosen):
+        return 0.0
+    sequences, ranks = sequences_of(job, CONFIGURATION, batch), ranks_of(job, CONFIGURATION)
+    groups, first, inside = np.unique(place.group[chosen], return_index=True, return_inverse=True)
+    times = group_ms(sequences[chosen], inside.ravel(), len(groups), ranks)
+    return float(times[np.arange(len(groups)), place.degree[chosen][first] - 1].max())
+
+
+def static_ms(job: Setting, batch: SampleTable, chosen: npt.NDArray[np.intp]) -> float:
+    """The slowest of groups of one degree, the best of 1, 2 and 4 ranks."""
+    sequences, ranks = sequences_of(job, CONFIGURATION, batch)[chosen], ranks_of(job, CONFIGURATION)
+    found = np.inf
+    for degree in (1, 2, 4):
+        groups = len(ranks) // degree
+        bins = longest_first(sequences.work_ms, np.ones(groups))
+        times = group_ms(sequences, bins, groups, ranks)[np.unique(bins), degree - 1]
+        found = min(found, times.max(initial=0.0))
+    return float(found)
+
+
+@settings(max_examples=25, deadline=None)
+@given(count=st.integers(0, 60), replicas=after_failures(), seed=st.integers(0, 9))
+def test_every_sample_has_one_place_after_failures(count: int, replicas: list[Replica], seed: int) -> None:
+    job, batch = setting(), table(count, seed)
+    assignment = DHP().assign(job, CONFIGURATION, batch, replicas)
+    check_places(assignment, DHP().assign(job, CONFIGURATION, batch, replicas), count, replicas)
+    check_groups(job, CONFIGURATION, batch, assignment)
+    for replica, each in enumerate(replicas):
+        for microbatch in range(each.num_microbatches):
+            chosen = assignment.members(LLM, replica, microbatch)
+            found, static = slowest_ms(job, batch, assignment, chosen), static_ms(job, batch, chosen)
+            assert found <= static * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    counts=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    speed=st.floats(0.2, 1),
+    count=st.integers(1, 150),
+    seed=st.integers(0, 9),
+)
+def test_memory_is_held_when_there_is_some_to_spare(counts: list[int], speed: float, count: int, seed: int) -> None:
+    job, batch = setting(MEMORY), table(count, seed)
+    replicas = [Replica(num_microbatches=each, speed=speed if i else 1.0) for i, each in enumerate(counts)]
+    kept = sequences_of(job, CONFIGURATION, batch).kept
+    if kept.max() > 6:
+        with pytest.raises(ValueError, match=r"^samples must fit into 6 ranks, "):
+            DHP().assign(job, CONFIGURATION, batch, replicas)
+        return
+    if kept.sum() > 0.4 * 6 * sum(counts):
+        return  # it may not fit, however little is wasted
+    assignment = DHP().assign(job, CONFIGURATION, batch, replicas)
+    check_places(assignment, DHP().assign(job, CONFIGURATION, batch, replicas), count, replicas)
+    check_groups(job, CONFIGURATION, batch, assignment)
+
+
+@pytest.mark.parametrize("memory", [600_000, 800_000, 1_400_000])
+def test_devices_that_are_left_after_losses_hold_what_they_are_given(memory: int) -> None:
+    job, whole, half = setting(memory), Replica(num_microbatches=12), Replica(num_microbatches=12, devices=0.5)
+    refused, exceeded = 0, 0
+    for seed in range(5):
+        batch = table(60, seed)
+        try:
+            found = DHP().assign(job, CONFIGURATION, batch, [half])
+        except ValueError:
+            refused += 1
+            found = DHP().assign(job, CONFIGURATION, batch, [whole])
+            exceeded += evaluate(job, CONFIGURATION, found, batch, [half]).peak_bytes > memory
+        else:
+            assert evaluate(job, CONFIGURATION, found, batch, [half]).peak_bytes <= memory
+    assert (refused, exceeded > 0) == {600_000: (5, True), 800_000: (1, False), 1_400_000: (0, False)}[memory]
+
+
+def test_a_microbatch_too_large_for_its_ranks_is_split() -> None:
+    job = setting(MEMORY)
+    num_ranks = CONFIGURATION.units[LLM].cp
+    batch = table(400)
+    kept = sequences_of(job, CONFIGURATION, batch).kept
+    count = int(np.ceil(1.3 * kept.sum() / num_ranks))
+    # One replica is so slow that, by work alone, the other gets more than it can hold.
+    replicas = [Replica(num_microbatches=count), Replica(num_microbatches=count, speed=0.01)]
+    assignment = DHP().assign(job, CONFIGURATION, batch, replicas)
+    check_groups(job, CONFIGURATION, batch, assignment)
+    share = kept[assignment.units[LLM].replica == 0].sum() / num_ranks
+    assert 0.7 * count < share <= count
+
+
+def test_too_few_microbatches_are_an_error() -> None:
+    job = setting(MEMORY)
+    with pytest.raises(ValueError, match=r"^num_microbatches must sum to \d+ or more to hold the batch on \d+ ranks, "):
+        DHP().assign(job, CONFIGURATION, table(2000), [Replica(num_microbatches=1)])
+
+
+def test_a_sample_too_long_for_all_ranks_is_named() -> None:
+    job = setting(MEMORY)
+    units = {name: lengths.of(lengths.tokens * 10**6) for name, lengths in table(3).units.items()}
+    batch = SampleTable(units=units, names=("a", "b", "c"))
+    with pytest.raises(ValueError, match=r"^samples must fit into \d+ ranks, the most of a group, got '[abc]' that "):
+        DHP().assign(job, CONFIGURATION, batch, [Replica(num_microbatches=4)])
+
+
+def test_the_ring_is_what_curves_have_beside_their_share() -> None:
+    job = setting()
+    ranks = ranks_of(job, CONFIGURATION)
+    # 8 layers of 0.1 * 0.002 ms a token, forward; fixed times of 0.05 ms a layer and rank
+    np.testing.assert_allclose(ranks.ring_ms[1:], 8 * 0.1 * 0.002)
+    np.testing.assert_allclose(ranks.start_ms[:4], [0, 0.4, 1.2, 1.2])
+    assert len(ranks) == CONFIGURATION.units[LLM].cp
+
+
+@pytest.mark.parametrize(("speeds", "expected"), [((1.0, 1.0), [0, 0, 1, 1, 1]), ((0.9, 1.0), [1, 1, 0, 0, 0])])
+def test_groups_that_go_by_work_into_no_microbatch_are_packed(speeds: tuple[float, float], expected: list[int]) -> None:
+    spread = Parallelism(dp=1, pp=1, cp=6, stage_layers=(4,))
+    units = {"vision": spread, "llm": replace(spread, stage_layers=(8,))}
+    configuration = Configuration(units=units, num_microbatches=2)
+    # Room for 1250 tokens per rank, so three ranks each for the first two and two for the others; two microbatches of
+    # six ranks hold them if the first two are together, but by work they are not.
+    job = setting(8 * (8000 + 8000 // 6) + 1_000_000)
+    lengths = {"vision": np.zeros(5, dtype=np.int64), "llm": np.array([3500, 3500, 2400, 2400, 2400])}
+    batch = SampleTable(units={name: Lengths.of(each) for name, each in lengths.items()})
+    # The first two are most work: they go to the faster replica.
+    replicas = [Replica(num_microbatches=1, speed=speed) for speed in speeds]
+    assignment = DHP().assign(job, configuration, batch, replicas)
+    check_groups(job, configuration, batch, assignment)
+    assert assignment.units[LLM].replica.tolist() == expected
+
+
+def test_measured_times_make_steps_faster_where_costs_are_wrong() -> None:
+    job = setting()
+    costs = CostModel(units=(unit("vision", 4, 0.0005, 1e-6), unit("llm", 8, 0.002, 3e-5)))
+    truth = replace(job, costs=costs)
+    alone = {name: replace(spread, cp=1) for name, spread in CONFIGURATION.units.items()}
+    corrected = learnt(job, costs, replace(CONFIGURATION, units=alone))
+    replicas = [Replica(num_microbatches=3), Replica(num_microbatches=2, speed=0.8)]
+    before, after = list[float](), list[float]()
+    for seed in range(10):
+        batch = table(60, seed)
+        for times, known in ((before, job), (after, corrected)):
+            assignment = DHP().assign(known, CONFIGURATION, batch, replicas)
+            times.append(
+                max(
+                    sum(
+                        slowest_ms(truth, batch, assignment, assignment.members(LLM, replica, microbatch))
+                        for microbatch in range(each.num_microbatches)
+                    )
+                    / each.speed
+                    for replica, each in enumerate(replicas)
+                )
+            )
+    assert np.mean(after) < 0.97 * np.mean(before)
+    assert max(np.array(after) / np.array(before)) < 1.01
+
+
+def test_without_measured_times_nothing_changes() -> None:
+    batch, replicas = table(60), [Replica(num_microbatches=3)]
+    even = replace(setting(), correction=replace(UNCORRECTED, factors={(LLM, 1, 3): Factor(value=1.0, num_steps=1)}))
+    one, other = (DHP().assign(job, CONFIGURATION, batch, replicas).units[LLM] for job in (setting(), even))
+    np.testing.assert_array_equal(one.microbatch, other.microbatch)
+    np.testing.assert_array_equal(one.group, other.group)

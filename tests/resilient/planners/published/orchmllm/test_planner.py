@@ -1,0 +1,213 @@
+"""OrchMLLM as a planner."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient.planners.costs.correction import Correction, Factor, buckets
+from resilient.planners.costs.samples import Ints
+from resilient.planners.evaluation.evaluate import evaluate
+from resilient.planners.packing.balance import loads
+from resilient.planners.planner import Place, Replica
+from resilient.planners.published.baselines.balanced import EncoderFirst, FullySharded
+from resilient.planners.published.baselines.uniform import Uniform
+from resilient.planners.published.orchmllm.planner import OrchMLLM
+from resilient.planners.stages.degraded_replicas import survivors
+from tests.resilient.planners.jobs_of_planners import (
+    COSTS,
+    after_failures,
+    check_places,
+    learnt,
+    setting,
+    table,
+    with_attention,
+)
+
+PLANNERS = (OrchMLLM(), OrchMLLM(padded={"vision": 0.0}), OrchMLLM(padded={"vision": 0.01, "llm": 0.0}))
+CONFIGURATION = OrchMLLM().configure(setting(), table(200))
+
+
+def test_the_configuration_is_the_fastest_of_those_that_spread_units_evenly() -> None:
+    found = [each.configure(setting(), table(200)) for each in (EncoderFirst(), FullySharded(), Uniform())]
+    assert min(found, key=lambda each: each.predicted_ms) == CONFIGURATION
+    assert CONFIGURATION.colocated
+
+
+def test_a_configuration_with_one_unit_after_the_other_is_left_out_where_it_does_not_fit() -> None:
+    """Memory for the uniform one alone: with an encoder's activations of all microbatches there is too little."""
+    at = setting(1_070_000)
+    with pytest.raises(ValueError, match="'dip'"):
+        EncoderFirst().configure(at, table(200))
+    assert OrchMLLM().configure(at, table(200)) == Uniform().configure(at, table(200))
+
+
+def test_what_fits_in_no_way_is_refused() -> None:
+    message = (
+        "num_nodes must be enough for 'orchmllm', got 8 of 2 devices; use more nodes, a smaller microbatch, or another "
+        "planner"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        OrchMLLM().configure(setting(100), table(200))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    count=st.integers(0, 60),
+    replicas=after_failures(),
+    seed=st.integers(0, 9),
+    planner=st.sampled_from(PLANNERS),
+)
+def test_every_sample_has_one_place_after_failures(
+    count: int, replicas: list[Replica], seed: int, planner: OrchMLLM
+) -> None:
+    batch = table(count, seed)
+    assignment = planner.assign(setting(), CONFIGURATION, batch, replicas)
+    check_places(assignment, planner.assign(setting(), CONFIGURATION, batch, replicas), count, replicas)
+    turns = [turn_of(place, replicas).tolist() for place in assignment.units.values()]
+    assert turns[0] == turns[1], "pipelines would wait"
+
+
+def turn_of(place: Place, replicas: list[Replica]) -> Ints:
+    """When microbatches run, by those of the replica that has most."""
+    counts = np.array([each.num_microbatches for each in replicas])
+    return (2 * place.microbatch + 1) * counts.max() // (2 * counts[place.replica])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    times=st.sampled_from([0.0, 1.0, 100.0]),
+    replicas=st.lists(
+        st.builds(Replica, num_microbatches=st.integers(1, 4), speed=st.sampled_from([0.1, 0.6, 1.0])),
+        min_size=1,
+        max_size=5,
+    ),
+    count=st.integers(0, 80),
+    seed=st.integers(0, 9),
+)
+def test_each_turn_of_each_phase_is_balanced_over_unequal_replicas(
+    times: float, replicas: list[Replica], count: int, seed: int
+) -> None:
+    """To less than a longest sample for each replica beside the mean, shared by all, and two tolerances.
+
+    Speeds that differ by less than a fifth are taken to be equal.
+    """
+    job, batch = replace(setting(), costs=with_attention(COSTS, times)), table(count, seed)
+    assignment = OrchMLLM().assign(job, CONFIGURATION, batch, replicas)
+    rates = np.array([each.speed / each.num_microbatches for each in replicas])
+    most = max(each.num_microbatches for each in replicas)
+    for turn in range(most):
+        here = np.array(
+            [
+                any((2 * m + 1) * most // (2 * each.num_microbatches) == turn for m in range(each.num_microbatches))
+                for each in replicas
+            ]
+        )
+        for name, place in assignment.units.items():
+            own = turn_of(place, replicas) == turn
+            tokens = batch.units[name].tokens[own]
+            held = loads(tokens, place.replica[own], len(replicas)) / rates
+            assert not held[~here].any()
+            even = (tokens.sum() + (here.sum() - 1) * tokens.max(initial=0)) / rates[here].sum()
+            tolerance = max(float(tokens.mean()), 1.0) / rates[here].mean() if len(tokens) else 0.0
+            assert held.max() <= 1.2 * (even + 2 * tolerance * (times > 0)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_balance_is_better_than_none_on_what_failures_leave(lost: int) -> None:
+    """On replicas of which some have twice as many microbatches then."""
+    job, replicas = replace(setting(), global_batch=256), survivors(setting(), CONFIGURATION, lost)
+    assert len({each.num_microbatches for each in replicas}) == 2
+    steps = np.zeros(2)
+    for seed in range(5):
+        batch = table(256, seed)
+        for index, each in enumerate((OrchMLLM(), Uniform())):
+            assignment = each.assign(job, CONFIGURATION, batch, replicas)
+            steps[index] += evaluate(job, CONFIGURATION, assignment, batch, replicas).iteration_ms
+    assert steps[0] < 0.8 * steps[1]
+
+
+@pytest.mark.parametrize("counts", [[16] * 4, [22, 22, 21, 21]])
+def test_no_replica_gets_the_longest_sample_of_every_turn(counts: list[int]) -> None:
+    """Nor those that are faster than others by a little, as their microbatches are fewer by one."""
+    replicas, largest = [Replica(num_microbatches=count) for count in counts], list[float]()
+    for seed in range(1, 4):
+        batch = table(256, seed)
+        place = OrchMLLM().assign(setting(), CONFIGURATION, batch, replicas).units["vision"]
+        held = loads(batch.units["vision"].tokens, place.replica, 4)
+        largest.append(held.max() / held.mean())
+    assert np.mean(largest) < 1.12
+
+
+def test_samples_stay_on_their_replica_where_encoders_apart_are_unequal() -> None:
+    configuration = Uniform().configure(setting(), table(200))
+    assert not configuration.colocated
+    job, replicas = replace(setting(), global_batch=256), survivors(setting(), configuration, 1)
+    batch, steps = table(256), np.zeros(2)
+    for seed in range(5):
+        batch = table(256, seed)
+        for index, each in enumerate((OrchMLLM(), Uniform())):
+            assignment = each.assign(job, configuration, batch, replicas)
+            assert assignment.units["vision"] is assignment.units["llm"]
+            steps[index] += evaluate(job, configuration, assignment, batch, replicas).iteration_ms
+    assert steps[0] < 0.95 * steps[1]
+    equal = OrchMLLM().assign(job, configuration, batch, survivors(setting(), configuration, 0)).units
+    assert (equal["vision"].replica != equal["llm"].replica).any()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_was_learnt_makes_the_true_step_shorter(seed: int) -> None:
+    """Attention takes ten times what is usual, and was predicted to take nothing."""
+    at, truth, batch = (
+        replace(setting(), costs=with_attention(COSTS, 0.0)),
+        with_attention(COSTS, 10.0),
+        table(400, seed),
+    )
+    replicas = [Replica(num_microbatches=1)] * 8
+    steps: list[float] = []
+    for job in (at, learnt(at, truth, CONFIGURATION)):
+        assignment = OrchMLLM().assign(job, CONFIGURATION, batch, replicas)
+        steps.append(evaluate(replace(at, costs=truth), CONFIGURATION, assignment, batch, replicas).iteration_ms)
+    assert steps[1] < 0.97 * steps[0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(count=st.integers(1, 60), num_replicas=st.integers(1, 6), seed=st.integers(0, 99))
+def test_once_learnt_the_true_times_of_replicas_hold_their_bound(count: int, num_replicas: int, seed: int) -> None:
+    """Without attention in the costs, factors that depend on lengths alone: their balance is that of true times."""
+    at, batch = replace(setting(), costs=with_attention(COSTS, 0.0)), table(count, seed)
+    of_bucket = np.random.default_rng(seed).uniform(0.3, 3.0, 126)
+    factors = {
+        (name, spread.tp, bucket): Factor(value=float(of_bucket[bucket]), num_steps=1)
+        for name, spread in CONFIGURATION.units.items()
+        for bucket in range(126)
+    }
+    job = replace(at, correction=Correction(factors=factors))
+    replicas = [Replica(num_microbatches=1)] * num_replicas
+    for name, place in OrchMLLM().assign(job, CONFIGURATION, batch, replicas).units.items():
+        lengths, tp = batch.units[name], CONFIGURATION.units[name].tp
+        true_ms = COSTS.by_name[name].work(tp).linear * lengths.tokens * of_bucket[buckets(lengths.longest)]
+        held = loads(true_ms, place.replica, num_replicas)
+        assert held.max() <= (true_ms.sum() + (num_replicas - 1) * true_ms.max()) / num_replicas * (1 + 1e-9)
+
+
+def test_batches_go_where_their_encoder_outputs_are() -> None:
+    replicas = [Replica(num_microbatches=1)] * 6
+    crossed = {True: 0, False: 0}
+    for seed in range(5):
+        batch = table(48, seed)
+        places = OrchMLLM().assign(setting(), CONFIGURATION, batch, replicas).units
+        costs = replace(COSTS, units=(replace(COSTS.units[0], output_bytes=0.0), COSTS.units[1]))
+        alone = OrchMLLM().assign(replace(setting(), costs=costs), CONFIGURATION, batch, replicas).units
+        tokens = batch.units["vision"].tokens
+        for rearranged, units in ((True, places), (False, alone)):
+            outputs = np.zeros((6, 6))
+            np.add.at(outputs, (units["vision"].replica, units["llm"].replica), tokens)
+            np.fill_diagonal(outputs, 0)
+            crossed[rearranged] += max(outputs.sum(axis=0).max(), outputs.sum(axis=1).max())
+    assert crossed[True] < 0.95 * crossed[False]

@@ -1,0 +1,167 @@
+"""What Entrain's microbatches keep: as the simulation finds it, within the limit where they can be."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient.planners.costs.samples import LLM, Lengths, SampleTable
+from resilient.planners.evaluation.evaluate import evaluate
+from resilient.planners.planner import Assignment, Configuration, Parallelism, Planner, Replica, Setting
+from resilient.planners.published.dflop.planner import Dflop
+from resilient.planners.published.disttrain.planner import DistTrain
+from resilient.planners.published.entrain.planner import Entrain
+from resilient.planners.stages.degraded_replicas import survivors
+from resilient.planners.stages.memory_budget import Room
+from tests.resilient.planners.jobs_of_planners import COSTS, setting
+
+
+def heavy(count: int, seed: int, sigma: float) -> SampleTable:
+    """Samples of which few have most of the tokens, and some have nothing for the encoder."""
+    draw = np.random.default_rng((count, seed))
+    vision = (draw.lognormal(5, sigma, count) * (draw.random(count) < 0.8)).astype(np.int64)
+    text = draw.lognormal(5, sigma / 2, count).astype(np.int64) + 1
+    return SampleTable(units={"vision": Lengths.of(vision), LLM: Lengths.of(text + vision // 2)})
+
+
+def spread(encoder: int, language: int, cp: int = 1) -> Configuration:
+    """Two replicas of so many stages, of so many devices that share sequences."""
+    stages = {"vision": (4 // encoder,) * encoder, LLM: (8 // language,) * language}
+    units = {name: Parallelism(dp=2, pp=len(each), cp=cp, stage_layers=each) for name, each in stages.items()}
+    return Configuration(units=units, num_microbatches=8)
+
+
+def used(
+    at: Setting, configuration: Configuration, found: Assignment, batch: SampleTable, replicas: list[Replica]
+) -> float:
+    early, late = found.units["vision"], found.units[LLM]
+    most = 0.0
+    for number, (each, room) in enumerate(zip(replicas, Room.of_each(at, configuration, replicas), strict=True)):
+        assert room is not None
+        own = np.flatnonzero(late.replica == number)
+        most = max(most, room.used(batch[own], early.microbatch[own], late.microbatch[own], each.num_microbatches))
+    return most
+
+
+SPREADS = st.builds(spread, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 1, 2, 4]))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    configuration=SPREADS,
+    number=st.integers(1, 12),
+    sigma=st.sampled_from([0.5, 1.5]),
+    memory=st.integers(100_000, 500_000),
+    frozen=st.sampled_from([[], ["vision"], ["vision.0", "vision.1", "vision.2"]]),
+    left=st.sampled_from([1.0, 1.0, 0.75, 0.5]),
+    seed=st.integers(0, 99),
+)
+def test_what_is_used_is_what_the_simulation_finds_and_fits_where_it_must(
+    configuration: Configuration, number: int, sigma: float, memory: int, frozen: list[str], left: float, seed: int
+) -> None:
+    # Devices that are left hold the state of all.
+    memory += int(96_000 * (1 / left - 1))
+    at = replace(setting(memory), costs=COSTS.frozen(frozen))
+    batch = heavy(32, seed, sigma)
+    replicas = [Replica(num_microbatches=number, speed=part, devices=part) for part in (1.0, left)]
+    rooms = [room for room in Room.of_each(at, configuration, replicas) if room is not None]
+    free = Entrain().assign(replace(at, cluster=setting().cluster), configuration, batch, replicas)
+    own = [np.flatnonzero(free.units[LLM].replica == replica) for replica in range(2)]
+    if any(
+        (batch.units[name].tokens[mine] * each.parts.max() > 1).any()
+        for mine, room in zip(own, rooms, strict=True)
+        for name, each in room.units.items()
+    ):
+        with pytest.raises(ValueError, match=r"^tokens of sample \d+ in '\w+' must be <= "):
+            Entrain().assign(at, configuration, batch, replicas)
+        return
+    found = Entrain().assign(at, configuration, batch, replicas)
+    for each in (free, found):
+        fits = evaluate(at, configuration, each, batch, replicas).peak_bytes <= memory
+        assert (used(at, configuration, each, batch, replicas) <= 1) == fits
+    if used(at, configuration, free, batch, replicas) <= 1:
+        assert all((place.microbatch == free.units[name].microbatch).all() for name, place in found.units.items())
+    # Even microbatches of what samples take where a stage holds nothing else: no larger than this.
+    least: list[float] = []
+    for mine, room in zip(own, rooms, strict=True):
+        units = room.units.items()
+        shares = [(each.windows * each.parts).max() * batch[mine].units[name].tokens for name, each in units]
+        share = np.maximum(*shares)
+        least.append((share.sum() + (number - 1) * share.max(initial=0.0)) / number)
+    assert used(at, configuration, found, batch, replicas) <= max(1.0, *least) * (1 + 1e-9)
+
+
+def test_even_microbatches_have_large_ones_apart() -> None:
+    configuration = Configuration(
+        units={LLM: Parallelism(dp=1, pp=2, stage_layers=(4, 4))}, num_microbatches=6
+    )  # the first stage holds two
+    room = Room.of(replace(setting(10**6), costs=replace(COSTS, units=COSTS.units[1:])), configuration)
+    assert room is not None
+    samples = SampleTable(units={LLM: Lengths.of(np.array([90, 80, 70, 10, 10, 10]))})
+    assert room.even(samples, 6).tolist() == [0, 2, 4, 1, 3, 5]
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
+def test_batches_of_the_data_that_was_sampled_fit(sigma: float) -> None:
+    """Where a configuration was found, with little to spare."""
+    samples, least = heavy(2000, 0, sigma), 30_000
+    base = replace(setting(), global_batch=64)
+    while True:
+        at = replace(base, cluster=replace(base.cluster, memory_bytes=least))
+        try:
+            configuration = Entrain().configure(at, samples)
+            break
+        except ValueError as error:
+            needed = re.search(r"must be >= (\d+), what the least", str(error))
+            assert needed
+            least = int(needed[1]) + 1
+    replicas = survivors(at, configuration, 0)
+    for seed in range(1, 11):
+        batch = heavy(64, seed, sigma)
+        assignment = Entrain().assign(at, configuration, batch, replicas)
+        assert evaluate(at, configuration, assignment, batch, replicas).peak_bytes <= least
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_what_would_not_fit_is_made_to(seed: int) -> None:
+    batch, replicas, configuration = heavy(32, seed, 1.5), [Replica(num_microbatches=16)] * 2, spread(2, 4)
+    peaks: list[int] = []
+    at = setting()
+    for _ in range(2):
+        assignment = Entrain().assign(at, configuration, batch, replicas)
+        peaks.append(evaluate(at, configuration, assignment, batch, replicas).peak_bytes)
+        at = setting(peaks[0] * 4 // 5)
+    assert peaks[1] <= peaks[0] * 4 // 5
+
+
+@pytest.mark.parametrize("planner", [DistTrain(), Dflop(), Entrain()])
+def test_a_sample_that_does_not_fit_alone_is_named(planner: Planner) -> None:
+    names = ("small.jpg", "huge.jpg", "tiny.jpg")
+    batch = SampleTable(
+        units={"vision": Lengths.of(np.array([10, 500, 0])), LLM: Lengths.of(np.array([10, 50, 90]))}, names=names
+    )
+    at = setting(48_000 + 400 * 300)  # the encoder's parameters and what it keeps of 300 tokens
+    message = (
+        "tokens of 'huge.jpg' in 'vision' must be <= 300, which fit into memory alone, got 500; leave it out, or "
+        "configure the job for longer samples"
+    )
+    configuration = spread(1, 2)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        planner.assign(at, configuration, batch, [Replica(num_microbatches=2)] * 2)
+    message = message.replace("'huge.jpg'", "sample 1")
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        planner.assign(at, configuration, replace(batch, names=()), [Replica(num_microbatches=2)] * 2)
+
+
+def test_memory_without_room_is_refused() -> None:
+    message = (
+        "memory_bytes must be more than the 48000 bytes of parameters, gradients and optimizer on a device of "
+        "'vision', got 48000; configure the job again"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Entrain().assign(setting(48_000), spread(1, 8), heavy(8, 0, 1.0), [Replica(num_microbatches=2)] * 2)

@@ -1,0 +1,138 @@
+"""A step is applied to every state or to none, whatever the failure left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from resilient.comm import SingleProcessCommunicator
+from resilient.optim import SGD, WarmupCosine
+from resilient.protocol.messages import Outcome
+from resilient.runtime.commit import Ledger
+from resilient.state.layer_state import LayerState, Layout
+from tests.resilient.small import CPU, TiedModel
+
+NAMES = ("embed", "block.0", "head")
+
+
+def state(name: str, value: float = 1.0) -> LayerState:
+    spec = next(spec for spec in TiedModel(num_blocks=1).layers if spec.name == name)
+    made = LayerState(spec, Layout.of(spec), (), torch.float64, CPU)
+    made.buffer.fill_(value)
+    return made
+
+
+def ledger_at(version: int, *names: str, lr: float = 0.5, clip: float | None = None) -> Ledger:
+    """Make a ledger in a running generation, whose gradients are all 1."""
+    ledger = Ledger(SGD(lr=lr), clip)
+    ledger.begin_install(version, None)
+    ledger.current = {name: state(name) for name in names}
+    ledger.start()
+    for held in ledger.current.values():
+        held.grad.fill_(1)
+    return ledger
+
+
+def outcome(step: int, grad_norm: float = 1.0) -> Outcome:
+    return Outcome(step=step, loss=1.0, grad_norm=grad_norm)
+
+
+def values(ledger: Ledger) -> dict[str, float]:
+    return {name: held.buffer.unique().item() for name, held in (ledger.retained | ledger.current).items()}
+
+
+def test_new_worker_has_no_version_and_no_states() -> None:
+    progress = Ledger(SGD(lr=1.0), None).progress()
+    assert (progress.version, progress.complete, progress.passed) == (-1, False, None)
+    assert progress.current == progress.retained == ()
+
+
+def test_committed_step_moves_every_current_state_to_its_version() -> None:
+    ledger = ledger_at(4, *NAMES)
+    ledger.complete = True
+    ledger.apply(outcome(5))
+    assert values(ledger) == dict.fromkeys(NAMES, 0.5)
+    progress = ledger.progress()
+    assert (progress.version, progress.complete, progress.passed) == (5, False, outcome(5))
+
+
+def test_complete_worker_rolls_forward_to_a_step_another_committed() -> None:
+    ledger = ledger_at(4, *NAMES)
+    ledger.complete = True
+    ledger.begin_install(5, roll_forward=outcome(5))
+    assert ledger.version == 5
+    assert ledger.passed == outcome(5)
+    assert values(ledger) == dict.fromkeys(NAMES, 0.5)
+    assert ledger.progress().retained == NAMES
+
+
+def test_worker_that_committed_already_does_not_apply_the_step_twice() -> None:
+    ledger = ledger_at(4, *NAMES)
+    ledger.apply(outcome(5))
+    ledger.begin_install(5, roll_forward=outcome(5))
+    assert values(ledger) == dict.fromkeys(NAMES, 0.5)
+
+
+def test_half_done_step_is_dropped_when_nobody_passed() -> None:
+    ledger = ledger_at(4, *NAMES)
+    ledger.complete = True
+    ledger.begin_install(4, roll_forward=None)
+    assert values(ledger) == dict.fromkeys(NAMES, 1.0)
+    assert not ledger.progress().complete
+
+
+def test_worker_that_cannot_roll_forward_drops_what_is_too_old() -> None:
+    ledger = ledger_at(4, *NAMES)
+    ledger.begin_install(5, roll_forward=outcome(5))
+    assert (ledger.version, values(ledger), ledger.passed) == (5, {}, None)
+
+
+def test_states_from_an_earlier_plan_stay_until_the_first_commit() -> None:
+    ledger = ledger_at(4, *NAMES)
+    ledger.begin_install(4, None)
+    ledger.keep(("embed", "head", "not here"))
+    assert ledger.progress().current == ("embed", "head")
+    assert ledger.progress().retained == ("block.0",)
+    ledger.begin_install(4, None)  # the next generation fails before its first commit
+    assert set(ledger.progress().retained) == set(NAMES)
+    ledger.keep(("block.0",))
+    ledger.start()
+    ledger.apply(outcome(5))
+    assert ledger.progress().current == ("block.0",)
+    assert ledger.progress().retained == ()
+
+
+def test_failure_while_states_come_together_cannot_be_rolled_forward() -> None:
+    ledger = ledger_at(4, *NAMES)
+    ledger.complete = True
+    ledger.begin_install(4, None)
+    ledger.keep(NAMES)
+    ledger.begin_install(5, roll_forward=outcome(5))
+    assert values(ledger) == {}
+
+
+@pytest.mark.parametrize(
+    ("clip", "norm", "change"), [(None, 8.0, 0.5), (2.0, 8.0, 0.125), (8.0, 8.0, 0.5), (2.0, 1.0, 0.5)]
+)
+def test_gradients_are_clipped_by_the_whole_models_norm(clip: float | None, norm: float, change: float) -> None:
+    ledger = ledger_at(0, *NAMES, clip=clip)
+    ledger.apply(outcome(1, grad_norm=norm))
+    assert values(ledger) == dict.fromkeys(NAMES, 1 - change)
+
+
+def test_learning_rate_follows_the_step_not_the_calls() -> None:
+    ledger = Ledger(SGD(lr=1.0, schedule=WarmupCosine(warmup_steps=10, total_steps=20)), None)
+    ledger.begin_install(6, None)
+    ledger.current = {"embed": state("embed")}
+    ledger.start()
+    ledger.current["embed"].grad.fill_(1)
+    ledger.apply(outcome(7))
+    assert values(ledger)["embed"] == pytest.approx(1 - 0.7)
+
+
+@pytest.mark.parametrize("pause", [False, True])
+def test_barrier_gives_loss_per_target_and_the_gradient_norm(pause: bool) -> None:
+    ledger = ledger_at(0, *NAMES)
+    result, paused = ledger.prepare(SingleProcessCommunicator(), torch.tensor(30.0), torch.tensor(16.0), 12, pause)
+    assert (result.step, result.loss, result.grad_norm, paused) == (1, 2.5, 4.0, pause)
+    assert ledger.progress().complete

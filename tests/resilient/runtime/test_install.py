@@ -1,0 +1,249 @@
+"""Workers carry their states from one generation into the next, copy only what they lack, and train on."""
+
+from __future__ import annotations
+
+import threading
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from resilient.comm import StoreHost
+from resilient.errors import CommunicationError
+from resilient.models.layer import WholeModel, assemble
+from resilient.protocol.fault_injection import Faults
+from resilient.protocol.messages import INIT, Generation, Injection, Outcome, Regroup
+from resilient.runtime.batches import Feed
+from resilient.runtime.commit import Ledger
+from resilient.runtime.generation_guard import GenerationGuard
+from resilient.runtime.install import Installer, Session
+from resilient.runtime.job import Job
+from resilient.state import checkpoint
+from resilient.state.layer_state import LayerState
+from resilient.state.manifest import Manifest, write_manifest
+from resilient.templates.plan import Plan, PlanningProblem
+from resilient.templates.replan.transfer import Transfer, plan_transfers
+from tests.resilient.ranks import HOST, as_threads
+from tests.resilient.small import CPU, TiedModel, Tokens, make_job, make_plan, make_profile
+
+FIRST = make_plan(((0, 3, 6), 3), ((0, 6), 5))
+SECOND = make_plan(((0, 2, 6), 8))
+"""After the loss of the first generation's rank 1: its ranks 0 and 2 become ranks 1 and 0."""
+
+
+class Member:
+    """One worker: what outlives a generation."""
+
+    def __init__(self, job: Job, path: Path) -> None:
+        self.job, self.feed = job, Feed(job)
+        layouts = job.layouts()
+        self.profile = make_profile(job)
+        self.ledger = Ledger(job.optimizer, job.clip_grad_norm)
+        self.guard = GenerationGuard()
+        self.faults: list[Injection] = []
+        faults = Faults(str(path), kill=self.faults.append)
+        for phase in ("regroup", "copy"):
+            faults.arm(Injection(node=0, at_phase=phase))
+        self.installer = Installer(
+            job=job, profile=self.profile, layouts=layouts, ledger=self.ledger, guard=self.guard, faults=faults,
+            host=HOST,
+        )  # fmt: skip
+
+    def reduce(self, session: Session) -> tuple[Outcome, bool]:
+        """Train a step up to the barrier, and pass it."""
+        step = self.ledger.version + 1
+        num_targets = self.feed.num_targets(step)
+        loss = session.executor.run(session.work(step, num_targets, lambda position: self.feed.batch(step, position)))
+        return self.ledger.prepare(session.comm, loss, session.sync.squares, num_targets, pause=False)
+
+    def leave(self, session: Session) -> None:
+        comm = self.guard.release()
+        assert comm is not None
+        comm.close()
+        session.sync.close()
+
+
+def message(plan: Plan, rank: int, address: str, source: str = INIT, version: int = 0, **more) -> Generation:
+    arguments = {"generation": 1, "roll_forward": None, "transfers": (), **more}
+    return Generation(rank=rank, plan=plan, version=version, source=source, store_address=address, **arguments)
+
+
+def one_process(job: Job, num_steps: int) -> WholeModel:
+    whole = assemble(job.model, job.seed, torch.float64)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01, weight_decay=0.01)
+    feed = Feed(job)
+    for step in range(1, num_steps + 1):
+        optimizer.zero_grad()
+        for position in range(8):
+            (whole.loss(feed.batch(step, position)) / feed.num_targets(step)).backward()
+        optimizer.step()
+    return whole
+
+
+def start_from_files(job: Job, path: Path) -> str:
+    """Ranks that are threads share torch's random state: their initial values come from files."""
+    states = [LayerState(job.layer(n), at, job.optimizer.slots, job.dtype, CPU) for n, at in job.layouts().items()]
+    for state in states:
+        state.initialize(job.seed)
+    write_manifest(path, Manifest(step=0, recipe=job.recipe(), states=checkpoint.save(path, states)))
+    return str(path)
+
+
+@pytest.mark.parametrize("rolled", [False, True], ids=["everybody committed", "one rolls forward"])
+def test_survivors_train_on_as_if_nothing_had_happened(rolled: bool, tmp_path: Path) -> None:
+    job = make_job()
+    start = start_from_files(job, tmp_path)
+    store, barrier = StoreHost(HOST), threading.Barrier(2)
+    held: dict[str, list[int]] = {}
+    plan_lock = threading.Lock()
+
+    def work(rank: int, address: str) -> tuple[int, dict[str, LayerState], list[str | None]]:
+        member = Member(job, tmp_path)
+        session, _ = member.installer.install(message(FIRST, rank, address, start))
+        outcome, _ = member.reduce(session)
+        member.ledger.apply(outcome)
+        outcome, _ = member.reduce(session)
+        if not (rolled and rank == 2):
+            member.ledger.apply(outcome)
+        member.leave(session)
+        if rank == 1:
+            return 0, {}, []
+        survivor = 0 if rank == 2 else 1
+        with plan_lock:
+            for name in member.ledger.progress().current:
+                held.setdefault(name, []).append(survivor)
+        barrier.wait()
+        problem = PlanningProblem(profile=member.profile, num_microbatches=8, max_failures=0)
+        transfers, lost = plan_transfers(problem, SECOND, held)
+        assert lost == ()
+        session, installed = member.installer.install(
+            message(SECOND, survivor, store.address, version=2, generation=2, roll_forward=outcome, transfers=transfers)
+        )
+        outcome, _ = member.reduce(session)
+        member.ledger.apply(outcome)
+        member.leave(session)
+        return installed.bytes_copied, member.ledger.current, [fault.at_phase for fault in member.faults]
+
+    results = as_threads(3, work)
+    expected = one_process(job, 3)
+    copied = {rank: num_bytes for rank, (num_bytes, _, _) in enumerate(results)}
+    layouts = job.layouts()
+    lacking = sum(layouts[name].numel(2) * 8 for name in ("block.2", "block.3", "head"))
+    assert copied == {0: lacking, 1: 0, 2: 0}, "rank 0 lacked the later layers, rank 2 held everything"
+    assert [faults for _, _, faults in results] == [["regroup", "copy"], [], ["regroup", "copy"]]
+    names = {name for _, states, _ in results for name in states}
+    assert names == set(layouts)
+    for _, states, _ in results:
+        for name, state in states.items():
+            for entry in state.layout.entries:
+                wanted = expected.layer(name).get_parameter(entry.name)
+                torch.testing.assert_close(state.parameters[entry.name], wanted, rtol=1e-8, atol=1e-10)
+
+
+def test_first_generation_starts_from_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resilient.runtime.install.time", SimpleNamespace(time=count(1).__next__))
+    job = make_job()
+    member = Member(job, tmp_path)
+    session, installed = member.installer.install(message(make_plan(((0, 6), 8)), 0, ""))
+    assert installed.bytes_copied == 0
+    assert (installed.started_at, installed.regrouped_at, installed.installed_at) == (1, 2, 3)
+    whole = assemble(job.model, job.seed, torch.float64)
+    for name, state in member.ledger.current.items():
+        for entry in state.layout.entries:
+            assert torch.equal(state.parameters[entry.name], whole.layer(name).get_parameter(entry.name))
+    assert session.slot.rank == 0
+
+
+def test_generation_that_is_over_is_not_entered_and_states_stay(tmp_path: Path) -> None:
+    member = Member(make_job(), tmp_path)
+    member.installer.install(message(make_plan(((0, 6), 8)), 0, ""))
+    before = member.ledger.progress()
+    member.guard.announce(Regroup(generation=9))
+    with pytest.raises(CommunicationError, match=r"^generation 8 ended, 9 is being formed$"):
+        member.installer.install(message(make_plan(((0, 6), 8)), 0, "", generation=8))
+    after = member.ledger.progress()
+    assert after.version == before.version == 0
+    assert set(after.current + after.retained) == set(before.current)
+
+
+def test_ranks_that_will_send_each_other_tensors_are_named_when_groups_are_built(monkeypatch, tmp_path: Path) -> None:
+    """NCCL connects them then: neighbours in a pipeline, and the ends of copies."""
+    asked: list[set[tuple[int, int]]] = []
+
+    def connect(**arguments) -> None:
+        asked.append(set(arguments["pairs"]))
+        raise CommunicationError("far enough")
+
+    monkeypatch.setattr("resilient.runtime.install.connect", connect)
+    plan = make_plan(((0, 2, 4, 6), 3), ((0, 3, 6), 5))
+    transfers = tuple(Transfer(state="head", source=5, target=rank, first_byte=0, end_byte=8) for rank in (2, 4))
+    with pytest.raises(CommunicationError, match=r"^far enough$"):
+        Member(make_job(), tmp_path).installer.install(message(plan, 0, "", transfers=transfers, num_sources=1))
+    assert asked == [{(0, 1), (1, 2), (3, 4), (5, 2), (5, 4)}]
+
+
+def test_copies_come_from_states_the_new_plan_does_not_give_the_sender(tmp_path: Path) -> None:
+    job = make_job(model=TiedModel(num_blocks=1), dataset=Tokens())
+    start, store = start_from_files(job, tmp_path), StoreHost(HOST)
+    before, after = make_plan(((0, 3), 8)), make_plan(((0, 1, 3), 8))
+
+    def work(rank: int, address: str) -> tuple[list[str], list[str]]:
+        member = Member(job, tmp_path)
+        if rank == 0:
+            session, _ = member.installer.install(message(before, 0, address, start))
+            member.leave(session)
+        transfers = tuple(
+            Transfer(state=name, source=0, target=1, first_byte=0, end_byte=job.layouts()[name].numel(2) * 8)
+            for name in ("embed", "block.0", "head")
+        )
+        member.installer.install(message(after, rank, store.address, generation=2, transfers=transfers))
+        progress = member.ledger.progress()
+        return sorted(progress.current), sorted(progress.retained)
+
+    assert as_threads(2, work) == [(["embed"], ["block.0", "head"]), (["block.0", "embed", "head"], [])]
+
+
+def test_worker_without_a_place_sends_what_it_holds_and_is_not_needed_any_more(tmp_path: Path) -> None:
+    job = make_job()
+    start, store = start_from_files(job, tmp_path), StoreHost(HOST)
+    installed_everywhere, source_is_gone = threading.Barrier(3), threading.Barrier(3)
+    plan = make_plan(((0, 3, 6), 8))
+    holders = plan.holders(make_profile(job))
+    transfers = tuple(
+        Transfer(state=name, source=2, target=rank, first_byte=0, end_byte=job.layouts()[name].numel(2) * 8)
+        for name, ranks in holders.items()
+        for rank in ranks
+    )
+
+    def work(rank: int, address: str) -> tuple[int, list[str], list[str]]:
+        member = Member(job, tmp_path)
+        announced = message(plan, rank, store.address, generation=2, transfers=transfers, num_sources=1)
+        if rank == 2:
+            session, _ = member.installer.install(message(make_plan(((0, 6), 8)), 0, address, start))
+            member.leave(session)
+            num_bytes = member.installer.supply(announced).bytes_copied
+            installed_everywhere.wait()
+            comm = member.guard.release()
+            assert comm is not None
+            comm.close()
+            source_is_gone.wait()
+        else:
+            session, installed = member.installer.install(announced)
+            num_bytes = installed.bytes_copied
+            installed_everywhere.wait()
+            source_is_gone.wait()
+            outcome, _ = member.reduce(session)
+            member.ledger.apply(outcome)
+            member.leave(session)
+        progress = member.ledger.progress()
+        return num_bytes, sorted(progress.current), sorted(progress.retained)
+
+    everything = sorted(job.layouts())
+    results = as_threads(3, work)
+    assert results[2] == (0, [], everything)
+    for rank, (num_bytes, current, retained) in enumerate(results[:2]):
+        needed = [name for name, ranks in holders.items() if rank in ranks]
+        assert (current, retained) == (sorted(needed), [])
+        assert num_bytes == sum(t.end_byte for t in transfers if t.target == rank)

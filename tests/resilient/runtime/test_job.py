@@ -1,0 +1,111 @@
+"""A job that cannot run is refused with the fix; what workers agree on is described in full."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from resilient.optim import SGD, AdamW, WarmupCosine
+from resilient.runtime.job import SCHEDULES
+from resilient.templates.schedules.kind import ScheduleKind
+from tests.resilient.small import TiedModel, Tokens, make_job, make_profile
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"global_batch": 15},
+         "global_batch must be a multiple of microbatch 2, at least 2 (one microbatch for each of 1 pipelines), "
+         "got 15; use 14 or 16"),
+        ({"global_batch": 3, "microbatch": 8},
+         "global_batch must be a multiple of microbatch 8, at least 8 (one microbatch for each of 1 pipelines), "
+         "got 3; use 8"),
+        ({"model": torch.nn.Linear(2, 2)},
+         "model must be cut into layers, got a Linear; make it a resilient.Chain of modules or a "
+         "resilient.MultimodalModule"),
+        ({"optimizer": torch.optim.SGD(torch.nn.Linear(2, 2).parameters())},
+         "optimizer must be a description such as resilient.AdamW(lr=3e-4), got torch's SGD; each worker builds "
+         "torch's own for the layers it holds"),
+        ({"microbatch": 0}, "microbatch must be >= 1, got 0; give the samples of one microbatch"),
+        ({"num_steps": 0}, "num_steps must be >= 1, got 0; train for at least one step"),
+        ({"max_failures": -1}, "max_failures must be >= 0, got -1; 0 means no redundancy"),
+        ({"min_pipeline_nodes": 0}, "min_pipeline_nodes must be >= 1, got 0; a pipeline has at least one node"),
+        ({"checkpoint_every": -5}, "checkpoint_every must be >= 0, got -5; 0 means at the end only"),
+        ({"precision": "fp16"},
+         "precision must be one of ['bf16', 'fp32', 'fp64'], got 'fp16'; choose one of them"),
+        ({"schedule": "forward-only"},
+         "schedule must be one of ['gpipe', '1f1b', 'eager-1f1b', 'interleaved-1f1b', 'zb-h1', 'zb-h2'], got "
+         "'forward-only'; choose one of them, 1f1b needs the least memory"),
+        ({"schedule": "interleaved-1f1b", "num_chunks": 1},
+         "num_chunks must be >= 2, got 1; 1f1b is the schedule with one stage on each worker"),
+        ({"schedule": "interleaved-1f1b", "device": torch.device("cuda", 1)},
+         "schedule must not be interleaved-1f1b on cuda:1 (NCCL's messages carry no tags, and both ends do not order "
+         "theirs alike); choose another"),
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm must be > 0, got 0.0; pass None not to clip"),
+        ({"comm_timeout_s": 0.0}, "comm_timeout_s must be > 0, got 0.0; leave it out for 120"),
+        ({"dataset": Tokens(0)}, "dataset must hold at least one sample, got 0; check how it is built"),
+    ],
+)  # fmt: skip
+def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make_job(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "autocast"),
+    [("fp32", torch.float32, None), ("bf16", torch.float32, torch.bfloat16), ("fp64", torch.float64, None)],
+)
+def test_precision_says_how_states_are_kept_and_products_computed(precision: str, dtype: object, autocast: Any) -> None:
+    job = make_job(precision=precision)
+    assert (job.dtype, job.autocast) == (dtype, autocast)
+
+
+def test_description_is_for_the_device_and_its_times_are_not_part_of_what_must_be_equal() -> None:
+    job = make_job()
+    here, there = (replace(make_profile(job), source=source) for source in ("here", "there"))
+    specs = [job.spec(profile) for profile in (here, there)]
+    assert [spec.profile for spec in specs] == [here, there]
+    assert specs[0].digest == specs[1].digest
+    assert specs[0].memory_bytes is None, "a CPU's memory is not planned with"
+    assert make_job(schedule="zb-h1").spec(here).schedule is ScheduleKind.ZB_H1
+    chunks = {kind: make_job(schedule=kind, num_chunks=3).spec(here).num_chunks for kind in SCHEDULES}
+    assert chunks == {kind: 3 if kind == "interleaved-1f1b" else 1 for kind in SCHEDULES}
+
+
+def digest(**changes: Any) -> str:
+    job = make_job(**changes)
+    return job.spec(make_profile(job)).digest
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": TiedModel(num_blocks=3)},
+        {"dataset": Tokens(25)},
+        {"optimizer": SGD(lr=0.01)},
+        {"optimizer": AdamW(lr=0.02)},
+        {"schedule": "zb-h1"},
+        {"num_chunks": 3},
+        {"optimizer": AdamW(lr=0.01, weight_decay=0.5)},
+        {"optimizer": AdamW(lr=0.01, betas=(0.5, 0.9))},
+        {"global_batch": 32},
+        {"microbatch": 4},
+        {"seed": 4},
+        {"precision": "fp32"},
+        {"clip_grad_norm": 1.0},
+        {"num_steps": 7},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_digest_differs_when_steps_would(changes: dict[str, Any]) -> None:
+    assert digest(**changes) != digest()
+
+
+def test_digest_is_the_same_for_equal_jobs() -> None:
+    assert digest() == digest(model=TiedModel(), optimizer=AdamW(lr=0.01))
+    schedules = [WarmupCosine(warmup_steps=1, total_steps=5) for _ in range(2)]
+    assert len({digest(optimizer=AdamW(lr=0.01, schedule=schedule)) for schedule in schedules}) == 1

@@ -1,0 +1,231 @@
+"""Checkpoints give back what was written, or say what is wrong with them."""
+
+from __future__ import annotations
+
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from resilient.errors import CheckpointError
+from resilient.models.layer import LayerSpec
+from resilient.optim import AdamW, WarmupCosine
+from resilient.state import checkpoint
+from resilient.state.layer_state import LayerState, Layout
+from resilient.state.manifest import (
+    MANIFEST,
+    Manifest,
+    SavedState,
+    check_recipe,
+    folder,
+    read_manifest,
+    write_manifest,
+    writers,
+)
+from tests.resilient.small import CPU, TiedModel, Tokens, make_job, make_plan, make_profile
+
+RECIPE = make_job().recipe()
+
+
+def states_of(num_blocks: int = 1, dtype: torch.dtype = torch.float32, frozen: tuple[str, ...] = ("block.0",)) -> dict:
+    specs = TiedModel(num_blocks=num_blocks, frozen=frozen).layers
+    return {spec.name: LayerState(spec, Layout.of(spec), ("exp_avg", "exp_avg_sq"), dtype, CPU) for spec in specs}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, LayerState]]:
+    """A checkpoint in two parts, as two workers write it."""
+    states = states_of()
+    for i, state in enumerate(states.values()):
+        state.buffer.copy_(torch.arange(state.buffer.numel()) + i)
+    path = folder(tmp_path, 12)
+    parts = checkpoint.save(path, [states["embed"]]) | checkpoint.save(path, [states["block.0"], states["head"]])
+    write_manifest(path, Manifest(step=12, recipe=RECIPE, states=parts))
+    return path, states
+
+
+def test_folder_is_named_after_the_step() -> None:
+    assert folder("runs/a", 120) == Path("runs/a/checkpoints/step-00000120")
+
+
+def test_states_come_back_as_they_were(saved: tuple[Path, dict[str, LayerState]]) -> None:
+    path, states = saved
+    loaded = states_of()
+    checkpoint.load(path, loaded.values())
+    for name, state in loaded.items():
+        assert torch.equal(state.buffer, states[name].buffer)
+    assert read_manifest(path).step == 12
+    assert sorted(file.name for file in path.iterdir()) == sorted(
+        [MANIFEST, *(f"{name}.safetensors" for name in states)]
+    )
+
+
+def test_layer_without_state_is_saved_and_loaded(tmp_path: Path) -> None:
+    spec = LayerSpec(name="relu", unit="chain", build=nn.ReLU, initialize=lambda _: None)
+    state = LayerState(spec, Layout.of(spec), ("exp_avg",), torch.float32, CPU)
+    write_manifest(tmp_path, Manifest(step=1, recipe=RECIPE, states=checkpoint.save(tmp_path, [state])))
+    checkpoint.load(tmp_path, [state])
+
+
+def test_full_disk_is_told_and_leaves_no_half_written_file(tmp_path: Path) -> None:
+    """A limit of file sizes stands for the disk."""
+    states = states_of()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    try:
+        with pytest.raises(CheckpointError) as raised:
+            checkpoint.save(tmp_path, states.values())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    message = str(raised.value)
+    assert message.startswith(f"{tmp_path} cannot be written (")
+    assert "File too large" in message
+    assert message.endswith("); make room there, or choose another folder")
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_manifest_that_cannot_be_written_leaves_no_checkpoint(tmp_path: Path) -> None:
+    manifest = Manifest(step=1, recipe=RECIPE, states=checkpoint.save(tmp_path, states_of().values()))
+    (tmp_path / MANIFEST).mkdir()
+    with pytest.raises(CheckpointError) as raised:
+        write_manifest(tmp_path, manifest)
+    message = str(raised.value)
+    assert message.startswith(f"{tmp_path} cannot be written ([Errno 21] Is a directory: ")
+    assert message.endswith("); make room there, or choose another folder")
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, states_of().values())
+    (tmp_path / "file").touch()
+    found = {tmp_path: f"a folder without {MANIFEST}", tmp_path / "file": "a file", tmp_path / "nowhere": "nothing"}
+    for path, what in found.items():
+        message = (
+            f"{path} must be a finished checkpoint, a folder step-* with {MANIFEST}, got {what}; choose another from "
+            f"the checkpoints/ of a run"
+        )
+        with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+            checkpoint.load(path, [])
+
+
+def test_manifest_of_another_form_is_refused(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text('{"step": "twelve"}')
+    message = f"{tmp_path / MANIFEST} cannot be read (Expected `int`, got `str` - at `$.step`); use another checkpoint"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        read_manifest(tmp_path)
+
+
+def test_changed_value_is_noticed(saved: tuple[Path, dict[str, LayerState]]) -> None:
+    path, _ = saved
+    file = path / "embed.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    message = f"{path}: embed.safetensors is damaged (its checksum differs); use an older checkpoint"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        checkpoint.load(path, states_of().values())
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 200])
+def test_file_cut_short_is_noticed(saved: tuple[Path, dict[str, LayerState]], num_bytes: int) -> None:
+    path, _ = saved
+    file = path / "head.safetensors"
+    file.write_bytes(file.read_bytes()[:num_bytes])
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(path))}: "):
+        checkpoint.load(path, states_of().values())
+
+
+def test_file_that_is_gone_is_named(saved: tuple[Path, dict[str, LayerState]]) -> None:
+    path, _ = saved
+    (path / "head.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"head\.safetensors"):
+        checkpoint.load(path, states_of().values())
+
+
+def test_state_of_another_model_is_missing(saved: tuple[Path, dict[str, LayerState]]) -> None:
+    path, _ = saved
+    message = f"{path} holds no state 'block.1'; the checkpoint belongs to another model"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        checkpoint.load(path, states_of(num_blocks=2).values())
+
+
+def test_other_precision_is_not_called_damage(saved: tuple[Path, dict[str, LayerState]]) -> None:
+    path, _ = saved
+    message = (
+        f"{path}: 'weight' of layer 'embed' must be torch.float64 of shape (11, 6), got torch.float32 of shape (11, 6)"
+        "; the checkpoint belongs to another model, optimizer or precision"
+    )
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        checkpoint.load(path, states_of(dtype=torch.float64).values())
+
+
+def test_checkpoint_of_the_same_job_is_accepted_whatever_may_change(tmp_path: Path) -> None:
+    may_change = {
+        "microbatch": 4,
+        "max_failures": 0,
+        "min_pipeline_nodes": 3,
+        "num_steps": 99,
+        "checkpoint_every": 7,
+        "schedule": "gpipe",
+        "comm_timeout_s": 1.0,
+        "optimizer": AdamW(lr=0.01, schedule=WarmupCosine(1, 99)),
+    }
+    manifest = Manifest(step=3, recipe=RECIPE, states={})
+    check_recipe(tmp_path, manifest, make_job(**may_change).recipe())
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"seed": 4}, "seed 3, now 4"),
+        ({"global_batch": 32}, "global_batch 16, now 32"),
+        ({"precision": "fp32"}, "precision fp64, now fp32"),
+        ({"clip_grad_norm": 1.0}, "clip_grad_norm None, now 1.0"),
+        ({"dataset": Tokens(num_samples=25)}, "num_samples 24, now 25"),
+        (
+            {"optimizer": AdamW(lr=0.02)},
+            "optimizer AdamW(betas=(0.9, 0.999), eps=1e-08, lr=0.01, weight_decay=0.01), "
+            "now AdamW(betas=(0.9, 0.999), eps=1e-08, lr=0.02, weight_decay=0.01)",
+        ),
+        (
+            {"model": TiedModel(dropout=0.5), "seed": 0},
+            f"model {TiedModel().digest()[:12]}, now {TiedModel(dropout=0.5).digest()[:12]}; seed 3, now 0",
+        ),
+        (
+            {"model": TiedModel(num_blocks=5)},
+            f"model {TiedModel().digest()[:12]}, now {TiedModel(num_blocks=5).digest()[:12]}; num_layers 6, now 7; "
+            "num_parameters 245, now 287",
+        ),
+    ],
+)
+def test_checkpoint_of_another_job_is_refused_with_all_that_differs(
+    changes: dict[str, Any], difference: str, tmp_path: Path
+) -> None:
+    message = (
+        f"resume must be a checkpoint of this job, got {tmp_path}, written with {difference}; use the script and the "
+        "arguments that wrote it, or begin without a checkpoint"
+    )
+    manifest = Manifest(step=3, recipe=RECIPE, states={})
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        check_recipe(tmp_path, manifest, make_job(**changes).recipe())
+
+
+def test_each_state_has_one_writer_among_its_holders_and_the_load_is_spread() -> None:
+    job = make_job()
+    profile = make_profile(job)
+    plan = make_plan(((0, 3, 6), 4), ((0, 6), 4))
+    chosen = writers(plan, profile)
+    holders = plan.holders(profile)
+    assert set(chosen) == set(holders)
+    assert all(rank in holders[name] for name, rank in chosen.items())
+    assert set(chosen.values()) == {0, 1, 2}
+
+
+def test_manifest_keeps_what_it_was_given(tmp_path: Path) -> None:
+    manifest = Manifest(step=3, recipe=RECIPE, states={"a": SavedState(file="a.safetensors", fingerprint="12ab")})
+    write_manifest(tmp_path, manifest)
+    assert read_manifest(tmp_path) == manifest

@@ -1,0 +1,87 @@
+"""Copies between ranks: any ranges from any senders, verified."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from resilient.errors import CommunicationError
+from resilient.models.layer import LayerSpec
+from resilient.state import peer_copy as copying
+from resilient.state.layer_state import LayerState, Layout
+from resilient.state.peer_copy import copy_states
+from resilient.templates.replan.transfer import Transfer
+from tests.resilient.ranks import as_threads, join
+
+NUMEL = 3 * 4096
+
+
+def make_state(name: str, fill: int | None) -> LayerState:
+    spec = LayerSpec(name=name, unit="llm", build=lambda: nn.Linear(NUMEL, 1, bias=False), initialize=lambda _: None)
+    state = LayerState(spec, Layout.of(spec), (), torch.float32, torch.device("cpu"))
+    if fill is not None:
+        state.buffer.copy_(torch.arange(NUMEL) + fill)
+    return state
+
+
+def transfer(state: str, source: int, target: int, first: int = 0, end: int = 4 * NUMEL) -> Transfer:
+    return Transfer(state=state, source=source, target=target, first_byte=first, end_byte=end)
+
+
+TRANSFERS = [
+    transfer("a", 0, 2, 0, 16384),
+    transfer("a", 1, 2, 16384, 4 * NUMEL),
+    transfer("b", 2, 0),
+    transfer("b", 2, 1),
+    transfer("a", 1, 3, 0, 4096),
+    transfer("a", 0, 3, 4096, 4 * NUMEL),
+]
+
+
+def test_states_arrive_from_several_senders_in_several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "CHUNK_BYTES", 8192)
+    holds = {0: {"a"}, 1: {"a"}, 2: {"b"}, 3: set()}
+    wants = {0: {"b"}, 1: {"b"}, 2: {"a"}, 3: {"a"}}
+    fills = {"a": 5, "b": 70}
+
+    def work(rank: int, address: str) -> tuple[int, bool]:
+        states = {name: make_state(name, fills[name]) for name in holds[rank]}
+        states |= {name: make_state(name, None) for name in wants[rank]}
+        num_bytes = copy_states(join(address, rank, 4), TRANSFERS, states)
+        return num_bytes, all(torch.equal(s.buffer, make_state(n, fills[n]).buffer) for n, s in states.items())
+
+    assert as_threads(4, work) == [(4 * NUMEL, True)] * 4
+
+
+def test_rank_without_copies_has_nothing_to_do() -> None:
+    def work(rank: int, address: str) -> int:
+        states = {"a": make_state("a", 5 if rank == 0 else None)}
+        return copy_states(join(address, rank, 3), [transfer("a", 0, 1)], states)
+
+    assert as_threads(3, work) == [0, 4 * NUMEL, 0]
+
+
+def test_damaged_bytes_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    true_checksum = copying.checksum
+
+    def work(rank: int, address: str) -> str:
+        states = {"a": make_state("a", 5 if rank == 0 else None)}
+        comm = join(address, rank, 2)
+        try:
+            copy_states(comm, [transfer("a", 0, 1)], states)
+        except CommunicationError as error:
+            return str(error)
+        return "arrived"
+
+    # the sender's checksum is over what it meant to send: here a byte differs from what goes over the wire
+    def of_what_was_meant(data: torch.Tensor) -> int:
+        meant = data.clone()
+        if not damaged:
+            damaged.append(True)
+            meant[100] ^= 1
+        return true_checksum(meant)
+
+    damaged: list[bool] = []
+    monkeypatch.setattr(copying, "checksum", of_what_was_meant)
+    assert as_threads(2, work) == ["arrived", "state 'a' arrived damaged from rank 0"]

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient.templates.composition.batch_split import (
+    Lines,
+    check_batch,
+    finish_ns,
+    lines,
+    slowed_line,
+    split_microbatches,
+    step_ns,
+)
+from tests.templates.jobs import template
+
+
+def splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 1:
+        yield (total,)
+        return
+    for first in range(1, total - parts + 2):
+        for rest in splits(total - first, parts - 1):
+            yield (first, *rest)
+
+
+def one(*stages_ms: float) -> Lines:
+    return lines([template(*stages_ms)])
+
+
+def finishes(pipelines: list[Lines], split: tuple[int, ...]) -> list[int]:
+    """When the pipelines are done, latest first."""
+    return sorted(map(finish_ns, pipelines, split), reverse=True)
+
+
+# Few different numbers, so that there are ties and pipelines that one microbatch alone keeps longest.
+line = st.tuples(st.integers(0, 12), st.integers(1, 5))
+some_pipelines = st.lists(st.lists(line, min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
+
+
+@given(some_pipelines, st.integers(0, 8))
+def test_finishing_times_latest_first_equal_exhaustive_search(pipelines: list[Lines], more: int):
+    total = len(pipelines) + more
+    counts = split_microbatches(pipelines, total)
+    assert sum(counts) == total
+    assert min(counts) >= 1
+    best = min(finishes(pipelines, split) for split in splits(total, len(pipelines)))
+    assert finishes(pipelines, counts) == best
+    assert step_ns(pipelines, total) == best[0]
+
+
+def test_large_split_gives_each_pipeline_what_the_greedy_rule_gives_it():
+    """The greedy rule, microbatch by microbatch: to whom is done with it first, of these to the one done last now."""
+    pipelines = [((7919 * i % 97, 13 + 31 * i % 17), (5, 29 + i % 3)) for i in range(40)]
+    counts = [1] * len(pipelines)
+    for _ in range(1000 - len(pipelines)):
+        now, then = (list(map(finish_ns, pipelines, [c + more for c in counts])) for more in (0, 1))
+        counts[min(range(len(pipelines)), key=lambda i: (then[i], -now[i]))] += 1
+    assert split_microbatches(pipelines, 1000) == tuple(counts)
+
+
+def test_faster_pipeline_gets_more():
+    assert split_microbatches([one(2, 2), one(4)], 12) == (8, 4)
+
+
+def test_what_counts_is_when_a_pipeline_would_be_done_with_one_more():
+    assert split_microbatches([one(9), one(4, 4, 4)], 3) == (1, 2)
+
+
+def test_equal_pipelines_differ_by_one_at_most_and_the_first_gets_more():
+    assert split_microbatches([one(1, 1)] * 3, 8) == (3, 3, 2)
+
+
+def test_of_two_that_could_finish_last_the_one_that_finishes_later_without_does():
+    assert split_microbatches([((0, 10),), ((0, 5),)], 5) == (1, 4)
+    assert split_microbatches([((0, 5),), ((0, 10),)], 5) == (4, 1)
+
+
+def test_others_finish_early_where_one_microbatch_alone_takes_longest():
+    assert split_microbatches([((100, 1),), ((0, 2),), ((0, 3),)], 11) == (1, 6, 4)
+
+
+def test_pipeline_takes_the_layout_that_suits_its_share():
+    few, many = template(4, 0.5), template(3, 3, 3)
+    layouts = lines([few, many])
+    assert layouts == ((500_000, 4_000_000), (6_000_000, 3_000_000))
+    assert [finish_ns(layouts, m) for m in (1, 5, 6)] == [4_500_000, 20_500_000, 24_000_000]
+    assert split_microbatches([layouts, one(4.25)], 24) == (13, 11)
+
+
+def test_a_microbatch_takes_time_though_none_was_measured():
+    assert lines([template(0, 0)]) == ((0, 1),)
+    assert split_microbatches([one(0), one(0)], 6) == (3, 3)
+
+
+def test_slowed_line_moves_the_slowest_stage():
+    pair = template(4, 3, 2, 1, num_nodes=2, sync_ms=0.5)
+    assert slowed_line(pair, (1, 1)) == lines([pair])[0] == (6_500_000, 4_000_000)
+    assert slowed_line(pair, (1, 2)) == (9_500_000, 4_000_000)
+    assert slowed_line(pair, (1.0, 2.5)) == (10_000_000, 5_000_000)
+
+
+def test_slowed_line_needs_a_factor_for_each_node():
+    message = (
+        "node_factors must be one for each of the template's 2 nodes, got 3; give 1.0 for nodes as fast as profiled"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        slowed_line(template(1, 1), (1, 1, 1))
+
+
+@pytest.mark.parametrize(("pipelines", "num_microbatches"), [(3, 2), (0, 2)])
+def test_split_refuses_pipelines_without_work(pipelines: int, num_microbatches: int):
+    message = (
+        f"num_microbatches must be at least the number of pipelines, one or more, got {num_microbatches} for "
+        f"{pipelines}; raise the global batch, lower the microbatch, or make fewer pipelines"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        split_microbatches([one(1)] * pipelines, num_microbatches)
+
+
+@pytest.mark.parametrize(("global_batch", "microbatch", "pipelines"), [(64, 4, 2), (8, 4, 2), (5, 1, 5)])
+def test_batch_that_can_be_split_passes(global_batch: int, microbatch: int, pipelines: int):
+    check_batch(global_batch, microbatch, pipelines)
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "nearest"), [(62, "60 or 64"), (4, "8"), (7, "8"), (9, "8 or 12"), (0, "8"), (-3, "8")]
+)
+def test_batch_that_cannot_be_split_recommends_the_nearest(global_batch: int, nearest: str):
+    message = (
+        "global_batch must be a multiple of microbatch 4, at least 8 (one microbatch for each of 2 pipelines), "
+        f"got {global_batch}; use {nearest}"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_batch(global_batch, 4, 2)
+
+
+def test_microbatch_must_hold_a_sample():
+    with pytest.raises(ValueError, match=r"^microbatch must be >= 1, got 0; give the samples of one microbatch$"):
+        check_batch(8, 0, 1)

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient.templates.composition.batch_split import Lines, lines, step_ns
+from resilient.templates.composition.compose import compose
+from resilient.templates.template import TemplateSet
+from tests.templates.jobs import template, template_set
+
+
+def compositions(total: int, sizes: range) -> Iterator[tuple[int, ...]]:
+    """All multisets of ``sizes`` that sum up to ``total``, descending."""
+    if total == 0:
+        yield ()
+    for size in sizes:
+        if size <= total:
+            for rest in compositions(total - size, range(sizes.start, size + 1)):
+                yield (size, *rest)
+
+
+def exhaustive(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> tuple[int, ...]:
+    """The best of all compositions, ties as documented; () where there is none."""
+    pipelines = {size: lines(templates.of(size)) for size in templates.sizes}
+    steps = {
+        sizes: step_ns([pipelines[size] for size in sizes], num_microbatches)
+        for sizes in compositions(num_nodes, templates.sizes)
+        if min_pipelines <= len(sizes) <= num_microbatches
+    }
+    best = min(steps.values(), default=0)
+
+    def microbatches(pipeline: Lines) -> int:
+        return max((best - fill) // slowest for fill, slowest in pipeline)
+
+    ties = [sizes for sizes, step in steps.items() if step == best]
+    return max(ties, key=lambda sizes: (sum(microbatches(pipelines[s]) for s in sizes), sizes), default=())
+
+
+def check(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> None:
+    best = exhaustive(templates, num_nodes, num_microbatches, min_pipelines)
+    if best:
+        assert compose(templates, num_nodes, num_microbatches, min_pipelines) == best
+    else:
+        with pytest.raises(ValueError, match=f"got {num_nodes}; leave nodes out or plan templates for more nodes$"):
+            compose(templates, num_nodes, num_microbatches, min_pipelines)
+
+
+@given(st.data())
+def test_composition_equals_exhaustive_search(data: st.DataObject):
+    smallest = data.draw(st.integers(1, 3))
+    stages = st.lists(st.integers(1, 12), min_size=1, max_size=3)
+    templates = template_set(
+        *(
+            [template(*stages_ms, num_nodes=size) for stages_ms in data.draw(st.lists(stages, min_size=1, max_size=3))]
+            for size in range(smallest, smallest + data.draw(st.integers(1, 5)))
+        )
+    )
+    check(templates, data.draw(st.integers(1, 12)), data.draw(st.integers(1, 16)), data.draw(st.integers(1, 3)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_composition_of_24_nodes_equals_exhaustive_search(seed: int):
+    """Templates as planned: more nodes are faster, a layout with more stages has a faster slowest one."""
+    draw = random.Random(seed)
+    smallest = 1 + seed % 3
+    templates = template_set(
+        *(
+            [
+                template(*(draw.uniform(80, 100) / (size * stages) for _ in range(stages)), num_nodes=size)
+                for stages in (size, 2 * size, 3 * size)
+            ]
+            for size in range(smallest, 9)
+        )
+    )
+    check(templates, 24, draw.choice([8, 64, 1000]), 1 + seed % 4)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 20, 25, 28, 32, 48, 52, 70, 134])
+def test_composition_with_fewer_microbatches_than_small_pipelines_equals_exhaustive_search(seed: int):
+    """Times at random: the most microbatches that so many pipelines get through jump up and down with the number."""
+    draw = random.Random(seed)
+    smallest = 1 + seed % 2
+    templates = template_set(
+        *(
+            [
+                template(
+                    *(draw.choice([1, 3, 10]) / draw.choice([1, size]) for _ in range(draw.randint(1, 4))),
+                    num_nodes=size,
+                )
+                for _ in range(3)
+            ]
+            for size in range(smallest, 9)
+        )
+    )
+    check(templates, 26, draw.randint(4, 25 // smallest), 1 + seed % 4)
+
+
+def test_capacities_as_large_as_the_step_in_nanoseconds_are_compared_exactly():
+    """One pipeline takes months for a microbatch, in which the others could do more than products of 64 bits hold."""
+    fast, slow = 1e-6, 1e10
+    templates = template_set(*(template(fast if size < 4 else slow, num_nodes=size) for size in range(1, 7)))
+    check(templates, 11, 3, 2)
+    assert compose(templates, 11, 3, 2) == (6, 3, 2)
+
+
+def test_fewer_microbatches_than_nodes_make_larger_pipelines():
+    """Small pipelines are fastest, but four of the twelve that fit would have nothing to do."""
+    templates = template_set(template(4), template(5, num_nodes=2), template(6, num_nodes=3))
+    assert compose(templates, 12, 12, 2) == (1,) * 12
+    assert compose(templates, 12, 8, 2) == (2, 2, 2, 2, 1, 1, 1, 1)
+    assert compose(templates, 12, 5, 2) == (3, 3, 3, 2, 1)
+
+
+def test_there_may_be_fewer_pipelines_than_microbatches_though_more_nodes_would_do_one_each():
+    """Six single nodes would be done first, but three microbatches keep three busy, and pairs are slow."""
+    templates = template_set(template(10), template(100, num_nodes=2), template(*[1] * 13, num_nodes=3))
+    assert compose(templates, 6, 3, 2) == (3, 3)
+
+
+def test_a_layout_for_few_microbatches_decides():
+    """Pipelines of two nodes have a layout that is slow, but done with one microbatch soonest."""
+    single = template(8)
+    pair = [template(5, 5, num_nodes=2), template(7, num_nodes=2)]
+    assert compose(template_set(single, pair), 4, 2, 2) == (2, 2)
+    assert compose(template_set(single, pair[0]), 4, 4, 2) == (1, 1, 1, 1)
+
+
+def test_of_equal_steps_the_one_with_room_for_more_then_the_one_with_the_largest_template():
+    assert compose(template_set(template(2), template(1, num_nodes=2)), 4, 4, 1) == (2, 2)
+    faster_pair = template_set(template(2), template(0.9, num_nodes=2))
+    assert compose(faster_pair, 4, 4, 1) == (2, 2)
+    assert compose(template_set(template(4), template(3, num_nodes=2)), 3, 3, 1) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "num_microbatches", "min_pipelines"),
+    [(5, 8, 2), (2, 8, 1), (0, 8, 1), (9, 2, 1), (6, 1, 2), (4, 8, 2)],
+)
+def test_a_sum_that_does_not_exist_is_refused(num_nodes: int, num_microbatches: int, min_pipelines: int):
+    message = (
+        f"num_nodes must be a sum of {min_pipelines} to {num_microbatches} template sizes from 3 to 4, "
+        f"got {num_nodes}; leave nodes out or plan templates for more nodes"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        compose(template_set(template(1, 1, 1), template(1, 1, 1, 1)), num_nodes, num_microbatches, min_pipelines)

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient.templates.inputs.cluster import Cluster
+from resilient.templates.inputs.profile import ModelProfile
+from resilient.templates.plan import Plan, PlanningProblem
+from resilient.templates.replan.placement import Placement, Placer, Target
+from tests.templates.jobs import cost, cut, layer, plan_of, profile
+
+
+def job(num_layers: int, state_bytes: int = 1, max_failures: int = 1, devices: int = 1) -> PlanningProblem:
+    return PlanningProblem(
+        profile=profile([1.0] * num_layers, state_bytes, tp_degrees=(1, 2)[:devices]),
+        num_microbatches=12,
+        cluster=Cluster(devices_per_node=devices),
+        max_failures=max_failures,
+    )
+
+
+def placed(
+    problem: PlanningProblem,
+    plan: Plan,
+    targets: Sequence[Target],
+    nodes: Sequence[int],
+    domains: dict[int, str] | None = None,
+) -> Placement:
+    placer = Placer(problem, plan, nodes, domains or {})
+    return placer.place(placer.continuing(targets))
+
+
+def test_nodes_that_hold_what_is_needed_stay_where_they_are():
+    plan = plan_of((cut(3, 6), (4, 7)), (cut(3, 6), (2, 5)))
+    found = placed(job(6), plan, [Target(template=cut(3, 6))] * 2, [2, 4, 5, 7])
+    assert found == Placement(nodes=((4, 7), (2, 5)), copied_bytes=0, busiest_bytes=0, lacking_domains=0)
+
+
+def test_the_pipeline_that_is_continued_keeps_its_nodes():
+    plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
+    targets = [Target(template=cut(3, 6), continues=1), Target(template=cut(3, 6), continues=0)]
+    assert placed(job(6), plan, targets, range(4)).nodes == ((2, 3), (0, 1))
+
+
+def test_of_nodes_that_cost_the_same_each_stays_with_its_pipeline():
+    # Nodes 0 and 2 lack one layer of the first stage, nodes 1 and 3 lack nothing of the second.
+    plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
+    targets = [Target(template=cut(4, 6), continues=1), Target(template=cut(4, 6), continues=0)]
+    assert placed(job(6), plan, targets, range(4)).nodes == ((2, 3), (0, 1))
+
+
+def test_of_pipelines_with_the_same_layout_the_most_complete_goes_on():
+    plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
+    assert placed(job(6), plan, [Target(template=cut(3, 6))] * 2, [0, 2, 3, 9]).nodes == ((2, 3), (0, 9))
+
+
+def test_the_joiner_takes_the_place_of_the_lost_node():
+    plan = plan_of((cut(2, 4, 6), (0, 1, 2)), (cut(3, 6), (3, 4)))
+    targets = [Target(template=cut(2, 4, 6), continues=0), Target(template=cut(3, 6), continues=1)]
+    found = placed(job(6), plan, targets, [0, 2, 3, 4, 8])
+    assert found.nodes == ((0, 8, 2), (3, 4))
+    assert found.copied_bytes == found.busiest_bytes == 2  # one byte each from nodes 3 and 4
+
+
+def test_of_nodes_that_hold_nothing_the_first_are_taken():
+    found = placed(job(6), plan_of(), [Target(template=cut(3, 6))] * 2, [9, 8, 7, 6, 5])
+    assert found.nodes == ((9, 8), (7, 6))
+    assert found.copied_bytes == 12
+
+
+def test_the_busiest_node_may_be_a_sender():
+    plan = plan_of((cut(3, 6), (0, 1)))
+    targets = [Target(template=cut(3, 6)), Target(template=cut(3, 6)), Target(template=cut(3, 6))]
+    found = placed(job(6, state_bytes=10), plan, targets, range(6))
+    assert found.copied_bytes == 120
+    assert found.busiest_bytes == 60  # each old node sends 30 bytes twice, each new one receives 30
+
+
+def test_devices_that_keep_their_shards_decide_between_equals():
+    # One stage of two devices becomes two of one each. Both nodes held all three layers; the one whose devices had
+    # whole layers hands over less within the node than the one with half of each.
+    whole, halves = cut(3, 6, devices=2), cut(6, degree=2, devices=2)
+    plan = plan_of((halves, (0,)), (whole, (1,)))
+    assert placed(job(6, devices=2), plan, [Target(template=whole)], [0, 1]).nodes == ((1,),)
+    assert placed(job(6, devices=2), plan, [Target(template=halves)], [0, 1]).nodes == ((0,),)
+    moved = placed(job(6, devices=2), plan, [Target(template=cut(2, 6, devices=2))], [0, 1])
+    assert moved.nodes == ((1,),)
+    assert moved.copied_bytes == 0
+
+
+@given(st.data())
+def test_no_other_placement_copies_less(data: st.DataObject):
+    num_layers = data.draw(st.integers(4, 7))
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=num_layers, max_size=num_layers))
+    tied = data.draw(st.booleans())
+    layers = [
+        layer(i, [cost(1.0)], size, owners=(0,) if tied and i == num_layers - 1 else ()) for i, size in enumerate(sizes)
+    ]
+    problem = PlanningProblem(profile=ModelProfile(layers=tuple(layers)), num_microbatches=12)
+    before = draw_plan(data, num_layers, 6)
+    live = sorted(data.draw(st.sets(st.integers(0, 7), min_size=3, max_size=6)))
+    after = draw_plan(data, num_layers, len(live))
+    found = placed(problem, before, [Target(template=p.template) for p in after.pipelines], live)
+
+    held = {slot.node: set(slot.states(problem.profile)) for slot in before.slots}
+    needed = [set(slot.states(problem.profile)) for slot in after.slots]
+    size_of = {each.name: each.state_bytes for each in problem.profile.layers}
+
+    def copied(order: Sequence[int]) -> int:
+        return sum(
+            sum(size_of[state] for state in need - held.get(node, set()))
+            for need, node in zip(needed, order, strict=False)
+        )
+
+    assert found.copied_bytes == copied([node for nodes in found.nodes for node in nodes])
+    assert found.copied_bytes == min(map(copied, permutations(live, len(needed))))
+
+
+def draw_plan(data: st.DataObject, num_layers: int, most_nodes: int) -> Plan:
+    """One or two pipelines on nodes 0, 1, 2, ..., with any cuts."""
+    left = most_nodes
+    pipelines = []
+    for _ in range(data.draw(st.integers(1, 2))):
+        inner = data.draw(st.sets(st.integers(1, num_layers - 1), max_size=min(left, num_layers) - 1))
+        first = most_nodes - left
+        pipelines.append((cut(*sorted(inner), num_layers), range(first, first + len(inner) + 1)))
+        left -= len(inner) + 1
+        if not left:
+            break
+    return plan_of(*pipelines)
+
+
+def test_each_state_is_put_into_two_zones_where_that_costs_copies():
+    plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
+    targets = [Target(template=cut(3, 6))] * 2
+    zones = {0: "a", 2: "a", 1: "b", 3: "b"}
+    found = placed(job(6), plan, targets, range(4), zones)
+    assert found.lacking_domains == 0
+    assert found.copied_bytes == 6
+    assert {frozenset(zones[nodes[i]] for nodes in found.nodes) for i in (0, 1)} == {frozenset("ab")}
+
+
+def test_no_state_can_be_in_more_zones_than_there_are():
+    plan = plan_of(*((cut(3, 6), (i, i + 1)) for i in (0, 2, 4)))
+    targets = [Target(template=cut(3, 6))] * 3
+    problem = job(6, max_failures=2)
+    zones = dict(enumerate("aaaabb"))
+    assert placed(problem, plan, targets, range(6), zones).lacking_domains == 0
+    zones[5] = "c"
+    # Of three zones, two have a single node: each can hold one half of the states only.
+    assert placed(problem, plan, targets, range(6), zones).lacking_domains == 6
+    del zones[5]  # a node without a label is a domain of its own, too
+    assert placed(problem, plan, targets, range(6), zones).lacking_domains == 6
+
+
+def test_f_plus_1_zones_are_enough():
+    plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
+    targets = [Target(template=cut(3, 6))] * 2
+    found = placed(job(6), plan, targets, range(4), dict(enumerate("abca")))
+    assert (found.nodes, found.lacking_domains) == (((0, 1), (2, 3)), 0)
+
+
+def test_nodes_without_a_label_share_no_zone():
+    plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
+    targets = [Target(template=cut(3, 6))] * 2
+    found = placed(job(6), plan, targets, range(4), {0: "a"})
+    assert (found.nodes, found.lacking_domains) == (((0, 1), (2, 3)), 0)
+
+
+def test_states_without_bytes_need_no_zones():
+    problem = job(6, state_bytes=0)
+    plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
+    targets = [Target(template=cut(3, 6))] * 2
+    found = placed(problem, plan, targets, range(4), {0: "a", 2: "a", 1: "b", 3: "b"})
+    assert found == Placement(nodes=((0, 1), (2, 3)), copied_bytes=0, busiest_bytes=0, lacking_domains=0)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 8), (8, 3, 2, 1, 0)])
+def test_a_node_that_is_left_out_is_the_one_that_saves_least(order: tuple[int, ...]):
+    plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
+    targets = [Target(template=cut(2, 4, 6)), Target(template=cut(6))]
+    assert 8 not in {node for nodes in placed(job(6), plan, targets, order).nodes for node in nodes}

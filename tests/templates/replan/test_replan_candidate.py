@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from resilient.templates.plan import Plan, PlanningProblem
+from resilient.templates.replan.replan import candidates
+from resilient.templates.replan.replan_candidate import ReplanCandidate, Situation, Way
+from resilient.templates.template import TemplateSet
+from tests.templates.jobs import cut, layout, plan_of, profile, template_set
+
+
+def situation(
+    templates: TemplateSet,
+    composition: Sequence[int],
+    plan: Plan,
+    live: Sequence[int],
+    num_microbatches: int = 12,
+    slowdowns: Mapping[int, float] | None = None,
+) -> Situation:
+    num_layers = templates.layouts[0][0].stages[-1].end_layer
+    problem = PlanningProblem(profile=profile([1.0] * num_layers), num_microbatches=num_microbatches)
+    return Situation(problem, templates, composition, plan, live, {}, slowdowns or {})
+
+
+def test_layouts_suit_the_split():
+    # 5.3 ms for the first microbatch and 4 ms for each more, or 6 ms and 3 ms.
+    even, uneven = cut(3, 6), cut(2, 6)
+    short = replace(uneven, stages=(replace(uneven.stages[0], forward_ms=0.0), uneven.stages[1]))
+    few, many = (situation(template_set((short, even)), (2, 2), plan_of(), range(4), count) for count in (2, 40))
+    assert [pipeline.template for pipeline in few.composed().plan.pipelines] == [short, short]
+    assert [pipeline.template for pipeline in many.composed().plan.pipelines] == [even, even]
+
+
+def test_pipelines_that_shrink_keep_their_own_nodes():
+    templates = template_set(cut(2, 6), cut(2, 4, 6))
+    before = plan_of((cut(2, 4, 6), (5, 6, 7)), (cut(2, 4, 6), (0, 1, 2)))
+    simple = next(situation(templates, (2, 2), before, [0, 1, 5, 6]).ways()).candidate()
+    assert simple.kind == "simple"
+    assert [pipeline.nodes for pipeline in simple.plan.pipelines] == [(5, 6), (0, 1)]
+
+
+def test_candidates_that_differ_in_the_order_of_pipelines_alone_are_one():
+    two, three = cut(3, 6), cut(2, 4, 6)
+    before = plan_of((two, (0, 1)), (three, (2, 3, 4)))
+    found = situation(template_set(two, three), (3, 2), before, range(5)).ways()
+    assert [way.candidate().kind for way in found] == ["keep"]
+
+
+def test_only_repairs_that_use_as_many_nodes_as_can_be_used_are_candidates():
+    one, two = cut(6), cut(3, 6)
+    before = plan_of((one, (0,)), (one, (1,)))
+    # With one microbatch for each of two pipelines there can be no third; the fifth node has no place.
+    found = situation(template_set(one, two), (2, 2), before, range(5), num_microbatches=2).ways()
+    assert [(way.candidate().kind, len(way.candidate().plan.nodes)) for way in found] == [("join", 4)]
+    found = situation(template_set(one, two), (2, 1), before, range(5), num_microbatches=2).ways()
+    assert [(way.candidate().kind, len(way.candidate().plan.nodes)) for way in found] == [("composed", 3)]
+
+
+def test_steps_take_as_long_as_slow_nodes_make_them():
+    two = cut(3, 6)
+    before = plan_of((two, (0, 1)), (two, (2, 3)))
+    slow = next(situation(template_set(two), (2, 2), before, range(4), slowdowns={1: 4.0}).ways()).candidate()
+    # 3 + 2 x 12 = 27 and 3 + 10 x 3 = 33, against 3 + 3 x 12 = 39.
+    assert (layout(slow.plan), slow.step_ms) == ([((0, 1), 2), ((2, 3), 10)], 33.0)
+
+
+def test_of_equally_good_candidates_the_one_that_copies_less_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the busiest node copies may be the same."""
+    equal = [
+        ReplanCandidate(
+            kind="composed", plan=plan_of(), copied_bytes=copied, copy_ms=1.0, step_ms=2.0, lacking_domains=0
+        )
+        for copied in (200, 100)
+    ]
+    ways = [Way(step_ms=each.step_ms, candidate=lambda each=each: each) for each in equal]
+    monkeypatch.setattr(Situation, "ways", lambda _: iter(ways))
+    problem = PlanningProblem(profile=profile([1.0] * 6), num_microbatches=12)
+    assert list(candidates(problem, plan_of(), range(4))) == equal[::-1]

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from functools import partial
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from resilient.templates.replan.topology_spread import lacking_domains, spread
+
+
+def needs_of(*pipelines: tuple[int, ...], num_states: int, left_out: int = 0) -> np.ndarray:
+    """Each pipeline's stages end before these states; ``left_out`` places need nothing."""
+    rows = [
+        [first <= state < end for state in range(num_states)]
+        for ends in pipelines
+        for first, end in zip((0, *ends), ends, strict=False)
+    ]
+    return np.array(rows + [[False] * num_states] * left_out)
+
+
+def test_lacking_counts_each_state_in_too_few_domains():
+    needs = needs_of((1, 3), (1, 3), num_states=3)
+    assert lacking_domains(needs, np.array([0, 0, 0, 0]), 2) == 3
+    assert lacking_domains(needs, np.array([0, 0, 1, 0]), 2) == 2
+    assert lacking_domains(needs, np.array([0, 1, 1, 0]), 2) == 0
+    assert lacking_domains(needs, np.array([0, 1, 1, 0]), 3) == 3
+
+
+def test_what_lacks_nothing_is_left_as_it_is_however_expensive():
+    needs = needs_of((1, 2), (1, 2), num_states=2)
+    chosen = np.array([3, 1, 0, 2])
+    prices = np.ones((4, 4)) - np.eye(4)
+    assert spread(needs, prices, chosen, np.array([0, 0, 1, 1]), 2) is chosen
+
+
+def test_the_cheapest_exchange_that_spreads_is_made():
+    needs = needs_of((1, 2), (1, 2), num_states=2)
+    prices = np.full((4, 4), 5.0)
+    np.fill_diagonal(prices, 0.0)
+    prices[[0, 3], [3, 0]] = 4.0  # nodes 0 and 3 change places for less than others would
+    chosen = spread(needs, prices, np.arange(4), np.array([0, 1, 0, 1]), 2)
+    assert chosen.tolist() == [3, 1, 2, 0]
+
+
+def test_nodes_without_a_place_come_in_where_that_spreads():
+    needs = needs_of((2,), (2,), num_states=2, left_out=1)
+    prices = np.array([[0.0, 9, 9], [9, 0, 9], [0, 0, 0]])
+    assert spread(needs, prices, np.arange(3), np.array([0, 0, 1]), 2).tolist() in ([0, 2, 1], [2, 1, 0])
+
+
+def test_what_cannot_be_spread_stays_cheap():
+    # One node of domain 1: it can take the place that holds two of three states, no more.
+    needs = needs_of((1, 3), (1, 3), num_states=3)
+    prices = 1.0 - np.eye(4)
+    chosen = spread(needs, prices, np.arange(4), np.array([1, 0, 0, 0]), 2)
+    assert lacking_domains(needs, np.array([1, 0, 0, 0])[chosen], 2) == 1
+    assert prices[np.arange(4), chosen].sum() == 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_as_spread_as_the_best_of_all_placements_and_nearly_as_cheap(seed: int):
+    rng = np.random.default_rng(seed)
+    ours = cheapest = cases = 0
+    for _ in range(25):
+        num_states, num_places = int(rng.integers(3, 8)), int(rng.integers(4, 7))
+        pipelines = [random_ends(rng, size, num_states) for size in random_sizes(rng, num_places, num_states)]
+        left_out = num_places - sum(map(len, pipelines))
+        needs = needs_of(*pipelines, num_states=num_states, left_out=left_out)
+        prices = rng.integers(0, 10, (num_places, num_places)).astype(float) * needs.any(axis=1, keepdims=True)
+        _, domains = np.unique(rng.integers(0, 3, num_places), return_inverse=True)
+        wanted = min(int(rng.integers(2, 4)), int(domains.max()) + 1)
+        worth = partial(worth_of, needs, prices, domains, wanted)
+        best = min(worth(np.array(order)) for order in permutations(range(num_places)))
+        start = rng.permutation(num_places)
+        if lacking_domains(needs, domains[start], wanted):
+            found = worth(spread(needs, prices, start, domains, wanted))
+            assert found[0] == best[0]
+            cases, ours, cheapest = cases + 1, ours + found[1], cheapest + best[1]
+    assert cases >= 5
+    assert ours <= 1.1 * cheapest
+
+
+def worth_of(
+    needs: np.ndarray, prices: np.ndarray, domains: np.ndarray, wanted: int, chosen: np.ndarray
+) -> tuple[int, float]:
+    return lacking_domains(needs, domains[chosen], wanted), float(prices[np.arange(len(chosen)), chosen].sum())
+
+
+def random_sizes(rng: np.random.Generator, num_places: int, largest: int) -> list[int]:
+    first = int(rng.integers(1, min(num_places - 1, largest) + 1))
+    rest = int(rng.integers(1, min(num_places - first, largest) + 1))
+    return [first, rest]
+
+
+def random_ends(rng: np.random.Generator, size: int, num_states: int) -> tuple[int, ...]:
+    inner = rng.choice(np.arange(1, num_states), size - 1, replace=False)
+    return (*sorted(map(int, inner)), num_states)

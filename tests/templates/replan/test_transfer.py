@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient.templates.inputs.cluster import Cluster
+from resilient.templates.plan import Plan, PlanningProblem
+from resilient.templates.replan.replan import first_plan, replan
+from resilient.templates.replan.transfer import Transfer, plan_transfers
+from tests.templates.jobs import MIB, enough_nodes, problems, profile, survivors
+
+
+def job(num_layers: int = 3, state_bytes: int = MIB, num_nodes: int = 3) -> tuple[PlanningProblem, Plan]:
+    """One pipeline per node, each with all layers: rank r is node r."""
+    problem = PlanningProblem(profile=profile([1.0] * num_layers, state_bytes), num_microbatches=6)
+    return problem, first_plan(problem, range(num_nodes))
+
+
+@given(st.data(), problems(max_degree=1))
+def test_every_missing_byte_comes_once_from_a_rank_that_holds_it(data: st.DataObject, problem: PlanningProblem):
+    plan = first_plan(problem, range(enough_nodes(problem) + data.draw(st.integers(0, 3))))
+    num_sources = data.draw(st.integers(0, 3))
+    ranks = range(len(plan.slots) + num_sources)
+    held = {
+        layer.name: sorted(data.draw(st.sets(st.sampled_from(ranks), max_size=4))) for layer in problem.profile.layers
+    }
+    transfers, lost = plan_transfers(problem, plan, held, num_sources)
+
+    by_need: dict[tuple[str, int], list[Transfer]] = {}
+    for transfer in transfers:
+        assert transfer.source in held[transfer.state]
+        assert transfer.source != transfer.target
+        by_need.setdefault((transfer.state, transfer.target), []).append(transfer)
+    sizes = {layer.name: layer.state_bytes for layer in problem.profile.layers}
+    missing = {
+        (state, rank)
+        for state, needed_by in plan.holders(problem.profile).items()
+        for rank in needed_by
+        if rank not in held[state] and sizes[state]
+    }
+    assert set(by_need) == {(state, rank) for state, rank in missing if held[state]}
+    assert set(lost) == {state for state, _ in missing if not held[state]}
+    for (state, _), parts in by_need.items():
+        bounds = [0, *(part.end_byte for part in parts)]
+        assert [part.first_byte for part in parts] == bounds[:-1]
+        assert bounds[-1] == sizes[state]
+        assert all(bound % 4096 == 0 for bound in bounds[:-1])
+        assert all(part.first_byte < part.end_byte for part in parts)
+    assert plan_transfers(problem, plan, held, num_sources) == (transfers, lost)
+
+
+@given(st.data(), problems(max_degree=1))
+def test_nothing_is_lost_with_up_to_f_failures_and_any_joins(data: st.DataObject, problem: PlanningProblem):
+    nodes = range(enough_nodes(problem) + data.draw(st.integers(problem.max_failures, 4)))
+    joiners = range(100, 100 + data.draw(st.integers(0, 8)))
+    before = first_plan(problem, nodes)
+    dead = data.draw(st.sets(st.sampled_from(nodes), max_size=problem.max_failures))
+    after = replan(problem, before, [*sorted(set(nodes) - dead), *joiners])
+    _, lost = plan_transfers(problem, after, survivors(problem, before, after))
+    assert lost == ()
+
+
+def test_nothing_moves_where_everything_is_held():
+    problem, plan = job()
+    assert plan_transfers(problem, plan, plan.holders(problem.profile)) == ((), ())
+
+
+def test_senders_carry_equal_loads():
+    problem, plan = job(num_layers=6)
+    transfers, _ = plan_transfers(problem, plan, {f"l{i}": [0, 1] for i in range(6)})
+    assert Counter(transfer.source for transfer in transfers) == {0: 3, 1: 3}
+
+
+def test_the_largest_states_are_given_out_first():
+    problem, plan = job()
+    layers = [
+        replace(layer, parameter_bytes=size * MIB, optimizer_bytes=0)
+        for layer, size in zip(problem.profile.layers, (1, 1, 2), strict=True)
+    ]
+    problem = replace(problem, profile=replace(problem.profile, layers=tuple(layers)))
+    transfers, _ = plan_transfers(problem, plan, {f"l{i}": [0, 1] for i in range(3)})
+    assert {transfer.state: transfer.source for transfer in transfers} == {"l2": 0, "l0": 1, "l1": 1}
+
+
+def test_states_with_one_holder_are_counted_before_the_choice_is_made():
+    problem, plan = job(num_layers=2)
+    transfers, _ = plan_transfers(problem, plan, {"l0": [0, 1], "l1": [0]})
+    sources = {(transfer.state, transfer.target): transfer.source for transfer in transfers}
+    assert sources == {("l0", 2): 1, ("l1", 1): 0, ("l1", 2): 0}
+
+
+def test_large_state_is_split_evenly_over_its_holders():
+    problem, plan = job(num_layers=1, state_bytes=10 * MIB + 100)
+    transfers, _ = plan_transfers(problem, plan, {"l0": [0, 1]})
+    half = 5 * MIB + 4096
+    assert transfers == (
+        Transfer(state="l0", source=0, target=2, first_byte=0, end_byte=half),
+        Transfer(state="l0", source=1, target=2, first_byte=half, end_byte=10 * MIB + 100),
+    )
+
+
+def test_state_of_four_mib_stays_whole():
+    problem, plan = job(num_layers=1, state_bytes=4 * MIB)
+    transfers, _ = plan_transfers(problem, plan, {"l0": [0, 1]})
+    assert transfers == (Transfer(state="l0", source=0, target=2, first_byte=0, end_byte=4 * MIB),)
+
+
+def test_holder_without_a_place_for_the_state_is_a_source():
+    problem = PlanningProblem(profile=profile([1.0, 1.0]), num_microbatches=2, max_failures=0, min_pipeline_nodes=2)
+    plan = first_plan(problem, [0, 1])  # rank 0 has l0, rank 1 has l1
+    transfers, lost = plan_transfers(problem, plan, {"l0": [1], "l1": [1]})
+    assert transfers == (Transfer(state="l0", source=1, target=0, first_byte=0, end_byte=MIB),)
+    assert lost == ()
+
+
+def test_sharing_layer_receives_the_owners_state():
+    problem = PlanningProblem(
+        profile=profile([1.0, 1.0], shares={1: (0,)}), num_microbatches=2, max_failures=0, min_pipeline_nodes=2
+    )
+    plan = first_plan(problem, [0, 1])
+    transfers, _ = plan_transfers(problem, plan, {"l0": [0], "l1": [1]})
+    assert transfers == (Transfer(state="l0", source=0, target=1, first_byte=0, end_byte=MIB),)
+
+
+def test_lost_states_are_named_in_layer_order():
+    problem, plan = job()
+    transfers, lost = plan_transfers(problem, plan, {"l1": [0, 1, 2]})
+    assert transfers == ()
+    assert lost == ("l0", "l2")
+
+
+def test_unknown_state_is_refused():
+    problem, plan = job()
+    with pytest.raises(ValueError, match=r"^held must name layers of the profile, got 'l9'; use the same profile"):
+        plan_transfers(problem, plan, {"l9": [0]})
+
+
+def test_rank_that_takes_no_part_is_refused():
+    problem, plan = job()
+    message = r"^holders of 'l0' must be ranks 0 to 3 \(the new plan's, then sources\), got \[0, 4\]; leave out workers"
+    with pytest.raises(ValueError, match=message):
+        plan_transfers(problem, plan, {"l0": [0, 4]}, num_sources=1)
+
+
+def test_source_without_a_place_gives_what_only_it_holds():
+    problem, plan = job(num_layers=2, num_nodes=2)
+    transfers, lost = plan_transfers(problem, plan, {"l0": [0, 1], "l1": [2]}, num_sources=1)
+    assert lost == ()
+    assert transfers == tuple(
+        Transfer(state="l1", source=2, target=target, first_byte=0, end_byte=MIB) for target in (0, 1)
+    )
+
+
+def test_source_without_a_place_takes_a_share_of_the_load_but_not_the_first():
+    problem, plan = job(num_layers=3, num_nodes=2)
+    everything = {state: [0, 2] for state in ("l0", "l1", "l2")}
+    transfers, _ = plan_transfers(problem, plan, everything, num_sources=1)
+    assert [(transfer.state, transfer.source) for transfer in transfers] == [("l0", 0), ("l1", 2), ("l2", 0)]
+
+
+def test_plan_with_a_sharded_stage_is_refused():
+    problem = PlanningProblem(
+        profile=profile([1.0], tp_degrees=(2,)),
+        num_microbatches=2,
+        cluster=Cluster(devices_per_node=2),
+        max_failures=0,
+    )
+    message = (
+        r"^num_devices of every stage must be 1 in a plan that is executed, got 2; sharded stages are planned and "
+        r"simulated only: train with a profile of tp_degrees \(1,\)$"
+    )
+    with pytest.raises(ValueError, match=message):
+        plan_transfers(problem, first_plan(problem, [0]), {})
