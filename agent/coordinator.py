@@ -80,7 +80,7 @@ class Coordinator:
         self._health: dict[int, Health] = {}
         self._log = Path(settings.run_directory) / "events.jsonl"
         self._injections_read = 0
-        self._queue: deque[ev.Event] = deque()
+        self._queue: deque[ev.Stimulus] = deque()
         self._is_pumping = False
         self._stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -139,7 +139,7 @@ class Coordinator:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    def feed(self, event: ev.Event) -> None:
+    def feed(self, event: ev.Stimulus) -> None:
         """Give the machine an event and do what it says. Events that this causes come after it."""
         self._queue.append(event)
         if self._is_pumping:
@@ -155,7 +155,7 @@ class Coordinator:
         finally:
             self._is_pumping = False
 
-    def _handle(self, event: ev.Event) -> None:
+    def _handle(self, event: ev.Stimulus) -> None:
         for instruction in self._machine.handle(event, time.monotonic()):
             try:
                 self._do(instruction)
@@ -327,7 +327,7 @@ class Coordinator:
             else:
                 self.feed(self._event_of(node, said))
 
-    def _event_of(self, node: int, message: FromWorker | WorkerExited | Leaving) -> ev.Event:
+    def _event_of(self, node: int, message: FromWorker | WorkerExited | Leaving) -> ev.Stimulus:
         match message:
             case FromWorker(local_rank=local_rank, message=inner):
                 return ev.WorkerSaid(node=node, local_rank=local_rank, message=inner)

@@ -292,7 +292,7 @@ class Launcher:
                 logger.warning("events are no longer shown, only in %s/events.jsonl: %s", self._run_directory, why)
                 self._callbacks.remove(callback)
 
-    def _feed(self, event: ev.Event) -> None:
+    def _feed(self, event: ev.Stimulus) -> None:
         if self._coordinator is not None:
             self._call(self._coordinator.feed, event)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.costs.samples import LLM, Ints, SampleTable
+from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.microbatch_order import fill_intervals
 from resilient.planners.planner import Assignment, Configuration, Planner, Replica, Setting
 from resilient.planners.published.baselines.balanced import StaticContext
@@ -21,6 +21,7 @@ from resilient.planners.published.baselines.uniform import Uniform
 from resilient.planners.published.cornstarch.planner import Cornstarch
 from resilient.planners.published.disttrain.planner import DistTrain
 from resilient.planners.registry import planner
+from resilient.templates.common.arrays import Ints
 
 MEASURED = "measured"
 

@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from resilient.simulation.availability.spot_market import MARKETS, spot_trace
-from resilient.simulation.availability.traces import Trace, periodic_failures, read_trace
-from resilient.simulation.policies.resilient import Planner
-from resilient.simulation.replay.costs import Costs
-from resilient.simulation.replay.outcome import Outcome
+from resilient.simulation.availability.traces import AvailabilityTrace, periodic_failures, read_trace
+from resilient.simulation.policies.resilient import RememberedPlans
+from resilient.simulation.replay.costs import ChangeCosts
+from resilient.simulation.replay.outcome import ReplayOutcome
 from resilient.simulation.scenario import Scenario
 from resilient.templates.inputs.derive import derive_profile
 from resilient.templates.inputs.devices import cluster_of
@@ -123,7 +123,7 @@ class Cell:
         return self.found / self.published - 1
 
 
-def failures(interval_s: float) -> Trace:
+def failures(interval_s: float) -> AvailabilityTrace:
     """Return the loss of half the nodes; it ends with the last loss, which leaves 15."""
     trace = periodic_failures(NODES, interval_s)
     return trace.lasting(trace.changes[-1].time_ms / 3.6e6)
@@ -141,11 +141,11 @@ def scenario(model: Model, batch: int) -> Scenario:
         batch=batch,
         max_nodes=NODES,
         # Oobleck is compared without checkpoints.
-        costs=Costs(checkpoint_s=model.save_s, restart_s=model.restart_s, insurance_steps=None),
+        costs=ChangeCosts(checkpoint_s=model.save_s, restart_s=model.restart_s, insurance_steps=None),
     )
 
 
-def calibrated(job: Scenario, policy: str, trace: Trace, published: float) -> Scenario:
+def calibrated(job: Scenario, policy: str, trace: AvailabilityTrace, published: float) -> Scenario:
     """Return the scenario with the step factor that yields the published throughput, to a step of the whole run."""
     factor = 1.0
     for _ in range(12):
@@ -278,7 +278,7 @@ def explain(cells: Sequence[Cell], batches: str, jobs: Mapping[tuple[str, str], 
     console.print(f"step factors: {', '.join(factors)}\n", style="dim")
 
 
-def show_spot(traces: Sequence[Trace], jobs: Mapping[tuple[str, str], Scenario], console: Console) -> None:
+def show_spot(traces: Sequence[AvailabilityTrace], jobs: Mapping[tuple[str, str], Scenario], console: Console) -> None:
     """Print the experiment on spot nodes: throughput, and its part of what would be without changes' costs."""
     table = Table(title="spot nodes: samples/s (% of what the live nodes could do)", title_justify="left")
     for header in ("trace", "system", *COLUMNS):
@@ -288,7 +288,7 @@ def show_spot(traces: Sequence[Trace], jobs: Mapping[tuple[str, str], Scenario],
         for name in COLUMNS:
             varuna, job = jobs["Varuna", name], jobs["Oobleck", name]
             # More may be lost at once here than survives: with the usual checkpoints.
-            job = replace(job, costs=replace(job.costs, insurance_steps=Costs().insurance_steps))
+            job = replace(job, costs=replace(job.costs, insurance_steps=ChangeCosts().insurance_steps))
             found: list[float] = []
             for system, each in (("Varuna", varuna), ("resilient", job)):
                 outcome = each.run(trace, system.lower())
@@ -301,9 +301,9 @@ def show_spot(traces: Sequence[Trace], jobs: Mapping[tuple[str, str], Scenario],
     console.print(table)
 
 
-def _undisturbed(job: Scenario, outcome: Outcome) -> float:
+def _undisturbed(job: Scenario, outcome: ReplayOutcome) -> float:
     """Return the mean throughput if every change cost nothing and led to the best plan."""
-    planner = Planner(job.problem)
+    planner = RememberedPlans(job.problem)
     samples = 0.0
     for stretch in outcome.stretches:
         with suppress(TooFewNodes):

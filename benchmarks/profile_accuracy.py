@@ -31,7 +31,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from step_costs import commit_ms, load_ms, network
@@ -44,11 +43,12 @@ from resilient.profiling import profiler
 from resilient.profiling.cache import fresh_profile
 from resilient.runtime.job import Job
 from resilient.runtime.script import job_of
+from resilient.templates.common.arrays import Floats
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Action, Op
-from resilient.templates.schedules.simulator import Costs, simulate
+from resilient.templates.schedules.simulator import ActionCosts, simulate
 
 HERE = Path(__file__).parent
 WARM_UP_STEPS = 5
@@ -184,7 +184,7 @@ def predict(job: Job, profile: ModelProfile, generation: dict[str, Any], links: 
         backward_ms = [sum(layer.backward_ms() for layer in stage) for stage in layers]
         alone = simulate(
             generate(ScheduleKind.ONE_F_ONE_B, len(cut), pipeline["num_microbatches"]),
-            Costs(forward_ms=forward_ms, backward_input_ms=backward_ms),
+            ActionCosts(forward_ms=forward_ms, backward_input_ms=backward_ms),
         )
         commits_ms = max(commit_ms(job, [layer.name for layer in stage]) for stage in layers)
         step_ms = along_schedule(
@@ -201,13 +201,13 @@ def predict(job: Job, profile: ModelProfile, generation: dict[str, Any], links: 
 def along_schedule(
     pipeline: dict[str, Any],
     link: Links,
-    forward_ms: NDArray[np.float64],
-    backward_ms: NDArray[np.float64],
+    forward_ms: Floats,
+    backward_ms: Floats,
     layer_backward_ms: dict[int, float],
 ) -> float:
     """Return the time to the end of the prepare barrier, but for what workers do at the ends of the step."""
     states = [list(range(first, end)) if link.sum_ms else [] for first, end in cut_of(pipeline)]
-    costs = Costs(
+    costs = ActionCosts(
         forward_ms=forward_ms,
         backward_input_ms=backward_ms,
         latency_ms=link.latency_ms,

@@ -37,7 +37,7 @@ from rich.table import Table
 
 from resilient.agent.launch import Launcher, LaunchOptions
 from resilient.observability.event_log import Event, read_events
-from resilient.observability.run_report import PARTS, build_report
+from resilient.observability.run_report import RECOVERY_PARTS, build_run_report
 from resilient.protocol.messages import Injection
 
 HERE = Path(__file__).parent
@@ -128,14 +128,14 @@ def strike_within_step(event: Event, failure: Failure, launcher: Launcher) -> No
 
 def measure_run(failure: Failure, events: Sequence[Event]) -> dict[str, Any]:
     """Measure a run from its events."""
-    (recovery,) = build_report(events)["recoveries"]
+    (recovery,) = build_run_report(events)["recoveries"]
     (killed_at,) = [event["time"] for event in events if event["kind"] == "injected"]
     steps = [event for event in events if event["kind"] == "step"]
     after = next(step for step in steps if step["generation"] >= recovery["generation"])
     before = [step["time"] for step in steps if step["generation"] < recovery["generation"]]
     normal_ms = 1000 * statistics.median(b - a for a, b in pairwise(before[WARM_UP_STEPS:]))
     gap_ms = 1000 * (after["time"] - before[-1])
-    keys = ("total_ms", *(f"{part}_ms" for part in PARTS), "lost_steps", "restarted_workers", "bytes_copied")
+    keys = ("total_ms", *(f"{part}_ms" for part in RECOVERY_PARTS), "lost_steps", "restarted_workers", "bytes_copied")
     return {
         **asdict(failure),
         "outcome": RECOVERED,
@@ -224,7 +224,7 @@ def spread(values: Sequence[float], form: str = ".0f") -> str:
 
 def runs_table(runs: Sequence[dict[str, Any]]) -> Table:
     """Show every run of ours, and what is typical."""
-    times = ("normal_ms", "gap_ms", "net_ms", "stall_ms", "total_ms", *(f"{part}_ms" for part in PARTS))
+    times = ("normal_ms", "gap_ms", "net_ms", "stall_ms", "total_ms", *(f"{part}_ms" for part in RECOVERY_PARTS))
     table = Table(title=f"resilient: {NUM_NODES} nodes, one killed with SIGKILL in mid-step; times in ms")
     for name in ("node", "step", "moment"):
         table.add_column(name, no_wrap=True)

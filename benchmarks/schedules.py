@@ -17,7 +17,7 @@ from rich.table import Table
 
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
-from resilient.templates.schedules.simulator import Costs, Timeline, simulate
+from resilient.templates.schedules.simulator import ActionCosts, Timeline, simulate
 
 REPEATS = 7
 LATENCIES_MS = (0.0, 0.2)
@@ -29,7 +29,7 @@ def run(
     """Return the timeline, and how many milliseconds generating and simulating took."""
     num_chunks = 2 if kind is ScheduleKind.INTERLEAVED else 1
     part_ms = 1.0 / num_chunks
-    costs = Costs(
+    costs = ActionCosts(
         forward_ms=part_ms,
         backward_input_ms=part_ms,
         backward_weight_ms=part_ms,

@@ -23,7 +23,7 @@ from torch import nn
 
 from resilient.comm import StoreClient, StoreHost, connect
 from resilient.models.layer import LayerSpec
-from resilient.state.layer_state import LayerState, Layout
+from resilient.state.layer_state import BufferLayout, LayerState
 from resilient.state.peer_copy import copy_states
 from resilient.templates.replan.transfer import Transfer
 
@@ -34,7 +34,7 @@ def large_state(num_bytes: int, fill: float) -> LayerState:
     spec = LayerSpec(
         name="layer", unit="chain", build=lambda: nn.Linear(width, width, bias=False), initialize=lambda module: None
     )
-    state = LayerState(spec, Layout.of(spec), ("exp_avg", "exp_avg_sq"), torch.float32, torch.device("cpu"))
+    state = LayerState(spec, BufferLayout.of(spec), ("exp_avg", "exp_avg_sq"), torch.float32, torch.device("cpu"))
     state.buffer.fill_(fill)
     return state
 

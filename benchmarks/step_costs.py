@@ -18,7 +18,7 @@ import torch
 
 from resilient.comm import Communicator, SingleProcessCommunicator, StoreClient, StoreHost, connect
 from resilient.pipeline.gradient_sync import GradientSync
-from resilient.protocol.messages import Outcome
+from resilient.protocol.messages import StepOutcome
 from resilient.runtime.batches import Feed
 from resilient.runtime.commit import Ledger
 from resilient.runtime.job import Job
@@ -66,7 +66,7 @@ def commit_ms(job: Job, names: Sequence[str]) -> float:
         sync.begin()
         for index in sorted(trained, reverse=True):
             sync.wait(index)
-        ledger.apply(Outcome(step=ledger.version + 1, loss=1.0, grad_norm=1.0))
+        ledger.apply(StepOutcome(step=ledger.version + 1, loss=1.0, grad_norm=1.0))
 
     return median([_processor_ms(step) for _ in range(STEPS)][1:])  # the first makes the optimizer's own state
 

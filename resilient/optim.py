@@ -15,7 +15,7 @@ import torch
 
 from resilient.state.layer_state import LayerState
 
-Schedule = Callable[[int], float]
+LearningRateSchedule = Callable[[int], float]
 """Step (1, 2, ...) -> factor on the learning rate."""
 
 
@@ -26,7 +26,7 @@ class Optimizer(Protocol):
     def lr(self) -> float: ...
 
     @property
-    def schedule(self) -> Schedule | None: ...
+    def schedule(self) -> LearningRateSchedule | None: ...
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    schedule: Schedule | None = None
+    schedule: LearningRateSchedule | None = None
 
     def __post_init__(self) -> None:
         _check_lr(self.lr)
@@ -117,7 +117,7 @@ class SGD:
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
-    schedule: Schedule | None = None
+    schedule: LearningRateSchedule | None = None
 
     def __post_init__(self) -> None:
         _check_lr(self.lr)

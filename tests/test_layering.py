@@ -208,6 +208,26 @@ def test_public_names_resolve_to_what_is_documented() -> None:
         _ = resilient.Trainr  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def public_names(path: Path) -> Iterator[str]:
+    """Yield what a file defines at its top, for others to import."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def test_a_public_name_has_one_meaning() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in MODULES.values():
+        for public in public_names(path):
+            if not public.startswith("_") and public not in ("logger", "main"):
+                homes.setdefault(public, []).append(name(path))
+    assert {public: where for public, where in homes.items() if len(where) > 1} == {}
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_files_are_short(path: Path) -> None:
     length = len(path.read_text().splitlines())

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from resilient.agent.membership.events import Worker
-from resilient.protocol.messages import Outcome, Progress
+from resilient.agent.membership.events import WorkerId
+from resilient.protocol.messages import StepOutcome, WorkerProgress
 from resilient.templates.inputs.profile import ModelProfile
 
-NOTHING = Progress(version=-1, complete=False)
+NOTHING = WorkerProgress(version=-1, complete=False)
 """The progress of a worker that holds no state yet."""
 
 
@@ -26,21 +26,21 @@ class Agreement:
     """
 
     version: int
-    outcome: Outcome | None
-    roll_forward: Outcome | None
-    held: Mapping[Worker, tuple[str, ...]]
+    outcome: StepOutcome | None
+    roll_forward: StepOutcome | None
+    held: Mapping[WorkerId, tuple[str, ...]]
     begun: bool = False
 
-    def holders(self) -> dict[str, list[Worker]]:
+    def holders(self) -> dict[str, list[WorkerId]]:
         """Return, per state, the workers that hold it."""
-        holders: dict[str, list[Worker]] = {}
+        holders: dict[str, list[WorkerId]] = {}
         for worker in sorted(self.held):
             for state in self.held[worker]:
                 holders.setdefault(state, []).append(worker)
         return holders
 
 
-def agree(reports: Mapping[Worker, Progress], newest: Outcome | None, version: int) -> Agreement:
+def agree(reports: Mapping[WorkerId, WorkerProgress], newest: StepOutcome | None, version: int) -> Agreement:
     """Decide where to go on.
 
     If anybody, dead or alive, is known to have passed the prepare barrier of step V, everybody was complete when it
@@ -55,7 +55,7 @@ def agree(reports: Mapping[Worker, Progress], newest: Outcome | None, version: i
     if newest is not None:
         outcomes.setdefault(newest.step, newest)
     agreed = max([version, *outcomes, *(progress.version for progress in reports.values())])
-    held: dict[Worker, tuple[str, ...]] = {}
+    held: dict[WorkerId, tuple[str, ...]] = {}
     behind = False
     for worker, progress in reports.items():
         if progress.version == agreed:
@@ -73,10 +73,10 @@ def agree(reports: Mapping[Worker, Progress], newest: Outcome | None, version: i
     )
 
 
-def share_out(agreement: Agreement, profile: ModelProfile) -> dict[Worker, tuple[str, ...]]:
+def share_out(agreement: Agreement, profile: ModelProfile) -> dict[WorkerId, tuple[str, ...]]:
     """Choose one holder for each state that is to be saved, such that the bytes are spread evenly."""
     load = dict.fromkeys(agreement.held, 0)
-    shares: dict[Worker, list[str]] = {worker: [] for worker in agreement.held}
+    shares: dict[WorkerId, list[str]] = {worker: [] for worker in agreement.held}
     holders = agreement.holders()
     for layer in sorted(profile.layers, key=lambda layer: -layer.state_bytes):
         if layer.name in holders:

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from resilient.agent.membership.agreement import Agreement
 from resilient.agent.membership.endings import Endings
-from resilient.agent.membership.events import PreparePlans, Send, Worker
+from resilient.agent.membership.events import PreparePlans, Send, WorkerId
 from resilient.agent.membership.forming import NextGeneration, describe, form, message_for
 from resilient.agent.membership.members import Member, available
 from resilient.agent.membership.saving import Parts
 from resilient.agent.membership.speeds import slowdowns
 from resilient.agent.membership.state import EXIT_FAILED, EXIT_INTERRUPTED, Change, Interruption, Phase
 from resilient.errors import StateLostError
-from resilient.protocol.messages import Progress, Regroup
+from resilient.protocol.messages import Regroup, WorkerProgress
 from resilient.templates.common.words import counted
 from resilient.templates.search.template_sizes import TooFewNodes
 
@@ -150,7 +150,7 @@ class Changes(Endings):
             else:
                 self._publish(formed, agreement.begun)
 
-    def _observe_speeds(self, reports: Mapping[Worker, Progress]) -> None:
+    def _observe_speeds(self, reports: Mapping[WorkerId, WorkerProgress]) -> None:
         """Take in what the workers measured under the plan that ends; what is not measured anew stays known."""
         assert self._problem is not None
         assert self.plan is not None

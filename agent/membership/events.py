@@ -20,7 +20,7 @@ from resilient.protocol.messages import (
 from resilient.state.manifest import Manifest
 from resilient.templates.plan import PlanningProblem
 
-Worker = tuple[int, int]
+WorkerId = tuple[int, int]
 """A worker: (node, local rank)."""
 
 
@@ -115,7 +115,7 @@ class Tick:
     """Time passes; to be given about once a second."""
 
 
-Event = (
+Stimulus = (
     NodeConnected
     | NodeLost
     | WorkerSaid

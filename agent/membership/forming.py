@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from resilient.agent.membership.agreement import Agreement
-from resilient.agent.membership.events import Worker
+from resilient.agent.membership.events import WorkerId
 from resilient.agent.membership.members import Member, available
 from resilient.errors import StateLostError
-from resilient.protocol.messages import INIT, Generation, JobSpec, Outcome
+from resilient.protocol.messages import INIT, Generation, JobSpec, StepOutcome
 from resilient.templates.composition.batch_split import check_batch
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.plan import Plan, PlanningProblem
@@ -39,16 +39,16 @@ class NextGeneration:
 
     plan: Plan
     version: int
-    roll_forward: Outcome | None
+    roll_forward: StepOutcome | None
     transfers: tuple[Transfer, ...]
-    senders: tuple[Worker, ...]
+    senders: tuple[WorkerId, ...]
     source: str
     needed_nodes: int
     templates: str
     lost: tuple[str, ...] = ()
 
     @property
-    def ranks(self) -> dict[Worker, int]:
+    def ranks(self) -> dict[WorkerId, int]:
         """The global ranks of all who take part."""
         placed = ((slot.node, slot.local_rank) for slot in self.plan.slots)
         return {worker: rank for rank, worker in enumerate((*placed, *self.senders))}
@@ -143,7 +143,7 @@ def form(
 
 def _copies(
     problem: PlanningProblem, plan: Plan, agreement: Agreement
-) -> tuple[tuple[Transfer, ...], tuple[str, ...], tuple[Worker, ...]]:
+) -> tuple[tuple[Transfer, ...], tuple[str, ...], tuple[WorkerId, ...]]:
     """Plan the copies; return them, the states nobody holds, and who sends without a place in the plan."""
     placed = [(slot.node, slot.local_rank) for slot in plan.slots]
     others = sorted(agreement.held.keys() - set(placed))
@@ -156,7 +156,7 @@ def _copies(
     return renumbered, lost, tuple(others[rank - len(placed)] for rank in sending)
 
 
-def message_for(worker: Worker, generation: int, formed: NextGeneration, members: Mapping[int, Member]) -> Generation:
+def message_for(worker: WorkerId, generation: int, formed: NextGeneration, members: Mapping[int, Member]) -> Generation:
     """Return the announcement for one worker."""
     first = formed.plan.slots[0]
     return Generation(

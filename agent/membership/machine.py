@@ -12,7 +12,6 @@ from functools import singledispatchmethod
 
 from resilient.agent.membership.agreement import NOTHING, agree, uncovered
 from resilient.agent.membership.events import (
-    Event,
     FailureWanted,
     Instruction,
     Interrupted,
@@ -22,11 +21,12 @@ from resilient.agent.membership.events import (
     NodeLost,
     PlansPrepared,
     Send,
+    Stimulus,
     StopWanted,
     Tell,
     Tick,
-    Worker,
     WorkerEnded,
+    WorkerId,
     WorkerSaid,
 )
 from resilient.agent.membership.members import Member, log_path
@@ -40,13 +40,13 @@ from resilient.protocol.messages import (
     Kill,
     Note,
     NotSaved,
-    Outcome,
     Output,
     Ready,
     Report,
     Saved,
     Shutdown,
     StepDone,
+    StepOutcome,
     Suspect,
     Welcome,
 )
@@ -56,7 +56,7 @@ from resilient.state.manifest import folder
 class Membership(Waiting):
     """The machine. Feed it events with :meth:`handle`, in the order in which they happen."""
 
-    def handle(self, event: Event, now: float) -> list[Instruction]:
+    def handle(self, event: Stimulus, now: float) -> list[Instruction]:
         """Take in one event; return what is to be done, in this order.
 
         Args:
@@ -74,7 +74,7 @@ class Membership(Waiting):
     # ------------------------------------------------------------ events
 
     @singledispatchmethod
-    def _on(self, event: Event) -> None:
+    def _on(self, event: Stimulus) -> None:
         raise TypeError(f"unknown event {event}")
 
     @_on.register
@@ -196,11 +196,11 @@ class Membership(Waiting):
     # ------------------------------------------------------------ messages of workers
 
     @singledispatchmethod
-    def _hear(self, message: object, worker: Worker) -> None:
+    def _hear(self, message: object, worker: WorkerId) -> None:
         raise TypeError(f"unknown message {message}")
 
     @_hear.register
-    def _(self, message: Ready, worker: Worker) -> None:
+    def _(self, message: Ready, worker: WorkerId) -> None:
         member = self.members[worker[0]]
         if self.job is None and not self._accept_job(message.job):
             return
@@ -232,18 +232,18 @@ class Membership(Waiting):
             self._proceed()
 
     @_hear.register
-    def _(self, message: Suspect, worker: Worker) -> None:
+    def _(self, message: Suspect, worker: WorkerId) -> None:
         if message.generation == self.generation and self.phase in (Phase.INSTALLING, Phase.RUNNING, Phase.AGREEING):
             self._begin_failure([], f"communication failed: {message.reason}")
 
     @_hear.register
-    def _(self, message: Report, worker: Worker) -> None:
+    def _(self, message: Report, worker: WorkerId) -> None:
         if self._change is not None and message.generation == self._change.generation:
             self._change.reports[worker] = message.progress
             self._proceed()
 
     @_hear.register
-    def _(self, message: Installed, worker: Worker) -> None:
+    def _(self, message: Installed, worker: WorkerId) -> None:
         if message.generation != self.generation:
             return
         self._record(
@@ -262,7 +262,7 @@ class Membership(Waiting):
             self._proceed()
 
     @_hear.register
-    def _(self, message: StepDone, worker: Worker) -> None:
+    def _(self, message: StepDone, worker: WorkerId) -> None:
         if message.generation != self.generation:
             return
         self.outcome = message.outcome
@@ -280,7 +280,7 @@ class Membership(Waiting):
         )
 
     @_hear.register
-    def _(self, message: Saved, worker: Worker) -> None:
+    def _(self, message: Saved, worker: WorkerId) -> None:
         if message.generation < self.generation or self.job is None:
             return
         saving = self._saving
@@ -293,11 +293,11 @@ class Membership(Waiting):
             self._proceed()
 
     @_hear.register
-    def _(self, message: NotSaved, worker: Worker) -> None:
+    def _(self, message: NotSaved, worker: WorkerId) -> None:
         self._note_missed_checkpoint(message.step, worker[0], message.error)
 
     @_hear.register
-    def _(self, message: Finished, worker: Worker) -> None:
+    def _(self, message: Finished, worker: WorkerId) -> None:
         if message.generation == self.generation:
             self._finished.add(worker)
             path = str(folder(self.settings.run_directory, self._step))
@@ -307,15 +307,15 @@ class Membership(Waiting):
                 self._finish()  # otherwise a part died with its writer: the next generation writes it again
 
     @_hear.register
-    def _(self, message: Failed, worker: Worker) -> None:
+    def _(self, message: Failed, worker: WorkerId) -> None:
         self._fail(worker[0], message.error, message.traceback)
 
     @_hear.register
-    def _(self, message: Output, worker: Worker) -> None:
+    def _(self, message: Output, worker: WorkerId) -> None:
         self._record("output", text=message.text)
 
     @_hear.register
-    def _(self, message: Note, worker: Worker) -> None:
+    def _(self, message: Note, worker: WorkerId) -> None:
         self._record("note", name=message.name, value=message.value)
 
     # ------------------------------------------------------------ going on
@@ -336,7 +336,7 @@ class Membership(Waiting):
             assert self._saving is not None
             self._stop_resumable(self._saving.reason)
 
-    def _note_unreported_step(self, outcome: Outcome | None) -> None:
+    def _note_unreported_step(self, outcome: StepOutcome | None) -> None:
         """Record a step whose reporter died between committing it and saying so."""
         if outcome is None or outcome.step <= self._step:
             return

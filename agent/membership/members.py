@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from resilient.agent.membership.events import Worker
+from resilient.agent.membership.events import WorkerId
 from resilient.protocol.messages import Ready
 
 
@@ -50,7 +50,7 @@ class Member:
         return len(self.done) == self.num_workers
 
     @property
-    def workers(self) -> tuple[Worker, ...]:
+    def workers(self) -> tuple[WorkerId, ...]:
         """All its workers."""
         return tuple((self.node, local_rank) for local_rank in range(self.num_workers))
 
@@ -60,7 +60,7 @@ class Member:
         return {f"{self.node}/{local_rank}": ready.pid for local_rank, ready in sorted(self.ready.items())}
 
 
-def log_path(run_directory: str, worker: Worker) -> Path:
+def log_path(run_directory: str, worker: WorkerId) -> Path:
     """Return the file, on its own machine, that a worker's output goes to."""
     return Path(run_directory) / "logs" / f"node-{worker[0]}" / f"worker-{worker[1]}.log"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from resilient.agent.membership.events import Worker
+from resilient.agent.membership.events import WorkerId
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan, Slot
 
@@ -17,7 +17,7 @@ _NOISE = 1.25
 """Smaller factors are not told apart from the ups and downs of a machine."""
 
 
-def slowdowns(profile: ModelProfile, plan: Plan, stage_ms: Mapping[Worker, float]) -> dict[int, float]:
+def slowdowns(profile: ModelProfile, plan: Plan, stage_ms: Mapping[WorkerId, float]) -> dict[int, float]:
     """Compare each worker with the holders of its layers in the other pipelines.
 
     A worker counts as slow as far as it takes longer than the median of those for the same layers. All pipelines do the

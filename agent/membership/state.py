@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from resilient.agent.membership.events import Instruction, Record, Send, Tell, Worker
+from resilient.agent.membership.events import Instruction, Record, Send, Tell, WorkerId
 from resilient.agent.membership.forming import Checkpoint
 from resilient.agent.membership.members import Member
 from resilient.agent.membership.saving import Parts
-from resilient.protocol.messages import Injection, JobSpec, Outcome, Progress, Shutdown, ToWorkerMessage
+from resilient.protocol.messages import Injection, JobSpec, Shutdown, StepOutcome, ToWorkerMessage, WorkerProgress
 from resilient.state.manifest import Manifest
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Plan, PlanningProblem
@@ -93,7 +93,7 @@ class Change:
     cause: str
     began: float
     deadline: float
-    reports: dict[Worker, Progress]
+    reports: dict[WorkerId, WorkerProgress]
     lost_nodes: bool = False
     stalled_s: float = 0.0
     stacks_shown: bool = False
@@ -105,7 +105,7 @@ class Saving:
 
     step: int
     path: str
-    awaiting: set[Worker]
+    awaiting: set[WorkerId]
     parts: Parts
     reason: str
     deadline: float
@@ -130,7 +130,7 @@ class State:
         self.members: dict[int, Member] = {}
         self.plan: Plan | None = None
         self.job: JobSpec | None = None
-        self.outcome: Outcome | None = None
+        self.outcome: StepOutcome | None = None
         self._problem: PlanningProblem | None = None
         self._needed_nodes = settings.num_nodes  # to go on, as far as it is known
         self._planned_for = 0  # plans for up to so many nodes are prepared
@@ -146,10 +146,10 @@ class State:
         self._change: Change | None = None
         self._saving: Saving | None = None
         self._parts = Parts()
-        self._installed: set[Worker] = set()
-        self._sources: set[Worker] = set()  # without a place, but senders in the generation being installed
+        self._installed: set[WorkerId] = set()
+        self._sources: set[WorkerId] = set()  # without a place, but senders in the generation being installed
         self._slowdowns: dict[int, float] = {}  # of nodes, as observed last
-        self._finished: set[Worker] = set()
+        self._finished: set[WorkerId] = set()
         self._suspicions = 0
         self._advanced_at = 0.0  # when a worker last said that it got on, or was told what with
         self._failed = ""  # why the job ends as soon as its progress is saved
@@ -160,7 +160,7 @@ class State:
         self._out: list[Instruction] = []
 
     @property
-    def awaiting(self) -> set[Worker]:
+    def awaiting(self) -> set[WorkerId]:
         """The workers whose report or saved part the machine waits for."""
         if self._saving is not None:
             return set(self._saving.awaiting)
@@ -203,13 +203,13 @@ class State:
     def _speaks(self, node: int) -> bool:
         return self.plan is not None and self.plan.slots[0].node == node
 
-    def _placed(self) -> set[Worker]:
+    def _placed(self) -> set[WorkerId]:
         """The live workers that have a place in the current plan."""
         if self.plan is None:
             return set()
         return {(slot.node, slot.local_rank) for slot in self.plan.slots if slot.node in self.members}
 
-    def _ready_workers(self) -> list[Worker]:
+    def _ready_workers(self) -> list[WorkerId]:
         ready: Iterable[Member] = (self.members[node] for node in sorted(self.members))
         return [worker for member in ready if member.is_ready for worker in member.workers]
 

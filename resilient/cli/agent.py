@@ -14,7 +14,7 @@ from resilient.cli.shared.run_folder import read_job
 
 _ADDRESS = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):[1-9]\d{0,4}")
 
-HELP = "Join this machine to a running job. SIGTERM or Ctrl-C: leave it at the next step boundary."
+AGENT_HELP = "Join this machine to a running job. SIGTERM or Ctrl-C: leave it at the next step boundary."
 
 
 def agent(

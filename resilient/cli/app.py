@@ -10,23 +10,23 @@ from __future__ import annotations
 import typer
 
 from resilient.cli import agent, run
-from resilient.cli.compare.command import compare
+from resilient.cli.compare.command import compare_command
 from resilient.cli.demo import demo
 from resilient.cli.inject import inject
-from resilient.cli.plan.command import plan
+from resilient.cli.plan.command import plan_command
 from resilient.cli.profile import profile
-from resilient.cli.schedule.command import schedule
+from resilient.cli.schedule.command import schedule_command
 from resilient.cli.shared import script_options
 from resilient.cli.shared.standard_output import Commands
-from resilient.cli.simulate.command import simulate
+from resilient.cli.simulate.command import simulate_command
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, help=__doc__)
-app.command(context_settings=script_options.CONTEXT, help=run.HELP)(run.run)
-app.command(help=agent.HELP)(agent.agent)
+app.command(context_settings=script_options.CONTEXT, help=run.RUN_HELP)(run.run)
+app.command(help=agent.AGENT_HELP)(agent.agent)
 app.command(context_settings=script_options.CONTEXT)(profile)
-app.command()(compare)
+app.command("compare")(compare_command)
 app.command()(demo)
-app.command()(plan)
-app.command()(schedule)
-app.command()(simulate)
+app.command("plan")(plan_command)
+app.command("schedule")(schedule_command)
+app.command("simulate")(simulate_command)
 app.add_typer(inject, name="inject")

@@ -23,7 +23,7 @@ from resilient.cli.shared.output_files import check_outputs
 from resilient.observability.event_log import Event, read_events
 from resilient.observability.figures.run_figure import draw_report
 from resilient.observability.live_view import LiveView, PlainView, make_view
-from resilient.observability.run_report import PARTS, duration, write_report
+from resilient.observability.run_report import RECOVERY_PARTS, duration, write_report
 from resilient.protocol.messages import Injection
 from resilient.templates.common.words import counted
 
@@ -34,11 +34,11 @@ PARAM_TOLERANCE = 1e-9
 LOSS_TOLERANCE = 1e-9
 _JOIN_DELAY_STEPS = 3
 _INTERRUPTED = 130
-MIN_STEPS = 20
+MIN_DEMO_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scenario:
+class DemoScenario:
     """What happens to the job; a function of the seed and the number of steps.
 
     Args:
@@ -50,21 +50,21 @@ class Scenario:
     join_delay_steps: int = _JOIN_DELAY_STEPS
 
 
-def choose_scenario(seed: int, num_steps: int) -> Scenario:
+def choose_scenario(seed: int, num_steps: int) -> DemoScenario:
     """Draw which node dies where, in the second fifth of the run so that a join has time to follow.
 
     Raises:
         ValueError: If ``num_steps`` leaves no room for a failure and a join.
     """
-    if num_steps < MIN_STEPS:
-        raise ValueError(f"steps must be at least {MIN_STEPS} for a failure and a join to fit in, got {num_steps}")
+    if num_steps < MIN_DEMO_STEPS:
+        raise ValueError(f"steps must be at least {MIN_DEMO_STEPS} for a failure and a join to fit in, got {num_steps}")
     rng = random.Random(seed)
     kill = Injection(
         node=rng.randrange(NUM_NODES),
         at_step=rng.randint(num_steps // 5, 2 * num_steps // 5),
         at_phase=rng.choice(KILL_PHASES),
     )
-    return Scenario(kill=kill)
+    return DemoScenario(kill=kill)
 
 
 class Director:
@@ -75,7 +75,7 @@ class Director:
         add_node: Starts a node; called once.
     """
 
-    def __init__(self, scenario: Scenario, add_node: Callable[[], None]) -> None:
+    def __init__(self, scenario: DemoScenario, add_node: Callable[[], None]) -> None:
         self._delay_steps = scenario.join_delay_steps
         self._add_node = add_node
         self._recovering: int | None = None
@@ -133,7 +133,9 @@ def summary(report: Mapping[str, Any]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for recovery in report["recoveries"]:
-        parts = ", ".join(f"{p} {duration(recovery[f'{p}_ms'])}" for p in PARTS if recovery[f"{p}_ms"] is not None)
+        parts = ", ".join(
+            f"{p} {duration(recovery[f'{p}_ms'])}" for p in RECOVERY_PARTS if recovery[f"{p}_ms"] is not None
+        )
         table.add_row(f"failure in step {recovery['step']}", recovery["cause"])
         table.add_row("  recovered in", duration(recovery["total_ms"]))
         table.add_row("  of that", parts)
@@ -186,7 +188,7 @@ def show_verdict(report: Mapping[str, Any], run_directory: Path, console: Consol
 def demo(
     ctx: typer.Context,
     seed: Annotated[int, typer.Option(help="Chooses the node, step and phase of the failure.")] = 0,
-    steps: Annotated[int, typer.Option(min=MIN_STEPS, help="Steps to train.")] = 60,
+    steps: Annotated[int, typer.Option(min=MIN_DEMO_STEPS, help="Steps to train.")] = 60,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here as well.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<time> by default.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
@@ -218,7 +220,7 @@ def demo(
     raise typer.Exit(show_verdict(report, run_directory, console))
 
 
-def _train(num_steps: int, scenario: Scenario | None, run_directory: Path, view: LiveView | PlainView) -> int:
+def _train(num_steps: int, scenario: DemoScenario | None, run_directory: Path, view: LiveView | PlainView) -> int:
     """Run the job, without failure and join where there is no scenario; return the exit code."""
     from resilient.agent.launch import Launcher, LaunchOptions
 

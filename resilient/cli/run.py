@@ -18,7 +18,7 @@ from resilient.cli.shared.run_folder import new_run_directory
 from resilient.errors import ResilientError
 from resilient.protocol.messages import PHASES, Injection
 
-HELP = (
+RUN_HELP = (
     "Run a script on simulated nodes of this machine, with an embedded coordinator. Options come before the "
     "script. Ctrl-C or SIGTERM: end after the running step, with a checkpoint; again: at once."
 )

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec
-from resilient.models.pretrained import Source, first, initializer, load, modeling
+from resilient.models.pretrained import Source, first, initializer, load_pretrained, modeling
 from resilient.models.vision import valid_patches
 
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+LANGUAGE_FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """model_type -> what its classes' names begin with."""
 
 
@@ -36,7 +36,7 @@ class Rotary:
         if self._last is not None and self._last[0] == key:
             return self._last[1]
         family = self._source.family
-        (embedding,) = modeling(family, FAMILIES[family] + "RotaryEmbedding")
+        (embedding,) = modeling(family, LANGUAGE_FAMILIES[family] + "RotaryEmbedding")
         # tensors made in inference mode could not be used in training later
         with torch.inference_mode(False), hidden.device:
             positions = torch.arange(hidden.shape[1])[None]
@@ -77,7 +77,7 @@ class LanguageBlock(Layer):
 
     def __init__(self, source: Source, index: int, rotary: Rotary) -> None:
         super().__init__()
-        (block,) = modeling(source.family, FAMILIES[source.family] + "DecoderLayer")
+        (block,) = modeling(source.family, LANGUAGE_FAMILIES[source.family] + "DecoderLayer")
         self.block = block(source.config, index)
         self.window = _window(source.config, index)
         self.rotary = rotary
@@ -99,7 +99,7 @@ class LanguageHead(Layer):
     def __init__(self, source: Source) -> None:
         super().__init__()
         config: Any = source.config
-        (norm,) = modeling(source.family, FAMILIES[source.family] + "RMSNorm")
+        (norm,) = modeling(source.family, LANGUAGE_FAMILIES[source.family] + "RMSNorm")
         self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -171,9 +171,9 @@ def _build(make: Any, frozen: bool) -> nn.Module:
 
 def _initialize(source: Source, names: Mapping[str, str], module: nn.Module) -> None:
     if source.weights is not None:
-        load(module, source.weights, names)
+        load_pretrained(module, source.weights, names)
         return
-    (pretrained,) = modeling(source.family, FAMILIES[source.family] + "PreTrainedModel")
+    (pretrained,) = modeling(source.family, LANGUAGE_FAMILIES[source.family] + "PreTrainedModel")
     module.apply(initializer(pretrained, source.config))
 
 

@@ -55,7 +55,7 @@ class EncoderModule:
     ) -> None:
         if projector not in ("mlp", "linear"):
             raise ValueError(f"projector must be 'mlp' or 'linear', got {projector!r}; pass one of them")
-        self.source = resolve(encoder, "encoder", vision.FAMILIES)
+        self.source = resolve(encoder, "encoder", vision.VISION_FAMILIES)
         self.options = _Options(
             placeholder_id=placeholder_id,
             projector=projector,
@@ -99,7 +99,7 @@ class MultimodalModule:
         frozen_language_model: bool = False,
     ) -> None:
         self.encoders = dict(encoders)
-        self.language = resolve(language_model, "language_model", language.FAMILIES)
+        self.language = resolve(language_model, "language_model", language.LANGUAGE_FAMILIES)
         config: Any = self.language.config
         self._check_encoders(config.vocab_size)
         specs = [

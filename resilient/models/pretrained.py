@@ -139,7 +139,7 @@ def initializer(pretrained: Any, config: PretrainedConfig) -> Callable[[nn.Modul
     return shell._init_weights
 
 
-def load(
+def load_pretrained(
     module: nn.Module, weights: Weights, names: Mapping[str, str], renames: Mapping[str, str] | None = None
 ) -> None:
     """Fill those tensors of a layer whose names begin with a key of ``names`` from a checkpoint.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec
-from resilient.models.pretrained import Source, first, initializer, load, modeling
+from resilient.models.pretrained import Source, first, initializer, load_pretrained, modeling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Family:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-FAMILIES = {
+VISION_FAMILIES = {
     "vit": Family(
         module="vit",
         embeddings="ViTEmbeddings",
@@ -119,7 +119,7 @@ class VisionEmbed(Layer):
     def __init__(self, source: Source, name: str) -> None:
         super().__init__()
         config: Any = source.config
-        family = FAMILIES[source.family]
+        family = VISION_FAMILIES[source.family]
         (embeddings,) = modeling(family.module, family.embeddings)
         theirs = embeddings(config)
         self.unit = name
@@ -151,7 +151,7 @@ class VisionBlock(Layer):
 
     def __init__(self, source: Source, name: str) -> None:
         super().__init__()
-        family = FAMILIES[source.family]
+        family = VISION_FAMILIES[source.family]
         (block,) = modeling(family.module, family.block)
         self.block = block(source.config)
         self.arguments = family.arguments
@@ -180,7 +180,7 @@ class Projector(Layer):
     def __init__(self, source: Source, name: str, kind: str, width: int) -> None:
         super().__init__()
         config: Any = source.config
-        family = FAMILIES[source.family]
+        family = VISION_FAMILIES[source.family]
         self.unit = name
         self.num_class_tokens = 1 if family.class_token else 0
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if family.post_norm else nn.Identity()
@@ -205,7 +205,7 @@ def vision_layers(
 ) -> list[LayerSpec]:
     """Cut an encoder into ``{name}.embed``, ``{name}.block.{i}`` and ``{name}.projector``."""
     config: Any = source.config
-    family = FAMILIES[source.family]
+    family = VISION_FAMILIES[source.family]
 
     def build_projector() -> nn.Module:
         module = Projector(source, name, projector, width)
@@ -229,19 +229,19 @@ def _build(layer: Any, source: Source, name: str, frozen: bool) -> nn.Module:
 
 
 def _rule(source: Source) -> Any:
-    family = FAMILIES[source.family]
+    family = VISION_FAMILIES[source.family]
     (pretrained,) = modeling(family.module, family.pretrained)
     return initializer(pretrained, source.config)
 
 
 def _initialize_embed(source: Source, module: nn.Module) -> None:
-    family = FAMILIES[source.family]
+    family = VISION_FAMILIES[source.family]
     ours = {"patch.": f"{family.patch}.", "positions": family.positions}
     if family.class_token:
         ours["class_token"] = family.class_token
     if source.weights is not None:
         names = {mine: f"embeddings.{theirs}" for mine, theirs in ours.items()}
-        load(module, source.weights, {**names, "norm.": f"{family.pre_norm}."})
+        load_pretrained(module, source.weights, {**names, "norm.": f"{family.pre_norm}."})
         return
     (embeddings,) = modeling(family.module, family.embeddings)
     theirs = embeddings(source.config).apply(_rule(source))
@@ -256,7 +256,7 @@ def _initialize_embed(source: Source, module: nn.Module) -> None:
 
 def _initialize_block(source: Source, prefix: str, module: nn.Module) -> None:
     if source.weights is not None:
-        load(module, source.weights, {"block.": prefix}, FAMILIES[source.family].renames)
+        load_pretrained(module, source.weights, {"block.": prefix}, VISION_FAMILIES[source.family].renames)
     else:
         module.apply(_rule(source))
 
@@ -268,6 +268,6 @@ def _initialize_projector(source: Source, module: nn.Module) -> None:
             nn.init.zeros_(part.bias)
     norm = module.get_submodule("norm")
     if source.weights is not None:
-        load(module, source.weights, {"norm.": f"{FAMILIES[source.family].post_norm}."})
+        load_pretrained(module, source.weights, {"norm.": f"{VISION_FAMILIES[source.family].post_norm}."})
     else:
         norm.apply(_rule(source))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from resilient.observability.event_log import Event
-from resilient.observability.run_report import PARTS, build_report, duration
+from resilient.observability.run_report import RECOVERY_PARTS, build_run_report, duration
 from resilient.templates.common.words import counted
 
 _KEPT_MESSAGES = 64
@@ -213,7 +213,7 @@ class JobStatus:
         if not generations or step["generation"] < generations[-1]["generation"] or self._told == self.generation:
             self._window = [event for event in self._window if event["kind"] != "step"] + [step]
             return
-        report = build_report([*self._window, step])
+        report = build_run_report([*self._window, step])
         for recovery in report["recoveries"]:
             yield "good", recovery_in_words(recovery)
         for change, word in [(j, "joined") for j in report["joins"]] + [(d, "left") for d in report["departures"]]:
@@ -255,7 +255,7 @@ class JobStatus:
 def recovery_in_words(recovery: dict[str, Any]) -> str:
     """Write one of a report's recoveries as a sentence."""
     parts = ", ".join(
-        f"{part} {duration(recovery[f'{part}_ms'])}" for part in PARTS if recovery[f"{part}_ms"] is not None
+        f"{part} {duration(recovery[f'{part}_ms'])}" for part in RECOVERY_PARTS if recovery[f"{part}_ms"] is not None
     )
     lost = f"{counted(recovery['lost_steps'], 'step')} redone" if recovery["lost_steps"] else "no work lost"
     return (

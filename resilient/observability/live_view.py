@@ -180,7 +180,7 @@ def _pipelines(status: JobStatus, pipelines: Sequence[dict], width: int) -> Iter
     for index, pipeline in enumerate(pipelines):
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append(f"{index:>2} ", style="bold")
-        line.append(f"{microbatches(pipeline['num_microbatches']):<15}", style="cyan")
+        line.append(f"{shares_of(pipeline['num_microbatches']):<15}", style="cyan")
         for position, stage in enumerate(pipeline["stages"]):
             start, end = (round(stage[edge] * room / num_layers) for edge in ("first_layer", "end_layer"))
             label = _fit(f" node {stage['node']}", f" {stage['node']}", max(0, end - start - 1))
@@ -237,7 +237,7 @@ def _message(message: Message) -> Text:
     return line.append(message.text, style=_TONES[message.tone] or "not dim")
 
 
-def microbatches(number: int) -> str:
+def shares_of(number: int) -> str:
     """Draw microbatches as squares, or as a number where they are many."""
     return "▪" * number if number <= 14 else f"{number} microb."
 

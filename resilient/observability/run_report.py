@@ -15,11 +15,11 @@ from typing import Any
 from resilient.observability.event_log import Event, read_events, steps_of
 from resilient.observability.run_comparison import NOT_COMPARED, compare_runs
 
-PARTS = ("detect", "agree", "regroup", "copy", "redo")
+RECOVERY_PARTS = ("detect", "agree", "regroup", "copy", "redo")
 """The parts of a recovery, in the order in which they happen; each is reported as ``<part>_ms``."""
 
 
-def build_report(events: Sequence[Event]) -> dict[str, Any]:
+def build_run_report(events: Sequence[Event]) -> dict[str, Any]:
     """Measure a run.
 
     A recovery goes from the first ``detected`` to the first step of a generation formed after it, so a second failure
@@ -58,7 +58,7 @@ def write_report(run_dir: Path | str, reference_dir: Path | str | None = None) -
     Returns:
         What was written.
     """
-    report = build_report(read_events(Path(run_dir) / "events.jsonl"))
+    report = build_run_report(read_events(Path(run_dir) / "events.jsonl"))
     if reference_dir is not None:
         report.update(compare_runs(run_dir, reference_dir))
     Path(run_dir, "report.json").write_text(json.dumps(report, indent=2) + "\n")

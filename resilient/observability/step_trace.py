@@ -23,7 +23,7 @@ from resilient.templates.schedules.schedule import Action
 
 logger = logging.getLogger(__name__)
 
-Span = tuple[str, str, int, int, int]
+RecordedSpan = tuple[str, str, int, int, int]
 """Category, name, start and end in Unix nanoseconds, and microseconds of processor time between them."""
 
 _STEPS = re.compile(r"(\d+)(?:-(\d+))?")
@@ -68,7 +68,7 @@ class SpanRecorder:
         self._entries.append(entry)
         return entry
 
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[RecordedSpan, ...]:
         """Return all of the step, in the order in which it began."""
         return tuple(
             (
@@ -133,7 +133,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
     start_ns: int
     end_ns: int
     busy_us: int
-    spans: tuple[Span, ...]
+    spans: tuple[RecordedSpan, ...]
 
     def write(self, run_directory: str | Path) -> None:
         """Append it to the worker's file; where that cannot be written, the log says so and training goes on."""

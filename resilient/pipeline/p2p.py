@@ -48,7 +48,7 @@ def signature(batch: Batch) -> Signature:
 
 
 @dataclass(frozen=True)
-class Lane:
+class Channel:
     """One of several borders: two workers that run several stages each share more than one.
 
     Args:
@@ -71,14 +71,14 @@ class Upstream:
         comm: The generation's groups.
         rank: Rank of the stage before.
         device: Where received tensors go.
-        lane: The border.
+        channel: The border.
     """
 
-    def __init__(self, comm: Communicator, rank: int, device: torch.device, lane: Lane = Lane()) -> None:
+    def __init__(self, comm: Communicator, rank: int, device: torch.device, channel: Channel = Channel()) -> None:
         self._comm = comm
         self._rank = rank
         self._device = device
-        self._tag = lane.tag
+        self._tag = channel.tag
         self._known: dict[Signature, _Description] = {}
         self._posted: dict[int, _Posted] = {}
 
@@ -126,13 +126,13 @@ class Downstream:
     Args:
         comm: The generation's groups.
         rank: Rank of the stage after.
-        lane: The border.
+        channel: The border.
     """
 
-    def __init__(self, comm: Communicator, rank: int, lane: Lane = Lane()) -> None:
+    def __init__(self, comm: Communicator, rank: int, channel: Channel = Channel()) -> None:
         self._comm = comm
         self._rank = rank
-        self._tag = lane.tag
+        self._tag = channel.tag
         self._known: dict[Signature, _Description] = {}
         self._posted: dict[int, tuple[dict[str, Tensor], list[Pending]]] = {}
 

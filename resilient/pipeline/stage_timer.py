@@ -12,7 +12,7 @@ from types import TracebackType
 
 import torch
 
-MIN_STEPS = 10
+MIN_MEASURED_STEPS = 10
 """Fewer steps say nothing: the first ones are slow on every machine."""
 
 _KEPT_STEPS = 64
@@ -63,6 +63,6 @@ class StageTimer:
 
     @property
     def stage_ms(self) -> float:
-        """The median over the newest steps, of one microbatch; 0 before ``MIN_STEPS`` steps."""
-        enough = len(self._steps_ms) >= MIN_STEPS
+        """The median over the newest steps, of one microbatch; 0 before ``MIN_MEASURED_STEPS`` steps."""
+        enough = len(self._steps_ms) >= MIN_MEASURED_STEPS
         return statistics.median(self._steps_ms) / self._num_microbatches if enough else 0.0

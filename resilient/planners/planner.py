@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from resilient.planners.costs.correction import UNCORRECTED, Correction
 from resilient.planners.costs.cost_model import CostModel
-from resilient.planners.costs.samples import LLM, Floats, Ints, Lengths, SampleTable
+from resilient.planners.costs.samples import LLM, Lengths, SampleTable
+from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import Plan
 

@@ -19,15 +19,15 @@ import msgspec
 import torch
 
 from resilient.profiling import profiler
-from resilient.profiling.profiler import Sample
+from resilient.profiling.profiler import ProfiledBatch
 from resilient.runtime.job import Job
-from resilient.state.layer_state import Layout
+from resilient.state.layer_state import BufferLayout
 from resilient.templates.inputs.profile import ModelProfile
 
 logger = logging.getLogger(__name__)
 
 
-class Key(msgspec.Struct, frozen=True, kw_only=True):
+class ProfileKey(msgspec.Struct, frozen=True, kw_only=True):
     """All that the numbers depend on.
 
     Args:
@@ -39,7 +39,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
         device: What kind of device.
         torch: Version.
         num_threads: Threads of an operator, on the CPU.
-        profiler: :data:`resilient.profiling.profiler.VERSION`.
+        profiler: :data:`resilient.profiling.profiler.PROFILER_VERSION`.
     """
 
     model: str
@@ -53,7 +53,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     profiler: int
 
     @classmethod
-    def of(cls, job: Job, layouts: Mapping[str, Layout], samples: Sequence[Sample]) -> Key:
+    def of(cls, job: Job, layouts: Mapping[str, BufferLayout], samples: Sequence[ProfiledBatch]) -> ProfileKey:
         """Return the key of a job on its device."""
         sizes = [(name, layout.num_trainable, layout.num_frozen) for name, layout in layouts.items()]
         return cls(
@@ -65,7 +65,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
             device=profiler.device_name(job.device),
             torch=str(torch.__version__),
             num_threads=torch.get_num_threads(),
-            profiler=profiler.VERSION,
+            profiler=profiler.PROFILER_VERSION,
         )
 
     def file(self, folder: Path) -> Path:
@@ -74,7 +74,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):
-    key: Key
+    key: ProfileKey
     profile: ModelProfile
 
 
@@ -89,9 +89,9 @@ def job_profile(job: Job, announce: Callable[[str], None]) -> ModelProfile:
         SampleError: One of the samples looked at cannot be trained on.
     """
     layouts, samples = job.layouts(), profiler.draw_samples(job)
-    folder, key = cache_folder(), Key.of(job, layouts, samples)
+    folder, key = cache_folder(), ProfileKey.of(job, layouts, samples)
     with _one_at_a_time(folder, key):
-        known = load(folder, key)
+        known = load_profile(folder, key)
         if known is not None:
             return known
         announce(f"profiling {len(layouts)} layers (first run of this model here)")
@@ -111,7 +111,7 @@ def fresh_profile(job: Job, on_layer: Callable[[str], None]) -> tuple[ModelProfi
         SampleError: One of the samples looked at cannot be trained on.
     """
     layouts, samples = job.layouts(), profiler.draw_samples(job)
-    folder, key = cache_folder(), Key.of(job, layouts, samples)
+    folder, key = cache_folder(), ProfileKey.of(job, layouts, samples)
     with _one_at_a_time(folder, key):
         profile = profiler.measure(job, layouts, samples, on_layer=on_layer)
         keep(folder, key, profile)
@@ -124,7 +124,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache") / "resilient" / "profiles"
 
 
-def load(folder: Path, key: Key) -> ModelProfile | None:
+def load_profile(folder: Path, key: ProfileKey) -> ModelProfile | None:
     """Return what was kept under a key; None for nothing, or (with a warning) for a file that cannot be read."""
     path = key.file(folder)
     try:
@@ -140,7 +140,7 @@ def load(folder: Path, key: Key) -> ModelProfile | None:
     return file.profile
 
 
-def keep(folder: Path, key: Key, profile: ModelProfile) -> None:
+def keep(folder: Path, key: ProfileKey, profile: ModelProfile) -> None:
     """Write a profile, whole or not at all."""
     path = key.file(folder)
     partial = folder / f".{path.name}.{os.getpid()}"
@@ -153,7 +153,7 @@ def keep(folder: Path, key: Key, profile: ModelProfile) -> None:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(folder: Path, key: Key) -> Iterator[None]:
+def _one_at_a_time(folder: Path, key: ProfileKey) -> Iterator[None]:
     """Wait until no other process of this machine measures the same; the kernel lets go for those that die."""
     with contextlib.ExitStack() as stack:
         try:

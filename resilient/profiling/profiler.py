@@ -19,10 +19,10 @@ from resilient.models.layer import Activations, Batch, LayerSpec, initialize_lay
 from resilient.pipeline.p2p import Signature, signature
 from resilient.runtime.batches import Feed
 from resilient.runtime.job import Job
-from resilient.state.layer_state import Layout
+from resilient.state.layer_state import BufferLayout
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 
-VERSION = 1
+PROFILER_VERSION = 1
 """Of what is measured and how; profiles of another version are measured again."""
 
 _NUM_MICROBATCHES = 4
@@ -40,7 +40,7 @@ Timed = Callable[[Run], float]
 
 
 @dataclass(kw_only=True)
-class Sample:
+class ProfiledBatch:
     """Microbatches of equal shapes: one of them, standing for all, on its way through the layers.
 
     Args:
@@ -93,28 +93,28 @@ class _Measured:
     times: list[_Times]
 
 
-def draw_samples(job: Job) -> list[Sample]:
+def draw_samples(job: Job) -> list[ProfiledBatch]:
     """Load the first microbatches of the job's first step, one of each shape.
 
     Raises:
         SampleError: One of them cannot be trained on, which would end the job's first step.
     """
     feed = Feed(job)
-    samples: dict[Signature, Sample] = {}
+    samples: dict[Signature, ProfiledBatch] = {}
     for position in range(min(_NUM_MICROBATCHES, job.global_batch // job.microbatch)):
         batch = feed.batch(1, position)
         shapes = signature(batch)
         if shapes in samples:
             samples[shapes].count += 1
         else:
-            samples[shapes] = Sample(batch=batch, shapes=shapes)
+            samples[shapes] = ProfiledBatch(batch=batch, shapes=shapes)
     return list(samples.values())
 
 
 def measure(
     job: Job,
-    layouts: Mapping[str, Layout],
-    samples: Sequence[Sample],
+    layouts: Mapping[str, BufferLayout],
+    samples: Sequence[ProfiledBatch],
     *,
     on_layer: Callable[[str], None],
     timed: Timed | None = None,
@@ -157,7 +157,7 @@ def device_name(device: torch.device) -> str:
     return names[0] if names else platform.machine()
 
 
-def _materialise(job: Job, spec: LayerSpec, layouts: Mapping[str, Layout]) -> nn.Module:
+def _materialise(job: Job, spec: LayerSpec, layouts: Mapping[str, BufferLayout]) -> nn.Module:
     """Build a layer with its initial values and, as in training, with gradients to add to."""
     module = initialize_layer(spec, job.seed, job.dtype).to(job.device)
     for name, (owner, owned) in spec.tied.items():
@@ -172,8 +172,8 @@ def _materialise(job: Job, spec: LayerSpec, layouts: Mapping[str, Layout]) -> nn
 def _measure_layer(
     job: Job,
     spec: LayerSpec,
-    layouts: Mapping[str, Layout],
-    samples: Sequence[Sample],
+    layouts: Mapping[str, BufferLayout],
+    samples: Sequence[ProfiledBatch],
     timed: Timed,
     kinds: dict[Hashable, list[_Times]],
 ) -> _Measured:
@@ -196,7 +196,7 @@ def _measure_layer(
     return _Measured(spec=spec, trainable=trainable, seen=seen, times=times)
 
 
-def _layer_profile(job: Job, layout: Layout, measured: _Measured, weights: Sequence[int]) -> LayerProfile:
+def _layer_profile(job: Job, layout: BufferLayout, measured: _Measured, weights: Sequence[int]) -> LayerProfile:
     def mean(times_ms: Sequence[list[float]]) -> float:
         medians = [median(rounds) for rounds in times_ms]
         return sum(value * weight for value, weight in zip(medians, weights, strict=True)) / sum(weights)
@@ -235,7 +235,7 @@ class _Pass:
         is_last: Whether the model ends here, with its loss.
     """
 
-    def __init__(self, job: Job, module: nn.Module, sample: Sample, *, is_last: bool) -> None:
+    def __init__(self, job: Job, module: nn.Module, sample: ProfiledBatch, *, is_last: bool) -> None:
         self._job = job
         self._module = module
         self._sample = sample

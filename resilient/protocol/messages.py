@@ -52,7 +52,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What the prepare barrier of one step gave: the same numbers on every rank."""
 
     step: int
@@ -60,7 +60,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     grad_norm: float
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a worker stands when its generation ends.
 
     Args:
@@ -78,7 +78,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     complete: bool
     begun: bool = False
-    passed: Outcome | None = None
+    passed: StepOutcome | None = None
     current: tuple[str, ...] = ()
     retained: tuple[str, ...] = ()
     stage_ms: float = 0.0
@@ -132,7 +132,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answers ``Regroup`` once the worker is out of all communication."""
 
     generation: int
-    progress: Progress
+    progress: WorkerProgress
 
 
 class Installed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -152,7 +152,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A step was committed; sent by global rank 0."""
 
     generation: int
-    outcome: Outcome
+    outcome: StepOutcome
     num_samples: int
     step_ms: float
     learning_rate: float
@@ -237,7 +237,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rank: int | None
     plan: Plan
     version: int
-    roll_forward: Outcome | None
+    roll_forward: StepOutcome | None
     transfers: tuple[Transfer, ...]
     source: str
     store_address: str
@@ -249,7 +249,7 @@ class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     generation: int
     version: int
-    roll_forward: Outcome | None
+    roll_forward: StepOutcome | None
     states: tuple[str, ...]
     path: str
 

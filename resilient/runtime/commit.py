@@ -13,7 +13,7 @@ from torch import Tensor
 
 from resilient.comm import Communicator
 from resilient.optim import Optimizer, learning_rate
-from resilient.protocol.messages import Outcome, Progress
+from resilient.protocol.messages import StepOutcome, WorkerProgress
 from resilient.state.layer_state import LayerState
 
 
@@ -35,13 +35,13 @@ class Ledger:
         self.version = -1
         self.begun = False
         self.complete = False
-        self.passed: Outcome | None = None
+        self.passed: StepOutcome | None = None
         self.current: dict[str, LayerState] = {}
         self.retained: dict[str, LayerState] = {}
 
-    def progress(self) -> Progress:
+    def progress(self) -> WorkerProgress:
         """Return what the coordinator needs to know to agree on the step to go on from."""
-        return Progress(
+        return WorkerProgress(
             version=self.version,
             complete=self.complete,
             begun=self.begun,
@@ -59,7 +59,7 @@ class Ledger:
         self.current.clear()
         self.retained.clear()
 
-    def begin_install(self, version: int, roll_forward: Outcome | None) -> None:
+    def begin_install(self, version: int, roll_forward: StepOutcome | None) -> None:
         """Bring the states to the agreed version: roll forward, drop a half-done step, or drop what does not fit."""
         if roll_forward is not None and self.complete and self.version == roll_forward.step - 1:
             self.apply(roll_forward)
@@ -86,7 +86,7 @@ class Ledger:
 
     def prepare(
         self, comm: Communicator, loss: Tensor, squares: Tensor, num_targets: int, pause: bool
-    ) -> tuple[Outcome, bool]:
+    ) -> tuple[StepOutcome, bool]:
         """Pass the barrier of step ``version + 1``.
 
         Args:
@@ -106,10 +106,10 @@ class Ledger:
         shared = torch.tensor([float(loss), float(squares), float(pause)], dtype=torch.float64)
         comm.all_reduce(shared, tuple(range(comm.size))).wait()
         total_loss, total_squares, pauses = shared.tolist()
-        outcome = Outcome(step=self.version + 1, loss=total_loss / num_targets, grad_norm=total_squares**0.5)
+        outcome = StepOutcome(step=self.version + 1, loss=total_loss / num_targets, grad_norm=total_squares**0.5)
         return outcome, pauses > 0
 
-    def apply(self, outcome: Outcome) -> None:
+    def apply(self, outcome: StepOutcome) -> None:
         """Commit: apply the reduced gradients of step ``version + 1``."""
         assert self._torch_optimizer is not None, "a step is committed only in a started generation"
         assert outcome.step == self.version + 1, (outcome, self.version)

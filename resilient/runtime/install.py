@@ -15,7 +15,7 @@ from resilient.comm import Communicator, Group, StoreClient, connect
 from resilient.models.layer import Batch
 from resilient.pipeline.executor import Executor, StepWork
 from resilient.pipeline.gradient_sync import GradientSync
-from resilient.pipeline.p2p import Downstream, Lane, Upstream
+from resilient.pipeline.p2p import Channel, Downstream, Upstream
 from resilient.pipeline.stage import Stage, StageLayer
 from resilient.pipeline.stage_timer import StageTimer
 from resilient.protocol.fault_injection import Faults
@@ -24,7 +24,7 @@ from resilient.runtime.commit import Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.job import Job
 from resilient.state import checkpoint
-from resilient.state.layer_state import LayerState, Layout, bind
+from resilient.state.layer_state import BufferLayout, LayerState, bind
 from resilient.state.peer_copy import copy_states
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan, Slot, schedule_of
@@ -68,7 +68,7 @@ class Installer:
         *,
         job: Job,
         profile: ModelProfile,
-        layouts: dict[str, Layout],
+        layouts: dict[str, BufferLayout],
         ledger: Ledger,
         guard: GenerationGuard,
         faults: Faults,
@@ -175,12 +175,12 @@ class Installer:
         first_rank = slot.rank - slot.row_index
         ranks = [first_rank + stage % num_rows for stage in range(num_stages)]
         upstream = {
-            stage: Upstream(comm, ranks[stage - 1], job.device, Lane(stage, num_stages))
+            stage: Upstream(comm, ranks[stage - 1], job.device, Channel(stage, num_stages))
             for stage in indices
             if stage > 0 and ranks[stage - 1] != slot.rank
         }
         downstream = {
-            stage: Downstream(comm, ranks[stage + 1], Lane(stage + 1, num_stages))
+            stage: Downstream(comm, ranks[stage + 1], Channel(stage + 1, num_stages))
             for stage in indices
             if stage < num_stages - 1 and ranks[stage + 1] != slot.rank
         }

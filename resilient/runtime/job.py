@@ -15,7 +15,7 @@ from resilient.data.dataset import Dataset
 from resilient.models.layer import LayerSpec, Model
 from resilient.optim import Optimizer
 from resilient.protocol.messages import JobSpec
-from resilient.state.layer_state import Layout
+from resilient.state.layer_state import BufferLayout
 from resilient.state.recipe import Recipe
 from resilient.templates.composition.batch_split import check_batch
 from resilient.templates.inputs.profile import ModelProfile
@@ -114,9 +114,9 @@ class Job:
         """Return the layer called ``name``."""
         return next(spec for spec in self.model.layers if spec.name == name)
 
-    def layouts(self) -> dict[str, Layout]:
+    def layouts(self) -> dict[str, BufferLayout]:
         """Return the buffer layout of every layer."""
-        return {spec.name: Layout.of(spec) for spec in self.model.layers}
+        return {spec.name: BufferLayout.of(spec) for spec in self.model.layers}
 
     def spec(self, profile: ModelProfile) -> JobSpec:
         """Describe the job to the coordinator.

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from resilient.simulation.availability.traces import Trace
+from resilient.simulation.availability.traces import AvailabilityTrace
 from resilient.simulation.policies.bamboo import Bamboo, redundant_ns
-from resilient.simulation.policies.resilient import Planner, Resilient
+from resilient.simulation.policies.resilient import RememberedPlans, Resilient
 from resilient.simulation.policies.restart import Restart
 from resilient.simulation.policies.varuna import Varuna
-from resilient.simulation.replay.costs import Costs
+from resilient.simulation.replay.costs import ChangeCosts
 from resilient.simulation.replay.engine import Policy, replay
 from resilient.simulation.replay.grids import Grids, TemplateTime, plain_ns
-from resilient.simulation.replay.outcome import Outcome
+from resilient.simulation.replay.outcome import ReplayOutcome
 from resilient.templates.common.words import look_up
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.replan.replan import templates_for
@@ -43,12 +43,12 @@ class Scenario:
     problem: PlanningProblem
     batch: int
     max_nodes: int
-    costs: Costs = field(default_factory=Costs)
+    costs: ChangeCosts = field(default_factory=ChangeCosts)
     node_hour_dollars: float = 0.0
     announced: bool = False
     restart_nodes: int | None = None
 
-    def run(self, trace: Trace, policy: str) -> Outcome:
+    def run(self, trace: AvailabilityTrace, policy: str) -> ReplayOutcome:
         """Replay a trace.
 
         Args:
@@ -59,7 +59,7 @@ class Scenario:
             DoesNotFit: The policy can never train here.
             ValueError: There is no such policy.
         """
-        return Outcome(
+        return ReplayOutcome(
             policy=policy,
             trace=trace.name,
             stretches=replay(trace, self._policy(policy, trace), announced=self.announced),
@@ -67,7 +67,7 @@ class Scenario:
             node_hour_dollars=self.node_hour_dollars,
         )
 
-    def _policy(self, name: str, trace: Trace) -> Policy:
+    def _policy(self, name: str, trace: AvailabilityTrace) -> Policy:
         make: dict[str, Callable[[], Policy]] = {
             "resilient": self._resilient,
             "bamboo": lambda: Bamboo(self._redundant_grids, self.costs),
@@ -77,8 +77,8 @@ class Scenario:
         return look_up("policy", name, make)()
 
     @cached_property
-    def _planner(self) -> Planner:
-        return Planner(self.problem)
+    def _planner(self) -> RememberedPlans:
+        return RememberedPlans(self.problem)
 
     @cached_property
     def _grids(self) -> Grids:

@@ -6,15 +6,15 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from resilient.simulation.availability.traces import Trace
-from resilient.simulation.replay.outcome import Outcome
+from resilient.simulation.availability.traces import AvailabilityTrace
+from resilient.simulation.replay.outcome import ReplayOutcome
 from resilient.simulation.scenario import DoesNotFit, Scenario
 
 KNOBS = ("nodes", "max-failures")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SweepRow:
     """One combination.
 
     Args:
@@ -26,7 +26,7 @@ class Row:
 
     values: Mapping[str, int]
     policy: str
-    outcome: Outcome | None
+    outcome: ReplayOutcome | None
     reason: str = ""
 
 
@@ -50,11 +50,11 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
 
 def run_sweep(
     sweeps: Mapping[str, Sequence[int]],
-    trace: Callable[[int | None], Trace],
+    trace: Callable[[int | None], AvailabilityTrace],
     scenario: Callable[[int | None, int], Scenario],
     policies: Sequence[str],
     reason: Callable[[Exception], str] = str,
-) -> Iterator[Row]:
+) -> Iterator[SweepRow]:
     """Yield a row for every combination of the knobs' values and every policy.
 
     Args:
@@ -70,12 +70,12 @@ def run_sweep(
         for policy in policies:
             try:
                 job = scenario(knobs.get("max-failures"), replayed.max_nodes)
-                yield Row(values=knobs, policy=policy, outcome=job.run(replayed, policy))
+                yield SweepRow(values=knobs, policy=policy, outcome=job.run(replayed, policy))
             except DoesNotFit as error:
-                yield Row(values=knobs, policy=policy, outcome=None, reason=reason(error))
+                yield SweepRow(values=knobs, policy=policy, outcome=None, reason=reason(error))
 
 
-def best(rows: Sequence[Row], key: Callable[[Outcome], float | None], *, least: bool) -> int | None:
+def best(rows: Sequence[SweepRow], key: Callable[[ReplayOutcome], float | None], *, least: bool) -> int | None:
     """Return the index of the first row with the least or greatest value; rows without one do not count."""
     found = [
         (value, index) for index, row in enumerate(rows) if row.outcome and (value := key(row.outcome)) is not None

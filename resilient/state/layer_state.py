@@ -40,7 +40,7 @@ class ParameterEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class BufferLayout:
     """What a layer's buffer holds."""
 
     entries: tuple[ParameterEntry, ...]
@@ -52,7 +52,7 @@ class Layout:
         return self.num_trainable * (1 + num_slots) + self.num_frozen
 
     @classmethod
-    def of(cls, spec: LayerSpec) -> Layout:
+    def of(cls, spec: LayerSpec) -> BufferLayout:
         """Size a layer without allocating it.
 
         Raises:
@@ -86,14 +86,14 @@ class LayerState:
 
     Args:
         spec: The layer.
-        layout: Its :class:`Layout`.
+        layout: Its :class:`BufferLayout`.
         slots: Names of the optimizer's slots.
         dtype: Of parameters, gradients and slots.
         device: Where they live.
     """
 
     def __init__(
-        self, spec: LayerSpec, layout: Layout, slots: tuple[str, ...], dtype: torch.dtype, device: torch.device
+        self, spec: LayerSpec, layout: BufferLayout, slots: tuple[str, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.spec = spec
         self.layout = layout

@@ -16,8 +16,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from resilient.templates.common.arrays import Ints
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.template import PipelineTemplate
 
@@ -25,7 +25,7 @@ Line = tuple[int, int]
 """(fill_ns, slowest_ns) of one layout."""
 Lines = tuple[Line, ...]
 """The layouts among which a pipeline may choose, one or more."""
-Table = npt.NDArray[np.int64]
+LineTable = Ints
 
 
 def lines(layouts: Iterable[PipelineTemplate]) -> Lines:
@@ -109,14 +109,14 @@ def step_ns(pipelines: Sequence[Lines], num_microbatches: int) -> int:
     return max(map(finish_ns, pipelines, split_microbatches(pipelines, num_microbatches)))
 
 
-def line_table(pipelines: Sequence[Lines]) -> tuple[Table, Table]:
+def line_table(pipelines: Sequence[Lines]) -> tuple[LineTable, LineTable]:
     """Return all fills and all slowests, rows filled up with a pipeline's last line. Both [pipelines, most lines]."""
     width = max(map(len, pipelines))
     table = np.array([(*of, *(of[-1:] * (width - len(of)))) for of in pipelines], dtype=np.int64)
     return np.ascontiguousarray(table[:, :, 0]), np.ascontiguousarray(table[:, :, 1])
 
 
-def capacities(fill: Table, slowest: Table, tau_ns: int) -> Table:
+def capacities(fill: LineTable, slowest: LineTable, tau_ns: int) -> LineTable:
     """Return how many microbatches each pipeline gets through by ``tau_ns``; below 1 means none. [pipelines]"""
     return ((tau_ns - fill) // slowest).max(axis=1)
 

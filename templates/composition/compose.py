@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from resilient.templates.common.compiled import compiled
-from resilient.templates.composition.batch_split import Table, capacities, finish_ns, line_table, lines
+from resilient.templates.composition.batch_split import LineTable, capacities, finish_ns, line_table, lines
 from resilient.templates.template import TemplateSet
 
 _IMPOSSIBLE = -(2**61)
@@ -115,20 +115,20 @@ class _Knapsack:
         values = capacity[sizes - self._smallest]
         return self._read_back(self._most_limited(sizes, values), sizes, values)
 
-    def _capacity(self, tau_ns: int) -> Table:
+    def _capacity(self, tau_ns: int) -> LineTable:
         """Return what each size gets through."""
         capacity = capacities(self._fill, self._slowest, tau_ns)
         capacity[capacity < 1] = _IMPOSSIBLE
         return capacity
 
-    def _most(self, values: Table) -> Table:
+    def _most(self, values: LineTable) -> LineTable:
         """Return a table: ``[r, n]`` is the most that r pipelines or more, of n nodes in total, are worth."""
         best = np.full((self._min_pipelines + 1, self._num_nodes + 1), _IMPOSSIBLE)
         best[0, 0] = 0
         compiled(_fill_rows)(best, values, self._smallest)
         return best
 
-    def _most_limited(self, sizes: Table, values: Table) -> Table:
+    def _most_limited(self, sizes: LineTable, values: LineTable) -> LineTable:
         """Return a table: ``[r, n]`` is the most that up to r pipelines, of n nodes in total, get through.
 
         They are so many that they can be the fewest allowed in the last row.
@@ -139,7 +139,7 @@ class _Knapsack:
         compiled(_fill_limited)(best, sizes, values)
         return best
 
-    def _bound(self, capacity: Table) -> tuple[bool, Table]:
+    def _bound(self, capacity: LineTable) -> tuple[bool, LineTable]:
         """Return whether a limited composition that is enough was found, and the sizes of which the best can be made.
 
         Of all compositions, those worth most at some price are the corners of the hull of (pipelines, capacity). The
@@ -171,7 +171,7 @@ class _Knapsack:
         able = -(-with_size // (self._num_nodes + 1)) + price * limit >= scale * enough
         return below.capacity >= limit, np.flatnonzero(able) + self._smallest
 
-    def _priced(self, capacity: Table, scale: int, price: int) -> tuple[Table, Table, _Corner]:
+    def _priced(self, capacity: LineTable, scale: int, price: int) -> tuple[LineTable, LineTable, _Corner]:
         """Return the table of what compositions are worth, the values of the sizes, and the composition worth most.
 
         A pipeline is worth ``scale`` times its capacity less the price. Of equals the one with the fewest pipelines
@@ -184,7 +184,7 @@ class _Knapsack:
         count = -worth % base
         return table, values, _Corner(((worth + count) // base + price * count) // scale, count)
 
-    def _read_back(self, best: Table, sizes: Table, values: Table) -> tuple[int, ...]:
+    def _read_back(self, best: LineTable, sizes: LineTable, values: LineTable) -> tuple[int, ...]:
         """Walk the table from all nodes to none; of equally good steps take the largest template."""
         chosen: list[int] = []
         row, nodes = len(best) - 1, self._num_nodes
@@ -199,7 +199,7 @@ class _Knapsack:
         return tuple(chosen)
 
 
-def _fill_rows(best: Table, values: Table, smallest: int) -> None:
+def _fill_rows(best: LineTable, values: LineTable, smallest: int) -> None:
     """Fill in a table of which only column 0 is known; a row grows from the one before, the first from itself."""
     num_rows, num_columns = best.shape
     for nodes in range(num_columns - smallest):
@@ -213,7 +213,7 @@ def _fill_rows(best: Table, values: Table, smallest: int) -> None:
                 grown[i] = max(grown[i], so_far + values[i])
 
 
-def _fill_limited(best: Table, sizes: Table, values: Table) -> None:
+def _fill_limited(best: LineTable, sizes: LineTable, values: LineTable) -> None:
     """Fill in a table of which only column 0 is known, where the last entry can depend on it; rows grow downwards."""
     last_row, last_column = best.shape[0] - 1, best.shape[1] - 1
     for row in range(1, last_row + 1):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
+
+from resilient.templates.common.arrays import Floats, Ints
 
 
-def assign(prices: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+def assign(prices: Floats) -> Ints:
     """Return each row's column in the cheapest one-to-one assignment; there may be more columns than rows."""
     # Imported late: it takes 0.4 s, and most processes that import the planner never assign.
     from scipy.optimize import linear_sum_assignment  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
@@ -16,5 +17,5 @@ def assign(prices: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     # The solver adds row after row. When the cheap ones come first it takes half the time.
     order = np.argsort(prices.min(axis=1), kind="stable")
     columns = np.empty(len(prices), dtype=np.int64)
-    columns[order] = cast("npt.NDArray[np.int64]", linear_sum_assignment(prices[order])[1])
+    columns[order] = cast("Ints", linear_sum_assignment(prices[order])[1])
     return columns

@@ -14,10 +14,11 @@ from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
+from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.assignment import assign
-from resilient.templates.replan.state_residency import EMPTY, Flags, Ints, StateResidency
-from resilient.templates.replan.topology_spread import lacking_domains, spread
+from resilient.templates.replan.state_residency import EMPTY, StateResidency
+from resilient.templates.replan.topology_spread import lacking_domains, spread_domains
 from resilient.templates.template import PipelineTemplate
 
 _FREE = -1
@@ -111,8 +112,8 @@ class Placer:
         Of all placements one is taken whose copies are cheapest (:meth:`StateResidency.prices`); of places where a node
         costs the same, it stays with the pipeline that continues its own. Where that placement holds a state in fewer
         than f + 1 failure domains, nodes exchange places until no exchange improves that, at whatever price
-        (:func:`resilient.templates.replan.topology_spread.spread`): like f + 1 pipelines, it is what makes failures
-        survivable.
+        (:func:`resilient.templates.replan.topology_spread.spread_domains`): like f + 1 pipelines, it is what makes
+        failures survivable.
         """
         needed = np.array(list(chain.from_iterable(self._holdings.number(target.template) for target in targets)))
         sizes = np.array([target.template.num_nodes for target in targets])
@@ -183,7 +184,7 @@ class Placer:
         padded = np.concatenate((needs, np.zeros((len(left_out), needs.shape[1]), dtype=np.bool_)))
         prices = np.zeros((len(self._held), len(self._held)))
         prices[: len(needed)] = self._holdings.prices(needed, self._held)
-        chosen = spread(padded, prices, np.concatenate((chosen, left_out)), self._domains, self._wanted_domains)
+        chosen = spread_domains(padded, prices, np.concatenate((chosen, left_out)), self._domains, self._wanted_domains)
         chosen = chosen[: len(needed)]
         return chosen, lacking_domains(needs, self._domains[chosen], self._wanted_domains)
 

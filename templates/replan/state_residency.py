@@ -11,14 +11,10 @@ from itertools import chain
 from math import lcm
 
 import numpy as np
-import numpy.typing as npt
 
+from resilient.templates.common.arrays import Flags, Floats, Ints
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.template import PipelineTemplate
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 
 Part = tuple[tuple[tuple[tuple[int, int], ...], int, int], ...]
 """Of each row of a node: first and end layer of each stage, first device, number of devices."""
@@ -30,7 +26,7 @@ INTRA_NODE_SPEEDUP = 16
 """A byte from another node costs as much as this many from other devices of the same node."""
 
 
-def parts(template: PipelineTemplate) -> tuple[Part, ...]:
+def parts_of(template: PipelineTemplate) -> tuple[Part, ...]:
     """Return the part of each node of a template."""
     rows: list[list[tuple[tuple[tuple[int, int], ...], int, int]]] = [[] for _ in range(template.num_nodes)]
     for row in template.rows:
@@ -62,7 +58,7 @@ class StateResidency:
         # By identity first: hashing a template takes longer than all else that is done with it here.
         if id(template) not in self._numbered:
             numbers: list[int] = []
-            for part in parts(template):
+            for part in parts_of(template):
                 if part not in self._numbers:
                     self._numbers[part] = len(self._parts)
                     self._parts.append(part)

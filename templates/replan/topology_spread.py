@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from resilient.templates.common.arrays import Flags, Floats, Ints
 from resilient.templates.replan.assignment import assign
-from resilient.templates.replan.state_residency import Flags, Floats, Ints
 
 _FEW_NODES = 64
 
@@ -27,7 +27,7 @@ def lacking_domains(needs: Flags, domains: Ints, wanted: int) -> int:
     return int(np.maximum(wanted - held_in, 0).sum())
 
 
-def spread(needs: Flags, prices: Floats, chosen: Ints, domains: Ints, wanted: int) -> Ints:
+def spread_domains(needs: Flags, prices: Floats, chosen: Ints, domains: Ints, wanted: int) -> Ints:
     """Make states held in enough domains, where exchanges of nodes can, and copying cheap after that.
 
     A placement that lacks nothing is returned as it is. Otherwise exchanges start from it; where they leave something

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from resilient.templates.common.arrays import Ints
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Op, Schedule
 
@@ -121,7 +122,7 @@ def _check(
         )
 
 
-def _codes(op: Op, stages: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int32]:
+def _codes(op: Op, stages: Ints, indices: Ints) -> NDArray[np.int32]:
     return np.stack([np.full(len(stages), op), stages, indices], axis=1).astype(np.int32)
 
 

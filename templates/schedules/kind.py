@@ -5,7 +5,8 @@ from __future__ import annotations
 from enum import Enum
 
 import numpy as np
-from numpy.typing import NDArray
+
+from resilient.templates.common.arrays import Ints
 
 
 class ScheduleKind(str, Enum):
@@ -36,7 +37,7 @@ def most_in_flight(kind: ScheduleKind, num_rows: int, num_microbatches: int) -> 
     return tuple(range(num_rows, 0, -1))
 
 
-def chunks_in_flight(num_rows: int, num_chunks: int, num_microbatches: int) -> NDArray[np.int64]:
+def chunks_in_flight(num_rows: int, num_chunks: int, num_microbatches: int) -> Ints:
     """Return how many microbatches of each chunk of each row interleaved 1F1B keeps in flight at most. [rows, chunks]
 
     A chunk's backward is ``(num_chunks - 1 - 2 chunk) * group`` places further in its order than its forward in the

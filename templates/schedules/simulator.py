@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from resilient.templates.common.arrays import Ints
 from resilient.templates.common.compiled import compiled
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.schedules.schedule import Action, Op, Schedule
@@ -27,7 +28,7 @@ Values = float | Sequence[float] | NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Costs:
+class ActionCosts:
     """What the actions of a pipeline cost.
 
     Args:
@@ -77,8 +78,8 @@ class Timeline:
     """
 
     schedule: Schedule
-    start_ns: NDArray[np.int64]
-    end_ns: NDArray[np.int64]
+    start_ns: Ints
+    end_ns: Ints
     peak_bytes: tuple[int, ...]
 
     @property
@@ -110,7 +111,7 @@ class Timeline:
         ]
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
     """Run a schedule: rows follow their order, sends do not block, receives do.
 
     Args:
@@ -147,7 +148,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     return Timeline(schedule, start_ns, end_ns, tuple(peaks.tolist()))
 
 
-def _table(name: str, values: Values, shape: tuple[int, int], unit: float) -> NDArray[np.int64]:
+def _table(name: str, values: Values, shape: tuple[int, int], unit: float) -> Ints:
     """Return a cost as whole units for each stage (border) and microbatch."""
     array = np.asarray(values)
     if array.shape not in ((), shape[:1], shape):
@@ -165,18 +166,18 @@ def _table(name: str, values: Values, shape: tuple[int, int], unit: float) -> ND
 
 def _run(
     codes: NDArray[np.int32],
-    ends: NDArray[np.int64],
-    row_of: NDArray[np.int64],
-    forward: NDArray[np.int64],
-    inputs: NDArray[np.int64],
-    weights: NDArray[np.int64],
-    latency: NDArray[np.int64],
-    transfer: NDArray[np.int64],
-    held: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    start_ns: NDArray[np.int64],
-    end_ns: NDArray[np.int64],
-    peaks: NDArray[np.int64],
+    ends: Ints,
+    row_of: Ints,
+    forward: Ints,
+    inputs: Ints,
+    weights: Ints,
+    latency: Ints,
+    transfer: Ints,
+    held: Ints,
+    positions: Ints,
+    start_ns: Ints,
+    end_ns: Ints,
+    peaks: Ints,
 ) -> None:
     """Fill in the last four: how many actions of each row can run, their times, and the rows' peaks.
 
@@ -227,7 +228,7 @@ def _run(
             clocks[row], positions[row] = clock, position - first
 
 
-def _sum_gradients(schedule: Schedule, costs: Costs, start_ns: NDArray[np.int64], end_ns: NDArray[np.int64]) -> None:
+def _sum_gradients(schedule: Schedule, costs: ActionCosts, start_ns: Ints, end_ns: Ints) -> None:
     """Fill in the times of the sums: they follow each other on every row, from the highest state to the lowest."""
     codes = schedule.codes
     rows = np.repeat(np.arange(len(schedule.ends)), np.diff(schedule.ends, prepend=0))

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from resilient.templates.common.compiled import compiled
-from resilient.templates.search.stage_cost_model import STAGE_BITS, Table, Tables
+from resilient.templates.search.stage_cost_model import STAGE_BITS, CostTable, Tables
 
 NEVER = 1 << 62
 """More than any label."""
@@ -95,12 +95,12 @@ class BoundedSearch:
         return Found(stages.tolist(), total >> STAGE_BITS, slowest >> STAGE_BITS) if len(stages) else None
 
     @cached_property
-    def _by_stages(self) -> tuple[Table, Table]:
+    def _by_stages(self) -> tuple[CostTable, CostTable]:
         return _sums_by_stages(self._tables, self._reach, self._band)
 
 
 @compiled
-def _reach(tables: Tables, bound: int) -> Table:
+def _reach(tables: Tables, bound: int) -> CostTable:
     """Return the last end that the bound allows, the first layer where none. [forward again, starts a node, D, L]"""
     sums, send = tables.sums, tables.send
     num_degrees, num_layers = sums.shape[2], sums.shape[3] - 1
@@ -122,7 +122,7 @@ def _reach(tables: Tables, bound: int) -> Table:
 
 
 @compiled
-def _band(tables: Tables, bound: int, num_devices: int) -> Table:
+def _band(tables: Tables, bound: int, num_devices: int) -> CostTable:
     """Return, by devices left, what of a template under the bound can be there. [devices + 1, 3]
 
     The first layer, the last layer, and the fewest stages from there on. Messages are not counted, so that a later
@@ -163,7 +163,7 @@ def _band(tables: Tables, bound: int, num_devices: int) -> Table:
 
 
 @compiled
-def _sums(tables: Tables, reach: Table, band: Table) -> Table:
+def _sums(tables: Tables, reach: CostTable, band: CostTable) -> CostTable:
     """Return the label of each state, ``devices left * (L + 1) + layer``, with its least sum.
 
     No more is in flight than the fewest stages for the devices left. States outside the band have no label.
@@ -200,7 +200,7 @@ def _sums(tables: Tables, reach: Table, band: Table) -> Table:
 
 
 @compiled
-def _sums_by_stages(tables: Tables, reach: Table, band: Table) -> tuple[Table, Table]:
+def _sums_by_stages(tables: Tables, reach: CostTable, band: CostTable) -> tuple[CostTable, CostTable]:
     """Return the labels of all states: by number of stages, those with a shorter sum than any with fewer stages.
 
     State k has ``labels[start[k] : start[k + 1]]``. A stage has in flight what its number of stages says.
@@ -250,8 +250,14 @@ def _sums_by_stages(tables: Tables, reach: Table, band: Table) -> tuple[Table, T
 
 @compiled
 def _stages(
-    tables: Tables, reach: Table, band: Table, start: Table, labels: Table, most_stages: int, by_stages: bool
-) -> tuple[Table, int, int, bool]:
+    tables: Tables,
+    reach: CostTable,
+    band: CostTable,
+    start: CostTable,
+    labels: CostTable,
+    most_stages: int,
+    by_stages: bool,
+) -> tuple[CostTable, int, int, bool]:
     """Return the stages of the least label, it, the slowest stage, and whether they hold what is in flight.
 
     Only labels of up to ``most_stages`` count.

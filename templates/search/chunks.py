@@ -14,14 +14,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.kind import chunks_in_flight
 from resilient.templates.search.stage_cost_model import StageCosts
 from resilient.templates.template import PipelineTemplate, StageSpec
 
-Table = npt.NDArray[np.int64]
+ChunkTable = Ints
 
 
 class _Rated(NamedTuple):
@@ -33,9 +33,9 @@ class _Rated(NamedTuple):
         checkpointing: Rows that do. [cuts, rows]
     """
 
-    bounds: Table
-    costs: Table
-    checkpointing: npt.NDArray[np.bool_]
+    bounds: ChunkTable
+    costs: ChunkTable
+    checkpointing: Flags
 
 
 class ChunkSearch:
@@ -105,7 +105,7 @@ class ChunkSearch:
     def _num_rows(self, size: int) -> int:
         return size * self.problem.cluster.devices_per_node
 
-    def _in_flight(self, size: int) -> Table:
+    def _in_flight(self, size: int) -> ChunkTable:
         """Return what each chunk of each row keeps. [rows, chunks]"""
         num_rows = self._num_rows(size)
         return chunks_in_flight(
@@ -130,12 +130,12 @@ class ChunkSearch:
             self._cuts[size] = found
         return self._cuts[size]
 
-    def _rate(self, size: int, in_flight: Table, bounds: Table) -> _Rated:
+    def _rate(self, size: int, in_flight: ChunkTable, bounds: ChunkTable) -> _Rated:
         spans, limit = self._spans, self.problem.cluster.memory_bytes
         by_row = (len(bounds), *in_flight.T.shape)
         first, end, kept = bounds[:, :-1], bounds[:, 1:], in_flight.T.flatten()
 
-        def of_rows(stages: Table) -> Table:
+        def of_rows(stages: ChunkTable) -> ChunkTable:
             return stages.reshape(by_row).sum(axis=1)
 
         held = spans.held[first, end]
@@ -152,7 +152,7 @@ class ChunkSearch:
         columns = (lacking.sum(axis=1), *(-np.sort(-times, axis=1)).T, times.sum(axis=1))
         return _Rated(bounds, np.stack(columns, axis=1), checkpointing)
 
-    def _send_ns(self, size: int, bounds: Table) -> Table:
+    def _send_ns(self, size: int, bounds: ChunkTable) -> ChunkTable:
         """Return the time of the messages before each stage. [cuts, stages]"""
         num_rows = self._num_rows(size)
         rows = np.arange(bounds.shape[1] - 1) % num_rows
@@ -166,14 +166,14 @@ def _best(rated: _Rated) -> _Rated:
     return _Rated(rated.bounds[index], rated.costs[index], rated.checkpointing[index])
 
 
-def _spread(bounds: Table, num_layers: int) -> Table:
+def _spread(bounds: ChunkTable, num_layers: int) -> ChunkTable:
     """Return the bounds moved as little as gives every stage a layer."""
     steps = np.arange(len(bounds))
     risen = np.maximum.accumulate(np.concatenate([[0], bounds[1:-1], [num_layers]]) - steps) + steps
     return np.minimum(risen, num_layers - steps[::-1])
 
 
-def _moved(bounds: Table) -> Table:
+def _moved(bounds: ChunkTable) -> ChunkTable:
     """Return all cuts in which a stage is a layer longer at the cost of another. [cuts, stages + 1]"""
     number = len(bounds) - 1
     giver, taker = np.nonzero(~np.eye(number, dtype=bool) & (np.diff(bounds) > 1)[:, None])

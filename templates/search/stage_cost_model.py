@@ -25,14 +25,14 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from resilient.templates.common.arrays import Ints
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.kind import ScheduleKind, most_in_flight
 from resilient.templates.template import StageSpec
 
-Table = npt.NDArray[np.int64]
+CostTable = Ints
 
 STAGE_BITS = 12
 """Sums of times are kept with the number of stages in the low bits: one comparison finds the least sum, then stages."""
@@ -61,15 +61,15 @@ class Tables(NamedTuple):
         fewest: Least number of stages that use x devices of a node; L + 1 where none can. [M + 1]
     """
 
-    degrees: Table
-    sums: Table
-    send: Table
-    next_backward: Table
-    ends: Table
-    fewest: Table
+    degrees: CostTable
+    sums: CostTable
+    send: CostTable
+    next_backward: CostTable
+    ends: CostTable
+    fewest: CostTable
 
 
-class Spans(NamedTuple):
+class LayerSpans(NamedTuple):
     """What stages on one device cost, for cuts that are evaluated many at a time. L layers; prefix sums are [L + 1].
 
     Args:
@@ -83,14 +83,14 @@ class Spans(NamedTuple):
         next_backward: First layer, from each one on, that runs a backward; L where none does. [L]
     """
 
-    forward: Table
-    work: Table
-    send: Table
-    held: Table
-    kept: Table
-    inputs: Table
-    largest: Table
-    next_backward: Table
+    forward: CostTable
+    work: CostTable
+    send: CostTable
+    held: CostTable
+    kept: CostTable
+    inputs: CostTable
+    largest: CostTable
+    next_backward: CostTable
 
 
 class StageCosts:
@@ -173,7 +173,7 @@ class StageCosts:
             fewest=np.array(self._fewest, dtype=np.int64),
         )
 
-    def times(self) -> Table:
+    def times(self) -> CostTable:
         """Return all distinct times of stages, ascending."""
         size = self.num_layers
         forward = np.array(self._forward, dtype=np.int64)
@@ -186,10 +186,10 @@ class StageCosts:
         sends = np.unique(np.array(self._send, dtype=np.int64)[:, first], axis=0)
         return np.unique([span + send for span in spans for send in sends])
 
-    def spans(self) -> Spans:
+    def spans(self) -> LayerSpans:
         """Return the costs of stages on one device, the first degree."""
         forward = np.array(self._forward[0], dtype=np.int64)
-        return Spans(
+        return LayerSpans(
             forward=forward,
             work=forward + np.array(self._backward[0], dtype=np.int64),
             send=np.array(self._send, dtype=np.int64),
@@ -277,7 +277,7 @@ class StageCosts:
             fewest.append(min([self.num_layers + 1, *(count + 1 for count in before)]))
         return fewest
 
-    def _ends(self, in_flight: int | None) -> Table:
+    def _ends(self, in_flight: int | None) -> CostTable:
         """Return the ``ends`` of :class:`Tables`."""
         size = self.num_layers
         shape = (2, len(self.degrees), size, size + 1)
@@ -293,7 +293,7 @@ class StageCosts:
         return ends
 
     @cached_property
-    def _most_held(self) -> Table:
+    def _most_held(self) -> CostTable:
         """How many microbatches stages i .. j - 1 have memory for, -1 where j <= i. [2, D, L, L + 1]
 
         With activations kept, and with those or checkpoints.
@@ -312,7 +312,7 @@ class StageCosts:
         most[:, :, np.tri(size, size + 1, dtype=bool)] = -1
         return most
 
-    def _largest(self, degree_index: int) -> Table:
+    def _largest(self, degree_index: int) -> CostTable:
         """Return the activations of the largest of layers i .. j - 1. [L, L + 1]"""
         largest = np.zeros((self.num_layers, self.num_layers + 1), dtype=np.int64)
         for i in range(self.num_layers):
@@ -332,7 +332,7 @@ def _prefix_sums(values: Sequence[int]) -> list[int]:
     return list(accumulate(values, initial=0))
 
 
-def _held_bytes(problem: PlanningProblem) -> Table:
+def _held_bytes(problem: PlanningProblem) -> CostTable:
     """Return ``held[i, j]``, states and gradients of layers i .. j - 1 with their owners elsewhere. [L, L + 1]"""
     layers = problem.profile.layers
     sizes = [layer.state_bytes + layer.gradient_bytes for layer in layers]
@@ -347,6 +347,6 @@ def _held_bytes(problem: PlanningProblem) -> Table:
     return held
 
 
-def _times_that_fit(free: Table, each: Table) -> Table:
+def _times_that_fit(free: CostTable, each: CostTable) -> CostTable:
     """Return how many times ``each`` goes into ``free`` bytes; 0 where not even nothing fits."""
     return np.where(free < 0, 0, np.where(each > 0, free // np.maximum(each, 1), _UNLIMITED))

@@ -26,7 +26,7 @@ from resilient.cli.demo import example_script
 from resilient.cli.run import parse_injection
 from resilient.observability.event_log import read_events, steps_of
 from resilient.observability.run_comparison import compare_parameters, compare_runs
-from resilient.observability.run_report import build_report
+from resilient.observability.run_report import build_run_report
 
 CHAIN = Path(__file__).parent / "jobs" / "chain.py"
 DIGITS = example_script()
@@ -52,7 +52,7 @@ class Run:
 
     @cached_property
     def report(self) -> dict[str, Any]:
-        return build_report(self.events)
+        return build_run_report(self.events)
 
     @cached_property
     def losses(self) -> dict[int, float]:

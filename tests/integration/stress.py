@@ -26,7 +26,7 @@ from resilient.cli.demo import example_script
 from resilient.errors import ResilientError
 from resilient.observability.event_log import read_events
 from resilient.observability.run_comparison import compare_runs
-from resilient.observability.run_report import build_report
+from resilient.observability.run_report import build_run_report
 from resilient.protocol.messages import PHASES
 from tests.integration.harness import spare_nodes
 
@@ -96,7 +96,7 @@ def run_once(seed: int, options: argparse.Namespace, reference: Path | None, dir
 def check(exit_code: int, directory: Path, reference: Path | None) -> tuple[tuple[float, ...], str]:
     """Return what the recoveries took in ms, and what is wrong with the run."""
     try:
-        report = build_report(read_events(directory / "events.jsonl"))
+        report = build_run_report(read_events(directory / "events.jsonl"))
         compared = compare_runs(directory, reference or directory)
     except (OSError, ResilientError) as error:
         return (), f"exit code {exit_code}, {error}"

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from resilient.pipeline.stage_timer import MIN_STEPS
+from resilient.pipeline.stage_timer import MIN_MEASURED_STEPS
 from tests.integration.harness import check_equal, run_job
 
 NODES = 5
 
 
 def test_slow_node_gets_less_to_do(tmp_path):
-    steps = ("--steps", str(MIN_STEPS + 6))
+    steps = ("--steps", str(MIN_MEASURED_STEPS + 6))
     reference = run_job(tmp_path / "reference", *steps, nodes=NODES)
 
     def act(launcher, event):
-        if event["kind"] == "step" and event["step"] == MIN_STEPS + 1:
+        if event["kind"] == "step" and event["step"] == MIN_MEASURED_STEPS + 1:
             launcher.remove_node(4)
 
-    held = ("--change-after", str(MIN_STEPS + 2))
+    held = ("--change-after", str(MIN_MEASURED_STEPS + 2))
     run = run_job(tmp_path / "run", *steps, *held, "--slow-node", "0", nodes=NODES, act=act)
     check_equal(run, reference)
     before, after = run.generations

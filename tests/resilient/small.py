@@ -14,7 +14,7 @@ from resilient.errors import SampleError
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec
 from resilient.optim import AdamW
 from resilient.runtime.job import Job
-from resilient.state.layer_state import Layout
+from resilient.state.layer_state import BufferLayout
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Pipeline, Plan
 from resilient.templates.template import PipelineTemplate, StageSpec
@@ -134,7 +134,7 @@ def make_profile(job: Job) -> ModelProfile:
     """Return a profile with the job's real sizes and made-up times."""
     layers: list[LayerProfile] = []
     for spec in job.model.layers:
-        layout = Layout.of(spec)
+        layout = BufferLayout.of(spec)
         layers.append(
             LayerProfile(
                 name=spec.name,

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_state import CPU
 
 from resilient.models.layer import assemble
 from resilient.optim import SGD, AdamW, Optimizer, WarmupCosine, learning_rate
-from resilient.state.layer_state import LayerState, Layout
+from resilient.state.layer_state import BufferLayout, LayerState
 from tests.resilient.small import TiedModel
+from tests.resilient.state.test_layer_state import CPU
 
 Reference = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -58,7 +58,7 @@ def test_flat_optimizer_equals_torch_on_parameters_when_rebuilt(optimizer: Optim
 
 def fresh_states(model: TiedModel, optimizer: Optimizer) -> dict[str, LayerState]:
     states = {
-        spec.name: LayerState(spec, Layout.of(spec), optimizer.slots, torch.float64, CPU) for spec in model.layers
+        spec.name: LayerState(spec, BufferLayout.of(spec), optimizer.slots, torch.float64, CPU) for spec in model.layers
     }
     for state in states.values():
         state.initialize(1)

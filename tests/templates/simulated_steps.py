@@ -11,7 +11,7 @@ from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import PlanningProblem, schedule_of
 from resilient.templates.schedules.kind import ScheduleKind
-from resilient.templates.schedules.simulator import Costs, Timeline, simulate
+from resilient.templates.schedules.simulator import ActionCosts, Timeline, simulate
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate
 from tests.templates.search.exhaustive import all_templates
@@ -132,7 +132,7 @@ def simulate_template(template: PipelineTemplate, num_microbatches: int) -> Time
     """
     stages = template.stages
     states = [[0], *([] for _ in stages[1:])]
-    costs = Costs(
+    costs = ActionCosts(
         forward_ms=[stage.forward_ms for stage in stages],
         backward_input_ms=[stage.backward_ms for stage in stages],
         transfer_ms=[stage.send_ms / 2 for stage in stages[1:]],

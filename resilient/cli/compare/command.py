@@ -51,7 +51,7 @@ class WhenBad(str, Enum):
     RESIZE = "resize"
 
 
-def compare(
+def compare_command(
     ctx: typer.Context,
     model: Annotated[str, typer.Option(help='A published multimodal model, or "ENCODER+LANGUAGE_MODEL".')],
     device: Annotated[str, typer.Option(callback=full_device, help="The accelerator.")],
@@ -87,7 +87,7 @@ def compare(
     ] = None,
 ) -> None:
     """Compare multimodal planners on a workload by simulating their steps."""
-    from resilient.cli.compare.tables import show, show_bad
+    from resilient.cli.compare.tables import show_bad, show_comparison
 
     with refusals(ctx):
         setting = _setting(model, device, nodes, gpus_per_node, network_gbit_s, global_batch, microbatch, frozen)
@@ -115,7 +115,7 @@ def compare(
         ):
             console.print(line, markup=False, soft_wrap=True)
         show_bad(found, console)
-        show(comparison, console)
+        show_comparison(comparison, console)
         job = {
             "costs": setting.costs.source,
             "num_nodes": nodes,
@@ -218,7 +218,7 @@ def _compare(
     lost_nodes: int,
 ) -> Comparison:
     """Compute, on a terminal with a bar that goes when it is done."""
-    from resilient.cli.compare.report import compare as compare_planners
+    from resilient.cli.compare.report import compare_planners as compare_planners
     from resilient.planners.registry import BASELINE
 
     console = Console(highlight=False)

@@ -17,7 +17,7 @@ from resilient.planners.stages.device_layout import used_devices
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Row:
+class PlannerRow:
     """What one planner makes of the workload: means over the batches unless said otherwise.
 
     Args:
@@ -83,22 +83,22 @@ class Comparison:
         memory_bytes: Of a device, that a plan may fill; None where that is unlimited.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[PlannerRow, ...]
     refused: Mapping[str, str]
     baseline: str
     memory_bytes: int | None = None
 
-    def speed_up(self, row: Row) -> float | None:
+    def speed_up(self, row: PlannerRow) -> float | None:
         """Return how much faster than the baseline a planner is, if there is one."""
         return next((each.iteration_ms / row.iteration_ms for each in self.rows if each.name == self.baseline), None)
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> PlannerRow | None:
         """The fastest that fits."""
         return min((row for row in self.rows if row.fits), key=lambda row: row.iteration_ms, default=None)
 
     @property
-    def shown(self) -> list[Row]:
+    def shown(self) -> list[PlannerRow]:
         """The baseline and the fastest three that fit: what is worth drawing in detail."""
         fastest = sorted((row for row in self.rows if row.fits), key=lambda row: row.iteration_ms)[:3]
         return [row for row in self.rows if row.name == self.baseline or row in fastest]
@@ -136,7 +136,7 @@ class Comparison:
         }
 
 
-def compare(
+def compare_planners(
     planners: Sequence[Planner],
     setting: Setting,
     samples: SampleTable,
@@ -159,7 +159,7 @@ def compare(
         clock: Seconds, for planning times.
         done: Called after each planner.
     """
-    rows: list[Row] = []
+    rows: list[PlannerRow] = []
     refused: dict[str, str] = {}
     for each in planners:
         try:
@@ -177,7 +177,7 @@ def _row(
     batches: Sequence[SampleTable],
     lost_nodes: int,
     clock: Callable[[], float],
-) -> Row:
+) -> PlannerRow:
     planner.configure(setting, samples)  # compiles
     started = clock()
     configuration = planner.configure(setting, samples)
@@ -196,7 +196,7 @@ def _row(
     computing_ms = sum((1 - result.bubble) * result.iteration_ms for result in results) * used / setting.num_devices
     peak = max(result.peak_bytes for result in results)
     limit = setting.cluster.memory_bytes
-    return Row(
+    return PlannerRow(
         name=planner.name,
         source=planner.source,
         configuration=configuration,
@@ -213,7 +213,7 @@ def _row(
     )
 
 
-def _mostly(row: Row, other: Row) -> str:
+def _mostly(row: PlannerRow, other: PlannerRow) -> str:
     """Say what most of the time goes to that one step takes less than another."""
     shares = [
         ("computes", _computing_ms(other) - _computing_ms(row)),
@@ -224,15 +224,15 @@ def _mostly(row: Row, other: Row) -> str:
     return f", mostly as it {what} {saved:.0f} ms less" if saved >= 0.5 else ""
 
 
-def _computing_ms(row: Row) -> float:
+def _computing_ms(row: PlannerRow) -> float:
     return (1 - row.bubble) * row.iteration_ms
 
 
-def _waiting_ms(row: Row) -> float:
+def _waiting_ms(row: PlannerRow) -> float:
     return row.bubble * row.iteration_ms - row.sum_ms
 
 
-def step_chart(row: Row) -> Chart:
+def step_chart(row: PlannerRow) -> Chart:
     """Return the first batch's step of the pipeline that ends last, for drawing."""
     result, spans = row.first, row.first.spans
     slowest = result.lanes[int(spans.lane[spans.end_ns.argmax()])].pipeline if len(spans.lane) else 0

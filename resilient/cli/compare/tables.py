@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from resilient.cli.compare.report import Comparison, Row
+from resilient.cli.compare.report import Comparison, PlannerRow
 from resilient.planners.workloads.records import Bad
 
 _NAMED = 10
@@ -28,7 +28,7 @@ def show_bad(found: Sequence[Bad], console: Console) -> None:
         _line(console, f"and {len(found) - _NAMED} more, all in what --json writes", "dim")
 
 
-def show(comparison: Comparison, console: Console) -> None:
+def show_comparison(comparison: Comparison, console: Console) -> None:
     """Print a comparison."""
     rows = comparison.rows
     if rows:
@@ -70,7 +70,7 @@ def _steps(comparison: Comparison, units: Sequence[str]) -> Table:
     return table
 
 
-def _configurations(rows: Sequence[Row], units: Sequence[str]) -> Table:
+def _configurations(rows: Sequence[PlannerRow], units: Sequence[str]) -> Table:
     table = _table("devices", *units, "micro-\nbatches", "once\nms", "step\nms")
     for row in rows:
         table.add_row(
@@ -93,7 +93,7 @@ def _table(*headers: str) -> Table:
     return table
 
 
-def _spread(row: Row, unit: str) -> str:
+def _spread(row: PlannerRow, unit: str) -> str:
     spread = row.configuration.units[unit]
     return f"{spread.dp}x{spread.pp}x{spread.tp}" + (f"x{spread.cp}" if spread.cp > 1 else "")
 

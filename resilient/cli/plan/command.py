@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from resilient.templates.search.template_sizes import TooFewNodes
 
 
-def plan(
+def plan_command(
     ctx: typer.Context,
     nodes: Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Nodes of the job.")],
     model: ModelOption = None,
@@ -59,7 +59,7 @@ def plan(
     templates_file: Annotated[Path | None, typer.Option("--templates", help="Write the templates here.")] = None,
 ) -> None:
     """Plan a job without its machines: templates, pipelines, and what throughput is kept as nodes are lost."""
-    from resilient.cli.plan.tables import show
+    from resilient.cli.plan.tables import show_plan
 
     started = time.monotonic()
     with refusals(ctx):
@@ -80,13 +80,13 @@ def plan(
         report = _report(problem, nodes, samples)
         _write(report, problem, json_file, png_file, templates_file)
         console = table_console()
-        show(report, console)
+        show_plan(report, console)
         console.print(f"planned in {time.monotonic() - started:.1f} s", style="dim")
 
 
 def _report(problem: PlanningProblem, num_nodes: int, microbatch: int) -> PlanReport:
     """Compute, on a terminal with a bar that goes when it is done."""
-    from resilient.cli.plan.report import build_report
+    from resilient.cli.plan.report import build_plan_report
     from resilient.templates.search.template_sizes import TooFewNodes
 
     console = Console(highlight=False)
@@ -103,7 +103,7 @@ def _report(problem: PlanningProblem, num_nodes: int, microbatch: int) -> PlanRe
             progress.update(task, description="losing nodes", completed=done, total=total)
 
         try:
-            return build_report(problem, num_nodes, microbatch, on_progress)
+            return build_plan_report(problem, num_nodes, microbatch, on_progress)
         except TooFewNodes as error:
             raise ValueError(f"{error}{_other_ways(problem, error)}") from None
 

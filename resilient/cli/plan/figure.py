@@ -29,7 +29,7 @@ def draw_plan(report: PlanReport, path: Path | str) -> None:
     """Draw a plan as a PNG file.
 
     Args:
-        report: What :func:`resilient.cli.plan.report.build_report` found.
+        report: What :func:`resilient.cli.plan.report.build_plan_report` found.
         path: The file to write.
     """
     from matplotlib.ticker import MaxNLocator

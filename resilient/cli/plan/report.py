@@ -27,7 +27,7 @@ SEQUENCES = 8
 MOST_LOSSES = 48
 """Losses after one another in each of them."""
 
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Called with how many plans were made and how many there are to make."""
 
 
@@ -135,8 +135,8 @@ class PlanReport:
         return dataclasses.asdict(self)
 
 
-def build_report(
-    problem: PlanningProblem, num_nodes: int, microbatch: int, on_progress: Progress | None = None
+def build_plan_report(
+    problem: PlanningProblem, num_nodes: int, microbatch: int, on_progress: OnProgress | None = None
 ) -> PlanReport:
     """Plan a job and lose its nodes.
 
@@ -193,7 +193,7 @@ def _losses(
     num_nodes: int,
     fewest_nodes: int,
     global_batch: int,
-    on_progress: Progress | None,
+    on_progress: OnProgress | None,
 ) -> tuple[LossRow, ...]:
     can_lose = num_nodes - fewest_nodes
     stride = max(1, -(-can_lose // MOST_LOSSES))

@@ -18,7 +18,7 @@ SHOWN_ROWS = 32
 _T = TypeVar("_T")
 
 
-def show(report: PlanReport, console: Console) -> None:
+def show_plan(report: PlanReport, console: Console) -> None:
     """Print a report."""
     _lines(console, _headline(report))
     console.print("\nTemplates", style="bold")

@@ -24,7 +24,7 @@ from resilient.cli.shared.job_options import (
 from resilient.cli.shared.output_files import check_outputs
 
 if TYPE_CHECKING:
-    from resilient.cli.schedule.report import ScheduleReport, Work
+    from resilient.cli.schedule.report import PipelineWork, ScheduleReport
     from resilient.templates.schedules.kind import ScheduleKind
 
 ALL = "all"
@@ -36,7 +36,7 @@ _MOST_STAGES = 1024
 _MOST_MS = 1e9
 
 
-def schedule(
+def schedule_command(
     ctx: typer.Context,
     stages: Annotated[int, typer.Option(min=1, max=_MOST_STAGES, help="Workers of the pipeline, each with a stage.")],
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches that go through it in a step.")],
@@ -132,7 +132,7 @@ def _work(
     model: str | None,
     profile: Path | None,
     device: str | None,
-) -> tuple[int | None, Callable[[int], Work]]:
+) -> tuple[int | None, Callable[[int], PipelineWork]]:
     """Return the memory of a worker, if it is known, and the work of a number of stages."""
     from resilient.cli.schedule.report import even_work, profiled_work
 
@@ -147,7 +147,7 @@ def _work(
             default if given is None else given for given, default in zip(times_ms, defaults, strict=True)
         )
 
-        def even(num_stages: int) -> Work:
+        def even(num_stages: int) -> PipelineWork:
             share = num_workers / num_stages
             return even_work(
                 num_stages,
@@ -179,7 +179,7 @@ def _write(reports: Sequence[ScheduleReport], png_file: Path | None, trace_file:
 
 
 def _show(reports: Sequence[ScheduleReport], memory_bytes: int | None, console: Console) -> None:
-    from resilient.cli.schedule.tables import show_comparison, show_misfits, show_timeline, show_workers
+    from resilient.cli.schedule.tables import show_kinds, show_misfits, show_timeline, show_workers
     from resilient.observability.figures.bars import simulated_chart
 
     for index, report in enumerate(reports):
@@ -190,7 +190,7 @@ def _show(reports: Sequence[ScheduleReport], memory_bytes: int | None, console: 
         show_workers(reports[0], memory_bytes, console)
     else:
         console.print()
-        show_comparison(reports, memory_bytes, console)
+        show_kinds(reports, memory_bytes, console)
     show_misfits(reports, memory_bytes, console)
 
 

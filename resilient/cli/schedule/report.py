@@ -14,12 +14,12 @@ from resilient.templates.inputs.profile import LayerProfile, ModelProfile
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
-from resilient.templates.schedules.simulator import Costs, Timeline, simulate
+from resilient.templates.schedules.simulator import ActionCosts, Timeline, simulate
 from resilient.templates.search.partition import plan_templates
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class PipelineWork:
     """What the stages of a pipeline cost.
 
     Args:
@@ -28,7 +28,7 @@ class Work:
         stages: For people, what lies on each stage; empty where nothing is known of it.
     """
 
-    costs: Costs
+    costs: ActionCosts
     held_bytes: tuple[int, ...]
     stages: tuple[str, ...] = ()
 
@@ -76,18 +76,18 @@ class ScheduleReport:
 
 def even_work(
     num_stages: int, *, forward_ms: float, backward_input_ms: float, backward_weight_ms: float, send_ms: float
-) -> Work:
+) -> PipelineWork:
     """Return the work of stages that all cost the same, and hold nothing that is known."""
-    costs = Costs(
+    costs = ActionCosts(
         forward_ms=forward_ms,
         backward_input_ms=backward_input_ms,
         backward_weight_ms=backward_weight_ms,
         transfer_ms=send_ms,
     )
-    return Work(costs=costs, held_bytes=(0,) * num_stages)
+    return PipelineWork(costs=costs, held_bytes=(0,) * num_stages)
 
 
-def profiled_work(profile: ModelProfile, cluster: Cluster, num_stages: int, num_microbatches: int) -> Work:
+def profiled_work(profile: ModelProfile, cluster: Cluster, num_stages: int, num_microbatches: int) -> PipelineWork:
     """Return the work of the stages into which a model is best cut, each on one device of a node of its own.
 
     Args:
@@ -114,8 +114,8 @@ def profiled_work(profile: ModelProfile, cluster: Cluster, num_stages: int, num_
     cuts = [profile.layers[stage.first_layer : stage.end_layer] for stage in stages]
     link = cluster.inter_node
     latency_ms = link.transfer_ms(0)
-    return Work(
-        costs=Costs(
+    return PipelineWork(
+        costs=ActionCosts(
             forward_ms=[sum(layer.costs[0].forward_ms for layer in cut) for cut in cuts],
             backward_input_ms=[
                 sum(layer.costs[0].backward_input_ms for layer in cut if layer.input_gradient) for cut in cuts
@@ -146,7 +146,7 @@ def schedule_report(
     num_workers: int,
     num_microbatches: int,
     num_chunks: int,
-    work: Callable[[int], Work],
+    work: Callable[[int], PipelineWork],
     *,
     memory_bytes: int | None = None,
     max_in_flight: int | None = None,
@@ -190,7 +190,7 @@ def schedule_report(
 
 
 def _limits(
-    work: Work, num_workers: int, num_microbatches: int, memory_bytes: int | None, max_in_flight: int | None
+    work: PipelineWork, num_workers: int, num_microbatches: int, memory_bytes: int | None, max_in_flight: int | None
 ) -> list[int]:
     """Return how many microbatches each worker may have in flight."""
     most = num_microbatches if max_in_flight is None else max_in_flight

@@ -130,7 +130,7 @@ def show_workers(report: ScheduleReport, memory_bytes: int | None, console: Cons
     console.print(table)
 
 
-def show_comparison(reports: Sequence[ScheduleReport], memory_bytes: int | None, console: Console) -> None:
+def show_kinds(reports: Sequence[ScheduleReport], memory_bytes: int | None, console: Console) -> None:
     """Print several schedules below each other."""
     known = any(report.memory_bytes for report in reports)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

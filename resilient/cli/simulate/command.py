@@ -37,8 +37,8 @@ from resilient.cli.shared.job_options import (
 from resilient.cli.shared.output_files import check_outputs
 
 if TYPE_CHECKING:
-    from resilient.simulation.availability.traces import Trace
-    from resilient.simulation.replay.costs import Costs
+    from resilient.simulation.availability.traces import AvailabilityTrace
+    from resilient.simulation.replay.costs import ChangeCosts
     from resilient.simulation.scenario import Scenario
     from resilient.templates.plan import PlanningProblem
 
@@ -49,7 +49,7 @@ _DEFAULT_NODES = 30
 _LEAST_GB_S = 0.001
 
 
-def simulate(
+def simulate_command(
     ctx: typer.Context,
     trace: Annotated[
         list[str],
@@ -102,7 +102,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Replay availability traces: throughput, where the nodes' time goes, and dollars, by policy."""
-    from resilient.simulation.replay.costs import Costs
+    from resilient.simulation.replay.costs import ChangeCosts
     from resilient.simulation.scenario import POLICIES, Scenario
     from resilient.simulation.sweep import parse_sweeps
     from resilient.templates.common.words import look_up
@@ -127,7 +127,7 @@ def simulate(
         )
         batch = problem.num_microbatches * samples
         storage_s = sum(layer.state_bytes for layer in problem.profile.layers) / storage_gb_s / 1e9
-        costs = Costs(
+        costs = ChangeCosts(
             regroup_ms=regroup_ms,
             restart_s=restart_s,
             load_s=storage_s,
@@ -165,7 +165,7 @@ def simulate(
         for text, own, picture in zip(texts, traces, pictures, strict=True):
             if sweeps:
 
-                def made(count: int | None, text: str = text, own: Trace = own) -> Trace:
+                def made(count: int | None, text: str = text, own: AvailabilityTrace = own) -> AvailabilityTrace:
                     return own if count is None else load_trace(text, count, hours, seed)
 
                 written.append(_sweep(made, sweeps, scenario, policies, console, ctx))
@@ -177,7 +177,7 @@ def simulate(
     console.print(f"\nreplayed in {time.monotonic() - started:.1f} s", style="dim")
 
 
-def load_trace(text: str, nodes: int | None, hours: float | None, seed: int) -> Trace:
+def load_trace(text: str, nodes: int | None, hours: float | None, seed: int) -> AvailabilityTrace:
     """Return the trace that ``--trace`` names.
 
     Args:
@@ -191,10 +191,10 @@ def load_trace(text: str, nodes: int | None, hours: float | None, seed: int) -> 
         OSError: The file cannot be read.
     """
     from resilient.simulation.availability.spot_market import MARKETS, spot_trace
-    from resilient.simulation.availability.traces import MOST_HOURS, MOST_NODES, periodic_failures, read_trace
+    from resilient.simulation.availability.traces import MOST_HOURS, MOST_TRACED_NODES, periodic_failures, read_trace
 
-    if nodes is not None and not 1 <= nodes <= MOST_NODES:
-        raise ValueError(f"nodes must be 1 to {MOST_NODES}, got {nodes}; leave it out for the trace's own")
+    if nodes is not None and not 1 <= nodes <= MOST_TRACED_NODES:
+        raise ValueError(f"nodes must be 1 to {MOST_TRACED_NODES}, got {nodes}; leave it out for the trace's own")
     if hours is not None and not 0.001 <= hours <= MOST_HOURS:
         raise ValueError(f"hours must be 0.001 to {MOST_HOURS}, got {hours}; leave it out for the trace's own")
     if text in MARKETS:
@@ -239,7 +239,7 @@ def _with_failures(problem: PlanningProblem, failures: int | None) -> PlanningPr
 
 
 def _compare(
-    trace: Trace,
+    trace: AvailabilityTrace,
     scenario: Callable[[int | None, int], Scenario],
     policies: Sequence[str],
     console: Console,
@@ -270,7 +270,7 @@ def _compare(
 
 
 def _sweep(
-    trace: Callable[[int | None], Trace],
+    trace: Callable[[int | None], AvailabilityTrace],
     sweeps: dict[str, tuple[int, ...]],
     scenario: Callable[[int | None, int], Scenario],
     policies: Sequence[str],
@@ -298,7 +298,7 @@ def _sweep(
 
 
 def _summary(
-    problem: PlanningProblem, batch: int, costs: Costs, node_hour_dollars: float, announced: bool
+    problem: PlanningProblem, batch: int, costs: ChangeCosts, node_hour_dollars: float, announced: bool
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
@@ -314,7 +314,9 @@ def _summary(
     }
 
 
-def _pictures(path: Path | None, traces: Sequence[Trace], sweeps: dict[str, tuple[int, ...]]) -> Sequence[Path | None]:
+def _pictures(
+    path: Path | None, traces: Sequence[AvailabilityTrace], sweeps: dict[str, tuple[int, ...]]
+) -> Sequence[Path | None]:
     """Return the picture of each trace."""
     if path is None:
         return [None] * len(traces)

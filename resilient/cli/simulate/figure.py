@@ -17,7 +17,7 @@ from resilient.observability.figures.style import (
     legend_above,
     panels,
 )
-from resilient.simulation.replay.outcome import PARTS, Outcome
+from resilient.simulation.replay.outcome import TIME_PARTS, ReplayOutcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,7 @@ _PART_COLOURS = {
 _WINDOWS = 90
 
 
-def draw_outcomes(outcomes: Sequence[Outcome], path: Path | str) -> None:
+def draw_outcomes(outcomes: Sequence[ReplayOutcome], path: Path | str) -> None:
     """Draw the runs of several policies on one trace as a PNG file.
 
     Args:
@@ -51,7 +51,7 @@ def draw_outcomes(outcomes: Sequence[Outcome], path: Path | str) -> None:
             each.set_xlim(run[0].start_ns / _HOUR_NS, run[-1].end_ns / _HOUR_NS)
 
 
-def _draw_nodes(axes: Axes, outcome: Outcome) -> None:
+def _draw_nodes(axes: Axes, outcome: ReplayOutcome) -> None:
     hours = [stretch.start_ns / _HOUR_NS for stretch in outcome.stretches]
     live = [stretch.live for stretch in outcome.stretches]
     hours.append(outcome.stretches[-1].end_ns / _HOUR_NS)
@@ -65,7 +65,7 @@ def _draw_nodes(axes: Axes, outcome: Outcome) -> None:
     )
 
 
-def _draw_throughput(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+def _draw_throughput(axes: Axes, outcomes: Sequence[ReplayOutcome]) -> None:
     window_s = outcomes[0].duration_ns / 1e9 / _WINDOWS
     for outcome in outcomes:
         colour = _POLICY_COLOURS[outcome.policy]
@@ -82,11 +82,11 @@ def _draw_throughput(axes: Axes, outcomes: Sequence[Outcome]) -> None:
     axes.set_title("Samples of steps that were not lost later", pad=26)
 
 
-def _draw_split(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+def _draw_split(axes: Axes, outcomes: Sequence[ReplayOutcome]) -> None:
     for row, outcome in enumerate(outcomes):
         left = 0.0
         split, total = outcome.split_ns, outcome.node_ns
-        for part in PARTS:
+        for part in TIME_PARTS:
             width = 100 * split[part] / total
             colour = _PART_COLOURS[part]
             axes.barh(row, width, left=left, height=0.62, color=colour, edgecolor="white", linewidth=0.8)
@@ -106,4 +106,4 @@ def _draw_split(axes: Axes, outcomes: Sequence[Outcome]) -> None:
     axes.spines["left"].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
     axes.set_title("Where the nodes' time went", pad=26)
-    legend_above(axes, {part: _PART_COLOURS[part] for part in PARTS})
+    legend_above(axes, {part: _PART_COLOURS[part] for part in TIME_PARTS})

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from resilient.simulation.availability.traces import Trace
-from resilient.simulation.replay.outcome import PARTS, Outcome
-from resilient.simulation.sweep import Row, best
+from resilient.simulation.availability.traces import AvailabilityTrace
+from resilient.simulation.replay.outcome import TIME_PARTS, ReplayOutcome
+from resilient.simulation.sweep import SweepRow, best
 from resilient.templates.common.words import counted
 
 _SHORT = {"training": "train", "redundant": "dupl.", "recovery": "recov.", "checkpointing": "ckpt"}
 
 
-def show_trace(trace: Trace, console: Console) -> None:
+def show_trace(trace: AvailabilityTrace, console: Console) -> None:
     """Print what happens in a trace."""
     lost = sum(len(change.lost) for change in trace.changes)
     joined = sum(len(change.joined) for change in trace.changes) - trace.first_nodes
@@ -27,10 +27,10 @@ def show_trace(trace: Trace, console: Console) -> None:
     )
 
 
-def show_outcomes(outcomes: Sequence[Outcome], missing: Sequence[tuple[str, str]], console: Console) -> None:
+def show_outcomes(outcomes: Sequence[ReplayOutcome], missing: Sequence[tuple[str, str]], console: Console) -> None:
     """Print what policies made of a trace, and why others cannot train there at all."""
     table = _table("policy")
-    for header in ("samples/s", "M samples", "$/M", *(_SHORT.get(part, part) for part in PARTS)):
+    for header in ("samples/s", "M samples", "$/M", *(_SHORT.get(part, part) for part in TIME_PARTS)):
         table.add_column(header, justify="right")
     for outcome in outcomes:
         total = outcome.node_ns
@@ -50,7 +50,7 @@ def show_outcomes(outcomes: Sequence[Outcome], missing: Sequence[tuple[str, str]
         console.print(f"{policy}: {reason}", style="dim", soft_wrap=True, markup=False)
 
 
-def show_sweep(rows: Sequence[Row], console: Console) -> None:
+def show_sweep(rows: Sequence[SweepRow], console: Console) -> None:
     """Print a row for each combination; the fastest and the cheapest are marked."""
     fastest = best(rows, lambda outcome: outcome.samples_per_s or None, least=False)
     cheapest = best(rows, lambda outcome: outcome.dollars_per_million, least=True)

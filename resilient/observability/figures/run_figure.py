@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from resilient.observability.event_log import Event, steps_of
 from resilient.observability.figures.style import BLUE, GREEN, INK, PALE_BLUE, PALE_GREY, RED, legend_above, panels
-from resilient.observability.run_report import PARTS, duration, number
+from resilient.observability.run_report import RECOVERY_PARTS, duration, number
 from resilient.templates.common.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_PART_COLOURS: dict[str, str] = dict(zip(PARTS, ("#c92a2a", "#e8890c", "#f2c94c", "#4a90d9", "#9aa5b1"), strict=True))
+_PART_COLOURS: dict[str, str] = dict(
+    zip(RECOVERY_PARTS, ("#c92a2a", "#e8890c", "#f2c94c", "#4a90d9", "#9aa5b1"), strict=True)
+)
 _SHOWN_RECOVERIES = 12
 _SHOWN_LABELS = 8
 
@@ -32,7 +34,7 @@ def draw_report(
 
     Args:
         events: All events of the run.
-        report: What :func:`resilient.observability.run_report.build_report` made of them.
+        report: What :func:`resilient.observability.run_report.build_run_report` made of them.
         path: The file to write.
         reference_events: Events of the failure-free run of the same job, drawn behind the run's loss.
     """
@@ -115,7 +117,7 @@ def _draw_recoveries(axes: Axes, recoveries: Sequence[Mapping[str, Any]], left_o
     longest_ms = max(recovery["total_ms"] for recovery in recoveries)
     for row, recovery in enumerate(recoveries):
         end_ms = 0.0
-        for part in PARTS:
+        for part in RECOVERY_PARTS:
             part_ms = recovery[f"{part}_ms"] or 0.0
             axes.barh(
                 row, part_ms, left=end_ms, height=0.6, color=_PART_COLOURS[part], edgecolor="white", linewidth=0.8
@@ -139,7 +141,7 @@ def _draw_recoveries(axes: Axes, recoveries: Sequence[Mapping[str, Any]], left_o
 def _annotate_bar(axes: Axes, recovery: Mapping[str, Any], end_ms: float, row: int) -> None:
     """Write the total and, below it, every part: the narrow ones have no room in the bar."""
     lost = "no work lost" if recovery["lost_steps"] == 0 else f"{counted(recovery['lost_steps'], 'step')} redone"
-    parts = [f"{part} {number(recovery[f'{part}_ms'])}" for part in PARTS if recovery[f"{part}_ms"]]
+    parts = [f"{part} {number(recovery[f'{part}_ms'])}" for part in RECOVERY_PARTS if recovery[f"{part}_ms"]]
     lines = ((f"{duration(recovery['total_ms'])}, {lost}", 1, 9, INK), (" + ".join(parts), -10, 7.5, "#616e7c"))
     for text, offset, size, colour in lines:
         axes.annotate(text, (end_ms, row), xytext=(7, offset), textcoords="offset points", fontsize=size, color=colour)

@@ -22,9 +22,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.costs.samples import Floats, Ints
+from resilient.templates.common.arrays import Floats, Ints
 
-Key = tuple[str, int, int]
+CorrectionKey = tuple[str, int, int]
 """Unit, tensor-parallel degree, bucket."""
 
 _NUM_BUCKETS = 126
@@ -97,7 +97,7 @@ class Correction:
     growth: float = 1.5
     margin: float = 0.02
     tracking: bool = True
-    factors: Mapping[Key, Factor] = field(default_factory=dict, hash=False)
+    factors: Mapping[CorrectionKey, Factor] = field(default_factory=dict, hash=False)
     num_tracked: int = 0
     benefit_ms: float = 0.0
     cost_ms: float = 0.0
@@ -174,7 +174,7 @@ class Correction:
 
     def _learnt(self, observations: Sequence[Observation]) -> Correction:
         """Move the factors; the calls of a key in one step count as one."""
-        sums: dict[Key, tuple[float, float]] = {}
+        sums: dict[CorrectionKey, tuple[float, float]] = {}
         by_length = buckets([each.tokens for each in observations]).tolist()
         for each, bucket in zip(observations, by_length, strict=True):
             key = (each.unit, each.tp, bucket)

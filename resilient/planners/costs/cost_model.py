@@ -24,12 +24,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.costs.samples import Floats, Lengths
+from resilient.planners.costs.samples import Lengths
+from resilient.templates.common.arrays import Floats
 
 ENCODER, PROJECTOR = "encoder", "projector"
 """What is frozen under these names: all encoders, without their projectors; and these."""
 
-VERSION = 1
+COST_MODEL_VERSION = 1
 """Of saved cost models: another when what is in them changes its meaning."""
 
 
@@ -307,7 +308,7 @@ class CostModel:
 
     def to_json(self) -> bytes:
         """Encode as JSON."""
-        return msgspec.json.encode({"version": VERSION, "costs": self})
+        return msgspec.json.encode({"version": COST_MODEL_VERSION, "costs": self})
 
     @classmethod
     def from_json(cls, data: bytes) -> CostModel:
@@ -318,13 +319,15 @@ class CostModel:
         """
         try:
             version = msgspec.json.decode(data, type=_Version).version
-            if version == VERSION:
+            if version == COST_MODEL_VERSION:
                 return msgspec.json.decode(data, type=_Kept).costs
         except ValueError as error:
             raise ValueError(
                 f"a cost model must be what was written as one, got other data ({error}); derive or profile it again"
             ) from error
-        raise ValueError(f"a cost model must be of version {VERSION}, got {version}; derive or profile it again")
+        raise ValueError(
+            f"a cost model must be of version {COST_MODEL_VERSION}, got {version}; derive or profile it again"
+        )
 
     def save(self, path: str | Path) -> None:
         """Write it to a file, whole or not at all."""

@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 
 from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
-from resilient.planners.costs.encoder_models import Encoder, parts
+from resilient.planners.costs.encoder_models import Encoder, units_of
 from resilient.planners.costs.samples import LLM
 from resilient.templates.common.words import look_up
 from resilient.templates.inputs.cluster import Link
@@ -67,7 +67,7 @@ def derive_costs(model: str, device: str, *, frozen: Collection[str] = ()) -> Co
     Raises:
         ValueError: A name is not known; the message lists those that are.
     """
-    encoders, language = parts(model)
+    encoders, language = units_of(model)
     hardware = look_up("device", device, DEVICES)
     hidden = language.blocks.hidden
     units = [

@@ -128,7 +128,7 @@ SHORT = {"qwen2-vl-7b": "qwen2-vl+qwen2.5-7b"}
 """Names of whole models, and what they are put together of."""
 
 
-def parts(model: str) -> tuple[dict[str, Encoder], KnownModel]:
+def units_of(model: str) -> tuple[dict[str, Encoder], KnownModel]:
     """Return the encoders, by name, and the language model of a multimodal model.
 
     Args:

@@ -20,20 +20,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from resilient.planners.costs.samples import LLM, Floats, Ints, SampleTable
+from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.evaluation.step_tasks import StepBuilder
 from resilient.planners.evaluation.step_unit import StepUnit
 from resilient.planners.evaluation.timeline import end_times
 from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Replica, Setting
 from resilient.planners.stages.degraded_replicas import left_bytes
-from resilient.planners.stages.device_layout import Lane, Layout
+from resilient.planners.stages.device_layout import DeviceLayout, Lane
 from resilient.planners.stages.stage_work import gradient_sum_ms
+from resilient.templates.common.arrays import Flags, Floats, Ints
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Spans:
+class TaskSpans:
     """What is computed when; arrays ``[num_tasks]``.
 
     Args:
@@ -45,7 +45,7 @@ class Spans:
     """
 
     lane: Ints
-    backward: npt.NDArray[np.bool_]
+    backward: Flags
     microbatch: Ints
     start_ns: Ints
     end_ns: Ints
@@ -71,7 +71,7 @@ class Result:
     std_ms: Mapping[str, float]
     peak_bytes: int
     lanes: tuple[Lane, ...]
-    spans: Spans
+    spans: TaskSpans
 
 
 def evaluate(
@@ -97,7 +97,7 @@ def evaluate(
     if configuration.encoders is Encoders.REPLICATED:
         configuration = replace(configuration, colocated=True)
     units = [StepUnit.of(configuration, unit, assignment, batch, replicas) for unit in setting.costs.units]
-    layout = Layout(configuration, [unit.costs.name for unit in units], len(replicas))
+    layout = DeviceLayout(configuration, [unit.costs.name for unit in units], len(replicas))
     step = StepBuilder(setting, configuration, units, layout).build()
     ends = end_times(step.tasks)
     starts = ends - step.tasks.length_ns
@@ -110,7 +110,9 @@ def evaluate(
         std_ms={unit.costs.name: unit.std_ms for unit in units},
         peak_bytes=judge.peak_bytes(step.tasks.row, step.kept_bytes),
         lanes=layout.lanes,
-        spans=Spans(lane=step.lane, backward=step.backward, microbatch=step.microbatch, start_ns=starts, end_ns=ends),
+        spans=TaskSpans(
+            lane=step.lane, backward=step.backward, microbatch=step.microbatch, start_ns=starts, end_ns=ends
+        ),
     )
 
 
@@ -122,7 +124,7 @@ class _Judge:
         setting: Setting,
         configuration: Configuration,
         units: Sequence[StepUnit],
-        layout: Layout,
+        layout: DeviceLayout,
         replicas: Sequence[Replica],
     ) -> None:
         self._setting, self._configuration, self._units, self._layout = setting, configuration, units, layout

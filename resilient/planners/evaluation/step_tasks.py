@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from resilient.planners.costs.samples import LLM, Floats, Ints
+from resilient.planners.costs.samples import LLM
 from resilient.planners.evaluation.step_unit import StepUnit
 from resilient.planners.evaluation.timeline import Tasks
 from resilient.planners.packing.balance import loads
 from resilient.planners.planner import Configuration, Setting
-from resilient.planners.stages.device_layout import Layout
+from resilient.planners.stages.device_layout import DeviceLayout
 from resilient.planners.stages.stage_work import by_stage, gathers_ms
+from resilient.templates.common.arrays import Flags, Floats, Ints
 from resilient.templates.inputs.cluster import Link
 
 
@@ -24,7 +24,7 @@ class StepTasks:
 
     Args:
         tasks: Their rows, lengths and waits.
-        lane: Index of ``Layout.lanes``.
+        lane: Index of ``DeviceLayout.lanes``.
         backward: Whether it is one.
         microbatch: Of its unit and pipeline.
         kept_bytes: Activations that a device holds on to after it, less those that it gives up.
@@ -33,7 +33,7 @@ class StepTasks:
 
     tasks: Tasks
     lane: Ints
-    backward: npt.NDArray[np.bool_]
+    backward: Flags
     microbatch: Ints
     kept_bytes: Floats
     filled: Floats
@@ -67,7 +67,7 @@ class StepBuilder:
     """
 
     def __init__(
-        self, setting: Setting, configuration: Configuration, units: Sequence[StepUnit], layout: Layout
+        self, setting: Setting, configuration: Configuration, units: Sequence[StepUnit], layout: DeviceLayout
     ) -> None:
         self._setting, self._configuration, self._units, self._layout = setting, configuration, units, layout
         self._llm = next(unit for unit in units if unit.costs.name == LLM)
@@ -241,7 +241,7 @@ class StepBuilder:
                     self._wait(sources[both], targets[both], np.zeros(int(both.sum())))
 
 
-def _trained(unit: StepUnit) -> npt.NDArray[np.bool_]:
+def _trained(unit: StepUnit) -> Flags:
     """Return which stages have a backward: from the first one on that is trained, or gets a gradient for its input."""
     runs = [layer.has_backward for layer in unit.costs.layers]
     return by_stage(unit.spread, runs) > 0

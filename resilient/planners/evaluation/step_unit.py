@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from resilient.planners.costs.cost_model import UnitCosts
-from resilient.planners.costs.samples import LLM, Floats, Ints, Lengths, SampleTable
+from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.packing.balance import loads
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica
 from resilient.planners.stages.degraded_replicas import tokens_held
 from resilient.planners.stages.stage_work import Calls, Work, stage_work
+from resilient.templates.common.arrays import Flags, Floats, Ints
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,7 +39,7 @@ class StepUnit:
     lengths: Lengths
     width: int
     cell: Ints
-    counted: npt.NDArray[np.bool_]
+    counted: Flags
     work: Work
     speeds: Floats
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.costs.samples import Ints
+from resilient.templates.common.arrays import Ints
 from resilient.templates.common.compiled import compiled
 
 

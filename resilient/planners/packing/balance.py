@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.costs.samples import Floats, Ints
+from resilient.templates.common.arrays import Floats, Ints
 
 
 def longest_first(weights: npt.ArrayLike, speeds: npt.ArrayLike) -> Ints:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.costs.samples import Floats, Ints
 from resilient.planners.packing.balance import loads
+from resilient.templates.common.arrays import Floats, Ints
 
 QUANTA = 1024
 """Parts of the sum of all weights that :class:`SubsetSums` tells apart."""

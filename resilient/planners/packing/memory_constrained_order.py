@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from resilient.planners.costs.samples import Floats, Ints
 from resilient.planners.packing.microbatch_order import pipeline_ms
+from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.compiled import compiled
 
 _WHOLE = 1 << 40
@@ -50,7 +50,7 @@ def fastest_fitting(
     return min(fitting, key=lambda found: pipeline_ms(found, forward_ms, backward_ms), default=None)
 
 
-def fits(order: Ints, needs: Floats, windows: Ints) -> bool:
+def order_fits(order: Ints, needs: Floats, windows: Ints) -> bool:
     """Return whether memory holds an order; arguments are those of :func:`fit_order`."""
     found = fit_order(order, needs, windows)
     return found is not None and bool((found == order).all())
@@ -80,10 +80,10 @@ def _fit(order: Ints, needs: Ints, windows: Ints, ascending: Ints, found: Ints) 
         chosen = -1
         for each in order:
             if waits[each]:
-                fits = True
+                order_fits = True
                 for stage in range(num_stages):
-                    fits = fits and needs[stage, each] <= room[stage]
-                if fits:
+                    order_fits = order_fits and needs[stage, each] <= room[stage]
+                if order_fits:
                     chosen = each
                     break
         if chosen < 0:

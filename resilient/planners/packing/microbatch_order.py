@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.costs.samples import Ints
+from resilient.templates.common.arrays import Ints
 from resilient.templates.common.compiled import compiled
 
 _SEARCH = 2**20

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from resilient.planners.costs.samples import Floats, Ints
 from resilient.planners.planner import Replica
+from resilient.templates.common.arrays import Floats, Ints
 
 
 def slots(replicas: Sequence[Replica]) -> tuple[Ints, Ints, Floats]:

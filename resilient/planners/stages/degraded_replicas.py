@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from resilient.planners.costs.cost_model import UnitCosts
-from resilient.planners.costs.samples import LLM, Floats
+from resilient.planners.costs.samples import LLM
 from resilient.planners.planner import Configuration, Parallelism, Replica, Setting
 from resilient.planners.stages.device_layout import used_devices
 from resilient.planners.stages.stage_work import state_bytes
+from resilient.templates.common.arrays import Floats
 
 
 def survivors(setting: Setting, configuration: Configuration, lost_nodes: int) -> tuple[Replica, ...]:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from resilient.planners.costs.samples import LLM, Ints
+from resilient.planners.costs.samples import LLM
 from resilient.planners.planner import Configuration, Encoders
+from resilient.templates.common.arrays import Ints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ def used_devices(configuration: Configuration) -> int:
     return max(sizes) if configuration.colocated else sum(sizes)
 
 
-class Layout:
+class DeviceLayout:
     """The lanes and rows of a step.
 
     Attributes:
@@ -93,7 +93,7 @@ class Layout:
                 rows = first + pipelines * depth + np.arange(self.stages[unit])
                 self.row[self.first_lane[unit] : self.first_lane[unit + 1]] = rows.ravel()
 
-    def on_devices(self) -> npt.NDArray[np.int64]:
+    def on_devices(self) -> Ints:
         """Return the row of each group that each device is in, -1 for none, where groups share devices.
 
         Devices are numbered pipeline by pipeline. [num_groups, num_devices]

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from resilient.planners.costs.cost_model import Curve, UnitCosts
-from resilient.planners.costs.samples import Floats, Ints, Lengths
+from resilient.planners.costs.samples import Lengths
 from resilient.planners.packing.balance import cut_chain, slowest_stages
 from resilient.planners.planner import Parallelism
 from resilient.planners.stages.stage_work import ring_ms
+from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.compiled import compiled
 from resilient.templates.inputs.cluster import Cluster
 

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from resilient.planners.costs.samples import LLM, Floats, Ints, SampleTable
+from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Replica, Setting
 from resilient.planners.stages.degraded_replicas import left_bytes, tokens_held
 from resilient.planners.stages.stage_work import kept_bytes
+from resilient.templates.common.arrays import Floats, Ints
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from resilient.planners.costs.cost_model import Curve, UnitCosts
-from resilient.planners.costs.samples import LLM, Floats, Ints
+from resilient.planners.costs.samples import LLM
 from resilient.planners.planner import Parallelism
+from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.inputs.cluster import Cluster, Link
 
 

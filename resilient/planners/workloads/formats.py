@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from resilient.planners.costs.samples import Ints
 from resilient.planners.workloads.records import Records
 from resilient.planners.workloads.tokens import count_text, tokens_of_words
+from resilient.templates.common.arrays import Ints
 
 NAMES = ("name", "id", "image_id", "image_name", "utt_id", "image", "audio_filepath", "audio")
 WIDTHS, HEIGHTS = ("width", "widths"), ("height", "heights")
@@ -42,7 +42,7 @@ _CONTENT = frozenset((*WIDTHS, *HEIGHTS, *SIZES, *SECONDS, *SOUND, *TOKENS, *WOR
 _SHOWN = 60
 """Characters of a wrong value."""
 
-Row = Mapping[Any, Any]
+RecordFields = Mapping[Any, Any]
 
 
 def read_records(
@@ -80,7 +80,7 @@ def read_records(
     )
 
 
-def _rows(path: Path) -> Sequence[Row]:
+def _rows(path: Path) -> Sequence[RecordFields]:
     kind = path.suffix.lower()
     if kind not in _READERS:
         raise ValueError(
@@ -101,7 +101,7 @@ def _rows(path: Path) -> Sequence[Row]:
     return rows
 
 
-def _read_csv(data: bytes) -> Sequence[Row]:
+def _read_csv(data: bytes) -> Sequence[RecordFields]:
     """Rows with more or fewer values than the header has are noted under ``None``."""
     reader = csv.DictReader(io.StringIO(data.decode(), newline=""), skipinitialspace=True)
     reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
@@ -112,13 +112,13 @@ def _read_csv(data: bytes) -> Sequence[Row]:
     return rows
 
 
-def _read_json(data: bytes) -> Sequence[Row]:
+def _read_json(data: bytes) -> Sequence[RecordFields]:
     return msgspec.json.decode(data, type=list[dict[str, Any]]) if data.strip() else []
 
 
-def _read_lines(data: bytes) -> Sequence[Row]:
+def _read_lines(data: bytes) -> Sequence[RecordFields]:
     decoder = msgspec.json.Decoder(dict[str, Any])
-    rows = list[Row]()
+    rows = list[RecordFields]()
     for number, line in enumerate(data.splitlines(), 1):
         if line.strip():
             try:
@@ -128,7 +128,7 @@ def _read_lines(data: bytes) -> Sequence[Row]:
     return rows
 
 
-_READERS: Mapping[str, Callable[[bytes], Sequence[Row]]] = {
+_READERS: Mapping[str, Callable[[bytes], Sequence[RecordFields]]] = {
     ".csv": _read_csv,
     ".json": _read_json,
     ".jsonl": _read_lines,
@@ -157,7 +157,7 @@ class _Sample:
 
     def __init__(
         self,
-        row: Row,
+        row: RecordFields,
         path: Path,
         index: int,
         pictures: str | Path | None,

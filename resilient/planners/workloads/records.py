@@ -12,9 +12,10 @@ from typing import Literal, cast
 
 import numpy as np
 
-from resilient.planners.costs.encoder_models import parts
-from resilient.planners.costs.samples import LLM, Floats, Ints, Lengths, SampleTable
+from resilient.planners.costs.encoder_models import units_of
+from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.workloads.tokens import RULES, Encoded, PictureRule, SoundRule
+from resilient.templates.common.arrays import Floats, Ints
 
 MIN_SIDE = 14
 """Pixels of a side: a picture smaller than a patch shows nothing. Data sets hold such where the real ones are gone."""
@@ -25,7 +26,7 @@ MAX_RATIO = 200.0
 MAX_PIXELS = 178_956_970
 """Of a picture: Pillow refuses to open larger ones."""
 
-Policy = Literal["error", "drop", "resize"]
+BadSamplePolicy = Literal["error", "drop", "resize"]
 
 _MOST_HALVINGS, _BISECTIONS = 16.0, 14
 """Of a sample, to make it fit, and steps to find how many do."""
@@ -96,7 +97,7 @@ def sample_table(
     records: Records,
     model: str,
     *,
-    bad: Policy = "error",
+    bad: BadSamplePolicy = "error",
     limits: Mapping[str, int] | None = None,
     rules: Mapping[str, PictureRule | SoundRule] | None = None,
 ) -> tuple[SampleTable, tuple[Bad, ...]]:
@@ -122,7 +123,7 @@ def sample_table(
     Raises:
         ValueError: A name is not known, there are bad samples and ``bad`` is ``error``, or no sample is left.
     """
-    encoders, language = parts(model)
+    encoders, language = units_of(model)
     limits = dict(limits or {})
     by_unit = {encoder.unit: (rules or {}).get(name, RULES[name]) for name, encoder in encoders.items()}
     unknown = limits.keys() - by_unit.keys() - {LLM}
@@ -136,7 +137,11 @@ class _Judge:
     """Collects what is wrong with samples, the first thing of each, and makes it right where that is asked for."""
 
     def __init__(
-        self, records: Records, bad: Policy, limits: Mapping[str, int], rules: Mapping[str, PictureRule | SoundRule]
+        self,
+        records: Records,
+        bad: BadSamplePolicy,
+        limits: Mapping[str, int],
+        rules: Mapping[str, PictureRule | SoundRule],
     ) -> None:
         self.records, self.bad, self.limits, self.rules = records, bad, limits, rules
         self.found: dict[int, Bad] = {}

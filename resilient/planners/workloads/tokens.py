@@ -13,7 +13,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.costs.samples import Floats, Ints, Lengths
+from resilient.planners.costs.samples import Lengths
+from resilient.templates.common.arrays import Floats, Ints
 
 TOKENS_PER_WORD = 4 / 3
 """Of English text, where there is no tokenizer: "100 tokens are about 75 words" is what OpenAI says of its own."""

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from resilient.planners.costs.encoder_models import parts
-from resilient.planners.costs.samples import Floats, Ints, SampleTable
+from resilient.planners.costs.encoder_models import units_of
+from resilient.planners.costs.samples import SampleTable
 from resilient.planners.workloads.formats import read_records
-from resilient.planners.workloads.records import Bad, Policy, Records, sample_table
+from resilient.planners.workloads.records import Bad, BadSamplePolicy, Records, sample_table
 from resilient.planners.workloads.tokens import tokens_of_words
+from resilient.templates.common.arrays import Floats, Ints
 
 PER_CENT = (
     *(0, 0.1, 0.5, 1, 2, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50),
@@ -64,7 +65,7 @@ def workload(
     seed: int,
     model: str,
     *,
-    bad: Policy = "error",
+    bad: BadSamplePolicy = "error",
 ) -> SampleTable:
     """Return that many samples of a workload, as :func:`judged_workload` does, without what is bad in it."""
     return judged_workload(name, num_samples, seed, model, bad=bad)[0]
@@ -76,7 +77,7 @@ def judged_workload(
     seed: int,
     model: str,
     *,
-    bad: Policy = "error",
+    bad: BadSamplePolicy = "error",
     limits: Mapping[str, int] | None = None,
     tokenizer: Callable[[str], Sequence[int]] | None = None,
     pictures: str | Path | None = None,
@@ -149,7 +150,7 @@ def _check(records: Records, name: str, model: str) -> None:
         return  # there is better to say of it
     if not records.text.any():
         raise ValueError(f"samples of {name} must have text, got none; compose it with another: {name}+coco")
-    units = {encoder.unit for encoder in parts(model)[0].values()}
+    units = {encoder.unit for encoder in units_of(model)[0].values()}
     there = {unit for unit, items in (("vision", records.widths), ("audio", records.seconds)) if items.size}
     if units and not units & there:
         raise ValueError(
@@ -253,17 +254,17 @@ def _mixed(random: np.random.Generator, count: int) -> Records:
     return _stacked(rows)[place]
 
 
-def _stacked(parts: list[Records]) -> Records:
+def _stacked(units_of: list[Records]) -> Records:
     """Return the samples of all parts, one part after the other."""
-    first = np.cumsum([0, *(len(part) for part in parts)])
+    first = np.cumsum([0, *(len(part) for part in units_of)])
     return Records(
-        names=tuple(name for part in parts for name in part.names),
-        text=np.concatenate([part.text for part in parts]),
-        picture_of=np.concatenate([part.picture_of + start for part, start in zip(parts, first, strict=False)]),
-        widths=np.concatenate([part.widths for part in parts]),
-        heights=np.concatenate([part.heights for part in parts]),
-        sound_of=np.concatenate([part.sound_of + start for part, start in zip(parts, first, strict=False)]),
-        seconds=np.concatenate([part.seconds for part in parts]),
+        names=tuple(name for part in units_of for name in part.names),
+        text=np.concatenate([part.text for part in units_of]),
+        picture_of=np.concatenate([part.picture_of + start for part, start in zip(units_of, first, strict=False)]),
+        widths=np.concatenate([part.widths for part in units_of]),
+        heights=np.concatenate([part.heights for part in units_of]),
+        sound_of=np.concatenate([part.sound_of + start for part, start in zip(units_of, first, strict=False)]),
+        seconds=np.concatenate([part.seconds for part in units_of]),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from resilient.simulation.availability.traces import Change, Trace
+from resilient.simulation.availability.traces import AvailabilityChange, AvailabilityTrace
 from resilient.templates.common.words import look_up
 
 _MINUTE_MS = 60_000
@@ -74,7 +74,7 @@ MARKETS = {
 """Fitted by expectation maximisation (gaps) and means (sizes); the gains also so that as many nodes are live."""
 
 
-def spot_trace(market: str, num_nodes: int, hours: float, *, seed: int = 0) -> Trace:
+def spot_trace(market: str, num_nodes: int, hours: float, *, seed: int = 0) -> AvailabilityTrace:
     """Make up a trace.
 
     Args:
@@ -91,7 +91,7 @@ def spot_trace(market: str, num_nodes: int, hours: float, *, seed: int = 0) -> T
     rules, rng = look_up("market", market, MARKETS), random.Random(f"{market} {num_nodes} {seed}")
     live = list(range(max(1, round(rules.first * num_nodes))))
     next_node = len(live)
-    changes = [Change(time_ms=0, joined=tuple(live))]
+    changes = [AvailabilityChange(time_ms=0, joined=tuple(live))]
     next_loss, next_gain = rules.losses.draw(rng), rules.gains.draw(rng)
     end_ms = round(hours * 60 * _MINUTE_MS)
     while (minute := min(next_loss, next_gain)) * _MINUTE_MS < end_ms:
@@ -108,8 +108,8 @@ def spot_trace(market: str, num_nodes: int, hours: float, *, seed: int = 0) -> T
             next_node += len(joined)
             live += joined
         if joined or lost:
-            changes.append(Change(time_ms=minute * _MINUTE_MS, joined=tuple(joined), lost=tuple(lost)))
-    return Trace(name=f"{market}-{num_nodes}", changes=tuple(changes), end_ms=end_ms)
+            changes.append(AvailabilityChange(time_ms=minute * _MINUTE_MS, joined=tuple(joined), lost=tuple(lost)))
+    return AvailabilityTrace(name=f"{market}-{num_nodes}", changes=tuple(changes), end_ms=end_ms)
 
 
 def _geometric(rng: random.Random, mean: float) -> int:

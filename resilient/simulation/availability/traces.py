@@ -16,12 +16,12 @@ _EVENTS, _COUNTS = "time_ms,add|remove,node", "YYYY-MM-DD, HH:MM:SS, count"
 MOST_HOURS = 10 * 365 * 24
 """Of a trace: a longer one is rather a mistake."""
 
-MOST_NODES = 100_000
+MOST_TRACED_NODES = 100_000
 """Of a trace: more can hardly be planned for, and are rather a mistake."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class AvailabilityChange:
     """Nodes that come and go at one time.
 
     Args:
@@ -36,7 +36,7 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
+class AvailabilityTrace:
     """What happens to a cluster, beginning without nodes. A node that comes back is another node.
 
     Args:
@@ -46,7 +46,7 @@ class Trace:
     """
 
     name: str
-    changes: tuple[Change, ...]
+    changes: tuple[AvailabilityChange, ...]
     end_ms: int
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Trace:
         """Nodes there are when the first ones are."""
         return next(count for _, count in self.counts() if count)
 
-    def lasting(self, hours: float) -> Trace:
+    def lasting(self, hours: float) -> AvailabilityTrace:
         """Return the trace cut, or prolonged without changes, to a number of hours.
 
         Raises:
@@ -90,7 +90,7 @@ class Trace:
         end_ms = round(hours * _HOUR_MS)
         return replace(self, changes=tuple(c for c in self.changes if c.time_ms <= end_ms), end_ms=end_ms)
 
-    def scaled(self, num_nodes: int) -> Trace:
+    def scaled(self, num_nodes: int) -> AvailabilityTrace:
         """Return the trace for a cluster whose most live nodes are ``num_nodes``.
 
         Each node becomes no, one or several nodes that come and go together, such that the number of live nodes stays
@@ -106,7 +106,7 @@ class Trace:
             return self
         copies: dict[int, tuple[int, ...]] = {}
         live, scaled_live, next_node = 0, 0, 0
-        changes: list[Change] = []
+        changes: list[AvailabilityChange] = []
         for change in self.changes:
             lost = [copy for node in change.lost for copy in copies.pop(node)]
             live -= len(change.lost)
@@ -121,11 +121,11 @@ class Trace:
                 scaled_live += count
                 joined += copies[node]
             if joined or lost:
-                changes.append(Change(time_ms=change.time_ms, joined=tuple(joined), lost=tuple(lost)))
+                changes.append(AvailabilityChange(time_ms=change.time_ms, joined=tuple(joined), lost=tuple(lost)))
         return replace(self, changes=tuple(changes))
 
 
-def read_trace(path: Path, *, seed: int = 0, hours: float = 0.0) -> Trace:
+def read_trace(path: Path, *, seed: int = 0, hours: float = 0.0) -> AvailabilityTrace:
     """Read a trace of either format; the first line decides which.
 
     - ``time_ms,add|remove,node``, a line for each node that comes or goes;
@@ -163,12 +163,14 @@ def read_trace(path: Path, *, seed: int = 0, hours: float = 0.0) -> Trace:
         )
     try:
         changes, end_ms = _read_events(rows) if first.isdecimal() else _read_counts(rows, random.Random(seed))
-        return Trace(name=path.stem, changes=changes, end_ms=max(end_ms, round(hours * _HOUR_MS)))
+        return AvailabilityTrace(name=path.stem, changes=changes, end_ms=max(end_ms, round(hours * _HOUR_MS)))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def periodic_failures(num_nodes: int, interval_s: float, *, down_to: int | None = None, seed: int = 0) -> Trace:
+def periodic_failures(
+    num_nodes: int, interval_s: float, *, down_to: int | None = None, seed: int = 0
+) -> AvailabilityTrace:
     """Lose one node after every interval, until so many are left; those stay for an interval, too.
 
     Args:
@@ -186,10 +188,13 @@ def periodic_failures(num_nodes: int, interval_s: float, *, down_to: int | None 
     if not 1e-3 <= interval_s < math.inf:
         raise ValueError(f"interval_s must be at least 0.001, got {interval_s}; give seconds")
     lost = random.Random(seed).sample(range(num_nodes), num_nodes - down_to)
-    losses = (Change(time_ms=round(1e3 * interval_s * count), lost=(node,)) for count, node in enumerate(lost, start=1))
-    return Trace(
+    losses = (
+        AvailabilityChange(time_ms=round(1e3 * interval_s * count), lost=(node,))
+        for count, node in enumerate(lost, start=1)
+    )
+    return AvailabilityTrace(
         name=f"every-{interval_name(interval_s)}",
-        changes=(Change(time_ms=0, joined=tuple(range(num_nodes))), *losses),
+        changes=(AvailabilityChange(time_ms=0, joined=tuple(range(num_nodes))), *losses),
         end_ms=math.ceil(1e3 * interval_s * (len(lost) + 1)),
     )
 
@@ -202,7 +207,7 @@ def interval_name(interval_s: float) -> str:
     return f"{interval_s:g}s"
 
 
-def _read_events(rows: Iterable[tuple[int, list[str]]]) -> tuple[tuple[Change, ...], int]:
+def _read_events(rows: Iterable[tuple[int, list[str]]]) -> tuple[tuple[AvailabilityChange, ...], int]:
     gathered = _Gathered()
     live: dict[str, int] = {}
     for line, fields in rows:
@@ -225,7 +230,9 @@ def _read_events(rows: Iterable[tuple[int, list[str]]]) -> tuple[tuple[Change, .
     return gathered.changes(), gathered.time_ms
 
 
-def _read_counts(rows: Iterable[tuple[int, list[str]]], rng: random.Random) -> tuple[tuple[Change, ...], int]:
+def _read_counts(
+    rows: Iterable[tuple[int, list[str]]], rng: random.Random
+) -> tuple[tuple[AvailabilityChange, ...], int]:
     gathered = _Gathered()
     live: list[int] = []
     first: datetime | None = None
@@ -237,8 +244,10 @@ def _read_counts(rows: Iterable[tuple[int, list[str]]], rng: random.Random) -> t
                 raise ValueError(number)
         except ValueError:
             raise ValueError(f"line {line} must be {_COUNTS}, got {', '.join(fields)!r}") from None
-        if count > MOST_NODES:
-            raise ValueError(f"line {line} must have a count of at most {MOST_NODES}, got {count}; take a part of it")
+        if count > MOST_TRACED_NODES:
+            raise ValueError(
+                f"line {line} must have a count of at most {MOST_TRACED_NODES}, got {count}; take a part of it"
+            )
         first = first or moment
         gathered.advance(line, round((moment - first).total_seconds() * 1e3))
         while len(live) < count:
@@ -274,9 +283,9 @@ class _Gathered:
         # Here and gone at the same time: never seen.
         joined.remove(node) if node in joined else lost.append(node)
 
-    def changes(self) -> tuple[Change, ...]:
+    def changes(self) -> tuple[AvailabilityChange, ...]:
         return tuple(
-            Change(time_ms=time_ms, joined=tuple(joined), lost=tuple(lost))
+            AvailabilityChange(time_ms=time_ms, joined=tuple(joined), lost=tuple(lost))
             for time_ms, (joined, lost) in self._changes.items()
             if joined or lost
         )

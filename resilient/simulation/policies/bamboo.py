@@ -11,10 +11,10 @@ import math
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from resilient.simulation.replay.costs import Costs
-from resilient.simulation.replay.engine import Membership, When
+from resilient.simulation.replay.costs import ChangeCosts
+from resilient.simulation.replay.engine import LiveNodes, When
 from resilient.simulation.replay.grids import Grid, Grids
-from resilient.simulation.replay.job import Response, Work
+from resilient.simulation.replay.job import Response, SteadyWork
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.template import PipelineTemplate, StageSpec
 
@@ -74,7 +74,7 @@ class Bamboo:
 
     name = "bamboo"
 
-    def __init__(self, grids: Grids, costs: Costs) -> None:
+    def __init__(self, grids: Grids, costs: ChangeCosts) -> None:
         self._grids = grids
         self._costs = costs
         self._grid: Grid | None = None
@@ -82,14 +82,14 @@ class Bamboo:
         self._lost: set[int] = set()
         self._started = False
 
-    def when(self, change: Membership) -> When:
+    def when(self, change: LiveNodes) -> When:
         """A loss is answered at once; joiners wait for the end of the step if they make a difference."""
         working = {node for pipeline in self._pipelines for node in pipeline}
         if working.intersection(change.lost):
             return When.NOW
         return When.STEP if self._should_rearrange(len(change.live)) else When.NEVER
 
-    def respond(self, change: Membership) -> Response:
+    def respond(self, change: LiveNodes) -> Response:
         """Let predecessors take over, arrange all nodes anew, or restart from the last checkpoint."""
         if self._grid is None:
             response = self._rearrange(change, self._costs.restart_ns if self._started else 0)
@@ -125,7 +125,7 @@ class Bamboo:
             return True
         return 2 * len(self._lost) > _RISK * (grid.num_nodes - len(self._lost))
 
-    def _rearrange(self, change: Membership, pause_ns: int, *, rolls_back: bool = False) -> Response:
+    def _rearrange(self, change: LiveNodes, pause_ns: int, *, rolls_back: bool = False) -> Response:
         grid = self._grid = self._grids.best(len(change.live))
         self._lost = set()
         if grid is None:
@@ -135,7 +135,7 @@ class Bamboo:
         self._pipelines = [change.live[first : first + size] for first in range(0, grid.num_nodes, size)]
         return Response(work=self._work(), pause_ns=pause_ns, rolls_back=rolls_back)
 
-    def _work(self) -> Work:
+    def _work(self) -> SteadyWork:
         grid = self._grid
         assert grid is not None
         lost = {frozenset(i for i, node in enumerate(p) if node in self._lost) for p in self._pipelines}
@@ -143,7 +143,7 @@ class Bamboo:
         step_ns = max(redundant_ns(template, count, indices) for indices in lost)
         needed_ns = max(redundant_ns(template, count, indices, redundancy=False) for indices in lost)
         step_ns, needed_ns = self._costs.step_ns(step_ns), self._costs.step_ns(needed_ns)
-        return Work(
+        return SteadyWork(
             step_ns=step_ns,
             num_nodes=grid.num_nodes - len(self._lost),
             redundant_ns=step_ns - needed_ns,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from resilient.simulation.replay.costs import Costs
-from resilient.simulation.replay.engine import Membership, When
-from resilient.simulation.replay.job import Response, Work
+from resilient.simulation.replay.costs import ChangeCosts
+from resilient.simulation.replay.engine import LiveNodes, When
+from resilient.simulation.replay.job import Response, SteadyWork
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.batch_split import finish_ns, lines
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem
@@ -30,20 +30,20 @@ class Resilient:
 
     name = "resilient"
 
-    def __init__(self, planner: Planner, costs: Costs) -> None:
+    def __init__(self, planner: RememberedPlans, costs: ChangeCosts) -> None:
         self._planner = planner
         self._costs = costs
         self._arrangement: Arrangement | None = None
         self._nodes: tuple[int, ...] = ()
         self._started = False
 
-    def when(self, change: Membership) -> When:
+    def when(self, change: LiveNodes) -> When:
         """A loss in a pipeline is answered at once, a join between two steps; standby nodes do not count."""
         if not set(self._nodes).isdisjoint(change.lost):
             return When.NOW
         return When.STEP if change.joined else When.NEVER
 
-    def respond(self, change: Membership) -> Response:
+    def respond(self, change: LiveNodes) -> Response:
         """Go on with the next plan, from the checkpoint if need be; the first start is free."""
         before = self._arrangement
         try:
@@ -57,7 +57,7 @@ class Resilient:
             return Response(work=None)
         return self._go_on(before, change)
 
-    def _go_on(self, before: Arrangement, change: Membership) -> Response:
+    def _go_on(self, before: Arrangement, change: LiveNodes) -> Response:
         live = set(change.live)
         gone = [place for place, node in enumerate(self._nodes) if node not in live]
         placed = set(self._nodes)
@@ -74,8 +74,8 @@ class Resilient:
         pause_ns = self._costs.regroup_ns + (self._costs.load_ns if rolls_back else move.copy_ns)
         return Response(work=self._work(move.arrangement), pause_ns=pause_ns, rolls_back=rolls_back)
 
-    def _work(self, arrangement: Arrangement) -> Work:
-        return Work(
+    def _work(self, arrangement: Arrangement) -> SteadyWork:
+        return SteadyWork(
             step_ns=self._costs.step_ns(arrangement.step_ns),
             num_nodes=arrangement.num_nodes,
             checkpoint_steps=self._costs.insurance_steps,
@@ -110,7 +110,7 @@ class Move:
 _Key = tuple[tuple[int, int], ...]
 
 
-class Planner:
+class RememberedPlans:
     """The runtime's planner, which need not plan twice what differs in the names of nodes only.
 
     Args:

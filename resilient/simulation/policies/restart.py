@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from resilient.simulation.replay.costs import Costs
-from resilient.simulation.replay.engine import Membership, When
+from resilient.simulation.replay.costs import ChangeCosts
+from resilient.simulation.replay.engine import LiveNodes, When
 from resilient.simulation.replay.grids import Grids
-from resilient.simulation.replay.job import Response, Work
+from resilient.simulation.replay.job import Response, SteadyWork
 
 
 class Restart:
@@ -22,13 +22,13 @@ class Restart:
 
     name = "restart"
 
-    def __init__(self, grids: Grids, costs: Costs, num_nodes: int) -> None:
+    def __init__(self, grids: Grids, costs: ChangeCosts, num_nodes: int) -> None:
         grid = grids.best(num_nodes)
         if grid is None:
             raise ValueError(f"num_nodes must hold a pipeline, got {num_nodes}; restart with more nodes")
         self._costs = costs
         self._num_nodes = num_nodes
-        self._work = Work(
+        self._work = SteadyWork(
             step_ns=costs.step_ns(grid.step_ns),
             num_nodes=grid.num_nodes,
             checkpoint_steps=costs.checkpoint_steps,
@@ -37,11 +37,11 @@ class Restart:
         self._members: frozenset[int] = frozenset()
         self._started = False
 
-    def when(self, change: Membership) -> When:
+    def when(self, change: LiveNodes) -> When:
         """The loss of a member, even of one that the grid leaves idle, breaks the job; nothing else does."""
         return When.NOW if self._members.intersection(change.lost) else When.NEVER
 
-    def respond(self, change: Membership) -> Response:
+    def respond(self, change: LiveNodes) -> Response:
         """Restart on N nodes, those first that were there first, or wait for them; the first start is free."""
         if len(change.live) < self._num_nodes:
             self._members = frozenset()

@@ -5,10 +5,10 @@ Source: Varuna (EuroSys'22); a checkpoint every 10 steps as in Oobleck's compari
 
 from __future__ import annotations
 
-from resilient.simulation.replay.costs import Costs
-from resilient.simulation.replay.engine import Membership, When
+from resilient.simulation.replay.costs import ChangeCosts
+from resilient.simulation.replay.engine import LiveNodes, When
 from resilient.simulation.replay.grids import Grids
-from resilient.simulation.replay.job import Response, Work
+from resilient.simulation.replay.job import Response, SteadyWork
 
 
 class Varuna:
@@ -23,14 +23,14 @@ class Varuna:
 
     name = "varuna"
 
-    def __init__(self, grids: Grids, costs: Costs) -> None:
+    def __init__(self, grids: Grids, costs: ChangeCosts) -> None:
         self._grids = grids
         self._costs = costs
         self._working: frozenset[int] = frozenset()
         self._step_ns = 0
         self._started = False
 
-    def when(self, change: Membership) -> When:
+    def when(self, change: LiveNodes) -> When:
         """A loss is answered at once; joiners wait for a checkpoint; other changes do not matter."""
         if self._working.intersection(change.lost):
             return When.NOW
@@ -39,7 +39,7 @@ class Varuna:
             return When.CHECKPOINT
         return When.NEVER
 
-    def respond(self, change: Membership) -> Response:
+    def respond(self, change: LiveNodes) -> Response:
         """Restart in the best grid; the first start is free."""
         grid = self._grids.best(len(change.live))
         if grid is None:
@@ -49,7 +49,7 @@ class Varuna:
         self._started = True
         self._step_ns = self._costs.step_ns(grid.step_ns)
         self._working = frozenset(change.live[: grid.num_nodes])
-        work = Work(
+        work = SteadyWork(
             step_ns=self._step_ns,
             num_nodes=grid.num_nodes,
             checkpoint_steps=self._costs.checkpoint_steps,

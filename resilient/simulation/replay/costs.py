@@ -9,7 +9,7 @@ _MOST = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class ChangeCosts:
     """Measured or assumed times; the same for all policies that have the kind of cost.
 
     Args:

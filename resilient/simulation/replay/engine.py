@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from resilient.simulation.availability.traces import Trace
-from resilient.simulation.replay.job import Job, Response, Stretch
+from resilient.simulation.availability.traces import AvailabilityTrace
+from resilient.simulation.replay.job import ReplayedJob, Response, Stretch
 
 _MS_NS = 1_000_000
 
@@ -30,7 +30,7 @@ class When(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Membership:
+class LiveNodes:
     """A change as policies see it.
 
     Args:
@@ -52,16 +52,16 @@ class Policy(Protocol):
 
     name: str
 
-    def when(self, change: Membership) -> When:
+    def when(self, change: LiveNodes) -> When:
         """Return when to answer to a change. Not asked when the job stands still: then the answer is due at once."""
         ...
 
-    def respond(self, change: Membership) -> Response:
+    def respond(self, change: LiveNodes) -> Response:
         """Return what to do now."""
         ...
 
 
-def replay(trace: Trace, policy: Policy, *, announced: bool = False) -> tuple[Stretch, ...]:
+def replay(trace: AvailabilityTrace, policy: Policy, *, announced: bool = False) -> tuple[Stretch, ...]:
     """Replay a trace.
 
     Args:
@@ -88,9 +88,9 @@ class _Replay:
         self._joined: list[int] = []
         self._lost: list[int] = []
         self._due_ns: int | None = None
-        self._job = Job()
+        self._job = ReplayedJob()
 
-    def run(self, trace: Trace) -> tuple[Stretch, ...]:
+    def run(self, trace: AvailabilityTrace) -> tuple[Stretch, ...]:
         end_ns = trace.end_ms * _MS_NS
         self._now = trace.changes[0].time_ms * _MS_NS
         for change in trace.changes:
@@ -162,8 +162,8 @@ class _Replay:
             lost_ns -= stretch_ns
             lost_steps -= steps
 
-    def _membership(self) -> Membership:
-        return Membership(
+    def _membership(self) -> LiveNodes:
+        return LiveNodes(
             live=tuple(self._live),
             joined=tuple(self._joined),
             lost=tuple(self._lost),

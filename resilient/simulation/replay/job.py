@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class SteadyWork:
     """What a job does while nothing changes: steps, and a checkpoint after every few of them.
 
     Args:
@@ -42,7 +42,7 @@ class Response:
         again: Whether the policy wants to answer once more when the next step is finished.
     """
 
-    work: Work | None
+    work: SteadyWork | None
     pause_ns: int = 0
     rolls_back: bool = False
     keeps_step: bool = False
@@ -83,7 +83,7 @@ class Stretch:
     stopped_ns: int = 0
 
 
-class Job:
+class ReplayedJob:
     """What the job does now, and what it would lose.
 
     ``_progress_ns`` says how far the step under way is, of ``work.step_ns``; ``_spent_ns`` how long that took, which
@@ -92,7 +92,7 @@ class Job:
     """
 
     def __init__(self) -> None:
-        self.work: Work | None = None
+        self.work: SteadyWork | None = None
         self._pause_ns = 0
         self._progress_ns = 0
         self._spent_ns = 0
@@ -124,11 +124,11 @@ class Job:
                 left -= self._cycles(stretch, work, left)
         stretch.redundant_ns = stretch.training_ns * work.redundant_ns // work.step_ns
 
-    def _saves(self, work: Work) -> bool:
+    def _saves(self, work: SteadyWork) -> bool:
         """Return whether a checkpoint is due, and so being saved."""
         return work.checkpoint_steps is not None and self._unsaved >= work.checkpoint_steps
 
-    def _step(self, stretch: Stretch, work: Work, left: int) -> int:
+    def _step(self, stretch: Stretch, work: SteadyWork, left: int) -> int:
         """Do steps until the time is over or a checkpoint due; return how long that is."""
         if work.checkpoint_steps is not None:
             left = min(left, (work.checkpoint_steps - self._unsaved) * work.step_ns - self._progress_ns)
@@ -140,7 +140,7 @@ class Job:
         self._at_risk_ns += left
         return left
 
-    def _cycles(self, stretch: Stretch, work: Work, left: int) -> int:
+    def _cycles(self, stretch: Stretch, work: SteadyWork, left: int) -> int:
         """Do all at once what fits of steps and checkpoint, steps and checkpoint, ...; return how long that is."""
         assert work.checkpoint_steps is not None
         training_ns = work.checkpoint_steps * work.step_ns

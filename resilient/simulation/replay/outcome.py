@@ -10,7 +10,7 @@ from resilient.simulation.replay.job import Stretch
 
 _HOUR_NS = 3_600_000_000_000
 
-PARTS = ("training", "redundant", "redone", "recovery", "checkpointing", "idle")
+TIME_PARTS = ("training", "redundant", "redone", "recovery", "checkpointing", "idle")
 """Where the time of nodes goes; every live node is in one of them at any time.
 
 ``training``: steps that were kept, and the one under way at the end. ``redundant``: computing in these what other
@@ -41,7 +41,7 @@ provider and day: a rounded start, to be replaced by one's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ReplayOutcome:
     """A policy's run on a trace.
 
     Args:
@@ -80,8 +80,8 @@ class Outcome:
 
     @property
     def split_ns(self) -> dict[str, int]:
-        """Time of nodes by :data:`PARTS`; the sum is :attr:`node_ns`."""
-        return {part: sum(map(_NODE_TIME[part], self.stretches)) for part in PARTS}
+        """Time of nodes by :data:`TIME_PARTS`; the sum is :attr:`node_ns`."""
+        return {part: sum(map(_NODE_TIME[part], self.stretches)) for part in TIME_PARTS}
 
     @property
     def dollars(self) -> float:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from resilient.agent.membership.events import (
-    Event,
     Instruction,
     NodeConnected,
     NodeLost,
@@ -15,10 +14,11 @@ from resilient.agent.membership.events import (
     PreparePlans,
     Record,
     Send,
+    Stimulus,
     Stop,
     Tell,
-    Worker,
     WorkerEnded,
+    WorkerId,
     WorkerSaid,
     WriteManifest,
 )
@@ -31,8 +31,6 @@ from resilient.protocol.messages import (
     Generation,
     Installed,
     JobSpec,
-    Outcome,
-    Progress,
     Ready,
     Regroup,
     Report,
@@ -40,6 +38,8 @@ from resilient.protocol.messages import (
     Saved,
     Shutdown,
     StepDone,
+    StepOutcome,
+    WorkerProgress,
 )
 from resilient.state.recipe import Recipe
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
@@ -92,8 +92,8 @@ def settings(**changes: Any) -> Settings:
     return Settings(**{**fields, **changes})
 
 
-def outcome(step: int) -> Outcome:
-    return Outcome(step=step, loss=1.0 / step, grad_norm=1.0)
+def outcome(step: int) -> StepOutcome:
+    return StepOutcome(step=step, loss=1.0 / step, grad_norm=1.0)
 
 
 @dataclass
@@ -103,15 +103,15 @@ class SimulatedWorker:
     version: int = -1
     begun: bool = False
     complete: bool = False
-    passed: Outcome | None = None
+    passed: StepOutcome | None = None
     current: tuple[str, ...] = ()
     retained: tuple[str, ...] = ()
     generation: int = 0
     stage_ms: float = 0.0
     inbox: list[Any] = field(default_factory=list)
 
-    def progress(self) -> Progress:
-        return Progress(
+    def progress(self) -> WorkerProgress:
+        return WorkerProgress(
             version=self.version,
             complete=self.complete,
             begun=self.begun,
@@ -133,7 +133,7 @@ class Job:
         self.spec = spec or job_spec()
         self.machine = Membership(settings(**changes))
         self.now = 0.0
-        self.workers: dict[Worker, SimulatedWorker] = {}
+        self.workers: dict[WorkerId, SimulatedWorker] = {}
         self.records: list[Record] = []
         self.told: list[Tell] = []
         self.manifests: list[WriteManifest] = []
@@ -144,7 +144,7 @@ class Job:
 
     # ------------------------------------------------------------ driving
 
-    def feed(self, event: Event) -> list[Instruction]:
+    def feed(self, event: Stimulus) -> list[Instruction]:
         instructions = self.machine.handle(event, self.now)
         for instruction in instructions:
             self._obey(instruction)
@@ -157,7 +157,7 @@ class Job:
         while self.plans_wanted:
             self.feed(PlansPrepared(num_nodes=self.plans_wanted.pop(0)))
 
-    def say(self, worker: Worker, message: FromWorkerMessage) -> list[Instruction]:
+    def say(self, worker: WorkerId, message: FromWorkerMessage) -> list[Instruction]:
         return self.feed(WorkerSaid(node=worker[0], local_rank=worker[1], message=message))
 
     def connect(self, domain: str = "") -> int:
@@ -189,7 +189,7 @@ class Job:
             self.workers = {worker: state for worker, state in self.workers.items() if worker[0] != node}
             self.feed(NodeLost(node=node, cause="node lost"))
 
-    def end_worker(self, worker: Worker, exit_code: int, error: str = "") -> None:
+    def end_worker(self, worker: WorkerId, exit_code: int, error: str = "") -> None:
         self.feed(WorkerEnded(node=worker[0], local_rank=worker[1], exit_code=exit_code, error=error))
 
     def step(self, number: int, *, reported: bool = True) -> None:
@@ -213,7 +213,7 @@ class Job:
         )
         self.say((slot.node, slot.local_rank), done)
 
-    def answer(self, workers: Iterable[Worker] | None = None) -> None:
+    def answer(self, workers: Iterable[WorkerId] | None = None) -> None:
         """Have workers (all by default) act on everything that was sent to them, until nothing is left to do."""
         busy = True
         while busy and self.stop is None:
@@ -230,7 +230,7 @@ class Job:
         assert self.machine.plan is not None
         return self.machine.plan
 
-    def placed(self) -> list[Worker]:
+    def placed(self) -> list[WorkerId]:
         slots = self.plan.slots
         return [(slot.node, slot.local_rank) for slot in slots if (slot.node, slot.local_rank) in self.workers]
 
@@ -267,7 +267,7 @@ class Job:
                 if worker[0] == instruction.node and instruction.local_rank in (None, worker[1]):
                     self.workers[worker].inbox.append(instruction.message)
 
-    def _act(self, worker: Worker, message: Any) -> None:
+    def _act(self, worker: WorkerId, message: Any) -> None:
         state = self.workers[worker]
         if isinstance(message, Regroup):
             state.begun = state.begun and not message.at_boundary
@@ -284,7 +284,7 @@ class Job:
         files = {name: f"{name}.safetensors" for name in states}
         return Saved(generation=generation, step=step, files=files, fingerprints=dict.fromkeys(files, "f"))
 
-    def _install(self, worker: Worker, message: Generation) -> None:
+    def _install(self, worker: WorkerId, message: Generation) -> None:
         state = self.workers[worker]
         state.generation, state.stage_ms = message.generation, 0.0
         if state.version == message.version:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient.agent.membership.agreement import NOTHING, Agreement, agree, share_out, uncovered
-from resilient.protocol.messages import Progress
+from resilient.protocol.messages import WorkerProgress
 from tests.agent.membership.simulated import PROFILE, STATES, outcome
 
 
@@ -17,8 +17,8 @@ def at(
     begun: bool = False,
     passed: bool = False,
     current: tuple[str, ...] = ("a",),
-) -> Progress:
-    return Progress(
+) -> WorkerProgress:
+    return WorkerProgress(
         version=version,
         complete=complete,
         begun=begun,

@@ -8,13 +8,13 @@ import pytest
 from rich.console import Console
 
 from resilient.cli.demo import KILL_PHASES, NUM_NODES, Director, choose_scenario, example_script, judge, show_verdict
-from resilient.observability.run_report import build_report
+from resilient.observability.run_report import build_run_report
 from tests.resilient.observability.made_up_runs import Run, failure_and_join
 
 
 def good_report(**changes):
     compared = {"max_param_rel_diff": 1e-13, "max_loss_abs_diff": 1e-14, "same_steps_and_samples": True}
-    return {**build_report(failure_and_join().events), **compared, **changes}
+    return {**build_run_report(failure_and_join().events), **compared, **changes}
 
 
 def with_recovery(**changes):

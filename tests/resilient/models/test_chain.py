@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from resilient.errors import SampleError
 from resilient.models.chain import Chain
 from resilient.models.layer import Batch, assemble, initialize_layer
-from resilient.state.layer_state import LayerState, Layout, bind
+from resilient.state.layer_state import BufferLayout, LayerState, bind
 
 FACTORIES = (lambda: nn.Linear(4, 8), nn.ReLU, lambda: nn.Linear(8, 2))
 
@@ -118,6 +118,6 @@ def test_buffers_of_a_module_keep_their_values_when_the_layer_is_bound() -> None
             self.register_buffer("shift", torch.full((2,), 5.0))
 
     (spec,) = Chain([Shifted()], lambda output, batch: output.sum()).layers
-    state = LayerState(spec, Layout.of(spec), (), torch.float64, torch.device("cpu"))
+    state = LayerState(spec, BufferLayout.of(spec), (), torch.float64, torch.device("cpu"))
     module = bind(spec, {spec.name: state}, torch.device("cpu"))
     assert module.get_buffer("module.shift").tolist() == [5.0, 5.0]

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from resilient.errors import CheckpointError
 from resilient.observability.event_log import read_events
 from resilient.observability.run_comparison import compare_runs
-from resilient.observability.run_report import build_report, write_report
+from resilient.observability.run_report import build_run_report, write_report
 from resilient.state.manifest import Manifest, SavedState, write_manifest
 from tests.resilient.observability.made_up_runs import Run, fail_twice_with_late_steps, failure_and_join
 from tests.resilient.small import make_job
@@ -28,7 +28,7 @@ def started(num_steps: int = 4) -> Run:
 
 
 def test_report_of_a_failure_and_a_join_adds_up():
-    report = build_report(failure_and_join(num_steps=40).events)
+    report = build_run_report(failure_and_join(num_steps=40).events)
     assert report["steps"] == 40
     assert report["final_loss"] == pytest.approx(0.1)
     assert report["throughput_samples_per_s"] == pytest.approx(40 * 64 / (4.390 - 0.050), abs=1e-3)
@@ -80,7 +80,7 @@ def test_second_failure_during_recovery_belongs_to_the_first(lost_again):
     run.generation(300, 3, "failure", 2, [0], lost_steps=lost_again)
     run.installed(310, 330, node=0, bytes_copied=7)
     run.step(430, 3)
-    (recovery,) = build_report(run.events)["recoveries"]
+    (recovery,) = build_run_report(run.events)["recoveries"]
     assert recovery["cause"] == "node lost (node 1), then worker killed by signal 9 (node 2)"
     assert recovery["nodes"] == [1, 2]
     assert [recovery[f"{part}_ms"] for part in ("detect", "agree", "regroup", "copy", "redo", "total")] == [
@@ -99,7 +99,7 @@ def test_second_failure_during_recovery_belongs_to_the_first(lost_again):
 def test_second_failure_is_told_apart_though_the_steps_before_it_are_heard_of_late(suspected):
     run = started()
     fail_twice_with_late_steps(run, suspected=suspected)
-    first, second = build_report(run.events)["recoveries"]
+    first, second = build_run_report(run.events)["recoveries"]
     assert (first["nodes"], first["cause"], first["lost_steps"]) == ([1], "node lost (node 1)", 1)
     assert (second["nodes"], second["cause"], second["lost_steps"]) == ([2], "heartbeat missed (node 2)", 1)
     assert (first["detect_ms"], first["agree_ms"], first["redo_ms"], first["generation"]) == (10.0, 10.0, 100.0, 2)
@@ -113,7 +113,7 @@ def test_failure_that_was_not_injected_has_no_detection_time():
     run.generation(260, 2, "failure", 2, [0, 2], lost_steps=1)
     run.installed(270, 290)
     run.step(390, 3)
-    (recovery,) = build_report(run.events)["recoveries"]
+    (recovery,) = build_run_report(run.events)["recoveries"]
     assert recovery["detect_ms"] is None
     assert recovery["total_ms"] == 140.0
     assert recovery["cause"] == "heartbeat missed (node 1)"
@@ -130,7 +130,7 @@ def test_lost_nodes_are_named_in_the_order_it_became_known_also_after_a_suspicio
     run.generation(300, 3, "failure", 2, [0])
     run.installed(310, 330, node=0)
     run.step(430, 3)
-    (recovery,) = build_report(run.events)["recoveries"]
+    (recovery,) = build_run_report(run.events)["recoveries"]
     assert recovery["nodes"] == [2, 1]
     assert recovery["cause"] == "node lost (node 2), then heartbeat missed (node 1)"
 
@@ -142,7 +142,7 @@ def test_recovery_that_rolls_forward_loses_and_redoes_nothing():
     run.installed(270, 290)
     run.step(300, 3)
     run.step(390, 4)
-    (recovery,) = build_report(run.events)["recoveries"]
+    (recovery,) = build_run_report(run.events)["recoveries"]
     assert (recovery["lost_steps"], recovery["redo_ms"], recovery["total_ms"]) == (0, 0.0, 40.0)
     assert recovery["roll_forward"] is True
     assert recovery["step"] == 4
@@ -154,7 +154,7 @@ def test_committed_steps_fallen_back_behind_count_as_lost():
     run.generation(260, 2, "failure", 0, [0, 2], lost_steps=1)
     run.installed(270, 290)
     run.step(390, 1)
-    report = build_report(run.events)
+    report = build_run_report(run.events)
     assert report["recoveries"][0]["lost_steps"] == 2
     assert report["steps"] == 2
 
@@ -165,7 +165,7 @@ def test_restarted_worker_is_counted():
     run.generation(260, 2, "failure", 2, [0, 2], lost_steps=1, pids={"0/0": 200, "2/0": 999})
     run.installed(270, 290)
     run.step(390, 3)
-    assert build_report(run.events)["recoveries"][0]["restarted_workers"] == 1
+    assert build_run_report(run.events)["recoveries"][0]["restarted_workers"] == 1
 
 
 def test_step_of_the_old_generation_that_arrives_late_does_not_end_a_recovery():
@@ -175,7 +175,7 @@ def test_step_of_the_old_generation_that_arrives_late_does_not_end_a_recovery():
     run.step(245, 3, generation=1)
     run.installed(270, 290)
     run.step(390, 4)
-    (recovery,) = build_report(run.events)["recoveries"]
+    (recovery,) = build_run_report(run.events)["recoveries"]
     assert recovery["redo_ms"] == 100.0
 
 
@@ -187,14 +187,14 @@ def test_two_failures_of_the_same_node_are_two_recoveries():
         run.generation(at_ms + 10, generation, "failure", version, [0, 2], lost_steps=1)
         run.installed(at_ms + 20, at_ms + 40)
         run.step(at_ms + 140, version + 1)
-    assert [recovery["detect_ms"] for recovery in build_report(run.events)["recoveries"]] == [2.0, 3.0]
+    assert [recovery["detect_ms"] for recovery in build_run_report(run.events)["recoveries"]] == [2.0, 3.0]
 
 
 def test_job_that_stops_for_want_of_nodes_reports_why():
     run = started()
     run.detected(250, [1, 2], 2)
     run.add(300, "stopped", exit_code=3, reason="2 nodes are missing", path="checkpoints/step-00000002")
-    report = build_report(run.events)
+    report = build_run_report(run.events)
     assert report["recoveries"] == []
     assert report["exit"] == {"code": 3, "reason": "2 nodes are missing", "checkpoint": "checkpoints/step-00000002"}
 
@@ -204,7 +204,7 @@ def test_departure_is_measured_like_a_join():
     run.generation(210, 2, "leave", 2, [0, 2])
     run.installed(230, 250)
     run.step(350, 3)
-    (departure,) = build_report(run.events)["departures"]
+    (departure,) = build_run_report(run.events)["departures"]
     assert (departure["nodes"], departure["lost_steps"], departure["pause_ms"]) == ([1], 0, 50.0)
 
 
@@ -213,7 +213,7 @@ def test_nodes_that_join_and_leave_at_one_boundary_are_a_join_and_a_departure():
     run.generation(210, 2, "join", 2, [0, 2, 3])
     run.installed(230, 250)
     run.step(350, 3)
-    report = build_report(run.events)
+    report = build_run_report(run.events)
     assert [change["nodes"] for change in report["joins"]] == [[3]]
     assert [change["nodes"] for change in report["departures"]] == [[1]]
 
@@ -223,12 +223,12 @@ def test_boundary_after_which_all_are_still_there_is_neither_join_nor_departure(
     run.generation(210, 2, "join", 2, [0, 1, 2])  # the joiner was lost on the way
     run.installed(230, 250)
     run.step(350, 3)
-    report = build_report(run.events)
+    report = build_run_report(run.events)
     assert (report["joins"], report["departures"]) == ([], [])
 
 
 def test_report_of_no_events_says_the_run_was_cut_off():
-    report = build_report([])
+    report = build_run_report([])
     assert (report["steps"], report["final_loss"], report["throughput_samples_per_s"]) == (0, None, None)
     assert report["exit"] == {"code": None, "reason": "the run was cut off", "checkpoint": None}
 

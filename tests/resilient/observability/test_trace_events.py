@@ -12,7 +12,7 @@ from resilient.observability.trace_events import ACTION, STEP, Slice, Trace, sim
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Op
-from resilient.templates.schedules.simulator import Costs, Timeline, simulate
+from resilient.templates.schedules.simulator import ActionCosts, Timeline, simulate
 
 MS = 1_000_000
 
@@ -20,7 +20,7 @@ MS = 1_000_000
 def timeline(kind: ScheduleKind, num_chunks: int = 1, **costs: Any) -> Timeline:
     states = [[stage] for stage in range(3 * num_chunks)]
     schedule = generate(kind, 3, 4, num_chunks=num_chunks, states=states)
-    return simulate(schedule, Costs(forward_ms=1.0, backward_input_ms=1.5, backward_weight_ms=0.5, **costs))
+    return simulate(schedule, ActionCosts(forward_ms=1.0, backward_input_ms=1.5, backward_weight_ms=0.5, **costs))
 
 
 def small() -> Trace:

@@ -16,7 +16,7 @@ from resilient.comm import Communicator
 from resilient.models.layer import Batch, WholeModel, assemble
 from resilient.pipeline.executor import Executor, StepWork
 from resilient.pipeline.gradient_sync import GradientSync
-from resilient.pipeline.p2p import Downstream, Lane, Upstream
+from resilient.pipeline.p2p import Channel, Downstream, Upstream
 from resilient.pipeline.stage import Stage, StageLayer
 from resilient.pipeline.stage_timer import StageTimer
 from resilient.protocol.fault_injection import Faults
@@ -119,8 +119,8 @@ def interleaved(job: Job, cut: Sequence[int], num_rows: int, rank: int, address:
         )
     states = [[profile.index(name) for name in of_stage if layouts[name].num_trainable] for of_stage in names]
     schedule = generate(ScheduleKind.INTERLEAVED, num_rows, 8, num_chunks=num_stages // num_rows, states=states)
-    before = {s: Upstream(comm, (s - 1) % num_rows, CPU, Lane(s, num_stages)) for s in stages if s > 0}
-    after = {s: Downstream(comm, (s + 1) % num_rows, Lane(s + 1, num_stages)) for s in stages if s < num_stages - 1}
+    before = {s: Upstream(comm, (s - 1) % num_rows, CPU, Channel(s, num_stages)) for s in stages if s > 0}
+    after = {s: Downstream(comm, (s + 1) % num_rows, Channel(s + 1, num_stages)) for s in stages if s < num_stages - 1}
     executor = Executor(
         actions=schedule.row(rank), stages=stages, sync=sync, comm=comm,
         upstream=before if num_rows > 1 else {}, downstream=after if num_rows > 1 else {},

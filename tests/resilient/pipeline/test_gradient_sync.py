@@ -9,7 +9,7 @@ from resilient.comm import DONE, Group, Pending
 from resilient.data.dataset import stack
 from resilient.models.layer import Activations, WholeModel
 from resilient.pipeline.gradient_sync import GradientSync
-from resilient.state.layer_state import LayerState, Layout, bind
+from resilient.state.layer_state import BufferLayout, LayerState, bind
 from tests.resilient.small import CPU, TiedModel, Tokens
 
 
@@ -51,7 +51,9 @@ class Setup:
     """The small model on one rank; ``groups`` as given or a pair for every state."""
 
     def __init__(self, model: TiedModel, groups: dict[str, Group] | None = None) -> None:
-        self.states = {spec.name: LayerState(spec, Layout.of(spec), (), torch.float64, CPU) for spec in model.layers}
+        self.states = {
+            spec.name: LayerState(spec, BufferLayout.of(spec), (), torch.float64, CPU) for spec in model.layers
+        }
         for state in self.states.values():
             state.initialize(0)
         modules = {spec.name: bind(spec, self.states, CPU) for spec in model.layers}

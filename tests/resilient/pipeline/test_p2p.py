@@ -56,7 +56,7 @@ def microbatch(length: int) -> Batch:
     return {"tokens": torch.zeros(2, length, dtype=torch.int64)}
 
 
-def carry_of(length: int, value: float) -> Activations:
+def activations_of(length: int, value: float) -> Activations:
     return {
         "hidden": torch.full((2, length, 3), value, requires_grad=True),
         "frozen": torch.full((length,), value, dtype=torch.bfloat16),
@@ -64,10 +64,10 @@ def carry_of(length: int, value: float) -> Activations:
     }
 
 
-def test_carry_arrives_with_its_types_and_wants_gradients_where_it_did() -> None:
+def test_activations_arrive_with_its_types_and_wants_gradients_where_it_did() -> None:
     _, down, up = border()
     shapes = signature(microbatch(4))
-    sent = carry_of(4, 1.5)
+    sent = activations_of(4, 1.5)
     down.send(sent, 0, shapes)
     received = up.receive(0, shapes)
     assert list(received) == ["hidden", "frozen", "ids"]
@@ -81,7 +81,7 @@ def test_carry_arrives_with_its_types_and_wants_gradients_where_it_did() -> None
 def test_gradients_go_back_for_what_wants_them_alone() -> None:
     comm, down, up = border()
     shapes = signature(microbatch(4))
-    down.send(carry_of(4, 1.0), 5, shapes)
+    down.send(activations_of(4, 1.0), 5, shapes)
     up.receive(5, shapes)
     num_sent = len(comm.sent)
     gradient = torch.rand(3, 4, 2).permute(2, 1, 0)
@@ -98,7 +98,7 @@ def test_header_goes_along_once_for_each_shape_and_later_receipts_can_be_posted_
     messages = []
     for index, length in enumerate(lengths):
         before = len(comm.sent)
-        down.send(carry_of(length, float(index)), index, signature(microbatch(length)))
+        down.send(activations_of(length, float(index)), index, signature(microbatch(length)))
         messages.append(len(comm.sent) - before)
     assert messages == [4, 4, 3, 3, 3]
     for index, length in enumerate(lengths):
@@ -124,13 +124,13 @@ def test_shapes_that_depend_on_values_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("carry", "got"),
+    ("activations", "got"),
     [
         ({f"t{i}": torch.zeros(1) for i in range(33)}, "33 tensors in 521 bytes"),
         ({"x" * 1100: torch.zeros(1)}, "1 tensors in 1116 bytes"),
     ],
 )
-def test_carry_too_large_to_describe_is_refused(activations: Activations, got: str) -> None:
+def test_activations_too_large_to_describe_is_refused(activations: Activations, got: str) -> None:
     _, down, _ = border()
     message = (
         f"a carry must hold at most 32 tensors described in 1024 bytes, got {got}; carry fewer tensors between layers"

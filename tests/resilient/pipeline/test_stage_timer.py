@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from resilient.pipeline import stage_timer as stage_timer
-from resilient.pipeline.stage_timer import MIN_STEPS, StageTimer
+from resilient.pipeline.stage_timer import MIN_MEASURED_STEPS, StageTimer
 
 
 @pytest.fixture
@@ -35,14 +35,14 @@ def step(watch: StageTimer, clock: list[float], *spans_s: float) -> None:
 def test_time_of_a_microbatch_is_the_median_over_the_steps(clock: list[float]) -> None:
     watch = StageTimer(torch.device("cpu"), num_microbatches=2)
     step(watch, clock, 9.0, 9.0)
-    for _ in range(MIN_STEPS):
+    for _ in range(MIN_MEASURED_STEPS):
         step(watch, clock, 0.004, 0.001, 0.002, 0.003)
     assert watch.stage_ms == pytest.approx(5.0)
 
 
 def test_few_steps_say_nothing(clock: list[float]) -> None:
     watch = StageTimer(torch.device("cpu"), num_microbatches=2)
-    for _ in range(MIN_STEPS - 1):
+    for _ in range(MIN_MEASURED_STEPS - 1):
         step(watch, clock, 0.004)
     assert watch.stage_ms == 0.0
 

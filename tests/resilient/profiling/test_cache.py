@@ -15,7 +15,7 @@ from torch import nn
 from resilient.models.chain import Chain
 from resilient.optim import SGD
 from resilient.profiling import profiler
-from resilient.profiling.cache import Key, cache_folder, job_profile, keep, load
+from resilient.profiling.cache import ProfileKey, cache_folder, job_profile, keep, load_profile
 from resilient.profiling.profiler import draw_samples
 from tests.resilient.small import TiedModel, Tokens, make_job, make_profile
 
@@ -28,9 +28,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "resilient" / "profiles"
 
 
-def key(**changes: Any) -> Key:
+def key(**changes: Any) -> ProfileKey:
     job = make_job(**changes)
-    return Key.of(job, job.layouts(), draw_samples(job))
+    return ProfileKey.of(job, job.layouts(), draw_samples(job))
 
 
 def announced(**changes: Any) -> list[str]:
@@ -88,7 +88,7 @@ def test_key_knows_threads_torch_device_and_profiler(monkeypatch: pytest.MonkeyP
         (torch, "get_num_threads", lambda: one_more),
         (torch, "__version__", "0.1"),
         (profiler, "device_name", lambda device: "abacus"),
-        (profiler, "VERSION", 0),
+        (profiler, "PROFILER_VERSION", 0),
     ]
     for owner, name, value in others:
         with monkeypatch.context() as patch:
@@ -113,7 +113,7 @@ def test_file_of_another_key_is_measured_again(folder: Path, caplog: pytest.LogC
     job, other = make_job(), key(microbatch=4)
     keep(folder, other, make_profile(job))
     other.file(folder).rename(key().file(folder))
-    assert load(folder, key()) is None
+    assert load_profile(folder, key()) is None
     assert caplog.messages == [f"{key().file(folder)} holds the profile of something else and is measured again"]
 
 
@@ -136,7 +136,7 @@ def test_half_written_file_is_never_seen(folder: Path, monkeypatch: pytest.Monke
         patch.setattr(Path, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             announced()
-    assert load(folder, key()) is None
+    assert load_profile(folder, key()) is None
     assert announced() == [MESSAGE]
 
 

@@ -7,9 +7,9 @@ import torch
 
 from resilient.comm import SingleProcessCommunicator
 from resilient.optim import SGD, WarmupCosine
-from resilient.protocol.messages import Outcome
+from resilient.protocol.messages import StepOutcome
 from resilient.runtime.commit import Ledger
-from resilient.state.layer_state import LayerState, Layout
+from resilient.state.layer_state import BufferLayout, LayerState
 from tests.resilient.small import CPU, TiedModel
 
 NAMES = ("embed", "block.0", "head")
@@ -17,7 +17,7 @@ NAMES = ("embed", "block.0", "head")
 
 def state(name: str, value: float = 1.0) -> LayerState:
     spec = next(spec for spec in TiedModel(num_blocks=1).layers if spec.name == name)
-    made = LayerState(spec, Layout.of(spec), (), torch.float64, CPU)
+    made = LayerState(spec, BufferLayout.of(spec), (), torch.float64, CPU)
     made.buffer.fill_(value)
     return made
 
@@ -33,8 +33,8 @@ def ledger_at(version: int, *names: str, lr: float = 0.5, clip: float | None = N
     return ledger
 
 
-def outcome(step: int, grad_norm: float = 1.0) -> Outcome:
-    return Outcome(step=step, loss=1.0, grad_norm=grad_norm)
+def outcome(step: int, grad_norm: float = 1.0) -> StepOutcome:
+    return StepOutcome(step=step, loss=1.0, grad_norm=grad_norm)
 
 
 def values(ledger: Ledger) -> dict[str, float]:

@@ -14,7 +14,7 @@ from resilient.comm import StoreHost
 from resilient.errors import CommunicationError
 from resilient.models.layer import WholeModel, assemble
 from resilient.protocol.fault_injection import Faults
-from resilient.protocol.messages import INIT, Generation, Injection, Outcome, Regroup
+from resilient.protocol.messages import INIT, Generation, Injection, Regroup, StepOutcome
 from resilient.runtime.batches import Feed
 from resilient.runtime.commit import Ledger
 from resilient.runtime.generation_guard import GenerationGuard
@@ -51,7 +51,7 @@ class Member:
             host=HOST,
         )  # fmt: skip
 
-    def reduce(self, session: Session) -> tuple[Outcome, bool]:
+    def reduce(self, session: Session) -> tuple[StepOutcome, bool]:
         """Train a step up to the barrier, and pass it."""
         step = self.ledger.version + 1
         num_targets = self.feed.num_targets(step)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from resilient.simulation.availability.traces import Change, Trace
-from resilient.simulation.replay.outcome import Outcome
+from resilient.simulation.availability.traces import AvailabilityChange, AvailabilityTrace
+from resilient.simulation.replay.outcome import ReplayOutcome
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import PlanningProblem
@@ -14,12 +14,13 @@ from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSe
 GIB = 2**30
 
 
-def trace(*changes: tuple[int, Sequence[int], Sequence[int]], end_s: int) -> Trace:
+def trace(*changes: tuple[int, Sequence[int], Sequence[int]], end_s: int) -> AvailabilityTrace:
     """Changes as (seconds, joined, lost)."""
-    return Trace(
+    return AvailabilityTrace(
         name="t",
         changes=tuple(
-            Change(time_ms=1000 * time, joined=tuple(joined), lost=tuple(lost)) for time, joined, lost in changes
+            AvailabilityChange(time_ms=1000 * time, joined=tuple(joined), lost=tuple(lost))
+            for time, joined, lost in changes
         ),
         end_ms=1000 * end_s,
     )
@@ -61,7 +62,7 @@ def job(
     )
 
 
-def split_s(outcome: Outcome) -> dict[str, float]:
+def split_s(outcome: ReplayOutcome) -> dict[str, float]:
     """Node-seconds of each part; parts without time are left out. They add up to what there is."""
     assert sum(outcome.split_ns.values()) == outcome.node_ns
     return {part: part_ns / 1e9 for part, part_ns in outcome.split_ns.items() if part_ns}

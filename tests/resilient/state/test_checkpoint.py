@@ -15,7 +15,7 @@ from resilient.errors import CheckpointError
 from resilient.models.layer import LayerSpec
 from resilient.optim import AdamW, WarmupCosine
 from resilient.state import checkpoint
-from resilient.state.layer_state import LayerState, Layout
+from resilient.state.layer_state import BufferLayout, LayerState
 from resilient.state.manifest import (
     MANIFEST,
     Manifest,
@@ -33,7 +33,7 @@ RECIPE = make_job().recipe()
 
 def states_of(num_blocks: int = 1, dtype: torch.dtype = torch.float32, frozen: tuple[str, ...] = ("block.0",)) -> dict:
     specs = TiedModel(num_blocks=num_blocks, frozen=frozen).layers
-    return {spec.name: LayerState(spec, Layout.of(spec), ("exp_avg", "exp_avg_sq"), dtype, CPU) for spec in specs}
+    return {spec.name: LayerState(spec, BufferLayout.of(spec), ("exp_avg", "exp_avg_sq"), dtype, CPU) for spec in specs}
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_states_come_back_as_they_were(saved: tuple[Path, dict[str, LayerState]]
 
 def test_layer_without_state_is_saved_and_loaded(tmp_path: Path) -> None:
     spec = LayerSpec(name="relu", unit="chain", build=nn.ReLU, initialize=lambda _: None)
-    state = LayerState(spec, Layout.of(spec), ("exp_avg",), torch.float32, CPU)
+    state = LayerState(spec, BufferLayout.of(spec), ("exp_avg",), torch.float32, CPU)
     write_manifest(tmp_path, Manifest(step=1, recipe=RECIPE, states=checkpoint.save(tmp_path, [state])))
     checkpoint.load(tmp_path, [state])
 

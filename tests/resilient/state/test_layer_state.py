@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from resilient.models.layer import LayerSpec, initialize_layer
-from resilient.state.layer_state import LayerState, Layout, bind, checksum
+from resilient.state.layer_state import BufferLayout, LayerState, bind, checksum
 from tests.resilient.small import CPU, VOCABULARY, WIDTH, TiedModel, draw
 
 SLOTS = ("exp_avg", "exp_avg_sq")
@@ -20,7 +20,7 @@ def spec_of(module: nn.Module, **tied: tuple[str, str]) -> LayerSpec:
 
 
 def state_of(spec: LayerSpec, dtype: torch.dtype = torch.float32) -> LayerState:
-    return LayerState(spec, Layout.of(spec), SLOTS, dtype, CPU)
+    return LayerState(spec, BufferLayout.of(spec), SLOTS, dtype, CPU)
 
 
 def half_frozen() -> nn.Module:
@@ -30,7 +30,7 @@ def half_frozen() -> nn.Module:
 
 
 def test_layout_puts_trainable_parameters_first_and_leaves_out_tied_ones() -> None:
-    layout = Layout.of(spec_of(half_frozen(), **{"1.bias": ("embed", "weight")}))
+    layout = BufferLayout.of(spec_of(half_frozen(), **{"1.bias": ("embed", "weight")}))
     assert [(entry.name, entry.offset, entry.trainable) for entry in layout.entries] == [
         ("1.weight", 0, True),
         ("0.weight", 4, False),
@@ -45,8 +45,8 @@ def test_layout_refuses_running_statistics() -> None:
         "use LayerNorm, GroupNorm, or track_running_stats=False"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Layout.of(spec_of(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
-    assert Layout.of(spec_of(nn.BatchNorm1d(2, track_running_stats=False))).num_trainable == 4
+        BufferLayout.of(spec_of(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
+    assert BufferLayout.of(spec_of(nn.BatchNorm1d(2, track_running_stats=False))).num_trainable == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

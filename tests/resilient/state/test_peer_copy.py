@@ -9,7 +9,7 @@ from torch import nn
 from resilient.errors import CommunicationError
 from resilient.models.layer import LayerSpec
 from resilient.state import peer_copy as copying
-from resilient.state.layer_state import LayerState, Layout
+from resilient.state.layer_state import BufferLayout, LayerState
 from resilient.state.peer_copy import copy_states
 from resilient.templates.replan.transfer import Transfer
 from tests.resilient.ranks import as_threads, join
@@ -19,7 +19,7 @@ NUMEL = 3 * 4096
 
 def make_state(name: str, fill: int | None) -> LayerState:
     spec = LayerSpec(name=name, unit="llm", build=lambda: nn.Linear(NUMEL, 1, bias=False), initialize=lambda _: None)
-    state = LayerState(spec, Layout.of(spec), (), torch.float32, torch.device("cpu"))
+    state = LayerState(spec, BufferLayout.of(spec), (), torch.float32, torch.device("cpu"))
     if fill is not None:
         state.buffer.copy_(torch.arange(NUMEL) + fill)
     return state

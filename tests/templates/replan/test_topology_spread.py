@@ -6,7 +6,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from resilient.templates.replan.topology_spread import lacking_domains, spread
+from resilient.templates.replan.topology_spread import lacking_domains, spread_domains
 
 
 def needs_of(*pipelines: tuple[int, ...], num_states: int, left_out: int = 0) -> np.ndarray:
@@ -31,7 +31,7 @@ def test_what_lacks_nothing_is_left_as_it_is_however_expensive():
     needs = needs_of((1, 2), (1, 2), num_states=2)
     chosen = np.array([3, 1, 0, 2])
     prices = np.ones((4, 4)) - np.eye(4)
-    assert spread(needs, prices, chosen, np.array([0, 0, 1, 1]), 2) is chosen
+    assert spread_domains(needs, prices, chosen, np.array([0, 0, 1, 1]), 2) is chosen
 
 
 def test_the_cheapest_exchange_that_spreads_is_made():
@@ -39,21 +39,21 @@ def test_the_cheapest_exchange_that_spreads_is_made():
     prices = np.full((4, 4), 5.0)
     np.fill_diagonal(prices, 0.0)
     prices[[0, 3], [3, 0]] = 4.0  # nodes 0 and 3 change places for less than others would
-    chosen = spread(needs, prices, np.arange(4), np.array([0, 1, 0, 1]), 2)
+    chosen = spread_domains(needs, prices, np.arange(4), np.array([0, 1, 0, 1]), 2)
     assert chosen.tolist() == [3, 1, 2, 0]
 
 
 def test_nodes_without_a_place_come_in_where_that_spreads():
     needs = needs_of((2,), (2,), num_states=2, left_out=1)
     prices = np.array([[0.0, 9, 9], [9, 0, 9], [0, 0, 0]])
-    assert spread(needs, prices, np.arange(3), np.array([0, 0, 1]), 2).tolist() in ([0, 2, 1], [2, 1, 0])
+    assert spread_domains(needs, prices, np.arange(3), np.array([0, 0, 1]), 2).tolist() in ([0, 2, 1], [2, 1, 0])
 
 
 def test_what_cannot_be_spread_stays_cheap():
     # One node of domain 1: it can take the place that holds two of three states, no more.
     needs = needs_of((1, 3), (1, 3), num_states=3)
     prices = 1.0 - np.eye(4)
-    chosen = spread(needs, prices, np.arange(4), np.array([1, 0, 0, 0]), 2)
+    chosen = spread_domains(needs, prices, np.arange(4), np.array([1, 0, 0, 0]), 2)
     assert lacking_domains(needs, np.array([1, 0, 0, 0])[chosen], 2) == 1
     assert prices[np.arange(4), chosen].sum() == 2
 
@@ -74,7 +74,7 @@ def test_as_spread_as_the_best_of_all_placements_and_nearly_as_cheap(seed: int):
         best = min(worth(np.array(order)) for order in permutations(range(num_places)))
         start = rng.permutation(num_places)
         if lacking_domains(needs, domains[start], wanted):
-            found = worth(spread(needs, prices, start, domains, wanted))
+            found = worth(spread_domains(needs, prices, start, domains, wanted))
             assert found[0] == best[0]
             cases, ours, cheapest = cases + 1, ours + found[1], cheapest + best[1]
     assert cases >= 5

@@ -12,7 +12,7 @@ from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import PlanningProblem, schedule_of
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
-from resilient.templates.schedules.simulator import Costs, simulate
+from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate
 from tests.templates.jobs import KINDS, enough_nodes, problems, profile
@@ -52,7 +52,7 @@ def memory_taken(
         held.append(-(-total // stage.num_devices) + stage.checkpointing * max(activations))
         each.append(sum(layer.input_bytes for layer in layers) if stage.checkpointing else sum(activations))
     schedule = schedule_of(problem.schedule, template, num_microbatches)
-    costs = Costs(forward_ms=1, backward_input_ms=1, backward_weight_ms=1, activation_bytes=each)
+    costs = ActionCosts(forward_ms=1, backward_input_ms=1, backward_weight_ms=1, activation_bytes=each)
     return held, [int(peak) for peak in simulate(schedule, costs).peak_bytes]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Action, Op, Schedule
-from resilient.templates.schedules.simulator import Costs, Timeline, simulate
+from resilient.templates.schedules.simulator import ActionCosts, Timeline, simulate
 from resilient.templates.schedules.validator import ScheduleError
 from resilient.templates.template import PipelineTemplate, StageSpec
 from tests.templates.jobs import template
@@ -27,7 +27,7 @@ small = st.integers(0, 9)
 @dataclass(frozen=True, kw_only=True)
 class Case:
     schedule: Schedule
-    costs: Costs
+    costs: ActionCosts
 
 
 @st.composite
@@ -38,7 +38,7 @@ def cases(draw: st.DrawFn) -> Case:
     num_chunks = draw(st.integers(2, 3)) if kind is ScheduleKind.INTERLEAVED else 1
     rng = np.random.default_rng(draw(st.integers(0, 2**20)))
     stages, borders = (rows * num_chunks, num_microbatches), (rows * num_chunks - 1, num_microbatches)
-    costs = Costs(
+    costs = ActionCosts(
         forward_ms=rng.integers(0, 9, stages),
         backward_input_ms=rng.integers(0, 9, stages),
         backward_weight_ms=rng.integers(0, 9, stages),
@@ -131,7 +131,9 @@ def run(
     chunks = 2 if kind is ScheduleKind.INTERLEAVED else 1
     forward, inputs, weights = (ms / chunks for ms in times)
     schedule = generate(kind, num_rows, num_microbatches, num_chunks=chunks)
-    return simulate(schedule, Costs(forward_ms=forward, backward_input_ms=inputs, backward_weight_ms=weights, **costs))
+    return simulate(
+        schedule, ActionCosts(forward_ms=forward, backward_input_ms=inputs, backward_weight_ms=weights, **costs)
+    )
 
 
 @given(st.integers(1, 8), st.integers(0, 12), small, small, small)
@@ -168,7 +170,7 @@ def test_no_row_waits_between_its_first_and_last_action_under_zb_h2(rows: int, m
 
 
 def test_forwards_alone_take_one_fill():
-    timeline = simulate(generate(ScheduleKind.FORWARD_ONLY, 4, 6), Costs(forward_ms=2, backward_input_ms=9))
+    timeline = simulate(generate(ScheduleKind.FORWARD_ONLY, 4, 6), ActionCosts(forward_ms=2, backward_input_ms=9))
     assert timeline.iteration_ms == 2 * (6 + 3)
 
 
@@ -187,7 +189,7 @@ def test_peak_memory_is_that_of_the_microbatches_in_flight():
 def test_peak_memory_counts_unequal_microbatches_apart():
     schedule = generate(ScheduleKind.ONE_F_ONE_B, 2, 4)
     sizes = np.array([[1, 7, 2, 4], [3, 1, 1, 5]])
-    timeline = simulate(schedule, Costs(forward_ms=1, backward_input_ms=1, activation_bytes=sizes))
+    timeline = simulate(schedule, ActionCosts(forward_ms=1, backward_input_ms=1, activation_bytes=sizes))
     assert timeline.peak_bytes == (9, 5)
 
 
@@ -220,7 +222,7 @@ SUMS = Schedule.parse(
 
 
 def sums(**costs: Any) -> tuple[list[tuple[str, int, int]], int]:
-    timeline = simulate(SUMS, Costs(forward_ms=10, backward_input_ms=10, backward_weight_ms=10, **costs))
+    timeline = simulate(SUMS, ActionCosts(forward_ms=10, backward_input_ms=10, backward_weight_ms=10, **costs))
     spans = [(str(s.action), s.start_ns // MS, s.end_ns // MS) for s in timeline.spans if s.action.op is Op.REDUCE]
     return spans, timeline.iteration_ns // MS
 
@@ -260,14 +262,14 @@ def test_deadlock_is_an_error_with_the_table():
     schedule = Schedule.parse("0RECV_B0 0F0 0SEND_F0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0")
     message = "deadlock: 0RECV_B0, 1RECV_F0 wait for messages that are never sent"
     with pytest.raises(ScheduleError, match=f"^{message}\n") as raised:
-        simulate(schedule, Costs(forward_ms=1, backward_input_ms=1))
+        simulate(schedule, ActionCosts(forward_ms=1, backward_input_ms=1))
     assert ">1RECV_F0<" in str(raised.value)
 
 
 @pytest.mark.parametrize("text", ["0F0 0SEND_F0", "0F0 0B0 0SEND_B0"])
 def test_message_to_nowhere_cannot_be_sent(text: str):
     with pytest.raises(ScheduleError, match=r"^deadlock: 0SEND_[FB]0 wait for"):
-        simulate(Schedule.parse(text), Costs(forward_ms=1, backward_input_ms=1))
+        simulate(Schedule.parse(text), ActionCosts(forward_ms=1, backward_input_ms=1))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,9 @@ def test_message_to_nowhere_cannot_be_sent(text: str):
 )  # fmt: skip
 def test_costs_that_do_not_fit_are_refused(costs: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        simulate(generate(ScheduleKind.ONE_F_ONE_B, 3, 2), Costs(**{"forward_ms": 1, "backward_input_ms": 1, **costs}))
+        simulate(
+            generate(ScheduleKind.ONE_F_ONE_B, 3, 2), ActionCosts(**{"forward_ms": 1, "backward_input_ms": 1, **costs})
+        )
 
 
 times = st.integers(0, 9)

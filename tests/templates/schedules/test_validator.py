@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Action, Op, Schedule
-from resilient.templates.schedules.simulator import Costs, simulate
+from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.schedules.validator import ScheduleError, validate
 
 
@@ -202,7 +202,7 @@ def test_what_is_not_refused_runs_to_its_end_and_what_is_is_marked(schedule: Sch
     if refusal is not None:
         assert re.search(r">\w*<", refusal)
         return
-    timeline = simulate(schedule, Costs(forward_ms=1, backward_input_ms=1, transfer_ms=1))
+    timeline = simulate(schedule, ActionCosts(forward_ms=1, backward_input_ms=1, transfer_ms=1))
     assert (timeline.end_ns >= timeline.start_ns).all()
     assert timeline.peak_bytes == (0,) * len(schedule.rows)
     computed = [action for row in schedule.rows for action in row if action.op.computes]

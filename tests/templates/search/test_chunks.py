@@ -17,7 +17,7 @@ from resilient.templates.plan import Pipeline, Plan, PlanningProblem, schedule_o
 from resilient.templates.replan.replan import first_plan, replan
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind, chunks_in_flight
-from resilient.templates.schedules.simulator import Costs, simulate
+from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate
 from tests.templates.jobs import enough_nodes, problems, profile
@@ -54,7 +54,7 @@ def test_no_number_of_microbatches_keeps_more_of_a_chunk_in_flight(num_rows: int
     schedule = generate(ScheduleKind.INTERLEAVED, num_rows, most, num_chunks=num_chunks)
     for chunk in range(num_chunks):
         one = np.repeat(np.arange(num_chunks) == chunk, num_rows).astype(int)
-        costs = Costs(forward_ms=1, backward_input_ms=1, activation_bytes=one)
+        costs = ActionCosts(forward_ms=1, backward_input_ms=1, activation_bytes=one)
         counted[:, chunk] = simulate(schedule, costs).peak_bytes
     for more in (0, 1, 100):
         assert (counted <= chunks_in_flight(num_rows, num_chunks, most + more)).all()
@@ -176,7 +176,7 @@ def taken(problem: PlanningProblem, template: PipelineTemplate, num_microbatches
         )
         held.append(states + slot.stages[0].checkpointing * largest)
     schedule = schedule_of(ScheduleKind.INTERLEAVED, template, num_microbatches)
-    peaks = simulate(schedule, Costs(forward_ms=1, backward_input_ms=1, activation_bytes=each)).peak_bytes
+    peaks = simulate(schedule, ActionCosts(forward_ms=1, backward_input_ms=1, activation_bytes=each)).peak_bytes
     return [own + int(peak) for own, peak in zip(held, peaks, strict=True)]
 
 

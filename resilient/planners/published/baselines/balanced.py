@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from resilient.planners.costs.cost_model import UnitCosts
-from resilient.planners.costs.samples import LLM, Floats, Ints, SampleTable
+from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import cut_chain
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica, Setting
 from resilient.planners.published.baselines.uniform import (
@@ -25,6 +25,7 @@ from resilient.planners.published.baselines.uniform import (
     num_microbatches,
 )
 from resilient.planners.stages.stage_work import exposed_sum_ms
+from resilient.templates.common.arrays import Floats, Ints
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from resilient.planners.costs.cost_model import CostModel, UnitCosts
-from resilient.planners.costs.samples import LLM, Floats, Lengths, SampleTable
+from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica, Setting
 from resilient.planners.stages.stage_work import exposed_sum_ms
+from resilient.templates.common.arrays import Floats
 
 
 def in_order(num_samples: int, replicas: Sequence[Replica]) -> Place:

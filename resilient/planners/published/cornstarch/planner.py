@@ -24,11 +24,12 @@ from itertools import product
 import numpy as np
 
 from resilient.planners.costs.cost_model import CostModel, UnitCosts
-from resilient.planners.costs.samples import LLM, Floats, Ints, SampleTable
+from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import Cuts
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
 from resilient.planners.published.baselines.uniform import AsTheyCome, Stages, fastest, fits, num_microbatches
 from resilient.planners.stages.stage_work import ring_ms, unhidden_ms
+from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.inputs.cluster import Cluster
 
 

@@ -23,15 +23,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from resilient.planners.costs.samples import LLM, Floats, Ints, SampleTable
+from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import loads, longest_first
 from resilient.planners.packing.memory_constrained_order import fit_order
 from resilient.planners.packing.slots import slots
 from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
-from resilient.planners.published.dflop.search import search
+from resilient.planners.published.dflop.search import dflop_configuration
 from resilient.planners.published.dflop.vector_packing import fill_buckets
 from resilient.planners.stages.memory_budget import Room
 from resilient.planners.stages.memory_shares import kept_shares
+from resilient.templates.common.arrays import Floats, Ints
 
 _FILLED = (1.0, 0.875, 0.75, 0.625, 0.5)
 """Parts of the microbatches that are tried where memory is short."""
@@ -61,7 +62,7 @@ class Dflop:
         Raises:
             ValueError: The model does not fit.
         """
-        return search(setting, samples)
+        return dflop_configuration(setting, samples)
 
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]

@@ -39,7 +39,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from resilient.planners.costs.cost_model import UnitCosts
-from resilient.planners.costs.samples import Floats, Lengths, SampleTable
+from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.planner import Configuration, Setting
 from resilient.planners.published.dflop.columns import (
     DP,
@@ -51,12 +51,13 @@ from resilient.planners.published.dflop.columns import (
     WHOLE,
 )
 from resilient.planners.stages.expected_step import Expected, expected, longest_ms, parallelism
+from resilient.templates.common.arrays import Floats
 
 _MARGIN = 2.0
 """Standard deviations by which a batch may have more tokens than on average."""
 
 
-def search(setting: Setting, samples: SampleTable) -> Configuration:
+def dflop_configuration(setting: Setting, samples: SampleTable) -> Configuration:
     """Return the configuration that takes least; of equals, one on the fewest devices.
 
     Args:
@@ -176,13 +177,15 @@ def _best(tables: list[Floats], tails: Floats, language: int, setting: Setting) 
 def _searched(
     tables: list[Floats], tails: Floats, language: int, setting: Setting, best_ns: float = np.inf
 ) -> tuple[_Found | None, float]:
-    from resilient.planners.published.dflop.search_kernels import search
+    from resilient.planners.published.dflop.search_kernels import fastest_split
 
     found = np.zeros(len(tables) + 1, np.int64)
     columns = np.ascontiguousarray(np.concatenate(tables, axis=1))
     ends = np.cumsum([0, *(table.shape[1] for table in tables)])
     memory = float(setting.cluster.memory_bytes or np.inf)
-    step_ms = search(ends, columns, tails, language, setting.global_batch, setting.num_devices, memory, best_ns, found)
+    step_ms = fastest_split(
+        ends, columns, tails, language, setting.global_batch, setting.num_devices, memory, best_ns, found
+    )
     degrees = [
         (int(table[TP, option]), int(table[DP, option]), int(table[PP, option]))
         for table, option in zip(tables, found[:-1], strict=True)

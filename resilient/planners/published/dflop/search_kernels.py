@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from resilient.planners.costs.samples import Floats, Ints
 from resilient.planners.published.dflop.columns import (
     CALL,
     DP,
@@ -18,6 +17,7 @@ from resilient.planners.published.dflop.columns import (
     TP,
     WHOLE,
 )
+from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.compiled import compiled
 
 
@@ -64,7 +64,7 @@ def _fits(chosen: Ints, columns: Floats, tails: Floats, language: int, memory: f
 
 
 @compiled
-def search(
+def fastest_split(
     ends: Ints,
     columns: Floats,
     tails: Floats,

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.costs.samples import Floats, Ints
 from resilient.planners.packing.balance import longest_first
+from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.compiled import compiled
 
 _SEARCH = 2**23

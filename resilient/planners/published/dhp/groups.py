@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from resilient.planners.costs.samples import Floats, Ints
+from resilient.templates.common.arrays import Floats, Ints
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -20,13 +20,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from resilient.planners.costs.samples import LLM, Floats, Ints, SampleTable
+from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import loads, longest_first
 from resilient.planners.packing.slots import slots
 from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.published.dhp.groups import Ranks, Sequences, pack, pack_ranks, plan_groups
-from resilient.planners.published.dhp.search import search
+from resilient.planners.published.dhp.search import dhp_configuration
 from resilient.planners.stages.memory_shares import kept_shares
+from resilient.templates.common.arrays import Floats, Ints
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class DHP:
         Raises:
             ValueError: It does not fit.
         """
-        return search(setting, samples)
+        return dhp_configuration(setting, samples)
 
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]

@@ -22,13 +22,14 @@ from typing import NamedTuple
 import numpy as np
 
 from resilient.planners.costs.cost_model import UnitCosts
-from resilient.planners.costs.samples import LLM, Floats, SampleTable
+from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Parallelism, Setting
 from resilient.planners.published.baselines.uniform import Stages, chained, fastest, num_microbatches
 from resilient.planners.published.dhp.groups import pack, pack_ranks
 from resilient.planners.stages.expected_step import expected, parallelism
 from resilient.planners.stages.memory_shares import kept_shares
 from resilient.planners.stages.stage_work import exposed_sum_ms
+from resilient.templates.common.arrays import Floats
 
 _LARGER = 1.25
 """Times the largest sample known that one of a batch may be."""
@@ -49,7 +50,7 @@ class _Layout(NamedTuple):
     stages: tuple[int, ...]  # of each unit
 
 
-def search(setting: Setting, samples: SampleTable) -> Configuration:
+def dhp_configuration(setting: Setting, samples: SampleTable) -> Configuration:
     """Return the configuration that takes least and holds the samples; of equals one on the fewest devices.
 
     Args:

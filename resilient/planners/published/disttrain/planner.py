@@ -28,14 +28,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.costs.samples import LLM, Floats, Ints, SampleTable
+from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import loads, longest_first
-from resilient.planners.packing.memory_constrained_order import fastest_fitting, fits
+from resilient.planners.packing.memory_constrained_order import fastest_fitting, order_fits
 from resilient.planners.packing.microbatch_order import fill_intervals, pipeline_ms, reorder
 from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
-from resilient.planners.published.disttrain.search import search
+from resilient.planners.published.disttrain.search import disttrain_configuration
 from resilient.planners.stages.expected_step import stage_curves
 from resilient.planners.stages.memory_budget import Room
+from resilient.templates.common.arrays import Floats, Ints
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class DistTrain:
         Raises:
             ValueError: The model does not fit.
         """
-        return search(setting, samples)
+        return disttrain_configuration(setting, samples)
 
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
@@ -94,7 +95,7 @@ class DistTrain:
         sizes = [len(each) for each in np.array_split(np.arange(len(samples.table)), number)]
         part = np.repeat(np.arange(number), sizes)
         order = self.order(*samples.stage_ms(part, number))
-        if room is None or fits(order, room.needs(samples.table, part, number), room.windows):
+        if room is None or order_fits(order, room.needs(samples.table, part, number), room.windows):
             return np.argsort(order)[part]
         even, found = room.even(samples.table, number), list[tuple[float, Ints]]()
         for each, orders in ((part, [order]), (even, [])):

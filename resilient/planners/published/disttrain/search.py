@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from resilient.planners.costs.cost_model import UnitCosts
-from resilient.planners.costs.samples import LLM, Floats, Ints, SampleTable
+from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Setting
 from resilient.planners.stages.expected_step import Expected, expected, parallelism
+from resilient.templates.common.arrays import Flags, Floats, Ints
 from resilient.templates.common.compiled import compiled
 
 
-def search(setting: Setting, samples: SampleTable) -> Configuration:
+def disttrain_configuration(setting: Setting, samples: SampleTable) -> Configuration:
     """Return the configuration that takes least; of equals, one on the fewest devices.
 
     Args:
@@ -184,7 +185,7 @@ def _search(
     ends: Ints,
     counts: Ints,
     room: Floats,
-    early: npt.NDArray[np.bool_],
+    early: Flags,
     microbatches: int,
     devices: int,
     best: int,

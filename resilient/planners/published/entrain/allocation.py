@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from resilient.planners.costs.samples import Floats
+from resilient.templates.common.arrays import Floats
 
 ERROR = 0.05
 """Most fresh batches, as a share, that may lead to another allocation ..."""

@@ -22,9 +22,9 @@ import heapq
 
 import numpy as np
 
-from resilient.planners.costs.samples import Floats, Ints
 from resilient.planners.packing.balance import give_out, loads
 from resilient.planners.packing.matching import SubsetSums, pair_up
+from resilient.templates.common.arrays import Floats, Ints
 
 
 def encoder_microbatches(encoder_ms: Floats, llm_ms: Floats, num_microbatches: int, fewest: int = 1) -> Ints:

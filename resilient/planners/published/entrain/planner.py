@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from resilient.planners.costs.samples import LLM, Floats, Ints, SampleTable
+from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import give_out
 from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.published.entrain.allocation import settle
 from resilient.planners.published.entrain.deferral import defer, encoder_microbatches
-from resilient.planners.published.entrain.search import search
+from resilient.planners.published.entrain.search import entrain_configuration
 from resilient.planners.stages.memory_budget import Room
+from resilient.templates.common.arrays import Floats, Ints
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Entrain:
         Raises:
             ValueError: The model does not fit.
         """
-        configuration = search(setting, samples)
+        configuration = entrain_configuration(setting, samples)
         spread = configuration.units
         sizes = [each.tp * each.cp for each in spread.values()]
         work: list[Floats] = []

@@ -32,19 +32,20 @@ from typing import NamedTuple
 import numpy as np
 
 from resilient.planners.costs.cost_model import UnitCosts
-from resilient.planners.costs.samples import Floats, Lengths, SampleTable
+from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.packing.balance import Cuts
 from resilient.planners.planner import Configuration, Parallelism, Setting
 from resilient.planners.published.entrain.allocation import proportional
 from resilient.planners.stages.expected_step import longest_ms
 from resilient.planners.stages.stage_work import exposed_sum_ms
+from resilient.templates.common.arrays import Floats
 from resilient.templates.inputs.cluster import Link
 
 _MARGIN = 2.0
 """Standard deviations by which a replica's samples of a step may have more tokens than on average."""
 
 
-def search(setting: Setting, samples: SampleTable) -> Configuration:
+def entrain_configuration(setting: Setting, samples: SampleTable) -> Configuration:
     """Return the configuration that takes least and fits; of equals one on the fewest devices.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from resilient.planners.costs.samples import Floats, Ints
+from resilient.templates.common.arrays import Floats, Ints
 
 SOLVED = 64
 """Batches times nodes up to which HiGHS takes some tens of milliseconds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from resilient.planners.costs.samples import Floats, Ints
+from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.compiled import compiled
 
 

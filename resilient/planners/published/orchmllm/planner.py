@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from resilient.planners.costs.samples import LLM, Floats, Ints, SampleTable
+from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import loads, longest_first
 from resilient.planners.packing.slots import slots
 from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
@@ -37,6 +37,7 @@ from resilient.planners.published.baselines.balanced import EncoderFirst, FullyS
 from resilient.planners.published.baselines.uniform import Uniform, fastest
 from resilient.planners.published.orchmllm.nodewise import rearrange_quickly
 from resilient.planners.published.orchmllm.post_balance import balance_padded, balance_quadratic
+from resilient.templates.common.arrays import Floats, Ints
 
 _ATTENTION = 0.1
 """Part of a unit's time from which on attention counts."""

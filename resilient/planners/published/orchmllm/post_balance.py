@@ -20,8 +20,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from resilient.planners.costs.samples import Floats, Ints
 from resilient.planners.packing.balance import by_speed
+from resilient.templates.common.arrays import Floats, Ints
 
 
 def balance_padded(lengths: npt.ArrayLike, speeds: npt.ArrayLike, *, squared: float = 0.0) -> Ints:

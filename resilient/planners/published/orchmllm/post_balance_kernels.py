@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from resilient.planners.costs.samples import Floats, Ints
 from resilient.planners.packing.kernels import play_again, set_up, tournament_starts
+from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.compiled import compiled
 
 _EXACT = 1e-12

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from resilient.cli.compare.report import Comparison, Row, compare
+from resilient.cli.compare.report import Comparison, PlannerRow, compare_planners
 from resilient.planners.costs.derived_costs import derive_costs
 from resilient.planners.costs.samples import SampleTable
 from resilient.planners.planner import Configuration, Parallelism, Planner, Setting
@@ -47,7 +47,7 @@ def compared(
         microbatch=1,
     )
     table, clock = workload("laion", 148, 0, MODEL), count()
-    return compare(
+    return compare_planners(
         planners or [planner(name) for name in NAMES],
         setting,
         table[:100],
@@ -59,7 +59,7 @@ def compared(
     )
 
 
-def parts(row: Row) -> dict[str, float]:
+def parts(row: PlannerRow) -> dict[str, float]:
     computing = (1 - row.bubble) * row.iteration_ms
     return {
         "computes": computing,

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from resilient.cli.app import app
-from resilient.cli.plan.report import MOST_LOSSES, SEQUENCES, build_report
+from resilient.cli.plan.report import MOST_LOSSES, SEQUENCES, build_plan_report
 from resilient.cli.plan.tables import compact
 from resilient.templates.inputs.derive import derive_profile
 from resilient.templates.inputs.devices import DEVICES, cluster_of
@@ -109,7 +109,7 @@ def test_losses_are_the_plans_that_replanning_makes(tmp_path: Path) -> None:
 def test_many_nodes_are_lost_several_at_a_time() -> None:
     problem = PlanningProblem(profile=derive_profile("gpt2-medium", "h100"), num_microbatches=256, max_failures=1)
     calls: list[tuple[int, int]] = []
-    report = build_report(problem, 100, 32, lambda done, total: calls.append((done, total)))
+    report = build_plan_report(problem, 100, 32, lambda done, total: calls.append((done, total)))
     assert [row.num_lost for row in report.losses] == [*range(0, 98, 3), 98], "down to the fewest nodes"
     assert len(report.losses) <= MOST_LOSSES + 2
     assert calls == [(done, SEQUENCES * 33) for done in range(1, SEQUENCES * 33 + 1)]

@@ -24,7 +24,7 @@ from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelPro
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Schedule
-from resilient.templates.schedules.simulator import Costs, simulate
+from resilient.templates.schedules.simulator import ActionCosts, simulate
 
 SMALL = ("--stages", "4", "--microbatches", "8")
 A40 = ("--model", "gpt3-2.7b", "--device", "a40")
@@ -132,7 +132,7 @@ def test_trace_and_picture_are_written_where_told(tmp_path: Path) -> None:
     trace = Trace.from_json(trace_file.read_bytes())
     assert trace.processes == {0: "zb-h1", 1: "1f1b"}
     timeline = simulate(
-        generate(ScheduleKind.ZB_H1, 4, 8), Costs(forward_ms=1, backward_input_ms=1, backward_weight_ms=1)
+        generate(ScheduleKind.ZB_H1, 4, 8), ActionCosts(forward_ms=1, backward_input_ms=1, backward_weight_ms=1)
     )
     assert max(each.end_ns for each in trace.slices if each.process == 0) == timeline.iteration_ns
     events = json.loads(trace_file.read_text())["traceEvents"]
@@ -146,7 +146,7 @@ def test_trace_and_picture_are_written_where_told(tmp_path: Path) -> None:
 
 
 def test_picture_of_a_large_pipeline_is_no_larger_than_a_page(tmp_path: Path) -> None:
-    timeline = simulate(generate(ScheduleKind.ONE_F_ONE_B, 64, 128), Costs(forward_ms=1, backward_input_ms=2))
+    timeline = simulate(generate(ScheduleKind.ONE_F_ONE_B, 64, 128), ActionCosts(forward_ms=1, backward_input_ms=2))
     draw_charts([simulated_chart("large", timeline)], tmp_path / "large.png")
     assert matplotlib.image.imread(tmp_path / "large.png").shape[0] < 2500
 

@@ -19,10 +19,10 @@ SIMULATE = ("simulate", *PLAN[1:5], "--trace", "g4dn")
 SCHEDULE = ("schedule", "--stages", "2", "--microbatches", "2")
 COMPARE = ("compare", "--model", "qwen2-vl-7b", "--device", "h100", "--workload", "coco")
 WRITERS = [
-    (PLAN, "resilient.cli.plan.report.build_report", ("--json", "--png", "--templates")),
+    (PLAN, "resilient.cli.plan.report.build_plan_report", ("--json", "--png", "--templates")),
     (SIMULATE, "resilient.simulation.scenario.Scenario.run", ("--json", "--png")),
     (SCHEDULE, "resilient.cli.schedule.report.schedule_report", ("--png", "--trace")),
-    (COMPARE, "resilient.cli.compare.report.compare", ("--json", "--png")),
+    (COMPARE, "resilient.cli.compare.report.compare_planners", ("--json", "--png")),
     (("profile", __file__), "resilient.cli.profile._progress", ("--json",)),
     (("demo",), "resilient.cli.demo._train", ("--json",)),
 ]

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from resilient.observability.figures.run_figure import draw_report
-from resilient.observability.run_report import build_report
+from resilient.observability.run_report import build_run_report
 from tests.resilient.observability.made_up_runs import Run, failure_and_join
 
 
 def pixels(events, path, reference=None):
-    draw_report(events, build_report(events), path, reference)
+    draw_report(events, build_run_report(events), path, reference)
     return matplotlib.image.imread(path)[..., :3]
 
 

@@ -21,7 +21,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from resilient.planners.costs.cost_model import CostModel, UnitCosts, UnitLayer
 from resilient.planners.costs.derived_costs import derive_costs
-from resilient.planners.costs.encoder_models import ENCODERS, parts
+from resilient.planners.costs.encoder_models import ENCODERS, units_of
 from resilient.templates.inputs.derive import derive_profile
 from resilient.templates.inputs.known_models import MODELS
 from resilient.templates.inputs.profile import LayerProfile
@@ -211,4 +211,4 @@ def test_cost_models_are_kept_as_json() -> None:
 )  # fmt: skip
 def test_unknown_models_are_named(model: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        parts(model)
+        units_of(model)

@@ -19,7 +19,7 @@ from resilient.planners.stages.stage_work import curves_at
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
-from resilient.templates.schedules.simulator import Costs, simulate
+from resilient.templates.schedules.simulator import ActionCosts, simulate
 
 DEGREES = ((1, 1), (1, 2), (1, 4))
 
@@ -82,7 +82,9 @@ def test_evaluate_equals_the_schedule_simulator_on_a_chain(
     tokens = np.array([pictures] * len(vision) + [text] * depth)
     forward = np.array([*vision, *llm])[:, None] * tokens
     schedule = generate(ScheduleKind.ONE_F_ONE_B, len(forward), number)
-    costs = Costs(forward_ms=forward, backward_input_ms=2 * forward, latency_ms=latency_ms, activation_bytes=8 * tokens)
+    costs = ActionCosts(
+        forward_ms=forward, backward_input_ms=2 * forward, latency_ms=latency_ms, activation_bytes=8 * tokens
+    )
     timeline = simulate(schedule, costs)
     assert result.iteration_ms == timeline.iteration_ms
     assert result.bubble == pytest.approx(sum(timeline.bubble_ms) / timeline.iteration_ms / len(forward))

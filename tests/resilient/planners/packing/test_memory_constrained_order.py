@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.packing.memory_constrained_order import fastest_fitting, fit_order, fits
+from resilient.planners.packing.memory_constrained_order import fastest_fitting, fit_order, order_fits
 from resilient.planners.packing.microbatch_order import pipeline_ms
 
 
@@ -35,7 +35,7 @@ def test_an_order_that_fits_stays_and_what_is_found_fits(
     needs, windows = np.outer([part for _, part in stages], sizes) / 64, [window for window, _ in stages]
     order = np.array(data.draw(st.permutations(range(len(sizes)))))
     found = fit_order(order, needs, np.array(windows))
-    assert fits(order, needs, np.array(windows)) == held(order, needs, windows)
+    assert order_fits(order, needs, np.array(windows)) == held(order, needs, windows)
     if held(order, needs, windows):
         assert found is not None
         assert found.tolist() == order.tolist()

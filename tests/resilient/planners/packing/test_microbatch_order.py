@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.costs.samples import Floats
 from resilient.planners.packing.microbatch_order import fill_intervals, pipeline_ms, reorder
+from resilient.templates.common.arrays import Floats
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
-from resilient.templates.schedules.simulator import Costs, simulate
+from resilient.templates.schedules.simulator import ActionCosts, simulate
 
 
 @st.composite
@@ -31,7 +31,7 @@ def test_times_are_those_of_the_simulation(given_times: tuple[Floats, Floats], d
     order = list(range(forward.shape[1]))
     draw.shuffle(order)
     schedule = generate(ScheduleKind.ONE_F_ONE_B, *forward.shape)
-    costs = Costs(forward_ms=forward[:, order], backward_input_ms=backward[:, order])
+    costs = ActionCosts(forward_ms=forward[:, order], backward_input_ms=backward[:, order])
     assert pipeline_ms(order, forward, backward) == simulate(schedule, costs).iteration_ms
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from resilient.planners.planner import Configuration, Encoders, Parallelism
-from resilient.planners.stages.device_layout import Layout, groups, used_devices
+from resilient.planners.stages.device_layout import DeviceLayout, groups, used_devices
 
 VISION, AUDIO, LLM = (Parallelism(dp=2, pp=pp, tp=tp, stage_layers=(1,) * pp) for pp, tp in ((1, 1), (2, 1), (3, 2)))
 
@@ -32,7 +32,7 @@ def test_devices_are_counted_once_however_many_units_are_on_them(
 
 
 def test_units_of_a_group_share_rows_stage_by_stage() -> None:
-    layout = Layout(configuration(Encoders.COLOCATED), ["vision", "audio", "llm"], 2)
+    layout = DeviceLayout(configuration(Encoders.COLOCATED), ["vision", "audio", "llm"], 2)
     assert groups(configuration(Encoders.COLOCATED)) == (("vision", "audio"), ("llm",))
     rows = {
         (lane.unit, lane.pipeline, lane.stage): int(row) for lane, row in zip(layout.lanes, layout.row, strict=True)
@@ -44,7 +44,7 @@ def test_units_of_a_group_share_rows_stage_by_stage() -> None:
 
 def test_replicated_encoders_are_on_every_stage_of_the_language_model() -> None:
     units = {"vision": VISION, "llm": LLM}
-    layout = Layout(
+    layout = DeviceLayout(
         Configuration(units=units, num_microbatches=1, encoders=Encoders.REPLICATED, colocated=True), list(units), 1
     )
     assert [(lane.unit, lane.stage) for lane in layout.lanes][:3] == [("vision", stage) for stage in range(3)]
@@ -53,5 +53,5 @@ def test_replicated_encoders_are_on_every_stage_of_the_language_model() -> None:
 
 
 def test_stages_of_more_devices_lie_on_more() -> None:
-    layout = Layout(configuration(colocated=True), ["vision", "audio", "llm"], 1)
+    layout = DeviceLayout(configuration(colocated=True), ["vision", "audio", "llm"], 1)
     assert layout.on_devices().tolist() == [[0, -1, -1, -1, -1, -1], [1, 2, -1, -1, -1, -1], [3, 3, 4, 4, 5, 5]]

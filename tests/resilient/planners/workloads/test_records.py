@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.workloads.records import Bad, Policy, Records, sample_table
+from resilient.planners.workloads.records import Bad, BadSamplePolicy, Records, sample_table
 from resilient.planners.workloads.tokens import SIGLIP_GRID, SmartResize
 
 QWEN, WHISPER, OMNI = "qwen2-vl-7b", "whisper-large-v3+llama3.2-3b", "siglip-so400m+whisper-large-v3+llama3.2-3b"
@@ -173,7 +173,9 @@ SAMPLES = st.lists(
 
 @settings(deadline=None)
 @given(samples=SAMPLES, bad=st.sampled_from(["drop", "resize"]), model=st.sampled_from([QWEN, WHISPER, OMNI]))
-def test_limits_are_held_and_each_sample_is_kept_or_reported(samples: list[Sample], bad: Policy, model: str) -> None:
+def test_limits_are_held_and_each_sample_is_kept_or_reported(
+    samples: list[Sample], bad: BadSamplePolicy, model: str
+) -> None:
     limits = {unit: 3000 for unit in ("vision", "audio", "llm") if model == OMNI or unit == "llm"}
     given_records = records(*samples, (1, [], []))  # one that is always good
     table, found = sample_table(given_records, model, bad=bad, limits=limits)

@@ -24,7 +24,6 @@ from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncod
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from resilient.planners.costs.encoder_models import ENCODERS
-from resilient.planners.costs.samples import Ints
 from resilient.planners.workloads.tokens import (
     CLIP_GRID,
     LLAVA_NEXT,
@@ -38,6 +37,7 @@ from resilient.planners.workloads.tokens import (
     count_text,
     tokens_of_words,
 )
+from resilient.templates.common.arrays import Ints
 
 
 def sizes(count: int = 3000) -> tuple[Ints, Ints]:

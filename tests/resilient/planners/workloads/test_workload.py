@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from resilient.planners.costs.samples import Ints, Lengths, SampleTable
+from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.workloads.tokens import TOKENS_PER_WORD
 from resilient.planners.workloads.workload import GENERATORS, judged_workload, workload
+from resilient.templates.common.arrays import Ints
 
 QWEN = "qwen2-vl-7b"
 OMNI = "siglip-so400m+whisper-large-v3+qwen2.5-7b"

@@ -9,12 +9,12 @@ from itertools import pairwise
 import pytest
 
 from resilient.simulation.availability.spot_market import MARKETS, spot_trace
-from resilient.simulation.availability.traces import Trace
+from resilient.simulation.availability.traces import AvailabilityTrace
 
 SEEDS = range(40)
 
 
-def numbers(trace: Trace) -> dict[str, float]:
+def numbers(trace: AvailabilityTrace) -> dict[str, float]:
     """Gaps between the times of losses and of joins (min), sizes, and the mean of live nodes."""
     found: dict[str, float] = {}
     for kind in ("lost", "joined"):

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient.simulation.availability.traces import Change, Trace, periodic_failures, read_trace
+from resilient.simulation.availability.traces import (
+    AvailabilityChange,
+    AvailabilityTrace,
+    periodic_failures,
+    read_trace,
+)
 
 
 def written(tmp_path, text):
@@ -21,12 +26,12 @@ def test_events_of_one_time_are_one_change(tmp_path):
     trace = read_trace(
         written(tmp_path, "0,add,a\n0,add,b\n\n60000, remove, a\n60000,add,c\n90000,remove,b\n90000,add,b\n")
     )
-    assert trace == Trace(
+    assert trace == AvailabilityTrace(
         name="t",
         changes=(
-            Change(time_ms=0, joined=(0, 1)),
-            Change(time_ms=60000, joined=(2,), lost=(0,)),
-            Change(time_ms=90000, joined=(3,), lost=(1,)),
+            AvailabilityChange(time_ms=0, joined=(0, 1)),
+            AvailabilityChange(time_ms=60000, joined=(2,), lost=(0,)),
+            AvailabilityChange(time_ms=90000, joined=(3,), lost=(1,)),
         ),
         end_ms=90000,
     )
@@ -44,10 +49,10 @@ def test_counts_become_joins_and_losses(tmp_path):
     path = written(tmp_path, "\n".join(lines) + "\n")
     trace = read_trace(path, seed=1)
     first, second, third = trace.changes
-    assert first == Change(time_ms=0, joined=(0, 1, 2))
+    assert first == AvailabilityChange(time_ms=0, joined=(0, 1, 2))
     assert (second.time_ms, len(second.lost), second.joined) == (60_000, 2, ())
     assert set(second.lost) < {0, 1, 2}
-    assert third == Change(time_ms=660_000, joined=(3,))
+    assert third == AvailabilityChange(time_ms=660_000, joined=(3,))
     assert trace.end_ms == 660_000
     assert read_trace(path, seed=1) == trace
     assert {read_trace(path, seed=seed).changes[1].lost for seed in range(20)} != {second.lost}, "by seed"
@@ -148,13 +153,13 @@ def test_cutting_and_prolonging():
 
 
 def test_an_end_before_the_last_change_is_refused():
-    changes = (Change(time_ms=3, joined=(0,)), Change(time_ms=9, lost=(0,)))
+    changes = (AvailabilityChange(time_ms=3, joined=(0,)), AvailabilityChange(time_ms=9, lost=(0,)))
     message = (
         "end_ms of trace 'x' must be after its first change at 3 and not before its last at 9, got 8; "
         "observe for longer (a file ends with its last line, or after --hours)"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Trace(name="x", changes=changes, end_ms=8)
+        AvailabilityTrace(name="x", changes=changes, end_ms=8)
 
 
 def test_a_trace_of_a_moment_is_refused(tmp_path):
@@ -175,9 +180,9 @@ def traces(draw):
         joined = tuple(range(next_node, next_node + draw(st.integers(0 if changes else 1, 6))))
         next_node += len(joined)
         live = [node for node in live if node not in lost] + list(joined)
-        changes.append(Change(time_ms=time_ms, joined=joined, lost=lost))
+        changes.append(AvailabilityChange(time_ms=time_ms, joined=joined, lost=lost))
         time_ms += draw(st.integers(1, 100))
-    return Trace(name="t", changes=tuple(changes), end_ms=time_ms)
+    return AvailabilityTrace(name="t", changes=tuple(changes), end_ms=time_ms)
 
 
 @given(traces(), st.integers(1, 40))
@@ -189,7 +194,7 @@ def test_scaled_traces_keep_their_shares_and_bulk_losses(trace, num_nodes):
     by_time = {change.time_ms: change for change in scaled.changes}
     whole = 0
     for change in trace.changes:
-        now = by_time.pop(change.time_ms, Change(time_ms=0))
+        now = by_time.pop(change.time_ms, AvailabilityChange(time_ms=0))
         assert live.issuperset(now.lost)
         assert live.isdisjoint(now.joined)
         kept = len(live) - len(now.lost)
@@ -205,12 +210,12 @@ def test_scaled_traces_keep_their_shares_and_bulk_losses(trace, num_nodes):
 
 
 def test_scaling_up_doubles_every_change_and_down_thins_them():
-    trace = Trace(
+    trace = AvailabilityTrace(
         name="t",
         changes=(
-            Change(time_ms=0, joined=tuple(range(10))),
-            Change(time_ms=1, lost=(0, 1, 2, 3)),
-            Change(time_ms=2, joined=(10, 11, 12, 13)),
+            AvailabilityChange(time_ms=0, joined=tuple(range(10))),
+            AvailabilityChange(time_ms=1, lost=(0, 1, 2, 3)),
+            AvailabilityChange(time_ms=2, joined=(10, 11, 12, 13)),
         ),
         end_ms=3,
     )

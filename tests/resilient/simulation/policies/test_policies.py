@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from resilient.simulation.availability.traces import Trace
+from resilient.simulation.availability.traces import AvailabilityTrace
 from resilient.simulation.policies.bamboo import Bamboo, redundant_ns
 from resilient.simulation.policies.restart import Restart
 from resilient.simulation.policies.varuna import Varuna
-from resilient.simulation.replay.costs import Costs
+from resilient.simulation.replay.costs import ChangeCosts
 from resilient.simulation.replay.engine import Policy, replay
 from resilient.simulation.replay.grids import Grids
-from resilient.simulation.replay.outcome import Outcome
+from resilient.simulation.replay.outcome import ReplayOutcome
 from resilient.templates.template import PipelineTemplate, StageSpec
 from tests.resilient.simulation.replays import split_s, template, templates, trace
 
 S = 10**9
-COSTS = Costs(restart_s=7.0, load_s=3.0, checkpoint_s=4.0, checkpoint_steps=2, regroup_ms=1000.0, reconfigure_s=5.0)
+COSTS = ChangeCosts(
+    restart_s=7.0, load_s=3.0, checkpoint_s=4.0, checkpoint_steps=2, regroup_ms=1000.0, reconfigure_s=5.0
+)
 
 
-def outcome(trace: Trace, policy: Policy, *, announced: bool = False) -> Outcome:
+def outcome(trace: AvailabilityTrace, policy: Policy, *, announced: bool = False) -> ReplayOutcome:
     stretches = replay(trace, policy, announced=announced)
-    return Outcome(policy=policy.name, trace=trace.name, stretches=stretches, batch=8, node_hour_dollars=1.0)
+    return ReplayOutcome(policy=policy.name, trace=trace.name, stretches=stretches, batch=8, node_hour_dollars=1.0)
 
 
 def plain_grids() -> Grids:

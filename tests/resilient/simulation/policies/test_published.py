@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-from resilient.simulation.availability.traces import Trace, periodic_failures
-from resilient.simulation.replay.costs import Costs
+from resilient.simulation.availability.traces import AvailabilityTrace, periodic_failures
+from resilient.simulation.replay.costs import ChangeCosts
 from resilient.simulation.scenario import Scenario
 from resilient.templates.inputs.derive import derive_profile
 from resilient.templates.inputs.devices import cluster_of
 from resilient.templates.plan import PlanningProblem
 
 
-def failures(interval_s: float) -> Trace:
+def failures(interval_s: float) -> AvailabilityTrace:
     trace = periodic_failures(30, interval_s)
     return trace.lasting(trace.changes[-1].time_ms / 3.6e6)
 
@@ -37,7 +37,7 @@ def test_gpt2_under_failures_is_predicted_from_its_throughput_without_many(polic
         ),
         batch=1024,
         max_nodes=30,
-        costs=Costs(checkpoint_s=11.5, restart_s=71.5, insurance_steps=None),
+        costs=ChangeCosts(checkpoint_s=11.5, restart_s=71.5, insurance_steps=None),
     )
     factor = 1.0
     for _ in range(6):

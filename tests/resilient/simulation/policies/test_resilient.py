@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from resilient.simulation.availability.traces import Trace, periodic_failures
-from resilient.simulation.policies.resilient import Planner
-from resilient.simulation.replay.costs import Costs
-from resilient.simulation.replay.outcome import Outcome
+from resilient.simulation.availability.traces import AvailabilityTrace, periodic_failures
+from resilient.simulation.policies.resilient import RememberedPlans
+from resilient.simulation.replay.costs import ChangeCosts
+from resilient.simulation.replay.outcome import ReplayOutcome
 from resilient.simulation.scenario import Scenario
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.replan.replan import candidates, first_plan
 from tests.resilient.simulation.replays import job, split_s, trace
 
-COSTS = Costs(restart_s=7.0, load_s=3.0, checkpoint_s=4.0, regroup_ms=1000.0, insurance_steps=None)
+COSTS = ChangeCosts(restart_s=7.0, load_s=3.0, checkpoint_s=4.0, regroup_ms=1000.0, insurance_steps=None)
 
 
-def replayed(trace: Trace, problem: PlanningProblem, costs: Costs = COSTS, *, announced: bool = False) -> Outcome:
+def replayed(
+    trace: AvailabilityTrace, problem: PlanningProblem, costs: ChangeCosts = COSTS, *, announced: bool = False
+) -> ReplayOutcome:
     scenario = Scenario(problem=problem, batch=8, max_nodes=trace.max_nodes, costs=costs, announced=announced)
     return scenario.run(trace, "resilient")
 
@@ -85,7 +87,7 @@ def test_a_job_waits_for_its_first_nodes_without_a_restart():
 def test_a_state_lost_with_all_its_holders_comes_from_the_checkpoint():
     # One pipeline of all nodes: every loss takes layers with it. A step takes 12 s on any number of nodes.
     problem = job(6, 2.0, 1, max_failures=0)
-    costs = Costs(regroup_ms=1000.0, load_s=3.0, checkpoint_s=4.0, insurance_steps=2)
+    costs = ChangeCosts(regroup_ms=1000.0, load_s=3.0, checkpoint_s=4.0, insurance_steps=2)
     run = trace((0, range(3), []), (50, [], [1]), end_s=100)
     made = replayed(run, problem, costs)
     # Saved at 28; 22 s are lost; loaded at 54, saved at 82.
@@ -112,13 +114,13 @@ def test_standby_nodes_are_no_loss():
 
 
 def test_steps_take_longer_by_the_factor():
-    made = replayed(trace((0, range(4), []), end_s=144), pairs(), Costs(step_factor=1.5, insurance_steps=None))
+    made = replayed(trace((0, range(4), []), end_s=144), pairs(), ChangeCosts(step_factor=1.5, insurance_steps=None))
     assert made.samples == 8 * 4
 
 
 def test_names_of_nodes_do_not_matter_so_plans_are_made_once():
     problem = pairs(state_bytes=100, link=Link(bytes_per_s=10.0))
-    planner = Planner(problem)
+    planner = RememberedPlans(problem)
     start = planner.first(5)
     moves = [planner.next(start, [lost], 1) for lost in (0, 2, 0)]
     assert moves[0] is moves[2]
@@ -131,7 +133,7 @@ def test_names_of_nodes_do_not_matter_so_plans_are_made_once():
 
 def test_every_plan_is_the_runtimes_own():
     problem = job(12, 1.0, 24, state_bytes=50, link=Link(bytes_per_s=10.0))
-    planner = Planner(problem)
+    planner = RememberedPlans(problem)
     arrangement = planner.first(8)
     names = list(range(8))
     plan = first_plan(problem, names)

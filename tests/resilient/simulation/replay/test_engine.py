@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import pytest
 
-from resilient.simulation.availability.traces import Change, Trace
-from resilient.simulation.replay.costs import Costs
-from resilient.simulation.replay.engine import Membership, When, replay
-from resilient.simulation.replay.job import Response, Stretch, Work
+from resilient.simulation.availability.traces import AvailabilityChange, AvailabilityTrace
+from resilient.simulation.replay.costs import ChangeCosts
+from resilient.simulation.replay.engine import LiveNodes, When, replay
+from resilient.simulation.replay.job import Response, SteadyWork, Stretch
 
 MS = 1_000_000
 
@@ -24,12 +24,12 @@ class Script:
 
     def __init__(self, whens: Sequence[When], responses: Sequence[Response]) -> None:
         self._whens, self._responses = list(whens), list(responses)
-        self.asked: list[Membership] = []
+        self.asked: list[LiveNodes] = []
 
-    def when(self, change: Membership) -> When:
+    def when(self, change: LiveNodes) -> When:
         return self._whens.pop(0)
 
-    def respond(self, change: Membership) -> Response:
+    def respond(self, change: LiveNodes) -> Response:
         self.asked.append(change)
         return self._responses.pop(0)
 
@@ -38,16 +38,18 @@ class Script:
         return not self._whens and not self._responses
 
 
-def trace(*changes: tuple[int, Sequence[int], Sequence[int]], end: int) -> Trace:
-    return Trace(
+def trace(*changes: tuple[int, Sequence[int], Sequence[int]], end: int) -> AvailabilityTrace:
+    return AvailabilityTrace(
         name="t",
-        changes=tuple(Change(time_ms=time, joined=tuple(joined), lost=tuple(lost)) for time, joined, lost in changes),
+        changes=tuple(
+            AvailabilityChange(time_ms=time, joined=tuple(joined), lost=tuple(lost)) for time, joined, lost in changes
+        ),
         end_ms=end,
     )
 
 
-def work(step: int, nodes: int, save_after: int | None = None, save: int = 0, redundant: int = 0) -> Work:
-    return Work(
+def work(step: int, nodes: int, save_after: int | None = None, save: int = 0, redundant: int = 0) -> SteadyWork:
+    return SteadyWork(
         step_ns=step * MS,
         num_nodes=nodes,
         redundant_ns=redundant * MS,
@@ -56,7 +58,7 @@ def work(step: int, nodes: int, save_after: int | None = None, save: int = 0, re
     )
 
 
-def after(milliseconds: int, work: Work | None, **kwargs: bool) -> Response:
+def after(milliseconds: int, work: SteadyWork | None, **kwargs: bool) -> Response:
     return Response(work=work, pause_ns=milliseconds * MS, **kwargs)
 
 
@@ -83,8 +85,8 @@ def test_a_loss_answered_at_once_costs_the_step_under_way():
     run = replay(trace((0, [0, 1, 2], []), (25, [], [1]), end=100), policy)
     assert rows(run) == [(0, 25, 3, 3, 2, 20, 5, 0, 0, 0), (25, 100, 2, 2, 3, 68, 0, 7, 0, 0)]
     assert policy.asked == [
-        Membership(live=(0, 1, 2), joined=(0, 1, 2), lost=(), announced=False),
-        Membership(live=(0, 2), joined=(), lost=(1,), announced=False),
+        LiveNodes(live=(0, 1, 2), joined=(0, 1, 2), lost=(), announced=False),
+        LiveNodes(live=(0, 2), joined=(), lost=(1,), announced=False),
     ]
 
 
@@ -162,7 +164,7 @@ def test_changes_that_do_not_matter_change_nothing():
     policy = Script([When.NEVER, When.NOW], [after(0, work(10, 1)), after(0, work(10, 1))])
     run = replay(trace((0, [0, 1], []), (12, [2], [1]), (25, [], [0]), end=30), policy)
     assert [row[:7] for row in rows(run)] == [(0, 12, 2, 1, 1, 12, 0), (12, 25, 2, 1, 1, 8, 5), (25, 30, 1, 1, 0, 5, 0)]
-    assert policy.asked[1] == Membership(live=(2,), joined=(), lost=(0,), announced=False)
+    assert policy.asked[1] == LiveNodes(live=(2,), joined=(), lost=(0,), announced=False)
 
 
 def test_announced_losses_wait_for_the_end_of_the_step():
@@ -173,7 +175,7 @@ def test_announced_losses_wait_for_the_end_of_the_step():
         (25, 30, 2, 2, 1, 5, 0, 0, 0, 0),
         (30, 60, 1, 1, 1, 27, 0, 3, 0, 0),
     ]
-    assert policy.asked[1] == Membership(live=(0,), joined=(), lost=(1,), announced=True)
+    assert policy.asked[1] == LiveNodes(live=(0,), joined=(), lost=(1,), announced=True)
 
 
 def test_a_job_that_stands_still_is_asked_at_once():
@@ -216,7 +218,7 @@ def test_a_kept_step_goes_on_at_the_new_pace_and_the_policy_is_asked_when_it_is_
         (27, 48, 1, 1, 1, 18, 0, 3, 0, 0),
     ]
     assert [stretch.redundant_ns for stretch in run] == [0, 3 * MS, 0]
-    assert policy.asked[2] == Membership(live=(0,), joined=(), lost=(), announced=False)
+    assert policy.asked[2] == LiveNodes(live=(0,), joined=(), lost=(), announced=False)
 
 
 def test_losing_a_kept_step_loses_the_time_it_took():
@@ -236,15 +238,15 @@ class AtRandom:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def when(self, change: Membership) -> When:
+    def when(self, change: LiveNodes) -> When:
         return When.NOW if change.lost else self._rng.choice([When.NOW, When.STEP, When.CHECKPOINT])
 
-    def respond(self, change: Membership) -> Response:
+    def respond(self, change: LiveNodes) -> Response:
         rng = self._rng
         if not change.live:
             return Response(work=None, rolls_back=rng.random() < 0.5)
         return Response(
-            work=Work(
+            work=SteadyWork(
                 step_ns=rng.randint(1, 30 * MS),
                 num_nodes=rng.randint(1, len(change.live)),
                 checkpoint_steps=rng.choice([None, 1, 3]),
@@ -257,17 +259,17 @@ class AtRandom:
         )
 
 
-def random_trace(rng: random.Random) -> Trace:
+def random_trace(rng: random.Random) -> AvailabilityTrace:
     time_ms = rng.randint(0, 9)
-    changes = [Change(time_ms=time_ms, joined=(0, 1))]
+    changes = [AvailabilityChange(time_ms=time_ms, joined=(0, 1))]
     live = [0, 1]
     for index in range(rng.randint(1, 12)):
         time_ms += rng.randint(1, 60)
         lost = rng.sample(live, rng.randint(0, len(live)))
         joined = range(10 * index + 10, 10 * index + 10 + rng.randint(0, 3))
         live = [node for node in live if node not in lost] + list(joined)
-        changes.append(Change(time_ms=time_ms, joined=tuple(joined), lost=tuple(lost)))
-    return Trace(name="r", changes=tuple(changes), end_ms=time_ms + rng.randint(1, 200))
+        changes.append(AvailabilityChange(time_ms=time_ms, joined=tuple(joined), lost=tuple(lost)))
+    return AvailabilityTrace(name="r", changes=tuple(changes), end_ms=time_ms + rng.randint(1, 200))
 
 
 @pytest.mark.parametrize("announced", [False, True])
@@ -300,4 +302,4 @@ def test_time_is_accounted_for_without_gaps(seed, announced):
 )
 def test_bad_costs_are_refused(arguments, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Costs(**arguments)
+        ChangeCosts(**arguments)

@@ -13,22 +13,22 @@ import pytest
 
 from resilient.cli.simulate.figure import draw_outcomes
 from resilient.simulation.availability.spot_market import spot_trace
-from resilient.simulation.replay.costs import Costs
+from resilient.simulation.replay.costs import ChangeCosts
 from resilient.simulation.replay.job import Stretch
-from resilient.simulation.replay.outcome import PARTS, Outcome
+from resilient.simulation.replay.outcome import TIME_PARTS, ReplayOutcome
 from resilient.simulation.scenario import POLICIES, DoesNotFit, Scenario
-from resilient.simulation.sweep import Row, best, parse_sweeps, run_sweep
+from resilient.simulation.sweep import SweepRow, best, parse_sweeps, run_sweep
 from resilient.templates.inputs.cluster import Cluster
 from tests.resilient.simulation.replays import GIB, job, trace
 
 H = 3600 * 10**9
 
 
-def outcome(*stretches: Stretch, dollars: float = 2.0) -> Outcome:
-    return Outcome(policy="resilient", trace="t", stretches=stretches, batch=10, node_hour_dollars=dollars)
+def outcome(*stretches: Stretch, dollars: float = 2.0) -> ReplayOutcome:
+    return ReplayOutcome(policy="resilient", trace="t", stretches=stretches, batch=10, node_hour_dollars=dollars)
 
 
-def two_stretches() -> Outcome:
+def two_stretches() -> ReplayOutcome:
     return outcome(
         Stretch(start_ns=H, end_ns=2 * H, live=4, working=3, steps=360, training_ns=H // 2, recovery_ns=H // 2),
         Stretch(start_ns=2 * H, end_ns=4 * H, live=2, working=0, stopped_ns=2 * H),
@@ -38,7 +38,7 @@ def two_stretches() -> Outcome:
 def test_prices_and_shares():
     made = two_stretches()
     assert made.node_ns == 8 * H
-    assert made.split_ns == dict.fromkeys(PARTS, 0) | {
+    assert made.split_ns == dict.fromkeys(TIME_PARTS, 0) | {
         "training": 3 * H // 2,
         "recovery": 3 * H // 2,
         "idle": 5 * H,
@@ -77,7 +77,7 @@ def scenario(**kwargs) -> Scenario:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replays_are_deterministic_and_account_for_all_nodes(policy):
     run = spot_trace("ec2-p3", 8, 3, seed=2)
-    costs = Costs(checkpoint_s=3.0, load_s=3.0)
+    costs = ChangeCosts(checkpoint_s=3.0, load_s=3.0)
     made = scenario(costs=costs).run(run, policy)
     assert made == scenario(costs=costs).run(run, policy)
     assert sum(made.split_ns.values()) == made.node_ns
@@ -91,7 +91,7 @@ def test_replays_are_deterministic_and_account_for_all_nodes(policy):
 
 def test_resilient_gets_most_done_on_spot_nodes():
     run = spot_trace("ec2-p3", 8, 6, seed=1)
-    made = {policy: scenario(costs=Costs(checkpoint_s=10.0, load_s=10.0)).run(run, policy) for policy in POLICIES}
+    made = {policy: scenario(costs=ChangeCosts(checkpoint_s=10.0, load_s=10.0)).run(run, policy) for policy in POLICIES}
     assert max(made, key=lambda policy: made[policy].samples) == "resilient"
 
 
@@ -120,7 +120,7 @@ def test_unknown_policies_and_too_few_nodes_to_restart_on_are_refused():
 
 def test_the_picture_shows_each_policy_and_part(tmp_path):
     run = spot_trace("ec2-p3", 8, 3, seed=2)
-    costs = Costs(checkpoint_s=30.0, load_s=30.0)
+    costs = ChangeCosts(checkpoint_s=30.0, load_s=30.0)
     draw_outcomes([scenario(costs=costs).run(run, policy) for policy in POLICIES], tmp_path / "all.png")
     image = matplotlib.image.imread(tmp_path / "all.png")[..., :3]
     colours = {"resilient": "#1c5fa8", "bamboo": "#2b8a3e", "varuna": "#e8890c", "redone": "#c92a2a", "idle": "#cbd2d9"}
@@ -162,4 +162,4 @@ def test_a_sweep_has_a_row_for_each_combination_and_marks_the_best():
     assert samples[2] > 3 * samples[0] > samples[1] == 0
     assert best(rows, lambda made: made.samples_per_s, least=False) == 2
     assert best(rows, lambda made: made.dollars_per_million, least=True) in (0, 2)
-    assert best([Row(values={}, policy="p", outcome=None, reason="r")], lambda made: 1.0, least=True) is None
+    assert best([SweepRow(values={}, policy="p", outcome=None, reason="r")], lambda made: 1.0, least=True) is None

@@ -22,7 +22,7 @@ from resilient.planners.stages.stage_work import exposed_sum_ms, gradient_sum_ms
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
-from resilient.templates.schedules.simulator import Costs, simulate
+from resilient.templates.schedules.simulator import ActionCosts, simulate
 
 UNAWARE = Cornstarch(frozen_aware=False)
 
@@ -63,7 +63,7 @@ def simulated_ms(costs: CostModel, configuration: Configuration) -> float:
     """What 1F1B takes on a model with one encoder when every microbatch is one sample of 1000 tokens."""
     curves = [pair for each in costs.units for pair in stage_curves(each, configuration.units[each.name])]
     schedule = generate(ScheduleKind.ONE_F_ONE_B, len(curves), configuration.num_microbatches)
-    stages = Costs(
+    stages = ActionCosts(
         forward_ms=[forward.call_ms(1000, 0) for forward, _ in curves],
         backward_input_ms=[backward.call_ms(1000, 0) for _, backward in curves],
     )

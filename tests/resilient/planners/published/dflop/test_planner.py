@@ -10,7 +10,6 @@ from functools import cache
 from itertools import product
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,6 +26,7 @@ from resilient.planners.published.dflop.vector_packing import peak
 from resilient.planners.stages.degraded_replicas import survivors
 from resilient.planners.stages.memory_budget import Room
 from resilient.planners.stages.stage_work import by_stage, gradient_sum_ms, state_bytes
+from resilient.templates.common.arrays import Ints
 from resilient.templates.inputs.cluster import Cluster, Link
 from tests.resilient.planners.jobs_of_planners import COSTS, after_failures, check_places, learnt, setting, table, unit
 
@@ -325,7 +325,7 @@ def test_a_long_sample_takes_more_devices_for_each_replica() -> None:
     tail = even.copy()
     tail[::50] = 8000
 
-    def replicas(lengths: npt.NDArray[np.int64]) -> int:
+    def replicas(lengths: Ints) -> int:
         samples = SampleTable(units={name: Lengths.of(lengths) for name in ("vision", "llm")})
         return Dflop().configure(job, samples).units[LLM].dp
 

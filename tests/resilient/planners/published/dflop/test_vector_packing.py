@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.costs.samples import Floats
 from resilient.planners.packing.balance import longest_first
 from resilient.planners.published.dflop.vector_packing import fill_buckets, least_peak, peak
+from resilient.templates.common.arrays import Floats
 
 
 @st.composite

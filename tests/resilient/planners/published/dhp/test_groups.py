@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.costs.samples import Floats, Ints
 from resilient.planners.packing.balance import loads, longest_first
 from resilient.planners.published.dhp.groups import (
     Ranks,
@@ -21,6 +20,7 @@ from resilient.planners.published.dhp.groups import (
     pack_ranks,
     plan_groups,
 )
+from resilient.templates.common.arrays import Floats, Ints
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -16,7 +16,7 @@ from resilient.planners.costs.cost_model import CostModel, Floats
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.packing.balance import cut_chain, loads, longest_first
-from resilient.planners.packing.memory_constrained_order import fits
+from resilient.planners.packing.memory_constrained_order import order_fits
 from resilient.planners.packing.microbatch_order import fill_intervals, pipeline_ms
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica, Setting
 from resilient.planners.published.disttrain.planner import DistTrain
@@ -206,8 +206,8 @@ def test_no_slower_than_other_orders_that_memory_holds(memory: int, seed: int, p
         return  # no order of the microbatches that samples come in was found
     needs = room.needs(batch, np.arange(20), 20)
     for order in (planner.order(*times), np.arange(20), fill_intervals(*times)):
-        if fits(order, needs, room.windows):
-            assert fits(np.argsort(place), needs, room.windows)
+        if order_fits(order, needs, room.windows):
+            assert order_fits(np.argsort(place), needs, room.windows)
             assert pipeline_ms(np.argsort(place), *times) <= pipeline_ms(order, *times) * (1 + 1e-6)
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.costs.samples import Floats, Ints
 from resilient.planners.published.orchmllm.nodewise import largest_volume, rearrange
+from resilient.templates.common.arrays import Floats, Ints
 
 SEEDS = st.integers(0, 2**32 - 1)
 

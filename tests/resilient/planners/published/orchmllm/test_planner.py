@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.planners.costs.correction import Correction, Factor, buckets
-from resilient.planners.costs.samples import Ints
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.packing.balance import loads
 from resilient.planners.planner import Place, Replica
@@ -19,6 +18,7 @@ from resilient.planners.published.baselines.balanced import EncoderFirst, FullyS
 from resilient.planners.published.baselines.uniform import Uniform
 from resilient.planners.published.orchmllm.planner import OrchMLLM
 from resilient.planners.stages.degraded_replicas import survivors
+from resilient.templates.common.arrays import Ints
 from tests.resilient.planners.jobs_of_planners import (
     COSTS,
     after_failures,

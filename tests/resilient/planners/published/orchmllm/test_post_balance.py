@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.costs.samples import Floats, Ints
 from resilient.planners.packing.balance import loads, longest_first
 from resilient.planners.published.orchmllm.post_balance import balance_padded, balance_quadratic, cost_bounds
 from resilient.planners.published.orchmllm.post_balance_kernels import STEP_BITS
+from resilient.templates.common.arrays import Floats, Ints
 
 LENGTHS = st.lists(st.integers(0, 500), max_size=40)
 
