@@ -1,6 +1,52 @@
-"""The exceptions of this package. Wrong arguments raise ``ValueError``; what the world does raises these."""
+"""The exceptions of this package. Wrong arguments raise ``ValueError``, this package's own
+:class:`ArgumentError` where a command line may have to name them; what the world does raises the others."""
 
 from __future__ import annotations
+
+import string
+from collections.abc import Callable
+from typing import Any
+
+
+class ArgumentError(ValueError):
+    """An argument that cannot be, told as ``<field> must <constraint>, got <value>; <fix>``.
+
+    ``constraint`` and ``fix`` name other arguments in braces, ``"divide {global_batch}"``: in Python they print as they
+    are called, on the command line as its options (:meth:`told`). What is no argument's name is put in before, by an
+    f-string; braces of its own are doubled.
+
+    Args:
+        field: The argument's name.
+        constraint: What it must be or do, after the word "must".
+        value: What it was, as it is to be printed: ``repr`` for text of users.
+        fix: What to do instead.
+    """
+
+    def __init__(self, field: str, constraint: str, value: object, fix: str) -> None:
+        super().__init__(field, constraint, value, fix)
+        self.field = field
+        self.constraint = constraint
+        self.value = value
+        self.fix = fix
+
+    def told(self, named: Callable[[str], str]) -> str:
+        """Return the message with every argument called what ``named`` calls it."""
+        names = _Names(named)
+        constraint, fix = names.format(self.constraint), names.format(self.fix)
+        return f"{named(self.field)} must {constraint}, got {self.value}; {fix}"
+
+    def __str__(self) -> str:
+        return self.told(str)
+
+
+class _Names(string.Formatter):
+    """Fills names of arguments in."""
+
+    def __init__(self, named: Callable[[str], str]) -> None:
+        self._named = named
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[str, str]:
+        return self._named(field_name), field_name
 
 
 class ResilientError(Exception):
