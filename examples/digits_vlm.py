@@ -15,12 +15,15 @@ from functools import cache
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 from transformers import LlamaConfig, ViTConfig
 
 import resilient as rs
 from resilient.data import IGNORED_LABEL, Sample, collate_multimodal
+from resilient.extras import require
+
+require("sklearn", "this example")
+from sklearn.datasets import load_digits  # noqa: E402
 
 PAD, BOS, IMAGE, EOS, ZERO = 0, 1, 2, 3, 4
 """Tokens; digit d is ``ZERO + d``."""

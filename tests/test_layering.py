@@ -20,8 +20,9 @@ SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*
 
 ROOMS: dict[str, str] = {
     "errors": "",
+    "extras": "",
     "templates": "",
-    "planners": "templates",
+    "planners": "templates extras",
     "simulation": "templates",
     "data": "errors",
     "comm": "errors",
@@ -29,17 +30,17 @@ ROOMS: dict[str, str] = {
     "state": "comm models templates errors",
     "optim": "state",
     "protocol": "state templates errors",
-    "observability": "state templates errors",
+    "observability": "state templates errors extras",
     "pipeline": "comm models state protocol observability templates",
     "runtime": "comm data models state optim protocol observability pipeline templates errors",
     "profiling": "models state pipeline runtime templates",
     "trainer": "data models state optim protocol observability runtime profiling",
     "agent": "state protocol observability templates errors",
-    "cli": "agent planners simulation profiling runtime protocol observability templates errors",
+    "cli": "agent planners simulation profiling runtime protocol observability templates errors extras",
 }
 """Each room of the package, a folder or a file at its top, and the rooms it may import, itself aside."""
 
-LIGHT = ("templates", "planners", "simulation", "protocol", "observability", "agent", "cli", "errors")
+LIGHT = ("templates", "planners", "simulation", "protocol", "observability", "agent", "cli", "errors", "extras")
 """Rooms that are imported without torch."""
 
 NOT_PURE = {

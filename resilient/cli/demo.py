@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from resilient.cli.shared.job_options import refusals
-from resilient.cli.shared.output_files import check_outputs
+from resilient.cli.shared.output_files import check_outputs, drawing
+from resilient.extras import require
 from resilient.observability.event_log import Event, read_events
 from resilient.observability.figures.run_figure import draw_report
 from resilient.observability.live_view import LiveView, PlainView, make_view
@@ -167,7 +168,8 @@ def show_verdict(report: Mapping[str, Any], run_directory: Path, console: Consol
     console.print(summary(report))
     console.print()
     for name in ("events.jsonl", "report.json", "report.png"):
-        console.print(Text(f"  {run_directory / name}"), soft_wrap=True)
+        if (run_directory / name).exists():
+            console.print(Text(f"  {run_directory / name}"), soft_wrap=True)
     console.print()
     if reasons:
         console.print(Text("FAILED", style="bold red"))
@@ -200,6 +202,7 @@ def demo(
     scenario = choose_scenario(seed, steps)
     run_directory = run_dir or new_run_directory()
     with refusals(ctx):
+        require("sklearn", "`resilient demo`")
         check_outputs([("--json", json_file)])
         kill = scenario.kill
         console.print(
@@ -243,5 +246,6 @@ def _write(run_directory: Path, reference_directory: Path | None) -> dict[str, A
     """Write report and picture next to the events."""
     report = write_report(run_directory, reference_directory)
     reference = read_events(reference_directory / "events.jsonl") if reference_directory else None
-    draw_report(read_events(run_directory / "events.jsonl"), report, run_directory / "report.png", reference)
+    with drawing(run_directory / "report.png") as picture:
+        draw_report(read_events(run_directory / "events.jsonl"), report, picture, reference)
     return report

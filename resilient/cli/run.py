@@ -14,6 +14,7 @@ import typer
 
 from resilient.cli.shared import script_options
 from resilient.cli.shared.errors import console
+from resilient.cli.shared.output_files import drawing
 from resilient.cli.shared.run_folder import new_run_directory
 from resilient.errors import ResilientError
 from resilient.protocol.messages import PHASES, Injection
@@ -137,7 +138,8 @@ def _write_report(run_directory: Path) -> None:
     from resilient.observability.run_report import write_report
 
     report = write_report(run_directory)
-    draw_report(read_events(run_directory / "events.jsonl"), report, run_directory / "report.png")
+    with drawing(run_directory / "report.png") as picture:
+        draw_report(read_events(run_directory / "events.jsonl"), report, picture)
 
 
 def _write_trace(run_directory: Path, steps: str) -> None:
@@ -154,4 +156,5 @@ def _write_trace(run_directory: Path, steps: str) -> None:
     console.print(f"trace in {path}: open it in https://ui.perfetto.dev", markup=False, soft_wrap=True)
     chart = recorded_chart(trace)
     if chart is not None:
-        draw_charts([chart], path.with_suffix(".png"))
+        with drawing(path.with_suffix(".png")) as picture:
+            draw_charts([chart], picture)

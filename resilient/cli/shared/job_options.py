@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from resilient.cli.shared.standard_output import is_of_output
+from resilient.extras import MissingPackageError
 
 if TYPE_CHECKING:
     from resilient.templates.inputs.cluster import Cluster
@@ -106,7 +107,7 @@ def refusals(ctx: typer.Context) -> Iterator[None]:
         if sys.stdout is None:
             raise ValueError("standard output must be open, got a closed one; redirect it to a file or to /dev/null")
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MissingPackageError) as error:
         if is_of_output(error):
             raise
         _to_stderr(f"error: {in_options(error, ctx)}", "red")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from resilient.cli.shared.errors import console
+from resilient.extras import MissingPackageError, require
 
 
 def check_outputs(outputs: Iterable[tuple[str, Path | None]], inputs: Iterable[Path | None] = ()) -> None:
@@ -18,6 +22,7 @@ def check_outputs(outputs: Iterable[tuple[str, Path | None]], inputs: Iterable[P
 
     Raises:
         ValueError: A file cannot be written, or is another of them; the message names the option and the path.
+        MissingPackageError: ``--png`` is given, and nothing can draw.
     """
     owners = {os.path.realpath(path): "what is read" for path in inputs if path is not None}
     for option, path in outputs:
@@ -25,6 +30,8 @@ def check_outputs(outputs: Iterable[tuple[str, Path | None]], inputs: Iterable[P
             continue
         if option == "--png" and path.suffix.lower() != ".png":
             raise ValueError(f"{option} must be a file that ends in .png, got {path}; choose another")
+        if option == "--png":
+            require("matplotlib", option)
         try:
             owner = owners.setdefault(os.path.realpath(path), option) if _try(path) else option
         except OSError as error:
@@ -36,6 +43,19 @@ def check_outputs(outputs: Iterable[tuple[str, Path | None]], inputs: Iterable[P
             ) from None
         if owner != option:
             raise ValueError(f"{option} must be another file than {owner}, got {path} for both; choose another")
+
+
+@contextmanager
+def drawing(path: Path) -> Iterator[Path]:
+    """Draw a picture that comes along with something else, inside; say that there is none where matplotlib is missing.
+
+    Args:
+        path: The file that is drawn, which is what ``as`` gives.
+    """
+    try:
+        yield path
+    except MissingPackageError as error:
+        console.print(f"no {path.name}: {error}", markup=False, soft_wrap=True)
 
 
 def _try(path: Path) -> bool:

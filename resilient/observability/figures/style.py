@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from resilient.extras import require
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -38,7 +40,11 @@ def panels(path: Path | str, inches: Sequence[float]) -> Iterator[list[Axes]]:
     Args:
         path: The PNG file.
         inches: Height of each panel, from top to bottom.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
     """
+    require("matplotlib", "a figure")
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

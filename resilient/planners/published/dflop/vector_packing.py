@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from resilient.extras import require
 from resilient.planners.packing.balance import longest_first
 from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.compiled import compiled
@@ -56,6 +57,7 @@ def fill_buckets(
 
     Raises:
         ValueError: There is no bucket, a weight is negative or a speed is not positive.
+        MissingPackageError: There is a time limit, but no HiGHS.
     """
     begun = clock()
     table = np.rint(np.atleast_2d(np.asarray(weights, dtype=np.float64)) * 1e6).astype(np.int64)
@@ -97,6 +99,7 @@ def _solve(weights: Ints, speeds: Floats, start: Ints, left_s: Callable[[], floa
         start: A bucket of each item.
         left_s: Returns how long HiGHS may take from now on.
     """
+    require("highspy", "Dflop(time_limit_s=...)")
     import highspy
 
     num_units, num_items = weights.shape
