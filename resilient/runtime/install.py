@@ -28,7 +28,7 @@ from resilient.state.layer_state import BufferLayout, LayerState, bind
 from resilient.state.peer_copy import copy_states
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan, Slot, schedule_of
-from resilient.templates.schedules.schedule import Action
+from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.template import StageSpec
 
 
@@ -193,7 +193,9 @@ class Installer:
         )
         stage_timer = StageTimer(job.device, message.plan.pipelines[slot.pipeline_index].num_microbatches)
         executor = Executor(
-            actions=self._actions(message.plan, slot),
+            schedule=self._schedule(message.plan, slot),
+            row=slot.row_index,
+            generation=message.generation,
             stages=stages,
             sync=sync,
             comm=comm,
@@ -228,7 +230,7 @@ class Installer:
             checkpointing=spec.checkpointing,
         )
 
-    def _actions(self, plan: Plan, slot: Slot) -> tuple[Action, ...]:
+    def _schedule(self, plan: Plan, slot: Slot) -> Schedule:
         pipeline = plan.pipelines[slot.pipeline_index]
         states = [
             [
@@ -238,8 +240,7 @@ class Installer:
             ]
             for stage in pipeline.template.stages
         ]
-        schedule = schedule_of(self._job.kind, pipeline.template, pipeline.num_microbatches, states)
-        return schedule.row(slot.row_index)
+        return schedule_of(self._job.kind, pipeline.template, pipeline.num_microbatches, states)
 
 
 def _installed(message: Generation, started_at: float, regrouped_at: float, bytes_copied: int) -> Installed:

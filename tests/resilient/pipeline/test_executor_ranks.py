@@ -122,7 +122,7 @@ def interleaved(job: Job, cut: Sequence[int], num_rows: int, rank: int, address:
     before = {s: Upstream(comm, (s - 1) % num_rows, CPU, Channel(s, num_stages)) for s in stages if s > 0}
     after = {s: Downstream(comm, (s + 1) % num_rows, Channel(s + 1, num_stages)) for s in stages if s < num_stages - 1}
     executor = Executor(
-        actions=schedule.row(rank), stages=stages, sync=sync, comm=comm,
+        schedule=schedule, row=rank, generation=1, stages=stages, sync=sync, comm=comm,
         upstream=before if num_rows > 1 else {}, downstream=after if num_rows > 1 else {},
         faults=Faults(str(path)), stage_timer=StageTimer(CPU, 8),
     )  # fmt: skip

@@ -161,7 +161,7 @@ def test_generation_that_is_over_is_not_entered_and_states_stay(tmp_path: Path) 
     member.installer.install(message(make_plan(((0, 6), 8)), 0, ""))
     before = member.ledger.progress()
     member.guard.announce(Regroup(generation=9))
-    with pytest.raises(CommunicationError, match=r"^generation 8 ended, 9 is being formed$"):
+    with pytest.raises(CommunicationError, match=r"^the generation ended, 9 is being formed \(generation 8\)$"):
         member.installer.install(message(make_plan(((0, 6), 8)), 0, "", generation=8))
     after = member.ledger.progress()
     assert after.version == before.version == 0
