@@ -146,7 +146,7 @@ class Executor:
                 stage.begin()
             self._sync.begin()
         # record_function takes 5 us also where nobody listens, the question 0.03
-        profiled = torch.autograd._profiler_enabled()
+        profiled = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
         for action in self._actions:
             try:
                 self._comm.check()  # a step that is given up is not worth another microbatch

@@ -42,7 +42,7 @@ from resilient.protocol.messages import (
 from resilient.runtime.batches import Feed
 from resilient.runtime.commit import Ledger
 from resilient.runtime.generation_guard import GenerationGuard
-from resilient.runtime.install import Installer, Session
+from resilient.runtime.install import Session, WorkerContext, install, supply
 from resilient.runtime.job import Job
 from resilient.state import checkpoint, manifest
 from resilient.state.layer_state import LayerState
@@ -88,7 +88,7 @@ class Worker:
         self._ledger = Ledger(job.optimizer, job.clip_grad_norm)
         self._feed = Feed(job)
         self._store = StoreHost(host)
-        self._installer = Installer(
+        self._context = WorkerContext(
             job=job,
             profile=profile,
             layouts=job.layouts(),
@@ -139,11 +139,11 @@ class Worker:
             return
         try:
             if message.rank >= len(message.plan.slots):
-                installed = self._installer.supply(message)
+                installed = supply(self._context, message)
                 self._close_left()
                 self._client.send(installed)
                 return
-            self._session, installed = self._installer.install(message)
+            self._session, installed = install(self._context, message)
             self._close_left()
             self._client.send(installed)
             self._train(self._session)
