@@ -49,8 +49,59 @@ class _Names(string.Formatter):
         return self._named(field_name), field_name
 
 
+def place_text(
+    *, node: int | None = None, generation: int | None = None, step: int | None = None, action: str | None = None
+) -> str:
+    """Return what is known of a place in a job as it ends a message: `` (node 2, step 17)``, or nothing."""
+    parts = {"node": node, "generation": generation, "step": step, "action": action}
+    known = ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
+    return f" ({known})" if known else ""
+
+
 class ResilientError(Exception):
-    """Base of all errors that are not the caller's."""
+    """Base of all errors that are not the caller's; ends with where it happened, as far as that is known.
+
+    Args:
+        message: What happened, and what to do.
+        node: Number of the node where it happened.
+        generation: The generation that was running.
+        step: The step that was being trained, 1 for the first.
+        action: What the worker's schedule was at, and in which row: ``1RECV_F0 of row 1``.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        node: int | None = None,
+        generation: int | None = None,
+        step: int | None = None,
+        action: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.node = node
+        self.generation = generation
+        self.step = step
+        self.action = action
+
+    def locate(
+        self,
+        *,
+        node: int | None = None,
+        generation: int | None = None,
+        step: int | None = None,
+        action: str | None = None,
+    ) -> None:
+        """Add where it happened, for whoever knows more than the one who raised it; what is known already stays."""
+        self.node = node if self.node is None else self.node
+        self.generation = generation if self.generation is None else self.generation
+        self.step = step if self.step is None else self.step
+        self.action = action if self.action is None else self.action
+
+    def __str__(self) -> str:
+        place = place_text(node=self.node, generation=self.generation, step=self.step, action=self.action)
+        return f"{self.message}{place}"
 
 
 class CommunicationError(ResilientError):

@@ -129,9 +129,15 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The pipelines of one generation. Ranks number the devices, pipeline by pipeline, row by row."""
+    """The pipelines of one generation. Ranks number the devices, pipeline by pipeline, row by row.
+
+    Args:
+        pipelines: In order of their ranks.
+        schedule_kind: What they run. How many stages (chunks) each worker has is their templates'.
+    """
 
     pipelines: tuple[Pipeline, ...]
+    schedule_kind: ScheduleKind = ScheduleKind.ONE_F_ONE_B
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -171,28 +177,25 @@ class Plan:
                 holders[state].append(slot.rank)
         return {state: tuple(ranks) for state, ranks in holders.items()}
 
+    def schedule(self, pipeline_index: int, states: Sequence[Sequence[int]] | None = None) -> Schedule:
+        """Return what a pipeline runs in a step, within the memory of its devices; the same on all workers.
 
-def schedule_of(
-    kind: ScheduleKind, template: PipelineTemplate, num_microbatches: int, states: Sequence[Sequence[int]] | None = None
-) -> Schedule:
-    """Return the schedule of a pipeline for one step, within the memory of its devices; the same on all workers.
-
-    Args:
-        kind: The one that the template was planned for.
-        template: Of the pipeline.
-        num_microbatches: Its share of the step.
-        states: As for :func:`generate`.
-    """
-    if kind is ScheduleKind.INTERLEAVED and template.num_chunks == 1:  # a pipeline of one device has one stage
-        kind = ScheduleKind.ONE_F_ONE_B
-    limits = [stage.max_in_flight for stage in template.stages]
-    return generate(
-        kind,
-        len(template.rows),
-        num_microbatches,
-        states=states,
-        num_chunks=template.num_chunks,
-        max_in_flight=None
-        if kind is not ScheduleKind.EAGER or None in limits
-        else [limit for limit in limits if limit],
-    )
+        Args:
+            pipeline_index: The pipeline.
+            states: Per stage, the indices of the states whose gradients are summed, as for :func:`generate`.
+        """
+        pipeline = self.pipelines[pipeline_index]
+        template, kind = pipeline.template, self.schedule_kind
+        if kind is ScheduleKind.INTERLEAVED and template.num_chunks == 1:  # a pipeline of one device has one stage
+            kind = ScheduleKind.ONE_F_ONE_B
+        limits = [stage.max_in_flight for stage in template.stages]
+        return generate(
+            kind,
+            len(template.rows),
+            pipeline.num_microbatches,
+            states=states,
+            num_chunks=template.num_chunks,
+            max_in_flight=None
+            if kind is not ScheduleKind.EAGER or None in limits
+            else [limit for limit in limits if limit],
+        )

@@ -31,7 +31,7 @@ ROOMS: dict[str, str] = {
     "optim": "state",
     "protocol": "state templates errors",
     "observability": "state templates errors extras",
-    "pipeline": "comm models state protocol observability templates",
+    "pipeline": "comm models state protocol observability templates errors",
     "runtime": "comm data models state optim protocol observability pipeline templates errors",
     "profiling": "models state pipeline runtime templates",
     "trainer": "data models state optim protocol observability runtime profiling",

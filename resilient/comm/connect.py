@@ -140,4 +140,4 @@ def connect(
     for comm in met:  # kernels that wait for a peer would stay on the device
         comm.abort()
     reason = (f"{result}".strip() or repr(result)).splitlines()[0]
-    raise CommunicationError(f"generation {generation}, rank {rank}: groups were not built: {reason}")
+    raise CommunicationError(f"rank {rank}: groups were not built: {reason}", generation=generation)

@@ -150,14 +150,13 @@ class GlooCommunicator:
     def check(self) -> None:
         """Raise when the generation was aborted."""
         if self._aborted.is_set():
-            raise CommunicationError(f"generation {self._generation} was aborted")
+            raise CommunicationError("the generation was aborted", generation=self._generation)
 
     def failed(self, error: RuntimeError) -> CommunicationError:
         """Turn a backend's error into ours."""
         reason = str(error).strip().splitlines()
-        return CommunicationError(
-            f"generation {self._generation}, rank {self.rank}: {reason[0] if reason else 'failed'}"
-        )
+        what = f"rank {self.rank}: {reason[0] if reason else 'failed'}"
+        return CommunicationError(what, generation=self._generation)
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Pending:
         staged = tensor.cpu()

@@ -69,4 +69,4 @@ class GenerationGuard:
 
     def _check(self, generation: int) -> None:
         if self._announced > generation:
-            raise CommunicationError(f"generation {generation} ended, {self._announced} is being formed")
+            raise CommunicationError(f"the generation ended, {self._announced} is being formed", generation=generation)

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from resilient.comm import Communicator, StoreHost
-from resilient.errors import CheckpointError, CommunicationError
+from resilient.errors import CheckpointError, CommunicationError, ResilientError, place_text
 from resilient.observability.step_trace import TracedStep
 from resilient.optim import learning_rate
 from resilient.protocol.fault_injection import Faults
@@ -42,7 +42,7 @@ from resilient.protocol.messages import (
 from resilient.runtime.batches import Feed
 from resilient.runtime.commit import Ledger
 from resilient.runtime.generation_guard import GenerationGuard
-from resilient.runtime.install import Installer, Session
+from resilient.runtime.install import Session, WorkerContext, install, supply
 from resilient.runtime.job import Job
 from resilient.state import checkpoint, manifest
 from resilient.state.layer_state import LayerState
@@ -88,7 +88,7 @@ class Worker:
         self._ledger = Ledger(job.optimizer, job.clip_grad_norm)
         self._feed = Feed(job)
         self._store = StoreHost(host)
-        self._installer = Installer(
+        self._context = WorkerContext(
             job=job,
             profile=profile,
             layouts=job.layouts(),
@@ -139,22 +139,35 @@ class Worker:
             return
         try:
             if message.rank >= len(message.plan.slots):
-                installed = self._installer.supply(message)
+                installed = supply(self._context, message)
                 self._close_left()
                 self._client.send(installed)
                 return
-            self._session, installed = self._installer.install(message)
+            self._session, installed = install(self._context, message)
             self._close_left()
             self._client.send(installed)
             self._train(self._session)
         except CommunicationError as error:
-            logger.info("left generation %d: %s", message.generation, error)
+            node = self._session.slot.node if self._session is not None else None
+            error.locate(node=node, generation=message.generation)
+            logger.info("left a generation: %s", error)
             self._leave(broken=True)
             self._client.send(Suspect(generation=message.generation, reason=str(error)))
         except Exception as error:  # the job's own code: data set, model, disk
+            told = self._told(error, message)
             self._leave(broken=True)
             self._failure = error  # raised once the job's progress, of which this worker may hold a part, is saved
-            self._client.send(Failed(error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc()))
+            self._client.send(Failed(error=told, traceback=traceback.format_exc()))
+
+    def _told(self, error: Exception, message: Generation) -> str:
+        """Return what ended this worker, and where in the job it was."""
+        action = self._session.executor.failed_action if self._session is not None else None
+        step = self._ledger.version + 1 if self._session is not None else None
+        what = f"{type(error).__name__}: {error}"
+        if not isinstance(error, ResilientError):
+            return what + place_text(generation=message.generation, step=step, action=action)
+        error.locate(generation=message.generation, step=step, action=action)
+        return f"{type(error).__name__}: {error}"
 
     def _leave(self, *, broken: bool = False) -> None:
         """End the communication of the generation, if any is running."""
@@ -189,8 +202,8 @@ class Worker:
 
     def _traced_step(self, session: Session) -> bool:
         """Train one step, and write down how if that was asked for; return whether to stop at the boundary after it."""
-        step, slot, taken = self._ledger.version + 1, session.slot, session.executor.taken
-        taken.with_processor_time = step in self._traced_steps
+        step, slot, recorder = self._ledger.version + 1, session.slot, session.executor.span_recorder
+        recorder.with_processor_time = step in self._traced_steps
         started_ns, started_busy_ns = time.time_ns(), time.thread_time_ns()
         try:
             return self._step(session)
@@ -206,7 +219,7 @@ class Worker:
                     start_ns=started_ns,
                     end_ns=time.time_ns(),
                     busy_us=(time.thread_time_ns() - started_busy_ns) // 1000,
-                    spans=taken.spans(),
+                    spans=recorder.spans(),
                 ).write(self._client.run_directory)
 
     def _step(self, session: Session) -> bool:
@@ -220,10 +233,10 @@ class Worker:
         loss = session.executor.run(work)
         self._faults.reach("prepare", step)
         pause = self._guard.pause_wanted(session.generation)
-        with session.executor.taken.during("prepare"):
+        with session.executor.span_recorder.during("prepare"):
             outcome, paused = ledger.prepare(session.comm, loss, session.sync.squares, num_targets, pause)
         self._faults.reach("commit", step)
-        with session.executor.taken.during("commit"):
+        with session.executor.span_recorder.during("commit"):
             ledger.apply(outcome)
             session.stage_timer.end_step()
         if session.slot.rank == 0:

@@ -94,7 +94,8 @@ def first_plan(
     taken = sorted(live, key=lambda node: (factors.get(node, 1.0), node))[: sum(composition)]
     taken.sort(key=lambda node: (labels.get(node, ""), factors.get(node, 1.0), node))
     templates = templates_for(problem, len(live))
-    return Situation(problem, templates, composition, Plan(pipelines=()), taken, labels, factors).composed().plan
+    nothing = Plan(pipelines=(), schedule_kind=problem.schedule)
+    return Situation(problem, templates, composition, nothing, taken, labels, factors).composed().plan
 
 
 def replan(

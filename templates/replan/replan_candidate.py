@@ -182,7 +182,7 @@ class Situation:
             )
             return ReplanCandidate(
                 kind=kind,
-                plan=Plan(pipelines=pipelines),
+                plan=Plan(pipelines=pipelines, schedule_kind=self._problem.schedule),
                 copied_bytes=placement.copied_bytes,
                 copy_ms=_copy_ms(self._problem.cluster.inter_node, placement.busiest_bytes),
                 step_ms=step_ms,

@@ -179,7 +179,9 @@ class RememberedPlans:
                 for p, (first, end) in zip(plan.pipelines, pairwise(ends), strict=True)
             )
             self._arrangements[key] = Arrangement(
-                plan=Plan(pipelines=renamed), num_nodes=ends[-1], step_ns=max(1, step_ns)
+                plan=Plan(pipelines=renamed, schedule_kind=plan.schedule_kind),
+                num_nodes=ends[-1],
+                step_ns=max(1, step_ns),
             )
         return self._arrangements[key]
 

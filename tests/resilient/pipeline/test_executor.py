@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from resilient.errors import CommunicationError
 from resilient.models.layer import Activations
 from resilient.observability.trace_events import ACTION, PART
 from resilient.pipeline.executor import Executor, StepWork
+from resilient.pipeline.stage import Stage
 from resilient.pipeline.stage_timer import StageTimer
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.messages import Injection
@@ -108,7 +110,8 @@ def recorded(schedule: Schedule, row: int, comm: Communicator, faults: Faults) -
         },
     }
     stage_timer = StageTimer(CPU, schedule.num_microbatches)
-    return Executor(actions=schedule.row(row), comm=comm, faults=faults, stage_timer=stage_timer, **parts), recorder
+    parts |= {"schedule": schedule, "row": row, "generation": 3, "comm": comm, "faults": faults}
+    return Executor(**parts, stage_timer=stage_timer), recorder
 
 
 def schedule_of(kind: ScheduleKind, num_rows: int) -> Schedule:
@@ -137,11 +140,11 @@ def test_what_is_executed_is_the_schedule(kind: ScheduleKind, row: int, tmp_path
     actions = schedule.row(row)
     assert without_arms(recorder) == [f"REDUCE{a.index}" if a.op is Op.REDUCE else str(a) for a in actions]
     assert sorted(loaded) == [10, 11, 12, 13], "each microbatch is loaded once, by its position in the step"
-    taken = executor.taken.spans()
-    assert [name for category, name, *_ in taken if category == ACTION] == [str(action) for action in actions]
-    parts = [name for category, name, *_ in taken if category == PART]
+    spans = executor.span_recorder.spans()
+    assert [name for category, name, *_ in spans if category == ACTION] == [str(action) for action in actions]
+    parts = [name for category, name, *_ in spans if category == PART]
     assert (parts[0], sorted(parts[1:])) == ("begin", [f"load {index}" for index in range(4)])
-    assert [start for _, _, start, *_ in taken] == sorted(start for _, _, start, *_ in taken)
+    assert [start for _, _, start, *_ in spans] == sorted(start for _, _, start, *_ in spans)
     receipts = [str(action) for action in actions if action.op is Op.RECV_F]
     assert recorder.posted == receipts[1:], "the next receipt is posted ahead of its time"
     assert loss.item() == (4.0 if row == 2 else 0.0)
@@ -188,12 +191,52 @@ class AbortedAfter(SingleProcessCommunicator):
     def check(self) -> None:
         self.num_checks -= 1
         if self.num_checks < 0:
-            raise CommunicationError("generation 1 was aborted")
+            raise CommunicationError("the generation was aborted")
 
 
 def test_step_of_an_aborted_generation_stops_before_the_next_action(tmp_path: Path) -> None:
     executor, recorder = recorded(generate(ScheduleKind.ONE_F_ONE_B, 1, 4), 0, AbortedAfter(3), Faults(str(tmp_path)))
-    with pytest.raises(CommunicationError):
+    told = r"^the generation was aborted \(generation 3, step 1, action 0B1 of row 0\)$"
+    with pytest.raises(CommunicationError, match=told) as raised:
         executor.run(StepWork(step=1, num_targets=4, first_position=0, batch=lambda _: {"x": torch.zeros(1)}))
+    assert not hasattr(raised.value, "__notes__"), "recovery does not wait for a table"
     assert recorder.events == ["0F0", "0B0", "0F1"]
-    assert [span[1] for span in executor.taken.spans() if span[0] == ACTION] == ["0F0", "0B0", "0F1"]
+    assert [span[1] for span in executor.span_recorder.spans() if span[0] == ACTION] == ["0F0", "0B0", "0F1"]
+
+
+class Breaks(RecordedStage):
+    """Fails in the forward of microbatch 1, as a model may."""
+
+    def forward(
+        self, microbatch: int, activations: Activations, batch: object, **more: int
+    ) -> tuple[Activations, Tensor | None]:
+        if microbatch == 1:
+            raise FloatingPointError("loss is nan")
+        return super().forward(microbatch, activations, batch, **more)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_error_of_a_layer_keeps_its_type_and_shows_what_the_rows_did_around_it(tmp_path: Path) -> None:
+    schedule = generate(ScheduleKind.ONE_F_ONE_B, 3, 4)
+    executor, recorder = recorded(schedule, 1, SingleProcessCommunicator(), Faults(str(tmp_path)))
+    executor._stages = {1: cast(Stage, Breaks(recorder, 1, is_last=False))}
+    with pytest.raises(FloatingPointError) as raised:
+        executor.run(StepWork(step=17, num_targets=4, first_position=0, batch=lambda _: {"x": torch.zeros(1)}))
+    assert str(raised.value) == "loss is nan"
+    assert executor.failed_action == "1F1 of row 1"
+    assert raised.value.__notes__ == [
+        "while training (generation 3, step 17, action 1F1 of row 1):\n"
+        "time   3         4         5         6      7         8         9\n"
+        "row 0  0SEND_F1  0F2       0SEND_F2  .      .         .         .\n"
+        "row 1  1F0       1SEND_F0  1RECV_F1  [1F1]  1SEND_F1  .         1RECV_B0\n"
+        "row 2  .         .         2RECV_F0  2F0    2B0       2SEND_B0  2RECV_F1"
+    ]
+
+
+def test_profiler_sees_the_actions_by_their_names(tmp_path: Path) -> None:
+    schedule = schedule_of(ScheduleKind.ZB_H1, 1)
+    executor, _ = recorded(schedule, 0, SingleProcessCommunicator(), Faults(str(tmp_path)))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        executor.run(StepWork(step=1, num_targets=4, first_position=0, batch=lambda _: {"x": torch.zeros(1)}))
+    found = sorted((event.time_range.start, event.name) for event in profiler.events() or () if event.name[0] == "0")
+    assert [name for _, name in found] == [str(action) for action in schedule.row(0)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from resilient.protocol.messages import Generation
 from resilient.runtime.batches import Feed
 from resilient.runtime.commit import Ledger
 from resilient.runtime.generation_guard import GenerationGuard
-from resilient.runtime.install import Installer
+from resilient.runtime.install import WorkerContext, install
 from resilient.runtime.job import SCHEDULES, Job
 from resilient.state import checkpoint
 from resilient.state.layer_state import LayerState, bind
@@ -72,11 +72,12 @@ def installed(job: Job, plan: Plan, rank: int, address: str, path: Path) -> Plac
     """Enter a generation of a plan."""
     layouts = job.layouts()
     ledger = Ledger(job.optimizer, job.clip_grad_norm)
-    installer = Installer(
+    context = WorkerContext(
         job=job, profile=make_profile(job), layouts=layouts, ledger=ledger, guard=GenerationGuard(),
         faults=Faults(str(path)), host=HOST,
     )  # fmt: skip
-    session, report = installer.install(
+    session, report = install(
+        context,
         Generation(generation=1, rank=rank, plan=plan, version=STEP - 1, roll_forward=None, transfers=(),
                    source=str(path), store_address=address)
     )  # fmt: skip
@@ -122,7 +123,7 @@ def interleaved(job: Job, cut: Sequence[int], num_rows: int, rank: int, address:
     before = {s: Upstream(comm, (s - 1) % num_rows, CPU, Channel(s, num_stages)) for s in stages if s > 0}
     after = {s: Downstream(comm, (s + 1) % num_rows, Channel(s + 1, num_stages)) for s in stages if s < num_stages - 1}
     executor = Executor(
-        actions=schedule.row(rank), stages=stages, sync=sync, comm=comm,
+        schedule=schedule, row=rank, generation=1, stages=stages, sync=sync, comm=comm,
         upstream=before if num_rows > 1 else {}, downstream=after if num_rows > 1 else {},
         faults=Faults(str(path)), stage_timer=StageTimer(CPU, 8),
     )  # fmt: skip
@@ -191,7 +192,8 @@ def test_every_schedule_trains_to_the_same_parameters(chosen: str, frozen: Seque
     def place(rank: int, address: str) -> Place:
         if chosen.startswith("interleaved"):
             return interleaved(alone, (0, 1, 3, 5, 6), num_rows, rank, address, tmp_path)
-        return installed(make_job(**changes, schedule=chosen), PLANS["2 pipelines"], rank, address, tmp_path)
+        plan = replace(PLANS["2 pipelines"], schedule_kind=ScheduleKind(chosen))
+        return installed(alone, plan, rank, address, tmp_path)
 
     num_rows = 2 if "2" in chosen else 1
     size = num_rows if chosen.startswith("interleaved") else len(PLANS["2 pipelines"].slots)

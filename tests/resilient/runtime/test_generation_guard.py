@@ -11,7 +11,7 @@ from resilient.errors import CommunicationError
 from resilient.protocol.messages import Regroup
 from resilient.runtime.generation_guard import GenerationGuard
 
-ENDED = re.escape("generation 3 ended, 4 is being formed")
+ENDED = re.escape("the generation ended, 4 is being formed (generation 3)")
 
 
 class Abortable(SingleProcessCommunicator):
@@ -88,5 +88,5 @@ def test_failure_overtakes_a_planned_change() -> None:
     guard.announce(Regroup(generation=4, at_boundary=True))
     guard.announce(Regroup(generation=5))
     assert comm.num_aborts == 1
-    with pytest.raises(CommunicationError, match=r"^generation 4 ended, 5 is being formed$"):
+    with pytest.raises(CommunicationError, match=r"^the generation ended, 5 is being formed \(generation 4\)$"):
         guard.open(4)

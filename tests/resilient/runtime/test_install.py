@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,21 +11,31 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from resilient.comm import StoreHost
+from resilient.comm import SingleProcessCommunicator, StoreHost
 from resilient.errors import CommunicationError
 from resilient.models.layer import WholeModel, assemble
+from resilient.observability.trace_events import ACTION
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.messages import INIT, Generation, Injection, Regroup, StepOutcome
 from resilient.runtime.batches import Feed
 from resilient.runtime.commit import Ledger
 from resilient.runtime.generation_guard import GenerationGuard
-from resilient.runtime.install import Installer, Session
+from resilient.runtime.install import (
+    Session,
+    WorkerContext,
+    build_session,
+    connect_ranks,
+    gather_states,
+    install,
+    supply,
+)
 from resilient.runtime.job import Job
 from resilient.state import checkpoint
 from resilient.state.layer_state import LayerState
 from resilient.state.manifest import Manifest, write_manifest
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.transfer import Transfer, plan_transfers
+from resilient.templates.schedules.kind import ScheduleKind
 from tests.resilient.ranks import HOST, as_threads
 from tests.resilient.small import CPU, TiedModel, Tokens, make_job, make_plan, make_profile
 
@@ -46,7 +57,7 @@ class Member:
         faults = Faults(str(path), kill=self.faults.append)
         for phase in ("regroup", "copy"):
             faults.arm(Injection(node=0, at_phase=phase))
-        self.installer = Installer(
+        self.context = WorkerContext(
             job=job, profile=self.profile, layouts=layouts, ledger=self.ledger, guard=self.guard, faults=faults,
             host=HOST,
         )  # fmt: skip
@@ -101,7 +112,7 @@ def test_survivors_train_on_as_if_nothing_had_happened(rolled: bool, tmp_path: P
 
     def work(rank: int, address: str) -> tuple[int, dict[str, LayerState], list[str | None]]:
         member = Member(job, tmp_path)
-        session, _ = member.installer.install(message(FIRST, rank, address, start))
+        session, _ = install(member.context, message(FIRST, rank, address, start))
         outcome, _ = member.reduce(session)
         member.ledger.apply(outcome)
         outcome, _ = member.reduce(session)
@@ -118,8 +129,11 @@ def test_survivors_train_on_as_if_nothing_had_happened(rolled: bool, tmp_path: P
         problem = PlanningProblem(profile=member.profile, num_microbatches=8, max_failures=0)
         transfers, lost = plan_transfers(problem, SECOND, held)
         assert lost == ()
-        session, installed = member.installer.install(
-            message(SECOND, survivor, store.address, version=2, generation=2, roll_forward=outcome, transfers=transfers)
+        session, installed = install(
+            member.context,
+            message(
+                SECOND, survivor, store.address, version=2, generation=2, roll_forward=outcome, transfers=transfers
+            ),
         )
         outcome, _ = member.reduce(session)
         member.ledger.apply(outcome)
@@ -146,7 +160,7 @@ def test_first_generation_starts_from_the_seed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("resilient.runtime.install.time", SimpleNamespace(time=count(1).__next__))
     job = make_job()
     member = Member(job, tmp_path)
-    session, installed = member.installer.install(message(make_plan(((0, 6), 8)), 0, ""))
+    session, installed = install(member.context, message(make_plan(((0, 6), 8)), 0, ""))
     assert installed.bytes_copied == 0
     assert (installed.started_at, installed.regrouped_at, installed.installed_at) == (1, 2, 3)
     whole = assemble(job.model, job.seed, torch.float64)
@@ -158,11 +172,11 @@ def test_first_generation_starts_from_the_seed(tmp_path: Path, monkeypatch: pyte
 
 def test_generation_that_is_over_is_not_entered_and_states_stay(tmp_path: Path) -> None:
     member = Member(make_job(), tmp_path)
-    member.installer.install(message(make_plan(((0, 6), 8)), 0, ""))
+    install(member.context, message(make_plan(((0, 6), 8)), 0, ""))
     before = member.ledger.progress()
     member.guard.announce(Regroup(generation=9))
-    with pytest.raises(CommunicationError, match=r"^generation 8 ended, 9 is being formed$"):
-        member.installer.install(message(make_plan(((0, 6), 8)), 0, "", generation=8))
+    with pytest.raises(CommunicationError, match=r"^the generation ended, 9 is being formed \(generation 8\)$"):
+        install(member.context, message(make_plan(((0, 6), 8)), 0, "", generation=8))
     after = member.ledger.progress()
     assert after.version == before.version == 0
     assert set(after.current + after.retained) == set(before.current)
@@ -180,7 +194,7 @@ def test_ranks_that_will_send_each_other_tensors_are_named_when_groups_are_built
     plan = make_plan(((0, 2, 4, 6), 3), ((0, 3, 6), 5))
     transfers = tuple(Transfer(state="head", source=5, target=rank, first_byte=0, end_byte=8) for rank in (2, 4))
     with pytest.raises(CommunicationError, match=r"^far enough$"):
-        Member(make_job(), tmp_path).installer.install(message(plan, 0, "", transfers=transfers, num_sources=1))
+        install(Member(make_job(), tmp_path).context, message(plan, 0, "", transfers=transfers, num_sources=1))
     assert asked == [{(0, 1), (1, 2), (3, 4), (5, 2), (5, 4)}]
 
 
@@ -192,13 +206,13 @@ def test_copies_come_from_states_the_new_plan_does_not_give_the_sender(tmp_path:
     def work(rank: int, address: str) -> tuple[list[str], list[str]]:
         member = Member(job, tmp_path)
         if rank == 0:
-            session, _ = member.installer.install(message(before, 0, address, start))
+            session, _ = install(member.context, message(before, 0, address, start))
             member.leave(session)
         transfers = tuple(
             Transfer(state=name, source=0, target=1, first_byte=0, end_byte=job.layouts()[name].numel(2) * 8)
             for name in ("embed", "block.0", "head")
         )
-        member.installer.install(message(after, rank, store.address, generation=2, transfers=transfers))
+        install(member.context, message(after, rank, store.address, generation=2, transfers=transfers))
         progress = member.ledger.progress()
         return sorted(progress.current), sorted(progress.retained)
 
@@ -221,16 +235,16 @@ def test_worker_without_a_place_sends_what_it_holds_and_is_not_needed_any_more(t
         member = Member(job, tmp_path)
         announced = message(plan, rank, store.address, generation=2, transfers=transfers, num_sources=1)
         if rank == 2:
-            session, _ = member.installer.install(message(make_plan(((0, 6), 8)), 0, address, start))
+            session, _ = install(member.context, message(make_plan(((0, 6), 8)), 0, address, start))
             member.leave(session)
-            num_bytes = member.installer.supply(announced).bytes_copied
+            num_bytes = supply(member.context, announced).bytes_copied
             installed_everywhere.wait()
             comm = member.guard.release()
             assert comm is not None
             comm.close()
             source_is_gone.wait()
         else:
-            session, installed = member.installer.install(announced)
+            session, installed = install(member.context, announced)
             num_bytes = installed.bytes_copied
             installed_everywhere.wait()
             source_is_gone.wait()
@@ -247,3 +261,40 @@ def test_worker_without_a_place_sends_what_it_holds_and_is_not_needed_any_more(t
         needed = [name for name, ranks in holders.items() if rank in ranks]
         assert (current, retained) == (sorted(needed), [])
         assert num_bytes == sum(t.end_byte for t in transfers if t.target == rank)
+
+
+def test_gathering_takes_what_is_here_and_makes_the_rest(tmp_path: Path) -> None:
+    member, comm = Member(make_job(), tmp_path), SingleProcessCommunicator()
+    member.ledger.begin_install(0, None)
+    first, second = message(make_plan(((0, 2, 6), 8)), 0, ""), message(make_plan(((0, 6), 8)), 0, "", generation=2)
+    assert gather_states(member.context, first, first.plan.slots[0], comm) == 0
+    assert set(member.ledger.current) == {"embed", "block.0"}
+    kept = member.ledger.current["embed"]
+    member.ledger.begin_install(0, None)
+    gather_states(member.context, second, second.plan.slots[0], comm)
+    assert set(member.ledger.current) == set(member.job.layouts())
+    assert member.ledger.current["embed"] is kept
+
+
+def test_connecting_puts_the_groups_under_the_guard(tmp_path: Path) -> None:
+    member, alone = Member(make_job(), tmp_path), message(make_plan(((0, 6), 8)), 0, "")
+    comm = connect_ranks(member.context, alone, alone.plan.holders(member.profile))
+    assert [fault.at_phase for fault in member.faults] == ["regroup"]
+    comm.check()
+    member.guard.announce(Regroup(generation=2))
+    with pytest.raises(CommunicationError, match=r"^the generation was aborted$"):
+        comm.check()
+    assert member.guard.release() is comm
+
+
+def test_session_runs_what_the_plan_says_of_its_pipeline(tmp_path: Path) -> None:
+    plan = replace(make_plan(((0, 6), 8)), schedule_kind=ScheduleKind.ZB_H2)
+    member, alone = Member(make_job(schedule="gpipe"), tmp_path), message(plan, 0, "")
+    comm = SingleProcessCommunicator()
+    member.ledger.begin_install(0, None)
+    gather_states(member.context, alone, plan.slots[0], comm)
+    session = build_session(member.context, alone, plan.slots[0], comm, plan.holders(member.profile))
+    member.ledger.start()
+    member.reduce(session)
+    ran = [name for category, name, *_ in session.executor.span_recorder.spans() if category == ACTION]
+    assert ran == str(plan.schedule(0, [range(6)])).split()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -176,7 +177,7 @@ def test_broken_generation_is_suspected_and_reported(tmp_path: Path) -> None:
     make_worker(client, num_steps=1).run()
     assert client.kinds() == ["Ready", "Suspect", "Report", "Installed", "StepDone", "Saved", "Finished"]
     suspect = client.last(Suspect)
-    assert (suspect.generation, suspect.reason) == (4, "generation 4 ended, 5 is being formed")
+    assert (suspect.generation, suspect.reason) == (4, "the generation ended, 5 is being formed (generation 4)")
     assert client.last(Report).generation == 5
 
 
@@ -244,7 +245,10 @@ def test_failure_of_the_script_is_told_with_its_traceback_and_raised(tmp_path: P
         make_worker(client, dataset=Tokens(bad=7)).run()
     failed = client.last(Failed)
     assert failed.error.startswith(f"SampleError: {message}")
+    assert re.search(r"; fix the data \(generation 1, step \d+, action 0F\d of row 0\)$", failed.error), failed.error
     assert "in check" in failed.traceback
+    if sys.version_info >= (3, 11):
+        assert re.search(r"^row 0 .*\[0F\d\]", failed.traceback, re.MULTILINE)
     assert "Finished" not in client.kinds()
 
 

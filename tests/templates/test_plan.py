@@ -1,0 +1,59 @@
+"""A plan says what its pipelines run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from resilient.templates.inputs.cluster import Cluster
+from resilient.templates.plan import Plan, PlanningProblem
+from resilient.templates.replan.replan import first_plan, replan
+from resilient.templates.schedules.generators import generate
+from resilient.templates.schedules.kind import ScheduleKind
+from tests.templates.jobs import cut, plan_of, profile
+
+TRAINING = [kind for kind in ScheduleKind if kind is not ScheduleKind.FORWARD_ONLY]
+
+
+def problem_for(kind: ScheduleKind) -> PlanningProblem:
+    return PlanningProblem(
+        profile=profile([1.0] * 12),
+        num_microbatches=8,
+        cluster=Cluster(),
+        min_pipeline_nodes=2,
+        schedule=kind,
+        num_chunks=2 if kind is ScheduleKind.INTERLEAVED else 1,
+    )
+
+
+@pytest.mark.parametrize("kind", TRAINING)
+def test_plan_carries_the_schedule_of_the_job_through_changes_and_over_the_wire(kind: ScheduleKind) -> None:
+    problem = problem_for(kind)
+    plan = first_plan(problem, range(5))
+    after = replan(problem, plan, [0, 1, 3, 4])
+    for each in (plan, after):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(each), type=Plan) == each
+        for index, pipeline in enumerate(each.pipelines):
+            chunks = pipeline.template.num_chunks
+            assert chunks == problem.num_chunks
+            expected = generate(kind, len(pipeline.template.rows), pipeline.num_microbatches, num_chunks=chunks)
+            assert each.schedule(index) == expected
+
+
+def test_pipeline_of_one_device_has_one_stage_also_when_others_have_more() -> None:
+    plan = replace(plan_of((cut(4), [0])), schedule_kind=ScheduleKind.INTERLEAVED)
+    assert str(plan.schedule(0)) == "0F0 0B0"
+
+
+def test_pipeline_runs_ahead_only_as_far_as_its_memory_allows() -> None:
+    wide = replace(plan_of((cut(1, 2, 3), range(3))), schedule_kind=ScheduleKind.EAGER)
+    (pipeline,) = wide.pipelines
+    stages = tuple(replace(stage, max_in_flight=3) for stage in pipeline.template.stages)
+    pipeline = replace(pipeline, num_microbatches=6)
+    narrow = replace(pipeline, template=replace(pipeline.template, stages=stages))
+    as_planned, limited = (replace(wide, pipelines=(each,)).schedule(0) for each in (pipeline, narrow))
+    assert as_planned == generate(ScheduleKind.EAGER, 3, 6)
+    assert limited == generate(ScheduleKind.EAGER, 3, 6, max_in_flight=[3, 3, 3])
+    assert limited != as_planned
