@@ -28,7 +28,6 @@ from rich.table import Table
 from timing import median_s
 
 from resilient.templates.composition.batch_split import Lines, lines, split_microbatches
-from resilient.templates.composition.batch_split_model import split_with_constraints
 from resilient.templates.composition.compose import compose
 from resilient.templates.inputs.derive import derive_profile
 from resilient.templates.inputs.devices import cluster_of
@@ -175,23 +174,19 @@ def large(repeats: int) -> list[Row]:
 
 
 def splits(repeats: int) -> list[Row]:
-    """Measure the batch split, direct and as a model."""
+    """Measure the batch split."""
     templates = plan_templates(job(32, 4), 24)
     by_size = [lines(layouts) for layouts in templates.layouts]
 
     def pipelines(count: int) -> list[Lines]:
         return [by_size[i % len(by_size)] for i in range(count)]
 
-    many, few = pipelines(128), pipelines(8)
+    many = pipelines(128)
     return [
         Row(
             what="batch split, 128 pipelines, 4096 microbatches",
             measured=ms(median_s(lambda: split_microbatches(many, 4096), repeats)),
             target="1 ms",
-        ),
-        Row(
-            what="Pyomo split with memory caps, 8 pipelines, 256 microbatches",
-            measured=ms(median_s(lambda: split_with_constraints(few, 256, max_microbatches=[48] * 8), repeats)),
         ),
     ]
 

@@ -280,7 +280,7 @@ def test_numbers_are_written_compactly() -> None:
 
 
 def test_command_line_starts_without_what_only_planning_needs() -> None:
-    slow = {"torch", "numba", "scipy", "pyomo", "matplotlib"}
+    slow = {"torch", "numba", "scipy", "matplotlib"}
     code = f"import sys, resilient.cli.app; print(sorted({slow!r} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
