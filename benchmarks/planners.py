@@ -8,6 +8,7 @@ Medians after a call that compiles. Names are those of the table's first column;
 from __future__ import annotations
 
 import argparse
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,8 @@ from timing import median_s
 from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.costs.derived_costs import derive_costs
 from resilient.planners.costs.samples import Lengths, SampleTable
-from resilient.planners.packing.balance import loads, longest_first
+from resilient.planners.packing.balance import by_speed, loads, longest_first
+from resilient.planners.packing.kernels import descending, spread
 from resilient.planners.packing.microbatch_order import reorder
 from resilient.planners.planner import Configuration, Parallelism, Replica, Setting
 from resilient.planners.published.cornstarch.planner import Cornstarch
@@ -34,6 +36,8 @@ from resilient.planners.published.orchmllm.planner import OrchMLLM
 from resilient.planners.published.orchmllm.post_balance import balance_padded, balance_quadratic
 from resilient.planners.stages.degraded_replicas import survivors
 from resilient.planners.workloads.workload import workload
+from resilient.templates.common.arrays import Floats, Ints
+from resilient.templates.common.compiled import compiled
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.inputs.devices import cluster_of
 
@@ -76,6 +80,37 @@ def balance() -> list[Row]:
             case="the same, a 40th of the bins slower",
             call=lambda: longest_first(weights, slowdowns),
         ),
+    ]
+
+
+@compiled
+def heap_spread(items: Floats, order: Ints, speeds: Floats, members: Ints, starts: Ints) -> Ints:
+    """Do what ``spread`` does, with a standard heap of the bins of each speed instead of a tournament."""
+    heaps = [[(0.0, each) for each in members[starts[speed] : starts[speed + 1]]] for speed in range(len(speeds))]
+    chosen = np.full(len(items), -1)
+    for item in order:
+        best, finish = 0, np.inf
+        for speed in range(len(speeds)):
+            done = (heaps[speed][0][0] + items[item]) / speeds[speed]
+            if done < finish or (done == finish and heaps[speed][0][1] < heaps[best][0][1]):
+                best, finish = speed, done
+        load, chosen[item] = heaps[best][0]
+        heapq.heapreplace(heaps[best], (load + float(items[item]), chosen[item]))
+    return chosen
+
+
+def kernels() -> list[Row]:
+    """The two loops that sort by hand, and the standard library's in their place."""
+    draw = np.random.default_rng(0)
+    weights, speeds = draw.lognormal(6.0, 1.0, 60 * 2560).astype(np.int64).astype(np.float64), np.ones(2560)
+    speeds[::40] = 0.8
+    order, bins = descending(weights), by_speed(speeds)
+    case, target = "153,600 samples over 2,560 bins", "a part of 20 ms"
+    return [
+        Row(name="kernels", case="153,600 samples: descending", call=lambda: descending(weights), target=target),
+        Row(name="kernels", case="with numpy's stable sort", call=lambda: np.argsort(-weights, kind="stable")),
+        Row(name="kernels", case=f"{case}: spread", call=lambda: spread(weights, order, *bins), target=target),
+        Row(name="kernels", case="with heapq, compiled", call=lambda: heap_spread(weights, order, *bins)),
     ]
 
 
@@ -272,6 +307,7 @@ def post_balance() -> list[Row]:
 
 ROWS: tuple[Callable[[], list[Row]], ...] = (
     balance,
+    kernels,
     orchestration,
     order,
     entrain,

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,8 +24,24 @@ from resilient.templates.schedules.schedule import Action
 
 logger = logging.getLogger(__name__)
 
-RecordedSpan = tuple[str, str, int, int, int]
-"""Category, name, start and end in Unix nanoseconds, and microseconds of processor time between them."""
+
+class RecordedSpan(NamedTuple):
+    """A part of a step as it is written to the worker's file, without the names of its fields.
+
+    Args:
+        category: ``action`` or ``part``.
+        name: What was done; an action as it prints.
+        start_ns: When it started, Unix time.
+        end_ns: When it ended.
+        busy_us: Processor time between them.
+    """
+
+    category: str
+    name: str
+    start_ns: int
+    end_ns: int
+    busy_us: int
+
 
 _STEPS = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -71,7 +88,7 @@ class SpanRecorder:
     def spans(self) -> tuple[RecordedSpan, ...]:
         """Return all of the step, in the order in which it began."""
         return tuple(
-            (
+            RecordedSpan(
                 ACTION if isinstance(entry.what, Action) else PART,
                 str(entry.what),
                 entry.start_ns,
@@ -148,16 +165,16 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
     def slices(self) -> Iterator[Slice]:
         """Yield the step and all that was done in it."""
         known = {"step": self.step, "generation": self.generation, "pipeline": self.pipeline, "row": self.row}
-        whole = (STEP, f"step {self.step}", self.start_ns, self.end_ns, self.busy_us)
-        for category, name, start_ns, end_ns, busy_us in (whole, *self.spans):
+        whole = RecordedSpan(STEP, f"step {self.step}", self.start_ns, self.end_ns, self.busy_us)
+        for span in (whole, *self.spans):
             yield Slice(
                 process=self.node,
                 thread=self.local_rank,
-                name=name,
-                category=category,
-                start_ns=start_ns,
-                end_ns=end_ns,
-                args={**known, "busy_us": busy_us},
+                name=span.name,
+                category=span.category,
+                start_ns=span.start_ns,
+                end_ns=span.end_ns,
+                args={**known, "busy_us": span.busy_us},
             )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from resilient.templates.common.interval import Interval
 from resilient.templates.schedules.schedule import Op
 from resilient.templates.schedules.simulator import Span, Timeline
 
@@ -24,7 +25,7 @@ Thread = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
+class Slice(Interval):
     """What one thread does from one time to another.
 
     Args:
@@ -32,8 +33,6 @@ class Slice:
         thread: Its thread.
         name: What it does; an action as it prints.
         category: One of those above.
-        start_ns: When it starts.
-        end_ns: When it ends.
         args: What else is known of it.
     """
 
@@ -41,8 +40,6 @@ class Slice:
     thread: int
     name: str
     category: str
-    start_ns: int
-    end_ns: int
     args: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
@@ -77,7 +74,7 @@ class Trace:
             events.append(_metadata("thread_sort_index", process, thread, {"sort_index": order}))
         # the longer of two that start together is the one that the other is a part of
         for s in sorted(self.slices, key=lambda s: (s.process, s.thread, s.start_ns, -s.end_ns)):
-            times = {"ts": (s.start_ns - origin_ns) / 1e3, "dur": (s.end_ns - s.start_ns) / 1e3}
+            times = {"ts": (s.start_ns - origin_ns) / 1e3, "dur": s.length_ns / 1e3}
             events.append(
                 _Event(ph="X", name=s.name, cat=s.category, pid=s.process, tid=s.thread, args=dict(s.args), **times)
             )
@@ -202,7 +199,7 @@ def _lane(span: Span, timeline: Timeline) -> _Lane:
 
 
 def _spans(timeline: Timeline) -> Sequence[Span]:
-    return [span for span in timeline.spans if span.end_ns > span.start_ns]
+    return [span for span in timeline.spans if span.length_ns > 0]
 
 
 def _index_name(span: Span) -> str:

@@ -21,7 +21,6 @@ from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.inputs.cluster import Cluster
-from resilient.templates.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,15 +153,6 @@ class Replica:
                 f"num_microbatches must be >= 1 and speed > 0, got {self.num_microbatches} and {self.speed}; "
                 f"leave out pipelines without work"
             )
-
-
-def replicas_of(plan: Plan) -> tuple[Replica, ...]:
-    """Return the plan's pipelines as replicas; a pipeline's speed is that of its slowest stage."""
-    slowest = [pipeline.template.slowest_ms for pipeline in plan.pipelines]
-    return tuple(
-        Replica(num_microbatches=pipeline.num_microbatches, speed=min(slowest) / ms if ms else 1.0)
-        for pipeline, ms in zip(plan.pipelines, slowest, strict=True)
-    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

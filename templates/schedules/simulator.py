@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.compiled import compiled
 from resilient.templates.common.durations import nanoseconds
+from resilient.templates.common.interval import Interval
 from resilient.templates.schedules.schedule import Action, Op, Schedule
 from resilient.templates.schedules.validator import check_ended
 
@@ -55,14 +56,17 @@ class ActionCosts:
     activation_bytes: Values = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What a worker (or, for messages and sums, its network) does from one time to another."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span(Interval):
+    """What a worker (or, for messages and sums, its network) does from one time to another, since the step's start.
+
+    Args:
+        row: The worker's row of the schedule.
+        action: What it does.
+    """
 
     row: int
     action: Action
-    start_ns: int
-    end_ns: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +109,7 @@ class Timeline:
         starts, ends = self.start_ns.tolist(), self.end_ns.tolist()
         numbered = ((row, action) for row, actions in enumerate(self.schedule.rows) for action in actions)
         return [
-            Span(row, action, start, end)
+            Span(row=row, action=action, start_ns=start, end_ns=end)
             for (row, action), start, end in zip(numbered, starts, ends, strict=True)
             if action.op not in (Op.RECV_F, Op.RECV_B)
         ]

@@ -48,7 +48,7 @@ class ChunkSearch:
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
         self.costs = StageCosts(problem)
-        self._spans = self.costs.spans()
+        self._single = self.costs.single_device()
         self._cuts: dict[int, _Rated] = {}
 
     @property
@@ -116,7 +116,7 @@ class ChunkSearch:
         """Return the best cut that was found."""
         if size not in self._cuts:
             in_flight = self._in_flight(size)
-            work, number = self._spans.work, in_flight.size
+            work, number = self._single.work, in_flight.size
             shares = np.arange(number + 1) / number
             by_time = np.searchsorted(work, shares * work[-1])
             by_count = np.round(shares * self.costs.num_layers).astype(np.int64)
@@ -131,23 +131,23 @@ class ChunkSearch:
         return self._cuts[size]
 
     def _rate(self, size: int, in_flight: ChunkTable, bounds: ChunkTable) -> _Rated:
-        spans, limit = self._spans, self.problem.cluster.memory_bytes
+        single, limit = self._single, self.problem.cluster.memory_bytes
         by_row = (len(bounds), *in_flight.T.shape)
         first, end, kept = bounds[:, :-1], bounds[:, 1:], in_flight.T.flatten()
 
         def of_rows(stages: ChunkTable) -> ChunkTable:
             return stages.reshape(by_row).sum(axis=1)
 
-        held = spans.held[first, end]
-        plain = of_rows(held + kept * (spans.kept[end] - spans.kept[first]))
-        again = of_rows(held + kept * (spans.inputs[end] - spans.inputs[first]) + spans.largest[first, end])
+        held = single.held[first, end]
+        plain = of_rows(held + kept * (single.kept[end] - single.kept[first]))
+        again = of_rows(held + kept * (single.inputs[end] - single.inputs[first]) + single.largest[first, end])
         lacking = np.zeros_like(plain)
         checkpointing = np.zeros(plain.shape, dtype=bool)
         if limit is not None:
             checkpointing = (plain > limit) & self.problem.activation_checkpointing
             lacking = np.maximum(np.where(checkpointing, again, plain) - limit, 0)
-        forward = (spans.forward[end] - spans.forward[first]) * (spans.next_backward[first] < end)
-        times = of_rows(spans.work[end] - spans.work[first] + self._send_ns(size, bounds))
+        forward = (single.forward[end] - single.forward[first]) * (single.next_backward[first] < end)
+        times = of_rows(single.work[end] - single.work[first] + self._send_ns(size, bounds))
         times += checkpointing * of_rows(forward)
         columns = (lacking.sum(axis=1), *(-np.sort(-times, axis=1)).T, times.sum(axis=1))
         return _Rated(bounds, np.stack(columns, axis=1), checkpointing)
@@ -157,7 +157,7 @@ class ChunkSearch:
         num_rows = self._num_rows(size)
         rows = np.arange(bounds.shape[1] - 1) % num_rows
         between = (rows % self.problem.cluster.devices_per_node == 0) & (size > 1)
-        return self._spans.send[between.astype(np.int64), bounds[:, :-1]]
+        return self._single.send[between.astype(np.int64), bounds[:, :-1]]
 
 
 def _best(rated: _Rated) -> _Rated:

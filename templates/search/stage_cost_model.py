@@ -69,7 +69,7 @@ class Tables(NamedTuple):
     fewest: CostTable
 
 
-class LayerSpans(NamedTuple):
+class SingleDeviceCosts(NamedTuple):
     """What stages on one device cost, for cuts that are evaluated many at a time. L layers; prefix sums are [L + 1].
 
     Args:
@@ -186,10 +186,10 @@ class StageCosts:
         sends = np.unique(np.array(self._send, dtype=np.int64)[:, first], axis=0)
         return np.unique([span + send for span in spans for send in sends])
 
-    def spans(self) -> LayerSpans:
+    def single_device(self) -> SingleDeviceCosts:
         """Return the costs of stages on one device, the first degree."""
         forward = np.array(self._forward[0], dtype=np.int64)
-        return LayerSpans(
+        return SingleDeviceCosts(
             forward=forward,
             work=forward + np.array(self._backward[0], dtype=np.int64),
             send=np.array(self._send, dtype=np.int64),

@@ -36,7 +36,7 @@ def show_timeline(chart: Chart, console: Console) -> None:
     for bar in sorted(chart.bars, key=lambda bar: bar.start_ns):
         if bar.kind in COMPUTING:
             rows[bar.row].append(bar)
-    lengths = sorted(bar.end_ns - bar.start_ns for bars in rows for bar in bars)
+    lengths = sorted(bar.length_ns for bars in rows for bar in bars)
     cell_ns, num_cells = _cells(max(1, chart.length_ns), min(lengths, default=1), console.width - margin)
     singly = not lengths or lengths[len(lengths) // 2] >= cell_ns
     console.print(chart.title, style="bold", markup=False)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from resilient.observability.trace_events import ACTION, PART, STEP, Slice, Trace
+from resilient.templates.common.interval import Interval
 from resilient.templates.schedules.schedule import Action, Op
 from resilient.templates.schedules.simulator import Timeline
 
@@ -25,22 +26,18 @@ OTHER: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """What a worker does for some time.
+class Bar(Interval):
+    """What a worker does for some time, from the step's start.
 
     Args:
         row: The worker.
         kind: A key of :data:`COMPUTING` or :data:`OTHER`.
-        start_ns: From the step's start.
-        end_ns: From the step's start.
         label: The microbatch, if it is of one.
         chunk: Which of the worker's stages it is of.
     """
 
     row: int
     kind: str
-    start_ns: int
-    end_ns: int
     label: str = ""
     chunk: int = 0
 
@@ -68,7 +65,7 @@ class Chart:
         """Per row, the part of the step in which it computes."""
         totals = [0] * len(self.rows)
         for bar in self.bars:
-            totals[bar.row] += (bar.end_ns - bar.start_ns) * (bar.kind in COMPUTING)
+            totals[bar.row] += bar.length_ns * (bar.kind in COMPUTING)
         return tuple(total / self.length_ns if self.length_ns else 0.0 for total in totals)
 
 
@@ -94,7 +91,7 @@ def simulated_chart(title: str, timeline: Timeline) -> Chart:
                 chunk=row_of[: span.action.stage].count(span.row),
             )
             for span in timeline.spans
-            if span.action.op.computes and span.end_ns > span.start_ns
+            if span.action.op.computes and span.length_ns
         ),
     )
 

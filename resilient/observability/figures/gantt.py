@@ -58,8 +58,8 @@ def _draw(axes: Axes, chart: Chart, longest_ns: int, row_inches: float) -> None:
     axes.barh(rows, [length_ms] * len(chart.rows), height=0.86, color=PALE_GREY)
     groups: dict[tuple[int, str, int, bool], list[tuple[float, float]]] = {}
     for bar in chart.bars:
-        part = (scale * bar.start_ns, scale * (bar.end_ns - bar.start_ns))
-        bordered = row_inches > 0.15 and _WIDTH_INCHES * (bar.end_ns - bar.start_ns) > _BORDERED_INCHES * longest_ns
+        part = (scale * bar.start_ns, scale * bar.length_ns)
+        bordered = row_inches > 0.15 and _WIDTH_INCHES * bar.length_ns > _BORDERED_INCHES * longest_ns
         groups.setdefault((bar.row, bar.kind, bar.chunk % 2, bordered), []).append(part)
     for (row, kind, lighter, bordered), parts in groups.items():
         colour = _colour(kind, lighter)
@@ -95,8 +95,7 @@ def _label(axes: Axes, bars: Sequence[Bar], longest_ns: int, row_inches: float) 
     labelled = [
         bar
         for bar in bars
-        if bar.label
-        and _WIDTH_INCHES * (bar.end_ns - bar.start_ns) / longest_ns > digit_inches * (len(bar.label) + 0.4)
+        if bar.label and _WIDTH_INCHES * bar.length_ns / longest_ns > digit_inches * (len(bar.label) + 0.4)
     ]
     for bar in labelled[:_MOST_LABELS]:
         axes.text(

@@ -3,8 +3,7 @@
 A layer's time for one microbatch is ``attention * sum(x^2) + linear * sum(x) + fixed`` over the sequences x packed in
 it: attention stays within a sequence, everything else sees tokens. A curve is no table: it holds for lengths beyond
 those it was fitted to, too, where attention takes over, which no time or time per token kept from the border would
-show. Tables (:class:`~resilient.planners.stages.memory_shares.ActivationGrid`) are clamped there: a token has what it
-has at the border. Degrees of parallelism are neither: those that were not profiled are refused.
+show. Degrees of parallelism are no curve: those that were not profiled are refused.
 
 Sources: Entrain section 4.4.1, DFLOP section 3.2, DHP section 4.2; the backward of frozen parts: Cornstarch section
 3.3.1, with a layer's own trainability left out of what its input needs.

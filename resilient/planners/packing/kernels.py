@@ -1,4 +1,9 @@
-"""Compiled loops that planners share. Import it where it is needed: it loads numba."""
+"""Compiled loops that planners share. Import it where it is needed: it loads numba.
+
+Two of them sort by hand, as a planner has 20 ms a step for 153,600 samples over 2,560 bins. Measured with
+``benchmarks/planners.py kernels``: :func:`descending` takes 0.9 ms and numpy's stable sort 11 ms; :func:`spread`, with
+tournaments, takes 5 to 8 ms and with heaps of :mod:`heapq`, compiled as well, 27 to 45 ms.
+"""
 
 from __future__ import annotations
 

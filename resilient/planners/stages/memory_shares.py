@@ -1,9 +1,9 @@
-"""What fits into a device: activations between measured points, and what samples take of the room."""
+"""What parts of a device's memory for activations samples take."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,52 +13,6 @@ from resilient.planners.planner import Configuration, Replica, Setting
 from resilient.planners.stages.degraded_replicas import left_bytes, tokens_held
 from resilient.planners.stages.stage_work import kept_bytes
 from resilient.templates.common.arrays import Floats, Ints
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActivationGrid:
-    """Measured activations of a unit.
-
-    Args:
-        layers: Numbers of layers that were measured, ascending.
-        tp: Tensor-parallel degrees, ascending.
-        tokens: Of a call, ascending.
-        bytes: ``[layers][tp][tokens]``, of the call in all the layers, on each device.
-    """
-
-    layers: tuple[int, ...]
-    tp: tuple[int, ...]
-    tokens: tuple[int, ...]
-    bytes: tuple[tuple[tuple[float, ...], ...], ...]
-
-    def __post_init__(self) -> None:
-        for axis in (self.layers, self.tp, self.tokens):
-            if not axis or list(axis) != sorted(set(axis)) or axis[0] < 1:
-                raise ValueError(
-                    f"layers, tp and tokens must ascend from 1 or more, got {self.layers}, {self.tp} and "
-                    f"{self.tokens}; list each number once, in order"
-                )
-        shape = (len(self.layers), len(self.tp), len(self.tokens))
-        if np.shape(self.bytes) != shape:
-            raise ValueError(f"bytes must be of shape {shape}, got {np.shape(self.bytes)}; measure it all")
-
-    def activation_bytes(self, layers: int, tp: int, tokens: int) -> float:
-        """Return what a call keeps on each device.
-
-        Between the measured layers and tokens it is interpolated. Beyond them a layer and a token have what they have
-        at the border. Degrees are not interpolated.
-
-        Raises:
-            ValueError: The degree was not measured.
-        """
-        if tp not in self.tp:
-            raise ValueError(f"tp must be one of {self.tp}, which were measured, got {tp}; measure it too")
-        table = np.array(self.bytes)[:, self.tp.index(tp)]
-        by_layers = [float(np.interp(tokens, self.tokens, row)) for row in table]
-        inside = float(np.interp(layers, self.layers, by_layers))
-        inside_layers = min(max(layers, self.layers[0]), self.layers[-1])
-        inside_tokens = min(max(tokens, self.tokens[0]), self.tokens[-1])
-        return inside * (layers / inside_layers) * (tokens / inside_tokens)
 
 
 def kept_shares(

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from resilient.cli.app import app
 from resilient.observability.figures.bars import Bar, recorded_chart
-from resilient.observability.step_trace import SpanRecorder, TracedStep, parse_steps, recorded_trace
+from resilient.observability.step_trace import RecordedSpan, SpanRecorder, TracedStep, parse_steps, recorded_trace
 from resilient.observability.trace_events import ACTION, PART, RECOVERY, STEP, Trace
 from resilient.templates.schedules.schedule import Action
 from tests.resilient.observability.made_up_runs import START, Run
@@ -73,10 +73,10 @@ def at(time_ms: float) -> int:
 
 
 def step(number: int, node: int, start_ms: float, *spans: tuple[str, str, float, float], **changes: Any) -> TracedStep:
-    made = tuple((category, name, at(start), at(end), 7) for category, name, start, end in spans)
+    made = tuple(RecordedSpan(category, name, at(start), at(end), 7) for category, name, start, end in spans)
     fields = {"generation": 1, "local_rank": 0, "pipeline": 0, "row": node, **changes}
     return TracedStep(
-        step=number, node=node, start_ns=at(start_ms), end_ns=made[-1][3], busy_us=9, spans=made, **fields
+        step=number, node=node, start_ns=at(start_ms), end_ns=made[-1].end_ns, busy_us=9, spans=made, **fields
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from resilient.planners.costs.correction import UNCORRECTED, Observation
 from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
 from resilient.planners.costs.samples import Lengths, SampleTable
-from resilient.planners.planner import Assignment, Configuration, Replica, Setting, replicas_of
+from resilient.planners.planner import Assignment, Configuration, Replica, Setting
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.replan.replan import first_plan, replan
 from resilient.templates.search.template_sizes import TooFewNodes
@@ -89,7 +89,7 @@ def learnt(at: Setting, truth: CostModel, configuration: Configuration) -> Setti
 
 @st.composite
 def after_failures(draw: st.DrawFn) -> list[Replica]:
-    """The pipelines of a plan after some nodes failed, one after the other."""
+    """The pipelines of a plan after some nodes failed, one after the other; each as fast as its slowest stage."""
     problem = draw(problems())
     num_nodes = enough_nodes(problem) + draw(st.integers(0, 5))
     try:
@@ -100,7 +100,11 @@ def after_failures(draw: st.DrawFn) -> list[Replica]:
             plan = replan(problem, plan, [node for node in range(num_nodes + 1) if node != lost][:num_nodes])
     except TooFewNodes:
         assume(False)
-    return list(replicas_of(plan))
+    slowest = [pipeline.template.slowest_ms for pipeline in plan.pipelines]
+    return [
+        Replica(num_microbatches=pipeline.num_microbatches, speed=min(slowest) / ms if ms else 1.0)
+        for pipeline, ms in zip(plan.pipelines, slowest, strict=True)
+    ]
 
 
 def check_places(assignment: Assignment, again: Assignment, count: int, replicas: list[Replica]) -> None:

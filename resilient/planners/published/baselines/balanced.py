@@ -25,7 +25,7 @@ from resilient.planners.published.baselines.uniform import (
     num_microbatches,
 )
 from resilient.planners.stages.stage_work import exposed_sum_ms
-from resilient.templates.common.arrays import Floats, Ints
+from resilient.templates.common.arrays import Floats
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,10 @@ class EncoderFirst(Uniform):
 
 @dataclass(frozen=True)
 class StaticContext(Uniform):
-    """One context-parallel degree for all sequences, large enough for the longest; blocks are dealt by :func:`zigzag`.
+    """One context-parallel degree for all sequences, large enough for the longest.
 
-    There are no stages, and encoders lie on the language model's devices.
+    There are no stages, and encoders lie on the language model's devices. Of twice as many blocks of a sequence as
+    there are ranks, a rank has one from the front and one as far from the end: under a causal mask all have equal work.
     """
 
     name: str = "static-cp"
@@ -136,25 +137,6 @@ class StaticContext(Uniform):
         for tp, cp in common_degrees(setting.costs):
             if tp <= setting.cluster.devices_per_node and tp * cp <= setting.num_devices:
                 yield from _colocated(setting, samples, 1, tp, cp)
-
-
-def zigzag(num_blocks: int, num_ranks: int) -> Ints:
-    """Deal blocks of a causal sequence: of ``2 * num_ranks`` parts rank r has the r-th from both ends.
-
-    Under a causal mask over the whole sequence all ranks then have equal work (when the parts are equal), under others
-    they need not.
-
-    Args:
-        num_blocks: Blocks of the sequence, in order.
-        num_ranks: Devices of the context-parallel group.
-
-    Returns:
-        The rank of each block. [num_blocks]
-    """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks must be >= 1, got {num_ranks}; 1 means no context parallelism")
-    part = np.arange(num_blocks, dtype=np.int64) * (2 * num_ranks) // max(num_blocks, 1)
-    return np.minimum(part, 2 * num_ranks - 1 - part)
 
 
 def _colocated(setting: Setting, samples: SampleTable, pp: int, tp: int, cp: int) -> Iterable[Configuration]:

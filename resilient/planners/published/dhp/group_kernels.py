@@ -32,10 +32,20 @@ def best_fit(sizes: Floats, order: Ints) -> tuple[Ints, Ints]:
 
 @compiled
 def min_max_degrees(times: Floats, least: Ints) -> Ints:
-    """Start from the fewest ranks, and widen the slowest group that gets faster by it until no rank helps.
+    """Stage 2: give each group as many ranks as makes the slowest group fastest.
 
-    As long as the slowest group of all is widened, no other choice makes the slowest faster with fewer ranks for any
-    group: it has to be widened at least as far. Where it cannot be, the slowest is as fast as it can be.
+    Groups start from the fewest ranks, and the slowest one that gets faster by it is widened until no rank helps. As
+    long as it is the slowest of all, no other choice makes the slowest faster with fewer ranks for any group: it has to
+    be widened at least as far. Where it cannot be, the slowest is as fast as it can be, and what is left shortens the
+    wait of the others. The paper's dynamic program over groups and ranks finds the same time for the slowest; this
+    needs no table.
+
+    Args:
+        times: Of each group at each degree, less one. [num_groups, num_ranks]
+        least: The degree with which each group holds its sequences; their sum is at most ``num_ranks``. [num_groups]
+
+    Returns:
+        The degree of each group. [num_groups]
     """
     groups, ranks = times.shape
     chosen = least.copy()

@@ -83,13 +83,6 @@ class Groups:
     slowest_ms: float
 
 
-def group_ms(sequences: Sequences, bins: Ints, num_bins: int, ranks: Ranks) -> Floats:
-    """Return the time of each group at each degree. [num_bins, num_ranks]"""
-    from resilient.planners.published.dhp.group_kernels import times_of
-
-    return times_of(_work(sequences), bins, num_bins, ranks.ring_ms, ranks.fixed_ms + ranks.start_ms)
-
-
 def pack(kept: Floats) -> tuple[Ints, Ints]:
     """Stage 1: put sequences into as few groups as hold them, largest first, each where it fits most tightly.
 
@@ -117,29 +110,6 @@ def pack_ranks(least: Ints, num_ranks: int) -> Ints:
     """
     # What fills a microbatch exactly fits, however it is rounded.
     return pack(least.astype(np.float64) * ((1 - 1e-9) / num_ranks))[0]
-
-
-def choose_degrees(times: Floats, least: Ints) -> Ints:
-    """Stage 2: give each group as many ranks as makes the slowest group fastest.
-
-    Groups take the fewest ranks with which that is so; what is left then widens the slowest group that gets faster by
-    it, again and again, which shortens the wait of the others. The paper's dynamic program over groups and ranks finds
-    the same time for the slowest; widening it step by step needs no table.
-
-    Args:
-        times: Of each group at each degree, ``[num_groups, num_ranks]``.
-        least: Degree of each group that holds its sequences, ``[num_groups]``; their sum is at most ``num_ranks``.
-
-    Returns:
-        The degree of each group.
-
-    Raises:
-        ValueError: There are too few ranks.
-    """
-    from resilient.planners.published.dhp.group_kernels import min_max_degrees
-
-    _check(least, times.shape[1])
-    return min_max_degrees(np.ascontiguousarray(times), least)
 
 
 def plan_groups(sequences: Sequences, ranks: Ranks, bins: Ints, least: Ints) -> Groups:

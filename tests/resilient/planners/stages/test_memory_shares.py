@@ -1,4 +1,4 @@
-"""Activations between measured points, and the tokens there is room for."""
+"""What parts of a device's memory samples take."""
 
 from __future__ import annotations
 
@@ -7,53 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.planner import Configuration, Parallelism, Replica
-from resilient.planners.stages.memory_shares import ActivationGrid, kept_shares
+from resilient.planners.stages.memory_shares import kept_shares
 from tests.resilient.planners.jobs_of_planners import setting
-
-
-def kept(layers: float, tp: int, tokens: float) -> float:
-    """An embedding beside equal layers: linear in each alone."""
-    return tokens * (100 + layers * (20 + 80 / tp))
-
-
-LAYERS, TP, TOKENS = (2, 4, 8), (1, 4), (64, 1024)
-GRID = ActivationGrid(
-    layers=LAYERS,
-    tp=TP,
-    tokens=TOKENS,
-    bytes=tuple(tuple(tuple(kept(layers, tp, tokens) for tokens in TOKENS) for tp in TP) for layers in LAYERS),
-)
-
-
-@given(layers=st.integers(2, 8), tp=st.sampled_from(TP), tokens=st.integers(64, 1024))
-def test_activations_are_interpolated_inside_the_grid(layers: int, tp: int, tokens: int) -> None:
-    assert GRID.activation_bytes(layers, tp, tokens) == pytest.approx(kept(layers, tp, tokens))
-
-
-@given(layers=st.integers(1, 40), tokens=st.integers(1, 10000))
-def test_activations_beyond_the_grid_are_those_of_the_border(layers: int, tokens: int) -> None:
-    inside_layers, inside_tokens = min(max(layers, 2), 8), min(max(tokens, 64), 1024)
-    border = kept(inside_layers, 1, inside_tokens)
-    expected = border * layers / inside_layers * tokens / inside_tokens
-    assert GRID.activation_bytes(layers, 1, tokens) == pytest.approx(expected)
-
-
-def test_degrees_are_not_interpolated() -> None:
-    message = "tp must be one of (1, 4), which were measured, got 2; measure it too"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        GRID.activation_bytes(4, 2, 128)
-    with pytest.raises(ValueError, match=re.escape("bytes must be of shape (1, 1, 1), got (1, 1, 2); measure it all")):
-        ActivationGrid(layers=(2,), tp=(1,), tokens=(64,), bytes=(((1.0, 2.0),),))
-    message = (
-        "layers, tp and tokens must ascend from 1 or more, got (2, 1), (1,) and (64,); list each number once, in order"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        ActivationGrid(layers=(2, 1), tp=(1,), tokens=(64,), bytes=(((1.0,),), ((1.0,),)))
 
 
 def two_units(pp: int, *, colocated: bool) -> Configuration:

@@ -20,7 +20,6 @@ from resilient.planners.published.baselines.balanced import (
     FullySharded,
     RandomOrder,
     StaticContext,
-    zigzag,
 )
 from resilient.planners.published.baselines.uniform import Stages, Uniform, even_layers, in_order
 from resilient.planners.published.cornstarch.planner import Cornstarch
@@ -219,17 +218,3 @@ def test_sharding_is_hidden_behind_computation_as_far_as_it_can_be() -> None:
         for link in (Link(), Link(bytes_per_s=1e9), Link(bytes_per_s=1e4))
     ]
     assert times[0] == times[1] < times[2]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_zigzag_evens_out_a_causal_mask(num_ranks: int) -> None:
-    ranks = zigzag(4 * num_ranks, num_ranks)
-    work = np.bincount(ranks, weights=np.arange(1, 4 * num_ranks + 1))
-    assert set(work.tolist()) == {work[0]}
-    assert ranks.tolist()[:2] == ranks.tolist()[-2:] == [0, 0]
-
-
-def test_zigzag_on_no_rank_is_an_error() -> None:
-    message = "num_ranks must be >= 1, got 0; 1 means no context parallelism"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        zigzag(8, 0)

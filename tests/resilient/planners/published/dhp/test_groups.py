@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.planners.packing.balance import loads, longest_first
+from resilient.planners.published.dhp.group_kernels import min_max_degrees
 from resilient.planners.published.dhp.groups import (
     Ranks,
     Sequences,
-    choose_degrees,
-    group_ms,
     pack,
     pack_ranks,
     plan_groups,
 )
 from resilient.templates.common.arrays import Floats, Ints
+from tests.resilient.planners.published.dhp.group_times import group_ms
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -66,7 +66,7 @@ def test_degrees_are_those_of_brute_force(seed: int, num_groups: int, falling: b
     times = draw.uniform(1, 9, (num_groups, num_ranks))
     if falling:
         times = np.ascontiguousarray(np.sort(times, axis=1)[:, ::-1])
-    degrees = choose_degrees(times, least)
+    degrees = min_max_degrees(times, least)
     assert (degrees >= least).all()
     assert degrees.sum() <= num_ranks
     assert times[np.arange(num_groups), degrees - 1].max() == brute_force(times, least)
@@ -80,19 +80,19 @@ def test_degrees_are_those_of_the_dynamic_program(seed: int, num_groups: int, mo
     times = draw.uniform(1, 9, (num_groups, int(least.sum()) + more))
     if falling:
         times = np.ascontiguousarray(np.sort(times, axis=1)[:, ::-1])
-    degrees = choose_degrees(times, least)
+    degrees = min_max_degrees(times, least)
     assert times[np.arange(num_groups), degrees - 1].max() == dynamic_program(times, least)
 
 
 def test_ranks_that_are_left_over_widen_the_slowest_group_that_gets_faster() -> None:
     times = np.array([[9.0, 9.0, 9.0, 9.0, 9.0], [6.0, 4.0, 3.0, 2.5, 2.0], [5.0, 4.5, 1.0, 1.0, 1.0]])
-    assert choose_degrees(times, np.array([1, 1, 1])).tolist() == [1, 2, 2]
+    assert min_max_degrees(times, np.array([1, 1, 1])).tolist() == [1, 2, 2]
 
 
 def test_too_few_ranks_are_an_error() -> None:
     message = "least must sum to at most 2, the number of ranks, got 3; split the microbatch"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        choose_degrees(np.ones((2, 2)), np.array([1, 2]))
+        plan_groups(sequences(np.random.default_rng(0), 3), ranks(2), np.array([0, 1, 1]), np.array([1, 2]))
 
 
 def test_times_are_those_of_the_formula() -> None:
@@ -144,7 +144,7 @@ def test_each_sequence_is_in_one_group_that_holds_it(seed: int, count: int, scal
     times = group_ms(these, groups.group, len(groups.degrees), ranks(num_ranks))[active, groups.degrees[active] - 1]
     assert times.max() == pytest.approx(groups.slowest_ms)
     packed = group_ms(these, bins, len(least), ranks(num_ranks))
-    of_paper = choose_degrees(packed, least)
+    of_paper = min_max_degrees(packed, least)
     assert groups.slowest_ms <= packed[np.arange(len(least)), of_paper - 1].max() * (1 + 1e-12)
 
 

@@ -16,9 +16,9 @@ from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.packing.balance import longest_first
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Replica, Setting
-from resilient.planners.published.dhp.groups import group_ms
 from resilient.planners.published.dhp.planner import DHP, ranks_of, sequences_of
 from tests.resilient.planners.jobs_of_planners import after_failures, check_places, learnt, setting, table, unit
+from tests.resilient.planners.published.dhp.group_times import group_ms
 
 MEMORY = 2_500_000
 
