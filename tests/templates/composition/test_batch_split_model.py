@@ -139,7 +139,7 @@ ALL_EVEN = [2, 2, 2, 2]
     ],
 )
 def test_impossible_split_names_the_sums_and_the_nearest_that_are_possible(
-    total: int, constraints: dict[str, Sequence[int]], message: str
+    total: int, constraints: dict[str, Any], message: str
 ):
     start = "num_microbatches must be a sum that the constraints of 4 pipelines allow (minima and maxima: "
     with pytest.raises(ValueError, match=f"^{re.escape(start + message)}$"):
@@ -150,12 +150,13 @@ def test_impossible_split_names_the_sums_and_the_nearest_that_are_possible(
     ("name", "values"), [("min_microbatches", [1, 1]), ("max_microbatches", [1, 1, 1, 0]), ("multiple_of", [])]
 )
 def test_constraints_must_be_one_for_each_pipeline(name: str, values: list[int]):
+    constraint: dict[str, Any] = {name: values}
     message = (
         f"{name} must be a number >= 1 for each of 4 pipelines, got {values}; give 1, or num_microbatches as a "
         f"maximum, where there is no constraint"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        split_with_constraints(EQUAL, 8, **{name: values})
+        split_with_constraints(EQUAL, 8, **constraint)
 
 
 def test_no_pipelines_are_refused():
