@@ -50,17 +50,17 @@ class Served:
         told = settings(run_directory=str(folder), num_nodes=2, heartbeat_s=600.0)  # who does not read answers no ping
         self.coordinator = Coordinator(told, TOKEN, self.events.put_nowait)
         self.session = session
-        self.sockets: list[aiohttp.ClientWebSocketResponse] = []
+        self.sockets: list[aiohttp.ClientWebSocketResponse[bool]] = []
 
     def url(self, path: str) -> str:
         return f"http://{self.coordinator.address}{path}"
 
-    async def open(self) -> aiohttp.ClientWebSocketResponse:
+    async def open(self) -> aiohttp.ClientWebSocketResponse[bool]:
         socket = await self.session.ws_connect(self.url("/agent"), max_msg_size=MAX_MESSAGE_BYTES)
         self.sockets.append(socket)
         return socket
 
-    async def connect(self) -> aiohttp.ClientWebSocketResponse:
+    async def connect(self) -> aiohttp.ClientWebSocketResponse[bool]:
         socket = await self.open()
         await socket.send_bytes(encode(HELLO))
         welcome = decode_to_agent(await socket.receive_bytes())

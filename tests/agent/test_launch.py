@@ -93,9 +93,10 @@ def test_options_that_start_the_job_again_are_those_that_were_given(train: str, 
 
 @pytest.mark.parametrize("name", ["network_gbit_s", "failure_interval_s", "heartbeat_s", "grace_s"])
 def test_times_and_bandwidths_are_positive(name: str, train: str, tmp_path: Path) -> None:
+    zero: dict[str, Any] = {name: 0}
     message = f"{name} must be > 0, got 0; leave --{name.replace('_', '-')} out for the default"
     with pytest.raises(ValueError, match=f"^{message}$"):
-        LaunchOptions(script=train, run_directory=str(tmp_path), **{name: 0})
+        LaunchOptions(script=train, run_directory=str(tmp_path), **zero)
 
 
 def test_folder_that_cannot_be_written_is_named(train: str, tmp_path: Path) -> None:

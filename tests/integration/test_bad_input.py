@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from resilient.observability.event_log import read_events
-from tests.integration.harness import CHAIN, command, run_job, started
+from tests.integration.harness import CHAIN, Run, command, run_job, started
 
 JOBS = Path(__file__).parent / "jobs"
 
@@ -32,7 +32,7 @@ def write_script(folder: Path, text: str) -> Path:
     return script
 
 
-def check_failed(run, *parts: str) -> None:
+def check_failed(run: Run, *parts: str) -> None:
     """Check that the job failed with one message that holds all the parts."""
     assert run.exit_code == 1
     assert run.losses == {}
@@ -40,22 +40,22 @@ def check_failed(run, *parts: str) -> None:
         assert part in run.reason
 
 
-def test_batch_that_cannot_be_cut_names_those_that_can(tmp_path):
+def test_batch_that_cannot_be_cut_names_those_that_can(tmp_path: Path) -> None:
     run = run_job(tmp_path, "--batch", "30", "--microbatch", "4", nodes=4)
     check_failed(run, "global_batch must be a multiple of microbatch 4", "got 30; use 28 or 32")
 
 
-def test_fewer_microbatches_than_pipelines(tmp_path):
+def test_fewer_microbatches_than_pipelines(tmp_path: Path) -> None:
     run = run_job(tmp_path, "--batch", "4", "--microbatch", "4", nodes=4)
     check_failed(run, "one microbatch for each of 2 pipelines", "got 4; use 8")
 
 
-def test_pipelines_longer_than_the_model(tmp_path):
+def test_pipelines_longer_than_the_model(tmp_path: Path) -> None:
     run = run_job(tmp_path, "--layers", "3", "--min-pipeline-nodes", "4", nodes=8)
     check_failed(run, "min_pipeline_nodes")
 
 
-def test_unknown_model_family(tmp_path):
+def test_unknown_model_family(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
         """
@@ -68,7 +68,7 @@ def test_unknown_model_family(tmp_path):
     check_failed(run, "t5", "llama")
 
 
-def test_sample_whose_features_and_placeholders_do_not_match_is_named(tmp_path):
+def test_sample_whose_features_and_placeholders_do_not_match_is_named(tmp_path: Path) -> None:
     arguments = ("--steps", "4", "--batch", "16", "--microbatch", "4")
     with started(tmp_path, *arguments, nodes=4, script=JOBS / "mismatched.py") as job:
         run = job.wait()
@@ -82,7 +82,7 @@ def test_sample_whose_features_and_placeholders_do_not_match_is_named(tmp_path):
         assert int(found[1]) == int(found[2]) - 1
 
 
-def test_script_that_raises_in_mid_training(tmp_path):
+def test_script_that_raises_in_mid_training(tmp_path: Path) -> None:
     """Its message is shown, the traceback too; the other nodes end instead of waiting for it."""
     with started(tmp_path, "--raise-in", 4, nodes=4) as job:
         job.wait_for(lambda event: event["kind"] == "failed")
@@ -103,12 +103,12 @@ def test_script_that_raises_in_mid_training(tmp_path):
         ("raise SystemExit(7)", "exit code 7; see "),
     ],
 )
-def test_script_that_does_not_get_as_far_as_to_train(text, message, tmp_path):
+def test_script_that_does_not_get_as_far_as_to_train(text: str, message: str, tmp_path: Path) -> None:
     run = run_job(tmp_path / "run", script=write_script(tmp_path, text), nodes=2)
     check_failed(run, message)
 
 
-def test_script_that_does_not_train_at_all(tmp_path):
+def test_script_that_does_not_train_at_all(tmp_path: Path) -> None:
     run = run_job(tmp_path / "run", script=write_script(tmp_path, "print('hello')"), nodes=2)
     assert (run.exit_code, run.losses) == (0, {})
     log = run.directory / "logs" / "node-0" / "worker-0.log"
@@ -117,14 +117,14 @@ def test_script_that_does_not_train_at_all(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["node=x", "step=3", "node=1,phase=lunch", "node=1,when=now", ""])
-def test_injection_that_cannot_be_read(text, tmp_path):
+def test_injection_that_cannot_be_read(text: str, tmp_path: Path) -> None:
     done = run_command("run", "--run-dir", tmp_path / "run", "--inject", text, CHAIN)
     assert done.returncode == 1
     assert '--inject must look like "node=2,step=15,phase=backward[,worker]"' in words(done.stderr)
     assert not (tmp_path / "run").exists()
 
 
-def test_port_in_use(tmp_path):
+def test_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = run_command("run", "--run-dir", tmp_path / "run", "--port", port, CHAIN)
@@ -132,7 +132,7 @@ def test_port_in_use(tmp_path):
     assert f"error: host and port must be an address to listen on, got 127.0.0.1:{port}" in words(done.stderr)
 
 
-def test_resume_from_what_is_no_checkpoint(tmp_path):
+def test_resume_from_what_is_no_checkpoint(tmp_path: Path) -> None:
     done = run_command("run", "--run-dir", tmp_path / "run", "--resume", tmp_path / "nowhere", CHAIN)
     assert done.returncode == 1
     message = f"{tmp_path}/nowhere must be a finished checkpoint, a folder step-* with manifest.json, got nothing"
@@ -140,7 +140,7 @@ def test_resume_from_what_is_no_checkpoint(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_injection_of_a_node_that_is_not_there(tmp_path):
+def test_injection_of_a_node_that_is_not_there(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with started(tmp_path / "run", "--hold-in", 3, "--gate", gate, nodes=4) as job:
         job.wait_for_step(2)

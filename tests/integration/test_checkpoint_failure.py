@@ -5,6 +5,8 @@ A file in the place of the checkpoints' folder stands for the disk, for whoever 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from resilient.agent.launch import Launcher
 from resilient.state.manifest import MANIFEST, read_manifest
 from tests.integration.harness import Event, run_job
@@ -12,7 +14,7 @@ from tests.integration.harness import Event, run_job
 NODES = 4
 
 
-def test_job_goes_on_without_a_checkpoint_and_writes_the_next(tmp_path):
+def test_job_goes_on_without_a_checkpoint_and_writes_the_next(tmp_path: Path) -> None:
     directory, gate = tmp_path / "run", tmp_path / "gate"
     checkpoints = directory / "checkpoints"
     directory.mkdir()
@@ -41,7 +43,7 @@ def test_job_goes_on_without_a_checkpoint_and_writes_the_next(tmp_path):
     assert not run.of_kind("detected")
 
 
-def test_last_checkpoint_that_cannot_be_written_ends_the_job_with_the_reason(tmp_path):
+def test_last_checkpoint_that_cannot_be_written_ends_the_job_with_the_reason(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
     (directory / "checkpoints").write_text("in the way")

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,14 +18,14 @@ NODES = 5
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> Run:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The failure-free run."""
     run = run_job(tmp_path_factory.mktemp("reference"), nodes=NODES)
     assert run.exit_code == 0, run.reason
     return run
 
 
-def test_launcher_killed_leaves_nothing_behind(tmp_path):
+def test_launcher_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     with started(tmp_path / "run", "--hold-in", 3, "--gate", tmp_path / "never", nodes=4) as job:
         job.wait_for_step(2)
         job.processes.take_in_children(job.popen.pid)
@@ -37,7 +38,7 @@ def order_kill(job: Started, *options: object) -> None:
     subprocess.run(command("inject", "kill", "--run", job.directory, *options), check=True, timeout=60)
 
 
-def test_kills_ordered_through_the_command_line(reference, tmp_path):
+def test_kills_ordered_through_the_command_line(reference: Run, tmp_path: Path) -> None:
     """The job stands in step 4. A worker hears that it is to die in the recovery before it hears of a recovery."""
     gate = tmp_path / "gate"
     with started(tmp_path / "run", "--hold-in", 4, "--gate", gate, nodes=NODES + 1) as job:
@@ -53,7 +54,7 @@ def test_kills_ordered_through_the_command_line(reference, tmp_path):
     assert "recovered from the loss of nodes 1, 2" in job.output
 
 
-def test_kill_ordered_at_once_through_the_command_line(reference, tmp_path):
+def test_kill_ordered_at_once_through_the_command_line(reference: Run, tmp_path: Path) -> None:
     """The job stands in step 4; a worker dies, and its node comes back as a new one."""
     gate = tmp_path / "gate"
     with started(tmp_path / "run", "--hold-in", 4, "--gate", gate, nodes=NODES) as job:
@@ -75,7 +76,7 @@ def stop_session(leader: int, number: int) -> None:
             continue
 
 
-def test_silent_node_is_noticed_by_its_missing_heartbeat(reference, tmp_path):
+def test_silent_node_is_noticed_by_its_missing_heartbeat(reference: Run, tmp_path: Path) -> None:
     """No connection breaks when a machine stands still; it comes back as a new node when it goes on.
 
     Heartbeats as by default: a machine that is merely busy must not miss them.
@@ -101,7 +102,7 @@ def test_silent_node_is_noticed_by_its_missing_heartbeat(reference, tmp_path):
     assert workers[NODES] != workers[2], "its old workers are fenced off"
 
 
-def test_node_that_says_nothing_at_all_is_not_waited_for(tmp_path):
+def test_node_that_says_nothing_at_all_is_not_waited_for(tmp_path: Path) -> None:
     """Somebody who connects and never introduces himself holds nobody up."""
     gate = tmp_path / "gate"
     with started(tmp_path / "run", "--hold-in", 3, "--gate", gate, nodes=4) as job:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ def depths(run: Run) -> list[int]:
     return [len(pipeline["stages"]) for pipeline in run.generations[0]["pipelines"]]
 
 
-def check_equals_one_process(run: Run, alone, log: str) -> None:
+def check_equals_one_process(run: Run, alone: Path, log: str) -> None:
     """Check losses (as far as the log gives their digits) and final parameters against the process's."""
     assert run.exit_code == 0, run.reason
     logged = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\d+\.\d+)", log)}
@@ -32,7 +33,7 @@ def check_equals_one_process(run: Run, alone, log: str) -> None:
     [(CHAIN, ()), (CHAIN, ("--optimizer", "sgd")), (DIGITS, VLM)],
     ids=["chain", "chain-sgd", "multimodal"],
 )
-def test_two_unequal_pipelines_equal_one_process(script, arguments, tmp_path):
+def test_two_unequal_pipelines_equal_one_process(script: Path, arguments: tuple[str, ...], tmp_path: Path) -> None:
     log = run_alone(tmp_path / "alone", *arguments, script=script)
     run = run_job(tmp_path / "run", *arguments, script=script, nodes=5)
     assert depths(run) == [3, 2]
@@ -41,7 +42,7 @@ def test_two_unequal_pipelines_equal_one_process(script, arguments, tmp_path):
     check_equals_one_process(run, tmp_path / "alone", log)
 
 
-def test_several_workers_per_node_equal_one_process_and_die_together(tmp_path):
+def test_several_workers_per_node_equal_one_process_and_die_together(tmp_path: Path) -> None:
     arguments = ("--min-pipeline-nodes", "1")
     log = run_alone(tmp_path / "alone", *arguments)
     whole = run_job(tmp_path / "whole", *arguments, nodes=3, workers_per_node=2)
@@ -52,7 +53,7 @@ def test_several_workers_per_node_equal_one_process_and_die_together(tmp_path):
     assert all(not worker.startswith("1/") for worker in run.generations[-1]["pids"])
 
 
-def test_single_node_without_redundancy(tmp_path):
+def test_single_node_without_redundancy(tmp_path: Path) -> None:
     arguments = ("--max-failures", "0", "--min-pipeline-nodes", "1")
     log = run_alone(tmp_path / "alone", *arguments)
     run = run_job(tmp_path / "run", *arguments, nodes=1)
@@ -60,7 +61,7 @@ def test_single_node_without_redundancy(tmp_path):
     check_equals_one_process(run, tmp_path / "alone", log)
 
 
-def test_bfloat16_job_survives_a_kill(tmp_path):
+def test_bfloat16_job_survives_a_kill(tmp_path: Path) -> None:
     """Matrix products in bfloat16: nothing is bitwise equal, but every loss stays near."""
     arguments = ("--precision", "bf16")
     reference = run_job(tmp_path / "reference", *arguments, nodes=5)
@@ -68,7 +69,7 @@ def test_bfloat16_job_survives_a_kill(tmp_path):
     check_recovered(run, reference, tolerance=0.05)
 
 
-def test_run_is_reproducible_to_the_last_bit(tmp_path):
+def test_run_is_reproducible_to_the_last_bit(tmp_path: Path) -> None:
     """The same nodes, the same plan: the same sums in the same order."""
     one, other = (run_job(tmp_path / name, "--precision", "fp32", nodes=4) for name in ("one", "other"))
     check_equal(one, other, tolerance=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,7 @@ STEP = 5
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> Run:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The uninterrupted run."""
     run = run_job(tmp_path_factory.mktemp("reference"), nodes=NODES)
     assert run.exit_code == 0, run.reason
@@ -27,7 +28,9 @@ def is_told(event: Event) -> bool:
     return event["kind"] == "interrupted"
 
 
-def test_job_interrupted_in_mid_step_ends_after_it_and_goes_on_to_the_same_result(reference, tmp_path):
+def test_job_interrupted_in_mid_step_ends_after_it_and_goes_on_to_the_same_result(
+    reference: Run, tmp_path: Path
+) -> None:
     with started(tmp_path / "run", "--change-after", STEP, nodes=NODES) as job:
         job.wait_for_step(STEP - 1)
         job.processes.take_in_children(job.popen.pid)
@@ -44,7 +47,7 @@ def test_job_interrupted_in_mid_step_ends_after_it_and_goes_on_to_the_same_resul
     check_resumed(run, resume_command(run.reason), reference, tmp_path / "resumed")
 
 
-def test_job_told_again_ends_at_once(tmp_path):
+def test_job_told_again_ends_at_once(tmp_path: Path) -> None:
     with started(tmp_path / "run", "--hold-in", STEP, "--gate", tmp_path / "never", nodes=NODES) as job:
         job.wait_for_step(STEP - 1)
         job.processes.take_in_children(job.popen.pid)
@@ -57,7 +60,7 @@ def test_job_told_again_ends_at_once(tmp_path):
     assert "Traceback" not in job.output
 
 
-def test_job_whose_workers_all_hang_ends_in_the_time_it_is_given(tmp_path):
+def test_job_whose_workers_all_hang_ends_in_the_time_it_is_given(tmp_path: Path) -> None:
     """They neither end the step nor report, so they are given up, or time is; nobody can write the checkpoint."""
     options = "--grace-s 3"
     with started(
@@ -77,7 +80,7 @@ def test_job_whose_workers_all_hang_ends_in_the_time_it_is_given(tmp_path):
     )
 
 
-def test_job_interrupted_in_a_recovery_saves_what_the_survivors_hold(reference, tmp_path):
+def test_job_interrupted_in_a_recovery_saves_what_the_survivors_hold(reference: Run, tmp_path: Path) -> None:
     def interrupt(launcher: Launcher, event: Event) -> None:
         if event["kind"] == "detected":
             launcher.interrupt("SIGTERM")

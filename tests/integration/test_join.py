@@ -6,16 +6,27 @@ import json
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import Run, check_equal, check_recovered, check_survivors, command, run_job, started
+from resilient.agent.launch import Launcher
+from tests.integration.harness import (
+    Event,
+    Run,
+    check_equal,
+    check_recovered,
+    check_survivors,
+    command,
+    run_job,
+    started,
+)
 
 NODES = 4
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> Run:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The run in which nobody comes or goes."""
     run = run_job(tmp_path_factory.mktemp("reference"), nodes=NODES)
     assert run.exit_code == 0, run.reason
@@ -30,10 +41,10 @@ def check_joined(run: Run, node: int) -> None:
     assert steps == sorted(set(steps)), "no step may be done twice"
 
 
-def test_node_joins_at_a_step_boundary(reference, tmp_path):
+def test_node_joins_at_a_step_boundary(reference: Run, tmp_path: Path) -> None:
     """Step 6 waits until its workers hear of the joiner, and is then trained by the old members."""
 
-    def act(launcher, event):
+    def act(launcher: Launcher, event: Event) -> None:
         if event["kind"] == "step" and event["step"] == 5:
             launcher.add_node()
 
@@ -46,7 +57,7 @@ def test_node_joins_at_a_step_boundary(reference, tmp_path):
     assert join["bytes_copied"] > 0
 
 
-def test_node_joins_through_the_command_line(reference, tmp_path):
+def test_node_joins_through_the_command_line(reference: Run, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with started(tmp_path / "run", "--hold-in", 6, "--gate", gate, "--change-after", 6, nodes=NODES) as job:
         job.wait_for_step(5)
@@ -73,7 +84,7 @@ def test_node_joins_through_the_command_line(reference, tmp_path):
     check_joined(run, NODES)
 
 
-def test_agent_without_the_token_is_turned_away(tmp_path):
+def test_agent_without_the_token_is_turned_away(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with started(tmp_path / "run", "--hold-in", 3, "--gate", gate, nodes=NODES) as job:
         job.wait_for_step(2)
@@ -90,12 +101,12 @@ def test_agent_without_the_token_is_turned_away(tmp_path):
 
 
 @pytest.mark.parametrize("phase", ["forward", "commit", "regroup", "copy"])
-def test_node_dies_while_another_joins(phase, reference, tmp_path):
+def test_node_dies_while_another_joins(phase: str, reference: Run, tmp_path: Path) -> None:
     """The boundary of step 6 was asked for; a member dies in that step, or in the change it leads to."""
     joined = tmp_path / "joined"
     at = 6 if phase in ("forward", "commit") else 7
 
-    def act(launcher, event):
+    def act(launcher: Launcher, event: Event) -> None:
         if event["kind"] == "step" and event["step"] == 5:
             launcher.add_node()
         elif event["kind"] == "generation" and NODES in event["nodes"]:
@@ -114,8 +125,8 @@ def test_node_dies_while_another_joins(phase, reference, tmp_path):
     assert run.generations[-1]["nodes"] == [0, 2, 3, 4]
 
 
-def test_joiner_dies_while_it_joins(reference, tmp_path):
-    def act(launcher, event):
+def test_joiner_dies_while_it_joins(reference: Run, tmp_path: Path) -> None:
+    def act(launcher: Launcher, event: Event) -> None:
         if event["kind"] == "step" and event["step"] == 5:
             launcher.add_node()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
+from resilient.agent.launch import Launcher
 from resilient.observability.run_comparison import compare_runs
 from resilient.protocol.messages import PHASES
-from tests.integration.harness import DIGITS, Run, check_recovered, check_survivors, run_job, spare_nodes
+from tests.integration.harness import DIGITS, Event, Run, check_recovered, check_survivors, run_job, spare_nodes
 
 NODES = 6
 STEP = 5
@@ -19,7 +21,7 @@ VLM = ("--steps", "6", "--batch", "24", "--microbatch", "4", "--precision", "fp6
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> Run:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The failure-free run."""
     run = run_job(tmp_path_factory.mktemp("reference"), nodes=NODES)
     assert run.exit_code == 0, run.reason
@@ -33,12 +35,12 @@ def check_fired(run: Run, *expected: tuple[int, str | None]) -> None:
     ]
 
 
-def test_phases_are_all_covered():
+def test_phases_are_all_covered() -> None:
     assert {*IN_STEP, *IN_RECOVERY} == set(PHASES)
 
 
 @pytest.mark.parametrize("phase", IN_STEP)
-def test_node_killed_in_a_step(phase, reference, tmp_path):
+def test_node_killed_in_a_step(phase: str, reference: Run, tmp_path: Path) -> None:
     run = run_job(tmp_path, nodes=NODES, inject=[f"node=2,step={STEP},phase={phase}"])
     check_fired(run, (2, phase))
     check_recovered(run, reference)
@@ -52,7 +54,7 @@ def test_node_killed_in_a_step(phase, reference, tmp_path):
 
 @pytest.mark.parametrize("phase", IN_RECOVERY)
 @pytest.mark.parametrize("place", [0, -1], ids=["first spare node", "last spare node"])
-def test_node_killed_in_a_recovery(place, phase, reference, tmp_path):
+def test_node_killed_in_a_recovery(place: int, phase: str, reference: Run, tmp_path: Path) -> None:
     """Redundancy covers one loss: the second is one of a node without which every layer is still held."""
     second = spare_nodes(reference.generations[0], 2)[place]
     inject = [f"node=2,step={STEP},phase=backward", f"node={second},step={STEP},phase={phase}"]
@@ -64,7 +66,7 @@ def test_node_killed_in_a_recovery(place, phase, reference, tmp_path):
     assert recovery["lost_steps"] == 1
 
 
-def test_node_killed_in_the_redone_step(reference, tmp_path):
+def test_node_killed_in_the_redone_step(reference: Run, tmp_path: Path) -> None:
     """Once the survivors have installed the new generation, one of them dies before its first commit."""
     first, second, *_ = reference.generations[0]["pipelines"][-1][
         "nodes"
@@ -78,14 +80,14 @@ def test_node_killed_in_the_redone_step(reference, tmp_path):
 
 
 @pytest.mark.parametrize("phase", ["backward", "copy"])
-def test_worker_killed_alone_comes_back_as_a_new_node(phase, reference, tmp_path):
+def test_worker_killed_alone_comes_back_as_a_new_node(phase: str, reference: Run, tmp_path: Path) -> None:
     """The machine is fine: its agent starts another worker and joins again, while one step waits for it."""
     joined = tmp_path / "joined"
     inject = [f"node=2,step={STEP},phase={phase},worker"]
     if phase == "copy":
         inject.append(f"node={spare_nodes(reference.generations[0], 2)[-1]},step={STEP},phase=forward")
 
-    def act(launcher, event):
+    def act(launcher: Launcher, event: Event) -> None:
         # It may be up in time for the recovery itself, or has to ask for a boundary.
         if event["kind"] == "generation" and NODES in event["nodes"]:
             joined.touch()
@@ -100,7 +102,7 @@ def test_worker_killed_alone_comes_back_as_a_new_node(phase, reference, tmp_path
     assert agents[NODES] == agents[2]
 
 
-def test_two_nodes_killed_at_once(reference, tmp_path):
+def test_two_nodes_killed_at_once(reference: Run, tmp_path: Path) -> None:
     arguments = ("--max-failures", "2", "--min-pipeline-nodes", "1")
     inject = [f"node={node},step={STEP},phase=backward" for node in (1, 4)]
     run = run_job(tmp_path, *arguments, nodes=NODES, inject=inject)
@@ -110,7 +112,7 @@ def test_two_nodes_killed_at_once(reference, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["rank 0", "first stage", "last stage"])
-def test_node_killed_at_every_end_of_a_pipeline(place, reference, tmp_path):
+def test_node_killed_at_every_end_of_a_pipeline(place: str, reference: Run, tmp_path: Path) -> None:
     pipelines = [pipeline["nodes"] for pipeline in reference.generations[0]["pipelines"]]
     node = {"rank 0": pipelines[0][0], "first stage": pipelines[-1][0], "last stage": pipelines[-1][-1]}[place]
     run = run_job(tmp_path, nodes=NODES, inject=[f"node={node},step={STEP},phase=reduce"])
@@ -119,12 +121,12 @@ def test_node_killed_at_every_end_of_a_pipeline(place, reference, tmp_path):
 
 
 @pytest.mark.parametrize("victim", ["the whole node", "the agent alone"])
-def test_node_killed_from_outside(victim, reference, tmp_path):
+def test_node_killed_from_outside(victim: str, reference: Run, tmp_path: Path) -> None:
     """Nobody in the job knows of this one beforehand. The next step waits until the loss is known."""
     gate = tmp_path / "gate"
     agents: dict[int, int] = {}
 
-    def act(launcher, event):
+    def act(launcher: Launcher, event: Event) -> None:
         if event["kind"] == "node_connected":
             agents[event["node"]] = event["pid"]
         elif event["kind"] == "step" and event["step"] == STEP and event["generation"] == 1:
@@ -138,7 +140,7 @@ def test_node_killed_from_outside(victim, reference, tmp_path):
     assert run.report["recoveries"][0]["nodes"] == [3]
 
 
-def test_kills_one_after_another_until_the_smallest_job_is_left(reference, tmp_path):
+def test_kills_one_after_another_until_the_smallest_job_is_left(reference: Run, tmp_path: Path) -> None:
     inject = ["node=0,step=4,phase=commit", "node=5,step=7,phase=reduce"]
     run = run_job(tmp_path, nodes=NODES, inject=inject)
     check_recovered(run, reference, num_failures=2)
@@ -147,14 +149,14 @@ def test_kills_one_after_another_until_the_smallest_job_is_left(reference, tmp_p
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "commit"])
-def test_node_of_a_multimodal_job_killed(phase, multimodal_reference, tmp_path):
+def test_node_of_a_multimodal_job_killed(phase: str, multimodal_reference: Run, tmp_path: Path) -> None:
     """Tied embeddings, an encoder, samples of different lengths."""
     run = run_job(tmp_path, *VLM, script=DIGITS, nodes=5, inject=[f"node=2,step=3,phase={phase}"])
     check_recovered(run, multimodal_reference)
 
 
 @pytest.fixture(scope="module")
-def multimodal_reference(tmp_path_factory) -> Run:
+def multimodal_reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The failure-free run of the example."""
     run = run_job(tmp_path_factory.mktemp("reference"), *VLM, script=DIGITS, nodes=5)
     assert run.exit_code == 0, run.reason
@@ -162,7 +164,7 @@ def multimodal_reference(tmp_path_factory) -> Run:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_float32_run_is_about_as_far_off_as_batch_splits_are_from_each_other(optimizer, tmp_path):
+def test_float32_run_is_about_as_far_off_as_batch_splits_are_from_each_other(optimizer: str, tmp_path: Path) -> None:
     arguments = ("--precision", "fp32", "--optimizer", optimizer)
     two = run_job(tmp_path / "two", *arguments, nodes=4)
     three = run_job(tmp_path / "three", *arguments, "--max-failures", "2", nodes=6)

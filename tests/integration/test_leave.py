@@ -7,11 +7,22 @@ import os
 import signal
 import subprocess
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import Run, check_equal, check_recovered, check_survivors, command, run_job, started
+from resilient.agent.launch import Launcher
+from tests.integration.harness import (
+    Event,
+    Run,
+    check_equal,
+    check_recovered,
+    check_survivors,
+    command,
+    run_job,
+    started,
+)
 
 NODES = 5
 STEP = 6
@@ -22,17 +33,19 @@ ONE_PIPELINE = ("--max-failures", "0", "--min-pipeline-nodes", "1", "--microbatc
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> Run:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The run in which nobody leaves."""
     run = run_job(tmp_path_factory.mktemp("reference"), nodes=NODES)
     assert run.exit_code == 0, run.reason
     return run
 
 
-def run_and_leave(folder: Path, *arguments: str, leaving: dict[int, int], nodes: int = NODES, inject=()) -> Run:
+def run_and_leave(
+    folder: Path, *arguments: str, leaving: dict[int, int], nodes: int = NODES, inject: Sequence[str] = ()
+) -> Run:
     """Run a job in which nodes are asked to leave, each in a step, which waits for it: the change comes after it."""
 
-    def act(launcher, event):
+    def act(launcher: Launcher, event: Event) -> None:
         if event["kind"] == "step":
             for node, step in leaving.items():
                 if event["step"] == step - 1:
@@ -54,7 +67,7 @@ def check_left(run: Run, *nodes: int) -> None:
     check_survivors(run)
 
 
-def test_node_leaves_at_a_step_boundary(reference, tmp_path):
+def test_node_leaves_at_a_step_boundary(reference: Run, tmp_path: Path) -> None:
     run = run_and_leave(tmp_path, leaving={2: STEP})
     check_equal(run, reference)
     check_left(run, 2)
@@ -63,11 +76,11 @@ def test_node_leaves_at_a_step_boundary(reference, tmp_path):
     assert run.of_kind("node_lost") == []
 
 
-def test_agent_told_to_terminate_leaves(reference, tmp_path):
+def test_agent_told_to_terminate_leaves(reference: Run, tmp_path: Path) -> None:
     """SIGTERM announces a departure, as a spot notice does."""
     agents: dict[int, int] = {}
 
-    def act(launcher, event):
+    def act(launcher: Launcher, event: Event) -> None:
         if event["kind"] == "node_connected":
             agents[event["node"]] = event["pid"]
         elif event["kind"] == "step" and event["step"] == STEP - 1:
@@ -80,7 +93,9 @@ def test_agent_told_to_terminate_leaves(reference, tmp_path):
 
 
 @pytest.mark.parametrize("leaving", [{0: 6}, {0: 6, 2: 6}, {1: 6, 0: 9}], ids=["one", "all but one", "one by one"])
-def test_states_that_only_the_leaving_node_holds_are_handed_over(leaving, reference, tmp_path):
+def test_states_that_only_the_leaving_node_holds_are_handed_over(
+    leaving: dict[int, int], reference: Run, tmp_path: Path
+) -> None:
     run = run_and_leave(tmp_path, *ONE_PIPELINE, leaving=leaving, nodes=3)
     check_equal(run, reference)
     check_left(run, *leaving)
@@ -93,7 +108,7 @@ def test_states_that_only_the_leaving_node_holds_are_handed_over(leaving, refere
     assert all(departure["bytes_copied"] > 0 for departure in run.report["departures"])
 
 
-def test_leaving_node_dies_while_others_copy_from_it(reference, tmp_path):
+def test_leaving_node_dies_while_others_copy_from_it(reference: Run, tmp_path: Path) -> None:
     """Then it is a failure like any other: the others hold everything as well."""
     run = run_and_leave(tmp_path, leaving={2: STEP}, inject=[f"node=2,step={STEP + 1},phase=copy"])
     (fired,) = run.injections
@@ -103,7 +118,7 @@ def test_leaving_node_dies_while_others_copy_from_it(reference, tmp_path):
     assert recovery["nodes"] == [2]
 
 
-def test_only_holder_dies_while_others_copy_from_it(tmp_path):
+def test_only_holder_dies_while_others_copy_from_it(tmp_path: Path) -> None:
     run = run_and_leave(
         tmp_path, *ONE_PIPELINE, leaving={0: STEP}, nodes=3, inject=[f"node=0,step={STEP + 1},phase=copy"]
     )
@@ -111,14 +126,14 @@ def test_only_holder_dies_while_others_copy_from_it(tmp_path):
     assert "no live node holds layer.0" in run.reason
 
 
-def test_departure_that_leaves_too_few_nodes_stops_with_a_checkpoint(tmp_path):
+def test_departure_that_leaves_too_few_nodes_stops_with_a_checkpoint(tmp_path: Path) -> None:
     run = run_and_leave(tmp_path, leaving={0: STEP, 3: STEP})
     assert run.exit_code == 3
     assert run.reason.startswith("3 nodes are live ([1, 2, 4]), 4 are needed; resume with: resilient run --nodes 4 ")
     assert run.report["exit"]["checkpoint"].endswith(f"step-{STEP:08d}")
 
 
-def test_departure_asked_for_through_the_command_line(reference, tmp_path):
+def test_departure_asked_for_through_the_command_line(reference: Run, tmp_path: Path) -> None:
     options = "--domains east,west"
     with started(tmp_path / "run", "--change-after", STEP, nodes=NODES, options=options) as job:
         job.wait_for_step(STEP - 1)
@@ -130,7 +145,7 @@ def test_departure_asked_for_through_the_command_line(reference, tmp_path):
     assert Counter(event["domain"] for event in run.of_kind("node_connected")) == {"east": 3, "west": 2}
 
 
-def test_machine_that_joined_leaves_again_when_interrupted(reference, tmp_path):
+def test_machine_that_joined_leaves_again_when_interrupted(reference: Run, tmp_path: Path) -> None:
     """Ctrl-C reaches the agent's whole process group."""
     gate = tmp_path / "gate"
     options = ("--hold-in", STEP, "--gate", gate, "--change-after", STEP, "--change-after", STEP + 1)

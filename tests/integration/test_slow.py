@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from resilient.agent.launch import Launcher
 from resilient.pipeline.stage_timer import MIN_MEASURED_STEPS
-from tests.integration.harness import check_equal, run_job
+from tests.integration.harness import Event, check_equal, run_job
 
 NODES = 5
 
 
-def test_slow_node_gets_less_to_do(tmp_path):
+def test_slow_node_gets_less_to_do(tmp_path: Path) -> None:
     steps = ("--steps", str(MIN_MEASURED_STEPS + 6))
     reference = run_job(tmp_path / "reference", *steps, nodes=NODES)
 
-    def act(launcher, event):
+    def act(launcher: Launcher, event: Event) -> None:
         if event["kind"] == "step" and event["step"] == MIN_MEASURED_STEPS + 1:
             launcher.remove_node(4)
 

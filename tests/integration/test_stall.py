@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from resilient.state.manifest import read_manifest
 from tests.integration.harness import resume_command, run_job
 
 
-def test_data_set_that_blocks_for_ever_ends_the_job_which_can_be_resumed(tmp_path):
+def test_data_set_that_blocks_for_ever_ends_the_job_which_can_be_resumed(tmp_path: Path) -> None:
     alone = ("--max-failures", "0", "--min-pipeline-nodes", "1", "--checkpoint-every", "1", "--comm-timeout-s", "0.7")
     run = run_job(tmp_path / "run", *alone, "--hold-in", "2", "--gate", str(tmp_path / "never"), nodes=1)
     assert run.exit_code == 3

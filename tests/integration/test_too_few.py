@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
+from resilient.agent.launch import Launcher
 from resilient.observability.run_comparison import compare_parameters
 from resilient.state.manifest import read_manifest
-from tests.integration.harness import Run, check_equal, check_recovered, check_resumed, resume_command, run_job
+from tests.integration.harness import Event, Run, check_equal, check_recovered, check_resumed, resume_command, run_job
 
 NODES = 4
 STEP = 5
@@ -17,7 +19,7 @@ UNPROTECTED = ("--max-failures", "0", "--min-pipeline-nodes", "2")
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> Run:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The uninterrupted run."""
     run = run_job(tmp_path_factory.mktemp("reference"), nodes=NODES)
     assert run.exit_code == 0, run.reason
@@ -25,7 +27,7 @@ def reference(tmp_path_factory) -> Run:
 
 
 @pytest.mark.parametrize("phase", ["backward", "commit"])
-def test_too_few_nodes_save_and_resume(phase, reference, tmp_path):
+def test_too_few_nodes_save_and_resume(phase: str, reference: Run, tmp_path: Path) -> None:
     run = run_job(tmp_path / "run", nodes=NODES, inject=[f"node=1,step={STEP},phase={phase}"])
     assert run.exit_code == 3
     step = max(run.losses)
@@ -39,7 +41,7 @@ def test_too_few_nodes_save_and_resume(phase, reference, tmp_path):
     check_resumed(run, words, reference, tmp_path / "resumed")
 
 
-def test_second_node_dies_while_the_last_checkpoint_is_agreed_on(reference, tmp_path):
+def test_second_node_dies_while_the_last_checkpoint_is_agreed_on(reference: Run, tmp_path: Path) -> None:
     """Two of four nodes, one of each pipeline: whatever the two left hold is enough, as redundancy is complete."""
     pipelines = [pipeline["nodes"] for pipeline in reference.generations[0]["pipelines"]]
     inject = [f"node={pipelines[0][0]},step={STEP},phase=backward", f"node={pipelines[1][1]},step={STEP},phase=reduce"]
@@ -48,14 +50,14 @@ def test_second_node_dies_while_the_last_checkpoint_is_agreed_on(reference, tmp_
     check_resumed(run, resume_command(run.reason), reference, tmp_path / "resumed")
 
 
-def test_failed_node_below_the_minimum_before_any_step_starts_again(reference, tmp_path):
+def test_failed_node_below_the_minimum_before_any_step_starts_again(reference: Run, tmp_path: Path) -> None:
     run = run_job(tmp_path / "run", nodes=NODES, inject=["node=1,step=1,phase=regroup"])
     assert run.exit_code == 3
     assert "3 nodes are live" in run.reason
     assert "; start again with: resilient run --nodes 4 " in run.reason
 
 
-def test_job_with_too_few_nodes_from_the_start_says_how_many_it_needs(tmp_path):
+def test_job_with_too_few_nodes_from_the_start_says_how_many_it_needs(tmp_path: Path) -> None:
     run = run_job(tmp_path / "run", nodes=3)
     assert run.exit_code == 3
     assert run.reason.startswith(
@@ -64,7 +66,7 @@ def test_job_with_too_few_nodes_from_the_start_says_how_many_it_needs(tmp_path):
     assert run.losses == {}
 
 
-def test_job_resumes_from_a_periodic_checkpoint(reference, tmp_path):
+def test_job_resumes_from_a_periodic_checkpoint(reference: Run, tmp_path: Path) -> None:
     first = run_job(tmp_path / "first", "--checkpoint-every", "4", nodes=NODES)
     check_equal(first, reference)
     assert [event["step"] for event in first.of_kind("checkpoint")] == [4, 8, 12]
@@ -81,7 +83,7 @@ def test_job_resumes_from_a_periodic_checkpoint(reference, tmp_path):
     assert relative <= 1e-9
 
 
-def test_failure_while_a_checkpoint_is_written_leaves_no_broken_one(reference, tmp_path):
+def test_failure_while_a_checkpoint_is_written_leaves_no_broken_one(reference: Run, tmp_path: Path) -> None:
     """Node 2 dies as step 9 begins: others may still be writing step 8."""
     run = run_job(tmp_path / "run", "--checkpoint-every", "2", nodes=NODES + 1, inject=["node=2,step=9"])
     check_recovered(run, reference)
@@ -89,12 +91,12 @@ def test_failure_while_a_checkpoint_is_written_leaves_no_broken_one(reference, t
         assert read_manifest(event["path"]).step == event["step"]
 
 
-def test_states_nobody_holds_come_from_the_last_checkpoint(reference, tmp_path):
+def test_states_nobody_holds_come_from_the_last_checkpoint(reference: Run, tmp_path: Path) -> None:
     """One pipeline on three nodes that need two: the states of a lost stage are nowhere else."""
     gate = tmp_path / "gate"
     arguments = (*UNPROTECTED, "--batch", "28", "--microbatch", "28", "--checkpoint-every", "3")
 
-    def act(launcher, event):
+    def act(launcher: Launcher, event: Event) -> None:
         if event["kind"] == "checkpoint":  # nobody knows of a part that is written until its node has said so
             gate.touch()
 
@@ -106,14 +108,14 @@ def test_states_nobody_holds_come_from_the_last_checkpoint(reference, tmp_path):
     assert any("nobody holds" in event["text"] for event in run.of_kind("output"))
 
 
-def test_states_nobody_holds_and_no_checkpoint_end_the_job(tmp_path):
+def test_states_nobody_holds_and_no_checkpoint_end_the_job(tmp_path: Path) -> None:
     arguments = (*UNPROTECTED, "--batch", "28", "--microbatch", "28")
     run = run_job(tmp_path / "run", *arguments, nodes=3, inject=["node=1,step=5,phase=backward"])
     assert run.exit_code == 4
     assert re.search(r"no live node holds layer\.\d.* and there is no checkpoint; start the job again", run.reason)
 
 
-def test_checkpoint_of_another_job_is_refused_by_what_differs(reference, tmp_path):
+def test_checkpoint_of_another_job_is_refused_by_what_differs(reference: Run, tmp_path: Path) -> None:
     checkpoint = reference.directory / "checkpoints" / "step-00000012"
     run = run_job(tmp_path, "--steps", "20", "--layers", "6", "--batch", "32", nodes=NODES, resume=str(checkpoint))
     assert run.exit_code == 1
@@ -126,7 +128,7 @@ def test_checkpoint_of_another_job_is_refused_by_what_differs(reference, tmp_pat
     )
 
 
-def test_damaged_checkpoint_is_refused(tmp_path):
+def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     first = run_job(tmp_path / "first", "--steps", "2", nodes=NODES)
     damaged = tmp_path / "damaged"
     shutil.copytree(first.directory / "checkpoints" / "step-00000002", damaged)

@@ -25,7 +25,7 @@ def traced_run(folder: Path, *arguments: str, nodes: int, options: str = "") -> 
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory) -> tuple[Run, Trace]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Trace]:
     """Two pipelines of two stages, without failure."""
     return traced_run(tmp_path_factory.mktemp("reference") / "run", nodes=4)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from resilient.models.layer import assemble
+from resilient.models.layer import WholeModel, assemble
 from resilient.optim import SGD, AdamW, Optimizer, WarmupCosine, learning_rate
 from resilient.state.layer_state import BufferLayout, LayerState
 from tests.resilient.small import TiedModel
@@ -65,7 +65,7 @@ def fresh_states(model: TiedModel, optimizer: Optimizer) -> dict[str, LayerState
     return states
 
 
-def paired(whole, states: dict[str, LayerState]) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+def paired(whole: WholeModel, states: dict[str, LayerState]) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     return [
         (whole.layer(name).get_parameter(entry.name), state.parameters[entry.name])
         for name, state in states.items()

@@ -14,20 +14,20 @@ TWO = template_set([template(4.0, 2.0, num_nodes=3), template(3.0, 3.5, num_node
 
 @settings(max_examples=25)
 @given(problems())
-def test_templates_survive_json(problem: PlanningProblem):
+def test_templates_survive_json(problem: PlanningProblem) -> None:
     templates = plan_templates(problem, enough_nodes(problem))
     again = TemplateSet.from_json(templates.to_json())
     assert again == templates
     assert again.digest == templates.digest
 
 
-def test_file_of_another_version_is_refused():
+def test_file_of_another_version_is_refused() -> None:
     data = TWO.to_json().replace(b'"version":1', b'"version":2')
     with pytest.raises(ValueError, match=r"^version must be 1, got 2; compute the templates again$"):
         TemplateSet.from_json(data)
 
 
-def test_changed_file_is_refused():
+def test_changed_file_is_refused() -> None:
     data = TWO.to_json()
     changed = data.replace(b'"first_layer":1', b'"first_layer":0', 1)
     assert changed != data
@@ -39,25 +39,25 @@ def test_changed_file_is_refused():
         TemplateSet.from_json(changed)
 
 
-def test_other_files_are_refused():
+def test_other_files_are_refused() -> None:
     with pytest.raises(msgspec.ValidationError, match=r"^Object missing required field `version`$"):
         TemplateSet.from_json(b"{}")
     with pytest.raises(msgspec.DecodeError, match=r"^Input data was truncated$"):
         TemplateSet.from_json(TWO.to_json()[:-1])
 
 
-def test_times_of_a_template_are_those_of_its_stages():
+def test_times_of_a_template_are_those_of_its_stages() -> None:
     made = template(4.0, 2.0, 3.0, sync_ms=1.0)
     assert (made.slowest_ms, made.fill_ms) == (4.0, 6.0)
     assert made.iteration_ms(10) == 46.0
 
 
-def test_best_layout_depends_on_the_number_of_microbatches():
+def test_best_layout_depends_on_the_number_of_microbatches() -> None:
     first, second = TWO.of(3)
     assert [TWO.best(3, count) for count in (1, 2, 3)] == [first, first, second], "of equal ones the first"
 
 
-def test_size_without_templates_is_refused():
+def test_size_without_templates_is_refused() -> None:
     assert TWO.sizes == range(3, 5)
     with pytest.raises(
         ValueError,

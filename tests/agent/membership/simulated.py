@@ -323,7 +323,7 @@ class Job:
             self.say(worker, Finished(generation=generation))
 
 
-def started(num_nodes: int = 5, **changes: object) -> Job:
+def started(num_nodes: int = 5, **changes: Any) -> Job:
     """Return a job whose nodes are all in training."""
     job = Job(num_nodes=num_nodes, **changes)
     job.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from resilient.agent.membership.events import ManifestFailed, StopWanted
 from resilient.agent.membership.state import Phase
 from resilient.protocol.messages import NotSaved
@@ -14,7 +16,7 @@ def path_of(step: int) -> str:
     return f"/runs/x/checkpoints/step-{step:08d}"
 
 
-def started(**changes: object) -> Job:
+def started(**changes: Any) -> Job:
     job = Job(**changes)
     job.start()
     assert job.machine.phase is Phase.RUNNING

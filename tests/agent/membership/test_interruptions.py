@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from resilient.agent.membership.events import Interrupted, ManifestFailed, Tick
@@ -13,7 +15,7 @@ from tests.agent.membership.simulated import RECIPE, STATES, Job
 GRACE_S = 120.0
 
 
-def started(**changes: object) -> Job:
+def started(**changes: Any) -> Job:
     job = Job(**changes)
     job.start()
     assert job.machine.phase is Phase.RUNNING

@@ -84,7 +84,7 @@ def test_slow_node_of_two_pipelines_is_found() -> None:
 
 
 @given(st.tuples(*[st.floats(0.1, 100.0)] * 4), st.tuples(*[st.floats(0.1, 100.0)] * 4))
-def test_profile_that_is_wrong_makes_nobody_slow(planned_ms, true_ms) -> None:
+def test_profile_that_is_wrong_makes_nobody_slow(planned_ms: tuple[float, ...], true_ms: tuple[float, ...]) -> None:
     found = slowdowns(profile(*planned_ms), THREE, measured(THREE, true_ms, {}))
     assert set(found.values()) == {1.0}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from resilient.data import Sample
 from resilient.examples import digits_vlm
 from resilient.examples.digits_vlm import IMAGE, DigitsDataset
 
@@ -11,7 +12,7 @@ from resilient.examples.digits_vlm import IMAGE, DigitsDataset
 class Mismatched(DigitsDataset):
     """One placeholder more than the image has features, in one sample of eight."""
 
-    def __getitem__(self, index: int):
+    def __getitem__(self, index: int) -> Sample:
         sample = super().__getitem__(index)
         if index % 8:
             return sample

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,22 +14,22 @@ from resilient.observability.run_report import build_run_report
 from tests.resilient.observability.made_up_runs import Run, failure_and_join
 
 
-def good_report(**changes):
+def good_report(**changes: Any) -> dict[str, Any]:
     compared = {"max_param_rel_diff": 1e-13, "max_loss_abs_diff": 1e-14, "same_steps_and_samples": True}
     return {**build_run_report(failure_and_join().events), **compared, **changes}
 
 
-def with_recovery(**changes):
+def with_recovery(**changes: Any) -> dict[str, Any]:
     report = good_report()
     return {**report, "recoveries": [{**report["recoveries"][0], **changes}]}
 
 
-def with_join(**changes):
+def with_join(**changes: Any) -> dict[str, Any]:
     report = good_report()
     return {**report, "joins": [{**report["joins"][0], **changes}]}
 
 
-def test_scenario_depends_on_the_seed_alone_and_varies_with_it():
+def test_scenario_depends_on_the_seed_alone_and_varies_with_it() -> None:
     drawn = [choose_scenario(seed, 40) for seed in range(50)]
     assert drawn == [choose_scenario(seed, 40) for seed in range(50)]
     assert {scenario.kill.node for scenario in drawn} == set(range(NUM_NODES))
@@ -35,12 +37,12 @@ def test_scenario_depends_on_the_seed_alone_and_varies_with_it():
     assert {scenario.kill.at_step for scenario in drawn} <= set(range(8, 17))
 
 
-def test_scenario_of_too_few_steps_is_refused():
+def test_scenario_of_too_few_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="steps must be at least 20 for a failure and a join to fit in, got 5"):
         choose_scenario(0, 5)
 
 
-def test_director_adds_one_node_some_steps_after_the_recovery():
+def test_director_adds_one_node_some_steps_after_the_recovery() -> None:
     run = Run(num_steps=12)
     run.generation(0, 1, "start", 0, [0, 1, 2])
     director_steps = []
@@ -58,11 +60,11 @@ def test_director_adds_one_node_some_steps_after_the_recovery():
     assert director_steps == [8]
 
 
-def test_example_script_is_part_of_the_package():
+def test_example_script_is_part_of_the_package() -> None:
     assert example_script().is_file()
 
 
-def test_verdict_on_a_good_run_is_passed():
+def test_verdict_on_a_good_run_is_passed() -> None:
     assert judge(good_report()) == []
 
 
@@ -88,11 +90,11 @@ def test_verdict_on_a_good_run_is_passed():
         ),
     ],
 )
-def test_verdict_names_what_went_wrong(report, reason):
+def test_verdict_names_what_went_wrong(report: dict[str, Any], reason: str) -> None:
     assert judge(report) == [reason]
 
 
-def test_show_verdict_prints_the_numbers_and_returns_the_exit_code(tmp_path):
+def test_show_verdict_prints_the_numbers_and_returns_the_exit_code(tmp_path: Path) -> None:
     console = Console(record=True, width=120, file=io.StringIO())
     assert show_verdict(good_report(), tmp_path, console) == 0
     text = console.export_text()

@@ -8,9 +8,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 from rich.console import Console
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from resilient.cli.app import app
 from resilient.cli.profile import table

@@ -104,7 +104,7 @@ def on_ranks(
     return as_threads(size, member)
 
 
-def test_after_meeting_no_operation_waits_for_its_peer():
+def test_after_meeting_no_operation_waits_for_its_peer() -> None:
     """Receipts are posted long before their peers send, and two ranks send each other states before they receive."""
     groups = [(0, 3), (1, 2)]
     pairs = [(0, 1), (1, 2), (2, 3), (0, 3), (3, 0), (2, 0)]
@@ -134,7 +134,7 @@ def test_after_meeting_no_operation_waits_for_its_peer():
     ]
 
 
-def test_host_tensors_go_over_gloo_and_device_tensors_do_not():
+def test_host_tensors_go_over_gloo_and_device_tensors_do_not() -> None:
     def work(rank: int, comm: NcclCommunicator, made: list[Any]) -> tuple[float, list[tuple[str, int]]]:
         everybody = (0, 1)
         on_host, on_device = torch.tensor([10.0**rank]), torch.empty(1, device=META)
@@ -161,7 +161,7 @@ class EndsTogether(Backend):
             raise RuntimeError("the device does not answer")
 
 
-def test_abort_reaches_all_groups_at_once_even_if_some_fail(caplog):
+def test_abort_reaches_all_groups_at_once_even_if_some_fail(caplog: pytest.LogCaptureFixture) -> None:
     """Nor does anything else go over them afterwards; closing ends groups that nobody aborted, too."""
 
     def work(rank: int, comm: NcclCommunicator, made: list[Any]) -> None:
@@ -185,7 +185,7 @@ def test_abort_reaches_all_groups_at_once_even_if_some_fail(caplog):
     assert said == {"a device group could not be aborted: the device does not answer"}
 
 
-def test_close_ends_the_groups():
+def test_close_ends_the_groups() -> None:
     def work(rank: int, comm: NcclCommunicator, made: list[Any]) -> list[int]:
         comm.meet([(0, 1)], META)
         comm.close()
@@ -194,7 +194,7 @@ def test_close_ends_the_groups():
     assert on_ranks(2, work, [(0, 1)]) == [[1, 1, 1]] * 2
 
 
-def test_errors_of_a_group_are_communication_errors():
+def test_errors_of_a_group_are_communication_errors() -> None:
     class Broken(Backend):
         def allreduce(self, tensors: list[Tensor]) -> Work:
             raise RuntimeError("NCCL error: remote process exited\nlater lines")
@@ -214,7 +214,7 @@ def test_errors_of_a_group_are_communication_errors():
     on_ranks(2, work, backend=Broken)
 
 
-def test_interrupted_while_groups_connect_on_the_device(monkeypatch):
+def test_interrupted_while_groups_connect_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peers of the device groups never come; the wait ends, and what was begun is aborted."""
     made: list[Backend] = []
     waiting = [threading.Event(), threading.Event()]
@@ -263,12 +263,12 @@ def test_interrupted_while_groups_connect_on_the_device(monkeypatch):
     assert [backend.aborted for backend in made] == [1] * 6
 
 
-def test_workers_without_a_gpu_have_no_name_for_one():
+def test_workers_without_a_gpu_have_no_name_for_one() -> None:
     assert gpu_of(torch.device("cpu")) == ""
 
 
 @needs_nccl
-def test_torch_has_what_is_called_of_its_backend(monkeypatch):
+def test_torch_has_what_is_called_of_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """The constructor is called up to where it asks for a GPU; without one, methods are known by their signatures."""
     from torch.distributed import ProcessGroupNCCL  # pyright: ignore[reportPrivateImportUsage]
 
@@ -294,5 +294,5 @@ def test_torch_has_what_is_called_of_its_backend(monkeypatch):
 
 
 @needs_nccl
-def test_torch_tells_gpus_apart():
+def test_torch_tells_gpus_apart() -> None:
     assert isinstance(torch._C._CudaDeviceProperties.uuid, property)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,28 +13,28 @@ from resilient.observability.live_view import LiveView, PlainView, make_view, sp
 from tests.resilient.observability.made_up_runs import Run, fail_twice_with_late_steps, failure_and_join
 
 
-def console(width=100, height=30, terminal=False):
+def console(width: int = 100, height: int = 30, terminal: bool = False) -> Console:
     return Console(record=True, width=width, height=height, file=io.StringIO(), force_terminal=terminal)
 
 
-def shown(view, screen, events):
+def shown(view: LiveView | PlainView, screen: Console, events: list[dict[str, Any]]) -> str:
     with view:
         for event in events:
             view.on_event(event)
     return screen.export_text()
 
 
-def live_text(events, width=100, height=30):
+def live_text(events: list[dict[str, Any]], width: int = 100, height: int = 30) -> str:
     screen = console(width, height, terminal=True)
     return shown(LiveView(screen), screen, events)
 
 
-def plain_text(events, width=200):
+def plain_text(events: list[dict[str, Any]], width: int = 200) -> str:
     screen = console(width)
     return shown(PlainView(screen), screen, events)
 
 
-def every_kind():
+def every_kind() -> list[dict[str, Any]]:
     """A run with every kind of event."""
     run = failure_and_join()
     run.add(5000, "node_leaving", node=1, reason="spot notice: 120 s")
@@ -55,13 +56,13 @@ def every_kind():
 
 
 @pytest.mark.parametrize("size", [(80, 24), (150, 45), (40, 10)])
-def test_live_view_renders_every_kind_of_event(size):
+def test_live_view_renders_every_kind_of_event(size: tuple[int, int]) -> None:
     text = live_text(every_kind(), *size)
     assert "digits_vlm.py" in text
     assert "stopped with exit code 3" in text
 
 
-def test_live_view_shows_job_nodes_pipelines_and_events():
+def test_live_view_shows_job_nodes_pipelines_and_events() -> None:
     text = live_text(failure_and_join().events)
     last = text[text.rindex("resilient  digits_vlm.py") :]
     for expected in (
@@ -75,7 +76,7 @@ def test_live_view_shows_job_nodes_pipelines_and_events():
         assert expected in last
 
 
-def test_live_view_fits_a_small_terminal_with_many_nodes():
+def test_live_view_fits_a_small_terminal_with_many_nodes() -> None:
     run = Run(num_nodes=40)
     run.generation(0, 1, "start", 0, list(range(40)))
     run.step(100, 1)
@@ -86,11 +87,11 @@ def test_live_view_fits_a_small_terminal_with_many_nodes():
     assert "more nodes" in last
 
 
-def test_live_view_prints_the_output_of_the_script():
+def test_live_view_prints_the_output_of_the_script() -> None:
     assert "held-out accuracy 0.10" in live_text(failure_and_join().events)
 
 
-def test_plain_view_writes_a_line_for_each_notable_event():
+def test_plain_view_writes_a_line_for_each_notable_event() -> None:
     text = plain_text(failure_and_join().events)
     for expected in (
         "job digits_vlm.py: 40 steps of 64 samples, 7 layers, 5 nodes, survives 1 failure at a time",
@@ -106,7 +107,7 @@ def test_plain_view_writes_a_line_for_each_notable_event():
         assert text.count(expected) == 1, expected
 
 
-def test_plain_view_tells_how_another_machine_joins_and_who_is_slow():
+def test_plain_view_tells_how_another_machine_joins_and_who_is_slow() -> None:
     run = Run()
     run.add(0, "listening", address="10.0.0.5:29400")
     run.generation(10, 1, "start", 0, [0, 1, 2], slowdowns={"2": 1.5})
@@ -118,7 +119,7 @@ def test_plain_view_tells_how_another_machine_joins_and_who_is_slow():
     assert "node 2 is slower than others, 1.5 times: its pipeline gets less to do" in text
 
 
-def test_live_view_names_all_layers_of_a_node_with_several_stages():
+def test_live_view_names_all_layers_of_a_node_with_several_stages() -> None:
     run = Run(num_nodes=2)
     bounds = [(0, 2), (2, 3), (3, 5), (5, 7)]
     stages = [
@@ -137,7 +138,7 @@ def test_live_view_names_all_layers_of_a_node_with_several_stages():
     ("version", "lost_steps", "words"),
     [(2, 1, ", redoes step 3\n"), (3, 0, ", goes on with step 4\n"), (4, 0, ", all steps are done\n")],
 )
-def test_plain_view_says_where_a_recovery_goes_on(version, lost_steps, words):
+def test_plain_view_says_where_a_recovery_goes_on(version: int, lost_steps: int, words: str) -> None:
     run = Run(num_steps=4)
     run.generation(0, 1, "start", 0, [0, 1, 2])
     run.detected(250, [1], 2)
@@ -146,7 +147,7 @@ def test_plain_view_says_where_a_recovery_goes_on(version, lost_steps, words):
 
 
 @pytest.mark.parametrize("suspected", [True, False])
-def test_plain_view_tells_of_both_failures_though_the_steps_between_are_heard_of_late(suspected):
+def test_plain_view_tells_of_both_failures_though_the_steps_between_are_heard_of_late(suspected: bool) -> None:
     run = Run()
     run.generation(0, 1, "start", 0, [0, 1, 2])
     run.step(100, 1)
@@ -161,13 +162,13 @@ def test_plain_view_tells_of_both_failures_though_the_steps_between_are_heard_of
     ]
 
 
-def test_plain_view_prints_output_verbatim():
+def test_plain_view_prints_output_verbatim() -> None:
     run = Run()
     run.add(0, "output", text="[bold]0.5[/bold] " + "x" * 300)
     assert plain_text(run.events, width=80).splitlines()[-1] == "[bold]0.5[/bold] " + "x" * 300
 
 
-def test_plain_view_writes_at_most_a_step_a_second_and_the_last():
+def test_plain_view_writes_at_most_a_step_a_second_and_the_last() -> None:
     run = Run(num_steps=25)
     run.generation(0, 1, "start", 0, [0, 1, 2])
     for step in range(1, 26):
@@ -176,7 +177,7 @@ def test_plain_view_writes_at_most_a_step_a_second_and_the_last():
     assert steps == ["1", "11", "21", "25"]
 
 
-def test_plain_view_renders_every_kind_of_event():
+def test_plain_view_renders_every_kind_of_event() -> None:
     text = plain_text(every_kind())
     assert "node 1 left, training paused for" in text
     assert "failure suspected: communication failed: peer closed" in text
@@ -188,14 +189,14 @@ def test_plain_view_renders_every_kind_of_event():
     assert "the script failed on node 4: ValueError: sample 17 has no image" in text
 
 
-def test_make_view_is_live_only_on_a_terminal():
+def test_make_view_is_live_only_on_a_terminal() -> None:
     assert isinstance(make_view(None, console(terminal=True)), LiveView)
     assert isinstance(make_view(None, console(terminal=False)), PlainView)
     assert isinstance(make_view(True, console(terminal=True)), PlainView)
     assert isinstance(make_view(False, console(terminal=False)), LiveView)
 
 
-def test_status_tells_nodes_apart():
+def test_status_tells_nodes_apart() -> None:
     status = JobStatus()
     for event in every_kind():
         status.apply(event)
@@ -210,7 +211,7 @@ def test_status_tells_nodes_apart():
     assert (status.phase, status.generation, status.step) == ("stopped", 5, 42)
 
 
-def test_sparkline_spans_low_to_high_and_ignores_nan():
+def test_sparkline_spans_low_to_high_and_ignores_nan() -> None:
     assert sparkline([8, float("nan"), 1], 10) == "█▁"
     assert sparkline([1.0], 10) == ""
     assert len(sparkline(list(range(100)), 10)) == 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def started(num_steps: int = 4) -> Run:
     return run
 
 
-def test_report_of_a_failure_and_a_join_adds_up():
+def test_report_of_a_failure_and_a_join_adds_up() -> None:
     report = build_run_report(failure_and_join(num_steps=40).events)
     assert report["steps"] == 40
     assert report["final_loss"] == pytest.approx(0.1)
@@ -69,7 +70,7 @@ def test_report_of_a_failure_and_a_join_adds_up():
 
 
 @pytest.mark.parametrize("lost_again", [0, 1], ids=["before it was installed", "in the redone step"])
-def test_second_failure_during_recovery_belongs_to_the_first(lost_again):
+def test_second_failure_during_recovery_belongs_to_the_first(lost_again: int) -> None:
     run = started()
     run.injected(240, 1)
     run.detected(250, [1], 2)
@@ -96,7 +97,7 @@ def test_second_failure_during_recovery_belongs_to_the_first(lost_again):
 
 
 @pytest.mark.parametrize("suspected", [True, False])
-def test_second_failure_is_told_apart_though_the_steps_before_it_are_heard_of_late(suspected):
+def test_second_failure_is_told_apart_though_the_steps_before_it_are_heard_of_late(suspected: bool) -> None:
     run = started()
     fail_twice_with_late_steps(run, suspected=suspected)
     first, second = build_run_report(run.events)["recoveries"]
@@ -106,7 +107,7 @@ def test_second_failure_is_told_apart_though_the_steps_before_it_are_heard_of_la
     assert (second["detect_ms"], second["agree_ms"], second["redo_ms"], second["generation"]) == (5.0, 20.0, 100.0, 3)
 
 
-def test_failure_that_was_not_injected_has_no_detection_time():
+def test_failure_that_was_not_injected_has_no_detection_time() -> None:
     run = started()
     run.detected(250, [], 2, cause="communication failed: peer closed")
     run.add(252, "node_lost", node=1, cause="heartbeat missed")
@@ -119,7 +120,7 @@ def test_failure_that_was_not_injected_has_no_detection_time():
     assert recovery["cause"] == "heartbeat missed (node 1)"
 
 
-def test_lost_nodes_are_named_in_the_order_it_became_known_also_after_a_suspicion():
+def test_lost_nodes_are_named_in_the_order_it_became_known_also_after_a_suspicion() -> None:
     run = started()
     run.detected(250, [], 2, cause="communication failed: peer closed")
     run.add(252, "node_lost", node=2, cause="node lost")
@@ -135,7 +136,7 @@ def test_lost_nodes_are_named_in_the_order_it_became_known_also_after_a_suspicio
     assert recovery["cause"] == "node lost (node 2), then heartbeat missed (node 1)"
 
 
-def test_recovery_that_rolls_forward_loses_and_redoes_nothing():
+def test_recovery_that_rolls_forward_loses_and_redoes_nothing() -> None:
     run = started()
     run.detected(250, [1], 2)
     run.generation(260, 2, "failure", 3, [0, 2], roll_forward=True, lost_steps=0)
@@ -148,7 +149,7 @@ def test_recovery_that_rolls_forward_loses_and_redoes_nothing():
     assert recovery["step"] == 4
 
 
-def test_committed_steps_fallen_back_behind_count_as_lost():
+def test_committed_steps_fallen_back_behind_count_as_lost() -> None:
     run = started()
     run.detected(250, [1], 2)
     run.generation(260, 2, "failure", 0, [0, 2], lost_steps=1)
@@ -159,7 +160,7 @@ def test_committed_steps_fallen_back_behind_count_as_lost():
     assert report["steps"] == 2
 
 
-def test_restarted_worker_is_counted():
+def test_restarted_worker_is_counted() -> None:
     run = started()
     run.detected(250, [1], 2)
     run.generation(260, 2, "failure", 2, [0, 2], lost_steps=1, pids={"0/0": 200, "2/0": 999})
@@ -168,7 +169,7 @@ def test_restarted_worker_is_counted():
     assert build_run_report(run.events)["recoveries"][0]["restarted_workers"] == 1
 
 
-def test_step_of_the_old_generation_that_arrives_late_does_not_end_a_recovery():
+def test_step_of_the_old_generation_that_arrives_late_does_not_end_a_recovery() -> None:
     run = started()
     run.detected(250, [1], 2)
     run.generation(260, 2, "failure", 3, [0, 2], lost_steps=1)
@@ -179,7 +180,7 @@ def test_step_of_the_old_generation_that_arrives_late_does_not_end_a_recovery():
     assert recovery["redo_ms"] == 100.0
 
 
-def test_two_failures_of_the_same_node_are_two_recoveries():
+def test_two_failures_of_the_same_node_are_two_recoveries() -> None:
     run = started(num_steps=5)
     for at_ms, generation, version in ((240, 2, 2), (640, 3, 3)):
         run.injected(at_ms, 1)
@@ -190,7 +191,7 @@ def test_two_failures_of_the_same_node_are_two_recoveries():
     assert [recovery["detect_ms"] for recovery in build_run_report(run.events)["recoveries"]] == [2.0, 3.0]
 
 
-def test_job_that_stops_for_want_of_nodes_reports_why():
+def test_job_that_stops_for_want_of_nodes_reports_why() -> None:
     run = started()
     run.detected(250, [1, 2], 2)
     run.add(300, "stopped", exit_code=3, reason="2 nodes are missing", path="checkpoints/step-00000002")
@@ -199,7 +200,7 @@ def test_job_that_stops_for_want_of_nodes_reports_why():
     assert report["exit"] == {"code": 3, "reason": "2 nodes are missing", "checkpoint": "checkpoints/step-00000002"}
 
 
-def test_departure_is_measured_like_a_join():
+def test_departure_is_measured_like_a_join() -> None:
     run = started()
     run.generation(210, 2, "leave", 2, [0, 2])
     run.installed(230, 250)
@@ -208,7 +209,7 @@ def test_departure_is_measured_like_a_join():
     assert (departure["nodes"], departure["lost_steps"], departure["pause_ms"]) == ([1], 0, 50.0)
 
 
-def test_nodes_that_join_and_leave_at_one_boundary_are_a_join_and_a_departure():
+def test_nodes_that_join_and_leave_at_one_boundary_are_a_join_and_a_departure() -> None:
     run = started()
     run.generation(210, 2, "join", 2, [0, 2, 3])
     run.installed(230, 250)
@@ -218,7 +219,7 @@ def test_nodes_that_join_and_leave_at_one_boundary_are_a_join_and_a_departure():
     assert [change["nodes"] for change in report["departures"]] == [[1]]
 
 
-def test_boundary_after_which_all_are_still_there_is_neither_join_nor_departure():
+def test_boundary_after_which_all_are_still_there_is_neither_join_nor_departure() -> None:
     run = started()
     run.generation(210, 2, "join", 2, [0, 1, 2])  # the joiner was lost on the way
     run.installed(230, 250)
@@ -227,19 +228,19 @@ def test_boundary_after_which_all_are_still_there_is_neither_join_nor_departure(
     assert (report["joins"], report["departures"]) == ([], [])
 
 
-def test_report_of_no_events_says_the_run_was_cut_off():
+def test_report_of_no_events_says_the_run_was_cut_off() -> None:
     report = build_run_report([])
     assert (report["steps"], report["final_loss"], report["throughput_samples_per_s"]) == (0, None, None)
     assert report["exit"] == {"code": None, "reason": "the run was cut off", "checkpoint": None}
 
 
-def test_read_events_leaves_out_a_last_line_that_was_cut_short(tmp_path):
+def test_read_events_leaves_out_a_last_line_that_was_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"kind": "note"}\n{"kind": "st')
     assert read_events(path) == [{"kind": "note"}]
 
 
-def test_read_events_refuses_a_broken_line_in_the_middle(tmp_path):
+def test_read_events_refuses_a_broken_line_in_the_middle(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"kind"\n{"kind": "note"}\n')
     with pytest.raises(ValueError, match=r"line 1 of .*events.jsonl must be a JSON object, got b'\{\"kind\"'"):
@@ -249,7 +250,7 @@ def test_read_events_refuses_a_broken_line_in_the_middle(tmp_path):
 # ---------------------------------------------------------------- two runs
 
 
-def write_run(folder, weight, losses=(4.0, 2.0), slot=0.0):
+def write_run(folder: Path, weight: list[float], losses: tuple[float, ...] = (4.0, 2.0), slot: float = 0.0) -> Path:
     """A run folder with an events.jsonl and a final checkpoint of one state."""
     run = Run(num_steps=2)
     for step, loss in enumerate(losses, start=1):
@@ -264,7 +265,7 @@ def write_run(folder, weight, losses=(4.0, 2.0), slot=0.0):
     return folder
 
 
-def test_compare_runs_finds_the_largest_differences_and_ignores_optimizer_slots(tmp_path):
+def test_compare_runs_finds_the_largest_differences_and_ignores_optimizer_slots(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [1.0, -8.25], losses=(4.0, 2.5), slot=5.0)
     reference = write_run(tmp_path / "reference", [1.0, -8.0])
     assert compare_runs(run, reference) == {
@@ -275,7 +276,7 @@ def test_compare_runs_finds_the_largest_differences_and_ignores_optimizer_slots(
     }
 
 
-def test_compare_runs_measures_each_tensor_against_itself(tmp_path):
+def test_compare_runs_measures_each_tensor_against_itself(tmp_path: Path) -> None:
     run, reference = write_run(tmp_path / "run", [8.0]), write_run(tmp_path / "reference", [8.0])
     for folder, value in ((run, 1e-13), (reference, 2e-13)):
         path = folder / "checkpoints" / "step-00000002" / "head.safetensors"
@@ -283,19 +284,19 @@ def test_compare_runs_measures_each_tensor_against_itself(tmp_path):
     assert compare_runs(run, reference)["max_param_rel_diff"] == pytest.approx(0.5)
 
 
-def test_compare_runs_notices_a_step_that_one_run_lacks(tmp_path):
+def test_compare_runs_notices_a_step_that_one_run_lacks(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [1.0], losses=(4.0,))
     reference = write_run(tmp_path / "reference", [1.0])
     assert compare_runs(run, reference)["same_steps_and_samples"] is False
 
 
-def test_compare_runs_does_not_take_nan_for_equal(tmp_path):
+def test_compare_runs_does_not_take_nan_for_equal(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [1.0, float("nan")])
     reference = write_run(tmp_path / "reference", [1.0, 2.0])
     assert not compare_runs(run, reference)["max_param_abs_diff"] <= 1e-9
 
 
-def test_compare_runs_reads_bfloat16(tmp_path):
+def test_compare_runs_reads_bfloat16(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from safetensors.torch import save_file as save_torch_file
 
@@ -307,7 +308,7 @@ def test_compare_runs_reads_bfloat16(tmp_path):
     assert compare_runs(run, reference)["max_param_abs_diff"] == 3.5
 
 
-def test_compare_runs_names_what_only_one_checkpoint_holds(tmp_path):
+def test_compare_runs_names_what_only_one_checkpoint_holds(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [1.0])
     reference = write_run(tmp_path / "reference", [1.0])
     path = reference / "checkpoints" / "step-00000002" / "head.safetensors"
@@ -316,7 +317,7 @@ def test_compare_runs_names_what_only_one_checkpoint_holds(tmp_path):
         compare_runs(run, reference)
 
 
-def test_write_report_writes_what_it_returns(tmp_path):
+def test_write_report_writes_what_it_returns(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [1.0])
     reference = write_run(tmp_path / "reference", [1.0])
     report = write_report(run, reference)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ class Member:
         session.sync.close()
 
 
-def message(plan: Plan, rank: int, address: str, source: str = INIT, version: int = 0, **more) -> Generation:
+def message(plan: Plan, rank: int, address: str, source: str = INIT, version: int = 0, **more: Any) -> Generation:
     arguments = {"generation": 1, "roll_forward": None, "transfers": (), **more}
     return Generation(rank=rank, plan=plan, version=version, source=source, store_address=address, **arguments)
 
@@ -182,11 +183,13 @@ def test_generation_that_is_over_is_not_entered_and_states_stay(tmp_path: Path) 
     assert set(after.current + after.retained) == set(before.current)
 
 
-def test_ranks_that_will_send_each_other_tensors_are_named_when_groups_are_built(monkeypatch, tmp_path: Path) -> None:
+def test_ranks_that_will_send_each_other_tensors_are_named_when_groups_are_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """NCCL connects them then: neighbours in a pipeline, and the ends of copies."""
     asked: list[set[tuple[int, int]]] = []
 
-    def connect(**arguments) -> None:
+    def connect(**arguments: Any) -> None:
         asked.append(set(arguments["pairs"]))
         raise CommunicationError("far enough")
 

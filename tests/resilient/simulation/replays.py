@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from resilient.simulation.availability.traces import AvailabilityChange, AvailabilityTrace
 from resilient.simulation.replay.outcome import ReplayOutcome
@@ -46,7 +47,13 @@ def templates(smallest: int, largest: int) -> TemplateSet:
 
 
 def job(
-    num_layers: int, layer_s: float, num_microbatches: int, *, state_bytes: int = 0, link: Link | None = None, **kwargs
+    num_layers: int,
+    layer_s: float,
+    num_microbatches: int,
+    *,
+    state_bytes: int = 0,
+    link: Link | None = None,
+    **kwargs: Any,
 ) -> PlanningProblem:
     """Equal layers; ``kwargs`` are those of :class:`PlanningProblem`."""
     cost = LayerCost(forward_ms=layer_s * 400, backward_input_ms=layer_s * 300, backward_weight_ms=layer_s * 300)

@@ -25,7 +25,7 @@ def test_a_loop_is_compiled_once() -> None:
     assert compiled(twice) is compiled(twice)
 
 
-def test_planning_imports_no_heavy_library():
+def test_planning_imports_no_heavy_library() -> None:
     modules = (
         "plan, template, composition.batch_split, composition.compose, inputs.profile, replan.replan, replan.transfer, "
         "schedules.schedule, search.partition, search.template_sizes"

@@ -43,7 +43,7 @@ some_pipelines = st.lists(st.lists(line, min_size=1, max_size=3).map(tuple), min
 
 
 @given(some_pipelines, st.integers(0, 8))
-def test_finishing_times_latest_first_equal_exhaustive_search(pipelines: list[Lines], more: int):
+def test_finishing_times_latest_first_equal_exhaustive_search(pipelines: list[Lines], more: int) -> None:
     total = len(pipelines) + more
     counts = split_microbatches(pipelines, total)
     assert sum(counts) == total
@@ -53,7 +53,7 @@ def test_finishing_times_latest_first_equal_exhaustive_search(pipelines: list[Li
     assert step_ns(pipelines, total) == best[0]
 
 
-def test_large_split_gives_each_pipeline_what_the_greedy_rule_gives_it():
+def test_large_split_gives_each_pipeline_what_the_greedy_rule_gives_it() -> None:
     """The greedy rule, microbatch by microbatch: to whom is done with it first, of these to the one done last now."""
     pipelines = [((7919 * i % 97, 13 + 31 * i % 17), (5, 29 + i % 3)) for i in range(40)]
     counts = [1] * len(pipelines)
@@ -63,28 +63,28 @@ def test_large_split_gives_each_pipeline_what_the_greedy_rule_gives_it():
     assert split_microbatches(pipelines, 1000) == tuple(counts)
 
 
-def test_faster_pipeline_gets_more():
+def test_faster_pipeline_gets_more() -> None:
     assert split_microbatches([one(2, 2), one(4)], 12) == (8, 4)
 
 
-def test_what_counts_is_when_a_pipeline_would_be_done_with_one_more():
+def test_what_counts_is_when_a_pipeline_would_be_done_with_one_more() -> None:
     assert split_microbatches([one(9), one(4, 4, 4)], 3) == (1, 2)
 
 
-def test_equal_pipelines_differ_by_one_at_most_and_the_first_gets_more():
+def test_equal_pipelines_differ_by_one_at_most_and_the_first_gets_more() -> None:
     assert split_microbatches([one(1, 1)] * 3, 8) == (3, 3, 2)
 
 
-def test_of_two_that_could_finish_last_the_one_that_finishes_later_without_does():
+def test_of_two_that_could_finish_last_the_one_that_finishes_later_without_does() -> None:
     assert split_microbatches([((0, 10),), ((0, 5),)], 5) == (1, 4)
     assert split_microbatches([((0, 5),), ((0, 10),)], 5) == (4, 1)
 
 
-def test_others_finish_early_where_one_microbatch_alone_takes_longest():
+def test_others_finish_early_where_one_microbatch_alone_takes_longest() -> None:
     assert split_microbatches([((100, 1),), ((0, 2),), ((0, 3),)], 11) == (1, 6, 4)
 
 
-def test_pipeline_takes_the_layout_that_suits_its_share():
+def test_pipeline_takes_the_layout_that_suits_its_share() -> None:
     few, many = template(4, 0.5), template(3, 3, 3)
     layouts = lines([few, many])
     assert layouts == ((500_000, 4_000_000), (6_000_000, 3_000_000))
@@ -92,19 +92,19 @@ def test_pipeline_takes_the_layout_that_suits_its_share():
     assert split_microbatches([layouts, one(4.25)], 24) == (13, 11)
 
 
-def test_a_microbatch_takes_time_though_none_was_measured():
+def test_a_microbatch_takes_time_though_none_was_measured() -> None:
     assert lines([template(0, 0)]) == ((0, 1),)
     assert split_microbatches([one(0), one(0)], 6) == (3, 3)
 
 
-def test_slowed_line_moves_the_slowest_stage():
+def test_slowed_line_moves_the_slowest_stage() -> None:
     pair = template(4, 3, 2, 1, num_nodes=2, sync_ms=0.5)
     assert slowed_line(pair, (1, 1)) == lines([pair])[0] == (6_500_000, 4_000_000)
     assert slowed_line(pair, (1, 2)) == (9_500_000, 4_000_000)
     assert slowed_line(pair, (1.0, 2.5)) == (10_000_000, 5_000_000)
 
 
-def test_slowed_line_needs_a_factor_for_each_node():
+def test_slowed_line_needs_a_factor_for_each_node() -> None:
     message = (
         "node_factors must be one for each of the template's 2 nodes, got 3; give 1.0 for nodes as fast as profiled"
     )
@@ -113,7 +113,7 @@ def test_slowed_line_needs_a_factor_for_each_node():
 
 
 @pytest.mark.parametrize(("pipelines", "num_microbatches"), [(3, 2), (0, 2)])
-def test_split_refuses_pipelines_without_work(pipelines: int, num_microbatches: int):
+def test_split_refuses_pipelines_without_work(pipelines: int, num_microbatches: int) -> None:
     message = (
         f"num_microbatches must be at least the number of pipelines, one or more, got {num_microbatches} for "
         f"{pipelines}; raise the global batch, lower the microbatch, or make fewer pipelines"
@@ -123,14 +123,14 @@ def test_split_refuses_pipelines_without_work(pipelines: int, num_microbatches: 
 
 
 @pytest.mark.parametrize(("global_batch", "microbatch", "pipelines"), [(64, 4, 2), (8, 4, 2), (5, 1, 5)])
-def test_batch_that_can_be_split_passes(global_batch: int, microbatch: int, pipelines: int):
+def test_batch_that_can_be_split_passes(global_batch: int, microbatch: int, pipelines: int) -> None:
     check_batch(global_batch, microbatch, pipelines)
 
 
 @pytest.mark.parametrize(
     ("global_batch", "nearest"), [(62, "60 or 64"), (4, "8"), (7, "8"), (9, "8 or 12"), (0, "8"), (-3, "8")]
 )
-def test_batch_that_cannot_be_split_recommends_the_nearest(global_batch: int, nearest: str):
+def test_batch_that_cannot_be_split_recommends_the_nearest(global_batch: int, nearest: str) -> None:
     message = (
         "global_batch must be a multiple of microbatch 4, at least 8 (one microbatch for each of 2 pipelines), "
         f"got {global_batch}; use {nearest}"
@@ -139,6 +139,6 @@ def test_batch_that_cannot_be_split_recommends_the_nearest(global_batch: int, ne
         check_batch(global_batch, 4, 2)
 
 
-def test_microbatch_must_hold_a_sample():
+def test_microbatch_must_hold_a_sample() -> None:
     with pytest.raises(ValueError, match=r"^microbatch must be >= 1, got 0; give the samples of one microbatch$"):
         check_batch(8, 0, 1)

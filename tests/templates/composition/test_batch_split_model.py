@@ -38,7 +38,7 @@ pipeline = st.lists(line, min_size=1, max_size=3).map(tuple)
 
 @settings(max_examples=100)
 @given(st.data())
-def test_split_equals_exhaustive_search_under_constraints(data: st.DataObject):
+def test_split_equals_exhaustive_search_under_constraints(data: st.DataObject) -> None:
     pipelines = data.draw(st.lists(pipeline, min_size=1, max_size=4))
     indices = range(len(pipelines))
     least = [data.draw(st.integers(1, 3)) for _ in indices]
@@ -77,7 +77,7 @@ def test_split_equals_exhaustive_search_under_constraints(data: st.DataObject):
 
 @settings(max_examples=20)
 @given(st.data())
-def test_without_constraints_the_finishing_times_are_those_of_the_direct_split(data: st.DataObject):
+def test_without_constraints_the_finishing_times_are_those_of_the_direct_split(data: st.DataObject) -> None:
     """Times as measured: milliseconds in nanoseconds, with odd ends. Any pipeline can be filled up to the latest."""
     layout = st.tuples(st.integers(10**6, 10**7), st.integers(5 * 10**6, 10**7))
     pipelines = data.draw(st.lists(st.lists(layout, min_size=1, max_size=2).map(tuple), min_size=2, max_size=6))
@@ -87,7 +87,7 @@ def test_without_constraints_the_finishing_times_are_those_of_the_direct_split(d
     assert sorted(map(finish_ns, pipelines, found)) == sorted(map(finish_ns, pipelines, direct))
 
 
-def test_a_nanosecond_decides_though_the_solver_does_not_see_it():
+def test_a_nanosecond_decides_though_the_solver_does_not_see_it() -> None:
     """Steps of 1000 s: with its tolerances HiGHS alone ends 3 ns later."""
     fill, slow = 10**12, 10**7
     pipelines: list[Lines] = [
@@ -99,22 +99,22 @@ def test_a_nanosecond_decides_though_the_solver_does_not_see_it():
     assert max(map(finish_ns, pipelines, split_with_constraints(pipelines, 21))) == step_ns(pipelines, 21)
 
 
-def test_few_pipelines_finish_last_then_all_together_take_the_least_time():
+def test_few_pipelines_finish_last_then_all_together_take_the_least_time() -> None:
     """The first is latest with one microbatch; the second is fastest, but with ten it would be as late."""
     assert split_with_constraints([((109, 1),), ((100, 1),), ((0, 2),)], 16) == (1, 9, 6)
 
 
-def test_memory_caps_move_work_to_slower_pipelines():
+def test_memory_caps_move_work_to_slower_pipelines() -> None:
     pipelines: list[Lines] = [((0, 10),), ((0, 20),), ((0, 30),)]
     assert split_with_constraints(pipelines, 11) == (6, 3, 2)
     assert split_with_constraints(pipelines, 11, max_microbatches=[4, 11, 11]) == (4, 4, 3)
 
 
-def test_interleaved_schedules_get_multiples_of_their_stages():
+def test_interleaved_schedules_get_multiples_of_their_stages() -> None:
     assert sorted(split_with_constraints(EQUAL, 24, multiple_of=[4] * 4)) == [4, 4, 8, 8]
 
 
-def test_a_number_that_a_constraint_fixes_stays():
+def test_a_number_that_a_constraint_fixes_stays() -> None:
     def fix(model: Any) -> None:
         model.microbatches[1].fix(7)
 
@@ -139,8 +139,8 @@ ALL_EVEN = [2, 2, 2, 2]
     ],
 )
 def test_impossible_split_names_the_sums_and_the_nearest_that_are_possible(
-    total: int, constraints: dict[str, Sequence[int]], message: str
-):
+    total: int, constraints: dict[str, Any], message: str
+) -> None:
     start = "num_microbatches must be a sum that the constraints of 4 pipelines allow (minima and maxima: "
     with pytest.raises(ValueError, match=f"^{re.escape(start + message)}$"):
         split_with_constraints(EQUAL, total, **constraints)
@@ -149,15 +149,16 @@ def test_impossible_split_names_the_sums_and_the_nearest_that_are_possible(
 @pytest.mark.parametrize(
     ("name", "values"), [("min_microbatches", [1, 1]), ("max_microbatches", [1, 1, 1, 0]), ("multiple_of", [])]
 )
-def test_constraints_must_be_one_for_each_pipeline(name: str, values: list[int]):
+def test_constraints_must_be_one_for_each_pipeline(name: str, values: list[int]) -> None:
+    constraint: dict[str, Any] = {name: values}
     message = (
         f"{name} must be a number >= 1 for each of 4 pipelines, got {values}; give 1, or num_microbatches as a "
         f"maximum, where there is no constraint"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        split_with_constraints(EQUAL, 8, **{name: values})
+        split_with_constraints(EQUAL, 8, **constraint)
 
 
-def test_no_pipelines_are_refused():
+def test_no_pipelines_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^pipelines must be one or more, got none; give the lines of each$"):
         split_with_constraints([], 8)

@@ -51,7 +51,7 @@ def check(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pip
 
 
 @given(st.data())
-def test_composition_equals_exhaustive_search(data: st.DataObject):
+def test_composition_equals_exhaustive_search(data: st.DataObject) -> None:
     smallest = data.draw(st.integers(1, 3))
     stages = st.lists(st.integers(1, 12), min_size=1, max_size=3)
     templates = template_set(
@@ -64,7 +64,7 @@ def test_composition_equals_exhaustive_search(data: st.DataObject):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_composition_of_24_nodes_equals_exhaustive_search(seed: int):
+def test_composition_of_24_nodes_equals_exhaustive_search(seed: int) -> None:
     """Templates as planned: more nodes are faster, a layout with more stages has a faster slowest one."""
     draw = random.Random(seed)
     smallest = 1 + seed % 3
@@ -81,7 +81,7 @@ def test_composition_of_24_nodes_equals_exhaustive_search(seed: int):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 20, 25, 28, 32, 48, 52, 70, 134])
-def test_composition_with_fewer_microbatches_than_small_pipelines_equals_exhaustive_search(seed: int):
+def test_composition_with_fewer_microbatches_than_small_pipelines_equals_exhaustive_search(seed: int) -> None:
     """Times at random: the most microbatches that so many pipelines get through jump up and down with the number."""
     draw = random.Random(seed)
     smallest = 1 + seed % 2
@@ -100,7 +100,7 @@ def test_composition_with_fewer_microbatches_than_small_pipelines_equals_exhaust
     check(templates, 26, draw.randint(4, 25 // smallest), 1 + seed % 4)
 
 
-def test_capacities_as_large_as_the_step_in_nanoseconds_are_compared_exactly():
+def test_capacities_as_large_as_the_step_in_nanoseconds_are_compared_exactly() -> None:
     """One pipeline takes months for a microbatch, in which the others could do more than products of 64 bits hold."""
     fast, slow = 1e-6, 1e10
     templates = template_set(*(template(fast if size < 4 else slow, num_nodes=size) for size in range(1, 7)))
@@ -108,7 +108,7 @@ def test_capacities_as_large_as_the_step_in_nanoseconds_are_compared_exactly():
     assert compose(templates, 11, 3, 2) == (6, 3, 2)
 
 
-def test_fewer_microbatches_than_nodes_make_larger_pipelines():
+def test_fewer_microbatches_than_nodes_make_larger_pipelines() -> None:
     """Small pipelines are fastest, but four of the twelve that fit would have nothing to do."""
     templates = template_set(template(4), template(5, num_nodes=2), template(6, num_nodes=3))
     assert compose(templates, 12, 12, 2) == (1,) * 12
@@ -116,13 +116,13 @@ def test_fewer_microbatches_than_nodes_make_larger_pipelines():
     assert compose(templates, 12, 5, 2) == (3, 3, 3, 2, 1)
 
 
-def test_there_may_be_fewer_pipelines_than_microbatches_though_more_nodes_would_do_one_each():
+def test_there_may_be_fewer_pipelines_than_microbatches_though_more_nodes_would_do_one_each() -> None:
     """Six single nodes would be done first, but three microbatches keep three busy, and pairs are slow."""
     templates = template_set(template(10), template(100, num_nodes=2), template(*[1] * 13, num_nodes=3))
     assert compose(templates, 6, 3, 2) == (3, 3)
 
 
-def test_a_layout_for_few_microbatches_decides():
+def test_a_layout_for_few_microbatches_decides() -> None:
     """Pipelines of two nodes have a layout that is slow, but done with one microbatch soonest."""
     single = template(8)
     pair = [template(5, 5, num_nodes=2), template(7, num_nodes=2)]
@@ -130,7 +130,7 @@ def test_a_layout_for_few_microbatches_decides():
     assert compose(template_set(single, pair[0]), 4, 4, 2) == (1, 1, 1, 1)
 
 
-def test_of_equal_steps_the_one_with_room_for_more_then_the_one_with_the_largest_template():
+def test_of_equal_steps_the_one_with_room_for_more_then_the_one_with_the_largest_template() -> None:
     assert compose(template_set(template(2), template(1, num_nodes=2)), 4, 4, 1) == (2, 2)
     faster_pair = template_set(template(2), template(0.9, num_nodes=2))
     assert compose(faster_pair, 4, 4, 1) == (2, 2)
@@ -141,7 +141,7 @@ def test_of_equal_steps_the_one_with_room_for_more_then_the_one_with_the_largest
     ("num_nodes", "num_microbatches", "min_pipelines"),
     [(5, 8, 2), (2, 8, 1), (0, 8, 1), (9, 2, 1), (6, 1, 2), (4, 8, 2)],
 )
-def test_a_sum_that_does_not_exist_is_refused(num_nodes: int, num_microbatches: int, min_pipelines: int):
+def test_a_sum_that_does_not_exist_is_refused(num_nodes: int, num_microbatches: int, min_pipelines: int) -> None:
     message = (
         f"num_nodes must be a sum of {min_pipelines} to {num_microbatches} template sizes from 3 to 4, "
         f"got {num_nodes}; leave nodes out or plan templates for more nodes"

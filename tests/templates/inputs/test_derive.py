@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from resilient.templates.inputs.derive import derive_profile, freeze
 from resilient.templates.inputs.devices import DEVICES, cluster_of
 from resilient.templates.inputs.known_models import MODELS
 from resilient.templates.inputs.layer_work import layer_works
-from resilient.templates.inputs.profile import ModelProfile
+from resilient.templates.inputs.profile import LayerProfile, ModelProfile
 
 PUBLISHED = {
     "bert-large": 335_174_458,
@@ -37,7 +38,7 @@ def parameters(profile: ModelProfile, unit: str = "") -> int:
     return sum(layer.parameter_bytes for layer in profile.layers if layer.name.startswith(unit)) // 2
 
 
-def layer(profile: ModelProfile, name: str):
+def layer(profile: ModelProfile, name: str) -> LayerProfile:
     return profile.layers[profile.index(name)]
 
 
@@ -252,6 +253,6 @@ ALL_MODELS = ", ".join(MODELS)
         ),
     ],
 )
-def test_bad_arguments_are_refused_with_what_there_is(arguments, message: str) -> None:
+def test_bad_arguments_are_refused_with_what_there_is(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=rf"^{re.escape(message)}$"):
         derive_profile(**{"model": "qwen2-vl-7b", "device": "a40", **arguments})

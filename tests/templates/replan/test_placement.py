@@ -34,31 +34,31 @@ def placed(
     return placer.place(placer.continuing(targets))
 
 
-def test_nodes_that_hold_what_is_needed_stay_where_they_are():
+def test_nodes_that_hold_what_is_needed_stay_where_they_are() -> None:
     plan = plan_of((cut(3, 6), (4, 7)), (cut(3, 6), (2, 5)))
     found = placed(job(6), plan, [Target(template=cut(3, 6))] * 2, [2, 4, 5, 7])
     assert found == Placement(nodes=((4, 7), (2, 5)), copied_bytes=0, busiest_bytes=0, lacking_domains=0)
 
 
-def test_the_pipeline_that_is_continued_keeps_its_nodes():
+def test_the_pipeline_that_is_continued_keeps_its_nodes() -> None:
     plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
     targets = [Target(template=cut(3, 6), continues=1), Target(template=cut(3, 6), continues=0)]
     assert placed(job(6), plan, targets, range(4)).nodes == ((2, 3), (0, 1))
 
 
-def test_of_nodes_that_cost_the_same_each_stays_with_its_pipeline():
+def test_of_nodes_that_cost_the_same_each_stays_with_its_pipeline() -> None:
     # Nodes 0 and 2 lack one layer of the first stage, nodes 1 and 3 lack nothing of the second.
     plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
     targets = [Target(template=cut(4, 6), continues=1), Target(template=cut(4, 6), continues=0)]
     assert placed(job(6), plan, targets, range(4)).nodes == ((2, 3), (0, 1))
 
 
-def test_of_pipelines_with_the_same_layout_the_most_complete_goes_on():
+def test_of_pipelines_with_the_same_layout_the_most_complete_goes_on() -> None:
     plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
     assert placed(job(6), plan, [Target(template=cut(3, 6))] * 2, [0, 2, 3, 9]).nodes == ((2, 3), (0, 9))
 
 
-def test_the_joiner_takes_the_place_of_the_lost_node():
+def test_the_joiner_takes_the_place_of_the_lost_node() -> None:
     plan = plan_of((cut(2, 4, 6), (0, 1, 2)), (cut(3, 6), (3, 4)))
     targets = [Target(template=cut(2, 4, 6), continues=0), Target(template=cut(3, 6), continues=1)]
     found = placed(job(6), plan, targets, [0, 2, 3, 4, 8])
@@ -66,13 +66,13 @@ def test_the_joiner_takes_the_place_of_the_lost_node():
     assert found.copied_bytes == found.busiest_bytes == 2  # one byte each from nodes 3 and 4
 
 
-def test_of_nodes_that_hold_nothing_the_first_are_taken():
+def test_of_nodes_that_hold_nothing_the_first_are_taken() -> None:
     found = placed(job(6), plan_of(), [Target(template=cut(3, 6))] * 2, [9, 8, 7, 6, 5])
     assert found.nodes == ((9, 8), (7, 6))
     assert found.copied_bytes == 12
 
 
-def test_the_busiest_node_may_be_a_sender():
+def test_the_busiest_node_may_be_a_sender() -> None:
     plan = plan_of((cut(3, 6), (0, 1)))
     targets = [Target(template=cut(3, 6)), Target(template=cut(3, 6)), Target(template=cut(3, 6))]
     found = placed(job(6, state_bytes=10), plan, targets, range(6))
@@ -80,7 +80,7 @@ def test_the_busiest_node_may_be_a_sender():
     assert found.busiest_bytes == 60  # each old node sends 30 bytes twice, each new one receives 30
 
 
-def test_devices_that_keep_their_shards_decide_between_equals():
+def test_devices_that_keep_their_shards_decide_between_equals() -> None:
     # One stage of two devices becomes two of one each. Both nodes held all three layers; the one whose devices had
     # whole layers hands over less within the node than the one with half of each.
     whole, halves = cut(3, 6, devices=2), cut(6, degree=2, devices=2)
@@ -93,7 +93,7 @@ def test_devices_that_keep_their_shards_decide_between_equals():
 
 
 @given(st.data())
-def test_no_other_placement_copies_less(data: st.DataObject):
+def test_no_other_placement_copies_less(data: st.DataObject) -> None:
     num_layers = data.draw(st.integers(4, 7))
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=num_layers, max_size=num_layers))
     tied = data.draw(st.booleans())
@@ -134,7 +134,7 @@ def draw_plan(data: st.DataObject, num_layers: int, most_nodes: int) -> Plan:
     return plan_of(*pipelines)
 
 
-def test_each_state_is_put_into_two_zones_where_that_costs_copies():
+def test_each_state_is_put_into_two_zones_where_that_costs_copies() -> None:
     plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
     targets = [Target(template=cut(3, 6))] * 2
     zones = {0: "a", 2: "a", 1: "b", 3: "b"}
@@ -144,7 +144,7 @@ def test_each_state_is_put_into_two_zones_where_that_costs_copies():
     assert {frozenset(zones[nodes[i]] for nodes in found.nodes) for i in (0, 1)} == {frozenset("ab")}
 
 
-def test_no_state_can_be_in_more_zones_than_there_are():
+def test_no_state_can_be_in_more_zones_than_there_are() -> None:
     plan = plan_of(*((cut(3, 6), (i, i + 1)) for i in (0, 2, 4)))
     targets = [Target(template=cut(3, 6))] * 3
     problem = job(6, max_failures=2)
@@ -157,21 +157,21 @@ def test_no_state_can_be_in_more_zones_than_there_are():
     assert placed(problem, plan, targets, range(6), zones).lacking_domains == 6
 
 
-def test_f_plus_1_zones_are_enough():
+def test_f_plus_1_zones_are_enough() -> None:
     plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
     targets = [Target(template=cut(3, 6))] * 2
     found = placed(job(6), plan, targets, range(4), dict(enumerate("abca")))
     assert (found.nodes, found.lacking_domains) == (((0, 1), (2, 3)), 0)
 
 
-def test_nodes_without_a_label_share_no_zone():
+def test_nodes_without_a_label_share_no_zone() -> None:
     plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
     targets = [Target(template=cut(3, 6))] * 2
     found = placed(job(6), plan, targets, range(4), {0: "a"})
     assert (found.nodes, found.lacking_domains) == (((0, 1), (2, 3)), 0)
 
 
-def test_states_without_bytes_need_no_zones():
+def test_states_without_bytes_need_no_zones() -> None:
     problem = job(6, state_bytes=0)
     plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
     targets = [Target(template=cut(3, 6))] * 2
@@ -180,7 +180,7 @@ def test_states_without_bytes_need_no_zones():
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 8), (8, 3, 2, 1, 0)])
-def test_a_node_that_is_left_out_is_the_one_that_saves_least(order: tuple[int, ...]):
+def test_a_node_that_is_left_out_is_the_one_that_saves_least(order: tuple[int, ...]) -> None:
     plan = plan_of((cut(3, 6), (0, 1)), (cut(3, 6), (2, 3)))
     targets = [Target(template=cut(2, 4, 6)), Target(template=cut(6))]
     assert 8 not in {node for nodes in placed(job(6), plan, targets, order).nodes for node in nodes}

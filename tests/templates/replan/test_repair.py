@@ -26,27 +26,27 @@ def without(plan: Plan, *lost: int, joined: int = 0) -> list[int]:
     return [node for node in range(len(plan.nodes) + joined) if node not in lost]
 
 
-def test_no_change_keeps_all():
+def test_no_change_keeps_all() -> None:
     plan = plan_with(3, 2)
     assert found(plan, without(plan), n0=2) == [("keep", [(0, 3), (1, 2)])]
 
 
-def test_simple_goes_on_with_the_nodes_that_are_left():
+def test_simple_goes_on_with_the_nodes_that_are_left() -> None:
     plan = plan_with(4, 3)
     assert found(plan, without(plan, 1), n0=2) == [("simple", [(0, 3), (1, 3)])]
 
 
-def test_simple_for_several_pipelines_at_once():
+def test_simple_for_several_pipelines_at_once() -> None:
     plan = plan_with(4, 4, 3)
     assert found(plan, without(plan, 0, 1, 5), n0=2) == [("simple", [(0, 2), (1, 3), (2, 3)])]
 
 
-def test_borrow_takes_from_the_largest_until_n0():
+def test_borrow_takes_from_the_largest_until_n0() -> None:
     plan = plan_with(4, 5, 2)
     assert found(plan, without(plan, 9, 10), n0=2, max_failures=2) == [("borrow", [(0, 3), (1, 4), (2, 2)])]
 
 
-def test_the_pipeline_that_lacks_least_borrows_first():
+def test_the_pipeline_that_lacks_least_borrows_first() -> None:
     plan = plan_with(3, 3, 4)
     borrowed, given_up = found(plan, without(plan, 0, 1, 3), n0=3)
     # A node of the third completes the second; what the first has left then goes to another.
@@ -54,7 +54,7 @@ def test_the_pipeline_that_lacks_least_borrows_first():
     assert given_up == ("merge", [(1, 3), (2, 4)])
 
 
-def test_a_pipeline_may_be_given_up_although_others_could_lend():
+def test_a_pipeline_may_be_given_up_although_others_could_lend() -> None:
     plan = plan_with(3, 2, 2)
     assert found(plan, without(plan, 6), n0=2) == [
         ("borrow", [(0, 2), (1, 2), (2, 2)]),
@@ -62,55 +62,55 @@ def test_a_pipeline_may_be_given_up_although_others_could_lend():
     ]
 
 
-def test_merge_gives_all_nodes_to_one_pipeline_when_nobody_can_lend():
+def test_merge_gives_all_nodes_to_one_pipeline_when_nobody_can_lend() -> None:
     plan = plan_with(3, 3, 3)
     assert found(plan, without(plan, 0), n0=3) == [("merge", [(1, 5), (2, 3)])]
 
 
-def test_merge_fills_another_needy_pipeline_first():
+def test_merge_fills_another_needy_pipeline_first() -> None:
     plan = plan_with(3, 3, 3, 3)
     assert found(plan, without(plan, 0, 1, 3), n0=3) == [("merge", [(1, 3), (2, 3), (3, 3)])]
 
 
-def test_merged_nodes_that_do_not_fit_into_one_pipeline_are_shared():
+def test_merged_nodes_that_do_not_fit_into_one_pipeline_are_shared() -> None:
     plan = plan_with(3, 3, 3)
     assert found(plan, without(plan, 0), n0=3, largest=4) == [("merge", [(1, 4), (2, 4)])]
 
 
-def test_a_pipeline_without_nodes_is_gone_and_the_others_do_not_change():
+def test_a_pipeline_without_nodes_is_gone_and_the_others_do_not_change() -> None:
     plan = plan_with(3, 2, 2)
     assert found(plan, without(plan, 3, 4), n0=2) == [("simple", [(0, 3), (2, 2)])]
 
 
-def test_a_pipeline_without_nodes_is_made_anew_where_redundancy_needs_it():
+def test_a_pipeline_without_nodes_is_made_anew_where_redundancy_needs_it() -> None:
     plan = plan_with(2, 4)
     assert found(plan, without(plan, 0, 1), n0=2) == [("borrow", [(0, 2), (1, 2)])]
 
 
-def test_borrowing_and_merging_at_once():
+def test_borrowing_and_merging_at_once() -> None:
     plan = plan_with(4, 3, 3, 3)
     # The second borrows the only node that can be lent; the third is given up to the first, the lender.
     assert found(plan, without(plan, 4, 7, 8), n0=3)[0] == ("merge", [(0, 4), (1, 3), (3, 3)])
 
 
-def test_a_lender_that_gets_a_node_of_one_given_up_is_as_before():
+def test_a_lender_that_gets_a_node_of_one_given_up_is_as_before() -> None:
     plan = plan_with(3, 2, 2, 2)
     assert found(plan, without(plan, 4, 8), n0=2) == [("merge", [(0, 3), (1, 2), (2, 2)])]
 
 
-def test_joiners_first_replace_lost_nodes():
+def test_joiners_first_replace_lost_nodes() -> None:
     plan = plan_with(4, 2)
     assert found(plan, without(plan, 2, joined=1), n0=2) == [("join", [(0, 4), (1, 2)])]
 
 
-def test_too_few_joiners_go_where_they_save_a_pipeline_from_borrowing():
+def test_too_few_joiners_go_where_they_save_a_pipeline_from_borrowing() -> None:
     plan = plan_with(4, 3)
     # The first lacks two nodes but can go on; the second is below n0.
     assert found(plan, without(plan, 0, 4, joined=1), n0=3) == [("simple", [(0, 3), (1, 3)])]
     assert found(plan, without(plan, 0, 1, 4, joined=2), n0=2) == [("simple", [(0, 3), (1, 3)])]
 
 
-def test_left_over_joiners_extend_the_smallest_or_make_a_pipeline():
+def test_left_over_joiners_extend_the_smallest_or_make_a_pipeline() -> None:
     plan = plan_with(4, 2)
     assert found(plan, without(plan, joined=1), n0=2) == [("join", [(0, 4), (1, 3)])]
     assert found(plan, without(plan, joined=3), n0=2) == [
@@ -119,29 +119,29 @@ def test_left_over_joiners_extend_the_smallest_or_make_a_pipeline():
     ]
 
 
-def test_a_new_pipeline_is_as_large_as_the_smallest_other():
+def test_a_new_pipeline_is_as_large_as_the_smallest_other() -> None:
     plan = plan_with(5, 4)
     assert found(plan, without(plan, joined=5), n0=2)[1] == ("join", [(0, 5), (1, 5), (None, 4)])
 
 
-def test_a_new_pipeline_only_where_there_is_a_microbatch_for_it():
+def test_a_new_pipeline_only_where_there_is_a_microbatch_for_it() -> None:
     plan = plan_with(2, 2)
     assert found(plan, without(plan, joined=2), n0=2, max_pipelines=2) == [("join", [(0, 3), (1, 3)])]
 
 
-def test_nodes_without_a_place_wait_until_they_make_a_pipeline():
+def test_nodes_without_a_place_wait_until_they_make_a_pipeline() -> None:
     plan = plan_with(3, 3)
     assert found(plan, without(plan, joined=2), n0=3, largest=3) == [("keep", [(0, 3), (1, 3)])]
     assert found(plan, without(plan, joined=3), n0=3, largest=3) == [("join", [(0, 3), (1, 3), (None, 3)])]
 
 
-def test_no_repair_below_f_plus_1_pipelines_of_n0():
+def test_no_repair_below_f_plus_1_pipelines_of_n0() -> None:
     plan = plan_with(2, 2)
     assert found(plan, without(plan, 0), n0=2) == []
 
 
 @given(st.data())
-def test_a_repair_exists_down_to_f_plus_1_times_n0_and_all_its_sizes_are_template_sizes(data: st.DataObject):
+def test_a_repair_exists_down_to_f_plus_1_times_n0_and_all_its_sizes_are_template_sizes(data: st.DataObject) -> None:
     n0, max_failures = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 2))
     spare = data.draw(st.lists(st.integers(0, n0), min_size=max_failures + 1, max_size=6))
     plan = plan_with(*(n0 + more for more in spare))
@@ -158,7 +158,7 @@ def test_a_repair_exists_down_to_f_plus_1_times_n0_and_all_its_sizes_are_templat
 
 
 @given(st.integers(1, 9), st.integers(0, 3), st.integers(1, 3), st.data())
-def test_merging_makes_2_n0_less_k(n0: int, max_failures: int, more: int, data: st.DataObject):
+def test_merging_makes_2_n0_less_k(n0: int, max_failures: int, more: int, data: st.DataObject) -> None:
     plan = plan_with(*[n0] * (max_failures + 1 + more))
     k = data.draw(st.integers(1, n0))
     nodes = without(plan, *range(k))

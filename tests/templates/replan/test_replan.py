@@ -84,7 +84,7 @@ def check_local(problem: PlanningProblem, before: Plan, live: Sequence[int]) -> 
 
 @settings(max_examples=40)
 @given(st.data(), problems())
-def test_a_plan_exists_through_any_failures_and_joins(data: st.DataObject, problem: PlanningProblem):
+def test_a_plan_exists_through_any_failures_and_joins(data: st.DataObject, problem: PlanningProblem) -> None:
     nodes = list(range(enough_nodes(problem) + data.draw(st.integers(0, 4))))
     least = (problem.max_failures + 1) * templates_for(problem, len(nodes)).sizes[0]
     live = nodes[: least + data.draw(st.integers(0, len(nodes) - least))]
@@ -108,7 +108,7 @@ def test_a_plan_exists_through_any_failures_and_joins(data: st.DataObject, probl
 @given(st.data(), problems(), st.integers(1, 10**6))
 def test_the_candidate_with_which_the_job_is_furthest_comes_first(
     data: st.DataObject, problem: PlanningProblem, failure_interval_ms: int
-):
+) -> None:
     problem = replace(problem, failure_interval_s=failure_interval_ms / 1e3)
     nodes = range(enough_nodes(problem) + 3)
     lost = data.draw(st.sets(st.sampled_from(nodes), max_size=3))
@@ -122,11 +122,11 @@ def test_the_candidate_with_which_the_job_is_furthest_comes_first(
         assert lacking < next_lacking or (lacking == next_lacking and cost <= next_cost * (1 + 1e-9))
 
 
-def test_first_plan_fills_pipelines_with_the_nodes_in_order():
+def test_first_plan_fills_pipelines_with_the_nodes_in_order() -> None:
     assert layout(first_plan(small_job(), [7, 3, 5, 1, 9])) == [((1, 3, 5), 7), ((7, 9), 5)]
 
 
-def test_simple_only_the_concerned_pipeline_shrinks():
+def test_simple_only_the_concerned_pipeline_shrinks() -> None:
     problem = small_job()
     before = made_of(problem, (0, 1, 2), (3, 4))
     found = candidates(problem, before, [0, 1, 3, 4])
@@ -135,7 +135,7 @@ def test_simple_only_the_concerned_pipeline_shrinks():
     assert layout(found[0].plan) == [((0, 1), 6), ((3, 4), 6)]
 
 
-def test_borrow_takes_the_node_that_saves_most_from_the_pipeline_that_can_spare_one():
+def test_borrow_takes_the_node_that_saves_most_from_the_pipeline_that_can_spare_one() -> None:
     problem = small_job()
     before = made_of(problem, (0, 1, 2), (3, 4))
     found = candidates(problem, before, [0, 1, 2, 4])
@@ -145,7 +145,7 @@ def test_borrow_takes_the_node_that_saves_most_from_the_pipeline_that_can_spare_
     assert 4 in {pipeline.nodes[1] for pipeline in found[0].plan.pipelines}
 
 
-def test_merge_when_nobody_can_spare_a_node():
+def test_merge_when_nobody_can_spare_a_node() -> None:
     problem = small_job()
     before = made_of(problem, (0, 1), (2, 3), (4, 5))
     found = candidates(problem, before, [0, 1, 2, 3, 5])
@@ -155,7 +155,7 @@ def test_merge_when_nobody_can_spare_a_node():
     assert found[0].copied_bytes == MIB  # the middle one of three stages lacks one layer
 
 
-def test_a_pipeline_that_lost_all_nodes_goes_where_enough_are_left():
+def test_a_pipeline_that_lost_all_nodes_goes_where_enough_are_left() -> None:
     problem = small_job()
     before = made_of(problem, (0, 1), (2, 3), (4, 5))
     found = candidates(problem, before, [0, 1, 2, 3])
@@ -163,7 +163,7 @@ def test_a_pipeline_that_lost_all_nodes_goes_where_enough_are_left():
     assert layout(found[0].plan) == [((0, 1), 6), ((2, 3), 6)]
 
 
-def test_a_joiner_replaces_the_lost_node_and_nothing_else_moves():
+def test_a_joiner_replaces_the_lost_node_and_nothing_else_moves() -> None:
     problem = small_job(num_layers=5)
     before = made_of(problem, (0, 1, 2), (3, 4))
     found = candidates(problem, before, [0, 2, 3, 4, 8])
@@ -171,7 +171,7 @@ def test_a_joiner_replaces_the_lost_node_and_nothing_else_moves():
     assert [pipeline.nodes for pipeline in found[0].plan.pipelines] == [(0, 8, 2), (3, 4)]
 
 
-def test_several_failures_are_handled_at_once():
+def test_several_failures_are_handled_at_once() -> None:
     problem = small_job(smallest=1)
     before = made_of(problem, (0, 1, 2), (3, 4), (5, 6))
     found = candidates(problem, before, [0, 2, 4, 5])
@@ -181,13 +181,13 @@ def test_several_failures_are_handled_at_once():
     assert local.copied_bytes == 8 * MIB
 
 
-def test_a_leaver_that_is_not_among_the_nodes_is_planned_without():
+def test_a_leaver_that_is_not_among_the_nodes_is_planned_without() -> None:
     problem = small_job()
     before = made_of(problem, (0, 1, 2), (3, 4))
     assert 1 not in replan(problem, before, [0, 2, 3, 4]).nodes
 
 
-def test_no_change_of_nodes_is_no_change_of_plan():
+def test_no_change_of_nodes_is_no_change_of_plan() -> None:
     problem = small_job()
     before = first_plan(problem, range(7))
     found = candidates(problem, before, range(7))
@@ -196,7 +196,7 @@ def test_no_change_of_nodes_is_no_change_of_plan():
     assert (found[0].copied_bytes, found[0].copy_ms) == (0, 0.0)
 
 
-def test_copying_must_pay_until_the_next_failure(monkeypatch: pytest.MonkeyPatch):
+def test_copying_must_pay_until_the_next_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = small_job(num_layers=8, smallest=1)
     before = made_of(problem, (0, 1, 2, 3), (4, 5, 6, 7))
     live = [0, 1, 2, 3, 4, 5, 6]
@@ -220,7 +220,7 @@ def test_copying_must_pay_until_the_next_failure(monkeypatch: pytest.MonkeyPatch
     assert len(placed) == 1
 
 
-def test_copying_takes_as_long_as_the_link_takes_for_the_busiest_node():
+def test_copying_takes_as_long_as_the_link_takes_for_the_busiest_node() -> None:
     frozen = profile([1.0] * 6).frozen([f"l{i}" for i in range(6)])
     link = Link(latency_ms=0.001, bytes_per_s=1e6)
     problem = replace(small_job(), profile=frozen, cluster=Cluster(inter_node=link))
@@ -230,7 +230,7 @@ def test_copying_takes_as_long_as_the_link_takes_for_the_busiest_node():
     assert found.copy_ms == pytest.approx(0.001 + MIB // 3 / 1e3)
 
 
-def test_pipelines_stay_as_they_are_in_one_best_composition_and_not_in_the_other():
+def test_pipelines_stay_as_they_are_in_one_best_composition_and_not_in_the_other() -> None:
     problem = small_job()
     old, even = cut(1, 6), cut(3, 6)
     before = plan_of((old, (0, 1)), (cut(1, 2, 3, 4, 6), (2, 3, 4, 5, 6)))
@@ -243,7 +243,7 @@ def test_pipelines_stay_as_they_are_in_one_best_composition_and_not_in_the_other
     assert (0, 1) in [pipeline.nodes for plan in best for pipeline in plan.pipelines]
 
 
-def test_a_slow_node_shifts_microbatches_to_the_other_pipelines():
+def test_a_slow_node_shifts_microbatches_to_the_other_pipelines() -> None:
     problem = small_job()
     before = first_plan(problem, range(4))
     assert layout(before) == [((0, 1), 6), ((2, 3), 6)]
@@ -252,21 +252,21 @@ def test_a_slow_node_shifts_microbatches_to_the_other_pipelines():
     assert (after.kind, layout(after.plan), after.step_ms) == ("keep", [((0, 1), 8), ((2, 3), 4)], 27.0)
 
 
-def test_slow_nodes_share_a_pipeline_from_the_start_or_stand_by():
+def test_slow_nodes_share_a_pipeline_from_the_start_or_stand_by() -> None:
     problem = small_job()
     assert [p.nodes for p in first_plan(problem, range(4), slowdowns={0: 2.0, 2: 1.5}).pipelines] == [(1, 3), (2, 0)]
     exactly_three = small_job(num_layers=3, smallest=3)
     assert first_plan(exactly_three, range(7), slowdowns={1: 1.1}).nodes == (0, 2, 3, 4, 5, 6)
 
 
-def test_first_pipelines_lie_within_zones_and_states_in_two():
+def test_first_pipelines_lie_within_zones_and_states_in_two() -> None:
     problem = small_job()
     zones = {node: "ab"[node % 2] for node in range(4)}
     assert [p.nodes for p in first_plan(problem, range(4), domains=zones).pipelines] == [(0, 2), (1, 3)]
 
 
 @pytest.mark.parametrize("labels", ["aabb", "abba", "aaabbb", "abcabc", "aaaabb"])
-def test_no_zone_is_the_only_one_with_a_state(labels: str):
+def test_no_zone_is_the_only_one_with_a_state(labels: str) -> None:
     problem = small_job()
     zones = dict(enumerate(labels))
     plan = first_plan(problem, range(len(labels)), domains=zones)
@@ -280,7 +280,7 @@ def test_no_zone_is_the_only_one_with_a_state(labels: str):
         plan = replan(problem, plan, [*(node for node in plan.nodes if node != lost), joiner], domains=zones)
 
 
-def test_spreading_over_zones_comes_before_copying_less():
+def test_spreading_over_zones_comes_before_copying_less() -> None:
     problem = small_job()
     before = made_of(problem, (0, 1), (2, 3))
     assert candidates(problem, before, range(4))[0].copied_bytes == 0
@@ -289,7 +289,7 @@ def test_spreading_over_zones_comes_before_copying_less():
     assert found[0].copied_bytes == 6 * MIB
 
 
-def test_a_candidate_that_spreads_comes_before_one_that_copies_less():
+def test_a_candidate_that_spreads_comes_before_one_that_copies_less() -> None:
     problem = small_job(smallest=1, failure_interval_s=1e-9)
     before = made_of(problem, (0, 1), (2, 3))
     assert candidates(problem, before, range(4))[0].kind == "keep"
@@ -298,14 +298,14 @@ def test_a_candidate_that_spreads_comes_before_one_that_copies_less():
     assert [(candidate.kind, candidate.lacking_domains) for candidate in found] == [("composed", 0), ("keep", 3)]
 
 
-def test_a_plan_is_made_even_where_a_state_has_no_live_holder():
+def test_a_plan_is_made_even_where_a_state_has_no_live_holder() -> None:
     problem = small_job()
     before = made_of(problem, (0, 1), (2, 3))
     check(problem, replan(problem, before, [0, 2, 8, 9]), [0, 2, 8, 9])
     check(problem, replan(problem, before, [6, 7, 8, 9]), [6, 7, 8, 9])
 
 
-def test_nodes_stand_by_where_no_template_has_a_place_for_them():
+def test_nodes_stand_by_where_no_template_has_a_place_for_them() -> None:
     # Three layers, one to a device, and pipelines of three nodes: one of seven nodes stands by until two more come.
     problem = PlanningProblem(profile=profile([1.0] * 3), num_microbatches=8, min_pipeline_nodes=3)
     before = first_plan(problem, [4, 9, 2, 0, 7, 1, 3])
@@ -317,14 +317,14 @@ def test_nodes_stand_by_where_no_template_has_a_place_for_them():
     assert sizes(replan(problem, before, [0, 1, 2, 3, 4, 7, 9, 10, 11])) == [3, 3, 3]
 
 
-def test_templates_are_those_of_the_next_power_of_two():
+def test_templates_are_those_of_the_next_power_of_two() -> None:
     problem = small_job()
     assert templates_for(problem, 4) is templates_for(problem, 8)
     assert templates_for(problem, 9) is templates_for(problem, 16)
     assert templates_for(problem, 8).sizes == range(2, 7)
 
 
-def test_after_preparing_nothing_is_computed_during_a_recovery(monkeypatch: pytest.MonkeyPatch):
+def test_after_preparing_nothing_is_computed_during_a_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = small_job(num_layers=7, smallest=1)
     prepare(problem, 7)
     plan = first_plan(problem, range(7))
@@ -334,7 +334,7 @@ def test_after_preparing_nothing_is_computed_during_a_recovery(monkeypatch: pyte
         check(problem, replan(problem, plan, live), live)
 
 
-def test_preparing_changes_no_plan():
+def test_preparing_changes_no_plan() -> None:
     first, second = small_job(num_layers=7), small_job(num_layers=7)
     plan = first_plan(first, range(6))
     prepare(second, 6)
@@ -342,11 +342,11 @@ def test_preparing_changes_no_plan():
     assert replan(second, plan, range(1, 6)) == replan(first, plan, range(1, 6))
 
 
-def test_preparing_at_the_least_number_of_nodes_looks_no_further_down():
+def test_preparing_at_the_least_number_of_nodes_looks_no_further_down() -> None:
     prepare(small_job(), 4)
 
 
-def test_the_same_plan_in_another_process():
+def test_the_same_plan_in_another_process() -> None:
     code = f"""if True:
         import sys
         sys.path.insert(0, {str(Path(__file__).parents[3])!r})
@@ -362,7 +362,7 @@ def test_the_same_plan_in_another_process():
     assert first == second
 
 
-def test_too_few_nodes_are_refused_in_first_and_next_plan():
+def test_too_few_nodes_are_refused_in_first_and_next_plan() -> None:
     problem = small_job()
     message = (
         r"^the number of nodes must be at least 4 \(max_failures \+ 1 = 2 pipelines of 2 nodes, the fewest that hold "
@@ -376,16 +376,16 @@ def test_too_few_nodes_are_refused_in_first_and_next_plan():
         prepare(problem, 1)
 
 
-def test_too_few_nodes_names_the_live_ones_where_even_the_rounded_number_is_too_small():
+def test_too_few_nodes_names_the_live_ones_where_even_the_rounded_number_is_too_small() -> None:
     with pytest.raises(TooFewNodes, match=r"at least 10 .* got 3; add 7 nodes$"):
         first_plan(small_job(num_layers=12, smallest=5), range(3))
 
 
-def test_a_node_named_twice_is_refused():
+def test_a_node_named_twice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^nodes must be distinct, got \[0, 1, 1, 2\]; name each live node once$"):
         first_plan(small_job(), [0, 1, 1, 2])
 
 
-def test_a_slowdown_below_one_is_refused():
+def test_a_slowdown_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^slowdown of node 3 must be >= 1, got 0\.5; 1 means as fast as profiled$"):
         first_plan(small_job(), range(4), slowdowns={3: 0.5})

@@ -25,7 +25,7 @@ def situation(
     return Situation(problem, templates, composition, plan, live, {}, slowdowns or {})
 
 
-def test_layouts_suit_the_split():
+def test_layouts_suit_the_split() -> None:
     # 5.3 ms for the first microbatch and 4 ms for each more, or 6 ms and 3 ms.
     even, uneven = cut(3, 6), cut(2, 6)
     short = replace(uneven, stages=(replace(uneven.stages[0], forward_ms=0.0), uneven.stages[1]))
@@ -34,7 +34,7 @@ def test_layouts_suit_the_split():
     assert [pipeline.template for pipeline in many.composed().plan.pipelines] == [even, even]
 
 
-def test_pipelines_that_shrink_keep_their_own_nodes():
+def test_pipelines_that_shrink_keep_their_own_nodes() -> None:
     templates = template_set(cut(2, 6), cut(2, 4, 6))
     before = plan_of((cut(2, 4, 6), (5, 6, 7)), (cut(2, 4, 6), (0, 1, 2)))
     simple = next(situation(templates, (2, 2), before, [0, 1, 5, 6]).ways()).candidate()
@@ -42,14 +42,14 @@ def test_pipelines_that_shrink_keep_their_own_nodes():
     assert [pipeline.nodes for pipeline in simple.plan.pipelines] == [(5, 6), (0, 1)]
 
 
-def test_candidates_that_differ_in_the_order_of_pipelines_alone_are_one():
+def test_candidates_that_differ_in_the_order_of_pipelines_alone_are_one() -> None:
     two, three = cut(3, 6), cut(2, 4, 6)
     before = plan_of((two, (0, 1)), (three, (2, 3, 4)))
     found = situation(template_set(two, three), (3, 2), before, range(5)).ways()
     assert [way.candidate().kind for way in found] == ["keep"]
 
 
-def test_only_repairs_that_use_as_many_nodes_as_can_be_used_are_candidates():
+def test_only_repairs_that_use_as_many_nodes_as_can_be_used_are_candidates() -> None:
     one, two = cut(6), cut(3, 6)
     before = plan_of((one, (0,)), (one, (1,)))
     # With one microbatch for each of two pipelines there can be no third; the fifth node has no place.
@@ -59,7 +59,7 @@ def test_only_repairs_that_use_as_many_nodes_as_can_be_used_are_candidates():
     assert [(way.candidate().kind, len(way.candidate().plan.nodes)) for way in found] == [("composed", 3)]
 
 
-def test_steps_take_as_long_as_slow_nodes_make_them():
+def test_steps_take_as_long_as_slow_nodes_make_them() -> None:
     two = cut(3, 6)
     before = plan_of((two, (0, 1)), (two, (2, 3)))
     slow = next(situation(template_set(two), (2, 2), before, range(4), slowdowns={1: 4.0}).ways()).candidate()

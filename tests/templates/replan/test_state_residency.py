@@ -56,7 +56,7 @@ def price(model: ModelProfile, needs: dict[int, dict[tuple, int]], has: dict[int
 
 
 @given(st.data())
-def test_prices_are_those_of_counting_cells(data: st.DataObject):
+def test_prices_are_those_of_counting_cells(data: st.DataObject) -> None:
     num_layers = data.draw(st.integers(8, 10))
     sizes = data.draw(st.lists(st.integers(0, 5), min_size=num_layers, max_size=num_layers))
     last_owners = data.draw(st.sampled_from([(), (0,)]))
@@ -75,14 +75,14 @@ def test_prices_are_those_of_counting_cells(data: st.DataObject):
     assert prices.tolist() == [[price(model, n, h, cells) for h in has] for n in needs]
 
 
-def test_equal_parts_have_one_number():
+def test_equal_parts_have_one_number() -> None:
     holdings = StateResidency(ModelProfile(layers=tuple(layer(i, [cost(1.0)], 1) for i in range(6))))
     assert holdings.number(cut(2, 4, 6)) == (1, 2, 3)
     assert holdings.number(cut(2, 6)) == (1, 4)
     assert holdings.number(cut(2, 4, 6)) == (1, 2, 3)
 
 
-def test_a_part_holds_the_states_of_all_its_stages_and_their_tied_ones():
+def test_a_part_holds_the_states_of_all_its_stages_and_their_tied_ones() -> None:
     layers = [layer(i, [cost(1.0)], 1, owners=(0,) if i == 5 else ()) for i in range(6)]
     holdings = StateResidency(ModelProfile(layers=tuple(layers)))
     numbers = holdings.number(cut(1, 2, 4, 6, devices=2))

@@ -19,7 +19,7 @@ def needs_of(*pipelines: tuple[int, ...], num_states: int, left_out: int = 0) ->
     return np.array(rows + [[False] * num_states] * left_out)
 
 
-def test_lacking_counts_each_state_in_too_few_domains():
+def test_lacking_counts_each_state_in_too_few_domains() -> None:
     needs = needs_of((1, 3), (1, 3), num_states=3)
     assert lacking_domains(needs, np.array([0, 0, 0, 0]), 2) == 3
     assert lacking_domains(needs, np.array([0, 0, 1, 0]), 2) == 2
@@ -27,14 +27,14 @@ def test_lacking_counts_each_state_in_too_few_domains():
     assert lacking_domains(needs, np.array([0, 1, 1, 0]), 3) == 3
 
 
-def test_what_lacks_nothing_is_left_as_it_is_however_expensive():
+def test_what_lacks_nothing_is_left_as_it_is_however_expensive() -> None:
     needs = needs_of((1, 2), (1, 2), num_states=2)
     chosen = np.array([3, 1, 0, 2])
     prices = np.ones((4, 4)) - np.eye(4)
     assert spread_domains(needs, prices, chosen, np.array([0, 0, 1, 1]), 2) is chosen
 
 
-def test_the_cheapest_exchange_that_spreads_is_made():
+def test_the_cheapest_exchange_that_spreads_is_made() -> None:
     needs = needs_of((1, 2), (1, 2), num_states=2)
     prices = np.full((4, 4), 5.0)
     np.fill_diagonal(prices, 0.0)
@@ -43,13 +43,13 @@ def test_the_cheapest_exchange_that_spreads_is_made():
     assert chosen.tolist() == [3, 1, 2, 0]
 
 
-def test_nodes_without_a_place_come_in_where_that_spreads():
+def test_nodes_without_a_place_come_in_where_that_spreads() -> None:
     needs = needs_of((2,), (2,), num_states=2, left_out=1)
     prices = np.array([[0.0, 9, 9], [9, 0, 9], [0, 0, 0]])
     assert spread_domains(needs, prices, np.arange(3), np.array([0, 0, 1]), 2).tolist() in ([0, 2, 1], [2, 1, 0])
 
 
-def test_what_cannot_be_spread_stays_cheap():
+def test_what_cannot_be_spread_stays_cheap() -> None:
     # One node of domain 1: it can take the place that holds two of three states, no more.
     needs = needs_of((1, 3), (1, 3), num_states=3)
     prices = 1.0 - np.eye(4)
@@ -59,7 +59,7 @@ def test_what_cannot_be_spread_stays_cheap():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_as_spread_as_the_best_of_all_placements_and_nearly_as_cheap(seed: int):
+def test_as_spread_as_the_best_of_all_placements_and_nearly_as_cheap(seed: int) -> None:
     rng = np.random.default_rng(seed)
     ours = cheapest = cases = 0
     for _ in range(25):

@@ -21,7 +21,7 @@ def job(num_layers: int = 3, state_bytes: int = MIB, num_nodes: int = 3) -> tupl
 
 
 @given(st.data(), problems(max_degree=1))
-def test_every_missing_byte_comes_once_from_a_rank_that_holds_it(data: st.DataObject, problem: PlanningProblem):
+def test_every_missing_byte_comes_once_from_a_rank_that_holds_it(data: st.DataObject, problem: PlanningProblem) -> None:
     plan = first_plan(problem, range(enough_nodes(problem) + data.draw(st.integers(0, 3))))
     num_sources = data.draw(st.integers(0, 3))
     ranks = range(len(plan.slots) + num_sources)
@@ -54,7 +54,7 @@ def test_every_missing_byte_comes_once_from_a_rank_that_holds_it(data: st.DataOb
 
 
 @given(st.data(), problems(max_degree=1))
-def test_nothing_is_lost_with_up_to_f_failures_and_any_joins(data: st.DataObject, problem: PlanningProblem):
+def test_nothing_is_lost_with_up_to_f_failures_and_any_joins(data: st.DataObject, problem: PlanningProblem) -> None:
     nodes = range(enough_nodes(problem) + data.draw(st.integers(problem.max_failures, 4)))
     joiners = range(100, 100 + data.draw(st.integers(0, 8)))
     before = first_plan(problem, nodes)
@@ -64,18 +64,18 @@ def test_nothing_is_lost_with_up_to_f_failures_and_any_joins(data: st.DataObject
     assert lost == ()
 
 
-def test_nothing_moves_where_everything_is_held():
+def test_nothing_moves_where_everything_is_held() -> None:
     problem, plan = job()
     assert plan_transfers(problem, plan, plan.holders(problem.profile)) == ((), ())
 
 
-def test_senders_carry_equal_loads():
+def test_senders_carry_equal_loads() -> None:
     problem, plan = job(num_layers=6)
     transfers, _ = plan_transfers(problem, plan, {f"l{i}": [0, 1] for i in range(6)})
     assert Counter(transfer.source for transfer in transfers) == {0: 3, 1: 3}
 
 
-def test_the_largest_states_are_given_out_first():
+def test_the_largest_states_are_given_out_first() -> None:
     problem, plan = job()
     layers = [
         replace(layer, parameter_bytes=size * MIB, optimizer_bytes=0)
@@ -86,14 +86,14 @@ def test_the_largest_states_are_given_out_first():
     assert {transfer.state: transfer.source for transfer in transfers} == {"l2": 0, "l0": 1, "l1": 1}
 
 
-def test_states_with_one_holder_are_counted_before_the_choice_is_made():
+def test_states_with_one_holder_are_counted_before_the_choice_is_made() -> None:
     problem, plan = job(num_layers=2)
     transfers, _ = plan_transfers(problem, plan, {"l0": [0, 1], "l1": [0]})
     sources = {(transfer.state, transfer.target): transfer.source for transfer in transfers}
     assert sources == {("l0", 2): 1, ("l1", 1): 0, ("l1", 2): 0}
 
 
-def test_large_state_is_split_evenly_over_its_holders():
+def test_large_state_is_split_evenly_over_its_holders() -> None:
     problem, plan = job(num_layers=1, state_bytes=10 * MIB + 100)
     transfers, _ = plan_transfers(problem, plan, {"l0": [0, 1]})
     half = 5 * MIB + 4096
@@ -103,13 +103,13 @@ def test_large_state_is_split_evenly_over_its_holders():
     )
 
 
-def test_state_of_four_mib_stays_whole():
+def test_state_of_four_mib_stays_whole() -> None:
     problem, plan = job(num_layers=1, state_bytes=4 * MIB)
     transfers, _ = plan_transfers(problem, plan, {"l0": [0, 1]})
     assert transfers == (Transfer(state="l0", source=0, target=2, first_byte=0, end_byte=4 * MIB),)
 
 
-def test_holder_without_a_place_for_the_state_is_a_source():
+def test_holder_without_a_place_for_the_state_is_a_source() -> None:
     problem = PlanningProblem(profile=profile([1.0, 1.0]), num_microbatches=2, max_failures=0, min_pipeline_nodes=2)
     plan = first_plan(problem, [0, 1])  # rank 0 has l0, rank 1 has l1
     transfers, lost = plan_transfers(problem, plan, {"l0": [1], "l1": [1]})
@@ -117,7 +117,7 @@ def test_holder_without_a_place_for_the_state_is_a_source():
     assert lost == ()
 
 
-def test_sharing_layer_receives_the_owners_state():
+def test_sharing_layer_receives_the_owners_state() -> None:
     problem = PlanningProblem(
         profile=profile([1.0, 1.0], shares={1: (0,)}), num_microbatches=2, max_failures=0, min_pipeline_nodes=2
     )
@@ -126,27 +126,27 @@ def test_sharing_layer_receives_the_owners_state():
     assert transfers == (Transfer(state="l0", source=0, target=1, first_byte=0, end_byte=MIB),)
 
 
-def test_lost_states_are_named_in_layer_order():
+def test_lost_states_are_named_in_layer_order() -> None:
     problem, plan = job()
     transfers, lost = plan_transfers(problem, plan, {"l1": [0, 1, 2]})
     assert transfers == ()
     assert lost == ("l0", "l2")
 
 
-def test_unknown_state_is_refused():
+def test_unknown_state_is_refused() -> None:
     problem, plan = job()
     with pytest.raises(ValueError, match=r"^held must name layers of the profile, got 'l9'; use the same profile"):
         plan_transfers(problem, plan, {"l9": [0]})
 
 
-def test_rank_that_takes_no_part_is_refused():
+def test_rank_that_takes_no_part_is_refused() -> None:
     problem, plan = job()
     message = r"^holders of 'l0' must be ranks 0 to 3 \(the new plan's, then sources\), got \[0, 4\]; leave out workers"
     with pytest.raises(ValueError, match=message):
         plan_transfers(problem, plan, {"l0": [0, 4]}, num_sources=1)
 
 
-def test_source_without_a_place_gives_what_only_it_holds():
+def test_source_without_a_place_gives_what_only_it_holds() -> None:
     problem, plan = job(num_layers=2, num_nodes=2)
     transfers, lost = plan_transfers(problem, plan, {"l0": [0, 1], "l1": [2]}, num_sources=1)
     assert lost == ()
@@ -155,14 +155,14 @@ def test_source_without_a_place_gives_what_only_it_holds():
     )
 
 
-def test_source_without_a_place_takes_a_share_of_the_load_but_not_the_first():
+def test_source_without_a_place_takes_a_share_of_the_load_but_not_the_first() -> None:
     problem, plan = job(num_layers=3, num_nodes=2)
     everything = {state: [0, 2] for state in ("l0", "l1", "l2")}
     transfers, _ = plan_transfers(problem, plan, everything, num_sources=1)
     assert [(transfer.state, transfer.source) for transfer in transfers] == [("l0", 0), ("l1", 2), ("l2", 0)]
 
 
-def test_plan_with_a_sharded_stage_is_refused():
+def test_plan_with_a_sharded_stage_is_refused() -> None:
     problem = PlanningProblem(
         profile=profile([1.0], tp_degrees=(2,)),
         num_microbatches=2,

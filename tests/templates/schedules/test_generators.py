@@ -67,27 +67,27 @@ def in_flight(actions: Sequence[Action]) -> int:
     return max(accumulate((a.op is Op.FORWARD) - (a.op in ends) for a in actions if a.op.computes))
 
 
-def test_1f1b_of_four_stages_and_eight_microbatches_as_text():
+def test_1f1b_of_four_stages_and_eight_microbatches_as_text() -> None:
     golden = "\n".join(" ".join(block.split()) for block in FOUR_STAGES_EIGHT_MICROBATCHES.split("\n\n"))
     assert str(generate(ScheduleKind.ONE_F_ONE_B, 4, 8, states=STATES)) == golden
 
 
 @pytest.mark.parametrize(("kind", "num_rows", "num_microbatches"), COMPUTATIONS)
-def test_computations_as_text(kind: ScheduleKind, num_rows: int, num_microbatches: int):
+def test_computations_as_text(kind: ScheduleKind, num_rows: int, num_microbatches: int) -> None:
     golden = Schedule.parse(COMPUTATIONS[kind, num_rows, num_microbatches])
     assert computations(generate(kind, num_rows, num_microbatches, num_chunks=chunks(kind))) == golden
 
 
-def test_forward_only_as_text():
+def test_forward_only_as_text() -> None:
     assert str(generate(ScheduleKind.FORWARD_ONLY, 2, 2)) == "0F0 0SEND_F0 0F1 0SEND_F1\n1RECV_F0 1F0 1RECV_F1 1F1"
 
 
-def test_backward_for_inputs_is_sent_before_the_one_for_weights():
+def test_backward_for_inputs_is_sent_before_the_one_for_weights() -> None:
     text = str(generate(ScheduleKind.ZB_H1, 2, 1, states=[[0], [1]]))
     assert text == "0F0 0SEND_F0 0RECV_B0 0I0 0W0 0REDUCE0\n1RECV_F0 1F0 1I0 1SEND_B0 1W0 1REDUCE1"
 
 
-def test_stages_of_one_row_send_nothing_to_each_other_and_sum_a_shared_state_once():
+def test_stages_of_one_row_send_nothing_to_each_other_and_sum_a_shared_state_once() -> None:
     text = str(generate(ScheduleKind.INTERLEAVED, 1, 1, num_chunks=2, states=[[0, 1], [0, 2]]))
     assert text == "0F0 1F0 1B0 0B0 1REDUCE2 0REDUCE1 0REDUCE0"
 
@@ -95,7 +95,7 @@ def test_stages_of_one_row_send_nothing_to_each_other_and_sum_a_shared_state_onc
 @given(st.sampled_from(list(ScheduleKind)), st.integers(1, 6), st.integers(1, 14), st.integers(2, 4))
 def test_generated_schedules_are_valid_and_read_back(
     kind: ScheduleKind, num_rows: int, num_microbatches: int, num_chunks: int
-):
+) -> None:
     num_chunks = num_chunks if kind is ScheduleKind.INTERLEAVED else 1
     states = None if kind is ScheduleKind.FORWARD_ONLY else [[stage, 99] for stage in range(num_rows * num_chunks)]
     schedule = generate(kind, num_rows, num_microbatches, num_chunks=num_chunks, states=states)
@@ -106,7 +106,7 @@ def test_generated_schedules_are_valid_and_read_back(
 
 
 @given(st.integers(1, 7), st.integers(1, 20))
-def test_microbatches_in_flight_are_what_the_kinds_promise(num_rows: int, num_microbatches: int):
+def test_microbatches_in_flight_are_what_the_kinds_promise(num_rows: int, num_microbatches: int) -> None:
     promised = {
         ScheduleKind.GPIPE: lambda row: num_microbatches,
         ScheduleKind.ONE_F_ONE_B: lambda row: num_rows - row,
@@ -122,7 +122,7 @@ def test_microbatches_in_flight_are_what_the_kinds_promise(num_rows: int, num_mi
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 14))
-def test_eager_1f1b_keeps_to_the_memory_of_every_row(limits: list[int], num_microbatches: int):
+def test_eager_1f1b_keeps_to_the_memory_of_every_row(limits: list[int], num_microbatches: int) -> None:
     schedule = generate(ScheduleKind.EAGER, len(limits), num_microbatches, max_in_flight=limits)
     validate(schedule, limits)
 
@@ -147,6 +147,6 @@ def test_eager_1f1b_keeps_to_the_memory_of_every_row(limits: list[int], num_micr
          "got [3, 0]; a row whose memory holds no microbatch cannot run"),
     ],
 )  # fmt: skip
-def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: str):
+def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         generate(**{"kind": ScheduleKind.ONE_F_ONE_B, "num_rows": 2, "num_microbatches": 4, **arguments})

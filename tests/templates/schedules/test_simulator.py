@@ -102,13 +102,13 @@ def in_plain_words(case: Case) -> list[tuple[int, int]]:
 
 
 @given(cases())
-def test_everything_happens_as_soon_as_what_it_waits_for(case: Case):
+def test_everything_happens_as_soon_as_what_it_waits_for(case: Case) -> None:
     timeline = simulate(case.schedule, case.costs)
     assert list(zip(timeline.start_ns.tolist(), timeline.end_ns.tolist(), strict=True)) == in_plain_words(case)
 
 
 @given(cases(), st.sampled_from(["forward_ms", "backward_input_ms", "backward_weight_ms", "latency_ms", "transfer_ms"]))
-def test_more_of_any_cost_never_makes_anything_earlier(case: Case, name: str):
+def test_more_of_any_cost_never_makes_anything_earlier(case: Case, name: str) -> None:
     more = np.array(getattr(case.costs, name))
     more[: len(more) // 2 + 1] += 2
     before, after = simulate(case.schedule, case.costs), simulate(case.schedule, replace(case.costs, **{name: more}))
@@ -116,7 +116,7 @@ def test_more_of_any_cost_never_makes_anything_earlier(case: Case, name: str):
 
 
 @given(cases())
-def test_iteration_is_at_least_what_a_row_computes_and_what_a_microbatch_takes(case: Case):
+def test_iteration_is_at_least_what_a_row_computes_and_what_a_microbatch_takes(case: Case) -> None:
     timeline = simulate(case.schedule, case.costs)
     assert min(timeline.bubble_ms) >= 0
     computing = timeline.schedule.codes[:, 0] <= Op.BACKWARD_INPUT
@@ -137,7 +137,9 @@ def run(
 
 
 @given(st.integers(1, 8), st.integers(0, 12), small, small, small)
-def test_bubbles_without_messages_are_the_published_ones(rows: int, more: int, forward: int, inputs: int, weights: int):
+def test_bubbles_without_messages_are_the_published_ones(
+    rows: int, more: int, forward: int, inputs: int, weights: int
+) -> None:
     """With at least 2 S - 1 microbatches; source: Megatron-LM (SC'21), section 2.2; Zero Bubble (ICLR'24), table 1."""
     num_microbatches = 2 * rows - 1 + more
     times = (forward, inputs, weights)
@@ -158,7 +160,7 @@ def test_bubbles_without_messages_are_the_published_ones(rows: int, more: int, f
 
 
 @given(st.integers(1, 8), st.integers(0, 12), st.integers(1, 9))
-def test_no_row_waits_between_its_first_and_last_action_under_zb_h2(rows: int, more: int, ms: int):
+def test_no_row_waits_between_its_first_and_last_action_under_zb_h2(rows: int, more: int, ms: int) -> None:
     num_microbatches = 2 * rows - 1 + more
     timeline = run(ScheduleKind.ZB_H2, rows, num_microbatches, (ms, ms, ms))
     computing = timeline.schedule.codes[:, 0] <= Op.BACKWARD_WEIGHT
@@ -169,12 +171,12 @@ def test_no_row_waits_between_its_first_and_last_action_under_zb_h2(rows: int, m
     assert timeline.iteration_ms == 3 * ms * num_microbatches + (rows - 1) * ms, "the last row starts so much later"
 
 
-def test_forwards_alone_take_one_fill():
+def test_forwards_alone_take_one_fill() -> None:
     timeline = simulate(generate(ScheduleKind.FORWARD_ONLY, 4, 6), ActionCosts(forward_ms=2, backward_input_ms=9))
     assert timeline.iteration_ms == 2 * (6 + 3)
 
 
-def test_peak_memory_is_that_of_the_microbatches_in_flight():
+def test_peak_memory_is_that_of_the_microbatches_in_flight() -> None:
     by_stage = [5, 3, 2, 1]
     peaks = {kind: run(kind, 4, 8, (1, 1, 1), activation_bytes=by_stage).peak_bytes for kind in TRAINING[:3]}
     assert peaks[ScheduleKind.GPIPE] == (40, 24, 16, 8)
@@ -186,14 +188,14 @@ def test_peak_memory_is_that_of_the_microbatches_in_flight():
     assert run(ScheduleKind.INTERLEAVED, 2, 4, (1, 1, 1), activation_bytes=[1, 10, 100, 1000]).peak_bytes == (203, 1020)
 
 
-def test_peak_memory_counts_unequal_microbatches_apart():
+def test_peak_memory_counts_unequal_microbatches_apart() -> None:
     schedule = generate(ScheduleKind.ONE_F_ONE_B, 2, 4)
     sizes = np.array([[1, 7, 2, 4], [3, 1, 1, 5]])
     timeline = simulate(schedule, ActionCosts(forward_ms=1, backward_input_ms=1, activation_bytes=sizes))
     assert timeline.peak_bytes == (9, 5)
 
 
-def test_messages_hide_behind_more_forwards_at_first():
+def test_messages_hide_behind_more_forwards_at_first() -> None:
     late = {kind: run(kind, 4, 16, (1, 1, 1), latency_ms=1).iteration_ms - 48 for kind in ScheduleKind}
     assert late[ScheduleKind.ONE_F_ONE_B] == 37
     assert late[ScheduleKind.EAGER] == late[ScheduleKind.GPIPE] == 15, "the fill's computations, and each message once"
@@ -202,7 +204,7 @@ def test_messages_hide_behind_more_forwards_at_first():
     )
 
 
-def test_messages_of_one_direction_follow_each_other():
+def test_messages_of_one_direction_follow_each_other() -> None:
     timeline = run(ScheduleKind.GPIPE, 2, 3, (1, 2, 0), transfer_ms=4, latency_ms=10)
     sends = [
         (str(span.action), span.start_ns // MS, span.end_ns // MS)
@@ -227,7 +229,7 @@ def sums(**costs: Any) -> tuple[list[tuple[str, int, int]], int]:
     return spans, timeline.iteration_ns // MS
 
 
-def test_sums_follow_each_other_after_the_last_backward():
+def test_sums_follow_each_other_after_the_last_backward() -> None:
     # stage 1 is done at 40, stage 0 at 60; state 0 is held by both
     assert sums(reduce_ms={0: 5, 1: 6, 2: 7, 3: 8}) == (
         [("0REDUCE2", 60, 67), ("0REDUCE1", 67, 73), ("0REDUCE0", 73, 78), ("1REDUCE3", 40, 48), ("1REDUCE0", 73, 78)],
@@ -236,7 +238,7 @@ def test_sums_follow_each_other_after_the_last_backward():
     assert [(start, end) for _, start, end in sums()[0]] == [(60, 60)] * 3 + [(40, 40)] * 2, "free of charge"
 
 
-def test_sums_of_later_layers_start_within_the_last_backward():
+def test_sums_of_later_layers_start_within_the_last_backward() -> None:
     spans, end = sums(reduce_ms={0: 5, 1: 6, 2: 7, 3: 8}, layer_backward_ms={0: 2, 1: 10, 2: 8, 3: 20})
     assert spans == [
         ("0REDUCE2", 48, 55), ("0REDUCE1", 58, 64), ("0REDUCE0", 64, 69), ("1REDUCE3", 38, 46), ("1REDUCE0", 64, 69),
@@ -244,12 +246,12 @@ def test_sums_of_later_layers_start_within_the_last_backward():
     assert end == 69
 
 
-def test_sums_never_start_before_the_last_backward_does():
+def test_sums_never_start_before_the_last_backward_does() -> None:
     spans, _ = sums(reduce_ms={2: 1}, layer_backward_ms={0: 100})
     assert spans[0] == ("0REDUCE2", 40, 41)
 
 
-def test_spans_are_what_there_is_to_draw():
+def test_spans_are_what_there_is_to_draw() -> None:
     timeline = run(ScheduleKind.ONE_F_ONE_B, 2, 1, (1, 2, 0), transfer_ms=1)
     assert [(span.row, str(span.action), span.start_ns // MS, span.end_ns // MS) for span in timeline.spans] == [
         (0, "0F0", 0, 1), (0, "0SEND_F0", 1, 2), (0, "0B0", 6, 8), 
@@ -258,7 +260,7 @@ def test_spans_are_what_there_is_to_draw():
     assert timeline.bubble_ms == (5, 5)
 
 
-def test_deadlock_is_an_error_with_the_table():
+def test_deadlock_is_an_error_with_the_table() -> None:
     schedule = Schedule.parse("0RECV_B0 0F0 0SEND_F0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0")
     message = "deadlock: 0RECV_B0, 1RECV_F0 wait for messages that are never sent"
     with pytest.raises(ScheduleError, match=f"^{message}\n") as raised:
@@ -267,7 +269,7 @@ def test_deadlock_is_an_error_with_the_table():
 
 
 @pytest.mark.parametrize("text", ["0F0 0SEND_F0", "0F0 0B0 0SEND_B0"])
-def test_message_to_nowhere_cannot_be_sent(text: str):
+def test_message_to_nowhere_cannot_be_sent(text: str) -> None:
     with pytest.raises(ScheduleError, match=r"^deadlock: 0SEND_[FB]0 wait for"):
         simulate(Schedule.parse(text), ActionCosts(forward_ms=1, backward_input_ms=1))
 
@@ -285,7 +287,7 @@ def test_message_to_nowhere_cannot_be_sent(text: str):
         ({"activation_bytes": -5}, "activation_bytes must be >= 0, got -5; give times and sizes"),
     ],
 )  # fmt: skip
-def test_costs_that_do_not_fit_are_refused(costs: dict[str, Any], message: str):
+def test_costs_that_do_not_fit_are_refused(costs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         simulate(
             generate(ScheduleKind.ONE_F_ONE_B, 3, 2), ActionCosts(**{"forward_ms": 1, "backward_input_ms": 1, **costs})
@@ -313,25 +315,25 @@ def of_times(*stages: tuple[float, float, float], sync_ms: float = 0) -> Pipelin
 @settings(max_examples=200)
 def test_objective_of_templates_is_never_below_1f1b_of_proportional_stages(
     forwards: list[int], backward_factor: int, num_microbatches: int, sync: int
-):
+) -> None:
     made = of_times(*((forward, backward_factor * forward, 0) for forward in forwards), sync_ms=sync)
     assert simulate_template(made, num_microbatches).iteration_ms <= made.iteration_ms(num_microbatches)
 
 
 @given(st.lists(st.tuples(times, times, times), min_size=1, max_size=6), times)
 @settings(max_examples=100)
-def test_objective_of_one_microbatch_is_exact(stages: list[tuple[int, int, int]], sync: int):
+def test_objective_of_one_microbatch_is_exact(stages: list[tuple[int, int, int]], sync: int) -> None:
     made = of_times((*stages[0][:2], 0), *stages[1:], sync_ms=sync)
     assert simulate_template(made, 1).iteration_ms == made.iteration_ms(1)
 
 
-def test_objective_is_below_1f1b_that_waits_for_a_later_forward():
+def test_objective_is_below_1f1b_that_waits_for_a_later_forward() -> None:
     """The middle stage has a backward to run from 9 ms on, and first waits for the second forward, until 18 ms."""
     uneven = of_times((9, 0, 0), (0, 9, 0), (0, 0, 0))
     assert simulate_template(uneven, 2).iteration_ms == 36
     assert uneven.iteration_ms(2) == 27
 
 
-def test_objective_is_exact_for_equal_stages_without_messages():
+def test_objective_is_exact_for_equal_stages_without_messages() -> None:
     even = template(6, 6, 6, 6, sync_ms=2)
     assert simulate_template(even, 16).iteration_ms == even.iteration_ms(16) == 24 + 15 * 6 + 2

@@ -20,7 +20,7 @@ def changed(old: str, new: str, kind: ScheduleKind = ScheduleKind.ONE_F_ONE_B) -
     return Schedule.parse(text.replace(old, new))
 
 
-def test_swapped_forward_and_backward_are_shown_in_the_table():
+def test_swapped_forward_and_backward_are_shown_in_the_table() -> None:
     table = """\
 1B0 must come after 1F0
      row 0       row 1
@@ -37,7 +37,7 @@ def test_swapped_forward_and_backward_are_shown_in_the_table():
         validate(changed("1F0 1B0", "1B0 1F0"))
 
 
-def test_only_what_is_near_is_shown():
+def test_only_what_is_near_is_shown() -> None:
     text = str(generate(ScheduleKind.ONE_F_ONE_B, 1, 20)).replace("0F10 0B10", "0B10 0F10")
     table = """\
 0B10 must come after 0F10
@@ -78,7 +78,7 @@ def test_only_what_is_near_is_shown():
          "1RECV_F0 comes when microbatch 1 was sent before it", ">1RECV_F0<"),
     ],
 )  # fmt: skip
-def test_broken_schedule_is_refused_and_the_action_marked(old: str, new: str, problem: str, marked: str):
+def test_broken_schedule_is_refused_and_the_action_marked(old: str, new: str, problem: str, marked: str) -> None:
     with pytest.raises(ScheduleError, match=f"^{re.escape(problem)}\n") as raised:
         validate(changed(old, new))
     assert marked in str(raised.value)
@@ -96,7 +96,7 @@ def test_broken_schedule_is_refused_and_the_action_marked(old: str, new: str, pr
         ("0W1 0REDUCE2", "0REDUCE2 0W1", "0REDUCE2 must come after 0W1"),
     ],
 )
-def test_broken_split_backward_is_refused(old: str, new: str, problem: str):
+def test_broken_split_backward_is_refused(old: str, new: str, problem: str) -> None:
     with pytest.raises(ScheduleError, match=f"^{re.escape(problem)}\n"):
         validate(changed(old, new, ScheduleKind.ZB_H1))
 
@@ -115,7 +115,7 @@ def test_broken_split_backward_is_refused(old: str, new: str, problem: str):
         ("1F0 1B0", "1F0 must come after 1RECV_F0"),
     ],
 )
-def test_stages_of_one_row_follow_each_other_without_messages(text: str, problem: str | None):
+def test_stages_of_one_row_follow_each_other_without_messages(text: str, problem: str | None) -> None:
     if problem is None:
         validate(Schedule.parse(text))
     else:
@@ -123,7 +123,7 @@ def test_stages_of_one_row_follow_each_other_without_messages(text: str, problem
             validate(Schedule.parse(text))
 
 
-def test_deadlock_is_found_by_the_dry_run():
+def test_deadlock_is_found_by_the_dry_run() -> None:
     # Stage 0 waits for a gradient that stage 1 can only compute from what stage 0 sends afterwards.
     broken = changed("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0", "0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0B0")
     message = "deadlock: 0RECV_B0, 1RECV_F0 wait for messages that are never sent"
@@ -132,7 +132,7 @@ def test_deadlock_is_found_by_the_dry_run():
     assert re.search(r"0    >0RECV_B0<  >1RECV_F0<", str(raised.value))
 
 
-def test_more_microbatches_in_flight_than_fit_are_refused():
+def test_more_microbatches_in_flight_than_fit_are_refused() -> None:
     schedule = generate(ScheduleKind.ZB_H1, 2, 4)
     validate(schedule, [2, 2])
     message = "row 1 must keep at most 1 microbatches in flight, got 2"
@@ -141,7 +141,7 @@ def test_more_microbatches_in_flight_than_fit_are_refused():
     assert ">1F1<" in str(raised.value)
 
 
-def test_evaluation_sums_no_gradients():
+def test_evaluation_sums_no_gradients() -> None:
     with pytest.raises(ScheduleError, match=r"^0REDUCE0 has no place in row 0\n"):
         validate(Schedule.parse("0F0 0REDUCE0"))
 
@@ -158,7 +158,7 @@ def test_evaluation_sums_no_gradients():
         ),
     ],
 )
-def test_what_no_schedule_can_be_is_refused_at_once(text: str, problem: str, marked: str):
+def test_what_no_schedule_can_be_is_refused_at_once(text: str, problem: str, marked: str) -> None:
     with pytest.raises(ScheduleError, match=f"^{re.escape(problem)}\n") as raised:
         validate(Schedule.parse(text))
     assert marked in str(raised.value)
@@ -193,7 +193,7 @@ def mutated(draw: st.DrawFn) -> Schedule:
 
 @settings(max_examples=150)
 @given(mutated())
-def test_what_is_not_refused_runs_to_its_end_and_what_is_is_marked(schedule: Schedule):
+def test_what_is_not_refused_runs_to_its_end_and_what_is_is_marked(schedule: Schedule) -> None:
     refusal = None
     try:
         validate(schedule)

@@ -49,7 +49,7 @@ def ends(problem: PlanningProblem) -> list[int]:
 
 
 @given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 40))
-def test_no_number_of_microbatches_keeps_more_of_a_chunk_in_flight(num_rows: int, num_chunks: int, most: int):
+def test_no_number_of_microbatches_keeps_more_of_a_chunk_in_flight(num_rows: int, num_chunks: int, most: int) -> None:
     counted = np.zeros((num_rows, num_chunks), dtype=np.int64)
     schedule = generate(ScheduleKind.INTERLEAVED, num_rows, most, num_chunks=num_chunks)
     for chunk in range(num_chunks):
@@ -60,26 +60,26 @@ def test_no_number_of_microbatches_keeps_more_of_a_chunk_in_flight(num_rows: int
         assert (counted <= chunks_in_flight(num_rows, num_chunks, most + more)).all()
 
 
-def test_chunks_in_flight_of_up_to_one_round_are_exact():
+def test_chunks_in_flight_of_up_to_one_round_are_exact() -> None:
     assert chunks_in_flight(4, 2, 4).tolist() == [[4, 4], [4, 4], [4, 3], [4, 1]]
     assert chunks_in_flight(1, 1, 50).tolist() == [[1]]
 
 
-def test_stages_take_turns_on_the_devices():
+def test_stages_take_turns_on_the_devices() -> None:
     template = only(job([1.0] * 16, 2, cluster=Cluster(devices_per_node=2)))
     assert [(stage.node_index, stage.first_device) for stage in template.stages] == [(0, 0), (0, 1), (1, 0), (1, 1)] * 2
     assert [[stage.first_layer for stage in row] for row in template.rows] == [[0, 8], [2, 10], [4, 12], [6, 14]]
     assert template.num_chunks == 2
 
 
-def test_a_row_is_evened_out_by_its_other_stage():
+def test_a_row_is_evened_out_by_its_other_stage() -> None:
     problem = job([5.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], 2)
     template = only(problem)
     assert template.slowest_ms == pytest.approx(6.0)
     assert [sum(stage.end_layer - stage.first_layer for stage in row) for row in template.rows] == [2, 6]
 
 
-def test_frozen_layers_run_no_forward_again():
+def test_frozen_layers_run_no_forward_again() -> None:
     """They take 1 ms, the first one after them 3 (its forward twice, its own gradient), the others 4."""
     frozen = profile([3.0] * 8, state_bytes=1, activation_bytes=1000, input_bytes=1).frozen(["l0", "l1", "l2", "l3"])
     template = only(job([3.0] * 8, 2, profile=frozen, cluster=Cluster(memory_bytes=2500)))
@@ -88,7 +88,7 @@ def test_frozen_layers_run_no_forward_again():
     assert template.slowest_ms == pytest.approx(2 * 1 + 2 * 4)
 
 
-def test_the_pipeline_fills_faster_with_more_stages():
+def test_the_pipeline_fills_faster_with_more_stages() -> None:
     """Rows of 4 ms: half of each but one is waited for, and the microbatches go through the slowest."""
     for num_rows in (2, 4):
         template = only(job([1.0] * 4 * num_rows, num_rows))
@@ -98,14 +98,14 @@ def test_the_pipeline_fills_faster_with_more_stages():
         assert slowed_line(template, [2.0] * num_rows) == lines([only(job([2.0] * 4 * num_rows, num_rows))])[0]
 
 
-def test_messages_are_those_of_the_rows_before():
+def test_messages_are_those_of_the_rows_before() -> None:
     cluster = Cluster(devices_per_node=2, intra_node=Link(latency_ms=1.0), inter_node=Link(latency_ms=5.0))
     one, two = (only(job([1.0] * 8, size, cluster=cluster)) for size in (1, 2))
     assert [stage.send_ms for stage in one.stages] == [0.0, 2.0, 2.0, 2.0]
     assert [stage.send_ms for stage in two.stages] == [0.0, 2.0, 10.0, 2.0, 10.0, 2.0, 10.0, 2.0]
 
 
-def test_a_pipeline_of_one_device_has_one_stage():
+def test_a_pipeline_of_one_device_has_one_stage() -> None:
     problem = job([1.0] * 8, 1)
     templates = plan_templates(problem, 5)
     assert [(len(of[0].rows), len(of[0].stages)) for of in templates.layouts] == [(1, 1), (2, 4), (3, 6), (4, 8)]
@@ -113,7 +113,7 @@ def test_a_pipeline_of_one_device_has_one_stage():
     assert schedule_of(ScheduleKind.INTERLEAVED, alone, 8) == generate(ScheduleKind.ONE_F_ONE_B, 1, 8)
 
 
-def test_cuts_are_close_to_the_best_of_all():
+def test_cuts_are_close_to_the_best_of_all() -> None:
     draw = random.Random(0)
     ratios: list[float] = []
     for _ in range(60):
@@ -130,7 +130,7 @@ def test_cuts_are_close_to_the_best_of_all():
 
 @settings(max_examples=40)
 @given(problems(max_degree=1), st.integers(2, 3), st.sampled_from([0.6, 0.8, 1.0]))
-def test_stages_cover_layers_and_fit(drawn: PlanningProblem, num_chunks: int, share: float):
+def test_stages_cover_layers_and_fit(drawn: PlanningProblem, num_chunks: int, share: float) -> None:
     roomy = replace(
         drawn,
         schedule=ScheduleKind.INTERLEAVED,
@@ -180,7 +180,7 @@ def taken(problem: PlanningProblem, template: PipelineTemplate, num_microbatches
     return [own + int(peak) for own, peak in zip(held, peaks, strict=True)]
 
 
-def test_lost_nodes_leave_pipelines_of_whole_rows():
+def test_lost_nodes_leave_pipelines_of_whole_rows() -> None:
     problem = job([1.0] * 12, 2, max_failures=1)
     plan = first_plan(problem, range(5))
     assert sorted(len(pipeline.nodes) for pipeline in plan.pipelines) == [2, 3]
@@ -197,14 +197,14 @@ def refusal(problem: PlanningProblem) -> str:
     return str(caught.value)
 
 
-def test_too_few_layers_are_refused():
+def test_too_few_layers_are_refused() -> None:
     assert refusal(job([1.0] * 7, 2, cluster=Cluster(devices_per_node=2))) == (
         "layers must suffice for num_chunks = 2 stages on each of the 2 devices of min_pipeline_nodes = 2 nodes, got "
         "7; lower num_chunks or min_pipeline_nodes, or use schedule 1f1b"
     )
 
 
-def test_too_little_memory_is_refused():
+def test_too_little_memory_is_refused() -> None:
     assert refusal(job([1.0] * 8, 2, cluster=Cluster(memory_bytes=10))) == (
         "memory_bytes must hold the stages of a pipeline of 2 to 4 nodes with what they have in flight, got 10; use "
         "smaller microbatches, schedule 1f1b or devices with more memory"

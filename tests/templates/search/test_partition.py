@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def check_against_all(problem: PlanningProblem, num_nodes: int) -> TemplateSet |
     return templates
 
 
-def all_of(problem: PlanningProblem, size: int, with_sync: bool):
+def all_of(problem: PlanningProblem, size: int, with_sync: bool) -> Iterator[PipelineTemplate]:
     return all_templates(problem, size, with_sync=with_sync)
 
 
@@ -134,7 +135,9 @@ def small_problems(draw: st.DrawFn) -> tuple[PlanningProblem, int]:
 
 @settings(max_examples=100)
 @given(small_problems())
-def test_layouts_are_the_shortest_of_all_templates_for_each_number_of_microbatches(case: tuple[PlanningProblem, int]):
+def test_layouts_are_the_shortest_of_all_templates_for_each_number_of_microbatches(
+    case: tuple[PlanningProblem, int],
+) -> None:
     check_against_all(*case)
 
 
@@ -164,7 +167,7 @@ def tight_problem(seed: int) -> PlanningProblem:
     )
 
 
-def test_memory_in_flight_depends_on_the_stages_that_follow():
+def test_memory_in_flight_depends_on_the_stages_that_follow() -> None:
     planned = [check_against_all(tight_problem(seed), 2) for seed in range(40)]
     stages = [s for templates in planned if templates for of in templates.layouts for t in of for s in t.stages]
     assert sum(templates is not None for templates in planned) > 20
@@ -173,7 +176,7 @@ def test_memory_in_flight_depends_on_the_stages_that_follow():
 
 
 @pytest.mark.parametrize("kind", [ScheduleKind.ZB_H1, ScheduleKind.ZB_H2])
-def test_memory_in_flight_depends_on_the_number_of_stages(kind: ScheduleKind):
+def test_memory_in_flight_depends_on_the_number_of_stages(kind: ScheduleKind) -> None:
     problems = [replace(tight_problem(seed), schedule=kind) for seed in range(40)]
     planned = [check_against_all(problem, 2) for problem in problems]
     depths = {len(template.stages) for of in filter(None, planned) for layout in of.layouts for template in layout}
@@ -181,14 +184,14 @@ def test_memory_in_flight_depends_on_the_number_of_stages(kind: ScheduleKind):
     assert len(depths) > 3
 
 
-def test_four_nodes_of_four_devices_equal_exhaustive_search():
+def test_four_nodes_of_four_devices_equal_exhaustive_search() -> None:
     problem = tight_problem(7)
     assert check_against_all(problem, 4) is not None
 
 
 @settings(max_examples=40)
 @given(problems())
-def test_stages_cover_layers_and_devices_in_order_and_fit(problem: PlanningProblem):
+def test_stages_cover_layers_and_devices_in_order_and_fit(problem: PlanningProblem) -> None:
     cluster = problem.cluster
     templates = plan_templates(problem, enough_nodes(problem))
     for size, layouts in zip(templates.sizes, templates.layouts, strict=True):
@@ -206,25 +209,25 @@ def test_stages_cover_layers_and_devices_in_order_and_fit(problem: PlanningProbl
                 assert problem.activation_checkpointing or not stage.checkpointing
 
 
-def test_equal_layers_are_cut_evenly_however_their_times_round():
+def test_equal_layers_are_cut_evenly_however_their_times_round() -> None:
     assert ends(job([0.1] * 9, 3)) == [3, 6, 9]
 
 
-def test_layers_without_measured_times_are_cut_evenly():
+def test_layers_without_measured_times_are_cut_evenly() -> None:
     template = only(job([0.0] * 8, 4))
     assert [stage.end_layer for stage in template.stages] == [2, 4, 6, 8]
     assert template.slowest_ms == 2e-6
 
 
-def test_of_equal_steps_the_first_stages_have_more_work():
+def test_of_equal_steps_the_first_stages_have_more_work() -> None:
     assert ends(job([1.0] * 7, 3)) == [3, 6, 7]
 
 
-def test_of_equal_first_stages_the_one_with_more_layers_is_taken():
+def test_of_equal_first_stages_the_one_with_more_layers_is_taken() -> None:
     assert ends(job([1.0, 0.0, 1.0], 2)) == [2, 3]
 
 
-def test_of_equal_steps_the_one_with_fewer_stages_is_taken():
+def test_of_equal_steps_the_one_with_fewer_stages_is_taken() -> None:
     """One stage on two devices that takes 2 ms, or two of 1 ms: with one microbatch the same."""
     layers = tuple(layer(i, [cost(1.0), cost(1.0)], 0) for i in range(2))
     problem = PlanningProblem(
@@ -247,17 +250,17 @@ def trade_off() -> PlanningProblem:
     )
 
 
-def test_layouts_trade_the_slowest_stage_against_the_sum():
+def test_layouts_trade_the_slowest_stage_against_the_sum() -> None:
     templates = plan_templates(trade_off(), 8)
     assert [[stage.num_devices for stage in t.stages] for t in templates.of(1)] == [[2], [1, 1]]
     assert [templates.best(1, count).slowest_ms for count in (1, 2, 3, 16)] == [3.0, 3.0, 2.0, 2.0]
 
 
-def test_layouts_are_for_the_share_of_microbatches_to_expect():
+def test_layouts_are_for_the_share_of_microbatches_to_expect() -> None:
     assert [[stage.num_devices for stage in t.stages] for t in plan_templates(trade_off(), 1).of(1)] == [[1, 1]]
 
 
-def test_first_stage_pays_for_gradients_where_there_is_room_for_another_pipeline():
+def test_first_stage_pays_for_gradients_where_there_is_room_for_another_pipeline() -> None:
     problem = PlanningProblem(
         profile=profile([1.0] * 4, state_bytes=3000),
         num_microbatches=4,
@@ -269,7 +272,7 @@ def test_first_stage_pays_for_gradients_where_there_is_room_for_another_pipeline
     assert templates.best(2, 1).sync_ms == 2.0, "one layer less to wait for outweighs a slower stage"
 
 
-def test_tied_state_counts_once_in_a_stage_and_again_away_from_its_owner():
+def test_tied_state_counts_once_in_a_stage_and_again_away_from_its_owner() -> None:
     problem = PlanningProblem(
         profile=profile([1.0] * 3, state_bytes=300, shares={2: (0,)}),
         num_microbatches=8,
@@ -281,14 +284,14 @@ def test_tied_state_counts_once_in_a_stage_and_again_away_from_its_owner():
     assert held == [[1200], [800, 800], [400, 400, 800]]
 
 
-def test_layers_of_seconds_do_not_overflow():
+def test_layers_of_seconds_do_not_overflow() -> None:
     problem = job([10_000.0] * 200, 8, devices_per_node=8)
     template = only(problem)
     assert template.slowest_ms == 40_000.0
     assert template.iteration_ms(8) == pytest.approx(2_000_000.0 + 7 * 40_000.0)
 
 
-def test_every_process_finds_the_same_templates():
+def test_every_process_finds_the_same_templates() -> None:
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r})\n"
         "from tests.templates.search.test_partition import tight_problem, plan_templates\n"
@@ -298,7 +301,7 @@ def test_every_process_finds_the_same_templates():
     assert ended.stdout.strip() == plan_templates(tight_problem(7), 4).digest
 
 
-def test_too_few_nodes_for_the_memory_are_refused():
+def test_too_few_nodes_for_the_memory_are_refused() -> None:
     problem = PlanningProblem(
         profile=profile([1.0] * 8, state_bytes=300),
         num_microbatches=4,
@@ -317,7 +320,7 @@ def refusal(problem: PlanningProblem) -> str:
     return str(caught.value)
 
 
-def test_layer_that_fits_nowhere_is_named():
+def test_layer_that_fits_nowhere_is_named() -> None:
     model = profile([1.0] * 4, state_bytes=300, tp_degrees=(1, 2), activation_bytes=60, input_bytes=10)
     model = ModelProfile(layers=(*model.layers, layer(4, [cost(1.0)] * 2, 3000)), tp_degrees=(1, 2))
     problem = PlanningProblem(profile=model, num_microbatches=4, cluster=Cluster(devices_per_node=4, memory_bytes=1000))
@@ -327,7 +330,7 @@ def test_layer_that_fits_nowhere_is_named():
     )
 
 
-def test_stages_that_fit_nowhere_are_refused_with_the_memory_that_would_do():
+def test_stages_that_fit_nowhere_are_refused_with_the_memory_that_would_do() -> None:
     model = profile([1.0] * 8, state_bytes=300, activation_bytes=60)
     problem = PlanningProblem(
         profile=model, num_microbatches=4, cluster=Cluster(memory_bytes=700), activation_checkpointing=False
@@ -341,20 +344,20 @@ def test_stages_that_fit_nowhere_are_refused_with_the_memory_that_would_do():
     assert plan_templates(enough, 64).sizes == range(8, 9)
 
 
-def test_more_nodes_than_layers_are_refused():
+def test_more_nodes_than_layers_are_refused() -> None:
     assert refusal(job([1.0] * 5, 3, devices_per_node=2)) == (
         "min_pipeline_nodes must be at most 2 (5 layers, at least 2 stages in a node), got 3; lower it"
     )
 
 
-def test_devices_that_no_degrees_add_up_to_are_refused():
+def test_devices_that_no_degrees_add_up_to_are_refused() -> None:
     assert refusal(job([1.0] * 5, 1, devices_per_node=5, tp_degrees=(2, 4))) == (
         "layers and tp_degrees must suffice for stages on all devices_per_node = 5 devices of a node, got 5 layers and "
         "(2, 4); profile other degrees, or use fewer devices"
     )
 
 
-def test_times_beyond_what_sums_can_hold_are_refused():
+def test_times_beyond_what_sums_can_hold_are_refused() -> None:
     plan_templates(job([3e7, 3e7], 1), 2)
     assert refusal(job([1e9, 1e300], 1)) == (
         "costs and messages of all layers must be at most 100000000 ms in all, got 1.33333e+300; times are in "
@@ -363,6 +366,6 @@ def test_times_beyond_what_sums_can_hold_are_refused():
 
 
 @pytest.mark.parametrize("time_ms", [-1.0, float("nan"), float("inf")])
-def test_costs_that_are_no_times_are_refused(time_ms: float):
+def test_costs_that_are_no_times_are_refused(time_ms: float) -> None:
     with pytest.raises(ValueError, match=r"^costs of a layer must be >= 0 and finite, got .*; profile"):
         LayerCost(forward_ms=1.0, backward_weight_ms=time_ms)

@@ -23,19 +23,19 @@ def templates(sizes: range) -> TemplateSet:
     return template_set(*(template(1, num_nodes=size) for size in sizes))
 
 
-def test_node_counts_leave_room_for_f_smallest_pipelines():
+def test_node_counts_leave_room_for_f_smallest_pipelines() -> None:
     assert node_counts(13, 2, 3) == range(3, 8)
 
 
 @given(st.integers(1, 4), st.integers(0, 2), st.integers(0, 6))
-def test_every_number_of_nodes_down_to_the_least_is_a_sum_of_sizes(smallest: int, failures: int, more: int):
+def test_every_number_of_nodes_down_to_the_least_is_a_sum_of_sizes(smallest: int, failures: int, more: int) -> None:
     num_nodes = (failures + 1) * smallest + more
     sizes = node_counts(num_nodes, failures, smallest)
     for live in range((failures + 1) * smallest, num_nodes + 1):
         assert any(is_sum(live, count, sizes) for count in range(failures + 1, live // smallest + 1))
 
 
-def test_too_few_nodes_names_all_numbers_and_how_many_to_add():
+def test_too_few_nodes_names_all_numbers_and_how_many_to_add() -> None:
     message = (
         "the number of nodes must be at least 6 (max_failures + 1 = 2 pipelines of 3 nodes, the fewest that hold the "
         "model), got 4; add 2 nodes"
@@ -45,7 +45,7 @@ def test_too_few_nodes_names_all_numbers_and_how_many_to_add():
     assert (raised.value.live, raised.value.needed) == (4, 6)
 
 
-def test_too_few_nodes_by_one_asks_for_one():
+def test_too_few_nodes_by_one_asks_for_one() -> None:
     with pytest.raises(
         TooFewNodes, match=r"2 pipelines of 1 node, the fewest that hold the model\), got 1; add 1 node$"
     ):
@@ -55,7 +55,7 @@ def test_too_few_nodes_by_one_asks_for_one():
 @given(st.integers(1, 4), st.integers(0, 4), st.integers(0, 2), st.integers(0, 6), st.integers(0, 14))
 def test_usable_nodes_are_the_most_that_are_a_sum_of_sizes(
     smallest: int, wider: int, failures: int, more_microbatches: int, more_nodes: int
-):
+) -> None:
     num_microbatches = failures + 1 + more_microbatches
     problem = PlanningProblem(profile=profile([1]), num_microbatches=num_microbatches, max_failures=failures)
     sizes = range(smallest, smallest + wider + 1)
@@ -78,12 +78,12 @@ def test_usable_nodes_are_the_most_that_are_a_sum_of_sizes(
         (range(2, 91), 4096, 1024, 1024),
     ],
 )
-def test_usable_nodes_by_example(sizes: range, num_microbatches: int, live: int, usable: int):
+def test_usable_nodes_by_example(sizes: range, num_microbatches: int, live: int, usable: int) -> None:
     problem = PlanningProblem(profile=profile([1]), num_microbatches=num_microbatches)
     assert usable_nodes(problem, templates(sizes), live) == usable
 
 
-def test_usable_nodes_needs_the_smallest_templates_not_the_least_that_was_asked_for():
+def test_usable_nodes_needs_the_smallest_templates_not_the_least_that_was_asked_for() -> None:
     problem = PlanningProblem(profile=profile([1]), num_microbatches=4, min_pipeline_nodes=1)
     with pytest.raises(TooFewNodes, match=r"^the number of nodes must be at least 6 .* got 5; add 1 node$"):
         usable_nodes(problem, templates(range(3, 5)), 5)
@@ -107,6 +107,6 @@ def test_usable_nodes_needs_the_smallest_templates_not_the_least_that_was_asked_
         ),
     ],
 )
-def test_problem_refuses_what_cannot_be_planned(wrong: dict[str, object], message: str):
+def test_problem_refuses_what_cannot_be_planned(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         PlanningProblem(**({"profile": profile([1] * 4), "num_microbatches": 8} | wrong))  # pyright: ignore[reportArgumentType]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import numpy as np
@@ -11,15 +13,16 @@ import pytest
 
 from resilient.observability.figures.run_figure import draw_report
 from resilient.observability.run_report import build_run_report
+from resilient.templates.common.arrays import Floats
 from tests.resilient.observability.made_up_runs import Run, failure_and_join
 
 
-def pixels(events, path, reference=None):
+def pixels(events: list[dict[str, Any]], path: Path, reference: list[dict[str, Any]] | None = None) -> Floats:
     draw_report(events, build_run_report(events), path, reference)
     return matplotlib.image.imread(path)[..., :3]
 
 
-def has_colour(image, hexadecimal):
+def has_colour(image: Floats, hexadecimal: str) -> bool:
     colour = np.array([int(hexadecimal[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     # A few pixels may have it by chance, where the edge of another colour is smoothed.
     return (np.abs(image - colour).max(axis=-1) < 0.01).sum() > 200
@@ -28,11 +31,11 @@ def has_colour(image, hexadecimal):
 @pytest.mark.parametrize(
     ("what", "colour"), [("failure", "#c92a2a"), ("join", "#2b8a3e"), ("copy", "#4a90d9"), ("agree", "#e8890c")]
 )
-def test_picture_shows_failures_joins_and_parts_of_a_recovery(tmp_path, what, colour):
+def test_picture_shows_failures_joins_and_parts_of_a_recovery(tmp_path: Path, what: str, colour: str) -> None:
     assert has_colour(pixels(failure_and_join().events, tmp_path / "a.png"), colour), what
 
 
-def test_picture_of_a_run_without_failures_has_no_bars_and_is_lower(tmp_path):
+def test_picture_of_a_run_without_failures_has_no_bars_and_is_lower(tmp_path: Path) -> None:
     quiet = Run()
     quiet.generation(0, 1, "start", 0, [0, 1, 2])
     quiet.installed(20, 50)
@@ -43,17 +46,17 @@ def test_picture_of_a_run_without_failures_has_no_bars_and_is_lower(tmp_path):
     assert image.shape[0] < pixels(failure_and_join().events, tmp_path / "a.png").shape[0]
 
 
-def test_picture_shows_the_reference_only_when_there_is_one(tmp_path):
+def test_picture_shows_the_reference_only_when_there_is_one(tmp_path: Path) -> None:
     events = failure_and_join().events
     assert has_colour(pixels(events, tmp_path / "a.png", reference=events), "#a9c9ee")
     assert not has_colour(pixels(events, tmp_path / "b.png"), "#a9c9ee")
 
 
-def test_picture_of_a_run_that_never_began_is_drawn(tmp_path):
+def test_picture_of_a_run_that_never_began_is_drawn(tmp_path: Path) -> None:
     assert pixels([], tmp_path / "empty.png").size
 
 
-def test_matplotlib_and_torch_are_not_imported_before_a_picture_is_drawn():
+def test_matplotlib_and_torch_are_not_imported_before_a_picture_is_drawn() -> None:
     code = (
         "import sys, resilient.observability.figures.run_figure, resilient.observability.live_view\n"
         "sys.exit(bool({'matplotlib', 'torch'} & set(sys.modules)))"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from random import Random
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def times(draw: st.DrawFn) -> tuple[Floats, Floats]:
 
 @settings(max_examples=60, deadline=None)
 @given(times(), st.randoms(use_true_random=False))
-def test_times_are_those_of_the_simulation(given_times: tuple[Floats, Floats], draw) -> None:
+def test_times_are_those_of_the_simulation(given_times: tuple[Floats, Floats], draw: Random) -> None:
     forward, backward = given_times
     order = list(range(forward.shape[1]))
     draw.shuffle(order)

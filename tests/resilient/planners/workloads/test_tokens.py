@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from types import MethodType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +74,9 @@ def test_smart_resize_is_that_of_qwen2_vl(max_pixels: int) -> None:
 @pytest.mark.parametrize(("width", "height"), [(640, 480), (14, 14), (20, 600), (3000, 1200), (333, 1000)])
 def test_qwen2_vls_own_processor_makes_as_many_patches(width: int, height: int) -> None:
     found = Qwen2VLImageProcessorPil().preprocess(Image.new("RGB", (width, height)), return_tensors="np")
-    encoded = RULES["qwen2-vl"](np.array([width]), np.array([height]))
+    rule = RULES["qwen2-vl"]
+    assert isinstance(rule, SmartResize)
+    encoded = rule(np.array([width]), np.array([height]))
     assert encoded.lengths.tokens.tolist() == [len(found["pixel_values"])] == found["image_grid_thw"].prod(1).tolist()
     assert encoded.outputs.tolist() == [len(found["pixel_values"]) // 4]
 
@@ -88,7 +92,7 @@ def test_smart_resize_keeps_to_the_ratio_of_sides() -> None:
 
 def llava_next(width: int, height: int) -> int:
     """Tokens by LLaVA-NeXT's processor, with the strategy that leaves out the class token."""
-    processor = SimpleNamespace(
+    processor: Any = SimpleNamespace(
         image_processor=SimpleNamespace(image_grid_pinpoints=[(336 * a, 336 * b) for a, b in LLAVA_NEXT.canvases]),
         patch_size=14,
         num_additional_image_tokens=1,
@@ -98,7 +102,7 @@ def llava_next(width: int, height: int) -> int:
 
 
 def llava_onevision(width: int, height: int) -> int:
-    processor = SimpleNamespace(
+    processor: Any = SimpleNamespace(
         image_processor=SimpleNamespace(
             image_grid_pinpoints=[(384 * a, 384 * b) for a in range(1, 7) for b in range(1, 7)]
         ),
@@ -112,7 +116,7 @@ def llava_onevision(width: int, height: int) -> int:
 @pytest.mark.parametrize(
     ("rule", "theirs", "patches"), [(LLAVA_NEXT, llava_next, 577), (LLAVA_ONEVISION, llava_onevision, 729)]
 )
-def test_any_resolution_is_that_of_llava(rule: AnyRes, theirs, patches: int) -> None:
+def test_any_resolution_is_that_of_llava(rule: AnyRes, theirs: Callable[[int, int], int], patches: int) -> None:
     encoded = rule(*sizes())
     assert encoded.outputs.tolist() == [theirs(width, height) for width, height in pairs()]
     canvases = [(rule.side * down, rule.side * across) for down, across in rule.canvases]
@@ -154,7 +158,8 @@ def test_frames_of_a_window_are_those_of_qwen2_audio(seconds: float) -> None:
     extractor = WhisperFeatureExtractor(feature_size=128)
     samples = np.zeros(round(seconds * 16000), dtype=np.float32)
     mask = extractor(samples, sampling_rate=16000, padding="max_length", return_attention_mask=True).attention_mask
-    frames, outputs = Qwen2AudioEncoder._get_feat_extract_output_lengths(None, mask.sum())
+    without_weights: Any = None
+    frames, outputs = Qwen2AudioEncoder._get_feat_extract_output_lengths(without_weights, mask.sum())
     encoded = Frames()(np.array([seconds]))
     assert encoded.lengths.tokens.tolist() == [frames]
     assert encoded.outputs.tolist() == [outputs]

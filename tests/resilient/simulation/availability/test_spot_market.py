@@ -52,7 +52,7 @@ REAL = {
 
 
 @pytest.mark.parametrize("market", REAL)
-def test_means_over_seeds_are_near_those_of_the_real_trace(market):
+def test_means_over_seeds_are_near_those_of_the_real_trace(market: str) -> None:
     num_nodes, hours, real = REAL[market]
     found = [numbers(spot_trace(market, num_nodes, hours, seed=seed)) for seed in SEEDS]
     means = {name: statistics.fmean(each[name] for each in found) for name in real}
@@ -61,7 +61,7 @@ def test_means_over_seeds_are_near_those_of_the_real_trace(market):
 
 @pytest.mark.parametrize("market", sorted(MARKETS))
 @pytest.mark.parametrize("num_nodes", [1, 7, 300])
-def test_nodes_join_once_are_lost_while_there_and_never_more_than_wanted(market, num_nodes):
+def test_nodes_join_once_are_lost_while_there_and_never_more_than_wanted(market: str, num_nodes: int) -> None:
     trace = spot_trace(market, num_nodes, 24, seed=3)
     live: set[int] = set()
     seen: set[int] = set()
@@ -75,7 +75,7 @@ def test_nodes_join_once_are_lost_while_there_and_never_more_than_wanted(market,
     assert len(trace.changes) > 50
 
 
-def test_large_clusters_lose_and_get_the_same_parts():
+def test_large_clusters_lose_and_get_the_same_parts() -> None:
     small, large = (
         [numbers(spot_trace("ec2-p3", num_nodes, 12, seed=seed)) for seed in SEEDS] for num_nodes in (32, 1000)
     )
@@ -84,7 +84,7 @@ def test_large_clusters_lose_and_get_the_same_parts():
         assert means[1] / means[0] == pytest.approx(scale, rel=0.15), name
 
 
-def test_seeds_decide():
+def test_seeds_decide() -> None:
     assert spot_trace("g4dn", 20, 3, seed=5) == spot_trace("g4dn", 20, 3, seed=5)
     assert spot_trace("g4dn", 20, 3, seed=5) != spot_trace("g4dn", 20, 3, seed=6)
 
@@ -97,6 +97,6 @@ def test_seeds_decide():
         (("g4dn", 9, 0.0), "num_nodes must be >= 1 and hours > 0, got 9 and 0.0; ask for more"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, message):
+def test_bad_arguments_are_refused(arguments: tuple[str, int, float], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         spot_trace(*arguments)

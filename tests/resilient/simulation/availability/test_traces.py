@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,13 +18,13 @@ from resilient.simulation.availability.traces import (
 )
 
 
-def written(tmp_path, text):
+def written(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "t.csv"
     path.write_text(text)
     return path
 
 
-def test_events_of_one_time_are_one_change(tmp_path):
+def test_events_of_one_time_are_one_change(tmp_path: Path) -> None:
     trace = read_trace(
         written(tmp_path, "0,add,a\n0,add,b\n\n60000, remove, a\n60000,add,c\n90000,remove,b\n90000,add,b\n")
     )
@@ -39,12 +41,12 @@ def test_events_of_one_time_are_one_change(tmp_path):
     assert (trace.first_nodes, trace.max_nodes) == (2, 2)
 
 
-def test_a_node_that_comes_and_goes_at_one_time_is_not_seen(tmp_path):
+def test_a_node_that_comes_and_goes_at_one_time_is_not_seen(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, "0,add,a\n5,add,b\n5,remove,b\n9,remove,a\n"))
     assert [change.time_ms for change in trace.changes] == [0, 9]
 
 
-def test_counts_become_joins_and_losses(tmp_path):
+def test_counts_become_joins_and_losses(tmp_path: Path) -> None:
     lines = ["2023-05-01, 23:59:00, 3", "2023-05-01, 23:59:30, 3", "2023-05-02, 00:00:00, 1", "2023-05-02, 00:10:00, 2"]
     path = written(tmp_path, "\n".join(lines) + "\n")
     trace = read_trace(path, seed=1)
@@ -100,14 +102,14 @@ def test_counts_become_joins_and_losses(tmp_path):
         ),
     ],
 )
-def test_bad_files_are_refused_with_the_line(tmp_path, text, message):
+def test_bad_files_are_refused_with_the_line(tmp_path: Path, text: str, message: str) -> None:
     path = written(tmp_path, text)
     separator = ": " if text.strip() else " "
     with pytest.raises(ValueError, match=f"^{re.escape(f'{path}{separator}{message}')}$"):
         read_trace(path)
 
 
-def test_files_may_begin_with_a_byte_order_mark_and_must_be_text(tmp_path):
+def test_files_may_begin_with_a_byte_order_mark_and_must_be_text(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_bytes(b"\xef\xbb\xbf0,add,a\r\n9,remove,a\r\n")
     assert list(read_trace(path).counts()) == [(0, 1), (9, 0)]
@@ -120,7 +122,7 @@ def test_files_may_begin_with_a_byte_order_mark_and_must_be_text(tmp_path):
         read_trace(path)
 
 
-def test_periodic_failures_go_down_to_half():
+def test_periodic_failures_go_down_to_half() -> None:
     trace = periodic_failures(5, 600)
     assert trace.name == "every-10min"
     assert [(t, n) for t, n in trace.counts()] == [(0, 5), (600_000, 4), (1_200_000, 3), (1_800_000, 2)]
@@ -139,12 +141,12 @@ def test_periodic_failures_go_down_to_half():
         ({"interval_s": 0.0}, "interval_s must be at least 0.001, got 0.0; give seconds"),
     ],
 )
-def test_bad_periodic_failures_are_refused(arguments, message):
+def test_bad_periodic_failures_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         periodic_failures(5, **{"interval_s": 60.0, **arguments})
 
 
-def test_cutting_and_prolonging():
+def test_cutting_and_prolonging() -> None:
     trace = periodic_failures(4, 1800)
     assert trace.lasting(0.5).changes == trace.changes[:2]
     assert trace.lasting(0.4).changes == trace.changes[:1]
@@ -152,7 +154,7 @@ def test_cutting_and_prolonging():
     assert trace.lasting(9).end_ms == 32_400_000
 
 
-def test_an_end_before_the_last_change_is_refused():
+def test_an_end_before_the_last_change_is_refused() -> None:
     changes = (AvailabilityChange(time_ms=3, joined=(0,)), AvailabilityChange(time_ms=9, lost=(0,)))
     message = (
         "end_ms of trace 'x' must be after its first change at 3 and not before its last at 9, got 8; "
@@ -162,7 +164,7 @@ def test_an_end_before_the_last_change_is_refused():
         AvailabilityTrace(name="x", changes=changes, end_ms=8)
 
 
-def test_a_trace_of_a_moment_is_refused(tmp_path):
+def test_a_trace_of_a_moment_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, "7,add,a\n")
     message = (
         f"{path}: end_ms of trace 't' must be after its first change at 7 and not before its last at 7, got 7; "
@@ -173,7 +175,7 @@ def test_a_trace_of_a_moment_is_refused(tmp_path):
 
 
 @st.composite
-def traces(draw):
+def traces(draw: st.DrawFn) -> AvailabilityTrace:
     live, next_node, time_ms, changes = [], 0, 0, []
     for _ in range(draw(st.integers(1, 12))):
         lost = tuple(draw(st.sets(st.sampled_from(live)))) if live else ()
@@ -186,7 +188,7 @@ def traces(draw):
 
 
 @given(traces(), st.integers(1, 40))
-def test_scaled_traces_keep_their_shares_and_bulk_losses(trace, num_nodes):
+def test_scaled_traces_keep_their_shares_and_bulk_losses(trace: AvailabilityTrace, num_nodes: int) -> None:
     scaled = trace.scaled(num_nodes)
     most = trace.max_nodes
     assert scaled.max_nodes <= num_nodes
@@ -209,7 +211,7 @@ def test_scaled_traces_keep_their_shares_and_bulk_losses(trace, num_nodes):
     assert not by_time
 
 
-def test_scaling_up_doubles_every_change_and_down_thins_them():
+def test_scaling_up_doubles_every_change_and_down_thins_them() -> None:
     trace = AvailabilityTrace(
         name="t",
         changes=(

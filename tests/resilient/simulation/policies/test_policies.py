@@ -45,7 +45,7 @@ def redundant_grids() -> Grids:
         (5, (2, 2, 18), (2, 2, 24)),
     ],
 )
-def test_the_best_grid_is_found(num_nodes, plain, redundant):
+def test_the_best_grid_is_found(num_nodes: int, plain: tuple[int, int, int], redundant: tuple[int, int, int]) -> None:
     for grids, expected in ((plain_grids(), plain), (redundant_grids(), redundant)):
         grid = grids.best(num_nodes)
         assert grid is not None
@@ -53,7 +53,7 @@ def test_the_best_grid_is_found(num_nodes, plain, redundant):
     assert plain_grids().best(1) is None
 
 
-def test_grids_have_no_more_pipelines_than_microbatches_and_round_shares_up():
+def test_grids_have_no_more_pipelines_than_microbatches_and_round_shares_up() -> None:
     grids = Grids(templates(1, 2), 3)
     best = {num_nodes: grids.best(num_nodes) for num_nodes in (2, 3, 6)}
     # Of two pipelines of one node one has two microbatches: as slow as one pipeline of two nodes, which has three.
@@ -65,7 +65,7 @@ def test_grids_have_no_more_pipelines_than_microbatches_and_round_shares_up():
     }
 
 
-def test_varuna_rolls_back_on_a_loss_and_takes_joiners_in_at_a_checkpoint():
+def test_varuna_rolls_back_on_a_loss_and_takes_joiners_in_at_a_checkpoint() -> None:
     made = outcome(
         trace((0, [0, 1, 2, 3], []), (100, [], [2]), (150, [4], []), end_s=200), Varuna(plain_grids(), COSTS)
     )
@@ -80,13 +80,13 @@ def test_varuna_rolls_back_on_a_loss_and_takes_joiners_in_at_a_checkpoint():
     assert made.samples == 8 * (4 + 2 + 1)
 
 
-def test_varuna_cares_neither_for_idle_nodes_nor_for_joiners_without_use():
+def test_varuna_cares_neither_for_idle_nodes_nor_for_joiners_without_use() -> None:
     run = trace((0, [0, 1, 2, 3], []), (10, [4], []), (50, [], [4]), end_s=80)
     made = outcome(run, Varuna(plain_grids(), COSTS))
     assert split_s(made) == {"training": 4 * 72, "checkpointing": 4 * 8, "idle": 40}
 
 
-def test_varuna_waits_while_no_grid_fits():
+def test_varuna_waits_while_no_grid_fits() -> None:
     run = trace((0, [0], []), (10, [1], []), (55, [], [0]), (60, [2], []), end_s=105)
     # The step of 30 s is not saved at 55; from 70 on it is done again.
     assert split_s(outcome(run, Varuna(plain_grids(), COSTS))) == {
@@ -97,7 +97,7 @@ def test_varuna_waits_while_no_grid_fits():
     }
 
 
-def test_restarting_needs_the_same_number_of_nodes():
+def test_restarting_needs_the_same_number_of_nodes() -> None:
     run = trace((0, [0, 1, 2, 3], []), (60, [], [3]), (80, [], [0]), (130, [5], []), end_s=200)
     made = outcome(run, Restart(plain_grids(), COSTS, 3))
     assert split_s(made) == {
@@ -111,12 +111,12 @@ def test_restarting_needs_the_same_number_of_nodes():
     assert made.samples == 8 * (2 + 2)
 
 
-def test_restarting_refuses_what_holds_no_pipeline():
+def test_restarting_refuses_what_holds_no_pipeline() -> None:
     with pytest.raises(ValueError, match=r"^num_nodes must hold a pipeline, got 1; restart with more nodes$"):
         Restart(plain_grids(), COSTS, 1)
 
 
-def test_redundancy_runs_the_forward_of_the_next_stage_and_all_of_a_lost_one():
+def test_redundancy_runs_the_forward_of_the_next_stage_and_all_of_a_lost_one() -> None:
     three = template((1, 2), (2, 4), (3, 6))
     assert redundant_ns(three, 4) == (5 + 9 + 10 + 3 * 10) * S
     assert redundant_ns(three, 4, redundancy=False) == (3 + 6 + 9 + 3 * 9) * S
@@ -124,7 +124,7 @@ def test_redundancy_runs_the_forward_of_the_next_stage_and_all_of_a_lost_one():
     assert redundant_ns(three, 4, {0}) == (9 + 12 + 3 * 12) * S
 
 
-def test_a_stage_stands_in_for_those_on_its_devices_of_the_next_node():
+def test_a_stage_stands_in_for_those_on_its_devices_of_the_next_node() -> None:
     def stage(node: int, device: int, degree: int, forward_s: int) -> StageSpec:
         return StageSpec(
             first_layer=0,
@@ -142,7 +142,7 @@ def test_a_stage_stands_in_for_those_on_its_devices_of_the_next_node():
     assert redundant_ns(wide, 1, {0}) == (12 + 30 + 9 + 30) * S
 
 
-def test_bamboo_goes_on_after_one_loss_and_arranges_its_nodes_anew():
+def test_bamboo_goes_on_after_one_loss_and_arranges_its_nodes_anew() -> None:
     run = trace((0, [0, 1, 2, 3], []), (100, [], [1]), end_s=200)
     # A node does all of a pipeline's work in 12 + 12 = 24 s, too: the step of 96 is finished at 121, not at 120.
     # 5 s later three nodes take 32 s.
@@ -157,7 +157,7 @@ def test_bamboo_goes_on_after_one_loss_and_arranges_its_nodes_anew():
     }
 
 
-def test_bamboo_restarts_when_two_neighbours_are_lost():
+def test_bamboo_restarts_when_two_neighbours_are_lost() -> None:
     run = trace((0, [0, 1, 2, 3, 4], []), (100, [], [2, 3]), end_s=200)
     made = outcome(run, Bamboo(redundant_grids(), COSTS))
     # Checkpoints cost nothing and come every 48 s: 4 s are lost; restarted at 110, three nodes take 32 s.
@@ -167,7 +167,7 @@ def test_bamboo_restarts_when_two_neighbours_are_lost():
     assert made.samples == 8 * (4 + 2)
 
 
-def test_bamboo_survives_losses_in_different_pipelines():
+def test_bamboo_survives_losses_in_different_pipelines() -> None:
     run = trace((0, [0, 1, 2, 3], []), (96, [], [1, 2]), end_s=200)
     made = outcome(run, Bamboo(redundant_grids(), COSTS))
     # At a boundary, so that the whole next step runs on two nodes: until 121; then 5 s, and 40 s a step.
@@ -176,7 +176,7 @@ def test_bamboo_survives_losses_in_different_pipelines():
     assert "redone" not in split_s(made)
 
 
-def test_bamboo_stops_when_no_pipeline_is_left():
+def test_bamboo_stops_when_no_pipeline_is_left() -> None:
     run = trace((0, [0, 1], []), (50, [], [0]), (60, [], [1]), (100, [2, 3], []), end_s=160)
     made = outcome(run, Bamboo(redundant_grids(), COSTS))
     # At 60 nobody has the layers of node 0; the finished step was not saved either. From 110 on, all is done again.
@@ -186,7 +186,7 @@ def test_bamboo_stops_when_no_pipeline_is_left():
     assert parts == {"redone": 2 * 50 + 9, "recovery": 1 + 2 * 10}
 
 
-def test_bamboo_takes_joiners_in_between_two_steps():
+def test_bamboo_takes_joiners_in_between_two_steps() -> None:
     run = trace((0, [0, 1, 2], []), (40, [3], []), end_s=100)
     made = outcome(run, Bamboo(redundant_grids(), COSTS))
     assert made.samples == 8 * (2 + 1)
@@ -195,7 +195,7 @@ def test_bamboo_takes_joiners_in_between_two_steps():
     assert parts["idle"] == 24
 
 
-def test_announced_losses_cost_nothing_but_the_pause():
+def test_announced_losses_cost_nothing_but_the_pause() -> None:
     run = trace((0, [0, 1, 2, 3], []), (100, [], [1]), end_s=200)
     made = outcome(run, Bamboo(redundant_grids(), COSTS), announced=True)
     assert made.samples == 8 * (5 + 2)

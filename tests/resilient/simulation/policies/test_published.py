@@ -30,7 +30,9 @@ def failures(interval_s: float) -> AvailabilityTrace:
         ("bamboo", (17.47, 17.13, 16.01), 0.08),
     ],
 )
-def test_gpt2_under_failures_is_predicted_from_its_throughput_without_many(policy, published, tolerance):
+def test_gpt2_under_failures_is_predicted_from_its_throughput_without_many(
+    policy: str, published: tuple[float, float, float], tolerance: float
+) -> None:
     job = Scenario(
         problem=PlanningProblem(
             profile=derive_profile("gpt2-medium", "a40"), num_microbatches=32, cluster=cluster_of("a40", 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from resilient.simulation.availability.traces import AvailabilityTrace, periodic_failures
@@ -24,7 +26,7 @@ def replayed(
     return scenario.run(trace, "resilient")
 
 
-def pairs(**kwargs) -> PlanningProblem:
+def pairs(**kwargs: Any) -> PlanningProblem:
     """Layers of 2 s; pipelines of two nodes take 12 + 2 x 6 = 24 s for 3 of 6 microbatches, and so do 3 + 2 nodes."""
     return job(6, 2.0, 6, min_pipeline_nodes=2, **kwargs)
 
@@ -38,7 +40,7 @@ def pairs(**kwargs) -> PlanningProblem:
         (3, 0),  # of the pipeline of two nodes: the other lends one
     ],
 )
-def test_a_loss_costs_the_step_under_way_regrouping_and_copying(lost, copied_s):
+def test_a_loss_costs_the_step_under_way_regrouping_and_copying(lost: int, copied_s: int) -> None:
     problem = pairs(state_bytes=100, link=Link(bytes_per_s=10.0))
     made = replayed(trace((0, range(5), []), (100, [], [lost]), end_s=250), problem)
     if lost == 3:
@@ -54,7 +56,7 @@ def test_a_loss_costs_the_step_under_way_regrouping_and_copying(lost, copied_s):
     assert made.samples == 8 * (4 + (150 - pause_s) // 24)
 
 
-def test_joiners_and_announced_losses_cost_no_work():
+def test_joiners_and_announced_losses_cost_no_work() -> None:
     run = trace((0, range(5), []), (30, [5], []), (100, [], [1]), end_s=240)
     made = replayed(run, pairs(), announced=True)
     # Six nodes as three pairs take 12 + 6 = 18 s. In from 49 on; node 1 is there until 103.
@@ -66,7 +68,7 @@ def test_joiners_and_announced_losses_cost_no_work():
     assert made.samples == 8 * (2 + 3 + 5)
 
 
-def test_too_few_nodes_store_their_progress_and_wait():
+def test_too_few_nodes_store_their_progress_and_wait() -> None:
     run = trace((0, range(4), []), (60, [], [0]), (100, [4], []), end_s=160)
     made = replayed(run, pairs())
     # Two steps of 24 s are kept, 12 s are lost; restarted at 110.
@@ -79,12 +81,12 @@ def test_too_few_nodes_store_their_progress_and_wait():
     assert made.samples == 8 * (2 + 2)
 
 
-def test_a_job_waits_for_its_first_nodes_without_a_restart():
+def test_a_job_waits_for_its_first_nodes_without_a_restart() -> None:
     made = replayed(trace((0, [0], []), (10, [1, 2, 3], []), end_s=58), pairs())
     assert split_s(made) == {"training": 4 * 48, "idle": 10}
 
 
-def test_a_state_lost_with_all_its_holders_comes_from_the_checkpoint():
+def test_a_state_lost_with_all_its_holders_comes_from_the_checkpoint() -> None:
     # One pipeline of all nodes: every loss takes layers with it. A step takes 12 s on any number of nodes.
     problem = job(6, 2.0, 1, max_failures=0)
     costs = ChangeCosts(regroup_ms=1000.0, load_s=3.0, checkpoint_s=4.0, insurance_steps=2)
@@ -106,19 +108,19 @@ def test_a_state_lost_with_all_its_holders_comes_from_the_checkpoint():
     }
 
 
-def test_standby_nodes_are_no_loss():
+def test_standby_nodes_are_no_loss() -> None:
     # Two pipelines of one layer each: a third node cannot be used.
     problem = job(1, 5.0, 2)
     run = trace((0, range(3), []), (12, [], [2]), end_s=50)
     assert split_s(replayed(run, problem)) == {"training": 2 * 50, "idle": 12}
 
 
-def test_steps_take_longer_by_the_factor():
+def test_steps_take_longer_by_the_factor() -> None:
     made = replayed(trace((0, range(4), []), end_s=144), pairs(), ChangeCosts(step_factor=1.5, insurance_steps=None))
     assert made.samples == 8 * 4
 
 
-def test_names_of_nodes_do_not_matter_so_plans_are_made_once():
+def test_names_of_nodes_do_not_matter_so_plans_are_made_once() -> None:
     problem = pairs(state_bytes=100, link=Link(bytes_per_s=10.0))
     planner = RememberedPlans(problem)
     start = planner.first(5)
@@ -131,7 +133,7 @@ def test_names_of_nodes_do_not_matter_so_plans_are_made_once():
     assert moves[0].arrangement is moves[1].arrangement
 
 
-def test_every_plan_is_the_runtimes_own():
+def test_every_plan_is_the_runtimes_own() -> None:
     problem = job(12, 1.0, 24, state_bytes=50, link=Link(bytes_per_s=10.0))
     planner = RememberedPlans(problem)
     arrangement = planner.first(8)

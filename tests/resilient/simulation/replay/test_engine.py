@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -73,14 +74,14 @@ def rows(stretches: Sequence[Stretch]) -> list[tuple[int, ...]]:
     ]  # fmt: skip
 
 
-def test_steps_and_checkpoints_repeat_until_the_end():
+def test_steps_and_checkpoints_repeat_until_the_end() -> None:
     policy = Script([], [after(5, work(10, 2, save_after=3, save=4))])
     # 5 pause, then (30 + 4) x 2 = 68, 30, half of the third checkpoint.
     assert rows(replay(trace((7, [0, 1, 2], []), end=112), policy)) == [(7, 112, 3, 2, 9, 90, 0, 5, 10, 0)]
     assert policy.is_done
 
 
-def test_a_loss_answered_at_once_costs_the_step_under_way():
+def test_a_loss_answered_at_once_costs_the_step_under_way() -> None:
     policy = Script([When.NOW], [after(0, work(10, 3)), after(7, work(20, 2))])
     run = replay(trace((0, [0, 1, 2], []), (25, [], [1]), end=100), policy)
     assert rows(run) == [(0, 25, 3, 3, 2, 20, 5, 0, 0, 0), (25, 100, 2, 2, 3, 68, 0, 7, 0, 0)]
@@ -90,7 +91,7 @@ def test_a_loss_answered_at_once_costs_the_step_under_way():
     ]
 
 
-def test_rolling_back_loses_what_was_done_since_the_last_checkpoint_across_changes():
+def test_rolling_back_loses_what_was_done_since_the_last_checkpoint_across_changes() -> None:
     policy = Script(
         [When.STEP, When.NOW],
         [
@@ -110,7 +111,7 @@ def test_rolling_back_loses_what_was_done_since_the_last_checkpoint_across_chang
     ]
 
 
-def test_going_on_from_the_last_step_keeps_the_count_to_the_next_checkpoint():
+def test_going_on_from_the_last_step_keeps_the_count_to_the_next_checkpoint() -> None:
     policy = Script(
         [When.NOW], [after(0, work(10, 2, save_after=4, save=5)), after(0, work(10, 1, save_after=4, save=5))]
     )
@@ -118,7 +119,7 @@ def test_going_on_from_the_last_step_keeps_the_count_to_the_next_checkpoint():
     assert rows(run) == [(0, 25, 2, 2, 2, 20, 5, 0, 0, 0), (25, 60, 1, 1, 3, 30, 0, 0, 5, 0)]
 
 
-def test_an_interrupted_checkpoint_is_saved_again():
+def test_an_interrupted_checkpoint_is_saved_again() -> None:
     policy = Script(
         [When.NOW], [after(0, work(10, 2, save_after=2, save=5)), after(1, work(10, 1, save_after=2, save=5))]
     )
@@ -126,7 +127,7 @@ def test_an_interrupted_checkpoint_is_saved_again():
     assert rows(run) == [(0, 23, 2, 2, 2, 20, 0, 0, 3, 0), (23, 40, 1, 1, 1, 11, 0, 1, 5, 0)]
 
 
-def test_a_checkpoint_that_takes_no_time_is_safe_at_once():
+def test_a_checkpoint_that_takes_no_time_is_safe_at_once() -> None:
     policy = Script(
         [When.NOW], [after(0, work(10, 2, save_after=3)), after(0, work(10, 1, save_after=3), rolls_back=True)]
     )
@@ -134,7 +135,7 @@ def test_a_checkpoint_that_takes_no_time_is_safe_at_once():
     assert rows(run) == [(0, 30, 2, 2, 3, 30, 0, 0, 0, 0), (30, 40, 1, 1, 1, 10, 0, 0, 0, 0)]
 
 
-def test_joins_wait_for_the_checkpoint_and_are_answered_together():
+def test_joins_wait_for_the_checkpoint_and_are_answered_together() -> None:
     policy = Script(
         [When.CHECKPOINT, When.CHECKPOINT],
         [after(0, work(10, 1, save_after=3, save=4)), after(2, work(4, 3, save_after=3, save=4), rolls_back=True)],
@@ -149,7 +150,7 @@ def test_joins_wait_for_the_checkpoint_and_are_answered_together():
     assert policy.asked[1].joined == (1, 2)
 
 
-def test_a_change_that_takes_itself_back_is_not_answered():
+def test_a_change_that_takes_itself_back_is_not_answered() -> None:
     policy = Script([When.STEP], [after(0, work(10, 1))])
     run = replay(trace((0, [0], []), (12, [1], []), (15, [], [1]), end=40), policy)
     assert [row[:6] for row in rows(run)] == [
@@ -160,14 +161,14 @@ def test_a_change_that_takes_itself_back_is_not_answered():
     assert policy.is_done
 
 
-def test_changes_that_do_not_matter_change_nothing():
+def test_changes_that_do_not_matter_change_nothing() -> None:
     policy = Script([When.NEVER, When.NOW], [after(0, work(10, 1)), after(0, work(10, 1))])
     run = replay(trace((0, [0, 1], []), (12, [2], [1]), (25, [], [0]), end=30), policy)
     assert [row[:7] for row in rows(run)] == [(0, 12, 2, 1, 1, 12, 0), (12, 25, 2, 1, 1, 8, 5), (25, 30, 1, 1, 0, 5, 0)]
     assert policy.asked[1] == LiveNodes(live=(2,), joined=(), lost=(0,), announced=False)
 
 
-def test_announced_losses_wait_for_the_end_of_the_step():
+def test_announced_losses_wait_for_the_end_of_the_step() -> None:
     policy = Script([When.NOW], [after(0, work(10, 2)), after(3, work(20, 1))])
     run = replay(trace((0, [0, 1], []), (25, [], [1]), end=60), policy, announced=True)
     assert rows(run) == [
@@ -178,7 +179,7 @@ def test_announced_losses_wait_for_the_end_of_the_step():
     assert policy.asked[1] == LiveNodes(live=(0,), joined=(), lost=(1,), announced=True)
 
 
-def test_a_job_that_stands_still_is_asked_at_once():
+def test_a_job_that_stands_still_is_asked_at_once() -> None:
     policy = Script(
         [When.NOW],
         [after(0, None), after(0, work(10, 2)), after(0, None, rolls_back=True), after(4, work(10, 2))],
@@ -192,7 +193,7 @@ def test_a_job_that_stands_still_is_asked_at_once():
     ]
 
 
-def test_a_change_during_a_pause_waits_for_its_end_or_begins_another():
+def test_a_change_during_a_pause_waits_for_its_end_or_begins_another() -> None:
     whens = [When.NOW, When.STEP, When.NOW]
     policy = Script(whens, [after(0, work(10, 9)), after(8, work(10, 3)), after(8, work(10, 4)), after(2, work(10, 3))])
     run = replay(trace((0, [0, 1, 2, 3], []), (10, [], [0]), (12, [4], []), (20, [], [1]), end=33), policy)
@@ -205,7 +206,7 @@ def test_a_change_during_a_pause_waits_for_its_end_or_begins_another():
     ]
 
 
-def test_a_kept_step_goes_on_at_the_new_pace_and_the_policy_is_asked_when_it_is_finished():
+def test_a_kept_step_goes_on_at_the_new_pace_and_the_policy_is_asked_when_it_is_finished() -> None:
     policy = Script(
         [When.NOW],
         [after(0, work(10, 2)), after(1, work(20, 1, redundant=5), keeps_step=True, again=True), after(3, work(12, 1))],
@@ -221,7 +222,7 @@ def test_a_kept_step_goes_on_at_the_new_pace_and_the_policy_is_asked_when_it_is_
     assert policy.asked[2] == LiveNodes(live=(0,), joined=(), lost=(), announced=False)
 
 
-def test_losing_a_kept_step_loses_the_time_it_took():
+def test_losing_a_kept_step_loses_the_time_it_took() -> None:
     policy = Script(
         [When.NOW, When.NOW],
         [after(0, work(10, 3)), after(0, work(20, 2), keeps_step=True), after(0, work(30, 1))],
@@ -274,7 +275,7 @@ def random_trace(rng: random.Random) -> AvailabilityTrace:
 
 @pytest.mark.parametrize("announced", [False, True])
 @pytest.mark.parametrize("seed", range(100))
-def test_time_is_accounted_for_without_gaps(seed, announced):
+def test_time_is_accounted_for_without_gaps(seed: int, announced: bool) -> None:
     rng = random.Random(seed)
     trace = random_trace(rng)
     stretches = replay(trace, AtRandom(rng), announced=announced)
@@ -300,6 +301,6 @@ def test_time_is_accounted_for_without_gaps(seed, announced):
         ({"insurance_steps": 0}, "insurance_steps must be >= 1, got 0; None means no checkpoints"),
     ],
 )
-def test_bad_costs_are_refused(arguments, message):
+def test_bad_costs_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         ChangeCosts(**arguments)

@@ -6,6 +6,8 @@ import json
 import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import numpy as np
@@ -35,7 +37,7 @@ def two_stretches() -> ReplayOutcome:
     )
 
 
-def test_prices_and_shares():
+def test_prices_and_shares() -> None:
     made = two_stretches()
     assert made.node_ns == 8 * H
     assert made.split_ns == dict.fromkeys(TIME_PARTS, 0) | {
@@ -52,12 +54,12 @@ def test_prices_and_shares():
     assert len(written["stretches"]) == 2
 
 
-def test_without_samples_there_is_no_price_for_them():
+def test_without_samples_there_is_no_price_for_them() -> None:
     made = outcome(Stretch(start_ns=0, end_ns=H, live=1, working=0, stopped_ns=H))
     assert (made.samples_per_s, made.dollars_per_million) == (0.0, None)
 
 
-def test_throughput_comes_after_the_recovery_and_adds_up():
+def test_throughput_comes_after_the_recovery_and_adds_up() -> None:
     made = two_stretches()
     # 3600 samples in the second half of the first hour: 2 a second.
     hours, rates = zip(*made.throughput(1800), strict=True)
@@ -70,12 +72,12 @@ def test_throughput_comes_after_the_recovery_and_adds_up():
         assert sum(rate * length for (_, rate), length in zip(points, lengths, strict=True)) == pytest.approx(3600)
 
 
-def scenario(**kwargs) -> Scenario:
+def scenario(**kwargs: Any) -> Scenario:
     return Scenario(problem=job(8, 2.0, 16, state_bytes=GIB), batch=16, max_nodes=8, node_hour_dollars=1.0, **kwargs)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_replays_are_deterministic_and_account_for_all_nodes(policy):
+def test_replays_are_deterministic_and_account_for_all_nodes(policy: str) -> None:
     run = spot_trace("ec2-p3", 8, 3, seed=2)
     costs = ChangeCosts(checkpoint_s=3.0, load_s=3.0)
     made = scenario(costs=costs).run(run, policy)
@@ -89,13 +91,13 @@ def test_replays_are_deterministic_and_account_for_all_nodes(policy):
     assert made.samples > 0
 
 
-def test_resilient_gets_most_done_on_spot_nodes():
+def test_resilient_gets_most_done_on_spot_nodes() -> None:
     run = spot_trace("ec2-p3", 8, 6, seed=1)
     made = {policy: scenario(costs=ChangeCosts(checkpoint_s=10.0, load_s=10.0)).run(run, policy) for policy in POLICIES}
     assert max(made, key=lambda policy: made[policy].samples) == "resilient"
 
 
-def test_twice_the_layers_may_not_fit():
+def test_twice_the_layers_may_not_fit() -> None:
     problem = replace(job(4, 2.0, 16, state_bytes=3 * GIB), cluster=Cluster(memory_bytes=5 * GIB))
     small = Scenario(problem=problem, batch=16, max_nodes=8)
     assert small.run(trace((0, range(8), []), end_s=60), "varuna").samples > 0
@@ -107,7 +109,7 @@ def test_twice_the_layers_may_not_fit():
         small.run(trace((0, range(8), []), end_s=60), "bamboo")
 
 
-def test_unknown_policies_and_too_few_nodes_to_restart_on_are_refused():
+def test_unknown_policies_and_too_few_nodes_to_restart_on_are_refused() -> None:
     with pytest.raises(
         ValueError,
         match=r"^policy must be one of resilient, bamboo, varuna, restart, got 'varun'; did you mean 'varuna'\?$",
@@ -118,7 +120,7 @@ def test_unknown_policies_and_too_few_nodes_to_restart_on_are_refused():
         few.run(trace((0, range(4), []), end_s=1), "restart")
 
 
-def test_the_picture_shows_each_policy_and_part(tmp_path):
+def test_the_picture_shows_each_policy_and_part(tmp_path: Path) -> None:
     run = spot_trace("ec2-p3", 8, 3, seed=2)
     costs = ChangeCosts(checkpoint_s=30.0, load_s=30.0)
     draw_outcomes([scenario(costs=costs).run(run, policy) for policy in POLICIES], tmp_path / "all.png")
@@ -129,19 +131,19 @@ def test_the_picture_shows_each_policy_and_part(tmp_path):
         assert (np.abs(image - colour).max(axis=-1) < 0.01).sum() > 300, what
 
 
-def test_sweeps_are_read():
+def test_sweeps_are_read() -> None:
     assert parse_sweeps(["nodes=4, 8", "max-failures=1"]) == {"nodes": (4, 8), "max-failures": (1,)}
 
 
 @pytest.mark.parametrize("texts", [["nodes"], ["gpus=1"], ["nodes=4,x"], ["nodes=4", "nodes=8"], ["nodes="]])
-def test_bad_sweeps_are_refused(texts):
+def test_bad_sweeps_are_refused(texts: list[str]) -> None:
     message = f'--sweep must look like "nodes=16,24,32", each of nodes and max-failures at most once, got {texts[-1]!r}'
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         parse_sweeps(texts)
 
 
-def test_a_sweep_has_a_row_for_each_combination_and_marks_the_best():
-    def of(failures, max_nodes):
+def test_a_sweep_has_a_row_for_each_combination_and_marks_the_best() -> None:
+    def of(failures: int | None, max_nodes: int) -> Scenario:
         problem = job(8, 2.0, 16, max_failures=1 if failures is None else failures)
         return Scenario(problem=problem, batch=16, max_nodes=max_nodes, node_hour_dollars=1.0)
 

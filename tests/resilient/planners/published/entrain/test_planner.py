@@ -75,7 +75,7 @@ def by_hand(at: Setting, samples: SampleTable, spread: dict[str, Parallelism]) -
         each, lengths = at.costs.units[position], samples.units[names[position]]
         to = spread[each.name]
         tokens, squares = 2 * float(lengths.tokens.mean()), 2 * float(lengths.squares.mean())
-        layers = sum(each.layer_ms(tokens, squares, to.tp, to.cp))
+        layers = np.add(*each.layer_ms(tokens, squares, to.tp, to.cp))
         stage_of = np.repeat(np.arange(to.pp), cut_chain(layers, to.pp))
         slowest = max(slowest, *loads(layers, stage_of, to.pp))
         both = 1 + any(layer.input_gradient for layer in each.layers[1:])
@@ -124,12 +124,12 @@ def test_no_configuration_is_better(costs: str, num_nodes: int, memory: int | No
     samples = drawn(at.costs, 30, seed)
     names = [each.name for each in at.costs.units]
     rated: list[tuple[float, float]] = []
-    for dp, *degrees in product((1, 2, 4, 8), *([DEGREES] * len(names))):
+    for dp, degrees in product((1, 2, 4, 8), product(DEGREES, repeat=len(names))):
         sizes = [tp * cp for tp, cp in degrees]
         if at.num_devices // dp < sum(sizes):
             continue
         work = [
-            sum(sum(each.layer_ms(2 * lengths.tokens.mean(), 2 * lengths.squares.mean(), tp, cp))) * tp * cp
+            sum(np.add(*each.layer_ms(2 * lengths.tokens.mean(), 2 * lengths.squares.mean(), tp, cp))) * tp * cp
             for each, (tp, cp) in zip(at.costs.units, degrees, strict=True)
             for lengths in [samples.units[each.name]]
         ]

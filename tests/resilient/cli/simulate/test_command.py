@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -22,7 +23,7 @@ def run(*arguments: str) -> str:
     return ended.output
 
 
-def test_policies_are_compared_on_each_trace(tmp_path):
+def test_policies_are_compared_on_each_trace(tmp_path: Path) -> None:
     (tmp_path / "two.csv").write_text("".join(f"0,add,n{i}\n" for i in range(8)) + "1800000,remove,n3\n3600000,add,x\n")
     files = ["--json", str(tmp_path / "out" / "all.json"), "--png", str(tmp_path / "out" / "all.png")]
     output = run("--trace", str(tmp_path / "two.csv"), "--trace", "every-30min", "--nodes", "8", *files)
@@ -43,7 +44,7 @@ def test_policies_are_compared_on_each_trace(tmp_path):
     assert (tmp_path / "out" / "all-every-30min.png").stat().st_size > 10_000
 
 
-def test_a_sweep_marks_the_fastest_and_the_cheapest(tmp_path):
+def test_a_sweep_marks_the_fastest_and_the_cheapest(tmp_path: Path) -> None:
     sweeps = ["--sweep", "nodes=4,8", "--sweep", "max-failures=1,2"]
     output = run("--trace", "g4dn", "--hours", "2", *sweeps, "--price", "1.5", "--json", str(tmp_path / "s.json"))
     assert output.count("fastest") == output.count("cheapest") == 1
@@ -56,7 +57,7 @@ def test_a_sweep_marks_the_fastest_and_the_cheapest(tmp_path):
     assert re.search(rf"^{fastest['nodes']} +{fastest['max-failures']} .*fastest", output, re.MULTILINE)
 
 
-def test_a_policy_that_does_not_fit_is_said_with_the_reason():
+def test_a_policy_that_does_not_fit_is_said_with_the_reason() -> None:
     output = run(
         "--trace", "every-1h", "--nodes", "2", "--microbatch", "128", "--policy", "bamboo", "--policy", "varuna"
     )
@@ -67,7 +68,7 @@ def test_a_policy_that_does_not_fit_is_said_with_the_reason():
     )
 
 
-def test_a_combination_that_cannot_be_is_said_in_its_row():
+def test_a_combination_that_cannot_be_is_said_in_its_row() -> None:
     output = run("--trace", "every-1h", "--nodes", "4", "--sweep", "max-failures=1,8")
     assert re.search(r"^8 +resilient +does not fit *$", output, re.MULTILINE)
     assert (
@@ -77,7 +78,7 @@ def test_a_combination_that_cannot_be_is_said_in_its_row():
     assert output.count("fastest") == 1
 
 
-def test_jobs_are_described_as_for_planning(tmp_path):
+def test_jobs_are_described_as_for_planning(tmp_path: Path) -> None:
     profile = tmp_path / "global_batch" / "profile.json"
     profile.parent.mkdir()
     profile.write_bytes(derive_profile("gpt2-medium", "a40").to_json())
@@ -101,7 +102,7 @@ def test_jobs_are_described_as_for_planning(tmp_path):
     )
 
 
-def test_too_few_nodes_are_said_with_the_number_that_would_do():
+def test_too_few_nodes_are_said_with_the_number_that_would_do() -> None:
     output = run("--trace", "every-1h", "--nodes", "1", "--policy", "resilient").replace("\n", " ")
     assert (
         "resilient: --nodes must be at least 2 (--max-failures + 1 = 2 pipelines of 1 node, the fewest that hold the "
@@ -170,13 +171,13 @@ def test_too_few_nodes_are_said_with_the_number_that_would_do():
         (["--trace", "g4dn", "--restart-s", "-1"], "--restart-s must be 0 to 1e+09, got -1.0; 0 means none"),
     ],
 )
-def test_bad_options_are_refused_with_the_fix(arguments, message):
+def test_bad_options_are_refused_with_the_fix(arguments: list[str], message: str) -> None:
     ended = CliRunner().invoke(app, [*JOB, *arguments])
     assert ended.exit_code == 2
     assert ended.stderr.strip() == f"error: {message}"
 
 
-def test_nodes_without_a_device_need_a_price(tmp_path):
+def test_nodes_without_a_device_need_a_price(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_bytes(derive_profile("gpt2-medium", "a40").to_json())
     job = ["simulate", "--trace", "g4dn", "--profile", str(tmp_path / "p.json"), "--global-batch", "256"]
     ended = CliRunner().invoke(app, job)
@@ -186,7 +187,7 @@ def test_nodes_without_a_device_need_a_price(tmp_path):
     )
 
 
-def test_a_bad_line_is_named(tmp_path):
+def test_a_bad_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.csv"
     path.write_text("0,add,a\n5,remove,b\n")
     ended = CliRunner().invoke(app, [*JOB, "--trace", str(path)])
@@ -194,7 +195,7 @@ def test_a_bad_line_is_named(tmp_path):
     assert f"error: {path}: line 2 must remove a node that is there, got b, which is not; add it first" in ended.stderr
 
 
-def test_traces_are_made_up_scaled_and_cut(tmp_path):
+def test_traces_are_made_up_scaled_and_cut(tmp_path: Path) -> None:
     path = tmp_path / "small.csv"
     path.write_text("0,add,a\n0,add,b\n7200000,remove,b\n")
     assert load_trace(str(path), None, None, 0).max_nodes == 2

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import psutil
@@ -237,7 +238,7 @@ def _attempts(comm: Communicator, peer: int) -> list:
     ]
 
 
-def _failure(attempt) -> str:
+def _failure(attempt: Callable[[], object]) -> str:
     try:
         attempt()
     except CommunicationError as error:

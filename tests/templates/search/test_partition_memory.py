@@ -20,7 +20,7 @@ from tests.templates.jobs import KINDS, enough_nodes, problems, profile
 
 @settings(max_examples=60)
 @given(problems(), st.sampled_from(KINDS), st.sampled_from([0.5, 0.7, 0.9, 1.0, 1.2]))
-def test_no_pipeline_takes_more_memory_than_there_is(drawn: PlanningProblem, kind: ScheduleKind, share: float):
+def test_no_pipeline_takes_more_memory_than_there_is(drawn: PlanningProblem, kind: ScheduleKind, share: float) -> None:
     """Of each device, in simulation: states, gradients, and what the microbatches keep."""
     roomy = replace(drawn, schedule=kind, cluster=replace(drawn.cluster, memory_bytes=None))
     largest = plan_templates(roomy, enough_nodes(roomy)).layouts[-1]
@@ -78,12 +78,12 @@ def eight_layers(kind: ScheduleKind, memory_bytes: int | None) -> PlanningProble
         (ScheduleKind.GPIPE, (20, 20, 20, 20)),
     ],
 )
-def test_stages_hold_what_their_schedule_keeps_in_flight(kind: ScheduleKind, in_flight: tuple[int, ...]):
+def test_stages_hold_what_their_schedule_keeps_in_flight(kind: ScheduleKind, in_flight: tuple[int, ...]) -> None:
     template = plan_templates(eight_layers(kind, None), 4).best(4, 20)
     assert [stage.memory_bytes for stage in template.stages] == [200 + count * 60 for count in in_flight]
 
 
-def test_eager_1f1b_takes_what_memory_1f1b_leaves():
+def test_eager_1f1b_takes_what_memory_1f1b_leaves() -> None:
     templates = plan_templates(eight_layers(ScheduleKind.EAGER, 500), 4)
     template = templates.best(4, 20)
     assert [stage.max_in_flight for stage in template.stages] == [5, 5, 5, 5]
@@ -94,7 +94,7 @@ def test_eager_1f1b_takes_what_memory_1f1b_leaves():
     assert schedule_of(ScheduleKind.EAGER, free, 20) == generate(ScheduleKind.EAGER, 4, 20)
 
 
-def test_memory_that_only_1f1b_fits_in_is_refused():
+def test_memory_that_only_1f1b_fits_in_is_refused() -> None:
     assert plan_templates(eight_layers(ScheduleKind.ONE_F_ONE_B, 500), 4).sizes.start == 4
     with pytest.raises(ValueError, match="must") as caught:
         plan_templates(eight_layers(ScheduleKind.GPIPE, 500), 8)

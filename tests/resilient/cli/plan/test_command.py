@@ -13,7 +13,7 @@ from typing import Any
 
 import matplotlib.image
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from resilient.cli.app import app
 from resilient.cli.plan.report import MOST_LOSSES, SEQUENCES, build_plan_report
@@ -36,7 +36,7 @@ SMALL = {
 }
 
 
-def run(options: dict[str, str | None]):
+def run(options: dict[str, str | None]) -> Result:
     arguments = [part for option, value in options.items() if value is not None for part in (option, value)]
     return CliRunner().invoke(app, ["plan", *arguments])
 

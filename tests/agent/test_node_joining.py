@@ -45,14 +45,22 @@ def test_address_where_nobody_answers_is_named_at_once_and_at_the_end(
 )
 def test_machine_that_lacks_what_the_job_needs_says_so(name: str, missing: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").touch()
-    paths = {"script": str(tmp_path / "script.py"), "directory": str(tmp_path), name: str(tmp_path / "elsewhere")}
+    paths = {"script": tmp_path / "script.py", "directory": tmp_path, name: tmp_path / "elsewhere"}
     heard: list[WorkerExited] = []
 
     async def serve(request: web.Request) -> web.WebSocketResponse:
         connection = web.WebSocketResponse()
         await connection.prepare(request)
         await connection.receive_bytes()
-        welcome = Welcome(node=3, fresh=True, arguments=(), run_directory=str(tmp_path), heartbeat_s=5.0, **paths)
+        welcome = Welcome(
+            node=3,
+            fresh=True,
+            script=str(paths["script"]),
+            directory=str(paths["directory"]),
+            arguments=(),
+            run_directory=str(tmp_path),
+            heartbeat_s=5.0,
+        )
         await connection.send_bytes(encode(welcome))
         while isinstance(message := decode_from_agent(await connection.receive_bytes()), Health):
             pass

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib.image
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from resilient.cli.app import app
 from resilient.cli.schedule.report import ScheduleReport, profiled_work, schedule_report
@@ -30,7 +30,7 @@ SMALL = ("--stages", "4", "--microbatches", "8")
 A40 = ("--model", "gpt3-2.7b", "--device", "a40")
 
 
-def run(*arguments: object, columns: int = 80):
+def run(*arguments: object, columns: int = 80) -> Result:
     return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["schedule", *map(str, arguments)])
 
 
