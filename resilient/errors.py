@@ -39,6 +39,11 @@ class ArgumentError(ValueError):
         return self.told(str)
 
 
+def literal(text: str) -> str:
+    """Return text of users as it stands in the ``constraint`` or ``fix`` of an :class:`ArgumentError`."""
+    return text.replace("{", "{{").replace("}", "}}")
+
+
 class _Names(string.Formatter):
     """Fills names of arguments in."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from resilient.errors import ArgumentError
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.schedules.generators import generate
@@ -45,36 +46,45 @@ class PlanningProblem:
 
     def __post_init__(self) -> None:
         if self.max_failures < 0:
-            raise ValueError(f"max_failures must be >= 0, got {self.max_failures}; 0 means no redundancy")
+            raise ArgumentError("max_failures", "be >= 0", self.max_failures, "0 means no redundancy")
         if self.min_pipeline_nodes < 1:
-            raise ValueError(f"min_pipeline_nodes must be >= 1, got {self.min_pipeline_nodes}; 1 means no minimum")
+            raise ArgumentError("min_pipeline_nodes", "be >= 1", self.min_pipeline_nodes, "1 means no minimum")
         if not self.failure_interval_s > 0:
-            raise ValueError(f"failure_interval_s must be > 0, got {self.failure_interval_s}; give seconds")
+            raise ArgumentError("failure_interval_s", "be > 0", self.failure_interval_s, "give seconds")
         if self.num_microbatches <= self.max_failures:
-            raise ValueError(
-                f"num_microbatches must be at least max_failures + 1 = {self.max_failures + 1} (each pipeline "
-                f"processes one), got {self.num_microbatches}; raise the global batch or lower the microbatch"
+            raise ArgumentError(
+                "num_microbatches",
+                f"be at least {{max_failures}} + 1 = {self.max_failures + 1} (each pipeline processes one)",
+                self.num_microbatches,
+                "raise the global batch or lower the microbatch",
             )
         if self.schedule is ScheduleKind.FORWARD_ONLY:
-            raise ValueError(
-                f"schedule must train, got {self.schedule.value}; choose another, "
-                f"{ScheduleKind.ONE_F_ONE_B.value} needs the least memory"
+            raise ArgumentError(
+                "schedule",
+                "train",
+                self.schedule.value,
+                f"choose another, {ScheduleKind.ONE_F_ONE_B.value} needs the least memory",
             )
         if self.num_chunks < 1 or (self.num_chunks > 1) != (self.schedule is ScheduleKind.INTERLEAVED):
-            raise ValueError(
-                f"num_chunks must be >= 2 for {ScheduleKind.INTERLEAVED.value} and 1 for all others, "
-                f"got {self.num_chunks} for {self.schedule.value}; "
-                f"{ScheduleKind.ONE_F_ONE_B.value} is the schedule with one stage per device"
+            raise ArgumentError(
+                "num_chunks",
+                f"be >= 2 for {ScheduleKind.INTERLEAVED.value} and 1 for all others",
+                f"{self.num_chunks} for {self.schedule.value}",
+                f"{ScheduleKind.ONE_F_ONE_B.value} is the schedule with one stage per device",
             )
         if self.schedule is ScheduleKind.INTERLEAVED and self.profile.tp_degrees[0] != 1:
-            raise ValueError(
-                f"tp_degrees must begin with 1 for {ScheduleKind.INTERLEAVED.value} (its stages have one device each), "
-                f"got {self.profile.tp_degrees}; profile that degree or choose another schedule"
+            raise ArgumentError(
+                "tp_degrees",
+                f"begin with 1 for {ScheduleKind.INTERLEAVED.value} (its stages have one device each)",
+                self.profile.tp_degrees,
+                "profile that degree or choose another schedule",
             )
         if self.cluster.devices_per_node < self.profile.tp_degrees[0]:
-            raise ValueError(
-                f"devices_per_node must be at least the profile's smallest tensor-parallel degree, "
-                f"{self.profile.tp_degrees[0]}, got {self.cluster.devices_per_node}; profile smaller degrees"
+            raise ArgumentError(
+                "devices_per_node",
+                f"be at least the profile's smallest tensor-parallel degree, {self.profile.tp_degrees[0]}",
+                self.cluster.devices_per_node,
+                "profile smaller degrees",
             )
 
     @property

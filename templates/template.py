@@ -9,6 +9,7 @@ from functools import cached_property
 
 import msgspec
 
+from resilient.errors import ArgumentError
 from resilient.templates.common.durations import nanoseconds
 
 FORMAT_VERSION = 1
@@ -162,11 +163,13 @@ class TemplateSet:
         """
         file = msgspec.json.decode(data, type=_File)
         if file.version != FORMAT_VERSION:
-            raise ValueError(f"version must be {FORMAT_VERSION}, got {file.version}; compute the templates again")
+            raise ArgumentError("version", f"be {FORMAT_VERSION}", file.version, "compute the templates again")
         if file.digest != file.templates.digest:
-            raise ValueError(
-                f"templates must have the digest {file.digest[:12]}, got {file.templates.digest[:12]}: the file was "
-                f"changed; compute the templates again"
+            raise ArgumentError(
+                "templates",
+                f"have the digest {file.digest[:12]}",
+                f"{file.templates.digest[:12]}: the file was changed",
+                "compute the templates again",
             )
         return file.templates
 

@@ -21,9 +21,9 @@ SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*
 ROOMS: dict[str, str] = {
     "errors": "",
     "extras": "",
-    "templates": "",
-    "planners": "templates extras",
-    "simulation": "templates",
+    "templates": "errors",
+    "planners": "templates extras errors",
+    "simulation": "templates errors",
     "data": "errors",
     "comm": "errors",
     "models": "data errors",

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from resilient.errors import ArgumentError
 from resilient.observability.event_log import Event, read_events
 from resilient.observability.trace_events import ACTION, PART, RECOVERY, STEP, Slice, Trace
 from resilient.templates.schedules.schedule import Action
@@ -57,9 +58,11 @@ def parse_steps(text: str) -> range:
     match = _STEPS.fullmatch(text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
-        raise ValueError(
-            f'trace must be a step or the first and the last of some, as in "10" or "10-12", got {text!r}; '
-            f"the first step of a job is 1"
+        raise ArgumentError(
+            "trace",
+            'be a step or the first and the last of some, as in "10" or "10-12"',
+            repr(text),
+            "the first step of a job is 1",
         )
     return range(first, last + 1)
 

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from resilient.errors import ArgumentError
 from resilient.planners.costs.correction import UNCORRECTED, Correction
 from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
@@ -64,7 +65,7 @@ class Setting:
         """
         names = [unit.name for unit in self.costs.units]
         if LLM not in names:
-            raise ValueError(f"costs must have a unit {LLM!r}, got {names}; name it so")
+            raise ArgumentError("costs", f"have a unit {LLM!r}", names, "name it so")
         return names.index(LLM)
 
     def sample_ms(self, unit: str, lengths: Lengths, tp: int = 1, cp: int = 1) -> Floats:
@@ -145,13 +146,15 @@ class Replica:
 
     def __post_init__(self) -> None:
         if not 0 < self.devices <= 1:
-            raise ValueError(
-                f"devices must be a part of all, > 0 and <= 1, got {self.devices}; leave out pipelines without any"
+            raise ArgumentError(
+                "devices", "be a part of all, > 0 and <= 1", self.devices, "leave out pipelines without any"
             )
         if self.num_microbatches < 1 or not self.speed > 0:
-            raise ValueError(
-                f"num_microbatches must be >= 1 and speed > 0, got {self.num_microbatches} and {self.speed}; "
-                f"leave out pipelines without work"
+            raise ArgumentError(
+                "num_microbatches",
+                "be >= 1 and speed > 0",
+                f"{self.num_microbatches} and {self.speed}",
+                "leave out pipelines without work",
             )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from resilient.errors import ArgumentError
 from resilient.simulation.availability.traces import AvailabilityTrace
 from resilient.simulation.policies.bamboo import Bamboo, redundant_ns
 from resilient.simulation.policies.resilient import RememberedPlans, Resilient
@@ -23,7 +24,25 @@ POLICIES = ("resilient", "bamboo", "varuna", "restart")
 
 
 class DoesNotFit(ValueError):  # noqa: N818
-    """A policy can never train here: the memory is too small, or the nodes too few."""
+    """A policy can never train here: the memory is too small, or the nodes too few.
+
+    Args:
+        reason: What is wrong.
+        about: What it is wrong for, before the reason.
+    """
+
+    def __init__(self, reason: ValueError, about: str = "") -> None:
+        super().__init__(reason, about)
+        self._reason = reason
+        self._about = about
+
+    def told(self, named: Callable[[str], str]) -> str:
+        """Return the message with every argument called what ``named`` calls it."""
+        reason = self._reason
+        return self._about + (reason.told(named) if isinstance(reason, ArgumentError | DoesNotFit) else str(reason))
+
+    def __str__(self) -> str:
+        return self.told(str)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,23 +114,23 @@ class Scenario:
         try:
             return self._make_grids(problem, redundant_ns)
         except DoesNotFit as error:
-            raise DoesNotFit(f"half of the memory is for the next node's layers: {error}") from None
+            raise DoesNotFit(error, "half of the memory is for the next node's layers: ") from None
 
     def _make_grids(self, problem: PlanningProblem, time: TemplateTime) -> Grids:
         try:
             return Grids(templates_for(problem, self.max_nodes), problem.num_microbatches, time)
         except ValueError as error:
-            raise DoesNotFit(str(error)) from None
+            raise DoesNotFit(error) from None
 
     def _resilient(self) -> Resilient:
         try:
             self._planner.first(self.max_nodes)
         except ValueError as error:
-            raise DoesNotFit(str(error)) from None
+            raise DoesNotFit(error) from None
         return Resilient(self._planner, self.costs)
 
     def _restart(self, num_nodes: int) -> Restart:
         try:
             return Restart(self._grids, self.costs, num_nodes)
         except ValueError as error:
-            raise DoesNotFit(str(error)) from None
+            raise DoesNotFit(error) from None

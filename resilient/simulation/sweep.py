@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from resilient.errors import ArgumentError
 from resilient.simulation.availability.traces import AvailabilityTrace
 from resilient.simulation.replay.outcome import ReplayOutcome
 from resilient.simulation.scenario import DoesNotFit, Scenario
@@ -41,8 +42,11 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
         knob, _, numbers = text.partition("=")
         values = tuple(number.strip() for number in numbers.split(","))
         if knob not in KNOBS or knob in sweeps or not all(value.isdecimal() for value in values):
-            raise ValueError(
-                f'--sweep must look like "nodes=16,24,32", each of {" and ".join(KNOBS)} at most once, got {text!r}'
+            raise ArgumentError(
+                "sweep",
+                'look like "nodes=16,24,32"',
+                repr(text),
+                f"give each of {' and '.join(KNOBS)} at most once",
             )
         sweeps[knob] = tuple(dict.fromkeys(map(int, values)))
     return sweeps
@@ -53,7 +57,7 @@ def run_sweep(
     trace: Callable[[int | None], AvailabilityTrace],
     scenario: Callable[[int | None, int], Scenario],
     policies: Sequence[str],
-    reason: Callable[[Exception], str] = str,
+    named: Callable[[str], str] = str,
 ) -> Iterator[SweepRow]:
     """Yield a row for every combination of the knobs' values and every policy.
 
@@ -62,7 +66,7 @@ def run_sweep(
         trace: The trace for a number of nodes, or with its own where none is given.
         scenario: The scenario for a number of survivable failures, or the job's own, and the most nodes of the trace.
         policies: Names of policies.
-        reason: Says why a policy can never train.
+        named: Says what arguments are called in the reasons why a policy can never train.
     """
     for values in itertools.product(*sweeps.values()):
         knobs = dict(zip(sweeps, values, strict=True))
@@ -72,7 +76,7 @@ def run_sweep(
                 job = scenario(knobs.get("max-failures"), replayed.max_nodes)
                 yield SweepRow(values=knobs, policy=policy, outcome=job.run(replayed, policy))
             except DoesNotFit as error:
-                yield SweepRow(values=knobs, policy=policy, outcome=None, reason=reason(error))
+                yield SweepRow(values=knobs, policy=policy, outcome=None, reason=error.told(named))
 
 
 def best(rows: Sequence[SweepRow], key: Callable[[ReplayOutcome], float | None], *, least: bool) -> int | None:

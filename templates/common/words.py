@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import TypeVar
 
+from resilient.errors import ArgumentError, literal
+
 _T = TypeVar("_T")
 
 
@@ -13,19 +15,19 @@ def look_up(what: str, name: str, known: Mapping[str, _T]) -> _T:
     """Return ``known[name]``.
 
     Args:
-        what: What the names are of, for the message (``model``).
+        what: What the names are of, for the message: an argument (``model``), or in words.
         name: The name that was given.
         known: What there is, in the order to list it.
 
     Raises:
-        ValueError: There is no such name; the message lists those there are, and the closest where one is close.
+        ArgumentError: There is no such name; the message lists those there are, and the closest where one is close.
     """
     if name in known:
         return known[name]
     typed = name.lower()
     close = [each for each in known if typed and each.startswith(typed)] or get_close_matches(typed, known, n=1)
     fix = f"did you mean {' or '.join(map(repr, close))}?" if close else "choose one of these"
-    raise ValueError(f"{what} must be one of {', '.join(known)}, got {name!r}; {fix}")
+    raise ArgumentError(what, literal(f"be one of {', '.join(known)}"), repr(name), literal(fix))
 
 
 def counted(number: int, noun: str) -> str:

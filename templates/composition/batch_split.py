@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.template import PipelineTemplate
@@ -44,9 +45,11 @@ def slowed_line(template: PipelineTemplate, node_factors: Sequence[float]) -> Li
         ValueError: Not one factor per node.
     """
     if len(node_factors) != template.num_nodes:
-        raise ValueError(
-            f"node_factors must be one for each of the template's {template.num_nodes} nodes, got {len(node_factors)}; "
-            f"give 1.0 for nodes as fast as profiled"
+        raise ArgumentError(
+            "node_factors",
+            f"be one for each of the template's {template.num_nodes} nodes",
+            len(node_factors),
+            "give 1.0 for nodes as fast as profiled",
         )
     times = [math.fsum(stage.stage_ms for stage in row) * node_factors[row[0].node_index] for row in template.rows]
     slowest = max(times)
@@ -77,9 +80,11 @@ def split_microbatches(pipelines: Sequence[Lines], num_microbatches: int) -> tup
         ValueError: There are no pipelines, or more pipelines than microbatches.
     """
     if not pipelines or num_microbatches < len(pipelines):
-        raise ValueError(
-            f"num_microbatches must be at least the number of pipelines, one or more, got {num_microbatches} for "
-            f"{len(pipelines)}; raise the global batch, lower the microbatch, or make fewer pipelines"
+        raise ArgumentError(
+            "num_microbatches",
+            "be at least the number of pipelines, one or more",
+            f"{num_microbatches} for {len(pipelines)}",
+            "raise the global batch, lower the microbatch, or make fewer pipelines",
         )
     # Pipelines with the same lines get through the same number, so only one of them is looked at.
     kinds = {id(of): of for of in pipelines}
@@ -133,13 +138,16 @@ def check_batch(global_batch: int, microbatch: int, num_pipelines: int) -> None:
         ValueError: It cannot; the message recommends the nearest global batches that can.
     """
     if microbatch < 1:
-        raise ValueError(f"microbatch must be >= 1, got {microbatch}; give the samples of one microbatch")
+        raise ArgumentError("microbatch", "be >= 1", microbatch, "give the samples of one microbatch")
     if global_batch % microbatch == 0 and global_batch >= num_pipelines * microbatch:
         return
     smallest = num_pipelines * microbatch
     below = global_batch // microbatch * microbatch
     nearest = sorted({max(smallest, below), max(smallest, below + microbatch)})
-    raise ValueError(
-        f"global_batch must be a multiple of microbatch {microbatch}, at least {smallest} (one microbatch for each of "
-        f"{num_pipelines} pipelines), got {global_batch}; use {' or '.join(map(str, nearest))}"
+    raise ArgumentError(
+        "global_batch",
+        f"be a multiple of microbatch {microbatch}, at least {smallest} (one microbatch for each of "
+        f"{num_pipelines} pipelines)",
+        global_batch,
+        f"use {' or '.join(map(str, nearest))}",
     )

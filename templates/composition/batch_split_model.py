@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from resilient.errors import ArgumentError
 from resilient.templates.composition.batch_split import Lines, capacities, finish_ns, line_table
 
 
@@ -46,16 +47,18 @@ def split_with_constraints(
         ValueError: There is no such split; the message names the nearest numbers of microbatches that have one.
     """
     if not pipelines:
-        raise ValueError("pipelines must be one or more, got none; give the lines of each")
+        raise ArgumentError("pipelines", "be one or more", "none", "give the lines of each")
     for name, values in (
         ("min_microbatches", min_microbatches),
         ("max_microbatches", max_microbatches),
         ("multiple_of", multiple_of),
     ):
         if values is not None and (len(values) != len(pipelines) or min(values) < 1):
-            raise ValueError(
-                f"{name} must be a number >= 1 for each of {len(pipelines)} pipelines, got {list(values)}; give 1, or "
-                f"num_microbatches as a maximum, where there is no constraint"
+            raise ArgumentError(
+                name,
+                f"be a number >= 1 for each of {len(pipelines)} pipelines",
+                list(values),
+                "give 1, or num_microbatches as a maximum, where there is no constraint",
             )
     least = list(min_microbatches or [1] * len(pipelines))
     model = _Model(least, max_microbatches, multiple_of, constrain)
@@ -63,10 +66,12 @@ def split_with_constraints(
     if below != num_microbatches:
         nearest = [total for total in (below, model.nearest_total(num_microbatches, above=True)) if total is not None]
         most = "any number" if max_microbatches is None else sum(max_microbatches)
-        raise ValueError(
-            f"num_microbatches must be a sum that the constraints of {len(pipelines)} pipelines allow (minima and "
-            f"maxima: {sum(least)} to {most}), got {num_microbatches}; "
-            + (f"use {' or '.join(map(str, nearest))}" if nearest else "no sum is allowed: take constraints back")
+        raise ArgumentError(
+            "num_microbatches",
+            f"be a sum that the constraints of {len(pipelines)} pipelines allow (minima and maxima: {sum(least)} to "
+            f"{most})",
+            num_microbatches,
+            f"use {' or '.join(map(str, nearest))}" if nearest else "no sum is allowed: take constraints back",
         )
     return model.best_split(pipelines, num_microbatches)
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.templates.common.compiled import compiled
 from resilient.templates.composition.batch_split import LineTable, capacities, finish_ns, line_table, lines
 from resilient.templates.template import TemplateSet
@@ -43,9 +44,11 @@ def compose(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_p
     """
     smallest, largest = templates.sizes[0], templates.sizes[-1]
     if min(num_microbatches, num_nodes // smallest) < max(min_pipelines, -(-num_nodes // largest)):
-        raise ValueError(
-            f"num_nodes must be a sum of {min_pipelines} to {num_microbatches} template sizes from {smallest} to "
-            f"{largest}, got {num_nodes}; leave nodes out or plan templates for more nodes"
+        raise ArgumentError(
+            "num_nodes",
+            f"be a sum of {min_pipelines} to {num_microbatches} template sizes from {smallest} to {largest}",
+            num_nodes,
+            "leave nodes out or plan templates for more nodes",
         )
     knapsack = _Knapsack(templates, num_nodes, num_microbatches, min_pipelines)
     tau = knapsack.least_tau(0, knapsack.is_enough)

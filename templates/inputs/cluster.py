@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from resilient.errors import ArgumentError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -19,9 +21,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if self.latency_ms < 0:
-            raise ValueError(f"latency_ms must be >= 0, got {self.latency_ms}; 0 means none")
+            raise ArgumentError("latency_ms", "be >= 0", self.latency_ms, "0 means none")
         if self.bytes_per_s is not None and not self.bytes_per_s > 0:
-            raise ValueError(f"bytes_per_s must be > 0, got {self.bytes_per_s}; None means unlimited")
+            raise ArgumentError("bytes_per_s", "be > 0", self.bytes_per_s, "None means unlimited")
 
     def transfer_ms(self, num_bytes: float) -> float:
         """Return the time of one message."""
@@ -46,6 +48,6 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.devices_per_node < 1:
-            raise ValueError(f"devices_per_node must be >= 1, got {self.devices_per_node}; give each node a worker")
+            raise ArgumentError("devices_per_node", "be >= 1", self.devices_per_node, "give each node a worker")
         if self.memory_bytes is not None and self.memory_bytes < 1:
-            raise ValueError(f"memory_bytes must be >= 1, got {self.memory_bytes}; None means no limit")
+            raise ArgumentError("memory_bytes", "be >= 1", self.memory_bytes, "None means no limit")

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
+from resilient.errors import ArgumentError
 from resilient.templates.common.words import look_up
 from resilient.templates.inputs.devices import DEVICES, Device
 from resilient.templates.inputs.known_models import MODELS, KnownModel
@@ -109,7 +110,7 @@ def freeze(profile: ModelProfile, units: Collection[str]) -> ModelProfile:
         by_unit.setdefault(unit, []).append(layer.name)
     names = {name for unit in units for name in look_up("frozen", unit, by_unit)}
     if len(names) == len(profile.layers):
-        raise ValueError(f"frozen must leave a unit to train, got {', '.join(units)}; leave one out")
+        raise ArgumentError("frozen", "leave a unit to train", ", ".join(units), "leave one out")
     return profile.frozen(names)
 
 

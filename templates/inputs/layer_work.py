@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from resilient.errors import ArgumentError
 from resilient.templates.common.words import look_up
 from resilient.templates.inputs.known_models import MODELS, Blocks, KnownModel
 
@@ -102,13 +103,15 @@ def layer_works(model: str, microbatch: int, seq_len: int) -> Iterator[LayerWork
 
 def _check(known: KnownModel, model: str, microbatch: int, seq_len: int) -> None:
     if microbatch < 1:
-        raise ValueError(f"microbatch must be >= 1, got {microbatch}; {known.microbatch} is usual for {model}")
+        raise ArgumentError("microbatch", "be >= 1", microbatch, f"{known.microbatch} is usual for {model}")
     shortest = 1 if known.vision is None else known.vision.patches // known.vision.patches_per_token + 1
     if not shortest <= seq_len <= known.positions:
         pictures = "" if known.vision is None else f" ({shortest - 1} of a sample's tokens are its picture's)"
-        raise ValueError(
-            f"seq_len of {model} must be {shortest} to {known.positions}{pictures}, got {seq_len}; "
-            f"{known.seq_len} is usual"
+        raise ArgumentError(
+            "seq_len",
+            f"be {shortest} to {known.positions} for {model}{pictures}",
+            seq_len,
+            f"{known.seq_len} is usual",
         )
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from resilient.errors import ArgumentError
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
@@ -97,12 +99,12 @@ class ModelProfile:
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]
         if not names:
-            raise ValueError("layers must hold at least one layer, got none; describe the model's layers")
+            raise ArgumentError("layers", "hold at least one layer", "none", "describe the model's layers")
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ValueError(f"layer names must be unique, got {twice} more than once; rename them")
         if not self.tp_degrees or list(self.tp_degrees) != sorted({*self.tp_degrees} - {0}) or self.tp_degrees[0] < 1:
-            raise ValueError(f"tp_degrees must be positive and ascending, got {self.tp_degrees}; (1,) means none")
+            raise ArgumentError("tp_degrees", "be positive and ascending", self.tp_degrees, "(1,) means none")
         for layer in self.layers:
             if len(layer.costs) != len(self.tp_degrees):
                 raise ValueError(
@@ -138,7 +140,7 @@ class ModelProfile:
         """
         unknown = sorted(set(names) - {layer.name for layer in self.layers})
         if unknown:
-            raise ValueError(f"names must be layers of the model, got {unknown}; see ModelProfile.layers")
+            raise ArgumentError("names", "be layers of the model", unknown, "see ModelProfile.layers")
         layers: list[LayerProfile] = []
         trained_before = False
         for layer in self.layers:

@@ -19,6 +19,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.compose import compose
 from resilient.templates.plan import Plan, PlanningProblem
@@ -166,7 +167,7 @@ def _best_first(ways: Iterable[Way], interval_ns: int) -> Iterator[ReplanCandida
 def _distinct(nodes: Sequence[int]) -> list[int]:
     live = sorted(set(nodes))
     if len(live) != len(nodes):
-        raise ValueError(f"nodes must be distinct, got {list(nodes)}; name each live node once")
+        raise ArgumentError("nodes", "be distinct", list(nodes), "name each live node once")
     return live
 
 

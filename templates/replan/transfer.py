@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from resilient.errors import ArgumentError
 from resilient.templates.plan import Plan, PlanningProblem
 
 # Up to this many bytes a state comes from one holder; larger ones are split over several, at page boundaries.
@@ -124,7 +125,7 @@ def _check_held(problem: PlanningProblem, num_ranks: int, held: Mapping[str, Seq
     names = {layer.name for layer in problem.profile.layers}
     for state, ranks in held.items():
         if state not in names:
-            raise ValueError(f"held must name layers of the profile, got {state!r}; use the same profile everywhere")
+            raise ArgumentError("held", "name layers of the profile", repr(state), "use the same profile everywhere")
         if not all(0 <= rank < num_ranks for rank in ranks):
             raise ValueError(
                 f"holders of {state!r} must be ranks 0 to {num_ranks - 1} (the new plan's, then sources), "

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Op, Schedule
@@ -64,7 +65,7 @@ def generate(
     if states is None:
         states = [()] * num_stages
     if len(states) != num_stages:
-        raise ValueError(f"states must list each of the {num_stages} stages, got {len(states)}; list one per stage")
+        raise ArgumentError("states", f"list each of the {num_stages} stages", len(states), "list one per stage")
     rounds = max(1, num_microbatches // num_rows)
     groups = np.array_split(np.arange(num_microbatches), rounds)
     chunk_order = np.concatenate([np.repeat(np.arange(num_chunks), len(group)) for group in groups])
@@ -106,19 +107,25 @@ def _check(
             f"give every pipeline a stage and a microbatch"
         )
     if num_chunks < 1 or (num_chunks == 1) == (kind is ScheduleKind.INTERLEAVED):
-        raise ValueError(
-            f"num_chunks must be >= 2 for {ScheduleKind.INTERLEAVED.value} and 1 for all others, got {num_chunks} for "
-            f"{kind.value}; {ScheduleKind.ONE_F_ONE_B.value} is the schedule with one stage per row"
+        raise ArgumentError(
+            "num_chunks",
+            f"be >= 2 for {ScheduleKind.INTERLEAVED.value} and 1 for all others",
+            f"{num_chunks} for {kind.value}",
+            f"{ScheduleKind.ONE_F_ONE_B.value} is the schedule with one stage per row",
         )
     if max_in_flight is not None and kind is not ScheduleKind.EAGER:
-        raise ValueError(
-            f"max_in_flight must be None for all but {ScheduleKind.EAGER.value}, got {list(max_in_flight)} "
-            f"for {kind.value}; the others keep as many microbatches in flight as their order needs"
+        raise ArgumentError(
+            "max_in_flight",
+            f"be None for all but {ScheduleKind.EAGER.value}",
+            f"{list(max_in_flight)} for {kind.value}",
+            "the others keep as many microbatches in flight as their order needs",
         )
     if max_in_flight is not None and (len(max_in_flight) != num_rows or min(max_in_flight) < 1):
-        raise ValueError(
-            f"max_in_flight must be >= 1 for each of the {num_rows} rows, got {list(max_in_flight)}; "
-            f"a row whose memory holds no microbatch cannot run"
+        raise ArgumentError(
+            "max_in_flight",
+            f"be >= 1 for each of the {num_rows} rows",
+            list(max_in_flight),
+            "a row whose memory holds no microbatch cannot run",
         )
 
 

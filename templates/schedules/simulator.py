@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.compiled import compiled
 from resilient.templates.common.durations import nanoseconds
@@ -156,14 +157,16 @@ def _table(name: str, values: Values, shape: tuple[int, int], unit: float) -> In
     """Return a cost as whole units for each stage (border) and microbatch."""
     array = np.asarray(values)
     if array.shape not in ((), shape[:1], shape):
-        raise ValueError(
-            f"{name} must be one number, {shape[0]} or {shape[0]} x {shape[1]} numbers, got {array.shape}; "
-            f"give one for all, one for each stage (border), or one for each of its microbatches"
+        raise ArgumentError(
+            name,
+            f"be one number, {shape[0]} or {shape[0]} x {shape[1]} numbers",
+            array.shape,
+            "give one for all, one for each stage (border), or one for each of its microbatches",
         )
     if array.size and not array.min() >= 0:
-        raise ValueError(f"{name} must be >= 0, got {array.min()}; give times and sizes")
+        raise ArgumentError(name, "be >= 0", array.min(), "give times and sizes")
     if array.size and array.max() * unit > _MOST:
-        raise ValueError(f"{name} must be at most {_MOST / unit:.4g}, got {array.max()}; give times and sizes")
+        raise ArgumentError(name, f"be at most {_MOST / unit:.4g}", array.max(), "give times and sizes")
     whole = np.rint(array * unit).astype(np.int64)
     return np.ascontiguousarray(np.broadcast_to(whole[:, None] if array.ndim == 1 else whole, shape))
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.kind import chunks_in_flight
@@ -87,19 +88,23 @@ class ChunkSearch:
         sync_ms = self.costs.sync_ms(stages[0].end_layer, 0) if with_sync else 0.0
         return (PipelineTemplate(num_nodes=size, stages=tuple(stages), sync_ms=sync_ms),)
 
-    def misfit(self) -> str:
+    def misfit(self) -> ArgumentError:
         """Return why no number of nodes has a template."""
         problem, sizes = self.problem, self.sizes
         if not sizes:
-            return (
-                f"layers must suffice for num_chunks = {problem.num_chunks} stages on each of the "
-                f"{problem.cluster.devices_per_node} devices of min_pipeline_nodes = {problem.min_pipeline_nodes} "
-                f"nodes, got {self.costs.num_layers}; lower num_chunks or min_pipeline_nodes, or use schedule 1f1b"
+            return ArgumentError(
+                "layers",
+                f"suffice for {{num_chunks}} = {problem.num_chunks} stages on each of the "
+                f"{problem.cluster.devices_per_node} devices of {{min_pipeline_nodes}} = {problem.min_pipeline_nodes} "
+                f"nodes",
+                self.costs.num_layers,
+                "lower {num_chunks} or {min_pipeline_nodes}, or use schedule 1f1b",
             )
-        return (
-            f"memory_bytes must hold the stages of a pipeline of {sizes.start} to {sizes.stop - 1} nodes with what "
-            f"they have in flight, got {problem.cluster.memory_bytes}; use smaller microbatches, schedule 1f1b or "
-            f"devices with more memory"
+        return ArgumentError(
+            "memory_bytes",
+            f"hold the stages of a pipeline of {sizes.start} to {sizes.stop - 1} nodes with what they have in flight",
+            problem.cluster.memory_bytes,
+            "use smaller microbatches, schedule 1f1b or devices with more memory",
         )
 
     def _num_rows(self, size: int) -> int:

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from resilient.errors import ArgumentError, literal
 from resilient.templates.common.words import counted
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.kind import ScheduleKind, most_in_flight
@@ -60,7 +61,7 @@ def plan_templates(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
     search = ChunkSearch(problem) if problem.schedule is ScheduleKind.INTERLEAVED else _Search(problem)
     smallest = next((size for size in search.sizes if search.fits(size)), None)
     if smallest is None:
-        raise ValueError(search.misfit())
+        raise search.misfit()
     layouts: list[tuple[PipelineTemplate, ...]] = []
     for size in node_counts(num_nodes, problem.max_failures, smallest):
         share = problem.num_microbatches * size // (2 * num_nodes)
@@ -126,20 +127,24 @@ class _Search:
                 ranges.append((first, bisect_left(self._times, found.slowest), found.total))
         return tuple(self._template(size, corner.slowest, with_sync=with_sync) for corner in corners)
 
-    def misfit(self) -> str:
+    def misfit(self) -> ArgumentError:
         """Return why no number of nodes has a template."""
         problem, costs = self.problem, self.costs
         devices, degrees = problem.cluster.devices_per_node, problem.profile.tp_degrees
         if costs.fewest_per_node > costs.num_layers:
-            return (
-                f"layers and tp_degrees must suffice for stages on all devices_per_node = {devices} devices of a node, "
-                f"got {costs.num_layers} layers and {degrees}; profile other degrees, or use fewer devices"
+            return ArgumentError(
+                "layers and tp_degrees",
+                f"suffice for stages on all {{devices_per_node}} = {devices} devices of a node",
+                f"{costs.num_layers} layers and {degrees}",
+                "profile other degrees, or use fewer devices",
             )
         if not self.sizes:
-            return (
-                f"min_pipeline_nodes must be at most {self.sizes.stop - 1} ({counted(costs.num_layers, 'layer')}, "
-                f"at least {counted(costs.fewest_per_node, 'stage')} in a node), got {problem.min_pipeline_nodes}; "
-                f"lower it"
+            return ArgumentError(
+                "min_pipeline_nodes",
+                f"be at most {self.sizes.stop - 1} ({counted(costs.num_layers, 'layer')}, at least "
+                f"{counted(costs.fewest_per_node, 'stage')} in a node)",
+                problem.min_pipeline_nodes,
+                "lower it",
             )
         memory = problem.cluster.memory_bytes
         assert memory is not None
@@ -150,14 +155,20 @@ class _Search:
         in_flight = costs.in_flight(self.sizes.start * costs.fewest_per_node) or 1
         needed, layer = max((costs.least_memory_bytes(i, in_flight), -i) for i in range(costs.num_layers))
         if needed > memory:
-            return (
-                f"memory_bytes must hold layer {problem.profile.layers[-layer].name!r} alone in a stage, {needed} "
-                f"bytes on each device, got {memory}; {fixes}"
+            return ArgumentError(
+                "memory_bytes",
+                literal(f"hold layer {problem.profile.layers[-layer].name!r} alone in a stage, ")
+                + f"{needed} bytes on each device",
+                memory,
+                fixes,
             )
         enough, size = _enough_memory(problem, memory)
-        return (
-            f"memory_bytes must hold the stages of a pipeline of {self.sizes.start} to {self.sizes.stop - 1} nodes "
-            f"with what they have in flight, got {memory}; {fixes}: {enough} bytes would do for {counted(size, 'node')}"
+        return ArgumentError(
+            "memory_bytes",
+            f"hold the stages of a pipeline of {self.sizes.start} to {self.sizes.stop - 1} nodes with what they have "
+            f"in flight",
+            memory,
+            f"{fixes}: {enough} bytes would do for {counted(size, 'node')}",
         )
 
     def _least_sum(self, size: int, bound: int, *, with_sync: bool, most_total: int = _UNLIMITED) -> Found | None:

@@ -6,12 +6,13 @@ Source: Oobleck (SOSP'23), section 4.1: with templates for consecutive sizes fro
 
 from __future__ import annotations
 
+from resilient.errors import ArgumentError
 from resilient.templates.common.words import counted
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.template import TemplateSet
 
 
-class TooFewNodes(ValueError):  # noqa: N818
+class TooFewNodes(ArgumentError):  # noqa: N818
     """Fewer nodes are live than f + 1 pipelines of n0 nodes take; wait for ``needed - live`` nodes, or stop.
 
     Args:
@@ -25,9 +26,11 @@ class TooFewNodes(ValueError):  # noqa: N818
         self.needed = (max_failures + 1) * min_pipeline_nodes
         missing = self.needed - live
         super().__init__(
-            f"the number of nodes must be at least {self.needed} (max_failures + 1 = "
-            f"{counted(max_failures + 1, 'pipeline')} of {counted(min_pipeline_nodes, 'node')}, the "
-            f"fewest that hold the model), got {live}; add {counted(missing, 'node')}"
+            "the number of nodes",
+            f"be at least {self.needed} ({{max_failures}} + 1 = {counted(max_failures + 1, 'pipeline')} of "
+            f"{counted(min_pipeline_nodes, 'node')}, the fewest that hold the model)",
+            live,
+            f"add {counted(missing, 'node')}",
         )
 
 

@@ -27,6 +27,7 @@ from resilient.cli.shared.job_options import (
     table_console,
 )
 from resilient.cli.shared.output_files import check_outputs
+from resilient.errors import ArgumentError
 from resilient.templates.common.words import counted
 
 if TYPE_CHECKING:
@@ -92,9 +93,9 @@ def compare_command(
     with refusals(ctx):
         setting = _setting(model, device, nodes, gpus_per_node, network_gbit_s, global_batch, microbatch, frozen)
         if lost_nodes >= nodes:
-            raise ValueError(f"lost_nodes must be 0 to {nodes - 1}, got {lost_nodes}; leave a node")
+            raise ArgumentError("lost_nodes", f"be 0 to {nodes - 1}", lost_nodes, "leave a node")
         if microbatch > global_batch:
-            raise ValueError(f"microbatch must be at most global_batch {global_batch}, got {microbatch}; lower it")
+            raise ArgumentError("microbatch", f"be at most {{global_batch}} {global_batch}", microbatch, "lower it")
         if global_batch * batches > _MOST_SAMPLES:
             raise ValueError(
                 f"--global-batch times --batches must be at most {_MOST_SAMPLES}, got {global_batch * batches}; use "
@@ -149,7 +150,7 @@ def _setting(
     units = tuple(unit.strip() for unit in frozen.split(",") if unit.strip()) if frozen else ()
     costs = derive_costs(model, device, frozen=units)
     if not any(layer.trainable for unit in costs.units for layer in unit.layers):
-        raise ValueError(f"frozen must leave a unit to train, got {frozen}; leave one out")
+        raise ArgumentError("frozen", "leave a unit to train", frozen, "leave one out")
     return Setting(
         costs=costs,
         cluster=described_cluster(device, gpus_per_node, network_gbit_s),
@@ -204,8 +205,8 @@ def _counter(path: Path | None) -> Callable[[str], Sequence[int]] | None:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # of no narrower type
-        raise ValueError(
-            f"--tokenizer must be a tokenizer.json or its folder, got {path} ({error}); save it there"
+        raise ArgumentError(
+            "tokenizer", "be a tokenizer.json or its folder", f"{path} ({error})", "save it there"
         ) from None
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 

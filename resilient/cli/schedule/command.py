@@ -22,6 +22,7 @@ from resilient.cli.shared.job_options import (
     refusals,
 )
 from resilient.cli.shared.output_files import check_outputs
+from resilient.errors import ArgumentError
 
 if TYPE_CHECKING:
     from resilient.cli.schedule.report import PipelineWork, ScheduleReport
@@ -76,8 +77,8 @@ def schedule_command(
     console = Console(highlight=False)
     with refusals(ctx):
         kinds = _kinds(kind or ["1f1b"])
-        _check_belongs("--chunks", chunks, "interleaved-1f1b", kinds)
-        _check_belongs("--max-in-flight", max_in_flight, "eager-1f1b", kinds)
+        _check_belongs("chunks", chunks, "interleaved-1f1b", kinds)
+        _check_belongs("max_in_flight", max_in_flight, "eager-1f1b", kinds)
         several = _DEFAULT_CHUNKS if chunks is None else chunks
         num_chunks = {each: several if each.value == "interleaved-1f1b" else 1 for each in kinds}
         passes = stages * microbatches * sum(num_chunks.values())
@@ -119,10 +120,10 @@ def _kinds(names: Sequence[str]) -> list[ScheduleKind]:
     return list(dict.fromkeys(kind for name in names for kind in look_up("kind", name, known)))
 
 
-def _check_belongs(option: str, value: int | None, owner: str, kinds: Sequence[ScheduleKind]) -> None:
+def _check_belongs(name: str, value: int | None, owner: str, kinds: Sequence[ScheduleKind]) -> None:
     if value is not None and owner not in kinds:
         given = ", ".join(kind.value for kind in kinds)
-        raise ValueError(f"{option} must come with --kind {owner}, got {value} for {given}; leave it out")
+        raise ArgumentError(name, f"come with {{kind}} {owner}", f"{value} for {given}", "leave it out")
 
 
 def _work(
@@ -141,7 +142,7 @@ def _work(
         raise ValueError(f"--forward-ms and the like must be at most {_MOST_MS:g}, got {most_ms:g}; give milliseconds")
     if model is None and profile is None:
         if device is not None:
-            raise ValueError(f"--device must come with --model or --profile, got {device} alone; leave it out")
+            raise ArgumentError("device", "come with {model} or {profile}", f"{device} alone", "leave it out")
         defaults = (1.0, 1.0, 1.0, 0.0)
         forward_ms, inputs_ms, weights_ms, send_ms = (
             default if given is None else given for given, default in zip(times_ms, defaults, strict=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from resilient.errors import ArgumentError
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.inputs.profile import LayerProfile, ModelProfile
 from resilient.templates.plan import PlanningProblem
@@ -100,8 +101,8 @@ def profiled_work(profile: ModelProfile, cluster: Cluster, num_stages: int, num_
         ValueError: The model cannot be cut into so many stages.
     """
     if num_stages > len(profile.layers):
-        raise ValueError(
-            f"stages must be <= {len(profile.layers)}, one for each layer of the model, got {num_stages}; use fewer"
+        raise ArgumentError(
+            "stages", f"be <= {len(profile.layers)}, one for each layer of the model", num_stages, "use fewer"
         )
     problem = PlanningProblem(
         profile=profile,

@@ -5,9 +5,8 @@ What is slow to import is imported when it is used. Must not import torch.
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +15,7 @@ import typer
 from rich.console import Console
 
 from resilient.cli.shared.standard_output import is_of_output
+from resilient.errors import ArgumentError
 from resilient.extras import MissingPackageError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ _MOST_MICROBATCHES = 1_000_000
 _COLUMNS = 80
 """That tables need."""
 
-_SAID_OTHERWISE = {
+_OPTIONS = {
     "memory_bytes": "the memory of --device",
     "devices_per_node": "--gpus-per-node",
     "num_nodes": "--nodes",
@@ -90,7 +90,7 @@ _SAID_OTHERWISE = {
     "bad=drop": "--bad drop",
     "bad=resize": "--bad resize",
 }
-"""Names in messages that are called something else on the command line."""
+"""Arguments that are called something else on the command line."""
 
 
 @contextmanager
@@ -110,7 +110,8 @@ def refusals(ctx: typer.Context) -> Iterator[None]:
     except (ValueError, OSError, MissingPackageError) as error:
         if is_of_output(error):
             raise
-        _to_stderr(f"error: {in_options(error, ctx)}", "red")
+        message = error.told(option_names(ctx)) if isinstance(error, ArgumentError) else str(error)
+        _to_stderr(f"error: {message}", "red")
         raise typer.Exit(2) from None
 
 
@@ -125,18 +126,15 @@ def _to_stderr(text: str, style: str) -> None:
     Console(stderr=True, highlight=False).print(text, markup=False, style=style, soft_wrap=True)
 
 
-def in_options(error: Exception, ctx: typer.Context) -> str:
-    """Return an error's message with a command's options in place of the arguments that have their values.
+def option_names(ctx: typer.Context) -> Callable[[str], str]:
+    """Return what tells a command's option from the name of the argument that has its value.
 
     Args:
-        error: Its message names arguments as ``global_batch``, first of all the one that is wrong.
         ctx: Of the command.
     """
-    names = {each.name: each.opts[0] for each in ctx.command.params if each.name and each.opts[0].startswith("--")}
-    names |= _SAID_OTHERWISE
-    # A name of one word can also be just a word, but not where a message or a part of it begins with it.
-    named = "|".join(name if re.search(r"[_ =]", name) else rf"(?<=: ){name}(?= must)|^{name}" for name in names)
-    return re.sub(rf"(?<![\w/.-])(?:{named})\b", lambda found: names[found[0]], str(error))
+    own = {each.name: each.opts[0] for each in ctx.command.params if each.name and each.opts[0].startswith("--")}
+    options = own | _OPTIONS
+    return lambda name: options.get(name, name)
 
 
 def described_cluster(device: str | None, gpus_per_node: int = 1, network_gbit_s: float | None = None) -> Cluster:
@@ -149,8 +147,8 @@ def described_cluster(device: str | None, gpus_per_node: int = 1, network_gbit_s
     from resilient.templates.inputs.devices import cluster_of, network
 
     if network_gbit_s is not None and not network_gbit_s >= _LEAST_GBIT_S:
-        raise ValueError(
-            f"network_gbit_s must be at least {_LEAST_GBIT_S}, got {network_gbit_s}; leave it out for the usual network"
+        raise ArgumentError(
+            "network_gbit_s", f"be at least {_LEAST_GBIT_S}", network_gbit_s, "leave it out for the usual network"
         )
     inter_node = None if network_gbit_s is None else network(network_gbit_s)
     if device is None:
@@ -193,7 +191,7 @@ def described_layers(
     if model is None:
         raise ValueError(f"--model or --profile must be given, got neither; --model can be {', '.join(MODELS)}")
     if device is None:
-        raise ValueError(f"--device must be given with --model, got none; it can be {', '.join(DEVICES)}")
+        raise ArgumentError("device", "be given with {model}", "none", f"it can be {', '.join(DEVICES)}")
     return derive_profile(model, device, microbatch=microbatch, seq_len=seq_len, frozen=units)
 
 
@@ -230,7 +228,7 @@ def described_job(
     check_batch(global_batch, microbatch, max_failures + 1)
     if global_batch // microbatch > _MOST_MICROBATCHES:
         most = _MOST_MICROBATCHES * microbatch
-        raise ValueError(f"global_batch must be at most {most}, got {global_batch}; lower it, or raise the microbatch")
+        raise ArgumentError("global_batch", f"be at most {most}", global_batch, "lower it, or raise the microbatch")
     problem = PlanningProblem(
         profile=costs,
         num_microbatches=global_batch // microbatch,
@@ -248,8 +246,8 @@ def _read_profile(path: Path, frozen: Sequence[str]) -> ModelProfile:
     try:
         measured = ModelProfile.from_json(path.read_bytes())
     except ValueError as error:
-        raise ValueError(
-            f"--profile must be a file that `resilient profile` wrote, got {path} ({error}); write it again"
+        raise ArgumentError(
+            "profile", "be a file that `resilient profile` wrote", f"{path} ({error})", "write it again"
         ) from None
     return freeze(measured, frozen) if frozen else measured
 
@@ -258,9 +256,11 @@ def _measured_batch(costs: ModelProfile, global_batch: int | None, microbatch: i
     measured = costs.microbatch
     microbatch = measured if microbatch is None else microbatch
     if measured is not None and microbatch != measured:
-        raise ValueError(
-            f"--microbatch must be {measured}, the one that --profile is of, got {microbatch}; leave it out, or "
-            f"profile with another"
+        raise ArgumentError(
+            "microbatch",
+            f"be {measured}, the one that {{profile}} is of",
+            microbatch,
+            "leave it out, or profile with another",
         )
     if global_batch is None or microbatch is None:
         raise ValueError(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from resilient.cli.shared.errors import console
+from resilient.errors import ArgumentError
 from resilient.extras import MissingPackageError, require
 
 
@@ -21,7 +22,7 @@ def check_outputs(outputs: Iterable[tuple[str, Path | None]], inputs: Iterable[P
         inputs: Files that the command reads; none of them may be written over.
 
     Raises:
-        ValueError: A file cannot be written, or is another of them; the message names the option and the path.
+        ArgumentError: A file cannot be written, or is another of them; the message names the option and the path.
         MissingPackageError: ``--png`` is given, and nothing can draw.
     """
     owners = {os.path.realpath(path): "what is read" for path in inputs if path is not None}
@@ -29,7 +30,7 @@ def check_outputs(outputs: Iterable[tuple[str, Path | None]], inputs: Iterable[P
         if path is None:
             continue
         if option == "--png" and path.suffix.lower() != ".png":
-            raise ValueError(f"{option} must be a file that ends in .png, got {path}; choose another")
+            raise ArgumentError(option, "be a file that ends in .png", path, "choose another")
         if option == "--png":
             require("matplotlib", option)
         try:
@@ -37,12 +38,14 @@ def check_outputs(outputs: Iterable[tuple[str, Path | None]], inputs: Iterable[P
         except OSError as error:
             no_folder = isinstance(error, (FileExistsError, NotADirectoryError))
             reason = f"{error.filename} is no folder" if no_folder else error.strerror
-            raise ValueError(
-                f"{option} must be a file that can be written, got {path} ({reason}); choose another, or make this one "
-                f"writable"
+            raise ArgumentError(
+                option,
+                "be a file that can be written",
+                f"{path} ({reason})",
+                "choose another, or make this one writable",
             ) from None
         if owner != option:
-            raise ValueError(f"{option} must be another file than {owner}, got {path} for both; choose another")
+            raise ArgumentError(option, f"be another file than {owner}", f"{path} for both", "choose another")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,11 +30,12 @@ from resilient.cli.shared.job_options import (
     ProfileOption,
     SeqLenOption,
     described_job,
-    in_options,
+    option_names,
     refusals,
     table_console,
 )
 from resilient.cli.shared.output_files import check_outputs
+from resilient.errors import ArgumentError
 
 if TYPE_CHECKING:
     from resilient.simulation.availability.traces import AvailabilityTrace
@@ -111,7 +112,7 @@ def simulate_command(
     started = time.monotonic()
     with refusals(ctx):
         if not storage_gb_s >= _LEAST_GB_S:
-            raise ValueError(f"storage_gb_s must be at least {_LEAST_GB_S}, got {storage_gb_s}; give what was measured")
+            raise ArgumentError("storage_gb_s", f"be at least {_LEAST_GB_S}", storage_gb_s, "give what was measured")
         problem, samples = described_job(
             model=model,
             profile=profile,
@@ -139,7 +140,7 @@ def simulate_command(
         dollars = _node_hour_dollars(device, gpus_per_node, price)
         sweeps = parse_sweeps(sweep or ())
         if nodes is not None and "nodes" in sweeps:
-            raise ValueError(f"nodes must come without --sweep nodes, got {nodes}; leave one of them out")
+            raise ArgumentError("nodes", "come without {sweep} nodes", nodes, "leave one of them out")
         policies = tuple(dict.fromkeys(policy or (("resilient",) if sweeps else POLICIES)))
         for name in policies:
             look_up("policy", name, dict.fromkeys(POLICIES))
@@ -194,9 +195,9 @@ def load_trace(text: str, nodes: int | None, hours: float | None, seed: int) -> 
     from resilient.simulation.availability.traces import MOST_HOURS, MOST_TRACED_NODES, periodic_failures, read_trace
 
     if nodes is not None and not 1 <= nodes <= MOST_TRACED_NODES:
-        raise ValueError(f"nodes must be 1 to {MOST_TRACED_NODES}, got {nodes}; leave it out for the trace's own")
+        raise ArgumentError("nodes", f"be 1 to {MOST_TRACED_NODES}", nodes, "leave it out for the trace's own")
     if hours is not None and not 0.001 <= hours <= MOST_HOURS:
-        raise ValueError(f"hours must be 0.001 to {MOST_HOURS}, got {hours}; leave it out for the trace's own")
+        raise ArgumentError("hours", f"be 0.001 to {MOST_HOURS}", hours, "leave it out for the trace's own")
     if text in MARKETS:
         return spot_trace(text, nodes or _DEFAULT_NODES, _DEFAULT_HOURS if hours is None else hours, seed=seed)
     periodic = _PERIODIC.fullmatch(text)
@@ -210,7 +211,7 @@ def load_trace(text: str, nodes: int | None, hours: float | None, seed: int) -> 
         trace = read_trace(Path(text), seed=seed, hours=hours or 0.0)
         trace = trace if nodes is None else trace.scaled(nodes)
     else:
-        raise ValueError(f"--trace must be a file, {', '.join(MARKETS)} or like every-6h, got {text!r}; check the path")
+        raise ArgumentError("trace", f"be a file, {', '.join(MARKETS)} or like every-6h", repr(text), "check the path")
     return trace if hours is None else trace.lasting(hours)
 
 
@@ -220,10 +221,10 @@ def _node_hour_dollars(device: str | None, devices_per_node: int, price: float |
 
     if price is not None:
         if not 0 <= price < math.inf:
-            raise ValueError(f"price must be >= 0, got {price}; 0 leaves dollars out")
+            raise ArgumentError("price", "be >= 0", price, "0 leaves dollars out")
         return price
     if device is None:
-        raise ValueError("--price must be given without --device, got none; 0 leaves dollars out")
+        raise ArgumentError("price", "be given without {device}", "none", "0 leaves dollars out")
     return devices_per_node * look_up("device", device, PRICES)
 
 
@@ -235,7 +236,7 @@ def _with_failures(problem: PlanningProblem, failures: int | None) -> PlanningPr
     try:
         return problem if failures is None else replace(problem, max_failures=failures)
     except ValueError as error:
-        raise DoesNotFit(str(error)) from None
+        raise DoesNotFit(error) from None
 
 
 def _compare(
@@ -256,7 +257,7 @@ def _compare(
             with console.status(f"replaying {trace.name}: {policy}"):
                 outcomes.append(scenario(None, trace.max_nodes).run(trace, policy))
         except DoesNotFit as error:
-            missing.append((policy, in_options(error, ctx)))
+            missing.append((policy, error.told(option_names(ctx))))
     tables = table_console()
     show_trace(trace, tables)
     show_outcomes(outcomes, missing, tables)
@@ -282,7 +283,7 @@ def _sweep(
 
     own = trace(None)
     with console.status(f"replaying {own.name}"):
-        rows = list(run_sweep(sweeps, trace, scenario, policies, partial(in_options, ctx=ctx)))
+        rows = list(run_sweep(sweeps, trace, scenario, policies, option_names(ctx)))
     tables = table_console()
     show_trace(own, tables)
     show_sweep(rows, tables)
@@ -321,11 +322,11 @@ def _pictures(
     if path is None:
         return [None] * len(traces)
     if sweeps:
-        raise ValueError(f"--png must come without --sweep, got {path}; leave one of them out")
+        raise ArgumentError("png_file", "come without {sweep}", path, "leave one of them out")
     if len(traces) == 1:
         return [path]
     named = {path.with_name(f"{path.stem}-{trace.name}{path.suffix}"): None for trace in traces}
     if len(named) < len(traces):
         names = ", ".join(trace.name for trace in traces)
-        raise ValueError(f"--trace must name different files for --png, got {names}; rename one, or draw one at a time")
+        raise ArgumentError("trace", "name different files for {png_file}", names, "rename one, or draw one at a time")
     return list(named)

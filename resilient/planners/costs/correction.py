@@ -22,6 +22,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Floats, Ints
 
 CorrectionKey = tuple[str, int, int]
@@ -106,9 +107,11 @@ class Correction:
 
     def __post_init__(self) -> None:
         if not 0 < self.weight <= 1 or min(self.trial_steps, self.probe_every) < 1 or self.growth < 1:
-            raise ValueError(
-                f"weight must be in (0, 1], trial_steps and probe_every >= 1 and growth >= 1, got {self.weight}, "
-                f"{self.trial_steps}, {self.probe_every} and {self.growth}; leave out what you have no reason to change"
+            raise ArgumentError(
+                "weight",
+                "be in (0, 1], trial_steps and probe_every >= 1 and growth >= 1",
+                f"{self.weight}, {self.trial_steps}, {self.probe_every} and {self.growth}",
+                "leave out what you have no reason to change",
             )
 
     def measures(self, step: int) -> bool:

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from resilient.errors import ArgumentError, literal
 from resilient.planners.costs.samples import Lengths
 from resilient.templates.common.arrays import Floats
 
@@ -49,7 +50,7 @@ class Curve:
 
     def __post_init__(self) -> None:
         if not all(0 <= each < float("inf") for each in (self.attention, self.linear, self.fixed)):
-            raise ValueError(f"coefficients must be >= 0 and finite, got {self}; fit the curve again")
+            raise ArgumentError("coefficients", "be >= 0 and finite", self, "fit the curve again")
 
     def __add__(self, other: Curve) -> Curve:
         return Curve(
@@ -279,9 +280,11 @@ class CostModel:
         unknown = set(names) - layers_named - set(units_named)
         if unknown:
             one = f"{self.units[0].name}.{self.units[0].layers[0].name}"
-            raise ValueError(
-                f"frozen must name units ({', '.join(units_named)}) or layers (such as {one}), got "
-                f"{', '.join(map(repr, sorted(unknown)))}; see their spelling"
+            raise ArgumentError(
+                "frozen",
+                literal(f"name units ({', '.join(units_named)}) or layers (such as {one})"),
+                ", ".join(map(repr, sorted(unknown))),
+                "see their spelling",
             )
         names = set(names).union(*(several.get(name, ()) for name in names))
         units: list[UnitCosts] = []

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
 
 LLM = "llm"
@@ -71,7 +72,7 @@ class SampleTable:
 
     def __post_init__(self) -> None:
         if not self.units:
-            raise ValueError("units must name at least one unit, got none; give its lengths")
+            raise ArgumentError("units", "name at least one unit", "none", "give its lengths")
         counts = {name: len(lengths.tokens) for name, lengths in self.units.items()}
         if len(set(counts.values())) != 1 or len(self.names) not in (0, len(self)):
             raise ValueError(
@@ -81,9 +82,11 @@ class SampleTable:
         for unit, lengths in self.units.items():
             if lengths.tokens.min(initial=0) < 0:
                 sample = int(lengths.tokens.argmin())
-                raise ValueError(
-                    f"tokens must be >= 0, got {lengths.tokens[sample]} for {unit} of {self.name(sample)}; 0 means "
-                    f"that it has nothing to do"
+                raise ArgumentError(
+                    "tokens",
+                    "be >= 0",
+                    f"{lengths.tokens[sample]} for {unit} of {self.name(sample)}",
+                    "0 means that it has nothing to do",
                 )
 
     def __len__(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.compiled import compiled
 
@@ -63,9 +64,11 @@ def end_times(tasks: Tasks) -> Ints:
     )
     if ends.min() < 0:
         stuck = np.unique(tasks.row[ends < 0])
-        raise ValueError(
-            f"tasks must not wait for each other in a circle, got one over rows {stuck.tolist()}; let rows run what "
-            f"others wait for first"
+        raise ArgumentError(
+            "tasks",
+            "not wait for each other in a circle",
+            f"one over rows {stuck.tolist()}",
+            "let rows run what others wait for first",
         )
     return ends
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Floats, Ints
 
 
@@ -63,10 +64,12 @@ def _checked(weights: npt.ArrayLike, speeds: npt.ArrayLike) -> tuple[Floats, Flo
     items = np.asarray(weights, dtype=np.float64) + 0.0  # -0.0 becomes 0.0
     bins = np.ascontiguousarray(speeds, dtype=np.float64)
     if not (bins.size and bins.min() > 0 and items.min(initial=0.0) >= 0 and items.max(initial=0.0) < np.inf):
-        raise ValueError(
-            f"weights must be >= 0 and speeds of one bin or more > 0, got weights from {items.min(initial=0.0)} to "
-            f"{items.max(initial=0.0)} and {bins.size} speeds from {bins.min(initial=np.inf)}; leave out bins that do "
-            f"no work"
+        raise ArgumentError(
+            "weights",
+            "be >= 0 and speeds of one bin or more > 0",
+            f"weights from {items.min(initial=0.0)} to {items.max(initial=0.0)} and {bins.size} speeds "
+            f"from {bins.min(initial=np.inf)}",
+            "leave out bins that do no work",
         )
     return items, bins
 
@@ -122,9 +125,7 @@ class Cuts:
     def __init__(self, costs: npt.ArrayLike, max_stages: int) -> None:
         layers = np.asarray(costs, dtype=np.float64)
         if not 1 <= max_stages <= len(layers):
-            raise ValueError(
-                f"num_stages must be 1 to {len(layers)}, the number of layers, got {max_stages}; use fewer"
-            )
+            raise ArgumentError("num_stages", f"be 1 to {len(layers)}, the number of layers", max_stages, "use fewer")
         sums = np.concatenate(([0.0], np.cumsum(layers)))
         self._spans = sums[None, :] - sums[:, None]  # [first, end]
         self._spans[np.tril_indices(len(sums))] = np.inf

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM
 from resilient.planners.planner import Configuration, Parallelism, Replica, Setting
@@ -33,7 +34,7 @@ def survivors(setting: Setting, configuration: Configuration, lost_nodes: int) -
         ValueError: No node is left, or the devices that are left have no memory for the state of any replica.
     """
     if not 0 <= lost_nodes < setting.num_nodes:
-        raise ValueError(f"lost_nodes must be 0 to {setting.num_nodes - 1}, got {lost_nodes}; leave a node")
+        raise ArgumentError("lost_nodes", f"be 0 to {setting.num_nodes - 1}", lost_nodes, "leave a node")
     dp = configuration.units[LLM].dp
     used = used_devices(configuration)
     num_nodes = -(-used // setting.cluster.devices_per_node)
@@ -107,9 +108,11 @@ def _with_memory(setting: Setting, configuration: Configuration, parts: Floats, 
     together = together[: max(1, int(together.sum()))]
     needed = float(_state_bytes(setting, configuration, together).min())
     if needed >= memory:
-        raise ValueError(
-            f"lost_nodes must leave devices with memory for the state of a replica, got {lost_nodes}, after which it "
-            f"takes {needed:.0f} bytes or more of each one's {memory}; lose fewer, or use larger devices"
+        raise ArgumentError(
+            "lost_nodes",
+            "leave devices with memory for the state of a replica",
+            f"{lost_nodes}, after which it takes {needed:.0f} bytes or more of each one's {memory}",
+            "lose fewer, or use larger devices",
         )
     return together
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.planners.costs.cost_model import Curve, UnitCosts
 from resilient.planners.costs.samples import Lengths
 from resilient.planners.packing.balance import cut_chain, slowest_stages
@@ -68,7 +69,7 @@ def expected(unit: UnitCosts, lengths: Lengths, max_devices: int, max_tp: int) -
     """
     found: list[Expected] = []
     if not len(lengths.tokens):
-        raise ValueError("samples must be one or more, got none; draw some from the data set")
+        raise ArgumentError("samples", "be one or more", "none", "draw some from the data set")
     gradients, parameters, optimizer = np.array(
         [[layer.gradient_bytes, layer.parameter_bytes, layer.optimizer_bytes] for layer in unit.layers],
         dtype=np.float64,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import loads, longest_first
 from resilient.planners.planner import Configuration, Replica, Setting
@@ -91,9 +92,12 @@ class Room:
             unit, spread = setting.costs.by_name[name], configuration.units[name]
             state = states[name]
             if state.max() >= memory:
-                raise ValueError(
-                    f"memory_bytes must be more than the {state.max():.0f} bytes of parameters, gradients and "
-                    f"optimizer on a device of {name!r}, got {memory}; configure the job again"
+                raise ArgumentError(
+                    "memory_bytes",
+                    f"be more than the {state.max():.0f} bytes of parameters, gradients and optimizer "
+                    f"on a device of {name!r}",
+                    memory,
+                    "configure the job again",
                 )
             behind = sum(configuration.units[each].pp for each in names[max(position + 1, language) :])
             units[name] = Kept(

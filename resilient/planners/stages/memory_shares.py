@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Replica, Setting
 from resilient.planners.stages.degraded_replicas import left_bytes, tokens_held
@@ -94,8 +95,10 @@ def _stages(
         found = {name: each._replace(free_bytes=free) for name, each in found.items()}
     least = min(float(each.free_bytes.min()) for each in found.values())
     if least <= 0:
-        raise ValueError(
-            f"memory_bytes must be more than the {memory - least:.0f} bytes of parameters, gradients and optimizer on "
-            f"a device, got {memory}; configure the job again"
+        raise ArgumentError(
+            "memory_bytes",
+            f"be more than the {memory - least:.0f} bytes of parameters, gradients and optimizer on a device",
+            memory,
+            "configure the job again",
         )
     return found

@@ -12,6 +12,7 @@ from typing import Literal, cast
 
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.planners.costs.encoder_models import units_of
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.workloads.tokens import RULES, Encoded, PictureRule, SoundRule
@@ -128,7 +129,7 @@ def sample_table(
     by_unit = {encoder.unit: (rules or {}).get(name, RULES[name]) for name, encoder in encoders.items()}
     unknown = limits.keys() - by_unit.keys() - {LLM}
     if unknown:
-        raise ValueError(f"limits must be of units of {model!r}, got {', '.join(sorted(unknown))}; leave it out")
+        raise ArgumentError("limits", f"be of units of {model!r}", ", ".join(sorted(unknown)), "leave it out")
     limits[LLM] = min(limits.get(LLM, language.positions), language.positions)
     return _Judge(records, bad, limits, by_unit).table()
 
@@ -167,9 +168,11 @@ class _Judge:
         units[LLM] = Lengths.of(text + outputs)
         found = tuple(self.found[sample] for sample in sorted(self.found))
         if found and self.bad == "error":
-            raise ValueError(
-                f"samples must fit the model, got {len(found)} of {count} that do not ({_named(found)}); "
-                f"leave them out (bad=drop), or make them fit (bad=resize)"
+            raise ArgumentError(
+                "samples",
+                "fit the model",
+                f"{len(found)} of {count} that do not ({_named(found)})",
+                "leave them out ({bad=drop}), or make them fit ({bad=resize})",
             )
         kept = np.array([sample for sample in range(count) if not self._dropped(sample)], dtype=np.int64)
         if not kept.size:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.planners.costs.encoder_models import units_of
 from resilient.planners.costs.samples import SampleTable
 from resilient.planners.workloads.formats import read_records
@@ -104,7 +105,7 @@ def judged_workload(
             there is nothing in the workload that the model's encoders read.
     """
     if num_samples < 1:
-        raise ValueError(f"num_samples must be >= 1, got {num_samples}; ask for one or more")
+        raise ArgumentError("num_samples", "be >= 1", num_samples, "ask for one or more")
     names = [str(name)] if Path(name).is_file() else str(name).split("+")
     sources = [_source(each, tokenizer, pictures) for each in names]
     files = [len(source) for source in sources if isinstance(source, Records)]

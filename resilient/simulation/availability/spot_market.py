@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from resilient.errors import ArgumentError
 from resilient.simulation.availability.traces import AvailabilityChange, AvailabilityTrace
 from resilient.templates.common.words import look_up
 
@@ -87,7 +88,7 @@ def spot_trace(market: str, num_nodes: int, hours: float, *, seed: int = 0) -> A
         ValueError: The market is not known, or a number not positive.
     """
     if num_nodes < 1 or not hours > 0:
-        raise ValueError(f"num_nodes must be >= 1 and hours > 0, got {num_nodes} and {hours}; ask for more")
+        raise ArgumentError("num_nodes", "be >= 1 and hours > 0", f"{num_nodes} and {hours}", "ask for more")
     rules, rng = look_up("market", market, MARKETS), random.Random(f"{market} {num_nodes} {seed}")
     live = list(range(max(1, round(rules.first * num_nodes))))
     next_node = len(live)

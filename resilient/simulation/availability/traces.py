@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from resilient.errors import ArgumentError
+
 _HOUR_MS = 3_600_000
 _EVENTS, _COUNTS = "time_ms,add|remove,node", "YYYY-MM-DD, HH:MM:SS, count"
 
@@ -100,7 +102,7 @@ class AvailabilityTrace:
             ValueError: ``num_nodes`` is less than 1.
         """
         if num_nodes < 1:
-            raise ValueError(f"num_nodes must be >= 1, got {num_nodes}; leave scaling out to keep the trace's own")
+            raise ArgumentError("num_nodes", "be >= 1", num_nodes, "leave scaling out to keep the trace's own")
         most = self.max_nodes
         if num_nodes == most:
             return self
@@ -184,9 +186,9 @@ def periodic_failures(
     """
     down_to = max(1, num_nodes // 2) if down_to is None else down_to
     if not 1 <= down_to <= num_nodes:
-        raise ValueError(f"down_to must be 1 to num_nodes {num_nodes}, got {down_to}; lose fewer nodes")
+        raise ArgumentError("down_to", f"be 1 to {{num_nodes}} {num_nodes}", down_to, "lose fewer nodes")
     if not 1e-3 <= interval_s < math.inf:
-        raise ValueError(f"interval_s must be at least 0.001, got {interval_s}; give seconds")
+        raise ArgumentError("interval_s", "be at least 0.001", interval_s, "give seconds")
     lost = random.Random(seed).sample(range(num_nodes), num_nodes - down_to)
     losses = (
         AvailabilityChange(time_ms=round(1e3 * interval_s * count), lost=(node,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from resilient.errors import ArgumentError
 from resilient.simulation.replay.costs import ChangeCosts
 from resilient.simulation.replay.engine import LiveNodes, When
 from resilient.simulation.replay.grids import Grids
@@ -25,7 +26,7 @@ class Restart:
     def __init__(self, grids: Grids, costs: ChangeCosts, num_nodes: int) -> None:
         grid = grids.best(num_nodes)
         if grid is None:
-            raise ValueError(f"num_nodes must hold a pipeline, got {num_nodes}; restart with more nodes")
+            raise ArgumentError("num_nodes", "hold a pipeline", num_nodes, "restart with more nodes")
         self._costs = costs
         self._num_nodes = num_nodes
         self._work = SteadyWork(

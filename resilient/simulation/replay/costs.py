@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from resilient.errors import ArgumentError
+
 _MOST = 1e9
 """Of every cost: 30 years in seconds."""
 
@@ -40,15 +42,13 @@ class ChangeCosts:
     def __post_init__(self) -> None:
         for name in ("regroup_ms", "restart_s", "reconfigure_s", "load_s", "checkpoint_s"):
             if not 0 <= getattr(self, name) <= _MOST:
-                raise ValueError(f"{name} must be 0 to {_MOST:g}, got {getattr(self, name)}; 0 means none")
+                raise ArgumentError(name, f"be 0 to {_MOST:g}", getattr(self, name), "0 means none")
         if not 1 / _MOST <= self.step_factor <= _MOST:
-            raise ValueError(
-                f"step_factor must be {1 / _MOST:g} to {_MOST:g}, got {self.step_factor}; 1 means as planned"
-            )
+            raise ArgumentError("step_factor", f"be {1 / _MOST:g} to {_MOST:g}", self.step_factor, "1 means as planned")
         if self.checkpoint_steps < 1:
-            raise ValueError(f"checkpoint_steps must be >= 1, got {self.checkpoint_steps}; give a number of steps")
+            raise ArgumentError("checkpoint_steps", "be >= 1", self.checkpoint_steps, "give a number of steps")
         if self.insurance_steps is not None and self.insurance_steps < 1:
-            raise ValueError(f"insurance_steps must be >= 1, got {self.insurance_steps}; None means no checkpoints")
+            raise ArgumentError("insurance_steps", "be >= 1", self.insurance_steps, "None means no checkpoints")
 
     @property
     def regroup_ns(self) -> int:

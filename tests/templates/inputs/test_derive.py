@@ -244,12 +244,12 @@ ALL_MODELS = ", ".join(MODELS)
         ({"microbatch": 0}, "microbatch must be >= 1, got 0; 1 is usual for qwen2-vl-7b"),
         (
             {"seq_len": 1024},
-            "seq_len of qwen2-vl-7b must be 1025 to 32768 (1024 of a sample's tokens are its picture's), got 1024; "
+            "seq_len must be 1025 to 32768 for qwen2-vl-7b (1024 of a sample's tokens are its picture's), got 1024; "
             "2048 is usual",
         ),
         (
             {"model": "gpt2-medium", "seq_len": 2048},
-            "seq_len of gpt2-medium must be 1 to 1024, got 2048; 1024 is usual",
+            "seq_len must be 1 to 1024 for gpt2-medium, got 2048; 1024 is usual",
         ),
     ],
 )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from resilient.errors import ArgumentError
 from resilient.planners.costs.cost_model import CostModel, UnitCosts
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica, Setting
@@ -94,7 +95,7 @@ class Stages:
             samples: Of a microbatch, on average.
         """
         if not len(lengths.tokens):
-            raise ValueError("samples must be one or more, got none; draw some from the data set")
+            raise ArgumentError("samples", "be one or more", "none", "draw some from the data set")
         tokens, squares = samples * float(lengths.tokens.mean()), samples * float(lengths.squares.mean())
         forward_ms, backward_ms = unit.layer_ms(tokens, squares, spread.tp, spread.cp)
         index = unit.index(spread.tp, spread.cp)
@@ -162,9 +163,11 @@ def fastest(found: Iterable[Configuration], planner: str, setting: Setting) -> C
     """
     best = min(found, key=lambda each: round(each.predicted_ms * 1e6), default=None)
     if best is None:
-        raise ValueError(
-            f"num_nodes must be enough for {planner!r}, got {setting.num_nodes} of {setting.cluster.devices_per_node} "
-            f"devices; use more nodes, a smaller microbatch, or another planner"
+        raise ArgumentError(
+            "num_nodes",
+            f"be enough for {planner!r}",
+            f"{setting.num_nodes} of {setting.cluster.devices_per_node} devices",
+            "use more nodes, a smaller microbatch, or another planner",
         )
     return best
 

@@ -38,6 +38,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.planner import Configuration, Setting
@@ -77,9 +78,11 @@ def dflop_configuration(setting: Setting, samples: SampleTable) -> Configuration
         tails += [_tail(unit, samples.units[unit.name], each.tp) for each in degrees]
     found, step_ms = _best(tables, np.stack(tails), language, setting)
     if found is None:
-        raise ValueError(
-            f"num_nodes must be enough for the model's units side by side, got {setting.num_nodes} of "
-            f"{setting.cluster.devices_per_node} devices; use more, or larger ones"
+        raise ArgumentError(
+            "num_nodes",
+            "be enough for the model's units side by side",
+            f"{setting.num_nodes} of {setting.cluster.devices_per_node} devices",
+            "use more, or larger ones",
         )
     chosen, num_microbatches = found
     spread = {

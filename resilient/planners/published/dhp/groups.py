@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Floats, Ints
 
 
@@ -150,6 +151,6 @@ def _work(sequences: Sequences) -> Floats:
 
 def _check(least: Ints, num_ranks: int) -> None:
     if least.sum() > num_ranks:
-        raise ValueError(
-            f"least must sum to at most {num_ranks}, the number of ranks, got {least.sum()}; split the microbatch"
+        raise ArgumentError(
+            "least", f"sum to at most {num_ranks}, the number of ranks", least.sum(), "split the microbatch"
         )

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import loads, longest_first
 from resilient.planners.packing.slots import slots
@@ -68,9 +69,11 @@ class DHP:
         usable = int(np.isfinite(ranks.start_ms).sum())
         if len(batch) and sequences.kept.max() > usable:
             worst = int(sequences.kept.argmax())
-            raise ValueError(
-                f"samples must fit into {usable} ranks, the most of a group, got {batch.name(worst)} that needs "
-                f"{np.ceil(sequences.kept[worst]):.0f}; leave it out, or use more devices"
+            raise ArgumentError(
+                "samples",
+                f"fit into {usable} ranks, the most of a group",
+                f"{batch.name(worst)} that needs {np.ceil(sequences.kept[worst]):.0f}",
+                "leave it out, or use more devices",
             )
         replica, microbatch, speeds = slots(replicas)
         slot, packs = _microbatches(sequences, len(ranks), speeds)
@@ -170,9 +173,11 @@ def _place(work: Floats, least: Ints, num_ranks: int, speeds: Floats) -> Ints:
     packed = pack_ranks(least, num_ranks)
     needed = int(packed.max()) + 1
     if needed > len(speeds):
-        raise ValueError(
-            f"num_microbatches must sum to {needed} or more to hold the batch on {num_ranks} ranks, got {len(speeds)}; "
-            f"use more microbatches, or more devices"
+        raise ArgumentError(
+            "num_microbatches",
+            f"sum to {needed} or more to hold the batch on {num_ranks} ranks",
+            len(speeds),
+            "use more microbatches, or more devices",
         )
     position = np.empty(needed, dtype=np.int64)
     position[np.argsort(-loads(work, packed, needed), kind="stable")] = np.argsort(-speeds, kind="stable")[:needed]

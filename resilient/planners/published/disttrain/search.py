@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from resilient.errors import ArgumentError
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Setting
@@ -67,9 +68,11 @@ def disttrain_configuration(setting: Setting, samples: SampleTable) -> Configura
             best_ns, devices, dp_llm = int(step_ns), int(used), dp
             chosen = [int(each.index[i]) for each, i in zip(picked, found, strict=True)]
     if not dp_llm:
-        raise ValueError(
-            f"num_nodes must be enough for the model's units side by side, got {setting.num_nodes} of "
-            f"{setting.cluster.devices_per_node} devices; use more, or a smaller microbatch"
+        raise ArgumentError(
+            "num_nodes",
+            "be enough for the model's units side by side",
+            f"{setting.num_nodes} of {setting.cluster.devices_per_node} devices",
+            "use more, or a smaller microbatch",
         )
     spread = {
         unit.name: parallelism(unit, samples.units[unit.name], int(table.dp[i]), int(table.pp[i]), int(table.tp[i]))

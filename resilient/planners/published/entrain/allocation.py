@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Floats
 
 ERROR = 0.05
@@ -43,9 +44,11 @@ def proportional(work: Sequence[float], group_sizes: Sequence[int], num_devices:
         ValueError: There are too few devices for a group each.
     """
     if sum(group_sizes) > num_devices:
-        raise ValueError(
-            f"num_devices must be >= {sum(group_sizes)}, a group of {list(group_sizes)} each, got {num_devices}; use "
-            f"more devices or smaller groups"
+        raise ArgumentError(
+            "num_devices",
+            f"be >= {sum(group_sizes)}, a group of {list(group_sizes)} each",
+            num_devices,
+            "use more devices or smaller groups",
         )
     total = sum(work)
     shares = [
@@ -120,7 +123,7 @@ def settle(work: Floats, group_sizes: Sequence[int], num_devices: int, *, seed: 
         ValueError: As there, or there are no samples.
     """
     if not work.shape[1]:
-        raise ValueError("samples must be one or more, got none; draw some from the data set")
+        raise ArgumentError("samples", "be one or more", "none", "draw some from the data set")
     draw = np.random.default_rng(seed)
     checks = num_checks(ERROR, DOUBT)
     num_samples = 16

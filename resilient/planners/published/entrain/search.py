@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.packing.balance import Cuts
@@ -57,15 +58,16 @@ def entrain_configuration(setting: Setting, samples: SampleTable) -> Configurati
     """
     names, language = [unit.name for unit in setting.costs.units], setting.language
     if not len(samples):
-        raise ValueError("samples must be one or more, got none; draw some from the data set")
+        raise ArgumentError("samples", "be one or more", "none", "draw some from the data set")
     options = [_options(setting, unit, samples.units[unit.name]) for unit in setting.costs.units]
     number = -(-setting.global_batch // setting.microbatch)
     found = sorted(_candidates(setting, options, language, number), key=lambda each: (each.step_ns, each.num_devices))
     if not found:
-        raise ValueError(
-            f"num_nodes must give every unit stages in proportion to its work, and no more than it has layers, got "
-            f"{setting.num_nodes} of {setting.cluster.devices_per_node} devices for {number} microbatches; use more "
-            f"nodes, or fewer"
+        raise ArgumentError(
+            "num_nodes",
+            "give every unit stages in proportion to its work, and no more than it has layers",
+            f"{setting.num_nodes} of {setting.cluster.devices_per_node} devices for {number} microbatches",
+            "use more nodes, or fewer",
         )
     memory, least = setting.cluster.memory_bytes, np.inf
     for each in found:
@@ -77,9 +79,11 @@ def entrain_configuration(setting: Setting, samples: SampleTable) -> Configurati
                 predicted_ms=each.step_ns / 1e6,
             )
         least = min(least, needed)
-    raise ValueError(
-        f"memory_bytes must be >= {least:.0f}, what the least demanding configuration needs, got {memory}; use more "
-        f"nodes, a smaller microbatch, or larger devices"
+    raise ArgumentError(
+        "memory_bytes",
+        f"be >= {least:.0f}, what the least demanding configuration needs",
+        memory,
+        "use more nodes, a smaller microbatch, or larger devices",
     )
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from resilient.errors import ArgumentError
 from resilient.planners.packing.balance import by_speed
 from resilient.templates.common.arrays import Floats, Ints
 
@@ -105,7 +106,7 @@ def balance_quadratic(lengths: npt.ArrayLike, speeds: npt.ArrayLike, tolerance: 
     longest = float(items.max(initial=0.0)) / float(rates.min())
     least = (float(items.sum() / rates.sum()) + longest * len(rates)) / ((1 << STEP_BITS) - 3)
     if not tolerance > least:
-        raise ValueError(f"tolerance must be > {least:.3g}, got {tolerance}; a mean length is a good one")
+        raise ArgumentError("tolerance", f"be > {least:.3g}", tolerance, "a mean length is a good one")
     return fill_by_key(items, descending(items), *by_speed(rates), float(tolerance))
 
 
@@ -113,9 +114,10 @@ def _checked(lengths: npt.ArrayLike, speeds: npt.ArrayLike) -> tuple[Floats, Flo
     items = np.ascontiguousarray(lengths, dtype=np.float64) + 0.0  # a negative zero has other bits
     rates = np.ascontiguousarray(speeds, dtype=np.float64)
     if not rates.size or rates.min() <= 0 or items.min(initial=0.0) < 0:
-        raise ValueError(
-            f"lengths must be >= 0 and speeds of one instance or more > 0, got lengths down to "
-            f"{items.min(initial=0.0)} and {rates.size} speeds down to {rates.min(initial=np.inf)}; leave out "
-            f"instances that do no work"
+        raise ArgumentError(
+            "lengths",
+            "be >= 0 and speeds of one instance or more > 0",
+            f"lengths down to {items.min(initial=0.0)} and {rates.size} speeds down to {rates.min(initial=np.inf)}",
+            "leave out instances that do no work",
         )
     return items, rates

@@ -226,7 +226,7 @@ def test_a_cluster_of_192_devices_keeps_its_share_down_to_the_fewest_nodes(tmp_p
         ({"--microbatch": "0"}, "--microbatch must be >= 1, got 0; 2 is usual for gpt3-2.7b"),
         ({"--frozen": "llm"}, "--frozen must leave a unit to train, got llm; leave one out"),
         ({"--frozen": "lm"}, "--frozen must be one of llm, got 'lm'; did you mean 'llm'?"),
-        ({"--seq-len": "4096"}, "--seq-len of gpt3-2.7b must be 1 to 2048, got 4096; 2048 is usual"),
+        ({"--seq-len": "4096"}, "--seq-len must be 1 to 2048 for gpt3-2.7b, got 4096; 2048 is usual"),
         (
             {"--network-gbit-s": "0"},
             "--network-gbit-s must be at least 0.001, got 0.0; leave it out for the usual network",

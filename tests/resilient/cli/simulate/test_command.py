@@ -123,7 +123,7 @@ def test_too_few_nodes_are_said_with_the_number_that_would_do() -> None:
         ),
         (
             ["--trace", "g4dn", "--sweep", "gpus=2"],
-            "--sweep must look like \"nodes=16,24,32\", each of nodes and max-failures at most once, got 'gpus=2'",
+            "--sweep must look like \"nodes=16,24,32\", got 'gpus=2'; give each of nodes and max-failures at most once",
         ),
         (
             ["--trace", "g4dn", "--storage-gb-s", "0"],
