@@ -20,6 +20,7 @@ from rich.text import Text
 
 from resilient.cli.shared.job_options import refusals
 from resilient.cli.shared.output_files import check_outputs, drawing
+from resilient.errors import ArgumentError
 from resilient.extras import require
 from resilient.observability.event_log import Event, read_events
 from resilient.observability.figures.run_figure import draw_report
@@ -58,7 +59,9 @@ def choose_scenario(seed: int, num_steps: int) -> DemoScenario:
         ValueError: If ``num_steps`` leaves no room for a failure and a join.
     """
     if num_steps < MIN_DEMO_STEPS:
-        raise ValueError(f"steps must be at least {MIN_DEMO_STEPS} for a failure and a join to fit in, got {num_steps}")
+        raise ArgumentError(
+            "steps", f"be at least {MIN_DEMO_STEPS} for a failure and a join to fit in", num_steps, "train for more"
+        )
     rng = random.Random(seed)
     kill = Injection(
         node=rng.randrange(NUM_NODES),

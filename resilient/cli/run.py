@@ -13,10 +13,10 @@ from typing import Annotated
 import typer
 
 from resilient.cli.shared import script_options
-from resilient.cli.shared.errors import console
+from resilient.cli.shared.errors import console, told
 from resilient.cli.shared.output_files import drawing
 from resilient.cli.shared.run_folder import new_run_directory
-from resilient.errors import ResilientError
+from resilient.errors import ArgumentError, ResilientError
 from resilient.protocol.messages import PHASES, Injection
 
 RUN_HELP = (
@@ -86,7 +86,7 @@ def run(
             launcher.subscribe(view.on_event)
             exit_code = launcher.run()
     except (ResilientError, ValueError) as error:
-        console.print(f"error: {error}", markup=False, style="red", soft_wrap=True)
+        console.print(f"error: {told(error, context)}", markup=False, style="red", soft_wrap=True)
         raise typer.Exit(1) from None
     if (run_directory / "events.jsonl").exists():
         _try_to_write("report", run_directory, lambda: _write_report(run_directory))
@@ -99,7 +99,7 @@ def parse_injection(text: str) -> Injection:
     """Read ``node=2,step=15,phase=backward,worker``.
 
     Raises:
-        ValueError: It does not have this form.
+        ArgumentError: It does not have this form.
     """
     fields: dict[str, str] = {}
     for part in text.split(","):
@@ -117,10 +117,8 @@ def parse_injection(text: str) -> Injection:
             worker_only="worker" in fields,
         )
     except (KeyError, ValueError):
-        raise ValueError(
-            f'--inject must look like "node=2,step=15,phase=backward[,worker]" with a phase of {", ".join(PHASES)}, '
-            f"got {text!r}"
-        ) from None
+        form, fix = '"node=2,step=15,phase=backward[,worker]"', f"phases are {', '.join(PHASES)}"
+        raise ArgumentError("inject", f"look like {form}", repr(text), fix) from None
 
 
 def _try_to_write(what: str, run_directory: Path, write: Callable[[], None]) -> None:

@@ -33,6 +33,7 @@ from resilient.cli.shared.job_options import (
     table_console,
 )
 from resilient.cli.shared.output_files import check_outputs
+from resilient.errors import ArgumentError
 
 if TYPE_CHECKING:
     from resilient.cli.plan.report import PlanReport
@@ -105,18 +106,19 @@ def _report(problem: PlanningProblem, num_nodes: int, microbatch: int) -> PlanRe
         try:
             return build_plan_report(problem, num_nodes, microbatch, on_progress)
         except TooFewNodes as error:
-            raise ValueError(f"{error}{_other_ways(problem, error)}") from None
+            fix = f"{error.fix}{_other_ways(problem, error)}"
+            raise ArgumentError(error.field, error.constraint, error.value, fix) from None
 
 
 def _other_ways(problem: PlanningProblem, error: TooFewNodes) -> str:
-    """Return what else than more nodes would do."""
+    """Return what else than more nodes would do, arguments in braces."""
     ways: list[str] = []
     if problem.max_failures:
-        ways.append("lower --max-failures")
+        ways.append("lower {max_failures}")
     if error.needed > (problem.max_failures + 1) * problem.min_pipeline_nodes:
-        ways.append("use nodes with more memory (--gpus-per-node, --device)")
+        ways.append("use nodes with more memory ({gpus_per_node}, {device})")
     elif problem.min_pipeline_nodes > 1:
-        ways.append("lower --min-pipeline-nodes")
+        ways.append("lower {min_pipeline_nodes}")
     return "".join(f", or {way}" for way in ways)
 
 

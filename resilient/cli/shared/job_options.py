@@ -6,7 +6,7 @@ What is slow to import is imported when it is used. Must not import torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from resilient.cli.shared.errors import told
 from resilient.cli.shared.standard_output import is_of_output
 from resilient.errors import ArgumentError
 from resilient.extras import MissingPackageError
@@ -80,7 +81,7 @@ _MOST_MICROBATCHES = 1_000_000
 _COLUMNS = 80
 """That tables need."""
 
-_OPTIONS = {
+JOB_OPTIONS = {
     "memory_bytes": "the memory of --device",
     "devices_per_node": "--gpus-per-node",
     "num_nodes": "--nodes",
@@ -90,7 +91,7 @@ _OPTIONS = {
     "bad=drop": "--bad drop",
     "bad=resize": "--bad resize",
 }
-"""Arguments that are called something else on the command line."""
+"""Of arguments of planning that are not called as their options are."""
 
 
 @contextmanager
@@ -110,8 +111,7 @@ def refusals(ctx: typer.Context) -> Iterator[None]:
     except (ValueError, OSError, MissingPackageError) as error:
         if is_of_output(error):
             raise
-        message = error.told(option_names(ctx)) if isinstance(error, ArgumentError) else str(error)
-        _to_stderr(f"error: {message}", "red")
+        _to_stderr(f"error: {told(error, ctx, JOB_OPTIONS)}", "red")
         raise typer.Exit(2) from None
 
 
@@ -124,17 +124,6 @@ def table_console() -> Console:
 
 def _to_stderr(text: str, style: str) -> None:
     Console(stderr=True, highlight=False).print(text, markup=False, style=style, soft_wrap=True)
-
-
-def option_names(ctx: typer.Context) -> Callable[[str], str]:
-    """Return what tells a command's option from the name of the argument that has its value.
-
-    Args:
-        ctx: Of the command.
-    """
-    own = {each.name: each.opts[0] for each in ctx.command.params if each.name and each.opts[0].startswith("--")}
-    options = own | _OPTIONS
-    return lambda name: options.get(name, name)
 
 
 def described_cluster(device: str | None, gpus_per_node: int = 1, network_gbit_s: float | None = None) -> Cluster:
@@ -184,9 +173,10 @@ def described_layers(
 
     units = tuple(unit for part in (frozen or "").split(",") if (unit := part.strip()))
     if profile is not None:
-        said = [name for name, value in (("--model", model), ("--seq-len", seq_len)) if value is not None]
+        said = [f"{{{name}}}" for name, value in (("model", model), ("seq_len", seq_len)) if value is not None]
         if said:
-            raise ValueError(f"--profile must come without {' and '.join(said)}, which it says; leave one of them out")
+            fix = "leave one of them out"
+            raise ArgumentError("profile", f"come without {' and '.join(said)}, which it says", profile, fix)
         return _read_profile(profile, units)
     if model is None:
         raise ValueError(f"--model or --profile must be given, got neither; --model can be {', '.join(MODELS)}")

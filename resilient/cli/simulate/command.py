@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from resilient.cli.shared.errors import option_names
 from resilient.cli.shared.job_options import (
+    JOB_OPTIONS,
     BatchOption,
     DeviceOption,
     FailuresOption,
@@ -30,7 +32,6 @@ from resilient.cli.shared.job_options import (
     ProfileOption,
     SeqLenOption,
     described_job,
-    option_names,
     refusals,
     table_console,
 )
@@ -257,7 +258,7 @@ def _compare(
             with console.status(f"replaying {trace.name}: {policy}"):
                 outcomes.append(scenario(None, trace.max_nodes).run(trace, policy))
         except DoesNotFit as error:
-            missing.append((policy, error.told(option_names(ctx))))
+            missing.append((policy, error.told(option_names(ctx, JOB_OPTIONS))))
     tables = table_console()
     show_trace(trace, tables)
     show_outcomes(outcomes, missing, tables)
@@ -283,7 +284,7 @@ def _sweep(
 
     own = trace(None)
     with console.status(f"replaying {own.name}"):
-        rows = list(run_sweep(sweeps, trace, scenario, policies, option_names(ctx)))
+        rows = list(run_sweep(sweeps, trace, scenario, policies, option_names(ctx, JOB_OPTIONS)))
     tables = table_console()
     show_trace(own, tables)
     show_sweep(rows, tables)

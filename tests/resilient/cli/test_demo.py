@@ -38,7 +38,9 @@ def test_scenario_depends_on_the_seed_alone_and_varies_with_it() -> None:
 
 
 def test_scenario_of_too_few_steps_is_refused() -> None:
-    with pytest.raises(ValueError, match="steps must be at least 20 for a failure and a join to fit in, got 5"):
+    with pytest.raises(
+        ValueError, match="steps must be at least 20 for a failure and a join to fit in, got 5; train for more"
+    ):
         choose_scenario(0, 5)
 
 

@@ -251,7 +251,7 @@ def test_bad_profiles_are_refused_with_the_fix(tmp_path: Path) -> None:
     ended = run({**SMALL, "--profile": str(path)})
     assert (ended.exit_code, ended.output) == (
         2,
-        "error: --profile must come without --model, which it says; leave one of them out\n",
+        f"error: --profile must come without --model, which it says, got {path}; leave one of them out\n",
     )
     ended = run({**SMALL, "--model": None, "--profile": str(path), "--microbatch": "16"})
     assert (ended.exit_code, ended.output) == (

@@ -329,8 +329,9 @@ def test_profile_and_model_exclude_each_other(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_bytes(derive_profile("gpt3-2.7b", "a40").to_json())
     ended = run(*SMALL, *A40, "--profile", tmp_path / "p.json")
     assert (ended.exit_code, ended.output) == (
-        2, "error: --profile must come without --model, which it says; leave one of them out\n"
-    )  # fmt: skip
+        2,
+        f"error: --profile must come without --model, which it says, got {tmp_path / 'p.json'}; leave one of them out\n",
+    )
 
 
 def test_folders_that_cannot_be_made_are_named(tmp_path: Path) -> None:

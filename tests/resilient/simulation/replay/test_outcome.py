@@ -137,7 +137,9 @@ def test_sweeps_are_read() -> None:
 
 @pytest.mark.parametrize("texts", [["nodes"], ["gpus=1"], ["nodes=4,x"], ["nodes=4", "nodes=8"], ["nodes="]])
 def test_bad_sweeps_are_refused(texts: list[str]) -> None:
-    message = f'--sweep must look like "nodes=16,24,32", each of nodes and max-failures at most once, got {texts[-1]!r}'
+    message = (
+        f'sweep must look like "nodes=16,24,32", got {texts[-1]!r}; give each of nodes and max-failures at most once'
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         parse_sweeps(texts)
 
