@@ -326,11 +326,12 @@ def test_evaluation_keeps_no_activations() -> None:
 
 
 def test_profile_and_model_exclude_each_other(tmp_path: Path) -> None:
-    (tmp_path / "p.json").write_bytes(derive_profile("gpt3-2.7b", "a40").to_json())
-    ended = run(*SMALL, *A40, "--profile", tmp_path / "p.json")
+    path = tmp_path / "p.json"
+    path.write_bytes(derive_profile("gpt3-2.7b", "a40").to_json())
+    ended = run(*SMALL, *A40, "--profile", path)
     assert (ended.exit_code, ended.output) == (
         2,
-        f"error: --profile must come without --model, which it says, got {tmp_path / 'p.json'}; leave one of them out\n",
+        f"error: --profile must come without --model, which it says, got {path}; leave one of them out\n",
     )
 
 
