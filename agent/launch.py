@@ -52,7 +52,7 @@ class LaunchOptions:
         grace_s: From the first SIGINT, SIGTERM or SIGHUP to the end; a checkpoint is written meanwhile.
         injections: Failures to cause.
         domains: What the simulated nodes fail together with (zones, racks), in turn; empty for each by itself.
-        trace: Steps of which workers write down when they did what, as in "10" or "10-12"; "" for none.
+        trace_steps: Steps of which workers write down when they did what, as in "10" or "10-12"; "" for none.
         environment: Further environment variables for nodes and workers.
     """
 
@@ -70,7 +70,7 @@ class LaunchOptions:
     grace_s: float = 120.0
     injections: tuple[Injection, ...] = ()
     domains: tuple[str, ...] = ()
-    trace: str = ""
+    trace_steps: str = ""
     environment: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class LaunchOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be > 0, got {value:g}; leave --{_dashed(name)} out for the default")
-        parse_steps(self.trace)
+        parse_steps(self.trace_steps)
 
     def repeated(self) -> tuple[str, ...]:
         """Return the options of ``resilient run`` that start the job again as it was, but for nodes and checkpoint."""
@@ -215,7 +215,7 @@ class Launcher:
             injections=options.injections,
             heartbeat_s=options.heartbeat_s,
             grace_s=options.grace_s,
-            trace=options.trace,
+            trace=options.trace_steps,
         )
 
     def _handle_signals(self) -> None:

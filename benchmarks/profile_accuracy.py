@@ -126,7 +126,7 @@ def measure(case: Case, num_steps: int) -> Measured:
             num_nodes=case.num_pipelines * case.num_stages,
             run_directory=folder,
             heartbeat_s=60.0,
-            trace=f"{WARM_UP_STEPS + 1}-{num_steps}",
+            trace_steps=f"{WARM_UP_STEPS + 1}-{num_steps}",
         )
         exit_code = launch(options, events.append)
         if exit_code:

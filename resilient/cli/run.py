@@ -15,6 +15,7 @@ import typer
 from resilient.cli.shared import script_options
 from resilient.cli.shared.errors import console, told
 from resilient.cli.shared.output_files import drawing
+from resilient.cli.shared.renamed_options import renamed
 from resilient.cli.shared.run_folder import new_run_directory
 from resilient.errors import ArgumentError, ResilientError
 from resilient.protocol.messages import PHASES, Injection
@@ -53,10 +54,11 @@ def run(
         str,
         typer.Option(help='What the nodes fail together with, in turn: "zone-a,zone-b"; each by itself by default.'),
     ] = "",
-    trace: Annotated[
+    trace_steps: Annotated[
         str, typer.Option(metavar="STEPS", help='Write what each worker did when in these steps: "10" or "10-12".')
     ] = "",
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
+    old_trace: Annotated[str | None, renamed("--trace", "--trace-steps")] = None,
 ) -> None:
     from resilient.agent.launch import Launcher, LaunchOptions
     from resilient.observability.live_view import make_view
@@ -79,7 +81,7 @@ def run(
             grace_s=grace_s,
             injections=tuple(parse_injection(text) for text in inject or ()),
             domains=tuple(label.strip() for label in domains.split(",") if label.strip()),
-            trace=trace,
+            trace_steps=trace_steps,
         )
         launcher = Launcher(options)
         with make_view(plain or None) as view:
@@ -90,8 +92,8 @@ def run(
         raise typer.Exit(1) from None
     if (run_directory / "events.jsonl").exists():
         _try_to_write("report", run_directory, lambda: _write_report(run_directory))
-        if trace:
-            _try_to_write("trace", run_directory, lambda: _write_trace(run_directory, trace))
+        if trace_steps:
+            _try_to_write("trace", run_directory, lambda: _write_trace(run_directory, trace_steps))
     raise typer.Exit(exit_code)
 
 

@@ -59,7 +59,7 @@ def parse_steps(text: str) -> range:
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
         raise ArgumentError(
-            "trace",
+            "trace_steps",
             'be a step or the first and the last of some, as in "10" or "10-12"',
             repr(text),
             "the first step of a job is 1",

@@ -84,7 +84,7 @@ def test_options_that_start_the_job_again_are_those_that_were_given(train: str, 
         grace_s=30.0,
         domains=("east", "west"),
         resume="checkpoint",
-        trace="3",
+        trace_steps="3",
     )
     words = "--workers-per-node 2 --network-gbit-s 12.5 --grace-s 30 --domains east,west"
     assert " ".join(options.repeated()) == words

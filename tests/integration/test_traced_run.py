@@ -16,7 +16,7 @@ STEPS = (3, 4, 5)
 
 
 def traced_run(folder: Path, *arguments: str, nodes: int, options: str = "") -> tuple[Run, Trace]:
-    options = f"--trace {STEPS[0]}-{STEPS[-1]} {options}"
+    options = f"--trace-steps {STEPS[0]}-{STEPS[-1]} {options}"
     with started(folder, "--steps", 7, *arguments, nodes=nodes, options=options) as job:
         run = job.wait()
     assert run.exit_code == 0, run.reason

@@ -17,7 +17,7 @@ from resilient.planners.published.dflop.vector_packing import fill_buckets
 from tests.resilient.observability.made_up_runs import failure_and_join
 
 PLAN = ("plan", "--model", "gpt2-medium", "--device", "a40", "--nodes", "4")
-SIMULATE = ("simulate", *PLAN[1:5], "--trace", "g4dn")
+SIMULATE = ("simulate", *PLAN[1:5], "--availability", "g4dn")
 SCHEDULE = ("schedule", "--stages", "2", "--microbatches", "2")
 COMPARE = ("compare", "--model", "qwen2-vl-7b", "--device", "h100", "--workload", "coco")
 NO_PICTURES = "--png needs matplotlib, which is not installed; pip install 'resilient-train[figures]'"

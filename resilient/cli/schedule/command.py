@@ -22,6 +22,7 @@ from resilient.cli.shared.job_options import (
     refusals,
 )
 from resilient.cli.shared.output_files import check_outputs
+from resilient.cli.shared.renamed_options import renamed
 from resilient.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -65,11 +66,12 @@ def schedule_command(
     device: DeviceOption = None,
     png_file: Annotated[Path | None, typer.Option("--png", help="Draw the timelines here.")] = None,
     trace_file: Annotated[
-        Path | None, typer.Option("--trace", help="Write them here, for https://ui.perfetto.dev.")
+        Path | None, typer.Option("--trace-json", help="Write them here, for https://ui.perfetto.dev.")
     ] = None,
     text: Annotated[
         bool, typer.Option("--text", help="Print the workers' actions, a line for each, and no more.")
     ] = False,
+    old_trace: Annotated[str | None, renamed("--trace", "--trace-json")] = None,
 ) -> None:
     """Show what the workers of a pipeline do when, and how long they wait, without running it."""
     from resilient.cli.schedule.report import schedule_report
@@ -89,7 +91,7 @@ def schedule_command(
             )
         times = (forward_ms, backward_input_ms, backward_weight_ms, send_ms)
         memory_bytes, work = _work(stages, microbatches, times, model, profile, device)
-        check_outputs([("--png", png_file), ("--trace", trace_file)], [profile])
+        check_outputs([("--png", png_file), ("--trace-json", trace_file)], [profile])
         reports = [
             schedule_report(
                 each,

@@ -15,7 +15,8 @@ ARGUMENTS_HELP = "The script's own arguments: all that follows it."
 
 def hint(context: typer.Context, arguments: Sequence[str]) -> None:
     """Say so if the script's arguments look like options of the command."""
-    own = {name for parameter in context.command.params for name in parameter.opts if name.startswith("--")}
+    shown = [parameter for parameter in context.command.params if not getattr(parameter, "hidden", False)]
+    own = {name for parameter in shown for name in parameter.opts if name.startswith("--")}
     found = list(dict.fromkeys(name for argument in arguments if (name := argument.partition("=")[0]) in own))
     if found:
         text = (

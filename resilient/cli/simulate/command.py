@@ -36,6 +36,7 @@ from resilient.cli.shared.job_options import (
     table_console,
 )
 from resilient.cli.shared.output_files import check_outputs
+from resilient.cli.shared.renamed_options import renamed
 from resilient.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ _LEAST_GB_S = 0.001
 
 def simulate_command(
     ctx: typer.Context,
-    trace: Annotated[
+    availability: Annotated[
         list[str],
         typer.Option(
             help='A file (time_ms,add|remove,node or YYYY-MM-DD, HH:MM:SS, count); "ec2-p3" or "g4dn" for made-up spot '
@@ -102,6 +103,7 @@ def simulate_command(
     png_file: Annotated[
         Path | None, typer.Option("--png", help="Draw here; with several traces, their names are added.")
     ] = None,
+    old_trace: Annotated[str | None, renamed("--trace", "--availability")] = None,
 ) -> None:
     """Replay availability traces: throughput, where the nodes' time goes, and dollars, by policy."""
     from resilient.simulation.replay.costs import ChangeCosts
@@ -158,7 +160,7 @@ def simulate_command(
                 restart_nodes=restart_nodes,
             )
 
-        texts = tuple(dict.fromkeys(trace))
+        texts = tuple(dict.fromkeys(availability))
         traces = [load_trace(text, nodes, hours, seed) for text in texts]
         pictures = _pictures(png_file, traces, sweeps)
         inputs = [profile, *map(Path, texts)]
@@ -180,7 +182,7 @@ def simulate_command(
 
 
 def load_trace(text: str, nodes: int | None, hours: float | None, seed: int) -> AvailabilityTrace:
-    """Return the trace that ``--trace`` names.
+    """Return the trace that ``--availability`` names.
 
     Args:
         text: A file, a market, or ``every-<number><h|min|s>``.
@@ -207,12 +209,14 @@ def load_trace(text: str, nodes: int | None, hours: float | None, seed: int) -> 
         try:
             trace = periodic_failures(nodes or _DEFAULT_NODES, interval_s, seed=seed)
         except ValueError as error:
-            raise ValueError(f"--trace {text}: {error}") from None
+            raise ValueError(f"--availability {text}: {error}") from None
     elif Path(text).is_file():
         trace = read_trace(Path(text), seed=seed, hours=hours or 0.0)
         trace = trace if nodes is None else trace.scaled(nodes)
     else:
-        raise ArgumentError("trace", f"be a file, {', '.join(MARKETS)} or like every-6h", repr(text), "check the path")
+        raise ArgumentError(
+            "availability", f"be a file, {', '.join(MARKETS)} or like every-6h", repr(text), "check the path"
+        )
     return trace if hours is None else trace.lasting(hours)
 
 
@@ -329,5 +333,7 @@ def _pictures(
     named = {path.with_name(f"{path.stem}-{trace.name}{path.suffix}"): None for trace in traces}
     if len(named) < len(traces):
         names = ", ".join(trace.name for trace in traces)
-        raise ArgumentError("trace", "name different files for {png_file}", names, "rename one, or draw one at a time")
+        raise ArgumentError(
+            "availability", "name different files for {png_file}", names, "rename one, or draw one at a time"
+        )
     return list(named)

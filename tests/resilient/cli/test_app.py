@@ -55,7 +55,7 @@ def test_report_or_trace_that_cannot_be_written_leaves_the_exit_code_alone(
     monkeypatch.setattr(Launcher, "run", lambda _: 130)
     for each in ("report", "trace"):
         monkeypatch.setattr(cli, f"_write_{each}", Mock(side_effect=error if each == what else None))
-    result = CliRunner().invoke(app, ["run", "--trace", "1", "--run-dir", str(tmp_path), str(tmp_path / "s.py")])
+    result = CliRunner().invoke(app, ["run", "--trace-steps", "1", "--run-dir", str(tmp_path), str(tmp_path / "s.py")])
     assert result.exit_code == 130
     message = f"warning: the job has ended, but there is no whole {what} in {tmp_path}: {error!r}\n"
     assert result.output == message

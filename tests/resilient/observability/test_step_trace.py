@@ -31,14 +31,15 @@ def test_steps_are_read(text: str, steps: range) -> None:
 @pytest.mark.parametrize("text", ["0", "3-2", "0-2", "last", "3:5", "-3", " 3", "3-"])
 def test_other_steps_are_refused(text: str, tmp_path: Path) -> None:
     message = (
-        'trace must be a step or the first and the last of some, as in "10" or "10-12", '
+        'must be a step or the first and the last of some, as in "10" or "10-12", '
         f"got {text!r}; the first step of a job is 1"
     )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'trace_steps {message}')}$"):
         parse_steps(text)
     (tmp_path / "train.py").touch()
-    ended = CliRunner().invoke(app, ["run", f"--trace={text}", "--run-dir", str(tmp_path), str(tmp_path / "train.py")])
-    assert (ended.exit_code, ended.output.split()) == (1, f"error: {message}".split())
+    options = ("--run-dir", str(tmp_path), str(tmp_path / "train.py"))
+    ended = CliRunner().invoke(app, ["run", f"--trace-steps={text}", *options])
+    assert (ended.exit_code, ended.output.split()) == (1, f"error: --trace-steps {message}".split())
 
 
 def test_taken_down_is_what_was_done_in_the_order_in_which_it_began(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,7 +289,7 @@ def test_command_line_starts_without_what_only_planning_needs() -> None:
     "command",
     [
         ("plan", "--nodes", "2", "--model", "gpt2-medium"),
-        ("simulate", "--trace", "g4dn", "--model", "gpt2-medium"),
+        ("simulate", "--availability", "g4dn", "--model", "gpt2-medium"),
         ("schedule", "--stages", "40", "--microbatches", "2", "--model", "gpt2-medium"),
         ("compare", "--model", "qwen2-vl-7b", "--workload", "coco"),
     ],

@@ -128,7 +128,7 @@ def test_actions_are_those_that_the_executor_gets() -> None:
 
 def test_trace_and_picture_are_written_where_told(tmp_path: Path) -> None:
     trace_file, png_file = tmp_path / "new" / "trace.json", tmp_path / "new" / "gantt.png"
-    shown("--kind", "zb-h1", "--kind", "1f1b", "--trace", trace_file, "--png", png_file)
+    shown("--kind", "zb-h1", "--kind", "1f1b", "--trace-json", trace_file, "--png", png_file)
     trace = Trace.from_json(trace_file.read_bytes())
     assert trace.processes == {0: "zb-h1", 1: "1f1b"}
     timeline = simulate(

@@ -15,13 +15,13 @@ from resilient.cli.app import app
 from resilient.cli.shared.output_files import check_outputs
 
 PLAN = ("plan", "--model", "gpt2-medium", "--device", "a40", "--nodes", "4")
-SIMULATE = ("simulate", *PLAN[1:5], "--trace", "g4dn")
+SIMULATE = ("simulate", *PLAN[1:5], "--availability", "g4dn")
 SCHEDULE = ("schedule", "--stages", "2", "--microbatches", "2")
 COMPARE = ("compare", "--model", "qwen2-vl-7b", "--device", "h100", "--workload", "coco")
 WRITERS = [
     (PLAN, "resilient.cli.plan.report.build_plan_report", ("--json", "--png", "--templates")),
     (SIMULATE, "resilient.simulation.scenario.Scenario.run", ("--json", "--png")),
-    (SCHEDULE, "resilient.cli.schedule.report.schedule_report", ("--png", "--trace")),
+    (SCHEDULE, "resilient.cli.schedule.report.schedule_report", ("--png", "--trace-json")),
     (COMPARE, "resilient.cli.compare.report.compare_planners", ("--json", "--png")),
     (("profile", __file__), "resilient.cli.profile._progress", ("--json",)),
     (("demo",), "resilient.cli.demo._train", ("--json",)),
@@ -32,15 +32,15 @@ def test_what_is_there_stays_and_what_is_not_is_not_made(tmp_path: Path) -> None
     old, new = tmp_path / "old.json", tmp_path / "a" / "b" / "new.png"
     old.write_text("old")
     os.utime(old, ns=(1, 1))
-    check_outputs([("--json", old), ("--png", new), ("--trace", None)], [tmp_path / "other", None])
+    check_outputs([("--json", old), ("--png", new), ("--trace-json", None)], [tmp_path / "other", None])
     assert (old.read_text(), old.stat().st_mtime_ns) == ("old", 1)
     assert list(new.parent.iterdir()) == []
 
 
 def test_pipes_and_devices_are_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    check_outputs([(option, tmp_path / "pipe") for option in ("--json", "--trace")])  # would wait for a reader
-    check_outputs([("--json", Path("/dev/null")), ("--trace", Path("/dev/null"))])
+    check_outputs([(option, tmp_path / "pipe") for option in ("--json", "--trace-json")])  # would wait for a reader
+    check_outputs([("--json", Path("/dev/null")), ("--trace-json", Path("/dev/null"))])
 
 
 @pytest.mark.parametrize(("command", "computing", "options"), WRITERS)

@@ -26,7 +26,7 @@ def run(*arguments: str) -> str:
 def test_policies_are_compared_on_each_trace(tmp_path: Path) -> None:
     (tmp_path / "two.csv").write_text("".join(f"0,add,n{i}\n" for i in range(8)) + "1800000,remove,n3\n3600000,add,x\n")
     files = ["--json", str(tmp_path / "out" / "all.json"), "--png", str(tmp_path / "out" / "all.png")]
-    output = run("--trace", str(tmp_path / "two.csv"), "--trace", "every-30min", "--nodes", "8", *files)
+    output = run("--availability", str(tmp_path / "two.csv"), "--availability", "every-30min", "--nodes", "8", *files)
     assert "two\n1 h, 8 nodes at the start, 8 at most; 1 lost, 1 joined\n" in output
     assert "every-30min\n2.5 h, 8 nodes at the start, 8 at most; 4 lost, 0 joined\n" in output
     assert len(re.findall(r"^(resilient|bamboo|varuna|restart) +\d", output, re.MULTILINE)) == 8
@@ -46,7 +46,9 @@ def test_policies_are_compared_on_each_trace(tmp_path: Path) -> None:
 
 def test_a_sweep_marks_the_fastest_and_the_cheapest(tmp_path: Path) -> None:
     sweeps = ["--sweep", "nodes=4,8", "--sweep", "max-failures=1,2"]
-    output = run("--trace", "g4dn", "--hours", "2", *sweeps, "--price", "1.5", "--json", str(tmp_path / "s.json"))
+    output = run(
+        "--availability", "g4dn", "--hours", "2", *sweeps, "--price", "1.5", "--json", str(tmp_path / "s.json")
+    )
     assert output.count("fastest") == output.count("cheapest") == 1
     (trace,) = json.loads((tmp_path / "s.json").read_text())["traces"]
     assert [(row["values"]["nodes"], row["values"]["max-failures"]) for row in trace["rows"]] == [
@@ -59,7 +61,7 @@ def test_a_sweep_marks_the_fastest_and_the_cheapest(tmp_path: Path) -> None:
 
 def test_a_policy_that_does_not_fit_is_said_with_the_reason() -> None:
     output = run(
-        "--trace", "every-1h", "--nodes", "2", "--microbatch", "128", "--policy", "bamboo", "--policy", "varuna"
+        "--availability", "every-1h", "--nodes", "2", "--microbatch", "128", "--policy", "bamboo", "--policy", "varuna"
     )
     assert re.search(r"^bamboo +does not fit *$", output, re.MULTILINE)
     assert (
@@ -69,7 +71,7 @@ def test_a_policy_that_does_not_fit_is_said_with_the_reason() -> None:
 
 
 def test_a_combination_that_cannot_be_is_said_in_its_row() -> None:
-    output = run("--trace", "every-1h", "--nodes", "4", "--sweep", "max-failures=1,8")
+    output = run("--availability", "every-1h", "--nodes", "4", "--sweep", "max-failures=1,8")
     assert re.search(r"^8 +resilient +does not fit *$", output, re.MULTILINE)
     assert (
         "resilient: num_microbatches must be at least --max-failures + 1 = 9 (each pipeline processes one), got 8; "
@@ -84,7 +86,7 @@ def test_jobs_are_described_as_for_planning(tmp_path: Path) -> None:
     profile.write_bytes(derive_profile("gpt2-medium", "a40").to_json())
 
     def samples(*arguments: str) -> int:
-        trace = ["--trace", "every-1h", "--nodes", "6", "--policy", "resilient", "--global-batch", "256"]
+        trace = ["--availability", "every-1h", "--nodes", "6", "--policy", "resilient", "--global-batch", "256"]
         ended = CliRunner().invoke(app, ["simulate", *trace, "--json", str(tmp_path / "s.json"), *arguments])
         assert ended.exit_code == 0, ended.output
         return json.loads((tmp_path / "s.json").read_text())["traces"][0]["outcomes"][0]["samples"]
@@ -95,7 +97,9 @@ def test_jobs_are_described_as_for_planning(tmp_path: Path) -> None:
     assert samples("--model", "gpt2-medium", "--device", "a40", "--network-gbit-s", "1") < derived
     vision = ("--model", "qwen2-vl-7b", "--device", "h100", "--microbatch", "1")
     assert samples(*vision, "--frozen", "vision,llm") > samples(*vision)
-    ended = CliRunner().invoke(app, ["simulate", "--trace", "g4dn", "--profile", str(profile), "--global-batch", "33"])
+    ended = CliRunner().invoke(
+        app, ["simulate", "--availability", "g4dn", "--profile", str(profile), "--global-batch", "33"]
+    )
     assert ended.output == (
         "error: --global-batch must be a multiple of microbatch 32, at least 64 (one microbatch for each of 2 "
         "pipelines), got 33; use 64\n"
@@ -103,7 +107,7 @@ def test_jobs_are_described_as_for_planning(tmp_path: Path) -> None:
 
 
 def test_too_few_nodes_are_said_with_the_number_that_would_do() -> None:
-    output = run("--trace", "every-1h", "--nodes", "1", "--policy", "resilient").replace("\n", " ")
+    output = run("--availability", "every-1h", "--nodes", "1", "--policy", "resilient").replace("\n", " ")
     assert (
         "resilient: --nodes must be at least 2 (--max-failures + 1 = 2 pipelines of 1 node, the fewest that hold the "
         "model), got 1; add 1 node"
@@ -114,61 +118,61 @@ def test_too_few_nodes_are_said_with_the_number_that_would_do() -> None:
     ("arguments", "message"),
     [
         (
-            ["--trace", "nowhere.csv"],
-            "--trace must be a file, ec2-p3, g4dn or like every-6h, got 'nowhere.csv'; check the path",
+            ["--availability", "nowhere.csv"],
+            "--availability must be a file, ec2-p3, g4dn or like every-6h, got 'nowhere.csv'; check the path",
         ),
         (
-            ["--trace", "g4dn", "--policy", "oobleck"],
+            ["--availability", "g4dn", "--policy", "oobleck"],
             "--policy must be one of resilient, bamboo, varuna, restart, got 'oobleck'; choose one of these",
         ),
         (
-            ["--trace", "g4dn", "--sweep", "gpus=2"],
+            ["--availability", "g4dn", "--sweep", "gpus=2"],
             "--sweep must look like \"nodes=16,24,32\", got 'gpus=2'; give each of nodes and max-failures at most once",
         ),
         (
-            ["--trace", "g4dn", "--storage-gb-s", "0"],
+            ["--availability", "g4dn", "--storage-gb-s", "0"],
             "--storage-gb-s must be at least 0.001, got 0.0; give what was measured",
         ),
         (
-            ["--trace", "g4dn", "--step-factor", "inf"],
+            ["--availability", "g4dn", "--step-factor", "inf"],
             "--step-factor must be 1e-09 to 1e+09, got inf; 1 means as planned",
         ),
-        (["--trace", "g4dn", "--regroup-ms", "nan"], "--regroup-ms must be 0 to 1e+09, got nan; 0 means none"),
+        (["--availability", "g4dn", "--regroup-ms", "nan"], "--regroup-ms must be 0 to 1e+09, got nan; 0 means none"),
         (
-            ["--trace", "g4dn", "--network-gbit-s", "1e-300"],
+            ["--availability", "g4dn", "--network-gbit-s", "1e-300"],
             "--network-gbit-s must be at least 0.001, got 1e-300; leave it out for the usual network",
         ),
         (
-            ["--trace", "g4dn", "--nodes", "7", "--sweep", "nodes=2,4"],
+            ["--availability", "g4dn", "--nodes", "7", "--sweep", "nodes=2,4"],
             "--nodes must come without --sweep nodes, got 7; leave one of them out",
         ),
         (
-            ["--trace", "g4dn", "--png", "x.png", "--sweep", "nodes=2,4"],
+            ["--availability", "g4dn", "--png", "x.png", "--sweep", "nodes=2,4"],
             "--png must come without --sweep, got x.png; leave one of them out",
         ),
         (
-            ["--trace", "every-0h"],
-            "--trace every-0h: interval_s must be at least 0.001, got 0.0; give seconds",
+            ["--availability", "every-0h"],
+            "--availability every-0h: interval_s must be at least 0.001, got 0.0; give seconds",
         ),
         (
-            ["--trace", "every-99999999h"],
-            "--trace every-99999999h: end_ms of trace 'every-1e+08h' must be at most 87600 hours, got "
+            ["--availability", "every-99999999h"],
+            "--availability every-99999999h: end_ms of trace 'every-1e+08h' must be at most 87600 hours, got "
             "5759999942400000; observe for less",
         ),
         (
-            ["--trace", "g4dn", "--global-batch", "32000032"],
+            ["--availability", "g4dn", "--global-batch", "32000032"],
             "--global-batch must be at most 32000000, got 32000032; lower it, or raise the microbatch",
         ),
-        (["--trace", "g4dn", "--price", "nan"], "--price must be >= 0, got nan; 0 leaves dollars out"),
+        (["--availability", "g4dn", "--price", "nan"], "--price must be >= 0, got nan; 0 leaves dollars out"),
         (
-            ["--trace", "g4dn", "--hours", "inf"],
+            ["--availability", "g4dn", "--hours", "inf"],
             "--hours must be 0.001 to 87600, got inf; leave it out for the trace's own",
         ),
         (
-            ["--trace", "g4dn", "--sweep", "nodes=8,0"],
+            ["--availability", "g4dn", "--sweep", "nodes=8,0"],
             "--nodes must be 1 to 100000, got 0; leave it out for the trace's own",
         ),
-        (["--trace", "g4dn", "--restart-s", "-1"], "--restart-s must be 0 to 1e+09, got -1.0; 0 means none"),
+        (["--availability", "g4dn", "--restart-s", "-1"], "--restart-s must be 0 to 1e+09, got -1.0; 0 means none"),
     ],
 )
 def test_bad_options_are_refused_with_the_fix(arguments: list[str], message: str) -> None:
@@ -179,7 +183,7 @@ def test_bad_options_are_refused_with_the_fix(arguments: list[str], message: str
 
 def test_nodes_without_a_device_need_a_price(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_bytes(derive_profile("gpt2-medium", "a40").to_json())
-    job = ["simulate", "--trace", "g4dn", "--profile", str(tmp_path / "p.json"), "--global-batch", "256"]
+    job = ["simulate", "--availability", "g4dn", "--profile", str(tmp_path / "p.json"), "--global-batch", "256"]
     ended = CliRunner().invoke(app, job)
     assert (ended.exit_code, ended.output) == (
         2,
@@ -190,7 +194,7 @@ def test_nodes_without_a_device_need_a_price(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "bad.csv"
     path.write_text("0,add,a\n5,remove,b\n")
-    ended = CliRunner().invoke(app, [*JOB, "--trace", str(path)])
+    ended = CliRunner().invoke(app, [*JOB, "--availability", str(path)])
     assert ended.exit_code == 2
     assert f"error: {path}: line 2 must remove a node that is there, got b, which is not; add it first" in ended.stderr
 
