@@ -171,7 +171,7 @@ def test_every_folder_says_what_it_is() -> None:
 
 
 def test_tests_lie_as_the_code_does() -> None:
-    folders = {name(path.parent) for path in MODULES.values()}
+    folders = {*(name(path.parent) for path in MODULES.values()), "examples"}
     for path in files("tests"):
         inside = name(path.parent).removeprefix("tests").removeprefix("/")
         assert not inside or inside.startswith("integration") or inside in folders, f"{name(path)} tests no folder"

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -63,7 +64,14 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def make_step(module, stage_index, num_stages, num_microbatches, share, group):
+def make_step(
+    module: nn.Module,
+    stage_index: int,
+    num_stages: int,
+    num_microbatches: int,
+    share: float,
+    group: dist.ProcessGroup,
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """Return what runs forward and backward of one step."""
 
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -73,9 +81,8 @@ def make_step(module, stage_index, num_stages, num_microbatches, share, group):
 
         def accumulate(inputs: torch.Tensor, targets: torch.Tensor) -> None:
             pairs = list(zip(inputs.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True))
-            synced = isinstance(module, DistributedDataParallel)
             for number, (part, target) in enumerate(pairs):
-                if synced:
+                if isinstance(module, DistributedDataParallel):
                     module.require_backward_grad_sync = number == len(pairs) - 1
                 loss_fn(module(part), target).backward()
 

@@ -7,6 +7,7 @@ the samples.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from replica import NUM_REPLICAS, Points, accumulate, make_model, microbatches, parser, tell
@@ -29,11 +30,11 @@ def main() -> None:
     model = make_model()
     plain = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def load_state_dict(state):
+    def load_state_dict(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
         plain.load_state_dict(state["optimizer"])
 
-    def state_dict():
+    def state_dict() -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": plain.state_dict()}
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

@@ -10,6 +10,7 @@ from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem
 from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSet
 
 MIB = 2**20
@@ -196,3 +197,11 @@ def plan_of(*pipelines: tuple[PipelineTemplate, Sequence[int]]) -> Plan:
     return Plan(
         pipelines=tuple(Pipeline(template=of, nodes=tuple(nodes), num_microbatches=1) for of, nodes in pipelines)
     )
+
+
+def schedule_alone(
+    kind: ScheduleKind, template: PipelineTemplate, num_microbatches: int, states: Sequence[Sequence[int]] | None = None
+) -> Schedule:
+    """Return what a template's pipeline runs where it is the only one."""
+    pipeline = Pipeline(template=template, nodes=tuple(range(template.num_nodes)), num_microbatches=num_microbatches)
+    return Plan(pipelines=(pipeline,), schedule_kind=kind).schedule(0, states)

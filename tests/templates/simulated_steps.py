@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
-from resilient.templates.plan import PlanningProblem, schedule_of
+from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.simulator import ActionCosts, Timeline, simulate
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate
+from tests.templates.jobs import schedule_alone
 from tests.templates.search.exhaustive import all_templates
 
 KINDS = ("equal layers", "embedding and head", "5 % noise", "uneven layers")
@@ -138,4 +139,4 @@ def simulate_template(template: PipelineTemplate, num_microbatches: int) -> Time
         transfer_ms=[stage.send_ms / 2 for stage in stages[1:]],
         reduce_ms={0: template.sync_ms},
     )
-    return simulate(schedule_of(ScheduleKind.INTERLEAVED, template, num_microbatches, states), costs)
+    return simulate(schedule_alone(ScheduleKind.INTERLEAVED, template, num_microbatches, states), costs)

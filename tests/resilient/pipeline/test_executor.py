@@ -224,7 +224,7 @@ def test_error_of_a_layer_keeps_its_type_and_shows_what_the_rows_did_around_it(t
         executor.run(StepWork(step=17, num_targets=4, first_position=0, batch=lambda _: {"x": torch.zeros(1)}))
     assert str(raised.value) == "loss is nan"
     assert executor.failed_action == "1F1 of row 1"
-    assert raised.value.__notes__ == [
+    assert vars(raised.value)["__notes__"] == [
         "while training (generation 3, step 17, action 1F1 of row 1):\n"
         "time   3         4         5         6      7         8         9\n"
         "row 0  0SEND_F1  0F2       0SEND_F2  .      .         .         .\n"

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from resilient.templates.composition.batch_split import lines, slowed_line
 from resilient.templates.inputs.cluster import Cluster, Link
-from resilient.templates.plan import Pipeline, Plan, PlanningProblem, schedule_of
+from resilient.templates.plan import Pipeline, Plan, PlanningProblem
 from resilient.templates.replan.replan import first_plan, replan
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind, chunks_in_flight
 from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate
-from tests.templates.jobs import enough_nodes, problems, profile
+from tests.templates.jobs import enough_nodes, problems, profile, schedule_alone
 from tests.templates.simulated_steps import simulate_template
 
 
@@ -110,7 +110,7 @@ def test_a_pipeline_of_one_device_has_one_stage() -> None:
     templates = plan_templates(problem, 5)
     assert [(len(of[0].rows), len(of[0].stages)) for of in templates.layouts] == [(1, 1), (2, 4), (3, 6), (4, 8)]
     alone = templates.best(1, 8)
-    assert schedule_of(ScheduleKind.INTERLEAVED, alone, 8) == generate(ScheduleKind.ONE_F_ONE_B, 1, 8)
+    assert schedule_alone(ScheduleKind.INTERLEAVED, alone, 8) == generate(ScheduleKind.ONE_F_ONE_B, 1, 8)
 
 
 def test_cuts_are_close_to_the_best_of_all() -> None:
@@ -175,7 +175,7 @@ def taken(problem: PlanningProblem, template: PipelineTemplate, num_microbatches
             for index in range(stage.first_layer, stage.end_layer)
         )
         held.append(states + slot.stages[0].checkpointing * largest)
-    schedule = schedule_of(ScheduleKind.INTERLEAVED, template, num_microbatches)
+    schedule = schedule_alone(ScheduleKind.INTERLEAVED, template, num_microbatches)
     peaks = simulate(schedule, ActionCosts(forward_ms=1, backward_input_ms=1, activation_bytes=each)).peak_bytes
     return [own + int(peak) for own, peak in zip(held, peaks, strict=True)]
 

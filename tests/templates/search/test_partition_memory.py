@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.templates.inputs.cluster import Cluster
-from resilient.templates.plan import PlanningProblem, schedule_of
+from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate
-from tests.templates.jobs import KINDS, enough_nodes, problems, profile
+from tests.templates.jobs import KINDS, enough_nodes, problems, profile, schedule_alone
 
 
 @settings(max_examples=60)
@@ -51,7 +51,7 @@ def memory_taken(
         total = sum(x.state_bytes + x.gradient_bytes for x in problem.profile.layers if x.name in states)
         held.append(-(-total // stage.num_devices) + stage.checkpointing * max(activations))
         each.append(sum(layer.input_bytes for layer in layers) if stage.checkpointing else sum(activations))
-    schedule = schedule_of(problem.schedule, template, num_microbatches)
+    schedule = schedule_alone(problem.schedule, template, num_microbatches)
     costs = ActionCosts(forward_ms=1, backward_input_ms=1, backward_weight_ms=1, activation_bytes=each)
     return held, [int(peak) for peak in simulate(schedule, costs).peak_bytes]
 
@@ -87,11 +87,11 @@ def test_eager_1f1b_takes_what_memory_1f1b_leaves() -> None:
     templates = plan_templates(eight_layers(ScheduleKind.EAGER, 500), 4)
     template = templates.best(4, 20)
     assert [stage.max_in_flight for stage in template.stages] == [5, 5, 5, 5]
-    assert schedule_of(ScheduleKind.EAGER, template, 20) == generate(
+    assert schedule_alone(ScheduleKind.EAGER, template, 20) == generate(
         ScheduleKind.EAGER, 4, 20, max_in_flight=[5, 5, 5, 5]
     )
     free = plan_templates(eight_layers(ScheduleKind.EAGER, None), 4).best(4, 20)
-    assert schedule_of(ScheduleKind.EAGER, free, 20) == generate(ScheduleKind.EAGER, 4, 20)
+    assert schedule_alone(ScheduleKind.EAGER, free, 20) == generate(ScheduleKind.EAGER, 4, 20)
 
 
 def test_memory_that_only_1f1b_fits_in_is_refused() -> None:
