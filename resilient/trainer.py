@@ -18,6 +18,7 @@ from resilient.observability.step_trace import parse_steps
 from resilient.optim import Optimizer
 from resilient.profiling.cache import job_profile
 from resilient.protocol.agent_client import AgentClient
+from resilient.protocol.job_config import training_schedule
 from resilient.protocol.messages import Note, Output
 from resilient.runtime.job import Job
 from resilient.runtime.malloc import keep_freed_memory
@@ -106,7 +107,7 @@ class Trainer:
             precision=precision,
             clip_grad_norm=clip_grad_norm,
             checkpoint_every=checkpoint_every,
-            schedule=schedule,
+            schedule=training_schedule(schedule),
             num_chunks=num_chunks,
             device=_device(device),
             comm_timeout_s=comm_timeout_s,
