@@ -18,10 +18,11 @@ from resilient.observability.step_trace import parse_steps
 from resilient.optim import Optimizer
 from resilient.profiling.cache import job_profile
 from resilient.protocol.agent_client import AgentClient
+from resilient.protocol.job_config import training_schedule
 from resilient.protocol.messages import Note, Output
 from resilient.runtime.job import Job
 from resilient.runtime.malloc import keep_freed_memory
-from resilient.runtime.script import hand_over
+from resilient.runtime.script import leave_description
 from resilient.runtime.single_process import SingleProcessClient
 from resilient.runtime.worker import Worker
 from resilient.state import checkpoint, manifest
@@ -106,7 +107,7 @@ class Trainer:
             precision=precision,
             clip_grad_norm=clip_grad_norm,
             checkpoint_every=checkpoint_every,
-            schedule=schedule,
+            schedule=training_schedule(schedule),
             num_chunks=num_chunks,
             device=_device(device),
             comm_timeout_s=comm_timeout_s,
@@ -129,11 +130,14 @@ class Trainer:
         Raises:
             ValueError: ``num_steps`` or ``resume`` cannot be.
             CheckpointError: ``resume`` is no checkpoint, or another model's.
-            Exception: What the model or the data set raised, on the worker where it did.
+            Exception: What the model or the data set raised, on the worker where it did; from Python 3.11 on with a
+                note of the action at which it came.
+            SystemExit: The script runs under ``resilient profile``, which wants the job described and not trained.
         """
         job = self._job.until(num_steps)
-        keep_freed_memory()  # whoever asks for the job measures it, and is to do so as it trains
-        hand_over(job)
+        keep_freed_memory()  # whoever wants the job described measures it, and is to do so as it trains
+        if leave_description(job):
+            raise SystemExit(0)
         if self._worker is not None:
             raise ValueError("fit must be called once per Trainer, got a second call; make another Trainer")
         agent = AgentClient.from_environment()

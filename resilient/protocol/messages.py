@@ -9,13 +9,15 @@ coordinator knows who speaks. Coordinator messages for workers travel wrapped in
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
+from resilient.protocol.job_config import JobConfig
 from resilient.state.recipe import Recipe
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan
 from resilient.templates.replan.transfer import Transfer
-from resilient.templates.schedules.kind import ScheduleKind
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Larger messages are refused, on every connection."""
@@ -25,30 +27,22 @@ INIT = "init"
 """The source of states that are still at their initial values."""
 
 
-class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a script's ``Trainer`` asks for; ``digest`` must be equal on all workers of a job.
+@dataclass(frozen=True, kw_only=True)
+class JobSpec(JobConfig):
+    """What a script's ``Trainer`` asks for, as the coordinator needs it.
 
     Args:
         profile: As measured where this worker runs: on other machines the times are others.
         recipe: What a checkpoint must have been written under to be resumed.
-        comm_timeout_s: How long workers wait for each other before they give a generation up.
+        num_steps: Steps of the whole job.
         memory_bytes: What training may use of a device's memory; None for no limit.
-        schedule: What pipelines run.
-        num_chunks: Stages of each worker, under interleaved-1f1b.
+        digest: Of what must be equal on all workers of a job.
     """
 
     profile: ModelProfile
     recipe: Recipe
-    global_batch: int
-    microbatch: int
-    max_failures: int
-    min_pipeline_nodes: int
     num_steps: int
-    comm_timeout_s: float
-    checkpoint_every: int = 0
     memory_bytes: int | None = None
-    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
-    num_chunks: int = 1
     digest: str = ""
 
 

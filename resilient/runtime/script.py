@@ -1,4 +1,8 @@
-"""Runs a job's script up to ``Trainer.fit``, for whoever wants the job and no training."""
+"""Describes the job of a script without training it: runs the script up to ``Trainer.fit``.
+
+Whoever wants a description puts a place for it (:func:`job_of`); ``fit`` looks whether there is one, leaves the job
+there, and ends the script as ``sys.exit(0)`` would, for a script cannot go on without what ``fit`` returns.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,8 @@ from contextvars import ContextVar
 
 from resilient.runtime.job import Job
 
-_wanted: ContextVar[bool] = ContextVar("job_wanted", default=False)
-
-
-class _Reached(BaseException):
-    """Ends the script; no ``Exception``, which the script might catch."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__()
-        self.job = job
+_described: ContextVar[list[Job] | None] = ContextVar("described_jobs", default=None)
+"""Where jobs are to be left instead of trained; None, as usual, where they are to be trained."""
 
 
 def job_of(script: str, arguments: Sequence[str]) -> Job:
@@ -29,23 +26,34 @@ def job_of(script: str, arguments: Sequence[str]) -> Job:
         arguments: Its own.
 
     Raises:
-        ValueError: It ended without training.
+        ValueError: It ended without training, by itself or by ``sys.exit(0)``.
+        SystemExit: It ended with an exit code of its own that says that something is wrong, before training.
         Exception: What the script raised.
     """
     before = sys.argv, sys.path
-    token = _wanted.set(True)
+    jobs: list[Job] = []
+    token = _described.set(jobs)
     sys.argv, sys.path = [script, *arguments], [os.path.dirname(os.path.abspath(script)), *sys.path[1:]]
     try:
         runpy.run_path(script, run_name="__main__")
-    except _Reached as reached:
-        return reached.job
+    except SystemExit as end:
+        if not jobs and end.code:  # it has said what is wrong, of its arguments, say
+            raise
     finally:
         sys.argv, sys.path = before
-        _wanted.reset(token)
-    raise ValueError(f"script must call Trainer.fit, got {script}, which ended without it; check its arguments")
+        _described.reset(token)
+    if not jobs:
+        raise ValueError(f"script must call Trainer.fit, got {script}, which ended without it; check its arguments")
+    return jobs[0]
 
 
-def hand_over(job: Job) -> None:
-    """Give the job to :func:`job_of`, if that is what runs the script; called by ``Trainer.fit`` first of all."""
-    if _wanted.get():
-        raise _Reached(job)
+def leave_description(job: Job) -> bool:
+    """Leave a job for whoever wants it described and not trained; return whether anybody does.
+
+    Called by ``Trainer.fit`` before anything is connected or written.
+    """
+    jobs = _described.get()
+    if jobs is None:
+        return False
+    jobs.append(job)
+    return True

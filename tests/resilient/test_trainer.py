@@ -217,8 +217,9 @@ def test_error_of_the_model_reaches_the_caller() -> None:
         def loss(self, activations: Any, batch: Any) -> Tensor:
             raise ZeroDivisionError("in the loss")
 
-    with pytest.raises(ZeroDivisionError, match=r"^in the loss$"):
+    with pytest.raises(ZeroDivisionError) as raised:
         make_trainer(model=Broken(num_blocks=2)).fit(1)
+    assert str(raised.value) == "in the loss"
 
 
 def test_resume_from_nothing_or_beyond_the_end_is_refused(tmp_path: Path) -> None:

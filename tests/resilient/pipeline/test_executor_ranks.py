@@ -20,12 +20,13 @@ from resilient.pipeline.p2p import Channel, Downstream, Upstream
 from resilient.pipeline.stage import Stage, StageLayer
 from resilient.pipeline.stage_timer import StageTimer
 from resilient.protocol.fault_injection import Faults
+from resilient.protocol.job_config import SCHEDULES
 from resilient.protocol.messages import Generation
 from resilient.runtime.batches import Feed
 from resilient.runtime.commit import Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.install import WorkerContext, install
-from resilient.runtime.job import SCHEDULES, Job
+from resilient.runtime.job import Job
 from resilient.state import checkpoint
 from resilient.state.layer_state import LayerState, bind
 from resilient.state.manifest import Manifest, write_manifest

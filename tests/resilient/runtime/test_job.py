@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from resilient.optim import SGD, AdamW, WarmupCosine
-from resilient.runtime.job import SCHEDULES
+from resilient.protocol.job_config import SCHEDULES
 from resilient.templates.schedules.kind import ScheduleKind
 from tests.resilient.small import TiedModel, Tokens, make_job, make_profile
 
@@ -43,8 +43,8 @@ from tests.resilient.small import TiedModel, Tokens, make_job, make_profile
         ({"schedule": "interleaved-1f1b", "num_chunks": 1},
          "num_chunks must be >= 2, got 1; 1f1b is the schedule with one stage on each worker"),
         ({"schedule": "interleaved-1f1b", "device": torch.device("cuda", 1)},
-         "schedule must not be interleaved-1f1b on cuda:1 (NCCL's messages carry no tags, and both ends do not order "
-         "theirs alike); choose another"),
+         "schedule must be another on CUDA devices (NCCL's messages carry no tags, and both ends do not order theirs "
+         "alike), got interleaved-1f1b; choose another"),
         ({"clip_grad_norm": 0.0}, "clip_grad_norm must be > 0, got 0.0; pass None not to clip"),
         ({"comm_timeout_s": 0.0}, "comm_timeout_s must be > 0, got 0.0; leave it out for 120"),
         ({"dataset": Tokens(0)}, "dataset must hold at least one sample, got 0; check how it is built"),
@@ -89,7 +89,6 @@ def digest(**changes: Any) -> str:
         {"optimizer": SGD(lr=0.01)},
         {"optimizer": AdamW(lr=0.02)},
         {"schedule": "zb-h1"},
-        {"num_chunks": 3},
         {"optimizer": AdamW(lr=0.01, weight_decay=0.5)},
         {"optimizer": AdamW(lr=0.01, betas=(0.5, 0.9))},
         {"global_batch": 32},
@@ -103,6 +102,11 @@ def digest(**changes: Any) -> str:
 )
 def test_digest_differs_when_steps_would(changes: dict[str, Any]) -> None:
     assert digest(**changes) != digest()
+
+
+def test_digest_differs_with_the_stages_of_each_worker_where_there_are_several() -> None:
+    assert digest(schedule="interleaved-1f1b", num_chunks=3) != digest(schedule="interleaved-1f1b", num_chunks=2)
+    assert digest(num_chunks=3) == digest(), "1f1b has one stage on each worker, whatever is asked for"
 
 
 def test_digest_is_the_same_for_equal_jobs() -> None:

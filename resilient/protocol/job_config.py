@@ -1,0 +1,98 @@
+"""The sizes and choices of a job: what the user's trainer, a worker and the coordinator all know of it.
+
+Owns the checks of these arguments, so that a job that cannot run fails before anything is started.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from resilient.errors import ArgumentError
+from resilient.templates.composition.batch_split import check_batch
+from resilient.templates.schedules.kind import ScheduleKind
+
+PRECISIONS = ("bf16", "fp32", "fp64")
+
+SCHEDULES = tuple(kind.value for kind in ScheduleKind if kind is not ScheduleKind.FORWARD_ONLY)
+"""Kinds of schedules a job can choose: those that train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """The sizes and choices of a job, equal on all its workers; :class:`resilient.Trainer` tells users of them.
+
+    Args:
+        global_batch: Samples of one step.
+        microbatch: Samples that go through a pipeline together; divides ``global_batch``.
+        max_failures: Node failures that must be survivable at the same time.
+        min_pipeline_nodes: Fewest nodes of a pipeline.
+        seed: Of initial values, order of samples, and dropout.
+        precision: One of ``PRECISIONS``.
+        clip_grad_norm: Largest norm of the whole gradient; None for no limit.
+        checkpoint_every: Steps between checkpoints; 0 for one at the end.
+        schedule: What pipelines run; may be given by its name.
+        num_chunks: Stages of each worker: under interleaved-1f1b; all others have 1, whatever is given.
+        comm_timeout_s: How long workers wait for each other before they give a generation up.
+
+    Raises:
+        ArgumentError: A field cannot be.
+        ValueError: The global batch cannot be cut into microbatches; the message names those that can.
+    """
+
+    global_batch: int
+    microbatch: int
+    max_failures: int = 1
+    min_pipeline_nodes: int = 1
+    seed: int = 0
+    precision: str = "fp32"
+    clip_grad_norm: float | None = None
+    checkpoint_every: int = 0
+    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
+    num_chunks: int = 2
+    comm_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        check_batch(self.global_batch, self.microbatch, 1)
+        check_least("max_failures", self.max_failures, 0, "0 means no redundancy")
+        check_least("min_pipeline_nodes", self.min_pipeline_nodes, 1, "a pipeline has at least one node")
+        check_least("checkpoint_every", self.checkpoint_every, 0, "0 means at the end only")
+        if self.precision not in PRECISIONS:
+            raise ArgumentError(
+                "precision", f"be one of {list(PRECISIONS)}", repr(self.precision), "choose one of them"
+            )
+        object.__setattr__(self, "schedule", training_schedule(self.schedule))
+        if self.schedule is ScheduleKind.INTERLEAVED:
+            check_least("num_chunks", self.num_chunks, 2, "1f1b is the schedule with one stage on each worker")
+        else:
+            object.__setattr__(self, "num_chunks", 1)
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise ArgumentError("clip_grad_norm", "be > 0", self.clip_grad_norm, "pass None not to clip")
+        if not self.comm_timeout_s > 0:
+            raise ArgumentError("comm_timeout_s", "be > 0", self.comm_timeout_s, "leave it out for 120")
+
+    def config(self) -> dict[str, Any]:
+        """Return the fields by name, to make another object that has them, too."""
+        return {field.name: getattr(self, field.name) for field in fields(JobConfig)}
+
+
+def training_schedule(name: str) -> ScheduleKind:
+    """Return the kind of schedule a job asks for.
+
+    Raises:
+        ArgumentError: There is none of that name, or it does not train.
+    """
+    if name not in SCHEDULES:
+        fix = "choose one of them, 1f1b needs the least memory"
+        raise ArgumentError("schedule", f"be one of {list(SCHEDULES)}", repr(str(name)), fix)
+    return ScheduleKind(name)
+
+
+def check_least(field: str, value: int, least: int, fix: str) -> None:
+    """Check that an argument is at least ``least``.
+
+    Raises:
+        ArgumentError: It is less.
+    """
+    if value < least:
+        raise ArgumentError(field, f"be >= {least}", value, fix)
