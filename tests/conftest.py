@@ -4,13 +4,43 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 # Examples take as long as they take: machines that run tests are shared, and each test has a limit.
-settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("shared-machine")
+_SHARED_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+_SEARCH_TIMES, _SEARCH_LIMIT_S = 10, 1800
+
+# By default every run tries the same examples, whatever earlier ones found. `pytest --hypothesis-profile=search` looks
+# for new ones, ten times as many as a test asks for, and begins with those that failed before.
+settings.register_profile("fixed", _SHARED_MACHINE, derandomize=True, database=None)
+settings.register_profile(
+    "search",
+    _SHARED_MACHINE,
+    derandomize=False,
+    database=DirectoryBasedExampleDatabase(".hypothesis/examples"),
+    max_examples=_SEARCH_TIMES * 100,
+)
+settings.load_profile("fixed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have the profile "search" look further in tests that say themselves how many examples they try."""
+    if settings().derandomize:
+        return
+    for test, same in groupby(items, key=lambda item: cast(Any, getattr(item, "obj", None))):
+        if not getattr(test, "is_hypothesis_test", False):
+            continue
+        for item in same:
+            item.add_marker(pytest.mark.timeout(_SEARCH_LIMIT_S))
+        own: settings | None = getattr(test, "_hypothesis_internal_use_settings", None)
+        if own is not None and own.max_examples < settings().max_examples:
+            test._hypothesis_internal_use_settings = settings(own, max_examples=_SEARCH_TIMES * own.max_examples)
+
 
 # Commands print as into a file, whatever the log that the tests run into is made to look like. Consoles that are made
 # when modules are imported look as well: it must be before that.

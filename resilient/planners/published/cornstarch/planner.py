@@ -211,7 +211,9 @@ def _layers(unit: UnitCosts, tp: int, setting: Setting, samples: SampleTable) ->
 
 
 def _plans(branches: Sequence[Sequence[_Option]]) -> list[tuple[tuple[_Option, ...], float, float, int]]:
-    """Return, for each pair of bounds on any stage's time and gradients, options within both on the fewest devices.
+    """Return, for each bound on any stage's time and on its gradients, options within both on the fewest devices.
+
+    Gradients of the language model have a bound of their own: its sums may take another link, and encoders hide them.
 
     Args:
         branches: Ways to cut each branch into 1, 2, ... stages; the language model last.
@@ -223,13 +225,14 @@ def _plans(branches: Sequence[Sequence[_Option]]) -> list[tuple[tuple[_Option, .
     most = [np.array([option.gradient_bytes.max() for option in options]) for options in branches]
     if not all(len(each) for each in slowest):
         return []
-    times, sizes = _bounds(slowest)[:, None], _bounds(most)[None, :]
+    times = _bounds(slowest)[:, None, None, None]
+    sizes = [*(_bounds(most[:-1])[:, None, None] for _ in most[:-1]), _bounds(most[-1:])[:, None]]
     within = [
-        (of_time <= times[..., None]) & (of_size <= sizes[..., None])
-        for of_time, of_size in zip(slowest, most, strict=True)
-    ]
-    possible = np.all([each.any(axis=-1) for each in within], axis=0)
-    first: Ints = np.stack([each.argmax(axis=-1)[possible] for each in within], axis=1)
+        (of_time <= times) & (of_size <= bounds) for of_time, of_size, bounds in zip(slowest, most, sizes, strict=True)
+    ]  # [times, encoders' gradients, the language model's, options], 1 where it does not matter
+    possible = np.all(np.broadcast_arrays(*(each.any(axis=-1) for each in within)), axis=0)
+    fewest = np.broadcast_arrays(*(each.argmax(axis=-1) for each in within))
+    first: Ints = np.stack([each[possible] for each in fewest], axis=1)
     plans: list[tuple[tuple[_Option, ...], float, float, int]] = []
     for picks in np.unique(first, axis=0).tolist():
         chosen = tuple(options[pick] for options, pick in zip(branches, picks, strict=True))
