@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from resilient.extras import require
 from resilient.templates.composition.batch_split import Lines, capacities, finish_ns, line_table
 
 
@@ -44,6 +45,7 @@ def split_with_constraints(
 
     Raises:
         ValueError: There is no such split; the message names the nearest numbers of microbatches that have one.
+        MissingPackageError: Pyomo or HiGHS is not installed.
     """
     if not pipelines:
         raise ValueError("pipelines must be one or more, got none; give the lines of each")
@@ -169,6 +171,8 @@ class _Model:
 
 
 def _pyomo_and_highs() -> tuple[Any, Any]:
+    for package in ("pyomo", "highspy"):
+        require(package, "a batch split under constraints")
     import pyomo.environ as pyo  # pyright: ignore[reportMissingTypeStubs]
     from pyomo.contrib.appsi.solvers import Highs  # pyright: ignore[reportMissingTypeStubs]
 
