@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from resilient.errors import ArgumentError
+from resilient.extras import require
 from resilient.templates.composition.batch_split import Lines, capacities, finish_ns, line_table
 
 
@@ -45,6 +46,7 @@ def split_with_constraints(
 
     Raises:
         ValueError: There is no such split; the message names the nearest numbers of microbatches that have one.
+        MissingPackageError: Pyomo or HiGHS is not installed.
     """
     if not pipelines:
         raise ArgumentError("pipelines", "be one or more", "none", "give the lines of each")
@@ -174,6 +176,8 @@ class _Model:
 
 
 def _pyomo_and_highs() -> tuple[Any, Any]:
+    for package in ("pyomo", "highspy"):
+        require(package, "a batch split under constraints")
     import pyomo.environ as pyo  # pyright: ignore[reportMissingTypeStubs]
     from pyomo.contrib.appsi.solvers import Highs  # pyright: ignore[reportMissingTypeStubs]
 

@@ -10,6 +10,7 @@ import pytest
 from resilient.observability.run_comparison import compare_parameters
 from tests.integration.harness import CHAIN, DIGITS, TOLERANCE, Run, check_equal, check_recovered, run_alone, run_job
 
+TEXT = DIGITS.with_name("text_chain.py")
 VLM = ("--steps", "4", "--batch", "24", "--microbatch", "4", "--precision", "fp64")
 
 
@@ -30,8 +31,8 @@ def check_equals_one_process(run: Run, alone: Path, log: str) -> None:
 
 @pytest.mark.parametrize(
     ("script", "arguments"),
-    [(CHAIN, ()), (CHAIN, ("--optimizer", "sgd")), (DIGITS, VLM)],
-    ids=["chain", "chain-sgd", "multimodal"],
+    [(CHAIN, ()), (CHAIN, ("--optimizer", "sgd")), (DIGITS, VLM), (TEXT, (*VLM, "--min-pipeline-nodes", "2"))],
+    ids=["chain", "chain-sgd", "multimodal", "text"],
 )
 def test_two_unequal_pipelines_equal_one_process(script: Path, arguments: tuple[str, ...], tmp_path: Path) -> None:
     log = run_alone(tmp_path / "alone", *arguments, script=script)

@@ -14,6 +14,7 @@ from resilient.cli import run
 from resilient.cli.app import app
 from resilient.extras import _EXTRAS, MissingPackageError, require
 from resilient.planners.published.dflop.vector_packing import fill_buckets
+from resilient.templates.composition.batch_split_model import split_with_constraints
 from tests.resilient.observability.made_up_runs import failure_and_join
 
 PLAN = ("plan", "--model", "gpt2-medium", "--device", "a40", "--nodes", "4")
@@ -84,4 +85,12 @@ def test_highs_is_asked_for_where_it_is_used() -> None:
     with pytest.raises(MissingPackageError) as caught:
         fill_buckets(weights, [1.0] * 4, time_limit_s=10)
     told = "Dflop(time_limit_s=...) needs highspy, which is not installed; pip install 'resilient-train[solvers]'"
+    assert str(caught.value) == told
+
+
+@pytest.mark.usefixtures("bare")
+def test_pyomo_is_asked_for_where_it_is_used() -> None:
+    with pytest.raises(MissingPackageError) as caught:
+        split_with_constraints([((1, 1),), ((1, 1),)], 4, multiple_of=[2, 2])
+    told = "a batch split under constraints needs pyomo, which is not installed; pip install 'resilient-train[solvers]'"
     assert str(caught.value) == told

@@ -1,0 +1,145 @@
+"""What the documentation says exists: commands, options, files, links, rooms; and its worked example runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from resilient.cli.app import app
+from tests.test_layering import ROOMS
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+"""The changelog names what is no longer there."""
+SCRIPTS = sorted(
+    path for folder in ("examples", "benchmarks", "tests/integration") for path in (ROOT / folder).glob("*.py")
+)
+OTHERS = {"--hypothesis-profile", "--gpus", "--ipc", "--network", "--strict"}
+"""Options of other people's commands."""
+
+
+def commands(group: TyperGroup, *words: str) -> Iterator[tuple[tuple[str, ...], set[str]]]:
+    """Yield the words and the options of every command there is."""
+    for name, command in group.commands.items():
+        if isinstance(command, TyperGroup):
+            yield from commands(command, *words, name)
+        else:
+            yield (*words, name), {option for each in command.params for option in each.opts if option.startswith("--")}
+
+
+_APP = get_command(app)
+assert isinstance(_APP, TyperGroup)
+COMMANDS = dict(commands(_APP))
+
+
+def told_commands(page: Path) -> Iterator[list[str]]:
+    """Yield the words of each command line of a page, in blocks and in the text."""
+    text = page.read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", outside)]
+    for line in lines:
+        for part in re.split(r"&&|\|", line):
+            try:
+                words = shlex.split(part, comments=True)
+            except ValueError:  # code, but no command
+                continue
+            if words:
+                yield words
+
+
+def options(words: list[str]) -> list[str]:
+    return [word.partition("=")[0] for word in words if re.match(r"--\w", word)]
+
+
+def script_options(script: Path) -> set[str]:
+    return set(re.findall(r"\"(--[\w-]+)\"", script.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_their_options_exist(page: Path) -> None:
+    for words in told_commands(page):
+        if words[0] != "resilient" or len(words) == 1:
+            continue
+        count = 2 if words[1] == "inject" and len(words) > 2 else 1
+        command = tuple(words[1 : 1 + count])
+        if command == ("inject",):
+            continue
+        assert command in COMMANDS, f"{page.name}: {shlex.join(words)}"
+        rest = words[1 + count :]
+        scripts = [i for i, word in enumerate(rest) if word.endswith(".py")]
+        own, after = (rest[: scripts[0]], rest[scripts[0] :]) if scripts else (rest, [])
+        unknown = [each for each in options(own) if each not in COMMANDS[command]]
+        assert unknown == [], f"{page.name}: {shlex.join(words)}"
+        if after and (ROOT / after[0]) in SCRIPTS:
+            assert set(options(after)) <= script_options(ROOT / after[0]), f"{page.name}: {shlex.join(words)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_named_in_the_text_exist(page: Path) -> None:
+    known = set[str]().union(*COMMANDS.values(), *map(script_options, SCRIPTS), OTHERS)
+    named = {option for words in told_commands(page) if words[0].startswith("--") for option in options(words)}
+    assert named <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_named_exist(page: Path) -> None:
+    folders = "|".join(each.name for each in ROOT.iterdir() if each.is_dir() and not each.name.startswith("."))
+    text = re.sub(r"^```text.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    named = set(re.findall(rf"(?<![\w/.-])(?:{folders})/[\w/]+\.(?:py|md|png|txt)", text))
+    assert sorted(each for each in named if not each.startswith("runs/") and not (ROOT / each).exists()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://)([^)#]+)(?:#[^)]*)?\)", page.read_text())
+    assert sorted(each for each in targets if not (page.parent / each).exists()) == []
+
+
+def test_every_command_is_documented() -> None:
+    told = {tuple(words[1:3]) for page in PAGES for words in told_commands(page) if words[0] == "resilient"}
+    named = told | {words[:1] for words in told}
+    assert {words for words in COMMANDS if words not in named} == set()
+
+
+def test_the_map_shows_every_room_and_what_it_may_import() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| ([\w, ]*)\|$", text, flags=re.MULTILINE)
+    shown = {room: sorted(names.replace(",", " ").split()) for room, names in rows}
+    assert shown == {room: sorted(names.split()) for room, names in ROOMS.items()}
+
+
+def test_extras_named_exist() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    extras = set(re.findall(r"^(\w+) = \[", pyproject.partition("[project.optional-dependencies]")[2], re.MULTILINE))
+    for page in [*PAGES, ROOT / ".ci" / "run"]:
+        for named in re.findall(r"pip install .*?\[([\w,]+)\]", page.read_text()):
+            assert set(named.split(",")) <= extras, page.name
+
+
+def test_the_worked_example_of_layers_learns(tmp_path: Path) -> None:
+    guide = (ROOT / "docs" / "user_guide.md").read_text()
+    found = re.search(r"^```python\n(# tied_model.py\n.*?)^```", guide, flags=re.MULTILINE | re.DOTALL)
+    assert found is not None
+    script = tmp_path / "tied_model.py"
+    script.write_text(found[1])
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RESILIENT_RUN_DIR": str(tmp_path / "run")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", ended.stderr)]
+    assert (ended.returncode, len(losses)) == (0, 30), ended.stderr
+    assert losses[-1] < 0.1 < 1 < losses[0]
