@@ -26,8 +26,8 @@ import msgspec
 from aiohttp import web
 
 from resilient.agent.membership import events as ev
-from resilient.agent.membership.machine import Membership
-from resilient.agent.membership.state import EXIT_FAILED, Settings
+from resilient.agent.membership.context import EXIT_FAILED, Settings
+from resilient.agent.membership.machine import Membership, MembershipError
 from resilient.errors import CheckpointError
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
@@ -151,12 +151,16 @@ class Coordinator:
         except Exception as error:  # an error of ours must end the job, too, and not leave it waiting
             logger.exception("the coordinator failed")
             self._queue.clear()
-            self._fail(f"the coordinator failed: {error!r}")
+            reason = error.reason if isinstance(error, MembershipError) else repr(error)
+            self._fail(f"the coordinator failed: {reason}")
         finally:
             self._is_pumping = False
 
     def _handle(self, event: ev.Stimulus) -> None:
-        for instruction in self._machine.handle(event, time.monotonic()):
+        instructions = self._machine.handle(event, time.monotonic())
+        if self._settings.validate:
+            self._machine.validate()
+        for instruction in instructions:
             try:
                 self._do(instruction)
             except CheckpointError as error:

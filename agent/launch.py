@@ -18,7 +18,7 @@ from typing import Any
 
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.membership import events as ev
-from resilient.agent.membership.state import EXIT_FAILED, Settings
+from resilient.agent.membership.context import EXIT_FAILED, Settings
 from resilient.agent.process import Spawner, start_forkserver
 from resilient.observability.step_trace import parse_steps
 from resilient.protocol.forkserver import Spawn

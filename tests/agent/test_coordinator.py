@@ -18,7 +18,7 @@ import pytest
 
 from resilient.agent import coordinator
 from resilient.agent.coordinator import Coordinator
-from resilient.agent.membership import changes
+from resilient.agent.membership import lifecycle
 from resilient.agent.membership.events import ManifestFailed, Stop, StopWanted, Tick, WriteManifest
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
@@ -282,7 +282,7 @@ def test_error_of_the_planner_ends_the_job(tmp_path: Path, monkeypatch: pytest.M
         assert stopped["exit_code"] == 1
         assert stopped["reason"].startswith("the coordinator failed: RuntimeError('no'); start again with: ")
 
-    monkeypatch.setattr(changes, "form", form)
+    monkeypatch.setattr(lifecycle, "form", form)
     with_coordinator(tmp_path, scenario)
 
 
