@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hmac
 import ipaddress
 import json
@@ -26,8 +25,9 @@ import msgspec
 from aiohttp import web
 
 from resilient.agent.membership import events as ev
-from resilient.agent.membership.machine import Membership
-from resilient.agent.membership.state import EXIT_FAILED, Settings
+from resilient.agent.membership.context import EXIT_FAILED, Phase, Settings
+from resilient.agent.membership.machine import Membership, MembershipError
+from resilient.agent.stimulus_log import StimulusLog, append_whole
 from resilient.errors import CheckpointError
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
@@ -79,6 +79,7 @@ class Coordinator:
         self._num_nodes_seen = 0
         self._health: dict[int, Health] = {}
         self._log = Path(settings.run_directory) / "events.jsonl"
+        self._stimuli = StimulusLog(Path(settings.run_directory) / "stimuli.jsonl", settings)
         self._injections_read = 0
         self._queue: deque[ev.Stimulus] = deque()
         self._is_pumping = False
@@ -138,6 +139,7 @@ class Coordinator:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._runner is not None:
             await self._runner.cleanup()
+        self._stimuli.flush()
 
     def feed(self, event: ev.Stimulus) -> None:
         """Give the machine an event and do what it says. Events that this causes come after it."""
@@ -151,12 +153,23 @@ class Coordinator:
         except Exception as error:  # an error of ours must end the job, too, and not leave it waiting
             logger.exception("the coordinator failed")
             self._queue.clear()
-            self._fail(f"the coordinator failed: {error!r}")
+            reason = error.reason if isinstance(error, MembershipError) else repr(error)
+            self._fail(f"the coordinator failed: {reason}")
         finally:
             self._is_pumping = False
 
     def _handle(self, event: ev.Stimulus) -> None:
-        for instruction in self._machine.handle(event, time.monotonic()):
+        now = time.monotonic()
+        self._stimuli.write(event, now)
+        instructions = self._machine.handle(event, now)
+        if self._settings.validate:
+            self._machine.validate()
+        is_tick = isinstance(event, ev.Tick)
+        if is_tick and not instructions and self._machine.phase is not Phase.STARTING:
+            self._stimuli.drop_last()  # of time that passes, the machine remembers nothing but the start
+        if is_tick or instructions:
+            self._stimuli.flush()
+        for instruction in instructions:
             try:
                 self._do(instruction)
             except CheckpointError as error:
@@ -226,7 +239,7 @@ class Coordinator:
 
     def _write_event(self, event: dict[str, Any]) -> None:
         try:
-            _append(self._log, msgspec.json.encode(event) + b"\n")
+            append_whole(self._log, msgspec.json.encode(event) + b"\n")
         except OSError as error:  # a full disk ends no job that it does not keep from training
             logger.error("cannot write %s: %s", self._log, error)
         self._on_event(event)
@@ -371,15 +384,6 @@ async def _read(request: web.Request, kind: type[_Body]) -> _Body:
         return msgspec.json.decode(await request.read(), type=kind)
     except msgspec.DecodeError as error:
         raise web.HTTPBadRequest(text=f"cannot read the {kind.__name__.lower()}: {error}") from None
-
-
-def _append(path: Path, line: bytes) -> None:
-    """Add a line, whole or not at all."""
-    with path.open("ab", buffering=0) as file:
-        written = file.write(line)
-        if written < len(line):
-            file.truncate(file.tell() - written)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.membership import events as ev
-from resilient.agent.membership.state import EXIT_FAILED, Settings
+from resilient.agent.membership.context import EXIT_FAILED, Settings
 from resilient.agent.process import Spawner, start_forkserver
 from resilient.observability.step_trace import parse_steps
 from resilient.protocol.forkserver import Spawn
@@ -53,6 +53,8 @@ class LaunchOptions:
         injections: Failures to cause.
         domains: What the simulated nodes fail together with (zones, racks), in turn; empty for each by itself.
         trace_steps: Steps of which workers write down when they did what, as in "10" or "10-12"; "" for none.
+        validate: Check after everything that happens that the membership is consistent; a job of a thousand nodes
+            feels it.
         environment: Further environment variables for nodes and workers.
     """
 
@@ -71,6 +73,7 @@ class LaunchOptions:
     injections: tuple[Injection, ...] = ()
     domains: tuple[str, ...] = ()
     trace_steps: str = ""
+    validate: bool = False
     environment: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
@@ -216,6 +219,7 @@ class Launcher:
             heartbeat_s=options.heartbeat_s,
             grace_s=options.grace_s,
             trace=options.trace_steps,
+            validate=options.validate,
         )
 
     def _handle_signals(self) -> None:

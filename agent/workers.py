@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from resilient.agent.membership.members import log_path
+from resilient.agent.membership.next_generation.members import log_path
 from resilient.agent.process import Spawner
 from resilient.errors import ControlError
 from resilient.protocol.agent_client import HEADER_BYTES, decode_attach, frame_size

@@ -20,9 +20,6 @@ from resilient.protocol.messages import (
 from resilient.state.manifest import Manifest
 from resilient.templates.plan import PlanningProblem
 
-WorkerId = tuple[int, int]
-"""A worker: (node, local rank)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConnected:

@@ -1,16 +1,18 @@
 """The membership machine: who takes part, which generation is the current one, how one follows another.
 
-Pure: events in, instructions out; the clock is an argument. Every change goes the same way: ``Regroup(g + 1)`` to all
-workers, a ``Report`` from each placed one, an agreement (:mod:`resilient.agent.membership.agreement`), a plan
-(:mod:`resilient.agent.membership.forming`), ``Generation(g + 1)``. A further loss before that shrinks the set that is
-waited for; one after it begins g + 2. Messages of other generations are ignored.
+Pure: stimuli in, instructions out; the clock is an argument. Every change goes the same way: ``Regroup(g + 1)`` to all
+workers, a ``Report`` from each placed one, an agreement (:mod:`resilient.agent.membership.next_generation.agreement`),
+a plan (:mod:`resilient.agent.membership.next_generation.forming`), ``Generation(g + 1)``. A further loss before that
+shrinks the set that is waited for; one after it begins g + 2. Messages of other generations are ignored.
 """
 
 from __future__ import annotations
 
-from functools import singledispatchmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from resilient.agent.membership.agreement import NOTHING, agree, uncovered
+from resilient.agent.membership.context import TRAINING, Phase, Settings
 from resilient.agent.membership.events import (
     FailureWanted,
     Instruction,
@@ -20,376 +22,239 @@ from resilient.agent.membership.events import (
     NodeLeaving,
     NodeLost,
     PlansPrepared,
-    Send,
     Stimulus,
     StopWanted,
-    Tell,
     Tick,
     WorkerEnded,
-    WorkerId,
     WorkerSaid,
 )
-from resilient.agent.membership.members import Member, log_path
-from resilient.agent.membership.state import EXIT_DONE, EXIT_FAILED, Phase
-from resilient.agent.membership.waiting import ADVANCES, Waiting
+from resilient.agent.membership.handlers import Handlers
+from resilient.agent.membership.invariants import Invariants
+from resilient.agent.membership.lifecycle import Lifecycle
+from resilient.agent.membership.next_generation.members import Member, WorkerId
+from resilient.errors import ResilientError
 from resilient.protocol.messages import (
-    Arm,
     Failed,
     Finished,
+    FromWorkerMessage,
     Installed,
-    Kill,
     Note,
     NotSaved,
     Output,
     Ready,
     Report,
     Saved,
-    Shutdown,
     StepDone,
     StepOutcome,
     Suspect,
-    Welcome,
 )
-from resilient.state.manifest import folder
+from resilient.templates.plan import Plan
+
+STARTING, INSTALLING, RUNNING, AGREEING, SAVING, FINISHED, STOPPED = Phase
+GOING_ON = (STARTING, *TRAINING, SAVING)
+LIVE = (*GOING_ON, FINISHED)
+
+ROWS: tuple[tuple[type, str, tuple[Phase, ...]], ...] = (
+    # what happens      what is done about it           in which phases
+    (NodeConnected, "on_node_connected", (STARTING, *TRAINING)),
+    (NodeConnected, "on_late_node", (SAVING, FINISHED)),
+    (NodeConnected, "send_away", (STOPPED,)),  # it was on its way when the job stopped
+    (NodeLost, "on_node_lost", LIVE),
+    (NodeLeaving, "on_early_leave", (STARTING,)),
+    (NodeLeaving, "on_node_leaving", (*TRAINING, SAVING, FINISHED)),
+    (WorkerEnded, "on_worker_ended_early", (STARTING,)),
+    (WorkerEnded, "on_worker_ended", (*TRAINING, SAVING)),
+    (WorkerEnded, "on_worker_done", (FINISHED,)),
+    (WorkerSaid, "on_worker_said", LIVE),
+    (FailureWanted, "on_failure_wanted", LIVE),
+    (PlansPrepared, "on_plans_prepared", LIVE),
+    (Interrupted, "on_interrupted", LIVE),
+    (ManifestFailed, "on_last_manifest_failed", (SAVING, FINISHED, STOPPED)),
+    (ManifestFailed, "on_manifest_failed", TRAINING),
+    (StopWanted, "on_stop_wanted", LIVE),
+    (Tick, "on_tick_while_starting", (STARTING,)),
+    (Tick, "on_tick_while_training", TRAINING),
+    (Tick, "on_tick_while_saving", (SAVING,)),
+    # what workers say
+    (Ready, "on_ready", GOING_ON),
+    (Suspect, "on_suspect", TRAINING),
+    (Report, "on_report", (AGREEING,)),
+    (Installed, "on_installed", TRAINING),
+    (StepDone, "on_step_done", TRAINING),
+    (Saved, "on_saved", (*TRAINING, SAVING)),
+    (NotSaved, "on_not_saved", LIVE),
+    (Finished, "on_finished", TRAINING),
+    (Failed, "on_failed", LIVE),
+    (Output, "on_output", LIVE),
+    (Note, "on_note", LIVE),
+)
+
+IGNORED: tuple[tuple[type, tuple[Phase, ...], str], ...] = (
+    # what happens      in which phases     why nothing is done about it
+    (NodeLost, (STOPPED,), "everybody is being shut down"),
+    (NodeLeaving, (STOPPED,), "everybody is being shut down"),
+    (WorkerEnded, (STOPPED,), "everybody is being shut down"),
+    (WorkerSaid, (STOPPED,), "the job is over"),
+    (FailureWanted, (STOPPED,), "the job is over"),
+    (PlansPrepared, (STOPPED,), "nothing is planned any more"),
+    (Interrupted, (STOPPED,), "the job is over"),
+    (StopWanted, (STOPPED,), "the job is over"),
+    (Tick, (FINISHED, STOPPED), "scripts may take as long as they like after the last step"),
+    (Ready, (FINISHED,), "nothing is trained any more"),
+    (Suspect, (STARTING, SAVING, FINISHED), "no generation is to go on"),
+    (Report, (STARTING, INSTALLING, RUNNING, SAVING, FINISHED), "nobody is asked, or no longer"),
+    (Installed, (STARTING, SAVING, FINISHED), "it is of a generation that was left, or said again"),
+    (StepDone, (STARTING, SAVING, FINISHED), "it is of a generation that was left, or said again"),
+    (Saved, (STARTING, FINISHED), "all parts were there before the job was finished"),
+    (Finished, (STARTING, SAVING, FINISHED), "it is of a generation that was left, or said again"),
+)
+
+TABLE: Mapping[tuple[Phase, type], str] = {
+    (phase, kind): handler
+    for kind, handler, phases in (*ROWS, *((kind, "ignore", phases) for kind, phases, _ in IGNORED))
+    for phase in phases
+}
+"""The handler of everything that can happen, by phase; what is not in it is refused with a TypeError."""
 
 
-class Membership(Waiting):
-    """The machine. Feed it events with :meth:`handle`, in the order in which they happen."""
+_MOST_STIMULI = 20
+_COLUMNS = 160
 
-    def handle(self, event: Stimulus, now: float) -> list[Instruction]:
-        """Take in one event; return what is to be done, in this order.
+
+class MembershipError(ResilientError):
+    """The membership machine is broken, by a fault of its own: the job cannot go on.
+
+    The message tells the last stimuli.
+
+    Args:
+        reason: What is wrong.
+        story: What came before, a line for each stimulus.
+    """
+
+    def __init__(self, reason: str, story: str) -> None:
+        super().__init__(f"{reason}\n{story}")
+        self.reason = reason
+
+
+class Story:
+    """Remembers the last stimuli, each with its time and with where the job was when it came."""
+
+    def __init__(self) -> None:
+        self._told: deque[tuple[float, Phase, int, Stimulus]] = deque(maxlen=_MOST_STIMULI)
+
+    def note(self, now: float, phase: Phase, generation: int, stimulus: Stimulus) -> None:
+        """Take in a stimulus before it is handled."""
+        self._told.append((now, phase, generation, stimulus))
+
+    def error(self, reason: str) -> MembershipError:
+        """Return the error to raise now."""
+        lines = [
+            f"  {now:.3f} s  generation {generation}, {phase.value}: {_shortened(repr(stimulus))}"
+            for now, phase, generation, stimulus in self._told
+        ]
+        return MembershipError(reason, "\n".join(["the last stimuli, the newest at the end:", *lines]))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _COLUMNS else f"{text[: _COLUMNS - 1]}…"
+
+
+class Membership:
+    """The machine. Feed it stimuli with :meth:`handle`, in the order in which they happen."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.lifecycle = Lifecycle(settings)
+        self._context = self.lifecycle.context
+        self._handlers = Handlers(self.lifecycle)
+        self._story = Story()
+        self._invariants = Invariants()
+
+    @property
+    def settings(self) -> Settings:
+        """What the job was started with."""
+        return self._context.settings
+
+    @property
+    def phase(self) -> Phase:
+        """Where the job is."""
+        return self.lifecycle.phase
+
+    @property
+    def generation(self) -> int:
+        """The one in force; 0 before the first."""
+        return self._context.generation
+
+    @property
+    def members(self) -> Mapping[int, Member]:
+        """The live nodes by number."""
+        return self._context.members
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None before the first generation."""
+        return self.lifecycle.participants.plan
+
+    @property
+    def outcome(self) -> StepOutcome | None:
+        """Of the last committed step; None when none was seen to be."""
+        return self.lifecycle.progress.outcome
+
+    @property
+    def awaiting(self) -> set[WorkerId]:
+        """The workers whose report or saved part is waited for."""
+        return self.lifecycle.awaiting
+
+    def status(self) -> dict[str, Any]:
+        """Return where the job is, ready for JSON."""
+        return {
+            "phase": self.phase.value,
+            "generation": self.generation,
+            "step": self.lifecycle.progress.step,
+            "loss": self.outcome.loss if self.outcome else None,
+            "nodes": [
+                {"node": member.node, "host": member.host, "ready": member.is_ready, "leaving": member.leaving}
+                for member in self.members.values()
+            ],
+            "pipelines": [list(pipeline.nodes) for pipeline in self.plan.pipelines] if self.plan else [],
+        }
+
+    def handle(self, stimulus: Stimulus, now: float) -> list[Instruction]:
+        """Take in what happened; return what is to be done, in this order.
 
         Args:
-            event: What happened.
+            stimulus: What happened.
             now: Seconds on a clock that never goes back.
+
+        Raises:
+            MembershipError: This code is wrong; end the job, with a further ``StopWanted``.
         """
-        self._now = now
-        self._out = []
-        if self.phase is not Phase.STOPPED or isinstance(event, ManifestFailed):
-            self._on(event)
-        elif isinstance(event, NodeConnected):  # it was on its way when the job stopped
-            self._out.append(Tell(node=event.node, message=Shutdown(exit_code=EXIT_DONE, reason="the job is over")))
-        return self._out
+        self._story.note(now, self.phase, self.generation, stimulus)
+        out = self._context.begin(now)
+        try:
+            self._handler(stimulus)(stimulus)
+            if isinstance(stimulus, WorkerSaid) and self._hears(stimulus.node):
+                self._handler(stimulus.message)(stimulus.message, (stimulus.node, stimulus.local_rank))
+        except Exception as error:
+            raise self._story.error(repr(error)) from error
+        return out
 
-    # ------------------------------------------------------------ events
+    def _hears(self, node: int) -> bool:
+        """Return whether what a node's workers say counts: not if it is given up, or the job over."""
+        return self.phase is not STOPPED and node in self.members
 
-    @singledispatchmethod
-    def _on(self, event: Stimulus) -> None:
-        raise TypeError(f"unknown event {event}")
+    def _handler(self, happened: Stimulus | FromWorkerMessage) -> Callable[..., None]:
+        kind = type(happened)
+        handler = TABLE.get((self.phase, kind))
+        if handler is None:
+            raise TypeError(f"stimulus must be in the table of phase {self.phase.value}, got {kind.__name__}")
+        return getattr(self._handlers, handler)
 
-    @_on.register
-    def _(self, event: NodeConnected) -> None:
-        settings = self.settings
-        self._record("node_connected", node=event.node, host=event.host, pid=event.pid, domain=event.domain)
-        self._out.append(
-            Tell(
-                node=event.node,
-                message=Welcome(
-                    node=event.node,
-                    fresh=True,
-                    script=settings.script,
-                    arguments=settings.arguments,
-                    directory=settings.directory,
-                    run_directory=settings.run_directory,
-                    heartbeat_s=settings.heartbeat_s,
-                    num_nodes=settings.num_nodes,
-                    trace=settings.trace,
-                ),
-            )
-        )
-        self.members[event.node] = Member(
-            node=event.node, host=event.host, pid=event.pid, num_workers=event.num_workers, domain=event.domain
-        )
-        if event.num_workers != settings.workers_per_node:
-            reason = f"workers per node must be {settings.workers_per_node} in this job, got {event.num_workers}"
-            self._dismiss(self.members[event.node], reason, exit_code=EXIT_FAILED)
-        elif self.phase in (Phase.FINISHED, Phase.SAVING):
-            self._dismiss(self.members[event.node], "the job is over")
+    def validate(self) -> None:
+        """Check that what the machine knows is consistent; to be called after any stimulus.
 
-    @_on.register
-    def _(self, event: NodeLost) -> None:
-        self._lose(event.node, event.cause)
-
-    @_on.register
-    def _(self, event: NodeLeaving) -> None:
-        member = self.members.get(event.node)
-        if member is None or member.leaving:
-            return
-        self._record("node_leaving", node=event.node, reason=event.reason)
-        member.leaving = True
-        if self.phase is Phase.STARTING:
-            self._expected -= 1
-        if not self._is_needed(event.node):
-            self._dismiss(member, "left")
-        self._proceed()
-
-    @_on.register
-    def _(self, event: WorkerEnded) -> None:
-        member = self.members.get(event.node)
-        if member is None:
-            return
-        if event.exit_code < 0:
-            if self.phase is Phase.FINISHED:
-                member.done.add(event.local_rank)
-            self._lose(event.node, f"worker killed by signal {-event.exit_code}")
-        elif event.exit_code > 0:
-            log = log_path(self.settings.run_directory, (event.node, event.local_rank))
-            self._fail(event.node, event.error or f"a worker ended with exit code {event.exit_code}; see {log}")
-            self._lose(event.node, f"worker ended with exit code {event.exit_code}")
-        else:
-            member.done.add(event.local_rank)
-            self._worker_is_done(event)
-
-    @_on.register
-    def _(self, event: WorkerSaid) -> None:
-        if event.node in self.members:
-            if isinstance(event.message, ADVANCES):
-                self._advanced_at = self._now
-            self._hear(event.message, (event.node, event.local_rank))
-
-    @_on.register
-    def _(self, event: FailureWanted) -> None:
-        injection = event.injection
-        member = self.members.get(injection.node)
-        if member is None or not member.is_up:
-            self._injections.append(injection)
-        elif injection.at_step is None and injection.at_phase is None:
-            self._out.append(Tell(node=injection.node, message=Kill(injection=injection)))
-        else:
-            local_rank = 0 if injection.worker_only else None
-            self._out.append(Send(node=injection.node, local_rank=local_rank, message=Arm(injection=injection)))
-
-    @_on.register
-    def _(self, event: PlansPrepared) -> None:
-        self._take_plans(event.num_nodes)
-        self._proceed()
-
-    @_on.register
-    def _(self, event: Interrupted) -> None:
-        self._interrupt(event.reason)
-        self._proceed()
-
-    @_on.register
-    def _(self, event: ManifestFailed) -> None:
-        self._miss_checkpoint(event.path, event.error)
-
-    @_on.register
-    def _(self, event: StopWanted) -> None:
-        self._stop(event.exit_code, f"{event.reason}{self._how_to_resume()}", self._newest_path())
-
-    @_on.register
-    def _(self, event: Tick) -> None:
-        if self.phase is Phase.STARTING:
-            for node in self._too_late():
-                self._evict(node, f"not ready within {self.settings.start_timeout_s:g} s; see its log")
-            self._proceed()
-        elif self._interruption is not None:
-            self._end_interrupted_in_time(self._interruption)
-        self._notice_stall()
-        change, saving = self._change, self._saving
-        if saving is not None and self._now >= saving.deadline:
-            self._stop_resumable(f"{saving.reason}; the checkpoint of step {saving.step} was not written in time")
-        elif change is not None and not change.at_boundary:
-            for node, cause in self._silent(change).items():
-                self._evict(node, cause)
-
-    # ------------------------------------------------------------ messages of workers
-
-    @singledispatchmethod
-    def _hear(self, message: object, worker: WorkerId) -> None:
-        raise TypeError(f"unknown message {message}")
-
-    @_hear.register
-    def _(self, message: Ready, worker: WorkerId) -> None:
-        member = self.members[worker[0]]
-        if self.job is None and not self._accept_job(message.job):
-            return
-        assert self.job is not None
-        if message.job.digest != self.job.digest:
-            self._fail(
-                member.node,
-                "all workers must build the same job, got another model, batch or number of steps than on the first "
-                "worker; start the same script with the same arguments and code on all nodes",
-            )
-            return
-        needed, own = self.job.memory_bytes, message.job.memory_bytes
-        if needed is not None and own is not None and own < needed:
-            self._fail(
-                member.node,
-                f"devices must have at least {needed} bytes of memory, those of the first worker, got {own}; "
-                f"start with a node of the least memory, or use equal nodes",
-            )
-            return
-        member.ready[worker[1]] = message
-        if member.is_up:
-            self._await_plans(member)
-            pids = [member.ready[local_rank].pid for local_rank in range(member.num_workers)]
-            self._record("node_ready", node=member.node, pids=pids, device=message.device)
-            waiting = [injection for injection in self._injections if injection.node == member.node]
-            self._injections = [injection for injection in self._injections if injection.node != member.node]
-            for injection in waiting:
-                self._on(FailureWanted(injection=injection))
-            self._proceed()
-
-    @_hear.register
-    def _(self, message: Suspect, worker: WorkerId) -> None:
-        if message.generation == self.generation and self.phase in (Phase.INSTALLING, Phase.RUNNING, Phase.AGREEING):
-            self._begin_failure([], f"communication failed: {message.reason}")
-
-    @_hear.register
-    def _(self, message: Report, worker: WorkerId) -> None:
-        if self._change is not None and message.generation == self._change.generation:
-            self._change.reports[worker] = message.progress
-            self._proceed()
-
-    @_hear.register
-    def _(self, message: Installed, worker: WorkerId) -> None:
-        if message.generation != self.generation:
-            return
-        self._record(
-            "installed",
-            node=worker[0],
-            local_rank=worker[1],
-            started_at=message.started_at,
-            regrouped_at=message.regrouped_at,
-            installed_at=message.installed_at,
-            bytes_copied=message.bytes_copied,
-        )
-        self._installed.add(worker)
-        if self.phase is Phase.INSTALLING and self._installed >= self._placed() | self._sources:
-            self.phase, self._sources = Phase.RUNNING, set()
-            self._let_go()
-            self._proceed()
-
-    @_hear.register
-    def _(self, message: StepDone, worker: WorkerId) -> None:
-        if message.generation != self.generation:
-            return
-        self.outcome = message.outcome
-        self._suspicions = 0
-        self._redoing = False
-        self._record(
-            "step",
-            time=message.at,
-            step=message.outcome.step,
-            loss=message.outcome.loss,
-            grad_norm=message.outcome.grad_norm,
-            num_samples=message.num_samples,
-            step_ms=message.step_ms,
-            learning_rate=message.learning_rate,
-        )
-
-    @_hear.register
-    def _(self, message: Saved, worker: WorkerId) -> None:
-        if message.generation < self.generation or self.job is None:
-            return
-        saving = self._saving
-        parts = self._parts if saving is None else saving.parts
-        parts.add(message)
-        if not uncovered(self.job.profile, parts.states(message.step)):
-            self._complete_checkpoint(message.step, parts)
-        if saving is not None:
-            saving.awaiting.discard(worker)
-            self._proceed()
-
-    @_hear.register
-    def _(self, message: NotSaved, worker: WorkerId) -> None:
-        self._note_missed_checkpoint(message.step, worker[0], message.error)
-
-    @_hear.register
-    def _(self, message: Finished, worker: WorkerId) -> None:
-        if message.generation == self.generation:
-            self._finished.add(worker)
-            path = str(folder(self.settings.run_directory, self._step))
-            saved = any(checkpoint.path == path for checkpoint in self._checkpoints)
-            training = self.phase in (Phase.INSTALLING, Phase.RUNNING, Phase.AGREEING)
-            if saved and training and self._finished >= self._placed():
-                self._finish()  # otherwise a part died with its writer: the next generation writes it again
-
-    @_hear.register
-    def _(self, message: Failed, worker: WorkerId) -> None:
-        self._fail(worker[0], message.error, message.traceback)
-
-    @_hear.register
-    def _(self, message: Output, worker: WorkerId) -> None:
-        self._record("output", text=message.text)
-
-    @_hear.register
-    def _(self, message: Note, worker: WorkerId) -> None:
-        self._record("note", name=message.name, value=message.value)
-
-    # ------------------------------------------------------------ going on
-
-    def _proceed(self) -> None:
-        """Do what has become possible."""
-        if self.phase is Phase.STARTING:
-            self._begin_when_complete()
-        elif self.phase is Phase.RUNNING and not self._finished:
-            self._ask_for_boundary()
-        elif self.phase is Phase.AGREEING and not self.awaiting:
-            assert self._change is not None
-            reports = {worker: self._change.reports.get(worker, NOTHING) for worker in self._ready_workers()}
-            agreement = agree(reports, self.outcome, self._version)
-            self._note_unreported_step(agreement.outcome)
-            self._publish_next(agreement)
-        elif self.phase is Phase.SAVING and not self.awaiting:
-            assert self._saving is not None
-            self._stop_resumable(self._saving.reason)
-
-    def _note_unreported_step(self, outcome: StepOutcome | None) -> None:
-        """Record a step whose reporter died between committing it and saying so."""
-        if outcome is None or outcome.step <= self._step:
-            return
-        assert self.job is not None
-        self.outcome = outcome
-        self._record(
-            "step",
-            step=outcome.step,
-            loss=outcome.loss,
-            grad_norm=outcome.grad_norm,
-            num_samples=self.job.global_batch,
-            step_ms=None,
-            learning_rate=None,
-        )
-
-    # ------------------------------------------------------------ losses and ends
-
-    def _evict(self, node: int, cause: str) -> None:
-        self._out.append(Tell(node=node, message=Shutdown(exit_code=EXIT_FAILED, reason=f"evicted: {cause}")))
-        self._lose(node, cause)
-
-    def _lose(self, node: int, cause: str) -> None:
-        if self.phase is Phase.STOPPED or (member := self.members.pop(node, None)) is None:
-            return
-        self._record("node_lost", node=node, cause=cause)
-        if self.phase is Phase.FINISHED:
-            if self._speaks(node) and not member.is_done:
-                self._failed = f"node {node}, which speaks for the job, was lost before its script ended ({cause})"
-            self._stop_when_all_are_gone()
-        elif self.phase is Phase.STARTING:
-            self._expected -= 1
-            self._proceed()
-        elif not self.members:
-            self._stop_resumable(f"all nodes are lost, the last one ({node}) because of: {cause}")
-        elif self.phase is Phase.SAVING and node not in {waited for waited, _ in self.awaiting}:
-            self._proceed()  # it has done its part
-        elif self.phase is Phase.SAVING or self._is_placed(node) or node in {sender for sender, _ in self._sources}:
-            if self._change is not None:
-                self._change.reports = {worker: p for worker, p in self._change.reports.items() if worker[0] != node}
-            self._begin_failure([node], cause)
-            self._proceed()
-        else:
-            self._proceed()
-
-    def _worker_is_done(self, event: WorkerEnded) -> None:
-        member = self.members[event.node]
-        if self.phase is Phase.FINISHED:
-            if member.is_done:
-                self._dismiss(member, "the job is finished")
-                self._stop_when_all_are_gone()
-        elif self.phase is Phase.STARTING and not member.ready:
-            self._proceed()
-        else:
-            reason = "a worker ended before the job was finished"
-            self._fail(event.node, f"{reason}; the script must reach Trainer.fit's end")
-            self._lose(event.node, reason)
+        Raises:
+            MembershipError: It is not: this code is wrong.
+        """
+        broken = self._invariants.broken(self.lifecycle)
+        if broken:
+            raise self._story.error(f"the membership is inconsistent: {'; '.join(broken)}")

@@ -1,5 +1,5 @@
-"""The command line: ``run``, ``agent``, ``inject``, ``profile``, ``plan``, ``compare``, ``schedule``, ``simulate`` and
-``demo``.
+"""The command line: ``run``, ``agent``, ``inject``, ``replay``, ``profile``, ``plan``, ``compare``, ``schedule``,
+``simulate`` and ``demo``.
 
 Exit codes of ``run``: 0 done; 1 failed; 3 stopped for lack of nodes, to be resumed; 4 a layer's state is lost and there
 is no checkpoint; 130 interrupted.
@@ -15,6 +15,7 @@ from resilient.cli.demo import demo
 from resilient.cli.inject import inject
 from resilient.cli.plan.command import plan_command
 from resilient.cli.profile import profile
+from resilient.cli.replay import REPLAY_HELP, replay_command
 from resilient.cli.schedule.command import schedule_command
 from resilient.cli.shared import script_options
 from resilient.cli.shared.standard_output import Commands
@@ -27,6 +28,7 @@ app.command(context_settings=script_options.CONTEXT)(profile)
 app.command("compare")(compare_command)
 app.command()(demo)
 app.command("plan")(plan_command)
+app.command("replay", help=REPLAY_HELP)(replay_command)
 app.command("schedule")(schedule_command)
 app.command("simulate")(simulate_command)
 app.add_typer(inject, name="inject")

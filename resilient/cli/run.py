@@ -6,6 +6,7 @@ checkpoint; 130 interrupted.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -82,6 +83,7 @@ def run(
             injections=tuple(parse_injection(text) for text in inject or ()),
             domains=tuple(label.strip() for label in domains.split(",") if label.strip()),
             trace_steps=trace_steps,
+            validate=os.environ.get("RESILIENT_VALIDATE", "") not in ("", "0"),
         )
         launcher = Launcher(options)
         with make_view(plain or None) as view:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from aiohttp import WSMsgType, web
 
-from resilient.agent.membership.members import log_path
+from resilient.agent.membership.next_generation.members import log_path
 from resilient.agent.node import NodeAgent, NodeOptions
 from resilient.protocol.messages import (
     FromAgentMessage,

@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from resilient.agent.launch import Launcher, LaunchOptions
+from resilient.agent.replay import difference, replay
 from resilient.cli.demo import example_script
 from resilient.cli.run import parse_injection
 from resilient.observability.event_log import read_events, steps_of
@@ -127,7 +128,7 @@ def run_job(
     heartbeat_s: float = 5.0,
     act: Callable[[Launcher, Event], None] | None = None,
 ) -> Run:
-    """Run a job to its end in this process; no process of it may be left.
+    """Run a job to its end in this process; no process of it may be left, and its decisions can be taken again.
 
     Args:
         act: Called with every event while the job runs.
@@ -141,6 +142,7 @@ def run_job(
         resume=resume,
         heartbeat_s=heartbeat_s,
         injections=tuple(parse_injection(text) for text in inject),
+        validate=True,
     )
     launcher, processes = Launcher(options), Processes()
     launcher.subscribe(processes.on_event)
@@ -149,6 +151,8 @@ def run_job(
     exit_code = launcher.run()
     left = processes.left()
     assert not left, f"processes must end with the job, got {left}"
+    replayed = replay(directory)
+    assert (replayed.broken, difference(directory, replayed)) == ("", "")
     return Run(directory, exit_code)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from resilient.agent.membership.context import Phase, Settings
 from resilient.agent.membership.events import (
     Instruction,
     NodeConnected,
@@ -18,12 +19,11 @@ from resilient.agent.membership.events import (
     Stop,
     Tell,
     WorkerEnded,
-    WorkerId,
     WorkerSaid,
     WriteManifest,
 )
 from resilient.agent.membership.machine import Membership
-from resilient.agent.membership.state import Phase, Settings
+from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.protocol.messages import (
     Finish,
     Finished,
@@ -148,7 +148,7 @@ class Job:
         instructions = self.machine.handle(event, self.now)
         for instruction in instructions:
             self._obey(instruction)
-        self.check()
+        self.machine.validate()
         if self.plans_at_once:
             self.prepare_plans()
         return instructions
@@ -239,12 +239,6 @@ class Job:
 
     def kinds(self) -> list[str]:
         return [record.kind for record in self.records]
-
-    def check(self) -> None:
-        """The machine waits for nobody who is dead, and for nobody at all once the job is over."""
-        assert {node for node, _ in self.machine.awaiting} <= self.machine.members.keys()
-        if self.machine.phase in (Phase.STOPPED, Phase.FINISHED):
-            assert not self.machine.awaiting
 
     # ------------------------------------------------------------ playing
 

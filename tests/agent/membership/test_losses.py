@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from resilient.agent.membership.context import Phase
 from resilient.agent.membership.events import (
     Tell,
     Tick,
 )
-from resilient.agent.membership.state import Phase
 from resilient.protocol.messages import (
     Failed,
     Regroup,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from resilient.agent.membership.context import Phase
 from resilient.agent.membership.events import (
     FailureWanted,
     NodeConnected,
@@ -12,7 +13,6 @@ from resilient.agent.membership.events import (
     StopWanted,
     Tell,
 )
-from resilient.agent.membership.state import Phase
 from resilient.protocol.messages import (
     Arm,
     Failed,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from resilient.agent.membership.context import Phase
 from resilient.agent.membership.events import Interrupted, NodeLeaving, Tick
-from resilient.agent.membership.state import Phase
 from resilient.protocol.messages import Suspect
 from tests.agent.membership.simulated import Job, job_spec
 

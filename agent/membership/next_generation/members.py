@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from resilient.agent.membership.events import WorkerId
 from resilient.protocol.messages import Ready
+
+WorkerId = tuple[int, int]
+"""A worker: (node, local rank)."""
 
 
 @dataclass(kw_only=True)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from resilient.agent.membership.agreement import Agreement
-from resilient.agent.membership.events import WorkerId
-from resilient.agent.membership.members import Member, available
+from resilient.agent.membership.next_generation.agreement import Agreement
+from resilient.agent.membership.next_generation.members import Member, WorkerId, available
 from resilient.errors import StateLostError
 from resilient.protocol.messages import INIT, Generation, JobSpec, StepOutcome
+from resilient.templates.common.words import counted
 from resilient.templates.composition.batch_split import check_batch
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.plan import Plan, PlanningProblem
@@ -78,6 +78,16 @@ def source_at(version: int, checkpoints: Collection[Checkpoint]) -> str:
     if version == 0:
         return INIT
     return next((checkpoint.path for checkpoint in checkpoints if checkpoint.step == version), "")
+
+
+def why_too_few(nodes: Sequence[int], needed: int) -> str:
+    """Return why a job cannot go on with these nodes when it needs so many."""
+    live = f"{counted(len(nodes), 'node')} {_be(len(nodes))} live ({nodes})"
+    return f"{live}, {needed} {_be(needed)} needed"
+
+
+def _be(number: int) -> str:
+    return "is" if number == 1 else "are"
 
 
 def form(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient.agent.membership.agreement import NOTHING, Agreement, agree, share_out, uncovered
+from resilient.agent.membership.next_generation.agreement import NOTHING, Agreement, agree, share_out, uncovered
 from resilient.protocol.messages import WorkerProgress
 from tests.agent.membership.simulated import PROFILE, STATES, outcome
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from resilient.agent.membership.events import WorkerId
+from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.protocol.messages import StepOutcome, WorkerProgress
 from resilient.templates.inputs.profile import ModelProfile
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient.agent.membership.speeds import slowdowns
+from resilient.agent.membership.next_generation.speeds import slowdowns
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Pipeline, Plan
 from resilient.templates.template import PipelineTemplate, StageSpec

@@ -9,12 +9,36 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from resilient.agent.membership.events import WorkerId
+from resilient.agent.membership.next_generation.members import WorkerId
+from resilient.protocol.messages import WorkerProgress
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan, Slot
 
 _NOISE = 1.25
 """Smaller factors are not told apart from the ups and downs of a machine."""
+
+
+class NodeSpeeds:
+    """Remembers for each node by what factor it was slower than the others when that was last measured."""
+
+    def __init__(self) -> None:
+        self._slowdowns: dict[int, float] = {}
+
+    @property
+    def slowdowns(self) -> Mapping[int, float]:
+        """The factors (>= 1) by node; nodes that were never measured are left out."""
+        return self._slowdowns
+
+    def observe(self, profile: ModelProfile, plan: Plan, reports: Mapping[WorkerId, WorkerProgress]) -> None:
+        """Take in what the workers measured under a plan that ends; what is not measured anew stays known.
+
+        Args:
+            profile: Of the model.
+            plan: The plan they measured under.
+            reports: What they said when it ended.
+        """
+        stage_ms = {worker: progress.stage_ms for worker, progress in reports.items()}
+        self._slowdowns.update(slowdowns(profile, plan, stage_ms))
 
 
 def slowdowns(profile: ModelProfile, plan: Plan, stage_ms: Mapping[WorkerId, float]) -> dict[int, float]:

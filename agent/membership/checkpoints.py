@@ -1,0 +1,131 @@
+"""Checkpoints: the whole ones, the parts of those to come, and the last one that a stop waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from resilient.agent.membership.context import Context
+from resilient.agent.membership.events import WriteManifest
+from resilient.agent.membership.next_generation.agreement import uncovered
+from resilient.agent.membership.next_generation.forming import Checkpoint
+from resilient.agent.membership.next_generation.members import WorkerId
+from resilient.protocol.messages import JobSpec, Saved
+from resilient.state.manifest import Manifest, SavedState, folder
+
+
+class Parts:
+    """What workers have saved so far, by step."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, dict[str, SavedState]] = {}
+
+    def add(self, message: Saved) -> None:
+        """Take in one worker's part."""
+        states = self._states.setdefault(message.step, {})
+        for name, file in message.files.items():
+            states[name] = SavedState(file=file, fingerprint=message.fingerprints.get(name, ""))
+
+    def states(self, step: int) -> dict[str, SavedState]:
+        """Return what is saved of a step."""
+        return self._states.get(step, {})
+
+    def drop(self, step: int) -> None:
+        """Forget a step that is whole, and those before it that never will be."""
+        self._states = {later: states for later, states in self._states.items() if later > step}
+
+
+class LastCheckpoint:
+    """Collects the parts of the checkpoint that the job waits for before it stops.
+
+    Args:
+        step: What it is of.
+        path: Its folder.
+        reason: Why the job stops after it.
+        deadline: When it is waited for no longer.
+        shares: Who is to save which states.
+    """
+
+    def __init__(
+        self, *, step: int, path: str, reason: str, deadline: float, shares: Mapping[WorkerId, Collection[str]]
+    ) -> None:
+        self.step = step
+        self.path = path
+        self.reason = reason
+        self.deadline = deadline
+        self.parts = Parts()
+        self._awaiting = set(shares)
+
+    @property
+    def awaiting(self) -> frozenset[WorkerId]:
+        """Workers whose part is still to come."""
+        return frozenset(self._awaiting)
+
+    def note_answer(self, worker: WorkerId) -> None:
+        """Wait for a worker no longer: it has saved its part."""
+        self._awaiting.discard(worker)
+
+
+class Checkpoints:
+    """Knows the checkpoints there are, and makes one of the parts that workers save on the way."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._whole: list[Checkpoint] = []
+        self._parts = Parts()
+        if context.settings.resume is not None:
+            path, manifest = context.settings.resume
+            self._whole.append(Checkpoint(step=manifest.step, path=path))
+
+    @property
+    def whole(self) -> tuple[Checkpoint, ...]:
+        """Those that states can be loaded from."""
+        return tuple(self._whole)
+
+    @property
+    def newest_path(self) -> str | None:
+        """Folder of the one with the most steps."""
+        newest = max(self._whole, key=lambda checkpoint: checkpoint.step, default=None)
+        return newest.path if newest is not None else None
+
+    def path(self, step: int) -> str:
+        """Return the folder of this run's checkpoint of a step."""
+        return str(folder(self._context.settings.run_directory, step))
+
+    def has(self, step: int) -> bool:
+        """Return whether this run's checkpoint of a step is whole."""
+        return any(checkpoint.path == self.path(step) for checkpoint in self._whole)
+
+    def enter_generation(self) -> None:
+        """Forget the parts of those that are not whole: the next generation writes them again."""
+        self._parts = Parts()
+
+    def add(self, message: Saved, job: JobSpec, last: LastCheckpoint | None) -> None:
+        """Take in one worker's part, of the last checkpoint if there is to be one; complete what it completes."""
+        parts = self._parts if last is None else last.parts
+        parts.add(message)
+        if not uncovered(job.profile, parts.states(message.step)):
+            self._complete(message.step, parts, job)
+
+    def _complete(self, step: int, parts: Parts, job: JobSpec) -> None:
+        if self.has(step):
+            return
+        path = self.path(step)
+        self._whole.append(Checkpoint(step=step, path=path))
+        manifest = Manifest(step=step, recipe=job.recipe, states=parts.states(step))
+        self._context.do(WriteManifest(path=path, manifest=manifest))
+        self._context.record("checkpoint", step=step, path=path)
+        parts.drop(step)
+
+    def step_of(self, path: str) -> int:
+        """Return which step the checkpoint in a folder is of."""
+        return next(checkpoint.step for checkpoint in self._whole if checkpoint.path == path)
+
+    def take_back(self, path: str) -> int:
+        """Count no longer on a checkpoint whose manifest could not be written; return which step it was of."""
+        missed = self.step_of(path)
+        self._whole.remove(Checkpoint(step=missed, path=path))
+        return missed
+
+    def note_missed(self, step: int, node: int | None, error: str) -> None:
+        """Record that there will be no checkpoint of a step, because of a node or, None, of its manifest."""
+        self._context.record("checkpoint_failed", step=step, node=node, error=error, newest=self.newest_path)

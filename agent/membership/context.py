@@ -1,0 +1,138 @@
+"""What all parts of the membership machine share: the settings, the time, the live nodes, what is to be done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from resilient.agent.membership.events import Instruction, Record, Send, Tell
+from resilient.agent.membership.next_generation.members import Member, WorkerId
+from resilient.protocol.messages import Injection, Kill, ShowStacks, Shutdown, ToWorkerMessage, Welcome
+from resilient.state.manifest import Manifest
+from resilient.templates.inputs.cluster import Link
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_RESUMABLE = 3
+EXIT_LOST = 4
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a job was started with.
+
+    Args:
+        num_nodes: Nodes to wait for before the first generation.
+        options: Of `resilient run`, besides the nodes and the checkpoint, to start the job again as it was started.
+        resume: Checkpoint to begin from, and its manifest.
+        network: Between two nodes.
+        failure_interval_s: Expected time between two failures.
+        injections: Failures to arm as soon as their node is up.
+        heartbeat_s: Silence after which a node counts as lost.
+        grace_s: From an interruption to the end; half of it for the running step, the rest for the checkpoint.
+        start_timeout_s: How long nodes may take to get ready before the job begins without them.
+        report_timeout_s: How long a worker may take to get out of its generation before its node is evicted.
+        save_timeout_s: How long writing the last checkpoint may take.
+        trace: Steps of which workers write down when they did what; "" for none.
+        max_suspicions: Regroups of the same members without a step between them before the job is stopped.
+        validate: Check the machine's invariants after every stimulus.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    directory: str
+    run_directory: str
+    num_nodes: int
+    options: tuple[str, ...] = ()
+    workers_per_node: int = 1
+    resume: tuple[str, Manifest] | None = None
+    network: Link = field(default_factory=Link)
+    failure_interval_s: float = 3600.0
+    injections: tuple[Injection, ...] = ()
+    heartbeat_s: float = 5.0
+    grace_s: float = 120.0
+    start_timeout_s: float = 1800.0
+    report_timeout_s: float = 60.0
+    save_timeout_s: float = 600.0
+    trace: str = ""
+    max_suspicions: int = 3
+    validate: bool = False
+
+
+class Phase(Enum):
+    """Where the job is."""
+
+    STARTING = "starting"
+    INSTALLING = "installing"
+    RUNNING = "running"
+    AGREEING = "agreeing"
+    SAVING = "saving"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+
+
+TRAINING = (Phase.INSTALLING, Phase.RUNNING, Phase.AGREEING)
+"""Phases in which a generation is in force and the job is to go on."""
+
+
+class Context:
+    """The settings, the clock, the live nodes by number, and the instructions that come of the current stimulus."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.members: dict[int, Member] = {}
+        self._generation = 0
+        self._now = 0.0
+        self._out: list[Instruction] = []
+
+    @property
+    def now(self) -> float:
+        """When the current stimulus came."""
+        return self._now
+
+    @property
+    def generation(self) -> int:
+        """The one in force; 0 before the first."""
+        return self._generation
+
+    def begin(self, now: float) -> list[Instruction]:
+        """Begin with a stimulus; return the list that its instructions will be put into."""
+        self._now, self._out = now, []
+        return self._out
+
+    def next_generation(self) -> int:
+        """Enter the next generation; return its number."""
+        self._generation += 1
+        return self._generation
+
+    def do(self, instruction: Instruction) -> None:
+        """Have something done, after all that was wanted before."""
+        self._out.append(instruction)
+
+    def record(self, kind: str, *, generation: int | None = None, **fields: Any) -> None:
+        """Write a line to the event log; of the current generation if none is named."""
+        self.do(Record(kind=kind, generation=self.generation if generation is None else generation, fields=fields))
+
+    def tell(self, node: int, message: Welcome | Kill | ShowStacks | Shutdown) -> None:
+        """Send to a node's agent."""
+        self.do(Tell(node=node, message=message))
+
+    def send(self, worker: WorkerId, message: ToWorkerMessage) -> None:
+        """Send to one worker."""
+        self.do(Send(node=worker[0], local_rank=worker[1], message=message))
+
+    def send_node(self, node: int, message: ToWorkerMessage) -> None:
+        """Send to all workers of a node."""
+        self.do(Send(node=node, local_rank=None, message=message))
+
+    def dismiss(self, member: Member, reason: str, exit_code: int = EXIT_DONE) -> None:
+        """Let a node go; it is no loss."""
+        del self.members[member.node]
+        self.tell(member.node, Shutdown(exit_code=exit_code, reason=reason))
+
+    def ready_workers(self) -> list[WorkerId]:
+        """Return the workers of all nodes that can be given a place, in order."""
+        ready = (self.members[node] for node in sorted(self.members) if self.members[node].is_ready)
+        return [worker for member in ready for worker in member.workers]

@@ -1,0 +1,296 @@
+"""What is done about each stimulus; which handler is called in which phase, the machine's table says."""
+
+from __future__ import annotations
+
+from resilient.agent.membership.context import EXIT_DONE, EXIT_FAILED, Phase
+from resilient.agent.membership.events import (
+    FailureWanted,
+    Interrupted,
+    ManifestFailed,
+    NodeConnected,
+    NodeLeaving,
+    NodeLost,
+    PlansPrepared,
+    StopWanted,
+    Tick,
+    WorkerEnded,
+    WorkerSaid,
+)
+from resilient.agent.membership.lifecycle import Lifecycle
+from resilient.agent.membership.next_generation.members import Member, WorkerId, log_path
+from resilient.agent.membership.stalls import ADVANCES
+from resilient.errors import CheckpointError
+from resilient.protocol.messages import (
+    Failed,
+    Finished,
+    Installed,
+    Note,
+    NotSaved,
+    Output,
+    Ready,
+    Report,
+    Saved,
+    Shutdown,
+    StepDone,
+    Suspect,
+    Welcome,
+)
+
+
+class Handlers:
+    """Tells the lifecycle and its parts what happened. A method of it takes a stimulus, or a message and its sender."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+        self._context = lifecycle.context
+
+    def ignore(self, *happened: object) -> None:
+        """Do nothing; the machine's table says why."""
+
+    # ------------------------------------------------------------ nodes
+
+    def on_node_connected(self, event: NodeConnected) -> None:
+        settings, context = self._context.settings, self._context
+        context.record("node_connected", node=event.node, host=event.host, pid=event.pid, domain=event.domain)
+        context.tell(
+            event.node,
+            Welcome(
+                node=event.node,
+                fresh=True,
+                script=settings.script,
+                arguments=settings.arguments,
+                directory=settings.directory,
+                run_directory=settings.run_directory,
+                heartbeat_s=settings.heartbeat_s,
+                num_nodes=settings.num_nodes,
+                trace=settings.trace,
+            ),
+        )
+        member = context.members[event.node] = Member(
+            node=event.node, host=event.host, pid=event.pid, num_workers=event.num_workers, domain=event.domain
+        )
+        if event.num_workers != settings.workers_per_node:
+            reason = f"workers per node must be {settings.workers_per_node} in this job, got {event.num_workers}"
+            self._lifecycle.dismiss(member, reason, exit_code=EXIT_FAILED)
+
+    def on_late_node(self, event: NodeConnected) -> None:
+        self.on_node_connected(event)
+        if event.node in self._context.members:
+            self._lifecycle.dismiss(self._context.members[event.node], "the job is over")
+
+    def send_away(self, event: NodeConnected) -> None:
+        self._context.tell(event.node, Shutdown(exit_code=EXIT_DONE, reason="the job is over"))
+
+    def on_node_lost(self, event: NodeLost) -> None:
+        self._lifecycle.lose(event.node, event.cause)
+
+    def on_early_leave(self, event: NodeLeaving) -> None:
+        member = self._context.members.get(event.node)
+        if member is not None and not member.leaving:
+            self._lifecycle.start_up.expect_one_less()
+        self.on_node_leaving(event)
+
+    def on_node_leaving(self, event: NodeLeaving) -> None:
+        member = self._context.members.get(event.node)
+        if member is None or member.leaving:
+            return
+        self._context.record("node_leaving", node=event.node, reason=event.reason)
+        member.leaving = True
+        if not self._lifecycle.is_needed(event.node):
+            self._lifecycle.dismiss(member, "left")
+        self._lifecycle.proceed()
+
+    def on_worker_ended_early(self, event: WorkerEnded) -> None:
+        """Before the job began, a script may end that does not train: then none may."""
+        member = self._context.members.get(event.node)
+        if member is not None and event.exit_code == 0 and not member.ready:
+            member.done.add(event.local_rank)
+            self._lifecycle.proceed()
+        else:
+            self.on_worker_ended(event)
+
+    def on_worker_ended(self, event: WorkerEnded) -> None:
+        worker = (event.node, event.local_rank)
+        if event.node not in self._context.members:
+            return
+        if event.exit_code < 0:
+            cause = f"worker killed by signal {-event.exit_code}"
+        elif event.exit_code > 0:
+            cause = f"worker ended with exit code {event.exit_code}"
+            log = log_path(self._context.settings.run_directory, worker)
+            self._lifecycle.fail(
+                event.node, event.error or f"a worker ended with exit code {event.exit_code}; see {log}"
+            )
+        else:
+            cause = "a worker ended before the job was finished"
+            self._lifecycle.fail(event.node, f"{cause}; the script must reach Trainer.fit's end")
+        self._lifecycle.lose(event.node, cause)
+
+    def on_worker_done(self, event: WorkerEnded) -> None:
+        """After the last step every script is to end by itself."""
+        member = self._context.members.get(event.node)
+        if member is None:
+            return
+        if event.exit_code <= 0:
+            member.done.add(event.local_rank)
+        if event.exit_code != 0:
+            self.on_worker_ended(event)
+        elif member.is_done:
+            self._lifecycle.dismiss(member, "the job is finished")
+            self._lifecycle.stop_when_all_are_gone()
+
+    # ------------------------------------------------------------ wishes and answers of the launcher
+
+    def on_failure_wanted(self, event: FailureWanted) -> None:
+        self._lifecycle.injections.cause(event.injection)
+
+    def on_plans_prepared(self, event: PlansPrepared) -> None:
+        self._lifecycle.job.take(event.num_nodes)
+        self._lifecycle.proceed()
+
+    def on_interrupted(self, event: Interrupted) -> None:
+        self._lifecycle.interrupt(event.reason)
+        self._lifecycle.proceed()
+
+    def on_stop_wanted(self, event: StopWanted) -> None:
+        reason = f"{event.reason}{self._lifecycle.how_to_resume}"
+        self._lifecycle.stop(event.exit_code, reason, self._lifecycle.checkpoints.newest_path)
+
+    def on_manifest_failed(self, event: ManifestFailed) -> None:
+        """Go on without a checkpoint on the way."""
+        checkpoints = self._lifecycle.checkpoints
+        if checkpoints.step_of(event.path) < self._lifecycle.job.spec.num_steps:
+            checkpoints.note_missed(checkpoints.take_back(event.path), None, event.error)
+        else:
+            self.on_last_manifest_failed(event)
+
+    def on_last_manifest_failed(self, event: ManifestFailed) -> None:
+        lifecycle = self._lifecycle
+        lifecycle.checkpoints.take_back(event.path)
+        lifecycle.stop(EXIT_FAILED, f"{event.error}{lifecycle.how_to_resume}", lifecycle.checkpoints.newest_path)
+
+    # ------------------------------------------------------------ time
+
+    def on_tick_while_starting(self, event: Tick) -> None:
+        for node in self._lifecycle.start_up.too_late():
+            self._lifecycle.evict(node, f"not ready within {self._context.settings.start_timeout_s:g} s; see its log")
+        self._lifecycle.proceed()
+
+    def on_tick_while_training(self, event: Tick) -> None:
+        lifecycle = self._lifecycle
+        if lifecycle.ending.interruption is not None:
+            lifecycle.end_interrupted_in_time(lifecycle.ending.interruption)
+        lifecycle.begin_stall()
+        if lifecycle.change is not None and not lifecycle.change.at_boundary:
+            for node, cause in lifecycle.change.silent(lifecycle.awaiting).items():
+                lifecycle.evict(node, cause)
+
+    def on_tick_while_saving(self, event: Tick) -> None:
+        lifecycle = self._lifecycle
+        if lifecycle.ending.interruption is not None:
+            lifecycle.end_interrupted_in_time(lifecycle.ending.interruption)
+        last = lifecycle.last_checkpoint
+        if last is not None and self._context.now >= last.deadline:
+            lifecycle.stop_resumable(f"{last.reason}; the checkpoint of step {last.step} was not written in time")
+
+    # ------------------------------------------------------------ messages of workers
+
+    def on_worker_said(self, event: WorkerSaid) -> None:
+        """Note that the job advances; the message itself has its own row in the table."""
+        if event.node in self._context.members and isinstance(event.message, ADVANCES):
+            self._lifecycle.stalls.advance()
+
+    def on_ready(self, message: Ready, worker: WorkerId) -> None:
+        lifecycle, member = self._lifecycle, self._context.members[worker[0]]
+        if worker[1] in member.ready:
+            return  # heard twice it would be held back for plans, with a place in the generation in force
+        if not lifecycle.job.is_known:
+            try:
+                lifecycle.job.accept(message.job)
+            except (ValueError, CheckpointError) as error:
+                lifecycle.stop(EXIT_FAILED, str(error), None)
+                return
+        unlike = lifecycle.job.why_unlike(message.job)
+        if unlike:
+            lifecycle.fail(member.node, unlike)
+            return
+        member.ready[worker[1]] = message
+        if member.is_up:
+            lifecycle.job.hold_back(member, lifecycle.start_up.expected if lifecycle.phase is Phase.STARTING else 0)
+            pids = [member.ready[local_rank].pid for local_rank in range(member.num_workers)]
+            self._context.record("node_ready", node=member.node, pids=pids, device=message.device)
+            lifecycle.injections.note_up(member.node)
+            lifecycle.proceed()
+
+    def on_suspect(self, message: Suspect, worker: WorkerId) -> None:
+        if message.generation == self._context.generation:
+            self._lifecycle.begin_failure([], f"communication failed: {message.reason}")
+
+    def on_report(self, message: Report, worker: WorkerId) -> None:
+        change = self._lifecycle.change
+        if change is not None and message.generation == change.generation:
+            change.hear(worker, message.progress)
+            self._lifecycle.proceed()
+
+    def on_installed(self, message: Installed, worker: WorkerId) -> None:
+        if message.generation != self._context.generation:
+            return
+        self._context.record(
+            "installed",
+            node=worker[0],
+            local_rank=worker[1],
+            started_at=message.started_at,
+            regrouped_at=message.regrouped_at,
+            installed_at=message.installed_at,
+            bytes_copied=message.bytes_copied,
+        )
+        self._lifecycle.participants.note_installed(worker)
+        if self._lifecycle.phase is Phase.INSTALLING:
+            self._lifecycle.proceed()
+
+    def on_step_done(self, message: StepDone, worker: WorkerId) -> None:
+        if message.generation != self._context.generation:
+            return
+        self._lifecycle.progress.commit(message.outcome)
+        self._lifecycle.stalls.note_step()
+        self._context.record(
+            "step",
+            time=message.at,
+            step=message.outcome.step,
+            loss=message.outcome.loss,
+            grad_norm=message.outcome.grad_norm,
+            num_samples=message.num_samples,
+            step_ms=message.step_ms,
+            learning_rate=message.learning_rate,
+        )
+
+    def on_saved(self, message: Saved, worker: WorkerId) -> None:
+        """A part of a checkpoint on the way, or of the last one."""
+        lifecycle = self._lifecycle
+        if message.generation < self._context.generation:
+            return
+        last = lifecycle.last_checkpoint
+        lifecycle.checkpoints.add(message, lifecycle.job.spec, last)
+        if last is not None:
+            last.note_answer(worker)
+            lifecycle.proceed()
+
+    def on_not_saved(self, message: NotSaved, worker: WorkerId) -> None:
+        self._lifecycle.checkpoints.note_missed(message.step, worker[0], message.error)
+
+    def on_finished(self, message: Finished, worker: WorkerId) -> None:
+        lifecycle = self._lifecycle
+        if message.generation != self._context.generation:
+            return
+        lifecycle.participants.note_finished(worker)
+        if lifecycle.checkpoints.has(lifecycle.progress.step) and lifecycle.participants.is_finished:
+            lifecycle.finish()  # otherwise a part died with its writer: the next generation writes it again
+
+    def on_failed(self, message: Failed, worker: WorkerId) -> None:
+        self._lifecycle.fail(worker[0], message.error, message.traceback)
+
+    def on_output(self, message: Output, worker: WorkerId) -> None:
+        self._context.record("output", text=message.text)
+
+    def on_note(self, message: Note, worker: WorkerId) -> None:
+        self._context.record("note", name=message.name, value=message.value)

@@ -1,0 +1,127 @@
+"""The job that all workers build, and for how many nodes plans of it are prepared."""
+
+from __future__ import annotations
+
+from resilient.agent.membership.context import Context
+from resilient.agent.membership.events import PreparePlans
+from resilient.agent.membership.next_generation.forming import problem_of
+from resilient.agent.membership.next_generation.members import Member, available
+from resilient.protocol.messages import JobSpec
+from resilient.state.manifest import check_recipe
+from resilient.templates.plan import PlanningProblem
+
+
+class PlannedJob:
+    """Takes the first worker's job as the job, holds every other worker's against it, and has plans prepared."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._spec: JobSpec | None = None
+        self._problem: PlanningProblem | None = None
+        self._planned_for = 0
+        self._asked_for = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a worker has said what the job is."""
+        return self._spec is not None
+
+    @property
+    def spec(self) -> JobSpec:
+        """What the script asks for; to be read only once it is known."""
+        assert self._spec is not None
+        return self._spec
+
+    @property
+    def problem(self) -> PlanningProblem:
+        """What is planned; to be read only once the job is known."""
+        assert self._problem is not None
+        return self._problem
+
+    @property
+    def planned_for(self) -> int:
+        """Plans for up to so many nodes are prepared, or were found to be impossible."""
+        return self._planned_for
+
+    @property
+    def asked_for(self) -> int:
+        """Plans for up to so many nodes have been asked for."""
+        return self._asked_for
+
+    def accept(self, job: JobSpec) -> None:
+        """Take the first worker's job as the job.
+
+        Raises:
+            ValueError: It fits no plan, or has fewer steps than the checkpoint to resume from.
+            CheckpointError: The checkpoint to resume from is another job's.
+        """
+        settings = self._context.settings
+        self._problem = problem_of(job, settings.workers_per_node, settings.network, settings.failure_interval_s)
+        self._spec = job
+        self._context.record(
+            "job",
+            script=settings.script,
+            arguments=list(settings.arguments),
+            num_nodes=settings.num_nodes,
+            workers_per_node=settings.workers_per_node,
+            max_failures=job.max_failures,
+            min_pipeline_nodes=job.min_pipeline_nodes,
+            global_batch=job.global_batch,
+            microbatch=job.microbatch,
+            num_steps=job.num_steps,
+            num_layers=len(job.profile.layers),
+            layers=[layer.name for layer in job.profile.layers],
+        )
+        if settings.resume is None:
+            return
+        saved_step = settings.resume[1].step
+        if saved_step > job.num_steps:
+            reason = f"num_steps must be at least {saved_step}, the checkpoint's, got {job.num_steps}"
+            raise ValueError(f"{reason}; train for more steps")
+        check_recipe(*settings.resume, job.recipe)
+
+    def why_unlike(self, job: JobSpec) -> str:
+        """Return why another worker's job cannot be trained together with the first's; "" if it can."""
+        if job.digest != self.spec.digest:
+            return (
+                "all workers must build the same job, got another model, batch or number of steps than on the first "
+                "worker; start the same script with the same arguments and code on all nodes"
+            )
+        needed, own = self.spec.memory_bytes, job.memory_bytes
+        if needed is not None and own is not None and own < needed:
+            return (
+                f"devices must have at least {needed} bytes of memory, those of the first worker, got {own}; "
+                f"start with a node of the least memory, or use equal nodes"
+            )
+        return ""
+
+    def hold_back(self, member: Member, num_expected: int) -> None:
+        """Keep a node from being planned with, as long as a plan for one node more would have to be computed first.
+
+        Templates for a number of nodes never reached before can take seconds, for which neither a recovery nor the
+        heartbeats may wait.
+
+        Args:
+            member: It has just come up.
+            num_expected: Nodes that are planned with at least, whether they are there or not.
+        """
+        members = self._context.members.values()
+        num_nodes = max(num_expected, sum(other.is_up and not other.leaving for other in members))
+        member.lacks_plans = num_nodes > self._planned_for
+        if num_nodes > self._asked_for:
+            self.ask(num_nodes)
+
+    def ask(self, num_nodes: int) -> None:
+        """Have plans prepared for up to so many nodes."""
+        self._asked_for = max(self._asked_for, num_nodes)
+        self._context.do(PreparePlans(problem=self.problem, num_nodes=num_nodes))
+
+    def take(self, num_nodes: int) -> None:
+        """Plan with as many of the nodes that were held back as the plans that are now ready allow."""
+        self._planned_for = max(self._planned_for, num_nodes)
+        members = self._context.members.values()
+        num_ready = len(available(members))
+        for member in members:
+            if member.lacks_plans and not member.leaving and num_ready < self._planned_for:
+                member.lacks_plans = False
+                num_ready += 1

@@ -1,0 +1,49 @@
+"""Who is expected before the first generation, and for how long."""
+
+from __future__ import annotations
+
+from resilient.agent.membership.context import Context
+
+_FIRST_NOTICE_S = 60.0
+
+
+class StartUp:
+    """Counts the nodes the job is to begin with, and gives up waiting for those that are too late."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._expected = context.settings.num_nodes
+        self._waiting_since: float | None = None
+        self._notice_after_s = _FIRST_NOTICE_S
+
+    @property
+    def expected(self) -> int:
+        """Nodes to begin with: those the job was started with, without those that went away."""
+        return self._expected
+
+    @property
+    def all_came(self) -> bool:
+        """Whether nobody who is expected has yet to connect."""
+        return len(self._context.members) >= self._expected
+
+    def expect_one_less(self) -> None:
+        """Go on without a node that went away."""
+        self._expected -= 1
+
+    def too_late(self) -> list[int]:
+        """Return the nodes that are waited for no longer; record now and then, ever more rarely, who is waited for.
+
+        Those that have not even connected are expected no more.
+        """
+        now, members = self._context.now, self._context.members
+        self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        waited_s = now - self._waiting_since
+        late = [member.node for member in members.values() if not member.is_up]
+        if waited_s >= self._context.settings.start_timeout_s:
+            self._expected = len(members)
+            return late
+        if waited_s >= self._notice_after_s:
+            num_missing = max(0, self._expected - len(members))
+            self._context.record("waiting", nodes=late, num_missing=num_missing, waited_s=round(waited_s))
+            self._notice_after_s *= 2
+        return []

@@ -1,0 +1,143 @@
+"""The generation in force: who has a place in it and how far each is with it, and what is committed."""
+
+from __future__ import annotations
+
+from resilient.agent.membership.context import Context
+from resilient.agent.membership.next_generation.forming import NextGeneration
+from resilient.agent.membership.next_generation.members import WorkerId
+from resilient.protocol.messages import StepOutcome
+from resilient.templates.plan import Plan
+
+
+class Participants:
+    """Knows the plan of the generation in force, and which of its workers have installed and finished it.
+
+    Workers without a place can take part as well, only to send states while the generation is installed.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._plan: Plan | None = None
+        self._installed: set[WorkerId] = set()
+        self._finished: set[WorkerId] = set()
+        self._senders: set[WorkerId] = set()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None before the first generation."""
+        return self._plan
+
+    @property
+    def installed(self) -> frozenset[WorkerId]:
+        """Workers that have installed the generation."""
+        return frozenset(self._installed)
+
+    @property
+    def finished(self) -> frozenset[WorkerId]:
+        """Workers that have done the last step."""
+        return frozenset(self._finished)
+
+    @property
+    def senders(self) -> frozenset[WorkerId]:
+        """Workers without a place that still have states to send."""
+        return frozenset(self._senders)
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether all who take part have installed the generation."""
+        return self._installed >= self.placed() | self._senders
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all who have a place have done the last step."""
+        return self._finished >= self.placed()
+
+    def placed(self) -> set[WorkerId]:
+        """Return the live workers that have a place."""
+        if self._plan is None:
+            return set()
+        members = self._context.members
+        return {(slot.node, slot.local_rank) for slot in self._plan.slots if slot.node in members}
+
+    def is_placed(self, node: int) -> bool:
+        """Return whether a node, dead or alive, has a place."""
+        return self._plan is not None and node in self._plan.nodes
+
+    def sends(self, node: int) -> bool:
+        """Return whether a node without a place still has states to send."""
+        return node in {sender for sender, _ in self._senders}
+
+    def speaks(self, node: int) -> bool:
+        """Return whether a node's worker speaks for the job."""
+        return self._plan is not None and self._plan.slots[0].node == node
+
+    def enter(self, formed: NextGeneration) -> None:
+        """Go over to the next generation, that nobody has installed yet."""
+        self._plan, self._senders = formed.plan, set(formed.senders)
+        self._installed, self._finished = set(), set()
+
+    def leave(self) -> None:
+        """Note that the generation is no longer installed: its states are about to be saved for the last time."""
+        self._installed = set()
+
+    def stop_sending(self) -> None:
+        """Count on no copies any more: all have arrived, or the generation is given up."""
+        self._senders = set()
+
+    def note_installed(self, worker: WorkerId) -> None:
+        """Take in that a worker has installed the generation."""
+        self._installed.add(worker)
+
+    def note_finished(self, worker: WorkerId) -> None:
+        """Take in that a worker has done the last step."""
+        self._finished.add(worker)
+
+
+class Progress:
+    """Counts the committed steps, and tells work that is done again from work that is done first."""
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+        self._outcome: StepOutcome | None = None
+        self._redoing = False
+
+    @property
+    def version(self) -> int:
+        """The step that the generation in force began from."""
+        return self._version
+
+    @property
+    def outcome(self) -> StepOutcome | None:
+        """Of the last committed step; None when none was seen to be."""
+        return self._outcome
+
+    @property
+    def step(self) -> int:
+        """The last committed step known."""
+        return self._outcome.step if self._outcome else self._version
+
+    @property
+    def redoing(self) -> bool:
+        """Whether a step was begun, dropped and not committed since."""
+        return self._redoing
+
+    def commit(self, outcome: StepOutcome) -> None:
+        """Take in that a step was committed."""
+        self._outcome, self._redoing = outcome, False
+
+    def learn(self, outcome: StepOutcome) -> None:
+        """Take in from the survivors that a step was committed before the loss that is being handled."""
+        self._outcome = outcome
+
+    def enter(self, formed: NextGeneration, *, begun: bool) -> None:
+        """Go on from where the next generation begins; ``begun``: somebody has begun the step after it before."""
+        self._redoing = begun or (self._redoing and formed.version <= self._version)
+        self._version = formed.version
+        if formed.lost:
+            self._outcome = None  # the job goes back behind what was seen
+        elif formed.roll_forward is not None:
+            self._outcome = formed.roll_forward
+
+    def settle(self, version: int, roll_forward: StepOutcome | None) -> None:
+        """Stay at this step: it is what the last checkpoint is written of."""
+        self._version, self._outcome = version, roll_forward or self._outcome

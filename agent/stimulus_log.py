@@ -1,0 +1,159 @@
+"""The log of everything the membership machine was told: ``stimuli.jsonl`` in the folder of a run.
+
+Its first line holds the settings, each further one a stimulus and its time. The machine is pure: fed to a fresh one,
+they lead to the same decisions (:mod:`resilient.agent.replay`). Must not import torch.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import logging
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from resilient.agent.membership.context import Settings
+from resilient.agent.membership.events import Stimulus
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in Stimulus.__args__}
+
+
+class _Head(msgspec.Struct, omit_defaults=True):
+    """The first line; ``packed`` in place of ``settings`` where JSON cannot say them."""
+
+    version: int
+    settings: msgspec.Raw = msgspec.Raw(b"null")
+    packed: str = ""
+
+
+class _Line(msgspec.Struct, omit_defaults=True):
+    """Any other line."""
+
+    at: float
+    kind: str
+    stimulus: msgspec.Raw = msgspec.Raw(b"null")
+    packed: str = ""
+
+
+class StimulusLog:
+    """Writes the log. What cannot be written is given up with a warning: no job ends for want of it.
+
+    Lines are kept until :meth:`flush`, which is to be called before anything is recorded that follows from them. So
+    what the event log says can be replayed, even if the process is killed.
+
+    Args:
+        path: The file; it is made by the first flush.
+        settings: Of the job. Nothing in them is secret.
+    """
+
+    def __init__(self, path: Path, settings: Settings) -> None:
+        self._path = path
+        self._lines: list[bytes] = []
+        self._given_up = False
+        self._add(lambda: _Head(version=_VERSION, **_content("settings", settings)))
+
+    def write(self, stimulus: Stimulus, at: float) -> None:
+        """Take in a stimulus, before it is handled."""
+        self._add(lambda: _Line(at=at, kind=type(stimulus).__name__, **_content("stimulus", stimulus)))
+
+    def drop_last(self) -> None:
+        """Forget the stimulus that was taken in last, of which nothing came."""
+        if self._lines:
+            self._lines.pop()
+
+    def flush(self) -> None:
+        """Write what was taken in; all of it or nothing."""
+        if not self._lines:
+            return
+        data, self._lines = b"".join(self._lines), []
+        try:
+            append_whole(self._path, data)
+        except OSError as error:
+            self._give_up(error)
+
+    def _add(self, line: Any) -> None:
+        if self._given_up:
+            return
+        try:
+            self._lines.append(msgspec.json.encode(line()) + b"\n")
+        except (TypeError, ValueError) as error:  # text that is not Unicode, such as a file name can be
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Write nothing more: a log with a gap would lead to other decisions."""
+        logger.error("cannot write %s, the run cannot be replayed: %s", self._path, error)
+        self._given_up, self._lines = True, []
+
+
+def read_stimuli(path: Path) -> tuple[Settings, Iterator[tuple[float, Stimulus]]]:
+    """Read the log of a run: its settings, and each stimulus with its time. A last line cut short is left out.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not such a log; of a later line, while it is iterated over.
+    """
+    data = path.read_bytes()
+    lines = data[: data.rfind(b"\n") + 1].splitlines()
+    try:
+        head = msgspec.json.decode(lines[0] if lines else b"", type=_Head)
+        if head.version != _VERSION:
+            raise ValueError(f"version {head.version}; replay it with the release that wrote it")
+        settings = _decoded(head.settings, head.packed, Settings)
+    except ValueError as error:
+        raise ValueError(f"line 1 of {path} must hold a job's settings, version {_VERSION}, got {error}") from None
+    return settings, _read_lines(path, lines[1:])
+
+
+def _read_lines(path: Path, lines: list[bytes]) -> Iterator[tuple[float, Stimulus]]:
+    for number, text in enumerate(lines, start=2):
+        try:
+            line = msgspec.json.decode(text, type=_Line)
+            if line.kind not in _KINDS:
+                raise ValueError(f"kind {line.kind!r}")
+            yield line.at, _decoded(line.stimulus, line.packed, _KINDS[line.kind])
+        except ValueError as error:
+            raise ValueError(f"line {number} of {path} must be a stimulus, got {error}") from None
+
+
+def append_whole(path: Path, data: bytes) -> None:
+    """Add to a file, all or nothing.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with path.open("ab", buffering=0) as file:
+        written = file.write(data)
+        if written < len(data):
+            file.truncate(file.tell() - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _content(name: str, value: object) -> dict[str, Any]:
+    """Return the fields of a line: the value as JSON, or packed where it has numbers that JSON has not."""
+    text = msgspec.json.encode(value)
+    if b"null" in text and not _is_finite(msgspec.to_builtins(value)):
+        return {"packed": base64.b64encode(msgspec.msgpack.encode(value)).decode()}
+    return {name: msgspec.Raw(text)}
+
+
+def _decoded(text: msgspec.Raw, packed: str, kind: type) -> Any:
+    if packed:
+        return msgspec.msgpack.decode(base64.b64decode(packed), type=kind)
+    return msgspec.json.decode(text, type=kind)
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether no number in a value of plain data is infinite or none at all."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(_is_finite(each) for each in value.values())
+    return not isinstance(value, (list, tuple)) or all(_is_finite(each) for each in value)
