@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,7 @@ from resilient.cli.shared.job_options import (
     refusals,
     table_console,
 )
+from resilient.cli.shared.options import command_of
 from resilient.cli.shared.output_files import check_outputs
 from resilient.errors import ArgumentError
 from resilient.templates.common.words import counted
@@ -52,111 +54,123 @@ class WhenBad(str, Enum):
     RESIZE = "resize"
 
 
-def compare_command(
-    ctx: typer.Context,
-    model: Annotated[str, typer.Option(help='A published multimodal model, or "ENCODER+LANGUAGE_MODEL".')],
-    device: Annotated[str, typer.Option(callback=full_device, help="The accelerator.")],
-    workload: Annotated[str, typer.Option(help="A file of samples, or a generator: laion, coco, mixed, ...")],
-    nodes: Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Nodes of the job.")] = 8,
-    gpus_per_node: GpusOption = 8,
-    network_gbit_s: NetworkOption = None,
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """The options of ``resilient compare``."""
+
+    model: Annotated[str, typer.Option(help='A published multimodal model, or "ENCODER+LANGUAGE_MODEL".')]
+    device: Annotated[str, typer.Option(callback=full_device, help="The accelerator.")]
+    workload: Annotated[str, typer.Option(help="A file of samples, or a generator: laion, coco, mixed, ...")]
+    nodes: Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Nodes of the job.")] = 8
+    gpus_per_node: GpusOption = 8
+    network_gbit_s: NetworkOption = None
     planners: Annotated[
         str, typer.Option(metavar="NAMES", help='"uniform,entrain", or auto: all, to choose the best.')
-    ] = AUTO,
-    global_batch: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 512,
-    microbatch: Annotated[int, typer.Option(min=1, help="Samples of a microbatch, on average.")] = 2,
+    ] = AUTO
+    global_batch: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 512
+    microbatch: Annotated[int, typer.Option(min=1, help="Samples of a microbatch, on average.")] = 2
     frozen: Annotated[
         str | None,
         typer.Option(metavar="UNITS", help='Units that are not trained, such as "encoder,llm"; "projector" is one.'),
-    ] = None,
-    lost_nodes: Annotated[int, typer.Option(min=0, help="Nodes lost before the first batch.")] = 0,
-    batches: Annotated[int, typer.Option(min=1, help="Global batches to simulate.")] = 100,
-    seed: Annotated[int, typer.Option(min=0, help="Of the choice of samples.")] = 0,
+    ] = None
+    lost_nodes: Annotated[int, typer.Option(min=0, help="Nodes lost before the first batch.")] = 0
+    batches: Annotated[int, typer.Option(min=1, help="Global batches to simulate.")] = 100
+    seed: Annotated[int, typer.Option(min=0, help="Of the choice of samples.")] = 0
     bad: Annotated[
         WhenBad, typer.Option(help="Samples that do not fit: name them and stop, leave them out, or make them fit.")
-    ] = WhenBad.ERROR,
+    ] = WhenBad.ERROR
     pictures: Annotated[
         Path | None,
         typer.Option(exists=True, file_okay=False, help="Folder of the pictures a file names without their sizes."),
-    ] = None,
+    ] = None
     tokenizer: Annotated[
         Path | None, typer.Option(exists=True, help="Counts the texts of a file: a tokenizer.json, or its folder.")
-    ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
+    ] = None
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None
     png_file: Annotated[
         Path | None, typer.Option("--png", help="Draw the steps' times here, and one step of the fastest beside it.")
-    ] = None,
-) -> None:
+    ] = None
+
+
+@command_of(CompareOptions)
+def compare_command(ctx: typer.Context, options: CompareOptions) -> None:
     """Compare multimodal planners on a workload by simulating their steps."""
     from resilient.cli.compare.tables import show_bad, show_comparison
 
     with refusals(ctx):
-        setting = _setting(model, device, nodes, gpus_per_node, network_gbit_s, global_batch, microbatch, frozen)
-        if lost_nodes >= nodes:
-            raise ArgumentError("lost_nodes", f"be 0 to {nodes - 1}", lost_nodes, "leave a node")
-        if microbatch > global_batch:
-            raise ArgumentError("microbatch", f"be at most {{global_batch}} {global_batch}", microbatch, "lower it")
-        if global_batch * batches > _MOST_SAMPLES:
-            raise ValueError(
-                f"--global-batch times --batches must be at most {_MOST_SAMPLES}, got {global_batch * batches}; use "
-                f"fewer batches"
-            )
+        setting = _setting(options)
+        _check(options)
+        png_file = options.png_file
         steps_file = png_file and png_file.with_stem(f"{png_file.stem}-steps")
-        check_outputs([("--json", json_file), ("--png", png_file), ("--png", steps_file)], [tokenizer, Path(workload)])
-        chosen = _planners(planners)
-        known, steps, found = _samples(setting, workload, model, batches, seed, bad, _counter(tokenizer), pictures)
-        comparison = _compare(chosen, setting, known, steps, lost_nodes)
+        outputs = (("--json", options.json_file), ("--png", png_file), ("--png", steps_file))
+        check_outputs(outputs, [options.tokenizer, Path(options.workload)])
+        chosen = _planners(options.planners)
+        known, steps, found = _samples(setting, options)
+        comparison = _compare(chosen, setting, known, steps, options.lost_nodes)
         console = table_console()
-        for line in (
-            setting.costs.source,
-            f"{counted(nodes, 'node')} with {counted(gpus_per_node, 'device')} each"
-            + (f", {lost_nodes} of them lost" if lost_nodes else ""),
-            f"{batches} batch{'es' * (batches != 1)} of {counted(global_batch, 'sample')} of {workload}, "
-            f"microbatches of {microbatch}",
-        ):
+        for line in _header(setting, options):
             console.print(line, markup=False, soft_wrap=True)
         show_bad(found, console)
         show_comparison(comparison, console)
-        job = {
-            "costs": setting.costs.source,
-            "num_nodes": nodes,
-            "devices_per_node": gpus_per_node,
-            "lost_nodes": lost_nodes,
-            "workload": workload,
-            "num_batches": batches,
-            "global_batch": global_batch,
-            "microbatch": microbatch,
-            "seed": seed,
-            "bad_samples": [{"name": each.name, "reason": each.reason, "dropped": each.dropped} for each in found],
-        }
-        _write(comparison, job, json_file, png_file, steps_file)
+        _write(comparison, _job(setting, options, found), options.json_file, png_file, steps_file)
     if comparison.best is None:
         raise typer.Exit(1)
 
 
-def _setting(
-    model: str,
-    device: str,
-    nodes: int,
-    gpus_per_node: int,
-    network_gbit_s: float | None,
-    global_batch: int,
-    microbatch: int,
-    frozen: str | None,
-) -> Setting:
+def _check(options: CompareOptions) -> None:
+    if options.lost_nodes >= options.nodes:
+        raise ArgumentError("lost_nodes", f"be 0 to {options.nodes - 1}", options.lost_nodes, "leave a node")
+    if options.microbatch > options.global_batch:
+        constraint = f"be at most {{global_batch}} {options.global_batch}"
+        raise ArgumentError("microbatch", constraint, options.microbatch, "lower it")
+    if options.global_batch * options.batches > _MOST_SAMPLES:
+        raise ValueError(
+            f"--global-batch times --batches must be at most {_MOST_SAMPLES}, got "
+            f"{options.global_batch * options.batches}; use fewer batches"
+        )
+
+
+def _header(setting: Setting, options: CompareOptions) -> Sequence[str]:
+    """Return the lines above the table: the model, the nodes and the workload."""
+    lost = f", {options.lost_nodes} of them lost" if options.lost_nodes else ""
+    return (
+        setting.costs.source,
+        f"{counted(options.nodes, 'node')} with {counted(options.gpus_per_node, 'device')} each{lost}",
+        f"{options.batches} batch{'es' * (options.batches != 1)} of {counted(options.global_batch, 'sample')} of "
+        f"{options.workload}, microbatches of {options.microbatch}",
+    )
+
+
+def _job(setting: Setting, options: CompareOptions, bad: Sequence[Bad]) -> dict[str, Any]:
+    """Return what is written of the job as JSON."""
+    return {
+        "costs": setting.costs.source,
+        "num_nodes": options.nodes,
+        "devices_per_node": options.gpus_per_node,
+        "lost_nodes": options.lost_nodes,
+        "workload": options.workload,
+        "num_batches": options.batches,
+        "global_batch": options.global_batch,
+        "microbatch": options.microbatch,
+        "seed": options.seed,
+        "bad_samples": [{"name": each.name, "reason": each.reason, "dropped": each.dropped} for each in bad],
+    }
+
+
+def _setting(options: CompareOptions) -> Setting:
     from resilient.planners.costs.derived_costs import derive_costs
     from resilient.planners.planner import Setting
 
-    units = tuple(unit.strip() for unit in frozen.split(",") if unit.strip()) if frozen else ()
-    costs = derive_costs(model, device, frozen=units)
+    units = tuple(unit.strip() for unit in (options.frozen or "").split(",") if unit.strip())
+    costs = derive_costs(options.model, options.device, frozen=units)
     if not any(layer.trainable for unit in costs.units for layer in unit.layers):
-        raise ArgumentError("frozen", "leave a unit to train", frozen, "leave one out")
+        raise ArgumentError("frozen", "leave a unit to train", options.frozen, "leave one out")
     return Setting(
         costs=costs,
-        cluster=described_cluster(device, gpus_per_node, network_gbit_s),
-        num_nodes=nodes,
-        global_batch=global_batch,
-        microbatch=microbatch,
+        cluster=described_cluster(options.device, options.gpus_per_node, options.network_gbit_s),
+        num_nodes=options.nodes,
+        global_batch=options.global_batch,
+        microbatch=options.microbatch,
     )
 
 
@@ -167,29 +181,20 @@ def _planners(names: str) -> list[Planner]:
     return [planner(name) for name in dict.fromkeys(chosen)]
 
 
-def _samples(
-    setting: Setting,
-    name: str,
-    model: str,
-    batches: int,
-    seed: int,
-    bad: WhenBad,
-    tokenizer: Callable[[str], Sequence[int]] | None,
-    pictures: Path | None,
-) -> tuple[SampleTable, list[SampleTable], tuple[Bad, ...]]:
+def _samples(setting: Setting, options: CompareOptions) -> tuple[SampleTable, list[SampleTable], tuple[Bad, ...]]:
     """Return the samples planners know, the batches (others of the same workload), and what is bad among them all."""
     from resilient.planners.workloads.sample_limits import most_tokens
     from resilient.planners.workloads.workload import judged_workload
 
     table, found = judged_workload(
-        name,
-        _KNOWN_SAMPLES + batches * setting.global_batch,
-        seed,
-        model,
-        bad=bad.value,
+        options.workload,
+        _KNOWN_SAMPLES + options.batches * setting.global_batch,
+        options.seed,
+        options.model,
+        bad=options.bad.value,
         limits=most_tokens(setting.costs, setting.cluster, setting.num_nodes),
-        tokenizer=tokenizer,
-        pictures=pictures,
+        tokenizer=_counter(options.tokenizer),
+        pictures=options.pictures,
     )
     starts = range(_KNOWN_SAMPLES, len(table), setting.global_batch)
     return table[:_KNOWN_SAMPLES], [table[start : start + setting.global_batch] for start in starts], found
@@ -219,7 +224,7 @@ def _compare(
     lost_nodes: int,
 ) -> Comparison:
     """Compute, on a terminal with a bar that goes when it is done."""
-    from resilient.cli.compare.report import compare_planners as compare_planners
+    from resilient.cli.compare.report import compare_planners
     from resilient.planners.registry import BASELINE
 
     console = Console(highlight=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,23 +16,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from resilient.cli.shared.job_options import (
-    MOST_NODES,
-    BatchOption,
-    DeviceOption,
-    FailuresOption,
-    FrozenOption,
-    GpusOption,
-    MicrobatchOption,
-    ModelOption,
-    NetworkOption,
-    PipelineNodesOption,
-    ProfileOption,
-    SeqLenOption,
-    described_job,
-    refusals,
-    table_console,
-)
+from resilient.cli.shared.job_options import MOST_NODES, JobOptions, described_job, refusals, table_console
+from resilient.cli.shared.options import command_of
 from resilient.cli.shared.output_files import check_outputs
 from resilient.errors import ArgumentError
 
@@ -41,45 +27,28 @@ if TYPE_CHECKING:
     from resilient.templates.search.template_sizes import TooFewNodes
 
 
-def plan_command(
-    ctx: typer.Context,
-    nodes: Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Nodes of the job.")],
-    model: ModelOption = None,
-    profile: ProfileOption = None,
-    device: DeviceOption = None,
-    gpus_per_node: GpusOption = 1,
-    network_gbit_s: NetworkOption = None,
-    max_failures: FailuresOption = 1,
-    min_pipeline_nodes: PipelineNodesOption = 1,
-    global_batch: BatchOption = None,
-    microbatch: MicrobatchOption = None,
-    seq_len: SeqLenOption = None,
-    frozen: FrozenOption = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
-    png_file: Annotated[Path | None, typer.Option("--png", help="Draw what is kept as nodes are lost.")] = None,
-    templates_file: Annotated[Path | None, typer.Option("--templates", help="Write the templates here.")] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(JobOptions):
+    """The options of ``resilient plan``."""
+
+    nodes: Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Nodes of the job.")]
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None
+    png_file: Annotated[Path | None, typer.Option("--png", help="Draw what is kept as nodes are lost.")] = None
+    templates_file: Annotated[Path | None, typer.Option("--templates", help="Write the templates here.")] = None
+
+
+@command_of(PlanOptions)
+def plan_command(ctx: typer.Context, options: PlanOptions) -> None:
     """Plan a job without its machines: templates, pipelines, and what throughput is kept as nodes are lost."""
     from resilient.cli.plan.tables import show_plan
 
     started = time.monotonic()
     with refusals(ctx):
-        problem, samples = described_job(
-            model=model,
-            profile=profile,
-            device=device,
-            gpus_per_node=gpus_per_node,
-            network_gbit_s=network_gbit_s,
-            max_failures=max_failures,
-            min_pipeline_nodes=min_pipeline_nodes,
-            global_batch=global_batch,
-            microbatch=microbatch,
-            seq_len=seq_len,
-            frozen=frozen,
-        )
-        check_outputs([("--json", json_file), ("--png", png_file), ("--templates", templates_file)], [profile])
-        report = _report(problem, nodes, samples)
-        _write(report, problem, json_file, png_file, templates_file)
+        problem, samples = described_job(options)
+        outputs = (("--json", options.json_file), ("--png", options.png_file), ("--templates", options.templates_file))
+        check_outputs(outputs, [options.profile])
+        report = _report(problem, options.nodes, samples)
+        _write(report, problem, options)
         console = table_console()
         show_plan(report, console)
         console.print(f"planned in {time.monotonic() - started:.1f} s", style="dim")
@@ -122,19 +91,13 @@ def _other_ways(problem: PlanningProblem, error: TooFewNodes) -> str:
     return "".join(f", or {way}" for way in ways)
 
 
-def _write(
-    report: PlanReport,
-    problem: PlanningProblem,
-    json_file: Path | None,
-    png_file: Path | None,
-    templates_file: Path | None,
-) -> None:
+def _write(report: PlanReport, problem: PlanningProblem, options: PlanOptions) -> None:
     from resilient.cli.plan.figure import draw_plan
     from resilient.templates.replan.replan import templates_for
 
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
-    if png_file is not None:
-        draw_plan(report, png_file)
-    if templates_file is not None:
-        templates_file.write_bytes(templates_for(problem, report.num_nodes).to_json())
+    if options.json_file is not None:
+        options.json_file.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+    if options.png_file is not None:
+        draw_plan(report, options.png_file)
+    if options.templates_file is not None:
+        options.templates_file.write_bytes(templates_for(problem, report.num_nodes).to_json())

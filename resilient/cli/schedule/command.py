@@ -7,6 +7,7 @@ command runs. Must not import torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,7 @@ from resilient.cli.shared.job_options import (
     described_layers,
     refusals,
 )
+from resilient.cli.shared.options import command_of
 from resilient.cli.shared.output_files import check_outputs
 from resilient.cli.shared.renamed_options import renamed
 from resilient.errors import ArgumentError
@@ -38,78 +40,90 @@ _MOST_STAGES = 1024
 _MOST_MS = 1e9
 
 
-def schedule_command(
-    ctx: typer.Context,
-    stages: Annotated[int, typer.Option(min=1, max=_MOST_STAGES, help="Workers of the pipeline, each with a stage.")],
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches that go through it in a step.")],
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions:
+    """The options of ``resilient schedule``."""
+
+    stages: Annotated[int, typer.Option(min=1, max=_MOST_STAGES, help="Workers of the pipeline, each with a stage.")]
+    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches that go through it in a step.")]
     kind: Annotated[
         list[str] | None,
         typer.Option(
             help="gpipe, 1f1b, eager-1f1b, interleaved-1f1b, zb-h1, zb-h2, forward-only, or all that train; "
             "repeatable; 1f1b by default."
         ),
-    ] = None,
+    ] = None
     chunks: Annotated[
         int | None, typer.Option(min=1, help="interleaved-1f1b: stages of each worker, 2 by default.")
-    ] = None,
-    max_in_flight: Annotated[
-        int | None, typer.Option(help="eager-1f1b: most microbatches that a worker holds.")
-    ] = None,
-    forward_ms: Annotated[float | None, typer.Option(help="Of a microbatch on a worker; 1 by default.")] = None,
+    ] = None
+    max_in_flight: Annotated[int | None, typer.Option(help="eager-1f1b: most microbatches that a worker holds.")] = None
+    forward_ms: Annotated[float | None, typer.Option(help="Of a microbatch on a worker; 1 by default.")] = None
     backward_input_ms: Annotated[
         float | None, typer.Option(help="Backward for what the worker received; 1 by default.")
-    ] = None,
-    backward_weight_ms: Annotated[float | None, typer.Option(help="Backward for its parameters; 1 by default.")] = None,
-    send_ms: Annotated[float | None, typer.Option(help="Of a message between two workers; 0 by default.")] = None,
-    model: ModelOption = None,
-    profile: ProfileOption = None,
-    device: DeviceOption = None,
-    png_file: Annotated[Path | None, typer.Option("--png", help="Draw the timelines here.")] = None,
+    ] = None
+    backward_weight_ms: Annotated[float | None, typer.Option(help="Backward for its parameters; 1 by default.")] = None
+    send_ms: Annotated[float | None, typer.Option(help="Of a message between two workers; 0 by default.")] = None
+    model: ModelOption = None
+    profile: ProfileOption = None
+    device: DeviceOption = None
+    png_file: Annotated[Path | None, typer.Option("--png", help="Draw the timelines here.")] = None
     trace_file: Annotated[
         Path | None, typer.Option("--trace-json", help="Write them here, for https://ui.perfetto.dev.")
-    ] = None,
-    text: Annotated[
-        bool, typer.Option("--text", help="Print the workers' actions, a line for each, and no more.")
-    ] = False,
-    old_trace: Annotated[str | None, renamed("--trace", "--trace-json")] = None,
-) -> None:
-    """Show what the workers of a pipeline do when, and how long they wait, without running it."""
-    from resilient.cli.schedule.report import schedule_report
+    ] = None
+    text: Annotated[bool, typer.Option("--text", help="Print the workers' actions, a line for each, and no more.")] = (
+        False
+    )
+    old_trace: Annotated[str | None, renamed("--trace", "--trace-json")] = None
 
+    def times_ms(self) -> tuple[float | None, ...]:
+        """Return the times of a microbatch as far as they were given: forward, backward in two parts, a message."""
+        return self.forward_ms, self.backward_input_ms, self.backward_weight_ms, self.send_ms
+
+
+@command_of(ScheduleOptions)
+def schedule_command(ctx: typer.Context, options: ScheduleOptions) -> None:
+    """Show what the workers of a pipeline do when, and how long they wait, without running it."""
     console = Console(highlight=False)
     with refusals(ctx):
-        kinds = _kinds(kind or ["1f1b"])
-        _check_belongs("chunks", chunks, "interleaved-1f1b", kinds)
-        _check_belongs("max_in_flight", max_in_flight, "eager-1f1b", kinds)
-        several = _DEFAULT_CHUNKS if chunks is None else chunks
-        num_chunks = {each: several if each.value == "interleaved-1f1b" else 1 for each in kinds}
-        passes = stages * microbatches * sum(num_chunks.values())
-        if passes > _MOST_PASSES:
-            raise ValueError(
-                f"--stages times --microbatches (times --chunks) of all kinds must be at most {_MOST_PASSES}, got "
-                f"{passes}; use fewer microbatches"
-            )
-        times = (forward_ms, backward_input_ms, backward_weight_ms, send_ms)
-        memory_bytes, work = _work(stages, microbatches, times, model, profile, device)
-        check_outputs([("--png", png_file), ("--trace-json", trace_file)], [profile])
-        reports = [
-            schedule_report(
-                each,
-                stages,
-                microbatches,
-                num_chunks[each],
-                work,
-                memory_bytes=memory_bytes,
-                max_in_flight=max_in_flight,
-            )
-            for each in kinds
-        ]
-        _write(reports, png_file, trace_file)
-        if text:
+        kinds = _kinds(options.kind or ["1f1b"])
+        _check_belongs("chunks", options.chunks, "interleaved-1f1b", kinds)
+        _check_belongs("max_in_flight", options.max_in_flight, "eager-1f1b", kinds)
+        memory_bytes, reports = _reports(options, kinds)
+        _write(reports, options.png_file, options.trace_file)
+        if options.text:
             for report in reports:
                 console.print(str(report.timeline.schedule), markup=False, soft_wrap=True)
         else:
             _show(reports, memory_bytes, console)
+
+
+def _reports(options: ScheduleOptions, kinds: Sequence[ScheduleKind]) -> tuple[int | None, list[ScheduleReport]]:
+    """Return the memory of a worker, if it is known, and what is shown of each kind."""
+    from resilient.cli.schedule.report import schedule_report
+
+    several = _DEFAULT_CHUNKS if options.chunks is None else options.chunks
+    num_chunks = {each: several if each.value == "interleaved-1f1b" else 1 for each in kinds}
+    passes = options.stages * options.microbatches * sum(num_chunks.values())
+    if passes > _MOST_PASSES:
+        raise ValueError(
+            f"--stages times --microbatches (times --chunks) of all kinds must be at most {_MOST_PASSES}, got "
+            f"{passes}; use fewer microbatches"
+        )
+    memory_bytes, work = _work(options)
+    check_outputs([("--png", options.png_file), ("--trace-json", options.trace_file)], [options.profile])
+    reports = [
+        schedule_report(
+            kind,
+            options.stages,
+            options.microbatches,
+            num_chunks[kind],
+            work,
+            memory_bytes=memory_bytes,
+            max_in_flight=options.max_in_flight,
+        )
+        for kind in kinds
+    ]
+    return memory_bytes, reports
 
 
 def _kinds(names: Sequence[str]) -> list[ScheduleKind]:
@@ -128,17 +142,11 @@ def _check_belongs(name: str, value: int | None, owner: str, kinds: Sequence[Sch
         raise ArgumentError(name, f"come with {{kind}} {owner}", f"{value} for {given}", "leave it out")
 
 
-def _work(
-    num_workers: int,
-    num_microbatches: int,
-    times_ms: Sequence[float | None],
-    model: str | None,
-    profile: Path | None,
-    device: str | None,
-) -> tuple[int | None, Callable[[int], PipelineWork]]:
+def _work(options: ScheduleOptions) -> tuple[int | None, Callable[[int], PipelineWork]]:
     """Return the memory of a worker, if it is known, and the work of a number of stages."""
     from resilient.cli.schedule.report import even_work, profiled_work
 
+    model, profile, device, times_ms = options.model, options.profile, options.device, options.times_ms()
     if any(given is not None and given > _MOST_MS for given in times_ms):
         most_ms = max(filter(None, times_ms))
         raise ValueError(f"--forward-ms and the like must be at most {_MOST_MS:g}, got {most_ms:g}; give milliseconds")
@@ -151,7 +159,7 @@ def _work(
         )
 
         def even(num_stages: int) -> PipelineWork:
-            share = num_workers / num_stages
+            share = options.stages / num_stages
             return even_work(
                 num_stages,
                 forward_ms=share * forward_ms,
@@ -167,7 +175,7 @@ def _work(
             "--send-ms: they say all these; leave them out"
         )
     costs, cluster = described_layers(model, profile, device), described_cluster(device)
-    return cluster.memory_bytes, lambda num_stages: profiled_work(costs, cluster, num_stages, num_microbatches)
+    return cluster.memory_bytes, lambda num_stages: profiled_work(costs, cluster, num_stages, options.microbatches)
 
 
 def _write(reports: Sequence[ScheduleReport], png_file: Path | None, trace_file: Path | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -185,21 +186,25 @@ def described_layers(
     return derive_profile(model, device, microbatch=microbatch, seq_len=seq_len, frozen=units)
 
 
-def described_job(
-    *,
-    model: str | None,
-    profile: Path | None,
-    device: str | None,
-    gpus_per_node: int,
-    network_gbit_s: float | None,
-    max_failures: int,
-    min_pipeline_nodes: int,
-    global_batch: int | None,
-    microbatch: int | None,
-    seq_len: int | None,
-    frozen: str | None,
-) -> tuple[PlanningProblem, int]:
-    """Return the job that the options of these names describe, and the samples of its microbatch.
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """The options that describe a job without having it."""
+
+    model: ModelOption = None
+    profile: ProfileOption = None
+    device: DeviceOption = None
+    gpus_per_node: GpusOption = 1
+    network_gbit_s: NetworkOption = None
+    max_failures: FailuresOption = 1
+    min_pipeline_nodes: PipelineNodesOption = 1
+    global_batch: BatchOption = None
+    microbatch: MicrobatchOption = None
+    seq_len: SeqLenOption = None
+    frozen: FrozenOption = None
+
+
+def described_job(options: JobOptions) -> tuple[PlanningProblem, int]:
+    """Return the job that options describe, and the samples of its microbatch.
 
     Raises:
         ValueError: They do not fit each other; the message says what would do.
@@ -208,14 +213,23 @@ def described_job(
     from resilient.templates.inputs.known_models import MODELS
     from resilient.templates.plan import PlanningProblem
 
-    cluster = described_cluster(device, gpus_per_node, network_gbit_s)
-    costs = described_layers(model, profile, device, microbatch=microbatch, seq_len=seq_len, frozen=frozen)
-    if model is None:
+    microbatch, global_batch = options.microbatch, options.global_batch
+    cluster = described_cluster(options.device, options.gpus_per_node, options.network_gbit_s)
+    costs = described_layers(
+        options.model,
+        options.profile,
+        options.device,
+        microbatch=microbatch,
+        seq_len=options.seq_len,
+        frozen=options.frozen,
+    )
+    if options.model is None:
         global_batch, microbatch = _measured_batch(costs, global_batch, microbatch)
     else:
-        global_batch = MODELS[model].global_batch if global_batch is None else global_batch
-        microbatch = MODELS[model].microbatch if microbatch is None else microbatch
-    check_batch(global_batch, microbatch, max_failures + 1)
+        usual = MODELS[options.model]
+        global_batch = usual.global_batch if global_batch is None else global_batch
+        microbatch = usual.microbatch if microbatch is None else microbatch
+    check_batch(global_batch, microbatch, options.max_failures + 1)
     if global_batch // microbatch > _MOST_MICROBATCHES:
         most = _MOST_MICROBATCHES * microbatch
         raise ArgumentError("global_batch", f"be at most {most}", global_batch, "lower it, or raise the microbatch")
@@ -223,8 +237,8 @@ def described_job(
         profile=costs,
         num_microbatches=global_batch // microbatch,
         cluster=cluster,
-        max_failures=max_failures,
-        min_pipeline_nodes=min_pipeline_nodes,
+        max_failures=options.max_failures,
+        min_pipeline_nodes=options.min_pipeline_nodes,
     )
     return problem, microbatch
 

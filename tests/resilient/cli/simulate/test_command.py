@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from resilient.cli.app import app
-from resilient.cli.simulate.command import load_trace
+from resilient.cli.simulate.options import load_trace
 from resilient.templates.inputs.derive import derive_profile
 
 JOB = ["simulate", "--model", "gpt2-medium", "--device", "a40", "--global-batch", "256"]
