@@ -28,7 +28,7 @@ ROOMS: dict[str, str] = {
     "comm": "errors",
     "models": "data errors",
     "state": "comm models templates errors",
-    "optim": "state",
+    "optim": "state errors",
     "protocol": "state templates errors",
     "observability": "state templates errors extras",
     "pipeline": "comm models state protocol observability templates errors",
