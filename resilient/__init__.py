@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from resilient.optim import SGD, AdamW, WarmupCosine
     from resilient.trainer import FitResult, Trainer
 
+    __version__: str
+
 _HOMES = {
     "AdamW": "resilient.optim",
     "Chain": "resilient.models.chain",
@@ -41,10 +43,20 @@ __all__ = [
     "SampleError",
     "Trainer",
     "WarmupCosine",
+    "__version__",
 ]
 
 
+def __dir__() -> list[str]:
+    """Return the public names, also those that were not used yet."""
+    return list(__all__)
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version  # as long to import as all else here together
+
+        return version("resilient-train")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'resilient' has no attribute {name!r}")

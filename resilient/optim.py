@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from resilient.errors import ArgumentError
 from resilient.state.layer_state import LayerState
+
+_T = TypeVar("_T")
 
 LearningRateSchedule = Callable[[int], float]
 """Step (1, 2, ...) -> factor on the learning rate."""
@@ -26,7 +29,7 @@ class Optimizer(Protocol):
     def lr(self) -> float: ...
 
     @property
-    def schedule(self) -> LearningRateSchedule | None: ...
+    def lr_schedule(self) -> LearningRateSchedule | None: ...
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -40,12 +43,23 @@ class Optimizer(Protocol):
 
 def learning_rate(optimizer: Optimizer, step: int) -> float:
     """Return the learning rate of a step (1, 2, ...)."""
-    return optimizer.lr * (optimizer.schedule(step) if optimizer.schedule else 1.0)
+    return optimizer.lr * (optimizer.lr_schedule(step) if optimizer.lr_schedule else 1.0)
 
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """Rise linearly over ``warmup_steps``, then fall along a cosine to ``floor`` at ``total_steps``."""
+    """Learning-rate schedule: rises linearly over ``warmup_steps``, then falls along a cosine to ``floor``.
+
+    Args:
+        warmup_steps: Steps until the factor is 1.
+        total_steps: Steps until it is ``floor``, where it stays.
+        floor: Share of the learning rate that is left at the end.
+
+    Raises:
+        ValueError: The warm-up is no part of the whole.
+
+    Source: Loshchilov and Hutter, SGDR, ICLR 2017, equation 5, after a linear warm-up.
+    """
 
     warmup_steps: int
     total_steps: int
@@ -76,15 +90,38 @@ def _check_lr(lr: float) -> None:
         raise ValueError(f"lr must be > 0, got {lr}; pass a positive learning rate")
 
 
+class _Description:
+    """What descriptions of optimizers have in common: an argument that once had another name."""
+
+    def __new__(cls: type[_T], **arguments: Any) -> _T:
+        if "schedule" in arguments:
+            fix = f"write {cls.__name__}({{lr_schedule}}=...), the trainer's schedule is the pipeline's"
+            raise ArgumentError("schedule", "be called {lr_schedule}", arguments["schedule"], fix)
+        return object.__new__(cls)
+
+
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
-    """Adam with decoupled weight decay (``torch.optim.AdamW``)."""
+class AdamW(_Description):
+    """Adam with decoupled weight decay (``torch.optim.AdamW``).
+
+    Args:
+        lr: Learning rate.
+        betas: Decay of the averages of the gradient and of its square.
+        eps: Added to the denominator.
+        weight_decay: Share of the parameters, times the learning rate, that each step takes away.
+        lr_schedule: Step (1, 2, ...) -> factor on ``lr``, as :class:`WarmupCosine`; None for 1 always.
+
+    Raises:
+        ValueError: ``lr`` is not positive.
+
+    Source: Loshchilov and Hutter, Decoupled weight decay regularization, ICLR 2019.
+    """
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    schedule: LearningRateSchedule | None = None
+    lr_schedule: LearningRateSchedule | None = None
 
     def __post_init__(self) -> None:
         _check_lr(self.lr)
@@ -110,14 +147,25 @@ class AdamW:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGD:
-    """Stochastic gradient descent with optional momentum (``torch.optim.SGD``)."""
+class SGD(_Description):
+    """Stochastic gradient descent with optional momentum (``torch.optim.SGD``).
+
+    Args:
+        lr: Learning rate.
+        momentum: Of the gradients summed up; 0 for none.
+        nesterov: Look ahead along the momentum.
+        weight_decay: Factor of the parameters added to the gradient.
+        lr_schedule: Step (1, 2, ...) -> factor on ``lr``, as :class:`WarmupCosine`; None for 1 always.
+
+    Raises:
+        ValueError: ``lr`` is not positive, or ``nesterov`` has no momentum.
+    """
 
     lr: float
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
-    schedule: LearningRateSchedule | None = None
+    lr_schedule: LearningRateSchedule | None = None
 
     def __post_init__(self) -> None:
         _check_lr(self.lr)

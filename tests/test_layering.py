@@ -28,7 +28,7 @@ ROOMS: dict[str, str] = {
     "comm": "errors",
     "models": "data errors",
     "state": "comm models templates errors",
-    "optim": "state",
+    "optim": "state errors",
     "protocol": "state templates errors",
     "observability": "state templates errors extras",
     "pipeline": "comm models state protocol observability templates errors",
@@ -200,13 +200,24 @@ def test_importing_planning_agent_and_command_line_does_not_load_torch() -> None
 
 
 def test_public_names_resolve_to_what_is_documented() -> None:
-    assert sorted(resilient.__all__) == sorted(resilient._HOMES)
-    for public in resilient.__all__:
+    assert sorted(resilient.__all__) == sorted([*resilient._HOMES, "__version__"])
+    for public in resilient._HOMES:
         value = getattr(resilient, public)
         assert value.__doc__
         assert value.__module__ == resilient._HOMES[public], "imported from where it is defined"
     with pytest.raises(AttributeError, match=r"^module 'resilient' has no attribute 'Trainr'$"):
         _ = resilient.Trainr  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_names_that_were_not_used_yet_are_listed_too() -> None:
+    listed = "import resilient; print(*(name for name in resilient.__all__ if name not in dir(resilient)))"
+    ended = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, check=True)
+    assert ended.stdout == "\n"
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'\nversion = "{resilient.__version__}"\n' in text
 
 
 def public_names(path: Path) -> Iterator[str]:

@@ -105,7 +105,7 @@ class Job(JobConfig):
 
     def recipe(self) -> Recipe:
         """Return what decides the values that are trained."""
-        options = sorted((name, value) for name, value in vars(self.optimizer).items() if name != "schedule")
+        options = sorted((name, value) for name, value in vars(self.optimizer).items() if name != "lr_schedule")
         return Recipe(
             model=self.model.digest(),
             num_layers=len(self.model.layers),

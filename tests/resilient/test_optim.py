@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,7 +82,7 @@ def test_worker_without_trainable_parameters_has_an_optimizer_too(optimizer: Opt
 
 
 def test_warmup_rises_and_cosine_falls_to_the_floor() -> None:
-    optimizer = SGD(lr=2.0, schedule=WarmupCosine(warmup_steps=4, total_steps=12, floor=0.1))
+    optimizer = SGD(lr=2.0, lr_schedule=WarmupCosine(warmup_steps=4, total_steps=12, floor=0.1))
     rates = [learning_rate(optimizer, step) for step in (1, 2, 4, 8, 12, 99)]
     assert rates == pytest.approx([0.5, 1.0, 2.0, 1.1, 0.2, 0.2])
     assert learning_rate(SGD(lr=2.0), 7) == 2.0
@@ -100,3 +102,21 @@ def test_warmup_rises_and_cosine_falls_to_the_floor() -> None:
 def test_arguments_that_cannot_be_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make()
+
+
+@pytest.mark.parametrize("make", [AdamW, SGD])
+def test_schedule_of_the_learning_rate_is_refused_under_its_old_name(make: Callable[..., Optimizer]) -> None:
+    message = (
+        "schedule must be called lr_schedule, got WarmupCosine(warmup_steps=1, total_steps=9, floor=0.0); "
+        f"write {make.__name__}(lr_schedule=...), the trainer's schedule is the pipeline's"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make(lr=0.1, schedule=WarmupCosine(1, 9))
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'shedule'"):
+        make(lr=0.1, shedule=None)
+
+
+def test_description_of_an_optimizer_survives_a_process_boundary() -> None:
+    optimizer = AdamW(lr=0.1, lr_schedule=WarmupCosine(1, 9))
+    assert pickle.loads(pickle.dumps(optimizer)) == optimizer
+    assert replace(optimizer, lr=0.2).lr_schedule == optimizer.lr_schedule

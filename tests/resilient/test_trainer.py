@@ -26,11 +26,11 @@ from tests.resilient.small import CPU, TiedModel, Tokens, make_job
 SCHEDULE = WarmupCosine(warmup_steps=3, total_steps=8, floor=0.1)
 OPTIMIZERS: dict[str, tuple[Optimizer, Callable[[Any], torch.optim.Optimizer]]] = {
     "AdamW": (
-        AdamW(lr=0.05, weight_decay=0.1, schedule=SCHEDULE),
+        AdamW(lr=0.05, weight_decay=0.1, lr_schedule=SCHEDULE),
         lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1),
     ),
     "SGD": (
-        SGD(lr=0.5, momentum=0.9, schedule=SCHEDULE),
+        SGD(lr=0.5, momentum=0.9, lr_schedule=SCHEDULE),
         lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9),
     ),
 }

@@ -121,7 +121,7 @@ def test_gradients_are_clipped_by_the_whole_models_norm(clip: float | None, norm
 
 
 def test_learning_rate_follows_the_step_not_the_calls() -> None:
-    ledger = Ledger(SGD(lr=1.0, schedule=WarmupCosine(warmup_steps=10, total_steps=20)), None)
+    ledger = Ledger(SGD(lr=1.0, lr_schedule=WarmupCosine(warmup_steps=10, total_steps=20)), None)
     ledger.begin_install(6, None)
     ledger.current = {"embed": state("embed")}
     ledger.start()

@@ -112,4 +112,4 @@ def test_digest_differs_with_the_stages_of_each_worker_where_there_are_several()
 def test_digest_is_the_same_for_equal_jobs() -> None:
     assert digest() == digest(model=TiedModel(), optimizer=AdamW(lr=0.01))
     schedules = [WarmupCosine(warmup_steps=1, total_steps=5) for _ in range(2)]
-    assert len({digest(optimizer=AdamW(lr=0.01, schedule=schedule)) for schedule in schedules}) == 1
+    assert len({digest(optimizer=AdamW(lr=0.01, lr_schedule=schedule)) for schedule in schedules}) == 1

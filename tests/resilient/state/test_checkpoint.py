@@ -172,7 +172,7 @@ def test_checkpoint_of_the_same_job_is_accepted_whatever_may_change(tmp_path: Pa
         "checkpoint_every": 7,
         "schedule": "gpipe",
         "comm_timeout_s": 1.0,
-        "optimizer": AdamW(lr=0.01, schedule=WarmupCosine(1, 99)),
+        "optimizer": AdamW(lr=0.01, lr_schedule=WarmupCosine(1, 99)),
     }
     manifest = Manifest(step=3, recipe=RECIPE, states={})
     check_recipe(tmp_path, manifest, make_job(**may_change).recipe())
