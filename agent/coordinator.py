@@ -29,6 +29,7 @@ from resilient.agent.membership.context import EXIT_FAILED, Phase, Settings
 from resilient.agent.membership.machine import Membership, MembershipError
 from resilient.agent.stimulus_log import StimulusLog, append_whole
 from resilient.errors import CheckpointError
+from resilient.files import replacing
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     PHASES,
@@ -388,8 +389,7 @@ async def _read(request: web.Request, kind: type[_Body]) -> _Body:
 
 def _write_private(path: Path, text: str) -> None:
     """Write a file that only its owner may read."""
-    partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    partial.replace(path)
+    with replacing(path) as partial:
+        partial.unlink(missing_ok=True)
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)

@@ -21,26 +21,38 @@ SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*
 ROOMS: dict[str, str] = {
     "errors": "",
     "extras": "",
+    "files": "",
     "templates": "errors extras",
-    "planners": "templates extras errors",
+    "planners": "templates extras errors files",
     "simulation": "templates errors",
     "data": "errors",
     "comm": "errors",
     "models": "data errors",
-    "state": "comm models templates errors",
+    "state": "comm models templates errors files",
     "optim": "state errors",
     "protocol": "state templates errors",
-    "observability": "state templates errors extras",
+    "observability": "state templates errors extras files",
     "pipeline": "comm models state protocol observability templates errors",
     "runtime": "comm data models state optim protocol observability pipeline templates errors",
-    "profiling": "models state pipeline runtime templates",
+    "profiling": "models state pipeline runtime templates files",
     "trainer": "data models state optim protocol observability runtime profiling",
-    "agent": "state protocol observability templates errors",
-    "cli": "agent planners simulation profiling runtime protocol observability templates errors extras",
+    "agent": "state protocol observability templates errors files",
+    "cli": "agent planners simulation profiling runtime protocol observability templates errors extras files",
 }
 """Each room of the package, a folder or a file at its top, and the rooms it may import, itself aside."""
 
-LIGHT = ("templates", "planners", "simulation", "protocol", "observability", "agent", "cli", "errors", "extras")
+LIGHT = (
+    "templates",
+    "planners",
+    "simulation",
+    "protocol",
+    "observability",
+    "agent",
+    "cli",
+    "errors",
+    "extras",
+    "files",
+)
 """Rooms that are imported without torch."""
 
 NOT_PURE = {

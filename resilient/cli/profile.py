@@ -12,12 +12,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import MofNCompleteColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from resilient.cli.shared.job_options import refusals
 from resilient.cli.shared.output_files import check_outputs
+from resilient.cli.shared.printing import plain_table, progress_bar
 from resilient.cli.shared.script_options import ARGUMENTS_HELP, hint
 from resilient.errors import ResilientError
 from resilient.templates.inputs.profile import ModelProfile
@@ -49,7 +50,8 @@ def profile(
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as `resilient run` sets its workers'
     try:
         job = job_of(str(script), arguments or ())
-        with _progress(console) as progress:
+        columns = (TextColumn("measuring"), MofNCompleteColumn(), TextColumn("{task.description}"))
+        with progress_bar(*columns, console=console) as progress:
             bar = progress.add_task("", total=len(job.model.layers))
             measured, path = fresh_profile(job, lambda name: progress.update(bar, description=name, advance=1))
     except (ResilientError, ValueError) as error:
@@ -65,7 +67,8 @@ def profile(
 
 def table(measured: ModelProfile) -> Table:
     """Return the profile as a table, with totals; what is not computed shows as a dash."""
-    rows = Table(box=None, pad_edge=False, show_footer=True)
+    rows = plain_table()
+    rows.show_footer = True
     costs = [layer.costs[0] for layer in measured.layers]
     footers = (
         "total",
@@ -89,11 +92,6 @@ def table(measured: ModelProfile) -> Table:
             _bytes(layer.state_bytes),
         )
     return rows
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _ms(value: float) -> str:

@@ -19,6 +19,7 @@ from resilient.cli.shared.output_files import drawing
 from resilient.cli.shared.renamed_options import renamed
 from resilient.cli.shared.run_folder import new_run_directory
 from resilient.errors import ArgumentError, ResilientError
+from resilient.files import write_whole
 from resilient.protocol.messages import PHASES, Injection
 
 RUN_HELP = (
@@ -154,7 +155,7 @@ def _write_trace(run_directory: Path, steps: str) -> None:
         console.print(f"no trace: no worker here began a step of {steps}", markup=False)
         return
     path = run_directory / "trace.json"
-    path.write_bytes(trace.to_json())
+    write_whole(path, trace.to_json())
     console.print(f"trace in {path}: open it in https://ui.perfetto.dev", markup=False, soft_wrap=True)
     chart = recorded_chart(trace)
     if chart is not None:

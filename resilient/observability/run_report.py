@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from resilient.files import write_whole
 from resilient.observability.event_log import Event, read_events, steps_of
 from resilient.observability.run_comparison import NOT_COMPARED, compare_runs
 
@@ -61,7 +62,7 @@ def write_report(run_dir: Path | str, reference_dir: Path | str | None = None) -
     report = build_run_report(read_events(Path(run_dir) / "events.jsonl"))
     if reference_dir is not None:
         report.update(compare_runs(run_dir, reference_dir))
-    Path(run_dir, "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    write_whole(Path(run_dir, "report.json"), f"{json.dumps(report, indent=2)}\n".encode())
     return report
 
 

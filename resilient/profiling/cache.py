@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from resilient.files import write_whole
 from resilient.profiling import profiler
 from resilient.profiling.profiler import ProfiledBatch
 from resilient.runtime.job import Job
@@ -143,11 +144,9 @@ def load_profile(folder: Path, key: ProfileKey) -> ModelProfile | None:
 def keep(folder: Path, key: ProfileKey, profile: ModelProfile) -> None:
     """Write a profile, whole or not at all."""
     path = key.file(folder)
-    partial = folder / f".{path.name}.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(_File(key=key, profile=profile))))
-        partial.replace(path)
+        write_whole(path, msgspec.json.format(msgspec.json.encode(_File(key=key, profile=profile))))
     except OSError as error:
         logger.warning("the profile is not kept, the next run measures again: %s", error)
 

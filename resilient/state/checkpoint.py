@@ -5,15 +5,14 @@ Files hold the parameters by name and the optimizer's slots as ``optimizer/<slot
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from resilient.errors import CheckpointError
+from resilient.files import replacing
 from resilient.state.layer_state import LayerState
 from resilient.state.manifest import SavedState, read_manifest, unwritable
 
@@ -29,21 +28,13 @@ def save(path: Path, states: Iterable[LayerState]) -> dict[str, SavedState]:
         path.mkdir(parents=True, exist_ok=True)
         for state in states:
             file = f"{state.spec.name}.safetensors"
-            _write(path / file, {key: tensor.contiguous().cpu() for key, tensor in state.tensors().items()})
+            tensors = {key: tensor.contiguous().cpu() for key, tensor in state.tensors().items()}
+            with replacing(path / file) as partial:
+                save_file(tensors, partial)
             saved[state.spec.name] = SavedState(file=file, fingerprint=state.fingerprint())
     except (OSError, SafetensorError) as error:
         raise unwritable(path, error) from error
     return saved
-
-
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a file, whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        save_file(tensors, partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load(path: str | Path, states: Iterable[LayerState]) -> None:

@@ -9,13 +9,12 @@ themselves are :mod:`resilient.state.checkpoint`'s.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 
 import msgspec
 
 from resilient.errors import CheckpointError
+from resilient.files import write_whole
 from resilient.state.recipe import Recipe
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan
@@ -59,13 +58,9 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: It cannot be written; the folder is no checkpoint.
     """
-    partial = Path(path) / f".{MANIFEST}.{os.getpid()}"
     try:
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-        partial.replace(Path(path) / MANIFEST)
+        write_whole(Path(path) / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise unwritable(path, error) from error
 
 

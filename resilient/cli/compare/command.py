@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TextColumn, TimeElapsedColumn
 
 from resilient.cli.shared.job_options import (
     MOST_NODES,
@@ -25,10 +25,10 @@ from resilient.cli.shared.job_options import (
     described_cluster,
     full_device,
     refusals,
-    table_console,
 )
 from resilient.cli.shared.options import command_of
 from resilient.cli.shared.output_files import check_outputs
+from resilient.cli.shared.printing import progress_bar, table_console
 from resilient.errors import ArgumentError
 from resilient.templates.common.words import counted
 
@@ -228,8 +228,7 @@ def _compare(
     from resilient.planners.registry import BASELINE
 
     console = Console(highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar(TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task("simulating", total=len(planners))
         return compare_planners(
             planners,

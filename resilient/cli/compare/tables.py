@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from resilient.cli.compare.report import Comparison, PlannerRow
+from resilient.cli.shared.printing import plain_table
 from resilient.planners.workloads.records import Bad
 
 _NAMED = 10
@@ -54,7 +55,8 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def _steps(comparison: Comparison, units: Sequence[str]) -> Table:
-    table = _table("step\nms", "speed-up", "bubble", "sums\nms", *(f"std\n{unit}" for unit in units), "GB")
+    columns = ("step\nms", "speed-up", "bubble", "sums\nms", *(f"std\n{unit}" for unit in units), "GB")
+    table = plain_table("planner", *columns, left=("planner",), no_wrap=True)
     for row in comparison.rows:
         speed_up = comparison.speed_up(row)
         memory = Text(f"{row.peak_bytes / 1e9:.1f}", style="" if row.fits else "bold red")
@@ -71,7 +73,8 @@ def _steps(comparison: Comparison, units: Sequence[str]) -> Table:
 
 
 def _configurations(rows: Sequence[PlannerRow], units: Sequence[str]) -> Table:
-    table = _table("devices", *units, "micro-\nbatches", "once\nms", "step\nms")
+    columns = ("devices", *units, "micro-\nbatches", "once\nms", "step\nms")
+    table = plain_table("planner", *columns, left=("planner",), no_wrap=True)
     for row in rows:
         table.add_row(
             row.name,
@@ -81,15 +84,6 @@ def _configurations(rows: Sequence[PlannerRow], units: Sequence[str]) -> Table:
             f"{row.configure_ms:.0f}",
             f"{row.assign_ms:.2f}",
         )
-    return table
-
-
-def _table(*headers: str) -> Table:
-    """Return a table of planners that fits into 80 columns with three units."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column("planner", vertical="bottom", no_wrap=True)
-    for header in headers:
-        table.add_column(header, justify="right", vertical="bottom", no_wrap=True)
     return table
 
 

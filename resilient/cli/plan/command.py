@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TextColumn, TimeElapsedColumn
 
-from resilient.cli.shared.job_options import MOST_NODES, JobOptions, described_job, refusals, table_console
+from resilient.cli.shared.job_options import MOST_NODES, JobOptions, described_job, refusals
 from resilient.cli.shared.options import command_of
 from resilient.cli.shared.output_files import check_outputs
+from resilient.cli.shared.printing import progress_bar, table_console
 from resilient.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -60,13 +61,8 @@ def _report(problem: PlanningProblem, num_nodes: int, microbatch: int) -> PlanRe
     from resilient.templates.search.template_sizes import TooFewNodes
 
     console = Console(highlight=False)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f} %"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    columns = (TextColumn("{task.description}"), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn())
+    with progress_bar(*columns, console=console) as progress:
         task = progress.add_task("templates", total=None)
 
         def on_progress(done: int, total: int) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from resilient.cli.plan.report import SEQUENCES, PlanReport
+from resilient.cli.shared.printing import plain_table
 from resilient.templates.common.words import counted
 
 SHOWN_ROWS = 32
@@ -55,9 +56,8 @@ def _headline(report: PlanReport) -> list[str]:
 
 def _templates(report: PlanReport) -> Table:
     redo = any(row.num_checkpointing for row in report.templates)
-    table = _table("nodes", "stages", "tp degrees", *(["redo"] if redo else []), left="tp degrees")
-    for header in ("slowest ms", "share", "step s", "GB"):
-        table.add_column(header, justify="right")
+    before, after = ("nodes", "stages", "tp degrees"), ("slowest ms", "share", "step s", "GB")
+    table = plain_table(*before, *(["redo"] if redo else []), *after, left=("tp degrees",))
     for row in _some(report.templates):
         table.add_row(
             str(row.num_nodes),
@@ -73,7 +73,7 @@ def _templates(report: PlanReport) -> Table:
 
 
 def _plan(report: PlanReport) -> Table:
-    table = _table("pipelines", "nodes of each", "microbatches of each", "step s", "GB")
+    table = plain_table("pipelines", "nodes of each", "microbatches of each", "step s", "GB")
     for row, count in sorted(Counter(report.pipelines).items(), key=lambda item: (-item[0].num_nodes, -item[1])):
         table.add_row(
             str(count),
@@ -89,7 +89,7 @@ def _losses(report: PlanReport) -> Table:
     idle = any(row.num_idle for row in report.losses)
     worst = report.order_matters
     more = [*(["worst"] if worst else []), *(["idle"] if idle else [])]
-    table = _table("lost", "nodes left", "samples/s", "kept", *more, "pipelines", left="pipelines")
+    table = plain_table("lost", "nodes left", "samples/s", "kept", *more, "pipelines", left=("pipelines",))
     for row in _some(report.losses):
         left = report.num_nodes - row.num_lost
         table.add_row(
@@ -114,13 +114,6 @@ def _some(rows: Sequence[_T]) -> list[_T]:
     if len(rows) <= SHOWN_ROWS:
         return list(rows)
     return [rows[round(i * (len(rows) - 1) / (SHOWN_ROWS - 1))] for i in range(SHOWN_ROWS)]
-
-
-def _table(*headers: str, left: str = "") -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for header in headers:
-        table.add_column(header, justify="left" if header == left else "right")
-    return table
 
 
 def _lines(console: Console, lines: Sequence[str], style: str = "") -> None:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
 from resilient.cli.schedule.report import ScheduleReport
+from resilient.cli.shared.printing import plain_table
 from resilient.observability.figures.bars import COMPUTING, Bar, Chart, milliseconds
 
 _STYLES = {
@@ -108,10 +108,8 @@ def show_workers(report: ScheduleReport, memory_bytes: int | None, console: Cons
     console.print(f"\niteration  {milliseconds(timeline.iteration_ms)} ms")
     console.print(f"ideal      {milliseconds(report.ideal_ms)} ms, if the busiest worker never waited")
     console.print(f"bubble     {100 * report.bubble:.1f} % of the workers' time\n")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    columns = ["worker", "busy ms", "bubble ms", "bubble", "in flight"]
-    for column in (*columns, *(["GB"] if report.memory_bytes else [])):
-        table.add_column(column, justify="right")
+    columns = ("worker", "busy ms", "bubble ms", "bubble", "in flight")
+    table = plain_table(*columns, *(["GB"] if report.memory_bytes else []))
     if report.stages:
         table.add_column("layers", overflow="ellipsis", no_wrap=True)
     for worker, (busy_ms, idle_ms) in enumerate(zip(report.busy_ms, timeline.bubble_ms, strict=True)):
@@ -133,10 +131,8 @@ def show_workers(report: ScheduleReport, memory_bytes: int | None, console: Cons
 def show_kinds(reports: Sequence[ScheduleReport], memory_bytes: int | None, console: Console) -> None:
     """Print several schedules below each other."""
     known = any(report.memory_bytes for report in reports)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("schedule")
-    for column in ("iteration ms", "bubble", "most in flight", *(["most GB"] if known else [])):
-        table.add_column(column, justify="right")
+    columns = ("schedule", "iteration ms", "bubble", "most in flight", *(["most GB"] if known else []))
+    table = plain_table(*columns, left=("schedule",))
     for report in reports:
         most = max(report.memory_bytes, default=0)
         too_much = memory_bytes is not None and most > memory_bytes

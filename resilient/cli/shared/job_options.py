@@ -79,9 +79,6 @@ _LEAST_GBIT_S = 0.001
 _MOST_MICROBATCHES = 1_000_000
 """Of a step: their times still fit into 64 bits."""
 
-_COLUMNS = 80
-"""That tables need."""
-
 JOB_OPTIONS = {
     "memory_bytes": "the memory of --device",
     "devices_per_node": "--gpus-per-node",
@@ -114,13 +111,6 @@ def refusals(ctx: typer.Context) -> Iterator[None]:
             raise
         _to_stderr(f"error: {told(error, ctx, JOB_OPTIONS)}", "red")
         raise typer.Exit(2) from None
-
-
-def table_console() -> Console:
-    """Return where tables are printed: a terminal that is too narrow wraps their lines, but no number is cut off."""
-    console = Console(highlight=False)
-    console.width = max(console.width, _COLUMNS)
-    return console
 
 
 def _to_stderr(text: str, style: str) -> None:

@@ -19,9 +19,10 @@ import typer
 from rich.console import Console
 
 from resilient.cli.shared.errors import option_names
-from resilient.cli.shared.job_options import JOB_OPTIONS, described_job, refusals, table_console
+from resilient.cli.shared.job_options import JOB_OPTIONS, described_job, refusals
 from resilient.cli.shared.options import command_of
 from resilient.cli.shared.output_files import check_outputs
+from resilient.cli.shared.printing import table_console
 from resilient.cli.simulate.options import ReplayOptions, load_trace, picture_files
 from resilient.errors import ArgumentError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
+from resilient.cli.shared.printing import plain_table
 from resilient.simulation.availability.traces import AvailabilityTrace
 from resilient.simulation.replay.outcome import TIME_PARTS, ReplayOutcome
 from resilient.simulation.sweep import SweepRow, best
@@ -29,9 +29,8 @@ def show_trace(trace: AvailabilityTrace, console: Console) -> None:
 
 def show_outcomes(outcomes: Sequence[ReplayOutcome], missing: Sequence[tuple[str, str]], console: Console) -> None:
     """Print what policies made of a trace, and why others cannot train there at all."""
-    table = _table("policy")
-    for header in ("samples/s", "M samples", "$/M", *(_SHORT.get(part, part) for part in TIME_PARTS)):
-        table.add_column(header, justify="right")
+    parts = (_SHORT.get(part, part) for part in TIME_PARTS)
+    table = plain_table("policy", "samples/s", "M samples", "$/M", *parts, left=("policy",))
     for outcome in outcomes:
         total = outcome.node_ns
         shares = (f"{100 * part / total:.1f}" for part in outcome.split_ns.values())
@@ -54,9 +53,8 @@ def show_sweep(rows: Sequence[SweepRow], console: Console) -> None:
     """Print a row for each combination; the fastest and the cheapest are marked."""
     fastest = best(rows, lambda outcome: outcome.samples_per_s or None, least=False)
     cheapest = best(rows, lambda outcome: outcome.dollars_per_million, least=True)
-    table = _table(*rows[0].values, "policy")
-    for header in ("samples/s", "", "$ / M samples", ""):
-        table.add_column(header, justify="left" if not header else "right")
+    words = (*rows[0].values, "policy", "")
+    table = plain_table(*rows[0].values, "policy", "samples/s", "", "$ / M samples", "", left=words)
     for index, row in enumerate(rows):
         values = [str(value) for value in row.values.values()]
         if row.outcome is None:
@@ -78,10 +76,3 @@ def show_sweep(rows: Sequence[SweepRow], console: Console) -> None:
 
 def _dollars(value: float | None) -> str:
     return "-" if value is None else f"{value:,.4g}"
-
-
-def _table(*left: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for header in left:
-        table.add_column(header)
-    return table

@@ -12,7 +12,6 @@ Sources: Entrain section 4.4.1, DFLOP section 3.2, DHP section 4.2; the backward
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
@@ -24,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from resilient.errors import ArgumentError, literal
+from resilient.files import write_whole
 from resilient.planners.costs.samples import Lengths
 from resilient.templates.common.arrays import Floats
 
@@ -333,10 +333,7 @@ class CostModel:
 
     def save(self, path: str | Path) -> None:
         """Write it to a file, whole or not at all."""
-        path = Path(path)
-        written = path.with_name(f".{path.name}.{os.getpid()}")
-        written.write_bytes(self.to_json())
-        written.replace(path)
+        write_whole(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:

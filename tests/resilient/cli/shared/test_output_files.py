@@ -23,7 +23,7 @@ WRITERS = [
     (SIMULATE, "resilient.simulation.scenario.Scenario.run", ("--json", "--png")),
     (SCHEDULE, "resilient.cli.schedule.report.schedule_report", ("--png", "--trace-json")),
     (COMPARE, "resilient.cli.compare.report.compare_planners", ("--json", "--png")),
-    (("profile", __file__), "resilient.cli.profile._progress", ("--json",)),
+    (("profile", __file__), "resilient.cli.profile.progress_bar", ("--json",)),
     (("demo",), "resilient.cli.demo._train", ("--json",)),
 ]
 

@@ -1,0 +1,45 @@
+"""Writes files so that a reader finds all of them or what was there before: to another name, then in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Give a file to write in the place of another one, which it takes when the block ends without an error.
+
+    After an error the file that was there stays, and what was written goes.
+
+    Args:
+        path: The file to replace; it need not be there, its folder must.
+
+    Raises:
+        OSError: The file cannot be put there.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield partial
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def write_whole(path: str | Path, data: bytes) -> None:
+    """Write a file, whole or not at all.
+
+    Args:
+        path: The file; its folder must be there.
+        data: All of its contents.
+
+    Raises:
+        OSError: It cannot be written; what was there stays.
+    """
+    with replacing(path) as partial:
+        partial.write_bytes(data)
