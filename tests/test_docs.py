@@ -127,6 +127,20 @@ def test_extras_named_exist() -> None:
             assert set(named.split(",")) <= extras, page.name
 
 
+def test_the_two_commands_of_the_readme_are_what_ci_runs() -> None:
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    typed = [shlex.split(line, comments=True) for line in blocks[0].splitlines()]
+    assert typed == [
+        ["pip", "install", "-e", ".[demo]", "&&", "resilient", "demo"],
+        ["pip", "install", "-e", ".[test]", "&&", "pytest"],
+    ]
+    ci = [line.split() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
+    assert ["pytest", "-q"] in ci
+    assert any(words[:2] == ["resilient", "demo"] for words in ci)
+    # what the tests install brings what the demo needs
+    assert re.search(r"^test = .*resilient-train\[demo,", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+
+
 def test_the_worked_example_of_layers_learns(tmp_path: Path) -> None:
     guide = (ROOT / "docs" / "user_guide.md").read_text()
     found = re.search(r"^```python\n(# tied_model.py\n.*?)^```", guide, flags=re.MULTILINE | re.DOTALL)
