@@ -58,7 +58,7 @@ class Replayed:
     broken: str = ""
 
 
-def replay(run_directory: Path) -> Replayed:
+def replay_run(run_directory: Path) -> Replayed:
     """Feed the stimuli of a run to a fresh machine; its invariants are checked after each.
 
     Args:

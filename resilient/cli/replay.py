@@ -25,10 +25,10 @@ _MOST_CHARACTERS = 160
 def replay_command(
     run: Annotated[Path, typer.Argument(help="Folder of the run.", metavar="RUN")],
 ) -> None:
-    from resilient.agent.replay import difference, replay
+    from resilient.agent.replay import difference, replay_run
 
     try:
-        replayed = replay(run)
+        replayed = replay_run(run)
         unlike = difference(run, replayed)
     except (OSError, ValueError) as error:
         raise usage_error(

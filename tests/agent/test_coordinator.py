@@ -8,7 +8,6 @@ import json
 import re
 import stat
 import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,7 +19,6 @@ from resilient.agent import coordinator
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.membership import lifecycle
 from resilient.agent.membership.events import ManifestFailed, Stop, StopWanted, Tick, WriteManifest
-from resilient.agent.replay import difference, replay
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     FromWorker,
@@ -35,58 +33,9 @@ from resilient.protocol.messages import (
 from resilient.state.manifest import Manifest
 from resilient.templates.plan import PlanningProblem
 from tests.agent.membership.simulated import RECIPE, job_spec, settings
+from tests.agent.served import HELLO, TOKEN, Served, make_ready, with_coordinator
 
-TOKEN = "secret"
 CLOSINGS = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED)
-HELLO = Hello(host="h", pid=1, num_workers=1)
-LIMIT_S = 150
-"""Somewhat less than a test may take: what was started is ended."""
-
-
-class Served:
-    """A coordinator and a client session that knows its token."""
-
-    def __init__(self, folder: Path, session: aiohttp.ClientSession) -> None:
-        self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        told = settings(run_directory=str(folder), num_nodes=2, heartbeat_s=600.0)  # who does not read answers no ping
-        self.coordinator = Coordinator(told, TOKEN, self.events.put_nowait)
-        self.session = session
-        self.sockets: list[aiohttp.ClientWebSocketResponse[bool]] = []
-
-    def url(self, path: str) -> str:
-        return f"http://{self.coordinator.address}{path}"
-
-    async def open(self) -> aiohttp.ClientWebSocketResponse[bool]:
-        socket = await self.session.ws_connect(self.url("/agent"), max_msg_size=MAX_MESSAGE_BYTES)
-        self.sockets.append(socket)
-        return socket
-
-    async def connect(self) -> aiohttp.ClientWebSocketResponse[bool]:
-        socket = await self.open()
-        await socket.send_bytes(encode(HELLO))
-        welcome = decode_to_agent(await socket.receive_bytes())
-        assert isinstance(welcome, Welcome)
-        return socket
-
-    async def event(self, kind: str) -> dict[str, Any]:
-        while (event := await self.events.get())["kind"] != kind:
-            pass
-        return event
-
-
-def with_coordinator(folder: Path, scenario: Callable[[Served], Awaitable[None]]) -> None:
-    async def play() -> None:
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
-            served = Served(folder, session)
-            await served.coordinator.start("127.0.0.1", 0)
-            try:
-                await asyncio.wait_for(scenario(served), LIMIT_S)
-            finally:
-                for socket in served.sockets:
-                    await socket.close()
-                await served.coordinator.close()
-
-    asyncio.run(play())
 
 
 @pytest.mark.parametrize("path", ["/agent", "/status"])
@@ -287,14 +236,6 @@ def test_error_of_the_planner_ends_the_job(tmp_path: Path, monkeypatch: pytest.M
     with_coordinator(tmp_path, scenario)
 
 
-async def make_ready(served: Served, **changes: Any) -> None:
-    """Have two nodes with a worker each that is up."""
-    for _ in range(2):
-        socket = await served.connect()
-        ready = Ready(job=job_spec(**changes), store_address="h:1", pid=5, device="cpu")
-        await socket.send_bytes(encode(FromWorker(local_rank=0, message=ready)))
-
-
 def test_stop_tells_everybody_and_gives_the_exit_code(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         socket = await served.connect()
@@ -354,53 +295,5 @@ def test_events_and_injections_of_the_dead_are_written_down(tmp_path: Path) -> N
         events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
         assert [event["kind"] for event in events] == ["node_connected", "injected", "node_lost"]
         assert events[1] == {"kind": "injected", "generation": 0, **line}
-
-    with_coordinator(tmp_path, scenario)
-
-
-def test_stimuli_are_in_the_log_before_what_follows_from_them_and_without_the_token(tmp_path: Path) -> None:
-    """What would be read if the process were killed now, replays the events there are."""
-
-    async def scenario(served: Served) -> None:
-        await make_ready(served, min_pipeline_nodes=1)
-        await served.event("generation")
-        assert difference(tmp_path, replay(tmp_path)) == ""
-        assert TOKEN not in (tmp_path / "stimuli.jsonl").read_text()
-
-    with_coordinator(tmp_path, scenario)
-
-
-def test_time_that_passes_without_consequence_is_not_in_the_log(tmp_path: Path) -> None:
-    async def scenario(served: Served) -> None:
-        await make_ready(served, min_pipeline_nodes=1)
-        await served.event("generation")
-        before = len((tmp_path / "stimuli.jsonl").read_text().splitlines())
-        for _ in range(10):
-            served.coordinator.feed(Tick())
-        added = (tmp_path / "stimuli.jsonl").read_text().splitlines()[before:]
-        assert [line for line in added if "Tick" in line] == []
-
-    with_coordinator(tmp_path, scenario)
-
-
-def test_stimuli_that_cannot_be_written_do_not_keep_the_job_from_going_on(tmp_path: Path) -> None:
-    async def scenario(served: Served) -> None:
-        (tmp_path / "stimuli.jsonl").mkdir()
-        await make_ready(served, min_pipeline_nodes=1)
-        assert (await served.event("generation"))["generation"] == 1
-
-    with_coordinator(tmp_path, scenario)
-
-
-def test_inconsistent_membership_ends_the_job_if_it_is_checked(tmp_path: Path) -> None:
-    async def scenario(served: Served) -> None:
-        served.coordinator._settings = settings(run_directory=str(tmp_path), validate=True)
-        served.coordinator._machine.lifecycle.ending.note_failure("of nobody")
-        await served.open()
-        served.coordinator.feed(Tick())
-        stopped = await served.event("stopped")
-        assert stopped["exit_code"] == 1
-        reason = "the coordinator failed: the membership is inconsistent: the job has failed and is starting"
-        assert stopped["reason"] == reason
 
     with_coordinator(tmp_path, scenario)

@@ -4,68 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from resilient.agent.membership.events import Instruction, Interrupted, ManifestFailed, Stimulus, StopWanted, Tick
+from resilient.agent.membership.events import Interrupted, ManifestFailed, StopWanted, Tick
 from resilient.agent.membership.lifecycle import Lifecycle
-from resilient.agent.replay import difference, replay
-from resilient.agent.stimulus_log import StimulusLog
-from resilient.protocol.messages import Note
-from tests.agent.membership.simulated import Job
-
-
-class LoggedJob(Job):
-    """A simulated job that leaves the two logs of a run."""
-
-    def __init__(self, folder: Path, **changes: Any) -> None:
-        super().__init__(**changes)
-        self.folder = folder
-        self.log = StimulusLog(folder / "stimuli.jsonl", self.machine.settings)
-
-    def feed(self, event: Stimulus) -> list[Instruction]:
-        self.log.write(event, self.now)
-        return super().feed(event)
-
-    def leave(self) -> list[dict[str, Any]]:
-        """Write both logs; return the lines of the event log."""
-        self.log.flush()
-        written = [
-            {"time": 1e9 + number, "kind": record.kind, "generation": record.generation, **record.fields}
-            for number, record in enumerate(self.records)
-        ]
-        write_events(self.folder, written)
-        return written
-
-
-def write_events(folder: Path, written: list[dict[str, Any]]) -> None:
-    (folder / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in written))
-
-
-def eventful(folder: Path) -> LoggedJob:
-    """Return a job that lost a node, took one in, and was done."""
-    job = LoggedJob(folder)
-    job.start()
-    job.step(1)
-    job.now = 5.0
-    job.lose(2)
-    job.answer()
-    job.step(2)
-    job.ready(job.connect())
-    job.answer()
-    job.say((0, 0), Note(name="accuracy", value=0.5))
-    job.step(10)
-    job.finish()
-    job.answer()
-    assert job.stop is not None
-    return job
+from resilient.agent.replay import difference, replay_run
+from tests.agent.logged_job import LoggedJob, eventful, write_events
 
 
 def test_replay_of_an_eventful_job_decides_the_same(tmp_path: Path) -> None:
     job = eventful(tmp_path)
     written = job.leave()
-    replayed = replay(tmp_path)
+    replayed = replay_run(tmp_path)
     assert [decision.event["kind"] for decision in replayed.decisions] == [event["kind"] for event in written]
     assert {"detected", "node_lost", "boundary", "finished"} <= {event["kind"] for event in written}
     assert (replayed.stopped, replayed.broken) == (True, "")
@@ -76,7 +27,7 @@ def test_what_the_coordinator_writes_by_itself_is_not_compared(tmp_path: Path) -
     written = eventful(tmp_path).leave()
     own = [{"time": 1.0, "kind": kind, "generation": 0} for kind in ("listening", "injected")]
     write_events(tmp_path, [own[0], *written[:4], own[1], *written[4:]])
-    assert difference(tmp_path, replay(tmp_path)) == ""
+    assert difference(tmp_path, replay_run(tmp_path)) == ""
 
 
 def test_tampered_event_is_named(tmp_path: Path) -> None:
@@ -84,7 +35,7 @@ def test_tampered_event_is_named(tmp_path: Path) -> None:
     (place,) = (place for place, event in enumerate(written) if event["kind"] == "detected")
     written[place]["step"] = 7
     write_events(tmp_path, written)
-    assert difference(tmp_path, replay(tmp_path)) == (
+    assert difference(tmp_path, replay_run(tmp_path)) == (
         f"decision {place + 1} is detected with step 1 in the replay; events.jsonl says 7"
     )
 
@@ -95,7 +46,7 @@ def test_tampered_stimulus_is_named_by_what_it_leads_to(tmp_path: Path) -> None:
     assert log.read_text().count('"cause":"node lost"') == 1
     log.write_text(log.read_text().replace('"cause":"node lost"', '"cause":"unplugged"'))
     place = next(place for place, event in enumerate(written) if event["kind"] == "node_lost")
-    assert difference(tmp_path, replay(tmp_path)) == (
+    assert difference(tmp_path, replay_run(tmp_path)) == (
         f'decision {place + 1} is node_lost with cause "unplugged" in the replay; events.jsonl says "node lost"'
     )
 
@@ -105,7 +56,7 @@ def test_missing_stimulus_is_named_by_what_follows_it(tmp_path: Path) -> None:
     log = tmp_path / "stimuli.jsonl"
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(lines[:2]))
-    assert difference(tmp_path, replay(tmp_path)) == (
+    assert difference(tmp_path, replay_run(tmp_path)) == (
         f"decision 2 is missing in the replay; events.jsonl says {json.dumps(written[1])}"
     )
 
@@ -114,7 +65,7 @@ def test_missing_event_is_named(tmp_path: Path) -> None:
     written = eventful(tmp_path).leave()
     write_events(tmp_path, written[:-1])
     last = {key: value for key, value in written[-1].items() if key != "time"}
-    assert difference(tmp_path, replay(tmp_path)) == (
+    assert difference(tmp_path, replay_run(tmp_path)) == (
         f"decision {len(written)} is missing in events.jsonl; the replay says {json.dumps(last)}"
     )
 
@@ -128,9 +79,11 @@ def test_events_of_the_last_stimulus_may_be_missing_where_the_coordinator_was_ki
     assert [event["kind"] for event in written[-2:]] == ["node_lost", "detected"]
     for kept in (1, 2):
         write_events(tmp_path, written[:-kept])
-        assert difference(tmp_path, replay(tmp_path)) == ""
+        assert difference(tmp_path, replay_run(tmp_path)) == ""
     write_events(tmp_path, written[:-3])
-    assert difference(tmp_path, replay(tmp_path)).startswith(f"decision {len(written) - 2} is missing in events.jsonl")
+    assert difference(tmp_path, replay_run(tmp_path)).startswith(
+        f"decision {len(written) - 2} is missing in events.jsonl"
+    )
 
 
 def test_what_counted_on_a_missed_checkpoint_was_not_done(tmp_path: Path) -> None:
@@ -149,7 +102,7 @@ def test_what_counted_on_a_missed_checkpoint_was_not_done(tmp_path: Path) -> Non
     job.feed(StopWanted(exit_code=1, reason="enough"))
     written = job.leave()
     assert [event["kind"] for event in written[-2:]] == ["checkpoint_failed", "stopped"]
-    assert difference(tmp_path, replay(tmp_path)) == ""
+    assert difference(tmp_path, replay_run(tmp_path)) == ""
 
 
 def test_fault_of_the_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +112,7 @@ def test_fault_of_the_machine_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
         pass
 
     monkeypatch.setattr(Lifecycle, "begin_failure", let_nobody_know)
-    broken = replay(tmp_path).broken
+    broken = replay_run(tmp_path).broken
     assert broken.startswith(
         "the membership is inconsistent: nodes [2] take part in generation 1 and are gone\n"
         "the last stimuli, the newest at the end:\n"
@@ -171,7 +124,7 @@ def test_quiet_ticks_change_no_decision(tmp_path: Path) -> None:
     """The coordinator leaves them out of the log."""
     job = eventful(tmp_path)
     job.leave()
-    kinds = [decision.event["kind"] for decision in replay(tmp_path).decisions]
+    kinds = [decision.event["kind"] for decision in replay_run(tmp_path).decisions]
     again = tmp_path / "again"
     again.mkdir()
     ticking = LoggedJob(again)
@@ -183,6 +136,6 @@ def test_quiet_ticks_change_no_decision(tmp_path: Path) -> None:
     ticking.now = 5.0
     ticking.lose(2)
     ticking.leave()
-    replayed = replay(again)
+    replayed = replay_run(again)
     assert difference(again, replayed) == ""
     assert [decision.event["kind"] for decision in replayed.decisions] == kinds[: len(replayed.decisions)]

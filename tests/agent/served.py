@@ -1,0 +1,81 @@
+"""A coordinator that serves its port, and a client that knows its token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from resilient.agent.coordinator import Coordinator
+from resilient.protocol.messages import (
+    MAX_MESSAGE_BYTES,
+    FromWorker,
+    Hello,
+    Ready,
+    Welcome,
+    decode_to_agent,
+    encode,
+)
+from tests.agent.membership.simulated import job_spec, settings
+
+TOKEN = "secret"
+HELLO = Hello(host="h", pid=1, num_workers=1)
+LIMIT_S = 150
+"""Somewhat less than a test may take: what was started is ended."""
+
+
+class Served:
+    """A coordinator and a client session that knows its token."""
+
+    def __init__(self, folder: Path, session: aiohttp.ClientSession) -> None:
+        self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        told = settings(run_directory=str(folder), num_nodes=2, heartbeat_s=600.0)  # who does not read answers no ping
+        self.coordinator = Coordinator(told, TOKEN, self.events.put_nowait)
+        self.session = session
+        self.sockets: list[aiohttp.ClientWebSocketResponse[bool]] = []
+
+    def url(self, path: str) -> str:
+        return f"http://{self.coordinator.address}{path}"
+
+    async def open(self) -> aiohttp.ClientWebSocketResponse[bool]:
+        socket = await self.session.ws_connect(self.url("/agent"), max_msg_size=MAX_MESSAGE_BYTES)
+        self.sockets.append(socket)
+        return socket
+
+    async def connect(self) -> aiohttp.ClientWebSocketResponse[bool]:
+        socket = await self.open()
+        await socket.send_bytes(encode(HELLO))
+        welcome = decode_to_agent(await socket.receive_bytes())
+        assert isinstance(welcome, Welcome)
+        return socket
+
+    async def event(self, kind: str) -> dict[str, Any]:
+        while (event := await self.events.get())["kind"] != kind:
+            pass
+        return event
+
+
+def with_coordinator(folder: Path, scenario: Callable[[Served], Awaitable[None]]) -> None:
+    async def play() -> None:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+            served = Served(folder, session)
+            await served.coordinator.start("127.0.0.1", 0)
+            try:
+                await asyncio.wait_for(scenario(served), LIMIT_S)
+            finally:
+                for socket in served.sockets:
+                    await socket.close()
+                await served.coordinator.close()
+
+    asyncio.run(play())
+
+
+async def make_ready(served: Served, **changes: Any) -> None:
+    """Have two nodes with a worker each that is up."""
+    for _ in range(2):
+        socket = await served.connect()
+        ready = Ready(job=job_spec(**changes), store_address="h:1", pid=5, device="cpu")
+        await socket.send_bytes(encode(FromWorker(local_rank=0, message=ready)))
