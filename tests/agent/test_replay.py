@@ -4,62 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from resilient.agent.membership.events import Instruction, Interrupted, ManifestFailed, Stimulus, StopWanted, Tick
+from resilient.agent.membership.events import Interrupted, ManifestFailed, StopWanted, Tick
 from resilient.agent.membership.lifecycle import Lifecycle
 from resilient.agent.replay import difference, replay_run
-from resilient.agent.stimulus_log import StimulusLog
-from resilient.protocol.messages import Note
-from tests.agent.membership.simulated import Job
-
-
-class LoggedJob(Job):
-    """A simulated job that leaves the two logs of a run."""
-
-    def __init__(self, folder: Path, **changes: Any) -> None:
-        super().__init__(**changes)
-        self.folder = folder
-        self.log = StimulusLog(folder / "stimuli.jsonl", self.machine.settings)
-
-    def feed(self, event: Stimulus) -> list[Instruction]:
-        self.log.write(event, self.now)
-        return super().feed(event)
-
-    def leave(self) -> list[dict[str, Any]]:
-        """Write both logs; return the lines of the event log."""
-        self.log.flush()
-        written = [
-            {"time": 1e9 + number, "kind": record.kind, "generation": record.generation, **record.fields}
-            for number, record in enumerate(self.records)
-        ]
-        write_events(self.folder, written)
-        return written
-
-
-def write_events(folder: Path, written: list[dict[str, Any]]) -> None:
-    (folder / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in written))
-
-
-def eventful(folder: Path) -> LoggedJob:
-    """Return a job that lost a node, took one in, and was done."""
-    job = LoggedJob(folder)
-    job.start()
-    job.step(1)
-    job.now = 5.0
-    job.lose(2)
-    job.answer()
-    job.step(2)
-    job.ready(job.connect())
-    job.answer()
-    job.say((0, 0), Note(name="accuracy", value=0.5))
-    job.step(10)
-    job.finish()
-    job.answer()
-    assert job.stop is not None
-    return job
+from tests.agent.logged_job import LoggedJob, eventful, write_events
 
 
 def test_replay_of_an_eventful_job_decides_the_same(tmp_path: Path) -> None:
@@ -130,8 +81,9 @@ def test_events_of_the_last_stimulus_may_be_missing_where_the_coordinator_was_ki
         write_events(tmp_path, written[:-kept])
         assert difference(tmp_path, replay_run(tmp_path)) == ""
     write_events(tmp_path, written[:-3])
-    first = f"decision {len(written) - 2} is missing in events.jsonl"
-    assert difference(tmp_path, replay_run(tmp_path)).startswith(first)
+    assert difference(tmp_path, replay_run(tmp_path)).startswith(
+        f"decision {len(written) - 2} is missing in events.jsonl"
+    )
 
 
 def test_what_counted_on_a_missed_checkpoint_was_not_done(tmp_path: Path) -> None:

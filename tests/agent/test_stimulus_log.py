@@ -1,58 +1,152 @@
-"""What the coordinator was told is written down, before what follows from it."""
+"""The log of what the machine was told: what is read is what was written, and no disk keeps the job from going on."""
 
 from __future__ import annotations
 
+import logging
+import math
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
-from resilient.agent.membership.events import Tick
-from resilient.agent.replay import difference, replay_run
-from tests.agent.membership.simulated import settings
-from tests.agent.served import TOKEN, Served, make_ready, with_coordinator
+import pytest
+
+from resilient.agent.membership.events import (
+    FailureWanted,
+    Interrupted,
+    ManifestFailed,
+    NodeConnected,
+    NodeLeaving,
+    NodeLost,
+    PlansPrepared,
+    Stimulus,
+    StopWanted,
+    Tick,
+    WorkerEnded,
+    WorkerSaid,
+)
+from resilient.agent.stimulus_log import StimulusLog, read_stimuli
+from resilient.protocol.messages import Injection, Note, Ready, Report, StepDone, StepOutcome, WorkerProgress
+from resilient.state.manifest import Manifest, SavedState
+from resilient.templates.inputs.cluster import Link
+from tests.agent.membership.simulated import RECIPE, job_spec, settings
+
+STIMULI: tuple[Stimulus, ...] = (
+    NodeConnected(node=0, host="höst", pid=3, num_workers=2, domain="a"),
+    WorkerSaid(
+        node=0, local_rank=1, message=Ready(job=job_spec(memory_bytes=None), store_address="h:1", pid=5, device="cpu")
+    ),
+    WorkerSaid(node=0, local_rank=0, message=Note(name="accuracy", value="0.5")),
+    WorkerSaid(
+        node=0,
+        local_rank=0,
+        message=Report(generation=2, progress=WorkerProgress(version=1, complete=True, begun=True)),
+    ),
+    PlansPrepared(num_nodes=2),
+    Tick(),
+    FailureWanted(injection=Injection(node=1, at_step=3, at_phase="copy")),
+    NodeLeaving(node=1, reason="drain"),
+    WorkerEnded(node=1, local_rank=0, exit_code=-9),
+    NodeLost(node=1, cause="node lost"),
+    ManifestFailed(path="/x", error="full"),
+    Interrupted(reason="SIGTERM"),
+    StopWanted(exit_code=1, reason="no"),
+)
 
 
-def test_stimuli_are_in_the_log_before_what_follows_from_them_and_without_the_token(tmp_path: Path) -> None:
-    """What would be read if the process were killed now, replays the events there are."""
-
-    async def scenario(served: Served) -> None:
-        await make_ready(served, min_pipeline_nodes=1)
-        await served.event("generation")
-        assert difference(tmp_path, replay_run(tmp_path)) == ""
-        assert TOKEN not in (tmp_path / "stimuli.jsonl").read_text()
-
-    with_coordinator(tmp_path, scenario)
+def written(path: Path, *stimuli: Stimulus) -> Path:
+    log = StimulusLog(path, settings())
+    for number, stimulus in enumerate(stimuli):
+        log.write(stimulus, number + 0.1)
+    log.flush()
+    return path
 
 
-def test_time_that_passes_without_consequence_is_not_in_the_log(tmp_path: Path) -> None:
-    async def scenario(served: Served) -> None:
-        await make_ready(served, min_pipeline_nodes=1)
-        await served.event("generation")
-        before = len((tmp_path / "stimuli.jsonl").read_text().splitlines())
-        for _ in range(10):
-            served.coordinator.feed(Tick())
-        added = (tmp_path / "stimuli.jsonl").read_text().splitlines()[before:]
-        assert [line for line in added if "Tick" in line] == []
-
-    with_coordinator(tmp_path, scenario)
+def test_every_stimulus_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert {type(stimulus) for stimulus in STIMULI} == set(get_args(Stimulus))
+    read_settings, read = read_stimuli(written(tmp_path / "log", *STIMULI))
+    assert read_settings == settings()
+    assert list(read) == [(number + 0.1, stimulus) for number, stimulus in enumerate(STIMULI)]
 
 
-def test_stimuli_that_cannot_be_written_do_not_keep_the_job_from_going_on(tmp_path: Path) -> None:
-    async def scenario(served: Served) -> None:
-        (tmp_path / "stimuli.jsonl").mkdir()
-        await make_ready(served, min_pipeline_nodes=1)
-        assert (await served.event("generation"))["generation"] == 1
-
-    with_coordinator(tmp_path, scenario)
+def test_settings_of_a_resumed_job_are_read_as_they_were_written(tmp_path: Path) -> None:
+    manifest = Manifest(step=7, recipe=RECIPE, states={"a": SavedState(file="a", fingerprint="f")})
+    told = settings(resume=("/c", manifest), network=Link(bytes_per_s=1e9), failure_interval_s=math.inf, validate=True)
+    StimulusLog(tmp_path / "log", told).flush()
+    assert read_stimuli(tmp_path / "log")[0] == told
 
 
-def test_inconsistent_membership_ends_the_job_if_it_is_checked(tmp_path: Path) -> None:
-    async def scenario(served: Served) -> None:
-        served.coordinator._settings = settings(run_directory=str(tmp_path), validate=True)
-        served.coordinator._machine.lifecycle.ending.note_failure("of nobody")
-        await served.open()
-        served.coordinator.feed(Tick())
-        stopped = await served.event("stopped")
-        assert stopped["exit_code"] == 1
-        reason = "the coordinator failed: the membership is inconsistent: the job has failed and is starting"
-        assert stopped["reason"] == reason
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_loss_that_is_no_number_is_kept(tmp_path: Path, loss: float) -> None:
+    outcome = StepOutcome(step=1, loss=loss, grad_norm=1.0)
+    done = StepDone(generation=1, outcome=outcome, num_samples=1, step_ms=1.0, learning_rate=0.1, at=2.0)
+    _, read = read_stimuli(written(tmp_path / "log", WorkerSaid(node=0, local_rank=0, message=done)))
+    ((_, stimulus),) = read
+    assert isinstance(stimulus, WorkerSaid)
+    assert isinstance(stimulus.message, StepDone)
+    assert str(stimulus.message.outcome.loss) == str(loss)
 
-    with_coordinator(tmp_path, scenario)
+
+def test_dropped_stimulus_is_not_written(tmp_path: Path) -> None:
+    log = StimulusLog(tmp_path / "log", settings())
+    log.write(NodeLost(node=1, cause="x"), 1.0)
+    log.write(Tick(), 2.0)
+    log.drop_last()
+    log.flush()
+    assert list(read_stimuli(tmp_path / "log")[1]) == [(1.0, NodeLost(node=1, cause="x"))]
+
+
+def test_line_that_a_crash_cut_short_is_left_out(tmp_path: Path) -> None:
+    path = written(tmp_path / "log", Tick(), Tick())
+    path.write_bytes(path.read_bytes()[:-5])
+    assert list(read_stimuli(path)[1]) == [(0.1, Tick())]
+
+
+def test_log_that_cannot_be_written_is_given_up_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "log"
+    path.mkdir()
+    log = StimulusLog(path, settings())
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            log.write(Tick(), 1.0)
+            log.flush()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"cannot write {path}, the run cannot be replayed: [Errno 21] Is a directory: '{path}'"
+    ]
+    path.rmdir()
+    log.write(Tick(), 2.0)
+    log.flush()
+    assert not path.exists(), "a log with a gap leads to other decisions"
+
+
+def test_text_that_is_not_unicode_is_no_end_of_the_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = StimulusLog(tmp_path / "log", replace(settings(), script="\udcff.py"))
+    log.flush()
+    assert not (tmp_path / "log").exists()
+    assert "the run cannot be replayed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (b"", "line 1 of {} must hold a job's settings, version 1, got Input data was truncated"),
+        (
+            b'{"version":2,"settings":{}}\n',
+            "line 1 of {} must hold a job's settings, version 1, got version 2; replay it with the release that wrote "
+            "it",
+        ),
+    ],
+)
+def test_what_is_no_log_is_refused(tmp_path: Path, lines: bytes, message: str) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(lines)
+    with pytest.raises(ValueError, match=r"^line 1 of ") as error:
+        read_stimuli(path)
+    assert str(error.value) == message.format(path)
+
+
+def test_unknown_stimulus_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "log", Tick())
+    with path.open("ab") as file:
+        file.write(b'{"at":1.0,"kind":"Earthquake","stimulus":{}}\n')
+    with pytest.raises(ValueError, match=r"^line 3 of .*log must be a stimulus, got kind 'Earthquake'$"):
+        list(read_stimuli(path)[1])

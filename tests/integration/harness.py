@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from resilient.agent.launch import Launcher, LaunchOptions
-from resilient.agent.replay import difference, replay
+from resilient.agent.replay import difference, replay_run
 from resilient.cli.demo import example_script
 from resilient.cli.run import parse_injection
 from resilient.observability.event_log import read_events, steps_of
@@ -151,7 +151,7 @@ def run_job(
     exit_code = launcher.run()
     left = processes.left()
     assert not left, f"processes must end with the job, got {left}"
-    replayed = replay(directory)
+    replayed = replay_run(directory)
     assert (replayed.broken, difference(directory, replayed)) == ("", "")
     return Run(directory, exit_code)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,17 @@ import pytest
 from resilient.agent.launch import Launcher
 from resilient.observability.run_comparison import compare_runs
 from resilient.protocol.messages import PHASES
-from tests.integration.harness import DIGITS, Event, Run, check_recovered, check_survivors, run_job, spare_nodes
+from tests.integration.harness import (
+    DIGITS,
+    Event,
+    Run,
+    check_recovered,
+    check_survivors,
+    command,
+    run_job,
+    spare_nodes,
+    started,
+)
 
 NODES = 6
 STEP = 5
@@ -179,3 +190,15 @@ def difference(run: Run, reference: Run) -> float:
     """Return the largest relative difference of the parameters."""
     assert run.exit_code == 0, run.reason
     return compare_runs(run.directory, reference.directory)["max_param_rel_diff"]
+
+
+def test_run_with_a_kill_is_replayed(tmp_path: Path) -> None:
+    options = "--inject node=2,step=3,phase=backward"
+    with started(tmp_path / "run", "--steps", 6, nodes=5, options=options) as job:
+        run = job.wait()
+    assert run.exit_code == 0, run.reason
+    assert [event["node"] for event in run.of_kind("node_lost")] == [2]
+    ended = subprocess.run(command("replay", run.directory), capture_output=True, text=True, timeout=100, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines()[-1] == "equal to events.jsonl"
+    assert ended.stdout.count("  detected  nodes=[2] ") == 1

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from resilient.agent.membership.lifecycle import Lifecycle
 from resilient.cli.app import app
-from tests.agent.test_replay import eventful
+from tests.agent.logged_job import eventful
 
 
 def replayed(folder: Path) -> tuple[int, list[str]]:
