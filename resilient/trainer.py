@@ -148,7 +148,9 @@ class Trainer:
                 f"num_steps must be >= the resumed checkpoint's step, got {num_steps} for {resume}; train longer"
             )
         _log_to_stderr()
-        client = self._client = agent or SingleProcessClient(_solo_directory(), str(resume) if resume else None)
+        client = self._client = agent or SingleProcessClient(
+            _single_process_directory(), str(resume) if resume else None
+        )
         profile = job_profile(job, lambda text: client.send(Output(text=text)))
         host, traced_steps = os.environ.get("RESILIENT_HOST", "127.0.0.1"), os.environ.get("RESILIENT_TRACE", "")
         self._worker = Worker(job, profile, client, host, parse_steps(traced_steps))
@@ -160,6 +162,11 @@ class Trainer:
                 self._worker.run()
         self._final = manifest.folder(self._client.run_directory, num_steps)
         return FitResult(step=num_steps, checkpoint=self._final, is_main=self._worker.is_main)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Step -> loss, of a script run by itself; under ``resilient run`` empty, ``events.jsonl`` has them there."""
+        return dict(self._client.losses) if isinstance(self._client, SingleProcessClient) else {}
 
     def note(self, name: str, value: float | int | str) -> None:
         """Add a named value (an accuracy, say) to the job's report; only the main worker's counts."""
@@ -218,7 +225,7 @@ def _device(wanted: str | torch.device | None) -> torch.device:
     return device
 
 
-def _solo_directory() -> str:
+def _single_process_directory() -> str:
     return os.environ.get("RESILIENT_RUN_DIR", f"runs/{time.strftime('%Y%m%d-%H%M%S')}-solo-{os.getpid()}")
 
 

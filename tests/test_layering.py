@@ -37,6 +37,7 @@ ROOMS: dict[str, str] = {
     "profiling": "models state pipeline runtime templates files",
     "trainer": "data models state optim protocol observability runtime profiling",
     "agent": "state protocol observability templates errors files",
+    "testing": "agent trainer protocol observability errors",
     "cli": "agent planners simulation profiling runtime protocol observability templates errors extras files",
 }
 """Each room of the package, a folder or a file at its top, and the rooms it may import, itself aside."""
@@ -49,6 +50,7 @@ LIGHT = (
     "observability",
     "agent",
     "cli",
+    "testing",
     "errors",
     "extras",
     "files",

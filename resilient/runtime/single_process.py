@@ -50,12 +50,16 @@ class SingleProcessClient:
     Args:
         run_directory: Where checkpoints go.
         resume: A checkpoint to begin from.
+
+    Attributes:
+        losses: Step -> loss, of the steps committed so far.
     """
 
     def __init__(self, run_directory: str, resume: str | None) -> None:
         self.run_directory = run_directory
         self.on_regroup: Callable[[Regroup], None] | None = None
         self.on_arm: Callable[[Arm], None] | None = None
+        self.losses: dict[int, float] = {}
         self._resume = resume
         self._recipe: Recipe | None = None
         self._interrupted = ""
@@ -102,6 +106,7 @@ class SingleProcessClient:
             self._recipe = message.job.recipe
         elif isinstance(message, StepDone):
             outcome = message.outcome
+            self.losses[outcome.step] = outcome.loss
             logger.info("step %d: loss %.4f, %.0f ms", outcome.step, outcome.loss, message.step_ms)
         elif isinstance(message, Saved):
             self._finish_checkpoint(message)

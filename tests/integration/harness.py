@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -13,21 +12,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from resilient.agent.launch import Launcher, LaunchOptions
+from resilient import testing
+from resilient.agent.launch import Launcher
 from resilient.agent.replay import difference, replay_run
 from resilient.cli.demo import example_script
 from resilient.cli.run import parse_injection
 from resilient.observability.event_log import read_events, steps_of
 from resilient.observability.run_comparison import compare_parameters, compare_runs
-from resilient.observability.run_report import build_run_report
+from resilient.protocol.messages import Injection
+from resilient.testing import JobRun
 
 CHAIN = Path(__file__).parent / "jobs" / "chain.py"
 DIGITS = example_script()
@@ -40,38 +39,12 @@ LONGEST_RECOVERY_MS = 25_000
 Event = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(JobRun):
     """A run that has ended."""
-
-    directory: Path
-    exit_code: int
-
-    @cached_property
-    def events(self) -> list[Event]:
-        return read_events(self.directory / "events.jsonl")
-
-    @cached_property
-    def report(self) -> dict[str, Any]:
-        return build_run_report(self.events)
-
-    @cached_property
-    def losses(self) -> dict[int, float]:
-        return {number: step["loss"] for number, step in steps_of(self.events).items()}
 
     @property
     def generations(self) -> list[Event]:
         return self.of_kind("generation")
-
-    @property
-    def injections(self) -> list[Event]:
-        """What the dying processes themselves wrote down."""
-        path = self.directory / "injections.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    @property
-    def reason(self) -> str:
-        return self.report["exit"]["reason"]
 
     def of_kind(self, kind: str) -> list[Event]:
         return [event for event in self.events if event["kind"] == kind]
@@ -123,7 +96,7 @@ def run_job(
     script: Path = CHAIN,
     nodes: int,
     workers_per_node: int = 1,
-    inject: Sequence[str] = (),
+    inject: Sequence[str | Injection] = (),
     resume: str | None = None,
     heartbeat_s: float = 5.0,
     act: Callable[[Launcher, Event], None] | None = None,
@@ -133,27 +106,29 @@ def run_job(
     Args:
         act: Called with every event while the job runs.
     """
-    options = LaunchOptions(
-        script=str(script),
-        arguments=arguments,
-        num_nodes=nodes,
+    processes = Processes()
+
+    def on_event(launcher: Launcher, event: Event) -> None:
+        processes.on_event(event)
+        if act is not None:
+            act(launcher, event)
+
+    ended = testing.run_job(
+        script,
+        *arguments,
+        directory=directory,
+        nodes=nodes,
         workers_per_node=workers_per_node,
-        run_directory=str(directory),
+        failures=[parse_injection(failure) if isinstance(failure, str) else failure for failure in inject],
         resume=resume,
         heartbeat_s=heartbeat_s,
-        injections=tuple(parse_injection(text) for text in inject),
-        validate=True,
+        act=on_event,
     )
-    launcher, processes = Launcher(options), Processes()
-    launcher.subscribe(processes.on_event)
-    if act is not None:
-        launcher.subscribe(lambda event: act(launcher, event))
-    exit_code = launcher.run()
     left = processes.left()
     assert not left, f"processes must end with the job, got {left}"
     replayed = replay_run(directory)
     assert (replayed.broken, difference(directory, replayed)) == ("", "")
-    return Run(directory, exit_code)
+    return Run(directory, ended.exit_code)
 
 
 def run_alone(directory: Path, *arguments: str, script: Path = CHAIN) -> str:

@@ -48,7 +48,7 @@ def test_kills_ordered_through_the_command_line(reference: Run, tmp_path: Path) 
         job.wait_for(lambda event: event["kind"] == "node_lost" and event["node"] == 1)
         gate.touch()
         run = job.wait()
-    fired = [(fired["node"], fired["step"], fired["phase"]) for fired in run.injections]
+    fired = [(fired["node"], fired["step"], fired["phase"]) for fired in run.failures]
     assert fired == [(1, None, None), (2, 4, "regroup")]
     check_recovered(run, reference)
     assert "recovered from the loss of nodes 1, 2" in job.output

@@ -120,7 +120,7 @@ def test_node_dies_while_another_joins(phase: str, reference: Run, tmp_path: Pat
         act=act,
     )
     # A kill in the forward pass of step 6 comes before the step waits for the joiner.
-    assert [(fired["node"], fired["phase"], fired["step"]) for fired in run.injections] == [(1, phase, at)]
+    assert [(fired["node"], fired["phase"], fired["step"]) for fired in run.failures] == [(1, phase, at)]
     check_recovered(run, reference)
     assert run.generations[-1]["nodes"] == [0, 2, 3, 4]
 
@@ -137,6 +137,6 @@ def test_joiner_dies_while_it_joins(reference: Run, tmp_path: Path) -> None:
         inject=[f"node={NODES},phase=copy"],
         act=act,
     )
-    assert [(fired["node"], fired["phase"]) for fired in run.injections] == [(NODES, "copy")]
+    assert [(fired["node"], fired["phase"]) for fired in run.failures] == [(NODES, "copy")]
     check_recovered(run, reference)
     assert run.generations[-1]["nodes"] == [0, 1, 2, 3]

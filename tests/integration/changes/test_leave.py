@@ -111,7 +111,7 @@ def test_states_that_only_the_leaving_node_holds_are_handed_over(
 def test_leaving_node_dies_while_others_copy_from_it(reference: Run, tmp_path: Path) -> None:
     """Then it is a failure like any other: the others hold everything as well."""
     run = run_and_leave(tmp_path, leaving={2: STEP}, inject=[f"node=2,step={STEP + 1},phase=copy"])
-    (fired,) = run.injections
+    (fired,) = run.failures
     assert (fired["node"], fired["step"]) == (2, STEP + 1)
     check_recovered(run, reference)
     (recovery,) = run.report["recoveries"]

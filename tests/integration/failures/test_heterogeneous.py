@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from resilient.observability.run_comparison import compare_parameters
+from resilient.testing import fail_at
 from tests.integration.harness import CHAIN, DIGITS, TOLERANCE, Run, check_equal, check_recovered, run_alone, run_job
 
 TEXT = DIGITS.with_name("text_chain.py")
@@ -49,7 +50,9 @@ def test_several_workers_per_node_equal_one_process_and_die_together(tmp_path: P
     whole = run_job(tmp_path / "whole", *arguments, nodes=3, workers_per_node=2)
     assert sorted(depths(whole)) == [2, 4] or sorted(depths(whole)) == [2, 2, 2]
     check_equals_one_process(whole, tmp_path / "alone", log)
-    run = run_job(tmp_path / "run", *arguments, nodes=3, workers_per_node=2, inject=["node=1,step=5,phase=backward"])
+    run = run_job(
+        tmp_path / "run", *arguments, nodes=3, workers_per_node=2, inject=[fail_at(node=1, step=5, phase="backward")]
+    )
     check_recovered(run, whole)
     assert all(not worker.startswith("1/") for worker in run.generations[-1]["pids"])
 
@@ -66,7 +69,7 @@ def test_bfloat16_job_survives_a_kill(tmp_path: Path) -> None:
     """Matrix products in bfloat16: nothing is bitwise equal, but every loss stays near."""
     arguments = ("--precision", "bf16")
     reference = run_job(tmp_path / "reference", *arguments, nodes=5)
-    run = run_job(tmp_path / "run", *arguments, nodes=5, inject=["node=3,step=5,phase=reduce"])
+    run = run_job(tmp_path / "run", *arguments, nodes=5, inject=[fail_at(node=3, step=5, phase="reduce")])
     check_recovered(run, reference, tolerance=0.05)
 
 

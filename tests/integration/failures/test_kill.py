@@ -12,6 +12,7 @@ import pytest
 from resilient.agent.launch import Launcher
 from resilient.observability.run_comparison import compare_runs
 from resilient.protocol.messages import PHASES
+from resilient.testing import fail_at
 from tests.integration.harness import (
     DIGITS,
     Event,
@@ -41,7 +42,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def check_fired(run: Run, *expected: tuple[int, str | None]) -> None:
     """Check that exactly these nodes were killed, each in its phase of the step."""
-    assert [(fired["node"], fired["phase"], fired["step"]) for fired in run.injections] == [
+    assert [(fired["node"], fired["phase"], fired["step"]) for fired in run.failures] == [
         (node, phase, STEP) for node, phase in expected
     ]
 
@@ -52,7 +53,7 @@ def test_phases_are_all_covered() -> None:
 
 @pytest.mark.parametrize("phase", IN_STEP)
 def test_node_killed_in_a_step(phase: str, reference: Run, tmp_path: Path) -> None:
-    run = run_job(tmp_path, nodes=NODES, inject=[f"node=2,step={STEP},phase={phase}"])
+    run = run_job(tmp_path, nodes=NODES, inject=[fail_at(node=2, step=STEP, phase=phase)])
     check_fired(run, (2, phase))
     check_recovered(run, reference)
     (recovery,) = run.report["recoveries"]
@@ -68,7 +69,7 @@ def test_node_killed_in_a_step(phase: str, reference: Run, tmp_path: Path) -> No
 def test_node_killed_in_a_recovery(place: int, phase: str, reference: Run, tmp_path: Path) -> None:
     """Redundancy covers one loss: the second is one of a node without which every layer is still held."""
     second = spare_nodes(reference.generations[0], 2)[place]
-    inject = [f"node=2,step={STEP},phase=backward", f"node={second},step={STEP},phase={phase}"]
+    inject = [fail_at(node=2, step=STEP, phase="backward"), fail_at(node=second, step=STEP, phase=phase)]
     run = run_job(tmp_path, nodes=NODES, inject=inject)
     check_fired(run, (2, "backward"), (second, phase))
     check_recovered(run, reference)
@@ -104,7 +105,7 @@ def test_worker_killed_alone_comes_back_as_a_new_node(phase: str, reference: Run
             joined.touch()
 
     run = run_job(tmp_path / "run", "--change-after", "8", "--unless", str(joined), nodes=NODES, inject=inject, act=act)
-    assert [fired["worker_only"] for fired in run.injections if fired["node"] == 2] == [True]
+    assert [fired["worker_only"] for fired in run.failures if fired["node"] == 2] == [True]
     check_recovered(run, reference)
     assert "worker killed by signal 9" in run.report["recoveries"][0]["cause"]
     assert NODES in run.generations[-1]["nodes"]
@@ -117,7 +118,7 @@ def test_two_nodes_killed_at_once(reference: Run, tmp_path: Path) -> None:
     arguments = ("--max-failures", "2", "--min-pipeline-nodes", "1")
     inject = [f"node={node},step={STEP},phase=backward" for node in (1, 4)]
     run = run_job(tmp_path, *arguments, nodes=NODES, inject=inject)
-    assert {fired["node"] for fired in run.injections} <= {1, 4}
+    assert {fired["node"] for fired in run.failures} <= {1, 4}
     check_recovered(run, reference, num_failures=2)
     assert sorted(node for recovery in run.report["recoveries"] for node in recovery["nodes"]) == [1, 4]
 
@@ -126,7 +127,7 @@ def test_two_nodes_killed_at_once(reference: Run, tmp_path: Path) -> None:
 def test_node_killed_at_every_end_of_a_pipeline(place: str, reference: Run, tmp_path: Path) -> None:
     pipelines = [pipeline["nodes"] for pipeline in reference.generations[0]["pipelines"]]
     node = {"rank 0": pipelines[0][0], "first stage": pipelines[-1][0], "last stage": pipelines[-1][-1]}[place]
-    run = run_job(tmp_path, nodes=NODES, inject=[f"node={node},step={STEP},phase=reduce"])
+    run = run_job(tmp_path, nodes=NODES, inject=[fail_at(node=node, step=STEP, phase="reduce")])
     check_fired(run, (node, "reduce"))
     check_recovered(run, reference)
 
@@ -162,7 +163,7 @@ def test_kills_one_after_another_until_the_smallest_job_is_left(reference: Run, 
 @pytest.mark.parametrize("phase", ["forward", "backward", "commit"])
 def test_node_of_a_multimodal_job_killed(phase: str, multimodal_reference: Run, tmp_path: Path) -> None:
     """Tied embeddings, an encoder, samples of different lengths."""
-    run = run_job(tmp_path, *VLM, script=DIGITS, nodes=5, inject=[f"node=2,step=3,phase={phase}"])
+    run = run_job(tmp_path, *VLM, script=DIGITS, nodes=5, inject=[fail_at(node=2, step=3, phase=phase)])
     check_recovered(run, multimodal_reference)
 
 
@@ -181,7 +182,7 @@ def test_float32_run_is_about_as_far_off_as_batch_splits_are_from_each_other(opt
     three = run_job(tmp_path / "three", *arguments, "--max-failures", "2", nodes=6)
     assert [len(run.generations[0]["pipelines"]) for run in (two, three)] == [2, 3]
     natural = difference(two, three)
-    run = run_job(tmp_path / "killed", *arguments, nodes=6, inject=[f"node=2,step={STEP},phase=backward"])
+    run = run_job(tmp_path / "killed", *arguments, nodes=6, inject=[fail_at(node=2, step=STEP, phase="backward")])
     check_survivors(run)
     assert 0 < difference(run, three) <= 3 * natural < 1e-3, "the largest of a few rounding errors is a matter of luck"
 

@@ -1,0 +1,171 @@
+"""What users need to test jobs of their own: train in this process, or on simulated nodes of which some fail.
+
+    def test_my_job_survives_the_loss_of_a_node(tmp_path):
+        run = run_job("train.py", "--steps", "20", directory=tmp_path, nodes=4,
+                      failures=[fail_at(step=5, phase="backward", node=1)])
+        assert run.exit_code == 0, run.reason
+        assert [fired["node"] for fired in run.failures] == [1]
+
+Must not import torch: that is the jobs' own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from resilient.agent.launch import Launcher, LaunchOptions
+from resilient.errors import ArgumentError
+from resilient.observability.event_log import read_events, steps_of
+from resilient.observability.run_report import build_run_report
+from resilient.protocol.messages import PHASES, Injection
+
+if TYPE_CHECKING:
+    from resilient.trainer import FitResult, Trainer
+
+
+@dataclass(frozen=True)
+class JobRun:
+    """A run that has ended, read from its folder.
+
+    Args:
+        directory: Folder of the run.
+        exit_code: That of ``resilient run``: 0 done, 1 failed, 3 stopped with a checkpoint, 4 state lost, 130
+            interrupted.
+    """
+
+    directory: Path
+    exit_code: int
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        """All of ``events.jsonl``, in order."""
+        return read_events(self.directory / "events.jsonl")
+
+    @cached_property
+    def report(self) -> dict[str, Any]:
+        """What ``report.json`` says."""
+        return build_run_report(self.events)
+
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        """Step -> loss, of all committed steps."""
+        return {number: step["loss"] for number, step in steps_of(self.events).items()}
+
+    @property
+    def reason(self) -> str:
+        """Why the job ended, in words."""
+        return self.report["exit"]["reason"]
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        """The failures that were caused, as the dying processes wrote them down: node, step, phase."""
+        path = self.directory / "injections.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def fail_at(*, step: int, phase: str | None = None, node: int = 0, worker_only: bool = False) -> Injection:
+    """Describe a failure for :func:`run_job` to cause, with SIGKILL.
+
+    Args:
+        step: In which step, 1 for the first.
+        phase: As the node enters this phase of the step: forward, backward, reduce, prepare or commit; or, of a
+            recovery in it, regroup or copy. None for as the step begins.
+        node: Which node: they are numbered from 0.
+        worker_only: Kill only the node's first worker that gets there; its agent survives.
+
+    Raises:
+        ArgumentError: An argument cannot be.
+    """
+    for name, value, least in (("step", step, 1), ("node", node, 0)):
+        if value < least:
+            raise ArgumentError(name, f"be >= {least}", value, f"{name}s are numbered from {least}")
+    if phase is not None and phase not in PHASES:
+        raise ArgumentError("phase", f"be one of {', '.join(PHASES)}", repr(phase), "choose one, or leave it out")
+    return Injection(node=node, at_step=step, at_phase=phase, worker_only=worker_only)
+
+
+def run_job(
+    script: Path | str,
+    *arguments: str,
+    directory: Path | str,
+    nodes: int,
+    workers_per_node: int = 1,
+    failures: Sequence[Injection] = (),
+    resume: Path | str | None = None,
+    heartbeat_s: float = 5.0,
+    act: Callable[[Launcher, dict[str, Any]], None] | None = None,
+) -> JobRun:
+    """Run a job to its end as ``resilient run`` does: real processes, one for each worker of each simulated node.
+
+    Call this from the main thread. The membership checks itself after everything that happens.
+
+    Args:
+        script: The job's script.
+        arguments: The script's own.
+        directory: Folder of the run; must not hold another.
+        nodes: Simulated nodes to start.
+        workers_per_node: Workers of each.
+        failures: What to kill, and when (:func:`fail_at`).
+        resume: A checkpoint folder to begin from.
+        heartbeat_s: Seconds of silence after which a node counts as lost.
+        act: Called with every event while the job runs, to add nodes, remove or interrupt; it must not block.
+
+    Raises:
+        ValueError: The job cannot be run so.
+        CheckpointError: ``resume`` is no checkpoint.
+    """
+    options = LaunchOptions(
+        script=str(script),
+        arguments=arguments,
+        num_nodes=nodes,
+        workers_per_node=workers_per_node,
+        run_directory=str(directory),
+        resume=None if resume is None else str(resume),
+        heartbeat_s=heartbeat_s,
+        injections=tuple(failures),
+        validate=True,
+    )
+    launcher = Launcher(options)
+    if act is not None:
+        launcher.subscribe(lambda event: act(launcher, event))
+    return JobRun(Path(directory), launcher.run())
+
+
+def train_here(trainer: Trainer, num_steps: int, *, directory: Path | str) -> tuple[FitResult, dict[int, float]]:
+    """Train a job in this process, as its script run by itself does.
+
+    Args:
+        trainer: The job; not trained yet.
+        num_steps: Steps to train.
+        directory: Folder for its checkpoints.
+
+    Returns:
+        What ``fit`` does, and the loss of every step.
+
+    Raises:
+        Exception: What ``fit`` does.
+    """
+    with _environment(RESILIENT_RUN_DIR=str(directory), RESILIENT_AGENT=None, RESILIENT_TRACE=None):
+        result = trainer.fit(num_steps)
+    return result, trainer.losses
+
+
+@contextmanager
+def _environment(**wanted: str | None) -> Iterator[None]:
+    """Have these environment variables inside; None for not at all."""
+    before = {name: os.environ.pop(name, None) for name in wanted}
+    os.environ.update({name: value for name, value in wanted.items() if value is not None})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

@@ -1,0 +1,66 @@
+"""What users test their own jobs with; that nodes are killed and survived is seen in ``tests/integration``."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import resilient as rs
+from resilient.protocol.messages import Injection
+from resilient.testing import JobRun, fail_at, run_job, train_here
+from tests.resilient.small import CPU, TiedModel, Tokens
+
+
+def trainer(**changes: Any) -> rs.Trainer:
+    arguments: dict[str, Any] = {"optimizer": rs.SGD(lr=0.1), "global_batch": 8, "microbatch": 2, **changes}
+    return rs.Trainer(TiedModel(num_blocks=1), Tokens(), device=CPU, **arguments)
+
+
+def test_job_trains_here_and_gives_its_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESILIENT_RUN_DIR", "elsewhere")
+    monkeypatch.setenv("RESILIENT_AGENT", "/no/agent")
+    mine = trainer()
+    result, losses = train_here(mine, 5, directory=tmp_path / "run")
+    assert result.checkpoint == tmp_path / "run" / "checkpoints" / "step-00000005"
+    assert list(losses) == [1, 2, 3, 4, 5]
+    assert losses[5] < losses[1]
+    assert losses == mine.losses
+    assert (os.environ["RESILIENT_RUN_DIR"], os.environ["RESILIENT_AGENT"]) == ("elsewhere", "/no/agent")
+    assert not Path("elsewhere").exists()
+    assert "RESILIENT_TRACE" not in os.environ
+
+
+def test_failure_is_described() -> None:
+    assert fail_at(step=3) == Injection(node=0, at_step=3)
+    assert fail_at(step=3, phase="commit", node=2, worker_only=True) == Injection(
+        node=2, at_step=3, at_phase="commit", worker_only=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"step": 0}, "step must be >= 1, got 0; steps are numbered from 1"),
+        ({"step": 1, "node": -1}, "node must be >= 0, got -1; nodes are numbered from 0"),
+        ({"step": 1, "phase": "lunch"},
+         "phase must be one of forward, backward, reduce, prepare, commit, regroup, copy, got 'lunch'; choose one, or "
+         "leave it out"),
+    ],
+)  # fmt: skip
+def test_failure_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        fail_at(**arguments)
+
+
+def test_job_without_its_script_is_refused(tmp_path: Path) -> None:
+    message = "script must be a file, got 'nowhere.py'; give the path of the job's script"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        run_job("nowhere.py", directory=tmp_path, nodes=2)
+
+
+def test_run_without_failures_has_none(tmp_path: Path) -> None:
+    assert JobRun(tmp_path, 0).failures == []
