@@ -25,7 +25,8 @@ from resilient.extras import require
 from resilient.observability.event_log import Event, read_events
 from resilient.observability.figures.run_figure import draw_report
 from resilient.observability.live_view import LiveView, PlainView, make_view
-from resilient.observability.run_report import RECOVERY_PARTS, duration, write_report
+from resilient.observability.run_report import write_report
+from resilient.observability.wording import duration, recovery_parts
 from resilient.protocol.messages import Injection
 from resilient.templates.common.words import counted
 
@@ -137,12 +138,9 @@ def summary(report: Mapping[str, Any]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for recovery in report["recoveries"]:
-        parts = ", ".join(
-            f"{p} {duration(recovery[f'{p}_ms'])}" for p in RECOVERY_PARTS if recovery[f"{p}_ms"] is not None
-        )
         table.add_row(f"failure in step {recovery['step']}", recovery["cause"])
         table.add_row("  recovered in", duration(recovery["total_ms"]))
-        table.add_row("  of that", parts)
+        table.add_row("  of that", recovery_parts(recovery))
         table.add_row("  steps redone", str(recovery["lost_steps"]))
         table.add_row("  state copied", f"{recovery['bytes_copied'] / 1e6:.1f} MB")
         table.add_row("  workers restarted", str(recovery["restarted_workers"]))

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from resilient.observability.event_log import Event
-from resilient.observability.run_report import RECOVERY_PARTS, build_run_report, duration
+from resilient.observability.run_report import build_run_report
+from resilient.observability.wording import duration, lost_work, recovery_parts
 from resilient.templates.common.words import counted
 
 _KEPT_MESSAGES = 64
@@ -254,13 +255,8 @@ class JobStatus:
 
 def recovery_in_words(recovery: dict[str, Any]) -> str:
     """Write one of a report's recoveries as a sentence."""
-    parts = ", ".join(
-        f"{part} {duration(recovery[f'{part}_ms'])}" for part in RECOVERY_PARTS if recovery[f"{part}_ms"] is not None
-    )
-    lost = f"{counted(recovery['lost_steps'], 'step')} redone" if recovery["lost_steps"] else "no work lost"
-    return (
-        f"recovered from the loss of {_nodes(recovery['nodes'])} in {duration(recovery['total_ms'])}, {lost} ({parts})"
-    )
+    lost, total = _nodes(recovery["nodes"]), duration(recovery["total_ms"])
+    return f"recovered from the loss of {lost} in {total}, {lost_work(recovery)} ({recovery_parts(recovery)})"
 
 
 def _ranges(stages: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:

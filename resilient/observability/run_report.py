@@ -302,13 +302,3 @@ def _last(events: Sequence[Event], kind: str, keys: Sequence[str]) -> dict[str, 
 def _ms(start: float, end: float) -> float:
     """Milliseconds between two Unix times; never negative, as they may be from clocks of different machines."""
     return max(0.0, round((end - start) * 1e3, 3))
-
-
-def number(value_ms: float) -> str:
-    """Write milliseconds for people, without the unit: ``2.4``, ``87``."""
-    return f"{value_ms:.0f}" if value_ms >= 10 else f"{value_ms:.1f}"
-
-
-def duration(value_ms: float) -> str:
-    """Write a time for people: ``87 ms``, ``1.32 s``."""
-    return f"{value_ms / 1e3:.2f} s" if value_ms >= 1000 else f"{number(value_ms)} ms"

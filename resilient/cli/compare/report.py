@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from resilient.observability.figures.bars import Bar, Chart, milliseconds
+from resilient.observability.figures.bars import Bar, Chart
+from resilient.observability.wording import exact_ms
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.planner import Configuration, Planner, Setting
@@ -262,7 +263,7 @@ def step_chart(row: PlannerRow) -> Chart:
         start_ns = round(1e6 * (result.iteration_ms - result.sum_ms))
         bars += [Bar(row=number, kind="sum", start_ns=start_ns, end_ns=end_ns) for number in range(len(names))]
     return Chart(
-        title=f"{row.name}: {milliseconds(result.iteration_ms)} ms, {100 * result.bubble:.0f} % bubble",
+        title=f"{row.name}: {exact_ms(result.iteration_ms)} ms, {100 * result.bubble:.0f} % bubble",
         rows=tuple(names),
         length_ns=end_ns,
         bars=tuple(bars),

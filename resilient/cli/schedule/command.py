@@ -206,8 +206,8 @@ def _show(reports: Sequence[ScheduleReport], memory_bytes: int | None, console: 
 
 
 def _title(report: ScheduleReport) -> str:
-    from resilient.observability.figures.bars import milliseconds
+    from resilient.observability.wording import exact_ms
 
     chunks = f", {report.num_chunks} stages on each worker" if report.num_chunks > 1 else ""
-    iteration_ms = milliseconds(report.timeline.iteration_ms)
+    iteration_ms = exact_ms(report.timeline.iteration_ms)
     return f"{report.kind.value}{chunks}: {iteration_ms} ms, {100 * report.bubble:.1f} % bubble"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from resilient.observability.trace_events import ACTION, PART, STEP, Slice, Trace
+from resilient.observability.wording import exact_ms
 from resilient.templates.common.interval import Interval
 from resilient.templates.schedules.schedule import Action, Op
 from resilient.templates.schedules.simulator import Timeline
@@ -69,11 +70,6 @@ class Chart:
         return tuple(total / self.length_ns if self.length_ns else 0.0 for total in totals)
 
 
-def milliseconds(value_ms: float) -> str:
-    """Write a time for people, without the unit: ``28.5``, ``0.125``, ``39640``."""
-    return f"{value_ms:.0f}" if value_ms >= 1000 else f"{value_ms:.4g}"
-
-
 def simulated_chart(title: str, timeline: Timeline) -> Chart:
     """Return the chart of a simulated schedule."""
     row_of = timeline.schedule.row_of
@@ -128,7 +124,7 @@ def _recorded(trace: Trace, steps: list[Slice], number: int) -> Chart:
                 times = {"start_ns": each.start_ns - start_ns, "end_ns": each.end_ns - start_ns}
                 bars.append(Bar(row=row, kind=kind, label=label, chunk=chunk, **times))
     return Chart(
-        title=f"step {number} as it was run: {milliseconds((end_ns - start_ns) / 1e6)} ms",
+        title=f"step {number} as it was run: {exact_ms((end_ns - start_ns) / 1e6)} ms",
         rows=tuple(rows),
         length_ns=end_ns - start_ns,
         bars=tuple(bars),
