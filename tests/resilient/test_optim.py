@@ -78,7 +78,9 @@ def paired(whole: WholeModel, states: dict[str, LayerState]) -> list[tuple[torch
 
 @pytest.mark.parametrize("optimizer", [AdamW(lr=0.1), SGD(lr=0.1, momentum=0.9)])
 def test_worker_without_trainable_parameters_has_an_optimizer_too(optimizer: Optimizer) -> None:
-    optimizer.build([], 4).step()
+    built = optimizer.build([], 4)
+    built.step()
+    assert [each.numel() for group in built.param_groups for each in group["params"]] == [0]
 
 
 def test_warmup_rises_and_cosine_falls_to_the_floor() -> None:

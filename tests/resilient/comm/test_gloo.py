@@ -149,7 +149,8 @@ def test_thread_that_waits_for_groups_ends_with_them_though_nobody_closed_them()
     waiter = gloo._Waiter()
     (thread,) = set(threading.enumerate()) - before
     del waiter
-    thread.join()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
 
 
 def test_connect_ends_whatever_goes_wrong_in_it() -> None:

@@ -99,3 +99,17 @@ def test_every_configuration_is_simulated_before_and_after_nodes_are_lost(seed: 
                 computing_ms = (1 - result.bubble) * result.iteration_ms * used_devices(configuration)
                 assert computing_ms == pytest.approx(work_ms, rel=1e-5), each.name
     assert found
+
+
+@pytest.mark.parametrize("each", EVERY, ids=lambda each: each.name)
+def test_no_planner_refuses_jobs_that_have_devices_for_it(each: Planner) -> None:
+    """Of twelve jobs two have fewer devices than units; Entrain also wants stages in proportion to the work."""
+    refused: list[str] = []
+    for seed in range(12):
+        setting, known, _ = _job(np.random.default_rng(seed))
+        try:
+            each.configure(setting, known)
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(refused) <= {"entrain": 4}.get(each.name, 2)
+    assert all(message.startswith("num_nodes must ") for message in refused)

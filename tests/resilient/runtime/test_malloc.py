@@ -50,5 +50,8 @@ def test_what_the_environment_says_is_left_alone(monkeypatch: pytest.MonkeyPatch
 
 
 def test_libraries_without_the_setting_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: Mock(spec=[]))
+    library = Mock(return_value=Mock(spec=[]))
+    monkeypatch.setattr(ctypes, "CDLL", library)
     keep_freed_memory()
+    library.assert_called_once()
+    assert library.return_value.mock_calls == []

@@ -69,6 +69,8 @@ def test_layer_without_state_is_saved_and_loaded(tmp_path: Path) -> None:
     state = LayerState(spec, BufferLayout.of(spec), ("exp_avg",), torch.float32, CPU)
     write_manifest(tmp_path, Manifest(step=1, recipe=RECIPE, states=checkpoint.save(tmp_path, [state])))
     checkpoint.load(tmp_path, [state])
+    assert list(read_manifest(tmp_path).states) == ["relu"]
+    assert state.buffer.numel() == 0
 
 
 def test_full_disk_is_told_and_leaves_no_half_written_file(tmp_path: Path) -> None:

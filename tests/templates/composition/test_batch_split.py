@@ -125,6 +125,8 @@ def test_split_refuses_pipelines_without_work(pipelines: int, num_microbatches: 
 @pytest.mark.parametrize(("global_batch", "microbatch", "pipelines"), [(64, 4, 2), (8, 4, 2), (5, 1, 5)])
 def test_batch_that_can_be_split_passes(global_batch: int, microbatch: int, pipelines: int) -> None:
     check_batch(global_batch, microbatch, pipelines)
+    counts = split_microbatches([one(1)] * pipelines, global_batch // microbatch)
+    assert sum(counts) * microbatch == global_batch
 
 
 @pytest.mark.parametrize(

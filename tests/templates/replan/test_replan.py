@@ -343,7 +343,11 @@ def test_preparing_changes_no_plan() -> None:
 
 
 def test_preparing_at_the_least_number_of_nodes_looks_no_further_down() -> None:
-    prepare(small_job(), 4)
+    problem = small_job()
+    prepare(problem, 4)
+    check(problem, first_plan(problem, range(4)), range(4))
+    with pytest.raises(TooFewNodes):
+        first_plan(problem, range(3))
 
 
 def test_the_same_plan_in_another_process() -> None:

@@ -125,6 +125,7 @@ def test_microbatches_in_flight_are_what_the_kinds_promise(num_rows: int, num_mi
 def test_eager_1f1b_keeps_to_the_memory_of_every_row(limits: list[int], num_microbatches: int) -> None:
     schedule = generate(ScheduleKind.EAGER, len(limits), num_microbatches, max_in_flight=limits)
     validate(schedule, limits)
+    assert all(in_flight(row) <= most for row, most in zip(schedule.rows, limits, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def test_pipes_and_devices_are_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     check_outputs([(option, tmp_path / "pipe") for option in ("--json", "--trace-json")])  # would wait for a reader
     check_outputs([("--json", Path("/dev/null")), ("--trace-json", Path("/dev/null"))])
+    assert [path.is_fifo() for path in tmp_path.iterdir()] == [True]
 
 
 @pytest.mark.parametrize(("command", "computing", "options"), WRITERS)

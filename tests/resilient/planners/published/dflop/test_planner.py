@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from resilient.extras import MissingPackageError
 from resilient.planners.costs.correction import UNCORRECTED, Observation
 from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
@@ -214,12 +215,12 @@ def test_processes_agree_unless_a_limit_is_set(monkeypatch: pytest.MonkeyPatch) 
     job, batch, replicas = setting(), table(20), [Replica(num_microbatches=4)]
     found = Dflop().configure(job, table(50))
     Dflop().assign(job, found, batch, replicas)
-    with pytest.raises(ModuleNotFoundError):
+    with pytest.raises(MissingPackageError, match=r"^Dflop\(time_limit_s=\.\.\.\) needs highspy, "):
         Dflop(time_limit_s=60).assign(job, found, batch, replicas)
 
 
 @settings(max_examples=20, deadline=None)
-@given(memory=st.integers(60_000, 500_000), seed=st.integers(0, 20), lost=st.integers(0, 4))
+@given(memory=st.integers(300_000, 1_000_000), seed=st.integers(0, 20), lost=st.integers(0, 4))
 def test_what_fits_is_within_memory_in_the_simulation(memory: int, seed: int, lost: int) -> None:
     job, known = setting(memory), table(64, seed)
     try:
@@ -235,6 +236,20 @@ def test_what_fits_is_within_memory_in_the_simulation(memory: int, seed: int, lo
     check_places(assignment, Dflop().assign(job, found, batch, replicas), 32, list(replicas))
     if used(job, found, batch, assignment.units[LLM], replicas) <= 1:
         assert evaluate(job, found, assignment, batch, replicas).peak_bytes <= memory + 1
+
+
+def test_jobs_that_fit_are_not_refused() -> None:
+    """With 800 kB devices every job fits, and every batch but those in which a sample does not fit alone."""
+    batches = [(table(64, seed), table(32, seed)) for seed in range(21)]
+    job, refused = setting(800_000), list[str]()
+    for known, batch in batches:
+        found = Dflop().configure(job, known)
+        try:
+            Dflop().assign(job, found, batch, survivors(job, found, 2))
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(refused) <= 3
+    assert all(message.startswith("tokens of sample ") for message in refused)
 
 
 def test_large_microbatches_are_kept_apart_where_memory_is_short() -> None:

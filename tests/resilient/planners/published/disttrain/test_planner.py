@@ -211,6 +211,22 @@ def test_no_slower_than_other_orders_that_memory_holds(memory: int, seed: int, p
             assert pipeline_ms(np.argsort(place), *times) <= pipeline_ms(order, *times) * (1 + 1e-6)
 
 
+def test_microbatches_that_fit_are_ordered() -> None:
+    """All but a batch whose longest sample is too long for a stage: the property above has something to look at."""
+    stages = {"vision": Parallelism(dp=1, pp=1, stage_layers=(4,)), LLM: Parallelism(dp=1, pp=4, stage_layers=(2,) * 4)}
+    configuration, job = Configuration(units=stages, num_microbatches=20), setting(1_000_000)
+    refused: list[str] = []
+    for seed in range(40):
+        try:
+            found = DistTrain().assign(job, configuration, table(20, seed), [Replica(num_microbatches=20)])
+        except ValueError as error:
+            refused.append(str(error))
+        else:
+            assert len(set(found.units[LLM].microbatch.tolist())) == 20
+    assert len(refused) <= 1
+    assert all(message.startswith("tokens of sample ") for message in refused)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_memory_that_is_a_little_short_costs_little(seed: int) -> None:
     """Fewer large microbatches are in a row then. Where they are all apart, each of them is waited for."""
