@@ -165,7 +165,7 @@ def main() -> None:
     trainer = rs.Trainer(
         build_model(args.window),
         TextDataset(text, "train", 50_000, args.window),
-        optimizer=rs.AdamW(lr=args.lr, schedule=rs.WarmupCosine(args.steps // 10, args.steps, floor=0.01)),
+        optimizer=rs.AdamW(lr=args.lr, lr_schedule=rs.WarmupCosine(args.steps // 10, args.steps, floor=0.01)),
         global_batch=args.batch,
         microbatch=args.microbatch,
         max_failures=args.max_failures,
