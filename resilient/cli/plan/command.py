@@ -33,6 +33,13 @@ class PlanOptions(JobOptions):
     """The options of ``resilient plan``."""
 
     nodes: Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Nodes of the job.")]
+    share: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIMITS",
+            help='What if every pipeline\'s microbatches are limited: "min=4,max=16,multiple-of=2", or some of it.',
+        ),
+    ] = None
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None
     png_file: Annotated[Path | None, typer.Option("--png", help="Draw what is kept as nodes are lost.")] = None
     templates_file: Annotated[Path | None, typer.Option("--templates", help="Write the templates here.")] = None
@@ -48,14 +55,14 @@ def plan_command(ctx: typer.Context, options: PlanOptions) -> None:
         problem, samples = described_job(options)
         outputs = (("--json", options.json_file), ("--png", options.png_file), ("--templates", options.templates_file))
         check_outputs(outputs, [options.profile])
-        report = _report(problem, options.nodes, samples)
+        report = _report(problem, options, samples)
         _write(report, problem, options)
         console = table_console()
         show_plan(report, console)
         console.print(f"planned in {time.monotonic() - started:.1f} s", style="dim")
 
 
-def _report(problem: PlanningProblem, num_nodes: int, microbatch: int) -> PlanReport:
+def _report(problem: PlanningProblem, options: PlanOptions, microbatch: int) -> PlanReport:
     """Compute, on a terminal with a bar that goes when it is done."""
     from resilient.cli.plan.report import build_plan_report
     from resilient.templates.search.template_sizes import TooFewNodes
@@ -69,7 +76,7 @@ def _report(problem: PlanningProblem, num_nodes: int, microbatch: int) -> PlanRe
             progress.update(task, description="losing nodes", completed=done, total=total)
 
         try:
-            return build_plan_report(problem, num_nodes, microbatch, on_progress)
+            return build_plan_report(problem, options.nodes, microbatch, on_progress, options.share)
         except TooFewNodes as error:
             fix = f"{error.fix}{_other_ways(problem, error)}"
             raise ArgumentError(error.field, error.constraint, error.value, fix) from None

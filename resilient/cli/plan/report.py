@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from resilient.cli.plan.share_limits import LimitedSplit, limited_split
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.replan import first_plan, replan, templates_for
 from resilient.templates.template import PipelineTemplate
@@ -107,6 +108,7 @@ class PlanReport:
         step_ms: Its step.
         samples_per_s: Its throughput.
         losses: From no node lost to as many as can be.
+        limited: The plan's split within limits on every pipeline's share, where such were given.
     """
 
     source: str
@@ -124,6 +126,7 @@ class PlanReport:
     step_ms: float
     samples_per_s: float
     losses: tuple[LossRow, ...]
+    limited: LimitedSplit | None = None
 
     @property
     def order_matters(self) -> bool:
@@ -136,7 +139,11 @@ class PlanReport:
 
 
 def build_plan_report(
-    problem: PlanningProblem, num_nodes: int, microbatch: int, on_progress: OnProgress | None = None
+    problem: PlanningProblem,
+    num_nodes: int,
+    microbatch: int,
+    on_progress: OnProgress | None = None,
+    share: str | None = None,
 ) -> PlanReport:
     """Plan a job and lose its nodes.
 
@@ -145,9 +152,11 @@ def build_plan_report(
         num_nodes: Its nodes.
         microbatch: Samples of a microbatch.
         on_progress: Told how far it is.
+        share: Limits on every pipeline's share, as for :func:`~resilient.cli.plan.share_limits.limited_split`.
 
     Raises:
-        ValueError: The job cannot be planned on so many nodes; the message says what would do.
+        ValueError: The job cannot be planned on so many nodes, or not within the limits; the message says what would
+            do.
     """
     templates = templates_for(problem, num_nodes)
     plan = first_plan(problem, range(num_nodes))
@@ -155,6 +164,7 @@ def build_plan_report(
     largest = num_nodes - problem.max_failures * templates.sizes.start
     global_batch = problem.num_microbatches * microbatch
     step_ms = _step_ms(plan)
+    limited = None if share is None else limited_split(plan, share)
     return PlanReport(
         source=problem.profile.source,
         num_nodes=num_nodes,
@@ -184,6 +194,7 @@ def build_plan_report(
         step_ms=step_ms,
         samples_per_s=global_batch / step_ms * 1e3,
         losses=_losses(problem, plan, num_nodes, fewest_nodes, global_batch, on_progress),
+        limited=limited,
     )
 
 

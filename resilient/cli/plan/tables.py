@@ -32,6 +32,10 @@ def show_plan(report: PlanReport, console: Console) -> None:
     console.print(_plan(report))
     idle = f", {counted(report.num_idle, 'node')} idle" if report.num_idle else ""
     console.print(f"a step takes {_digits(report.step_ms / 1e3)} s: {_digits(report.samples_per_s)} samples/s{idle}")
+    if report.limited is not None:
+        limited, more = report.limited, report.limited.step_ms / report.step_ms - 1
+        shares = compact(limited.num_microbatches)
+        console.print(f"with {limited.limits}: {shares} microbatches; {_digits(limited.step_ms / 1e3)} s ({more:+.1%})")
     console.print("\nAs nodes are lost", style="bold")
     console.print(_losses(report))
     if report.order_matters:
