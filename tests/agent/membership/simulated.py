@@ -134,6 +134,7 @@ class Job:
         self.machine = Membership(settings(**changes))
         self.now = 0.0
         self.workers: dict[WorkerId, SimulatedWorker] = {}
+        self.history: list[tuple[Stimulus, float, list[Instruction]]] = []
         self.records: list[Record] = []
         self.told: list[Tell] = []
         self.manifests: list[WriteManifest] = []
@@ -146,6 +147,7 @@ class Job:
 
     def feed(self, event: Stimulus) -> list[Instruction]:
         instructions = self.machine.handle(event, self.now)
+        self.history.append((event, self.now, instructions))
         for instruction in instructions:
             self._obey(instruction)
         self.machine.validate()

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from resilient.agent.membership.context import Phase
 from resilient.agent.membership.events import Interrupted, NodeLeaving, Tick
+from resilient.agent.membership.machine import Membership
 from resilient.protocol.messages import Suspect
 from tests.agent.membership.simulated import Job, job_spec
 
@@ -113,3 +114,6 @@ def test_every_history_ends_in_training_or_in_a_stop(
         job.answer()
     assert job.stop is not None
     assert job.stop.exit_code in (0, 1, 3, 4, 130)
+    again = Membership(job.machine.settings)
+    for stimulus, now, instructions in job.history:
+        assert again.handle(stimulus, now) == instructions, "the same history leads to the same decisions"

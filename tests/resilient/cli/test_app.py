@@ -61,6 +61,26 @@ def test_report_or_trace_that_cannot_be_written_leaves_the_exit_code_alone(
     assert result.output == message
 
 
+@pytest.mark.parametrize(("value", "validates"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_membership_is_checked_where_the_environment_asks_for_it(
+    value: str | None, validates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "s.py").touch()
+    asked: list[bool] = []
+
+    def run(self: Launcher) -> int:
+        asked.append(self._options.validate)
+        return 0
+
+    monkeypatch.setattr(Launcher, "run", run)
+    if value is None:
+        monkeypatch.delenv("RESILIENT_VALIDATE", raising=False)
+    else:
+        monkeypatch.setenv("RESILIENT_VALIDATE", value)
+    result = CliRunner().invoke(app, ["run", "--run-dir", str(tmp_path / "run"), str(tmp_path / "s.py")])
+    assert (result.exit_code, asked) == (0, [validates])
+
+
 def test_injecting_into_a_run_that_is_over_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "over"
