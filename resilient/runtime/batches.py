@@ -12,7 +12,7 @@ from resilient.errors import SampleError
 from resilient.runtime.job import Job
 
 
-class Feed:
+class Batches:
     """What the steps train on; a pure function of (seed, step), so any worker can load any microbatch at any time.
 
     Args:

@@ -46,7 +46,7 @@ class GenerationGuard:
             return self._interrupted
 
     def attach(self, generation: int, comm: Communicator) -> None:
-        """Put the generation's communicator under the fence.
+        """Put the generation's communicator under the guard.
 
         Raises:
             CommunicationError: A newer generation is known already; the communicator is aborted.
@@ -58,7 +58,7 @@ class GenerationGuard:
             self._check(generation)
 
     def release(self) -> Communicator | None:
-        """Take the communicator away from the fence."""
+        """Take the communicator away from the guard."""
         with self._lock:
             comm, self._comm = self._comm, None
             return comm

@@ -40,7 +40,7 @@ class Session:
     slot: Slot
     comm: Communicator
     executor: Executor
-    sync: GradientSync
+    gradient_sync: GradientSync
     stage_timer: StageTimer
 
     def work(self, step: int, num_targets: int, batch: Callable[[int], Batch]) -> StepWork:
@@ -202,7 +202,7 @@ def build_session(
     }
     trained = {name: state for name, state in states.items() if state.layout.num_trainable}
     index_of = {name: context.profile.index(name) for name in trained}
-    sync = GradientSync(
+    gradient_sync = GradientSync(
         comm,
         {index_of[name]: state for name, state in trained.items()},
         {index_of[name]: holders[name] for name in trained},
@@ -213,7 +213,7 @@ def build_session(
         row=slot.row_index,
         generation=message.generation,
         stages={index: _stage(context, spec) for index, spec in zip(indices, slot.stages, strict=True)},
-        sync=sync,
+        gradient_sync=gradient_sync,
         comm=comm,
         upstream=upstream,
         downstream=downstream,
@@ -226,7 +226,7 @@ def build_session(
         slot=slot,
         comm=comm,
         executor=executor,
-        sync=sync,
+        gradient_sync=gradient_sync,
         stage_timer=stage_timer,
     )
 
