@@ -49,7 +49,7 @@ def signature(batch: Batch) -> Signature:
 
 @dataclass(frozen=True)
 class Channel:
-    """One of several borders: two workers that run several stages each share more than one.
+    """Tells the messages of one border from those of others: workers that run several stages each share more than one.
 
     Args:
         index: Which one.
@@ -154,7 +154,7 @@ class Downstream:
         return pending
 
     def receive(self, microbatch: int) -> dict[str, Tensor]:
-        """Return the gradients of those sent tensors that want one."""
+        """Wait for the gradients of those sent tensors that want one, and return them by name."""
         gradients, pending = self._posted.pop(microbatch)
         for work in pending:
             work.wait()

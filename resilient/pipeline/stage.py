@@ -1,4 +1,4 @@
-"""One stage of a pipeline: forward and backward of a microbatch through contiguous layers.
+"""Computes one stage of a pipeline: forward and backward of a microbatch through contiguous layers.
 
 Owns the activations of the microbatches in flight. Knows nothing of processes: activations come in and go out.
 """

@@ -1,4 +1,4 @@
-"""Which generation this worker may communicate in: a newer one, once known, ends all communication of the older.
+"""Ends all communication of a generation as soon as this worker knows of a newer one.
 
 Shared by the main thread, which communicates, and the control connection's reader thread, which hears of changes.
 """

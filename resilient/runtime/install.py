@@ -33,7 +33,17 @@ from resilient.templates.template import StageSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One generation on one worker, ready to train."""
+    """One generation on one worker, ready to train.
+
+    Args:
+        generation: Its number.
+        plan: Its plan.
+        slot: This worker's place.
+        comm: Its groups.
+        executor: Runs the steps up to the reduced gradients.
+        gradient_sync: Sums them.
+        stage_timer: Times the stage.
+    """
 
     generation: int
     plan: Plan
@@ -184,7 +194,15 @@ def gather_states(context: WorkerContext, message: Generation, slot: Slot, comm:
 def build_session(
     context: WorkerContext, message: Generation, slot: Slot, comm: Communicator, holders: Holders
 ) -> Session:
-    """Build what runs the steps of a slot, over the ledger's current states."""
+    """Build what runs the steps of a slot, over the ledger's current states.
+
+    Args:
+        context: The worker.
+        message: The generation's.
+        slot: This worker's place in its plan.
+        comm: Its groups (:func:`connect_ranks`).
+        holders: Per state, the ranks that hold it: they sum its gradient.
+    """
     job, states, pipeline = context.job, context.ledger.current, message.plan.pipelines[slot.pipeline_index]
     num_rows, num_stages = len(pipeline.template.rows), len(pipeline.template.stages)
     indices = range(slot.row_index, num_stages, num_rows)

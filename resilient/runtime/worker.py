@@ -1,4 +1,4 @@
-"""A worker's life: report ready, enter generations, train until something changes, finish.
+"""Lives a worker's life: reports ready, enters generations, trains until something changes, finishes.
 
 Owns the main loop. Every message of the coordinator is answered here, between steps; only the abort of communication
 happens in the reader thread (:mod:`resilient.runtime.generation_guard`).
