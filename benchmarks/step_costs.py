@@ -19,7 +19,7 @@ import torch
 from resilient.comm import Communicator, SingleProcessCommunicator, StoreClient, StoreHost, connect
 from resilient.pipeline.gradient_sync import GradientSync
 from resilient.protocol.messages import StepOutcome
-from resilient.runtime.batches import Feed
+from resilient.runtime.batches import Batches
 from resilient.runtime.commit import Ledger
 from resilient.runtime.job import Job
 from resilient.state.layer_state import LayerState
@@ -45,9 +45,9 @@ class Network:
 
 def load_ms(job: Job) -> float:
     """Return what loading a microbatch takes, as in steps whose samples were not seen before."""
-    feed, per_step = Feed(job), job.global_batch // job.microbatch
+    batches, per_step = Batches(job), job.global_batch // job.microbatch
     places = [(1 + i // per_step, i % per_step) for i in range(LOADS)]
-    return median(_processor_ms(lambda place=place: feed.batch(*place)) for place in places)
+    return median(_processor_ms(lambda place=place: batches.batch(*place)) for place in places)
 
 
 def commit_ms(job: Job, names: Sequence[str]) -> float:

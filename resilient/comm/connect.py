@@ -1,4 +1,4 @@
-"""Meeting the other ranks of a generation."""
+"""Meets the other ranks of a generation and builds its groups, until it is interrupted."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 GPU tensors go over NCCL; host tensors (headers, the prepare barrier, checksums) over the generation's gloo groups,
 which also carry the abort: NCCL notices a dead peer on its own only after its timeout.
 
-NCCL has no tags, and operations between two ranks run in the order they were issued. So carries and their gradients
+NCCL has no tags, and operations between two ranks run in the order they were issued. So activations and their gradients
 have a group each, one per direction: within a direction, both sides issue in the same order, and a receipt that is
 posted early never stands in the way of what goes the other way.
 

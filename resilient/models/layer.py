@@ -22,14 +22,14 @@ Batch = Mapping[str, Tensor]
 
 
 class Layer(nn.Module):
-    """One indivisible unit of the model: reads the carry and the microbatch, returns the next layer's carry.
+    """One indivisible unit of the model: reads the activations and the microbatch, returns those of the next layer.
 
-    A layer must return every entry of its carry that a later layer needs, must not change the carry in place, and
+    A layer must return every entry of its activations that a later layer needs, must not change them in place, and
     must not depend on other samples of the microbatch. Frozen parameters have ``requires_grad=False``.
     """
 
     def forward(self, activations: Activations, batch: Batch) -> Activations:
-        raise NotImplementedError(f"{type(self).__name__} must define forward(carry, batch)")
+        raise NotImplementedError(f"{type(self).__name__} must define forward(activations, batch)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Model(Protocol):
         ...
 
     def loss(self, activations: Activations, batch: Batch) -> Tensor:
-        """Return the loss of the last layer's carry, SUMMED over the microbatch's targets (a scalar)."""
+        """Return the loss of the last layer's activations, SUMMED over the microbatch's targets (a scalar)."""
         ...
 
     def check(self, sample: Mapping[str, Any], name: str) -> None:
@@ -123,7 +123,7 @@ class WholeModel(nn.Module):
         return self.stack[self.names.index(name)]
 
     def forward(self, batch: Batch) -> Activations:
-        """Run all layers on a microbatch and return the last one's carry."""
+        """Run all layers on a microbatch and return the last one's activations."""
         activations: Activations = {}
         for layer in self.stack:
             activations = layer(activations, batch)

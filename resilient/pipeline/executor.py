@@ -59,7 +59,7 @@ class Executor:
         row: The row that is run here.
         generation: The generation it is of, for messages.
         stages: The row's stages, by index.
-        sync: Sums gradients.
+        gradient_sync: Sums gradients.
         comm: The generation's groups.
         upstream: By stage, the border to the stage before, where that is another worker's.
         downstream: By stage, the border to the stage after, where that is another worker's.
@@ -78,7 +78,7 @@ class Executor:
         row: int,
         generation: int,
         stages: Mapping[int, Stage],
-        sync: GradientSync,
+        gradient_sync: GradientSync,
         comm: Communicator,
         upstream: Mapping[int, Upstream],
         downstream: Mapping[int, Downstream],
@@ -90,7 +90,7 @@ class Executor:
         self._generation = generation
         self._actions = schedule.row(row)
         self._stages = stages
-        self._sync = sync
+        self._gradient_sync = gradient_sync
         self._comm = comm
         self._upstream = upstream
         self._downstream = downstream
@@ -144,7 +144,7 @@ class Executor:
         with self.span_recorder.during("begin"):
             for stage in self._stages.values():
                 stage.begin()
-            self._sync.begin()
+            self._gradient_sync.begin()
         # record_function takes 5 us also where nobody listens, the question 0.03
         profiled = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
         for action in self._actions:
@@ -235,11 +235,11 @@ class Executor:
 
     def _reduce(self, action: Action) -> None:
         self._faults.reach("reduce", self._work.step)
-        self._sync.wait(action.index)
+        self._gradient_sync.wait(action.index)
 
     def _arm(self, action: Action) -> None:
         if action is self._last_backward[action.stage]:
-            self._sync.arm(self._states[action.stage])
+            self._gradient_sync.arm(self._states[action.stage])
 
     def _batch(self, microbatch: int) -> Batch:
         if microbatch not in self._batches:

@@ -1,4 +1,4 @@
-"""Gradient sums over all holders of each layer state, overlapped with the last backwards of a step.
+"""Sums gradients over all holders of each layer state, while the last backwards of a step still run.
 
 Owns when a sum starts and in which order: pipelines cut the model at different layers, so every holder must issue
 the sums in the same order, from the last layer to the first.
@@ -17,7 +17,7 @@ from resilient.state.layer_state import LayerState
 
 
 class GradientSync:
-    """The layer-wise gradient sums of one worker in one generation.
+    """Sums the gradients of one worker's states, layer by layer, in one generation.
 
     Each step: ``begin``, any number of backwards, ``arm`` before the last one of each state, then ``wait`` per state.
 
@@ -61,7 +61,7 @@ class GradientSync:
         self._pending.clear()
 
     def arm(self, indices: Iterable[int]) -> None:
-        """The next backward is the step's last for these states: start each sum as soon as its gradients are final."""
+        """Have the next backward, the last for these states, start each sum as soon as its gradients are final."""
         for index in indices:
             parameters = self._states[index].parameters.values()
             self._missing[index] = sum(parameter.requires_grad for parameter in parameters)

@@ -1,4 +1,4 @@
-"""Carries and gradients between neighbouring stages.
+"""Sends and receives activations and gradients between neighbouring stages.
 
 Owns what is sent and when its receipt is posted. Shapes vary from microbatch to microbatch, but depend on the shapes
 of the microbatch's tensors alone (see :class:`resilient.models.layer.Layer`), and every stage knows those. So a header
@@ -43,13 +43,13 @@ class _Posted:
 
 
 def signature(batch: Batch) -> Signature:
-    """Return the shapes of a microbatch: what the shapes of all carries depend on."""
+    """Return the shapes of a microbatch: what the shapes of all activations depend on."""
     return tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items())
 
 
 @dataclass(frozen=True)
 class Channel:
-    """One of several borders: two workers that run several stages each share more than one.
+    """Tells the messages of one border from those of others: workers that run several stages each share more than one.
 
     Args:
         index: Which one.
@@ -65,7 +65,7 @@ class Channel:
 
 
 class Upstream:
-    """The border to the stage before: carries come in, their gradients go out.
+    """The border to the stage before: activations come in, their gradients go out.
 
     Args:
         comm: The generation's groups.
@@ -83,12 +83,12 @@ class Upstream:
         self._posted: dict[int, _Posted] = {}
 
     def post(self, microbatch: int, shapes: Signature) -> None:
-        """Get ready for a carry before it is needed, if its shapes are known."""
+        """Get ready for activations before they are needed, if their shapes are known."""
         if shapes in self._known and microbatch not in self._posted:
             self._post(microbatch, self._known[shapes])
 
     def receive(self, microbatch: int, shapes: Signature) -> Activations:
-        """Return a carry; its tensors are leaves that require a gradient where one is wanted."""
+        """Return a microbatch's activations; the tensors are leaves that require a gradient where one is wanted."""
         if shapes not in self._known:
             header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
             self._comm.recv(header, self._rank, self._tag(microbatch, _HEADER)).wait()
@@ -102,7 +102,7 @@ class Upstream:
         return posted.activations
 
     def send(self, gradients: dict[str, Tensor], microbatch: int) -> list[Pending]:
-        """Send the gradients of a received carry back."""
+        """Send the gradients of received activations back."""
         return [
             self._comm.send(tensor.contiguous(), self._rank, self._tag(microbatch, _BACKWARD, position))
             for position, tensor in enumerate(gradients.values())
@@ -121,7 +121,7 @@ class Upstream:
 
 
 class Downstream:
-    """The border to the stage after: carries go out, their gradients come in.
+    """The border to the stage after: activations go out, their gradients come in.
 
     Args:
         comm: The generation's groups.
@@ -137,10 +137,10 @@ class Downstream:
         self._posted: dict[int, tuple[dict[str, Tensor], list[Pending]]] = {}
 
     def send(self, activations: Activations, microbatch: int, shapes: Signature) -> list[Pending]:
-        """Send a carry, and get ready for its gradients.
+        """Send activations, and get ready for their gradients.
 
         Raises:
-            ValueError: The carry is too large to describe, or its shapes do not follow from the microbatch's.
+            ValueError: They are too large to describe, or their shapes do not follow from the microbatch's.
         """
         description = tuple(
             _Described(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.requires_grad)
@@ -154,7 +154,7 @@ class Downstream:
         return pending
 
     def receive(self, microbatch: int) -> dict[str, Tensor]:
-        """Return the gradients of those tensors of a sent carry that want one."""
+        """Wait for the gradients of those sent tensors that want one, and return them by name."""
         gradients, pending = self._posted.pop(microbatch)
         for work in pending:
             work.wait()
@@ -164,8 +164,8 @@ class Downstream:
         known = self._known.setdefault(shapes, description)
         if known != description:
             raise ValueError(
-                f"shapes of a carry must depend on the shapes of the microbatch alone, got {description} after {known} "
-                "for microbatches of equal shapes; pad to a size that follows from the inputs' shapes"
+                f"shapes of activations must depend on the shapes of the microbatch alone, got {description} after "
+                f"{known} for microbatches of equal shapes; pad to a size that follows from the inputs' shapes"
             )
         return known is not description
 
@@ -173,8 +173,8 @@ class Downstream:
         text = msgspec.msgpack.encode(description)
         if len(description) > _MAX_TENSORS or len(text) > _HEADER_BYTES:
             raise ValueError(
-                f"a carry must hold at most {_MAX_TENSORS} tensors described in {_HEADER_BYTES} bytes, got "
-                f"{len(description)} tensors in {len(text)} bytes; carry fewer tensors between layers"
+                f"activations must be at most {_MAX_TENSORS} tensors described in {_HEADER_BYTES} bytes, got "
+                f"{len(description)} tensors in {len(text)} bytes; pass fewer tensors between layers"
             )
         header = torch.frombuffer(bytearray(text.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
         return self._comm.send(header, self._rank, self._tag(microbatch, _HEADER))

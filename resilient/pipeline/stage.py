@@ -1,6 +1,6 @@
-"""One stage of a pipeline: forward and backward of a microbatch through contiguous layers.
+"""Computes one stage of a pipeline: forward and backward of a microbatch through contiguous layers.
 
-Owns the activations of the microbatches in flight. Knows nothing of processes: carries come in and go out.
+Owns the activations of the microbatches in flight. Knows nothing of processes: activations come in and go out.
 """
 
 from __future__ import annotations
@@ -80,14 +80,15 @@ class Stage:
 
         Args:
             microbatch: Key under which the backward finds the activations.
-            carry: From the stage before; tensors that want a gradient have ``requires_grad`` set. Empty on the first.
+            activations: From the stage before; tensors that want a gradient have ``requires_grad`` set. Empty on the
+                first.
             batch: The collated microbatch on the stage's device.
             step: The step, for the random state.
             position: Index of the microbatch within the step over all pipelines, for the random state.
             num_targets: Loss-bearing targets of the whole step; the loss that is differentiated is divided by it.
 
         Returns:
-            The carry for the next stage, and the summed loss (detached) on the last stage.
+            The activations for the next stage, and the summed loss (detached) on the last stage.
         """
         received = dict(activations)
         loss: Tensor | None = None
@@ -107,10 +108,10 @@ class Stage:
 
         Args:
             microbatch: As given to :meth:`forward`.
-            gradients: Of the carry tensors sent to the next stage that require one.
+            gradients: Of the activations sent to the next stage that require one.
 
         Returns:
-            Gradients of the received carry tensors that require one.
+            Gradients of the received activations that require one.
         """
         flight = self._in_flight.pop(microbatch)
         outputs, output_gradients = _differentiated(flight, gradients)
@@ -126,10 +127,10 @@ class Stage:
 
         Args:
             microbatch: As given to :meth:`forward`.
-            gradients: Of the carry tensors sent to the next stage that require one.
+            gradients: Of the activations sent to the next stage that require one.
 
         Returns:
-            Gradients of the received carry tensors that require one.
+            Gradients of the received activations that require one.
         """
         received = _wanted(self._in_flight[microbatch].received)
         if self._checkpointing and received:

@@ -1,4 +1,4 @@
-"""How long a worker's stage computes for one microbatch; the coordinator finds slow nodes by it.
+"""Measures how long a worker's stage computes for one microbatch; the coordinator finds slow nodes by it.
 
 Owns the measurement. Waiting for peers and for data is not part of it.
 """
@@ -19,7 +19,7 @@ _KEPT_STEPS = 64
 
 
 class StageTimer:
-    """Runs while the stage computes: a context around every forward and backward.
+    """Times a stage: a context around every forward and backward.
 
     On a GPU it reads the times of the work itself, which the host runs ahead of.
 

@@ -1,4 +1,4 @@
-"""Profiles that were measured before, in the user's cache folder, by the content of what they were measured on.
+"""Keeps measured profiles in the user's cache folder, by the content of what they were measured on.
 
 Owns the files and the lock that lets one of several workers measure while the others wait for what it finds. A profile
 that cannot be kept or read is no reason to stop a job: it is measured again.

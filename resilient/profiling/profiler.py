@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from resilient.models.layer import Activations, Batch, LayerSpec, initialize_layer
 from resilient.pipeline.p2p import Signature, signature
-from resilient.runtime.batches import Feed
+from resilient.runtime.batches import Batches
 from resilient.runtime.job import Job
 from resilient.state.layer_state import BufferLayout
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
@@ -47,7 +47,7 @@ class ProfiledBatch:
         batch: The microbatch.
         shapes: Its shapes.
         count: Microbatches of these shapes among those looked at.
-        carry: What enters the next layer; tensors require a gradient where they do in training.
+        activations: What enters the next layer; tensors require a gradient where they do in training.
     """
 
     batch: Batch
@@ -99,10 +99,10 @@ def draw_samples(job: Job) -> list[ProfiledBatch]:
     Raises:
         SampleError: One of them cannot be trained on, which would end the job's first step.
     """
-    feed = Feed(job)
+    batches = Batches(job)
     samples: dict[Signature, ProfiledBatch] = {}
     for position in range(min(_NUM_MICROBATCHES, job.global_batch // job.microbatch)):
-        batch = feed.batch(1, position)
+        batch = batches.batch(1, position)
         shapes = signature(batch)
         if shapes in samples:
             samples[shapes].count += 1
@@ -231,7 +231,7 @@ class _Pass:
     Args:
         job: The job.
         module: The layer.
-        sample: Has the carry that enters the layer.
+        sample: Has the activations that enter the layer.
         is_last: Whether the model ends here, with its loss.
     """
 

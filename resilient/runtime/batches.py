@@ -1,4 +1,4 @@
-"""The microbatches of a step on this worker: read, checked, collated, moved to the device."""
+"""Loads the microbatches of a step on this worker: reads, checks and collates samples, moves them to the device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from resilient.errors import SampleError
 from resilient.runtime.job import Job
 
 
-class Feed:
-    """What the steps train on; a pure function of (seed, step), so any worker can load any microbatch at any time.
+class Batches:
+    """Loads what steps train on: a pure function of (seed, step), so any worker can load any microbatch at any time.
 
     Args:
         job: The job.
@@ -37,6 +37,9 @@ class Feed:
 
     def batch(self, step: int, position: int) -> dict[str, Tensor]:
         """Load microbatch ``position`` of a step.
+
+        Returns:
+            The collated tensors by name, ``[microbatch, ...]``, on the job's device; floating-point ones in its type.
 
         Raises:
             SampleError: A sample cannot be trained on; it is named.

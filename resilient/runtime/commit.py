@@ -1,4 +1,4 @@
-"""Atomic steps: which version this worker's states have, and how a step is committed or given up.
+"""Commits steps atomically: keeps the version of this worker's states, applies a step to all of them or to none.
 
 The protocol, for step k + 1: every worker holds complete reduced gradients (``complete``), then passes the *prepare*
 barrier, an all-reduce of loss and gradient norm that tells it that everybody does, then applies the optimizer, which
@@ -77,7 +77,7 @@ class Ledger:
                 self.current[name] = self.retained.pop(name)
 
     def start(self) -> None:
-        """All states of the generation are here: make their optimizer."""
+        """Make the optimizer of the current states, once all those of the generation are here."""
         self._torch_optimizer = self._optimizer.build(self.current.values(), self.version)
 
     def begin_step(self) -> None:

@@ -1,4 +1,4 @@
-"""Which generation this worker may communicate in: a newer one, once known, ends all communication of the older.
+"""Ends all communication of a generation as soon as this worker knows of a newer one.
 
 Shared by the main thread, which communicates, and the control connection's reader thread, which hears of changes.
 """
@@ -46,7 +46,7 @@ class GenerationGuard:
             return self._interrupted
 
     def attach(self, generation: int, comm: Communicator) -> None:
-        """Put the generation's communicator under the fence.
+        """Put the generation's communicator under the guard.
 
         Raises:
             CommunicationError: A newer generation is known already; the communicator is aborted.
@@ -58,7 +58,7 @@ class GenerationGuard:
             self._check(generation)
 
     def release(self) -> Communicator | None:
-        """Take the communicator away from the fence."""
+        """Take the communicator away from the guard."""
         with self._lock:
             comm, self._comm = self._comm, None
             return comm

@@ -33,14 +33,24 @@ from resilient.templates.template import StageSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One generation on one worker, ready to train."""
+    """One generation on one worker, ready to train.
+
+    Args:
+        generation: Its number.
+        plan: Its plan.
+        slot: This worker's place.
+        comm: Its groups.
+        executor: Runs the steps up to the reduced gradients.
+        gradient_sync: Sums them.
+        stage_timer: Times the stage.
+    """
 
     generation: int
     plan: Plan
     slot: Slot
     comm: Communicator
     executor: Executor
-    sync: GradientSync
+    gradient_sync: GradientSync
     stage_timer: StageTimer
 
     def work(self, step: int, num_targets: int, batch: Callable[[int], Batch]) -> StepWork:
@@ -184,7 +194,15 @@ def gather_states(context: WorkerContext, message: Generation, slot: Slot, comm:
 def build_session(
     context: WorkerContext, message: Generation, slot: Slot, comm: Communicator, holders: Holders
 ) -> Session:
-    """Build what runs the steps of a slot, over the ledger's current states."""
+    """Build what runs the steps of a slot, over the ledger's current states.
+
+    Args:
+        context: The worker.
+        message: The generation's.
+        slot: This worker's place in its plan.
+        comm: Its groups (:func:`connect_ranks`).
+        holders: Per state, the ranks that hold it: they sum its gradient.
+    """
     job, states, pipeline = context.job, context.ledger.current, message.plan.pipelines[slot.pipeline_index]
     num_rows, num_stages = len(pipeline.template.rows), len(pipeline.template.stages)
     indices = range(slot.row_index, num_stages, num_rows)
@@ -202,7 +220,7 @@ def build_session(
     }
     trained = {name: state for name, state in states.items() if state.layout.num_trainable}
     index_of = {name: context.profile.index(name) for name in trained}
-    sync = GradientSync(
+    gradient_sync = GradientSync(
         comm,
         {index_of[name]: state for name, state in trained.items()},
         {index_of[name]: holders[name] for name in trained},
@@ -213,7 +231,7 @@ def build_session(
         row=slot.row_index,
         generation=message.generation,
         stages={index: _stage(context, spec) for index, spec in zip(indices, slot.stages, strict=True)},
-        sync=sync,
+        gradient_sync=gradient_sync,
         comm=comm,
         upstream=upstream,
         downstream=downstream,
@@ -226,7 +244,7 @@ def build_session(
         slot=slot,
         comm=comm,
         executor=executor,
-        sync=sync,
+        gradient_sync=gradient_sync,
         stage_timer=stage_timer,
     )
 

@@ -1,4 +1,4 @@
-"""How this process's memory is allocated."""
+"""Sets how this process's memory is allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job in one process, without agents: the same worker, answered by the simplest possible coordinator."""
+"""Answers the worker of a job that runs in one process, without agents: the simplest possible coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's life: report ready, enter generations, train until something changes, finish.
+"""Lives a worker's life: reports ready, enters generations, trains until something changes, finishes.
 
 Owns the main loop. Every message of the coordinator is answered here, between steps; only the abort of communication
 happens in the reader thread (:mod:`resilient.runtime.generation_guard`).
@@ -39,7 +39,7 @@ from resilient.protocol.messages import (
     Suspect,
     ToWorkerMessage,
 )
-from resilient.runtime.batches import Feed
+from resilient.runtime.batches import Batches
 from resilient.runtime.commit import Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.install import Session, WorkerContext, install, supply
@@ -86,7 +86,7 @@ class Worker:
         self._guard = GenerationGuard()
         self._faults = Faults(client.run_directory)
         self._ledger = Ledger(job.optimizer, job.clip_grad_norm)
-        self._feed = Feed(job)
+        self._batches = Batches(job)
         self._store = StoreHost(host)
         self._context = WorkerContext(
             job=job,
@@ -180,7 +180,7 @@ class Worker:
                 self._close_left()
         if self._session is not None:
             self._stage_ms = self._session.stage_timer.stage_ms
-            self._session.sync.close()
+            self._session.gradient_sync.close()
             self._session = None
 
     def _close_left(self) -> None:
@@ -228,13 +228,13 @@ class Worker:
         self._faults.reach("step", step)
         session.comm.check()  # a step that is given up before it begins is not lost
         ledger.begin_step()
-        num_targets = self._feed.num_targets(step)
-        work = session.work(step, num_targets, lambda position: self._feed.batch(step, position))
+        num_targets = self._batches.num_targets(step)
+        work = session.work(step, num_targets, lambda position: self._batches.batch(step, position))
         loss = session.executor.run(work)
         self._faults.reach("prepare", step)
         pause = self._guard.pause_wanted(session.generation)
         with session.executor.span_recorder.during("prepare"):
-            outcome, paused = ledger.prepare(session.comm, loss, session.sync.squares, num_targets, pause)
+            outcome, paused = ledger.prepare(session.comm, loss, session.gradient_sync.squares, num_targets, pause)
         self._faults.reach("commit", step)
         with session.executor.span_recorder.during("commit"):
             ledger.apply(outcome)

@@ -1,4 +1,4 @@
-"""What makes a folder of layer states a checkpoint: the manifest, written last.
+"""Reads and writes the manifest: written last, it makes a folder of layer states a checkpoint.
 
     step-00000120/ manifest.json  llm.block.0.safetensors  llm.head.safetensors  ...
 

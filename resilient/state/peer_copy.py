@@ -1,4 +1,4 @@
-"""Copies of layer states between the ranks of a generation, verified before they count."""
+"""Copies layer states between the ranks of a generation, and verifies them before they count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides the values that a job trains: a checkpoint goes on only under the recipe that it was written under.
+"""Says what decides the values that a job trains: a checkpoint goes on only under the recipe it was written under.
 
 Whatever is not in it may change between a checkpoint and the run that resumes it, because samples and results stay the
 same: the number of steps, nodes and workers, redundancy, the pipelines' schedule. So may two things that results do

@@ -19,7 +19,7 @@ from resilient.models.layer import assemble
 from resilient.optim import SGD, AdamW, Optimizer, WarmupCosine
 from resilient.pipeline import stage
 from resilient.profiling.cache import job_profile
-from resilient.runtime.batches import Feed
+from resilient.runtime.batches import Batches
 from resilient.trainer import Trainer
 from tests.resilient.small import CPU, TiedModel, Tokens, make_job
 
@@ -69,11 +69,11 @@ def test_training_equals_a_hand_written_loop(name: str, tmp_path: Path) -> None:
     result = trainer.fit(6)
     whole = assemble(TiedModel(num_blocks=2), seed=3, dtype=torch.float64)
     optimizer = theirs(whole.parameters())
-    feed = Feed(make_job(microbatch=16))
+    batches = Batches(make_job(microbatch=16))
     norms = []
     for step in range(1, 7):
         optimizer.zero_grad()
-        (whole.loss(feed.batch(step, 0)) / (16 * 5)).backward()
+        (whole.loss(batches.batch(step, 0)) / (16 * 5)).backward()
         norms.append(nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None]).item())
         for parameter in whole.parameters():
             assert parameter.grad is not None
@@ -190,7 +190,7 @@ def test_model_that_fits_with_checkpointing_only_trains_with_it_to_the_same_bits
 
 
 def test_bf16_trains_about_as_fp32_does() -> None:
-    batch = Feed(make_job(precision="fp32", microbatch=16)).batch(1, 0)
+    batch = Batches(make_job(precision="fp32", microbatch=16)).batch(1, 0)
     untrained = assemble(TiedModel(num_blocks=2), seed=3)
     losses = {"untrained": untrained.loss(batch).item()}
     for precision in ("fp32", "bf16"):

@@ -48,16 +48,16 @@ class Waves:
         return {"input": point, "target": point.sum().sin()[None]}
 
 
-class KnownFence(GenerationGuard):
-    """The worker's fence, which tells the data set what the worker was told.
+class KnownGuard(GenerationGuard):
+    """The worker's guard, which tells the data set what the worker was told.
 
     That the launcher has asked for a change does not mean that a worker has heard of it: the job may be over before.
     """
 
-    last: ClassVar[KnownFence]
+    last: ClassVar[KnownGuard]
 
     def open(self, generation: int) -> queue.SimpleQueue[object]:
-        KnownFence.last, self._generation = self, generation
+        KnownGuard.last, self._generation = self, generation
         return super().open(generation)
 
     def ends(self) -> bool:
@@ -130,11 +130,11 @@ def main() -> None:
     """Train."""
     args = parse_arguments()
     torch.set_num_threads(1)
-    worker.GenerationGuard = KnownFence
+    worker.GenerationGuard = KnownGuard
     sampler = StepSampler(num_samples=NUM_SAMPLES, global_batch=max(args.batch, 1), seed=0)
 
     def changes() -> bool:
-        return KnownFence.last.ends() or (args.unless is not None and args.unless.exists())
+        return KnownGuard.last.ends() or (args.unless is not None and args.unless.exists())
 
     def samples_of(step: int | None) -> frozenset[int]:
         return frozenset() if step is None else frozenset(map(int, sampler.indices(step)))

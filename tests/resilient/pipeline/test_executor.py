@@ -53,7 +53,7 @@ class Recorder:
 
 
 class RecordedStage:
-    """Checks that carries come from the stage before, gradients from the stage after."""
+    """Checks that activations come from the stage before, gradients from the stage after."""
 
     def __init__(self, recorder: Recorder, index: int, is_last: bool) -> None:
         self._recorder, self._index, self._is_last = recorder, index, is_last
@@ -103,7 +103,7 @@ def recorded(schedule: Schedule, row: int, comm: Communicator, faults: Faults) -
     alone = len(schedule.rows) == 1
     parts: dict[str, Any] = {
         "stages": {s: RecordedStage(recorder, s, s == last) for s in mine},
-        "sync": recorder,
+        "gradient_sync": recorder,
         "upstream": {s: RecordedBorder(recorder, s, s - 1, "SEND_B", "RECV_F") for s in mine if s > 0 and not alone},
         "downstream": {
             s: RecordedBorder(recorder, s, s + 1, "SEND_F", "RECV_B") for s in mine if s < last and not alone

@@ -22,7 +22,7 @@ from resilient.pipeline.stage_timer import StageTimer
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.job_config import SCHEDULES
 from resilient.protocol.messages import Generation
-from resilient.runtime.batches import Feed
+from resilient.runtime.batches import Batches
 from resilient.runtime.commit import Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.install import WorkerContext, install
@@ -48,7 +48,7 @@ PLANS = {
 
 
 class VaryingTokens(Tokens):
-    """Two lengths, so that carries change their shapes within a step."""
+    """Two lengths, so that activations change their shapes within a step."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return super().__getitem__(index)
@@ -63,7 +63,7 @@ class Place:
     """One rank, ready to train."""
 
     executor: Executor
-    sync: GradientSync
+    gradient_sync: GradientSync
     comm: Communicator
     ledger: Ledger
     first_position: int
@@ -84,7 +84,7 @@ def installed(job: Job, plan: Plan, rank: int, address: str, path: Path) -> Plac
     )  # fmt: skip
     assert report.bytes_copied == 0
     return Place(
-        executor=session.executor, sync=session.sync, comm=session.comm, ledger=ledger,
+        executor=session.executor, gradient_sync=session.gradient_sync, comm=session.comm, ledger=ledger,
         first_position=plan.microbatches(session.slot.pipeline_index).start,
     )  # fmt: skip
 
@@ -124,40 +124,40 @@ def interleaved(job: Job, cut: Sequence[int], num_rows: int, rank: int, address:
     before = {s: Upstream(comm, (s - 1) % num_rows, CPU, Channel(s, num_stages)) for s in stages if s > 0}
     after = {s: Downstream(comm, (s + 1) % num_rows, Channel(s + 1, num_stages)) for s in stages if s < num_stages - 1}
     executor = Executor(
-        schedule=schedule, row=rank, generation=1, stages=stages, sync=sync, comm=comm,
+        schedule=schedule, row=rank, generation=1, stages=stages, gradient_sync=sync, comm=comm,
         upstream=before if num_rows > 1 else {}, downstream=after if num_rows > 1 else {},
         faults=Faults(str(path)), stage_timer=StageTimer(CPU, 8),
     )  # fmt: skip
-    return Place(executor=executor, sync=sync, comm=comm, ledger=ledger, first_position=0)
+    return Place(executor=executor, gradient_sync=sync, comm=comm, ledger=ledger, first_position=0)
 
 
-def work_of(place: Place, feed: Feed, step: int) -> StepWork:
+def work_of(place: Place, batches: Batches, step: int) -> StepWork:
     def batch(position: int) -> Batch:
-        return feed.batch(step, position)
+        return batches.batch(step, position)
 
-    num_targets = feed.num_targets(step)
+    num_targets = batches.num_targets(step)
     return StepWork(step=step, num_targets=num_targets, first_position=place.first_position, batch=batch)
 
 
-def one_step(place: Place, feed: Feed) -> tuple[float, dict[str, LayerState]]:
+def one_step(place: Place, batches: Batches) -> tuple[float, dict[str, LayerState]]:
     """Run one step, up to the reduced gradients, twice: nothing may be left of the first run."""
     loss = torch.zeros(())
     for _ in range(2):
-        loss = place.executor.run(work_of(place, feed, STEP))
+        loss = place.executor.run(work_of(place, batches, STEP))
         place.comm.all_reduce(torch.zeros(1), tuple(range(place.comm.size))).wait()  # the barrier of every step
-    place.sync.close()
+    place.gradient_sync.close()
     return loss.item(), place.ledger.current
 
 
-def three_steps(place: Place, feed: Feed) -> dict[str, LayerState]:
+def three_steps(place: Place, batches: Batches) -> dict[str, LayerState]:
     """Train; the gradient's norm is limited, so every rank must know it."""
     for step in range(STEP, STEP + 3):
-        work = work_of(place, feed, step)
+        work = work_of(place, batches, step)
         loss = place.executor.run(work)
-        outcome, _ = place.ledger.prepare(place.comm, loss, place.sync.squares, work.num_targets, pause=False)
+        outcome, _ = place.ledger.prepare(place.comm, loss, place.gradient_sync.squares, work.num_targets, pause=False)
         assert outcome.grad_norm > LIMIT
         place.ledger.apply(outcome)
-    place.sync.close()
+    place.gradient_sync.close()
     return place.ledger.current
 
 
@@ -165,11 +165,11 @@ def three_steps(place: Place, feed: Feed) -> dict[str, LayerState]:
 @pytest.mark.parametrize("frozen", [(), ("embed", "block.0", "block.3")], ids=["all trained", "partly frozen"])
 def test_gradients_equal_those_of_one_process(plan: Plan, frozen: Sequence[str], tmp_path: Path) -> None:
     job = make_job(model=TiedModel(frozen=frozen), dataset=VaryingTokens())
-    feed = Feed(job)
-    expected, expected_loss = in_one_process(job, feed)
+    batches = Batches(job)
+    expected, expected_loss = in_one_process(job, batches)
     write_initial(job, tmp_path)
     results = as_threads(
-        len(plan.slots), lambda rank, address: one_step(installed(job, plan, rank, address, tmp_path), feed)
+        len(plan.slots), lambda rank, address: one_step(installed(job, plan, rank, address, tmp_path), batches)
     )
     assert sum(loss for loss, _ in results) == pytest.approx(expected_loss, rel=1e-12)
     held = [name for _, states in results for name in states]
@@ -186,9 +186,9 @@ def test_gradients_equal_those_of_one_process(plan: Plan, frozen: Sequence[str],
 def test_every_schedule_trains_to_the_same_parameters(chosen: str, frozen: Sequence[str], tmp_path: Path) -> None:
     changes: dict[str, Any] = {"model": TiedModel(frozen=frozen), "dataset": VaryingTokens(), "clip_grad_norm": LIMIT}
     alone = make_job(**changes)
-    feed = Feed(alone)
+    batches = Batches(alone)
     write_initial(alone, tmp_path)
-    expected = three_steps(installed(alone, PLANS["1 stage"], 0, "", tmp_path), feed)
+    expected = three_steps(installed(alone, PLANS["1 stage"], 0, "", tmp_path), batches)
 
     def place(rank: int, address: str) -> Place:
         if chosen.startswith("interleaved"):
@@ -198,18 +198,18 @@ def test_every_schedule_trains_to_the_same_parameters(chosen: str, frozen: Seque
 
     num_rows = 2 if "2" in chosen else 1
     size = num_rows if chosen.startswith("interleaved") else len(PLANS["2 pipelines"].slots)
-    results = as_threads(size, lambda rank, address: three_steps(place(rank, address), feed))
+    results = as_threads(size, lambda rank, address: three_steps(place(rank, address), batches))
     assert {name for states in results for name in states} == set(expected)
     for states in results:
         for name, state in states.items():
             torch.testing.assert_close(state.buffer, expected[name].buffer, rtol=1e-9, atol=1e-12)
 
 
-def in_one_process(job: Job, feed: Feed) -> tuple[WholeModel, float]:
+def in_one_process(job: Job, batches: Batches) -> tuple[WholeModel, float]:
     whole = assemble(job.model, job.seed, torch.float64)
-    losses = [whole.loss(feed.batch(STEP, position)) for position in range(8)]
+    losses = [whole.loss(batches.batch(STEP, position)) for position in range(8)]
     total = torch.stack(losses).sum()
-    (total / feed.num_targets(STEP)).backward()
+    (total / batches.num_targets(STEP)).backward()
     return whole, total.item()
 
 

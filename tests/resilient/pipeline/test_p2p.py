@@ -1,4 +1,4 @@
-"""Carries cross the border of two stages in any shape; a header goes along once for each shape."""
+"""Activations cross the border of two stages in any shape; a header goes along once for each shape."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_shapes_that_depend_on_values_are_refused() -> None:
     shapes = signature(microbatch(4))
     down.send({"hidden": torch.zeros(4)}, 0, shapes)
     message = (
-        "shapes of a carry must depend on the shapes of the microbatch alone, got "
+        "shapes of activations must depend on the shapes of the microbatch alone, got "
         "(_Described(name='hidden', dtype='float32', shape=(5,), wants_gradient=False),) after "
         "(_Described(name='hidden', dtype='float32', shape=(4,), wants_gradient=False),) for microbatches of equal "
         "shapes; pad to a size that follows from the inputs' shapes"
@@ -135,7 +135,7 @@ def test_shapes_that_depend_on_values_are_refused() -> None:
 def test_activations_too_large_to_describe_is_refused(activations: Activations, got: str) -> None:
     _, down, _ = border()
     message = (
-        f"a carry must hold at most 32 tensors described in 1024 bytes, got {got}; carry fewer tensors between layers"
+        f"activations must be at most 32 tensors described in 1024 bytes, got {got}; pass fewer tensors between layers"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         down.send(activations, 0, signature(microbatch(4)))

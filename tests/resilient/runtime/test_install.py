@@ -1,4 +1,4 @@
-"""Workers carry their states from one generation into the next, copy only what they lack, and train on."""
+"""Workers take their states from one generation into the next, copy only what they lack, and train on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from resilient.models.layer import WholeModel, assemble
 from resilient.observability.trace_events import ACTION
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.messages import INIT, Generation, Injection, Regroup, StepOutcome
-from resilient.runtime.batches import Feed
+from resilient.runtime.batches import Batches
 from resilient.runtime.commit import Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.install import (
@@ -49,7 +49,7 @@ class Member:
     """One worker: what outlives a generation."""
 
     def __init__(self, job: Job, path: Path) -> None:
-        self.job, self.feed = job, Feed(job)
+        self.job, self.batches = job, Batches(job)
         layouts = job.layouts()
         self.profile = make_profile(job)
         self.ledger = Ledger(job.optimizer, job.clip_grad_norm)
@@ -66,15 +66,17 @@ class Member:
     def reduce(self, session: Session) -> tuple[StepOutcome, bool]:
         """Train a step up to the barrier, and pass it."""
         step = self.ledger.version + 1
-        num_targets = self.feed.num_targets(step)
-        loss = session.executor.run(session.work(step, num_targets, lambda position: self.feed.batch(step, position)))
-        return self.ledger.prepare(session.comm, loss, session.sync.squares, num_targets, pause=False)
+        num_targets = self.batches.num_targets(step)
+        loss = session.executor.run(
+            session.work(step, num_targets, lambda position: self.batches.batch(step, position))
+        )
+        return self.ledger.prepare(session.comm, loss, session.gradient_sync.squares, num_targets, pause=False)
 
     def leave(self, session: Session) -> None:
         comm = self.guard.release()
         assert comm is not None
         comm.close()
-        session.sync.close()
+        session.gradient_sync.close()
 
 
 def message(plan: Plan, rank: int, address: str, source: str = INIT, version: int = 0, **more: Any) -> Generation:
@@ -85,11 +87,11 @@ def message(plan: Plan, rank: int, address: str, source: str = INIT, version: in
 def one_process(job: Job, num_steps: int) -> WholeModel:
     whole = assemble(job.model, job.seed, torch.float64)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01, weight_decay=0.01)
-    feed = Feed(job)
+    batches = Batches(job)
     for step in range(1, num_steps + 1):
         optimizer.zero_grad()
         for position in range(8):
-            (whole.loss(feed.batch(step, position)) / feed.num_targets(step)).backward()
+            (whole.loss(batches.batch(step, position)) / batches.num_targets(step)).backward()
         optimizer.step()
     return whole
 
