@@ -1,4 +1,4 @@
-"""How commands print: tables without lines, and bars that go when they are done."""
+"""Makes what commands print: tables without lines, and progress bars that go when they are done."""
 
 from __future__ import annotations
 
