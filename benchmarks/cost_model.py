@@ -19,12 +19,12 @@ from collections.abc import Callable
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from transformers import LlamaConfig, SiglipVisionConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
+from resilient.cli.shared.printing import plain_table
 from resilient.planners.costs.cost_model import Curve
 
 LENGTHS = {"cpu": (64, 256, 1024), "cuda": (64, 256, 1024, 4096, 16384)}
@@ -118,10 +118,9 @@ def main() -> None:
     torch.set_num_threads(1)
     device, fitted = torch.device(options.device), LENGTHS[options.device]
     between, beyond = [2 * length for length in fitted[:-1]], 2 * fitted[-1]
-    table = Table(title=f"blocks {options.hidden} wide on {options.device}, fitted to {fitted}")
     columns = (*(f"{length} tokens" for length in between), "mean error", f"{beyond} tokens", "error", "kept per token")
-    for column in ("block", "part", *columns):
-        table.add_column(column, justify="left" if column in ("block", "part") else "right")
+    title = f"blocks {options.hidden} wide on {options.device}, fitted to {fitted}"
+    table = plain_table("block", "part", *columns, left=("block", "part"), title=title)
     errors: list[float] = []
     everything: dict[str, dict[int, tuple[float, ...]]] = {}
     for name, make in {"Llama": llama, "SigLIP": siglip}.items():

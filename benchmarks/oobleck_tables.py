@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
+from resilient.cli.shared.printing import plain_table
 from resilient.simulation.availability.spot_market import MARKETS, spot_trace
 from resilient.simulation.availability.traces import AvailabilityTrace, periodic_failures, read_trace
 from resilient.simulation.policies.resilient import RememberedPlans
@@ -188,9 +188,8 @@ def reproduce(batches: str) -> tuple[list[Cell], dict[tuple[str, str], Scenario]
 
 def show_cells(cells: Sequence[Cell], title: str, console: Console) -> None:
     """Print the table, published above ours."""
-    table = Table(title=title, title_justify="left")
-    for header in ("loss every", "system", "", *COLUMNS):
-        table.add_column(header, justify="right" if header in COLUMNS else "left")
+    words = ("loss every", "system", "")
+    table = plain_table(*words, *COLUMNS, left=words, title=title)
     by_place = {(cell.interval, cell.system, cell.model): cell for cell in cells}
     for interval in INTERVALS:
         for system in SYSTEMS:
@@ -222,9 +221,9 @@ def show_cells(cells: Sequence[Cell], title: str, console: Console) -> None:
 
 def show_margins(cells: Sequence[Cell], jobs: Mapping[tuple[str, str], Scenario], console: Console) -> None:
     """Print what the predicted throughputs of Oobleck hang on."""
-    table = Table(title="resilient against published Oobleck, losses in mid-step", title_justify="left")
-    for header in ("loss every", "model", "error", "redone", "pauses", "rounding", "one step", "losses moved"):
-        table.add_column(header, justify="left" if header in ("loss every", "model") else "right")
+    words, numbers = ("loss every", "model"), ("error", "redone", "pauses", "rounding", "one step", "losses moved")
+    title = "resilient against published Oobleck, losses in mid-step"
+    table = plain_table(*words, *numbers, left=words, title=title)
     within = 0
     predicted = [cell for cell in cells if cell.interval in PREDICTED and cell.system == "Oobleck"]
     for cell in predicted:
@@ -280,9 +279,8 @@ def explain(cells: Sequence[Cell], batches: str, jobs: Mapping[tuple[str, str], 
 
 def show_spot(traces: Sequence[AvailabilityTrace], jobs: Mapping[tuple[str, str], Scenario], console: Console) -> None:
     """Print the experiment on spot nodes: throughput, and its part of what would be without changes' costs."""
-    table = Table(title="spot nodes: samples/s (% of what the live nodes could do)", title_justify="left")
-    for header in ("trace", "system", *COLUMNS):
-        table.add_column(header, justify="right" if header in COLUMNS else "left")
+    words = ("trace", "system")
+    table = plain_table(*words, *COLUMNS, left=words, title="spot nodes: samples/s (% of what the live nodes could do)")
     for trace in traces:
         rows: dict[str, list[str]] = {"Varuna": [], "resilient": [], "ratio": []}
         for name in COLUMNS:

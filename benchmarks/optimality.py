@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+
+from resilient.cli.shared.printing import plain_table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -33,9 +34,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=100, help="jobs of each kind")
     num_cases = parser.parse_args().cases
-    table = Table(title="simulated step of the plan / shortest of all templates")
-    for title in ("jobs", "cases", "median", "90 %", "worst"):
-        table.add_column(title, justify="left" if title == "jobs" else "right")
+    title = "simulated step of the plan / shortest of all templates"
+    table = plain_table("jobs", "cases", "median", "90 %", "worst", left=("jobs",), title=title)
     measured = {kind: ratios(kind, num_cases) for kind in KINDS}
     measured["all"] = sorted(ratio for kind in KINDS for ratio in measured[kind])
     for kind, values in measured.items():

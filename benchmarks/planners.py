@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from timing import median_s
 
+from resilient.cli.shared.printing import plain_table
 from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.costs.derived_costs import derive_costs
 from resilient.planners.costs.samples import Lengths, SampleTable
@@ -325,9 +325,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
-    table = Table(title=f"planners, median of {options.repeats}")
-    for column in ("name", "case", "measured", "published", "target"):
-        table.add_column(column, justify="right" if column == "measured" else "left")
+    words = ("name", "case", "published", "target")
+    title = f"planners, median of {options.repeats}"
+    table = plain_table("name", "case", "measured", "published", "target", left=words, title=title)
     for row in (row for make in ROWS for row in make()):
         if not options.names or row.name in options.names:
             measured = f"{1e3 * median_s(row.call, options.repeats):.1f} ms"

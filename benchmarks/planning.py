@@ -24,9 +24,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rich.console import Console
-from rich.table import Table
 from timing import median_s
 
+from resilient.cli.shared.printing import plain_table
 from resilient.templates.composition.batch_split import Lines, lines, split_microbatches
 from resilient.templates.composition.batch_split_model import split_with_constraints
 from resilient.templates.composition.compose import compose
@@ -252,9 +252,8 @@ def main() -> None:
     rows = [*searches(options.repeats), *large(options.repeats), *splits(options.repeats), *compilation()]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     rows.append(Row(what="peak memory of all of the above", measured=f"{peak:.2f} GB", target="1 GB"))
-    table = Table(title=f"planning, median of {options.repeats}")
-    for column in ("what", "measured", "target", "others"):
-        table.add_column(column, justify="left" if column == "what" else "right")
+    title = f"planning, median of {options.repeats}"
+    table = plain_table("what", "measured", "target", "others", left=("what",), title=title)
     for row in rows:
         table.add_row(row.what, row.measured, row.target, row.others)
     Console().print(table)

@@ -32,11 +32,11 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from step_costs import commit_ms, load_ms, network
 
 from resilient.agent.launch import LaunchOptions, launch
 from resilient.cli.demo import example_script
+from resilient.cli.shared.printing import plain_table
 from resilient.observability.step_trace import recorded_trace
 from resilient.observability.trace_events import ACTION, Trace
 from resilient.profiling import profiler
@@ -258,9 +258,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    table = Table(title=f"step time, ms: {options.repeats} runs of {options.steps} steps", box=None, pad_edge=False)
-    for column in ("job", "p x s", "layers", "predicted", "processor", "error", "of runs", "least", "median"):
-        table.add_column(column, justify="right" if column != "job" else "left")
+    title = f"step time, ms: {options.repeats} runs of {options.steps} steps"
+    columns = ("job", "p x s", "layers", "predicted", "processor", "error", "of runs", "least", "median")
+    table = plain_table(*columns, left=("job",), title=title)
     for case in CASES:
         table.add_row(case.name, f"{case.num_pipelines} x {case.num_stages}", *compare(case, options))
         Console().print(table)

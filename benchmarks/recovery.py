@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from resilient.agent.launch import Launcher, LaunchOptions
+from resilient.cli.shared.printing import plain_table
 from resilient.observability.event_log import Event, read_events
 from resilient.observability.run_report import RECOVERY_PARTS, build_run_report
 from resilient.protocol.messages import Injection
@@ -250,9 +251,9 @@ def runs_table(runs: Sequence[dict[str, Any]]) -> Table:
 
 def comparison_table(runs: Sequence[dict[str, Any]], num_runs: int, peers: dict[str, list[PeerRun]]) -> Table:
     """Show ours next to the peers."""
-    table = Table(title="one process killed in mid-step: median (least to most)")
-    for name in ("", "runs", "recovered", "step, s", "gap, s", "to a new step, s", "steps lost", "survivors restarted"):
-        table.add_column(name, justify="right" if name else "left")
+    title = "one process killed in mid-step: median (least to most)"
+    columns = ("", "runs", "recovered", "step, s", "gap, s", "to a new step, s", "steps lost", "survivors restarted")
+    table = plain_table(*columns, left=("",), title=title)
     gaps = spread([run["gap_ms"] / 1000 for run in runs], ".2f")
     table.add_row(
         "resilient",

@@ -13,8 +13,8 @@ import statistics
 import time
 
 from rich.console import Console
-from rich.table import Table
 
+from resilient.cli.shared.printing import plain_table
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.simulator import ActionCosts, Timeline, simulate
@@ -48,10 +48,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--microbatches", type=int, default=512)
     args = parser.parse_args()
-    table = Table(title=f"{args.rows} rows, {args.microbatches} microbatches")
-    columns = ["schedule", "generate", "simulate", *(f"bubble at {ms} F" for ms in LATENCIES_MS), "in flight"]
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
+    columns = ("schedule", "generate", "simulate", *(f"bubble at {ms} F" for ms in LATENCIES_MS), "in flight")
+    table = plain_table(*columns, left=columns[:1], title=f"{args.rows} rows, {args.microbatches} microbatches")
     run(ScheduleKind.ONE_F_ONE_B, 2, 2, 0.0)
     for kind in ScheduleKind:
         if kind is ScheduleKind.FORWARD_ONLY:

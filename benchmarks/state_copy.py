@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
+from resilient.cli.shared.printing import plain_table
 from resilient.comm import StoreClient, StoreHost, connect
 from resilient.models.layer import LayerSpec
 from resilient.state.layer_state import BufferLayout, LayerState
@@ -120,9 +120,8 @@ def main() -> None:
     process.join()
     copies, plain = copies[1:], plain[1:]  # the first of each touches fresh memory
     ratios = [a / b for a, b in zip(copies, plain, strict=True)]
-    table = Table(title=f"copy of {len(data) / 1e6:.0f} MB between two processes, median of {options.repeats}")
-    for column in ("way", "GB/s", "least", "most"):
-        table.add_column(column, justify="left" if column == "way" else "right")
+    title = f"copy of {len(data) / 1e6:.0f} MB between two processes, median of {options.repeats}"
+    table = plain_table("way", "GB/s", "least", "most", left=("way",), title=title)
     for name, values in (("plain socket", plain), ("state copy, verified", copies), ("ratio", ratios)):
         table.add_row(name, *(f"{value:.2f}" for value in (statistics.median(values), min(values), max(values))))
     Console().print(table)

@@ -1,4 +1,4 @@
-"""The state of a running job as events tell it, for whoever shows it: nodes, pipelines, progress and what happened.
+"""Follows a running job by its events: nodes, pipelines, progress, and in words what happened.
 
 Pure: events in, state and messages out; no console, no clock. Must not import torch.
 """
@@ -33,7 +33,7 @@ class Message:
 
 @dataclass(kw_only=True)
 class NodeStatus:
-    """A node as it is now. ``state``: joining, ready, training, standby, leaving, left or lost."""
+    """The state of a node. ``state``: joining, ready, training, standby, leaving, left or lost."""
 
     node: int
     host: str = ""
@@ -45,7 +45,7 @@ class NodeStatus:
 
 @dataclass(kw_only=True)
 class JobStatus:
-    """Follows a job. Feed every event to :meth:`apply` in the order of the file.
+    """The state of a running job. Feed every event to :meth:`apply` in the order of the file.
 
     Args:
         phase: starting, training, recovering, changing (a planned change at the next boundary), finished or stopped.

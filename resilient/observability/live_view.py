@@ -1,4 +1,4 @@
-"""What a person sees of a running job: a live picture of it on a terminal, plain lines elsewhere.
+"""Shows a running job: redrawn in place on a terminal, as plain lines elsewhere.
 
 Owns the drawing only; the state comes from :mod:`resilient.observability.job_status`. Must not import torch.
 """

@@ -1,4 +1,4 @@
-"""From the events of a run to ``report.json``: what each failure and join cost, and whether it changed the result.
+"""Measures a run from its events, for ``report.json``: what failures and joins cost, and whether they changed results.
 
 Owns every measurement made from the events; all but :func:`write_report` is a function of them alone. Must not
 import torch: the coordinator's process writes the report.

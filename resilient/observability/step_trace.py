@@ -1,4 +1,4 @@
-"""Traces of real runs: what each worker did when, in the steps that were asked for.
+"""Records spans of the chosen steps of a run, worker by worker, and puts them together as one trace.
 
 A worker takes down what it does in every step, which costs it less than a microsecond for each action, in chosen steps
 two for its processor time as well. When one of these ends, it writes that to a file of its own beside its log; when the
@@ -68,7 +68,7 @@ def parse_steps(text: str) -> range:
 
 
 class SpanRecorder:
-    """What a worker does in a step, and when.
+    """Records the spans of one worker's step: what it does, from when to when.
 
     Attributes:
         with_processor_time: Also take down the thread's processor time, which tells work from waiting.
@@ -129,7 +129,7 @@ class _ThoroughEntry(_Entry):
 
 
 class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker did in one step, whether the step was finished or given up.
+    """The spans of one worker in one step, whether the step was finished or given up.
 
     Args:
         step: Its number.
@@ -182,7 +182,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def recorded_trace(run_directory: str | Path) -> Trace | None:
-    """Put together what the workers of a run wrote; None where no chosen step began.
+    """Return the trace of a run from what its workers wrote; None where no chosen step began.
 
     Nodes are processes, in the order of pipelines and rows, and workers are their threads. The recoveries are those
     from the first traced step's start to the last one's end.

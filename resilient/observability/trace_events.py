@@ -1,4 +1,4 @@
-"""Traces: what worker did what from when to when, in the trace event format of Perfetto and Chrome's viewer.
+"""Encodes traces, what each worker did from when to when, in the event format of Perfetto and Chrome's viewer.
 
 Owns the format, which is the same for simulated schedules and for real runs: processes have threads, on which slices
 lie; a slice on another is a part of it. Open a file in https://ui.perfetto.dev. Reads and writes no files. Must not
@@ -26,7 +26,7 @@ Thread = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice(Interval):
-    """What one thread does from one time to another.
+    """An interval of one thread's time, with a name.
 
     Args:
         process: Its process.
@@ -45,7 +45,7 @@ class Slice(Interval):
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What a viewer shows.
+    """Named processes and threads, and their slices.
 
     Args:
         processes: Names of the processes, in the order to show them.

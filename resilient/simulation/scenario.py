@@ -47,7 +47,7 @@ class DoesNotFit(ValueError):  # noqa: N818
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What a trace is replayed for.
+    """The job that traces are replayed for, and what changes cost it.
 
     Args:
         problem: The job.

@@ -1,4 +1,4 @@
-"""What if: the same traces with other numbers of nodes and survivable failures."""
+"""Replays the same traces with other numbers of nodes and survivable failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KNOBS = ("nodes", "max-failures")
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRow:
-    """One combination.
+    """The outcome of one policy with one combination of values.
 
     Args:
         values: Of the knobs.

@@ -19,7 +19,7 @@ from resilient.planners.stages.device_layout import used_devices
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannerRow:
-    """What one planner makes of the workload: means over the batches unless said otherwise.
+    """The steps of one planner: means over the batches unless said otherwise.
 
     Args:
         name: Of the planner.
@@ -75,7 +75,7 @@ class PlannerRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All planners.
+    """The planners that were compared, and why others were not.
 
     Args:
         rows: Those that found a configuration, in the order asked for.

@@ -1,4 +1,4 @@
-"""What ``resilient plan`` says: the templates, the plan on all nodes, and what is left of it as nodes are lost.
+"""Computes what ``resilient plan`` shows: the templates, the plan on all nodes, and what is left as nodes are lost.
 
 Owns the computing; nothing is printed or written here. Every plan is made by the functions that a job uses.
 
@@ -67,7 +67,7 @@ class PipelineRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LossRow:
-    """What is left after losing some nodes.
+    """The throughput and the pipelines after losing some nodes.
 
     Args:
         num_lost: Nodes lost.
@@ -90,7 +90,7 @@ class LossRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """All that the command shows.
+    """Everything that ``resilient plan`` shows.
 
     Args:
         source: Of the profile.

@@ -1,4 +1,4 @@
-"""What schedules of one pipeline cost: the numbers behind ``resilient schedule``.
+"""Computes what ``resilient schedule`` shows: the time, the waiting and the memory of a pipeline's schedules.
 
 Owns the computations; :mod:`resilient.cli.schedule.tables` prints them, :mod:`resilient.observability.figures.gantt`
 draws them.
@@ -21,7 +21,7 @@ from resilient.templates.search.partition import plan_templates
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineWork:
-    """What the stages of a pipeline cost.
+    """The times, messages and memory of a pipeline's stages.
 
     Args:
         costs: Of the stages, in their order.
@@ -36,7 +36,7 @@ class PipelineWork:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleReport:
-    """One schedule, timed.
+    """A simulated schedule of a pipeline.
 
     Args:
         kind: Which.

@@ -1,4 +1,4 @@
-"""How commands say what went wrong."""
+"""Words errors for the command line, and ends commands with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a command can write its files, found out before it computes. Must not import torch."""
+"""Checks that a command can write its files, before it computes. Must not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How commands print: tables without lines, and bars that go when they are done."""
+"""Makes what commands print: tables without lines, and progress bars that go when they are done."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ def table_console() -> Console:
     return console
 
 
-def plain_table(*headers: str, left: Collection[str] = (), no_wrap: bool = False) -> Table:
+def plain_table(*headers: str, left: Collection[str] = (), title: str | None = None, no_wrap: bool = False) -> Table:
     """Return a table without lines, two columns apart; its rows are to be added.
 
     Args:
         headers: Of the columns, in order; numbers stand below them, to the right.
         left: Those of them whose column is of words, to the left.
+        title: Above it; none by default.
         no_wrap: Rather cut cells off than break them into lines.
     """
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for header in headers:
         table.add_column(header, justify="left" if header in left else "right", vertical="bottom", no_wrap=no_wrap)
     return table

@@ -1,4 +1,4 @@
-"""Options that are called something else now: the old name is refused, and the new one said."""
+"""Refuses options by their old names, with the new ones."""
 
 from __future__ import annotations
 

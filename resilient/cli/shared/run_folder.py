@@ -1,4 +1,4 @@
-"""Where runs leave what they leave: their folders, and the address and token by which a command reaches a live one.
+"""Finds the folders of runs, and the address and token by which a command reaches a live one.
 
 Must not import torch.
 """
@@ -20,7 +20,7 @@ def new_run_directory() -> Path:
 
 
 class Listening(msgspec.Struct):
-    """What a run leaves behind of where it listens."""
+    """The address of a live run and the token that opens it, as in its ``job.json``."""
 
     address: str
     token: str

@@ -37,7 +37,7 @@ _LEAST_GB_S = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class _Replayed:
-    """What every trace is replayed for."""
+    """The job, its costs and its policies, which are the same for all traces."""
 
     problem: PlanningProblem
     batch: int

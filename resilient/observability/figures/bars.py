@@ -1,4 +1,4 @@
-"""A step as bars over time, one row for each worker: what the text timeline and the Gantt picture draw.
+"""Lays a step out as bars over time, one row for each worker, for the text timeline and the Gantt picture.
 
 Owns the way there from simulated timelines and from traces of real runs. Must not import torch or matplotlib.
 """
@@ -28,7 +28,7 @@ OTHER: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar(Interval):
-    """What a worker does for some time, from the step's start.
+    """An action of a worker, timed from the step's start.
 
     Args:
         row: The worker.
@@ -45,7 +45,7 @@ class Bar(Interval):
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One step of all workers.
+    """A step of all workers as rows of bars.
 
     Args:
         title: What step it is.

@@ -1,4 +1,4 @@
-"""How all pictures look, and the frame they are drawn in; matplotlib, slow to import, is imported when one is drawn."""
+"""Sets how all pictures look, and opens the figures they are drawn in; imports matplotlib, which is slow, only then."""
 
 from __future__ import annotations
 

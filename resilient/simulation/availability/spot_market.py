@@ -1,4 +1,4 @@
-"""Made-up spot markets: traces with the statistics of real ones, for any cluster and length, from a seed."""
+"""Makes up traces of spot nodes with the statistics of real markets, for any cluster and length, from a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Availability traces: which nodes there are, and when they come and go."""
+"""Reads, cuts and scales availability traces: which nodes there are, and when they come and go."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AvailabilityChange:
 
 @dataclass(frozen=True, kw_only=True)
 class AvailabilityTrace:
-    """What happens to a cluster, beginning without nodes. A node that comes back is another node.
+    """The nodes of a cluster over time, beginning without any. A node that comes back is another node.
 
     Args:
         name: For people.

@@ -94,7 +94,7 @@ class Arrangement:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """How a job goes on.
+    """The next plan of a job, and what it takes to get there.
 
     Args:
         arrangement: The next plan.

@@ -1,4 +1,4 @@
-"""What changes of membership and checkpoints cost, besides the time of steps."""
+"""Times of membership changes and checkpoints, besides the time of steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ChangeCosts:
 
     @property
     def regroup_ns(self) -> int:
-        """``regroup_ms``."""
+        """``regroup_ms`` in nanoseconds."""
         return round(self.regroup_ms * 1e6)
 
     @property
@@ -62,17 +62,17 @@ class ChangeCosts:
 
     @property
     def reconfigure_ns(self) -> int:
-        """``reconfigure_s``."""
+        """``reconfigure_s`` in nanoseconds."""
         return round(self.reconfigure_s * 1e9)
 
     @property
     def load_ns(self) -> int:
-        """``load_s``."""
+        """``load_s`` in nanoseconds."""
         return round(self.load_s * 1e9)
 
     @property
     def checkpoint_ns(self) -> int:
-        """``checkpoint_s``."""
+        """``checkpoint_s`` in nanoseconds."""
         return round(self.checkpoint_s * 1e9)
 
     def step_ns(self, planned_ns: int) -> int:

@@ -1,4 +1,4 @@
-"""The replay itself: a trace's changes, and what a policy makes of them.
+"""Replays a trace: asks a policy at every change what the job does next, and counts what gets done.
 
 Between two changes a job does the same over and over, so the replay goes from change to change, not from step to step.
 """
@@ -31,7 +31,7 @@ class When(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LiveNodes:
-    """A change as policies see it.
+    """The live nodes after a change, as policies see them.
 
     Args:
         live: All live nodes, those first that were there first. Nodes that stay until the step is finished are not

@@ -1,4 +1,4 @@
-"""A job between two changes: what it does over and over, and what it would lose.
+"""Advances a simulated job between two changes: steps, checkpoints, and the work that a loss would undo.
 
 All times are whole nanoseconds: the parts of a run add up exactly.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class SteadyWork:
-    """What a job does while nothing changes: steps, and a checkpoint after every few of them.
+    """The work of a job while nothing changes: steps, and a checkpoint after every few of them.
 
     Args:
         step_ns: Time of one step, at least 1.
@@ -29,7 +29,7 @@ class SteadyWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """What a policy makes of a change.
+    """A policy's answer to a change.
 
     Args:
         work: What the job does from now on; None: it stands still until the next change. What it has done is stored,
@@ -84,7 +84,7 @@ class Stretch:
 
 
 class ReplayedJob:
-    """What the job does now, and what it would lose.
+    """The state of a replayed job: its work, and the steps that a loss would undo.
 
     ``_progress_ns`` says how far the step under way is, of ``work.step_ns``; ``_spent_ns`` how long that took, which
     may be at another pace. ``_at_risk_ns`` is the time of all ``_unsaved`` steps since the last checkpoint and of the

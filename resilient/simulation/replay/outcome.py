@@ -1,4 +1,4 @@
-"""What a replay amounts to: samples, where the nodes' time went, and what it cost."""
+"""Sums a replay up: samples, where the nodes' time went, and what it cost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ provider and day: a rounded start, to be replaced by one's own."""
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOutcome:
-    """A policy's run on a trace.
+    """The result of a policy on a trace.
 
     Args:
         policy: Name of the policy.
