@@ -22,7 +22,7 @@ from resilient.templates.common.arrays import Floats, Ints
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Kept:
-    """What the stages of a unit keep.
+    """Activations that the stages of a unit keep.
 
     Args:
         windows: Microbatches in a row that each stage holds. [num_stages]
@@ -37,7 +37,7 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryBudget:
-    """What the stages of a replica of the language model, with its share of all other units, have left for activations.
+    """Memory for activations that a replica of the language model has left, with its share of all other units.
 
     Args:
         units: By name.
@@ -181,7 +181,7 @@ class MemoryBudget:
         return largest
 
     def even(self, samples: SampleTable, num_microbatches: int) -> Ints:
-        """Return the microbatch of each sample such that microbatches take evenly, large ones apart.
+        """Return the microbatch of each sample such that all take as much, and large ones are apart.
 
         The largest part that is used of what a stage has left is at most (sum + (n - 1) * largest) / n with n
         microbatches, of what samples take when a stage holds only such; less where the largest are few.

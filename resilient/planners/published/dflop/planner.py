@@ -147,7 +147,7 @@ def _dealt(size: Floats, replicas: Sequence[Replica]) -> list[Ints]:
 
     Args:
         size: Of the microbatches of all replicas, in their order.
-        replicas: They.
+        replicas: Those that the microbatches belong to.
     """
     replica, _, _ = slots(replicas)
     found = [np.empty(0, np.int64)] * len(replicas)
