@@ -26,7 +26,7 @@ from resilient.planners.costs.derived_costs import derive_costs
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.planner import Setting
-from resilient.planners.stages.degraded_replicas import survivors
+from resilient.planners.stages.degraded_replicas import degraded_replicas
 from resilient.planners.workloads.workload import workload
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.inputs.devices import cluster_of
@@ -116,7 +116,7 @@ def simulate(case: Case, who: Who, num_batches: int, lengths: Path | None = None
     )
     table = _samples(case, KNOWN_SAMPLES + num_batches * case.global_batch, lengths)
     configuration = who[0].configure(setting, table[:KNOWN_SAMPLES])
-    replicas = survivors(setting, configuration, 0)
+    replicas = degraded_replicas(setting, configuration, 0)
 
     def step(batch: SampleTable) -> Result:
         assignment = who[1].assign(setting, configuration, batch, replicas)

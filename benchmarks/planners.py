@@ -26,7 +26,7 @@ from resilient.planners.packing.microbatch_order import reorder
 from resilient.planners.planner import Configuration, Parallelism, Replica, Setting
 from resilient.planners.published.cornstarch.planner import Cornstarch
 from resilient.planners.published.dflop.planner import Dflop
-from resilient.planners.published.dflop.vector_packing import fill_buckets
+from resilient.planners.published.dflop.vector_packing import pack_vectors
 from resilient.planners.published.dhp.groups import pack, plan_groups
 from resilient.planners.published.dhp.planner import DHP, ranks_of, sequences_of
 from resilient.planners.published.disttrain.planner import DistTrain
@@ -34,7 +34,7 @@ from resilient.planners.published.entrain.planner import Entrain
 from resilient.planners.published.orchmllm.nodewise import rearrange
 from resilient.planners.published.orchmllm.planner import OrchMLLM
 from resilient.planners.published.orchmllm.post_balance import balance_padded, balance_quadratic
-from resilient.planners.stages.degraded_replicas import survivors
+from resilient.planners.stages.degraded_replicas import degraded_replicas
 from resilient.planners.workloads.workload import workload
 from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.compiled import compiled
@@ -200,18 +200,18 @@ def entrain() -> list[Row]:
     ]
 
 
-def buckets() -> list[Row]:
+def vector_packing() -> list[Row]:
     """DFLOP's scheduler: exchanges alone, and HiGHS after them."""
     draw = np.random.default_rng(0)
     many = np.stack([draw.lognormal(0, 1, 2048), draw.lognormal(0, 0.5, 2048)])
     few = draw.lognormal(0, 0.5, (2, 64))
     return [
-        Row(name="buckets", case="2,048 items, 128 buckets", call=lambda: fill_buckets(many, np.ones(128))),
-        Row(name="buckets", case="64 items, 16 buckets", call=lambda: fill_buckets(few, np.ones(16))),
+        Row(name="vector_packing", case="2,048 items, 128 buckets", call=lambda: pack_vectors(many, np.ones(128))),
+        Row(name="vector_packing", case="64 items, 16 buckets", call=lambda: pack_vectors(few, np.ones(16))),
         Row(
-            name="buckets",
+            name="vector_packing",
             case="the same, HiGHS for 0.2 s",
-            call=lambda: fill_buckets(few, np.ones(16), time_limit_s=0.2),
+            call=lambda: pack_vectors(few, np.ones(16), time_limit_s=0.2),
             target="200 ms, its time limit",
         ),
     ]
@@ -275,7 +275,7 @@ def post_balance() -> list[Row]:
     )
     batch = workload("laion+coco", 512, 1, model)
     configuration = OrchMLLM().configure(job, workload("laion+coco", 2000, 0, model))
-    replicas = survivors(job, configuration, 0)
+    replicas = degraded_replicas(job, configuration, 0)
     return [
         Row(
             name="post_balance",
@@ -311,7 +311,7 @@ ROWS: tuple[Callable[[], list[Row]], ...] = (
     orchestration,
     order,
     entrain,
-    buckets,
+    vector_packing,
     cornstarch,
     groups,
     post_balance,

@@ -19,7 +19,7 @@ from resilient.templates.template import PipelineTemplate, StageSpec
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningProblem:
-    """What a plan is made for; the same for the whole job.
+    """The job that plans are made for; the same from its start to its end.
 
     Args:
         profile: The model's layers.

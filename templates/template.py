@@ -49,7 +49,7 @@ class StageSpec:
 
     @property
     def stage_ms(self) -> float:
-        """What one microbatch costs here: computing, and the messages over the boundary before."""
+        """Time of one microbatch here: computing, and the messages over the boundary before."""
         return self.forward_ms + self.backward_ms + self.send_ms
 
 
@@ -89,7 +89,7 @@ class PipelineTemplate:
 
     @cached_property
     def fill_ms(self) -> float:
-        """What a step costs beside its microbatches: one through all other rows, and the exposed sum.
+        """Time of a step beside its microbatches: one through all other rows, and the exposed sum.
 
         With several stages in each row, the pipeline fills as many times faster.
         """

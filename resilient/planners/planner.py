@@ -26,7 +26,7 @@ from resilient.templates.inputs.cluster import Cluster
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a job is.
+    """A job that planners plan: its costs, its cluster and its batch.
 
     Args:
         costs: Of the model's units.
@@ -76,7 +76,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """How one unit is spread: ``dp`` replicas of ``pp`` stages of ``tp * cp`` devices.
+    """Devices of one unit: ``dp`` replicas of ``pp`` stages of ``tp * cp`` devices.
 
     ``stage_layers`` counts the layers of each stage; it sums up to the unit's layers.
     """
@@ -94,7 +94,7 @@ class Parallelism:
 
 
 class Encoders(str, Enum):
-    """Where encoders are.
+    """Places of the encoders beside the language model.
 
     ``parallel``: each has stages of its own, and they run side by side. ``colocated``: they share theirs, the k-th
     stage of each being on the same devices, one after the other. ``replicated``: every stage of the language model has
@@ -108,7 +108,7 @@ class Encoders(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """What is decided once.
+    """A planner's decision for the whole job.
 
     Args:
         units: By unit, in order of execution.
@@ -160,7 +160,7 @@ class Replica:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Place:
-    """Where one unit processes each sample; all arrays ``[num_samples]``.
+    """Replica and microbatch in which one unit processes each sample; all arrays ``[num_samples]``.
 
     Args:
         replica: Index of the replica.
@@ -177,7 +177,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Assignment:
-    """Where each sample of a global batch goes: by construction each one once per unit.
+    """Places of all samples of a global batch: by construction each has one per unit.
 
     A unit may process a sample in a later microbatch than the encoder before it (deferral), and on another replica
     (rearrangement).

@@ -19,5 +19,5 @@ class Interval:
 
     @property
     def length_ns(self) -> int:
-        """From the start to the end."""
+        """Time from the start to the end."""
         return self.end_ns - self.start_ns

@@ -26,7 +26,7 @@ GRADIENT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
-    """What one layer does with a microbatch, whatever the device. Bytes and FLOPs are those at degree 1.
+    """Work of one layer for a microbatch, whatever the device. Bytes and FLOPs are those at degree 1.
 
     Args:
         name: The layer's.
@@ -64,7 +64,7 @@ class LayerWork:
 
     @property
     def forward_flops(self) -> float:
-        """Of its products."""
+        """Return the FLOPs of its products, attention among them."""
         return 2 * self.matrix * self.tokens + self.attention_flops
 
 

@@ -107,16 +107,16 @@ def replan(
     domains: Mapping[int, str] | None = None,
     slowdowns: Mapping[int, float] | None = None,
 ) -> Plan:
-    """Plan the next generation: the first of :func:`candidates`, with its arguments and errors.
+    """Plan the next generation: the first of :func:`replan_candidates`, with its arguments and errors.
 
     Returns:
         A plan on all nodes that pipelines can use; the same for the same arguments, in whatever order ``nodes`` are.
         There is one even where a state has no live holder: that must then come from a checkpoint.
     """
-    return next(candidates(problem, plan, nodes, domains=domains, slowdowns=slowdowns)).plan
+    return next(replan_candidates(problem, plan, nodes, domains=domains, slowdowns=slowdowns)).plan
 
 
-def candidates(
+def replan_candidates(
     problem: PlanningProblem,
     plan: Plan,
     nodes: Sequence[int],

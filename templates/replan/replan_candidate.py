@@ -68,7 +68,7 @@ class Way:
 
 
 class Situation:
-    """What there is to go on from.
+    """The plan and the nodes that the next plan starts from.
 
     Args:
         problem: The job.

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 
 class Op(IntEnum):
-    """What an action does; for all but REDUCE its index is that of a microbatch within the pipeline's share."""
+    """The kind of an action; for all but REDUCE its index is that of a microbatch within the pipeline's share."""
 
     FORWARD = 0
     BACKWARD = 1  # both of the following
@@ -36,12 +36,12 @@ class Op(IntEnum):
 
     @property
     def text(self) -> str:
-        """How it is printed: F, B, I, W, SEND_F, ..."""
+        """Return how it is printed: F, B, I, W, SEND_F, ..."""
         return _TEXTS[self]
 
     @property
     def computes(self) -> bool:
-        """Whether it keeps the device busy."""
+        """Return whether it keeps the device busy."""
         return self <= Op.BACKWARD_WEIGHT
 
 

@@ -31,7 +31,7 @@ Values = float | Sequence[float] | NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ActionCosts:
-    """What the actions of a pipeline cost.
+    """Times and memory of the actions of a pipeline.
 
     Args:
         forward_ms: Of a microbatch on a stage.
@@ -59,7 +59,7 @@ class ActionCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span(Interval):
-    """What a worker (or, for messages and sums, its network) does from one time to another, since the step's start.
+    """One action of a worker (or, for messages and sums, of its network), in time since the step's start.
 
     Args:
         row: The worker's row of the schedule.
@@ -72,7 +72,7 @@ class Span(Interval):
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When everything happens.
+    """The result of a simulation: when each action starts and ends.
 
     Args:
         schedule: What was run.
@@ -89,12 +89,12 @@ class Timeline:
 
     @property
     def iteration_ns(self) -> int:
-        """From the first action's start to the last one's end."""
+        """Time from the first action's start to the last one's end."""
         return int(self.end_ns.max(initial=0))
 
     @property
     def iteration_ms(self) -> float:
-        """From the first action's start to the last one's end."""
+        """Time from the first action's start to the last one's end."""
         return self.iteration_ns / 1e6
 
     @property

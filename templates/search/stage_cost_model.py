@@ -70,7 +70,7 @@ class Tables(NamedTuple):
 
 
 class SingleDeviceCosts(NamedTuple):
-    """What stages on one device cost, for cuts that are evaluated many at a time. L layers; prefix sums are [L + 1].
+    """Costs of stages on one device, for cuts that are evaluated many at a time. L layers; prefix sums are [L + 1].
 
     Args:
         forward: Prefix sums of forward times, in nanoseconds.

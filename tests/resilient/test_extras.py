@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from resilient.cli import run
 from resilient.cli.app import app
 from resilient.extras import _EXTRAS, MissingPackageError, require
-from resilient.planners.published.dflop.vector_packing import fill_buckets
+from resilient.planners.published.dflop.vector_packing import pack_vectors
 from resilient.templates.composition.batch_split_model import split_with_constraints
 from tests.resilient.observability.made_up_runs import failure_and_join
 
@@ -81,9 +81,9 @@ def test_a_run_ends_with_its_report_and_a_line_instead_of_the_picture(
 @pytest.mark.usefixtures("bare")
 def test_highs_is_asked_for_where_it_is_used() -> None:
     weights = np.random.default_rng(0).random((2, 20))
-    assert len(fill_buckets(weights, [1.0] * 4)) == 20
+    assert len(pack_vectors(weights, [1.0] * 4)) == 20
     with pytest.raises(MissingPackageError) as caught:
-        fill_buckets(weights, [1.0] * 4, time_limit_s=10)
+        pack_vectors(weights, [1.0] * 4, time_limit_s=10)
     told = "Dflop(time_limit_s=...) needs highspy, which is not installed; pip install 'resilient-train[solvers]'"
     assert str(caught.value) == told
 

@@ -13,7 +13,7 @@ from resilient.observability.wording import exact_ms
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.planner import Configuration, Planner, Setting
-from resilient.planners.stages.degraded_replicas import survivors
+from resilient.planners.stages.degraded_replicas import degraded_replicas
 from resilient.planners.stages.device_layout import used_devices
 
 
@@ -183,7 +183,7 @@ def _row(
     started = clock()
     configuration = planner.configure(setting, samples)
     configure_ms = 1e3 * (clock() - started)
-    replicas = survivors(setting, configuration, lost_nodes)
+    replicas = degraded_replicas(setting, configuration, lost_nodes)
     planner.assign(setting, configuration, batches[0], replicas)  # compiles
     times: list[float] = []
     results: list[Result] = []

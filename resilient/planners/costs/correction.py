@@ -67,7 +67,7 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """What predictions for one key are multiplied with, and from how many steps it was learnt."""
+    """The number that predictions for one key are multiplied with, and from how many steps it was learnt."""
 
     value: float
     num_steps: int

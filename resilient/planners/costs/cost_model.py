@@ -138,7 +138,7 @@ class UnitLayer:
 
     @property
     def has_backward(self) -> bool:
-        """Whether something needs one of its gradients; without any it keeps no activations."""
+        """Return whether something needs one of its gradients; without any it keeps no activations."""
         return self.trainable or self.input_gradient
 
     def backward(self, index: int) -> Curve:

@@ -22,7 +22,7 @@ LLM = "llm"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lengths:
-    """What one unit processes of each sample; all arrays ``[num_samples]``.
+    """Tokens of each sample that one unit processes; all arrays ``[num_samples]``.
 
     Args:
         tokens: Sum of the lengths of the sample's sequences; 0 where the unit has nothing to do.

@@ -34,7 +34,7 @@ from resilient.templates.common.arrays import Flags, Floats, Ints
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskSpans:
-    """What is computed when; arrays ``[num_tasks]``.
+    """Start and end of all tasks of a simulated step; arrays ``[num_tasks]``.
 
     Args:
         lane: Index of ``Result.lanes``.
@@ -53,7 +53,7 @@ class TaskSpans:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Result:
-    """What a step takes.
+    """Time and memory of a simulated step.
 
     Args:
         iteration_ms: With the sums of gradients.

@@ -91,7 +91,7 @@ class StepUnit:
 
     @cached_property
     def tokens(self) -> Floats:
-        """Of each cell."""
+        """Tokens of each cell."""
         return loads(self.lengths.tokens, self.cell, len(self.counted))
 
     @property

@@ -19,7 +19,7 @@ from resilient.templates.common.compiled import compiled
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tasks:
-    """What rows do.
+    """Tasks of rows, and which of them wait for which.
 
     Args:
         row: Of each task, ``[num_tasks]``. A row's tasks run in the order they are in here.

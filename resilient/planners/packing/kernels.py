@@ -118,7 +118,7 @@ def spread(items: Floats, order: Ints, speeds: Floats, members: Ints, starts: In
     Args:
         items: Weights, >= 0. [num_items]
         order: Of the items, or of some.
-        speeds: They, all different. [num_speeds]
+        speeds: Work per time of bins, each number once. [num_speeds]
         members: The bins of each speed, one speed after the other, ascending within. [num_bins]
         starts: Where each speed's bins start, and the end. [num_speeds + 1]
 

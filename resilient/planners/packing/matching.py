@@ -32,7 +32,7 @@ class SubsetSums:
         """Find for each group subsets whose sums, in quanta, are nearest to targets; of two as near the smaller one.
 
         Args:
-            targets: They, >= 0. [num_groups, num_targets]
+            targets: The sums that are wanted, >= 0. [num_groups, num_targets]
 
         Returns:
             The subsets, for :meth:`members`, and the sums of their weights without rounding.

@@ -16,7 +16,7 @@ from resilient.planners.stages.stage_work import state_bytes
 from resilient.templates.common.arrays import Floats
 
 
-def survivors(setting: Setting, configuration: Configuration, lost_nodes: int) -> tuple[Replica, ...]:
+def degraded_replicas(setting: Setting, configuration: Configuration, lost_nodes: int) -> tuple[Replica, ...]:
     """Return the language model's replicas after nodes were lost.
 
     A replica with its share of all encoders has equally many consecutive devices. Nodes without any take the place of

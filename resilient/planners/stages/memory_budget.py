@@ -22,7 +22,7 @@ from resilient.templates.common.arrays import Floats, Ints
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Kept:
-    """What the stages of a unit keep.
+    """Activations that the stages of a unit keep.
 
     Args:
         windows: Microbatches in a row that each stage holds. [num_stages]
@@ -36,8 +36,8 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Room:
-    """What the stages of a replica of the language model, with its share of all other units, have left for activations.
+class MemoryBudget:
+    """Memory for activations that a replica of the language model has left, with its share of all other units.
 
     Args:
         units: By name.
@@ -46,8 +46,8 @@ class Room:
     units: Mapping[str, Kept]
 
     @classmethod
-    def of(cls, setting: Setting, configuration: Configuration) -> Room | None:
-        """Return the room of a replica that lost nothing; None without a limit.
+    def of(cls, setting: Setting, configuration: Configuration) -> MemoryBudget | None:
+        """Return the budget of a replica that lost nothing; None without a limit.
 
         Raises:
             ValueError: There is none.
@@ -58,8 +58,8 @@ class Room:
     @classmethod
     def of_each(
         cls, setting: Setting, configuration: Configuration, replicas: Sequence[Replica]
-    ) -> Sequence[Room | None]:
-        """Return the room of each replica, beside parameters, gradients and the optimizer.
+    ) -> Sequence[MemoryBudget | None]:
+        """Return the budget of each replica, beside parameters, gradients and the optimizer.
 
         Where devices were lost, those that are left hold more state. What they keep of microbatches is the same on the
         first of fewer stages: of fewer microbatches more layers.
@@ -67,21 +67,21 @@ class Room:
         Raises:
             ValueError: There is none.
         """
-        rooms: dict[float, Room | None] = {}
+        budgets: dict[float, MemoryBudget | None] = {}
         state = {
             name: left_bytes(setting.costs.by_name[name], spread, configuration, replicas)
             for name, spread in configuration.units.items()
         }
         for number, each in enumerate(replicas):
-            if each.devices not in rooms:
+            if each.devices not in budgets:
                 of_one = {name: rows[number] for name, rows in state.items()}
-                rooms[each.devices] = cls._of(setting, configuration, of_one, each.devices)
-        return [rooms[each.devices] for each in replicas]
+                budgets[each.devices] = cls._of(setting, configuration, of_one, each.devices)
+        return [budgets[each.devices] for each in replicas]
 
     @classmethod
     def _of(
         cls, setting: Setting, configuration: Configuration, states: Mapping[str, Floats], devices: float
-    ) -> Room | None:
+    ) -> MemoryBudget | None:
         memory = setting.cluster.memory_bytes
         if memory is None:
             return None
@@ -145,7 +145,7 @@ class Room:
         return np.concatenate([unit.windows for unit in self.units.values()])
 
     def needs(self, samples: SampleTable, microbatch: Ints, num_microbatches: int) -> Floats:
-        """Return the part of each stage's room that each microbatch takes. [num_stages, num_microbatches]
+        """Return the part of each stage's budget that each microbatch takes. [num_stages, num_microbatches]
 
         Args:
             samples: Of the replica, or of several.
@@ -181,7 +181,7 @@ class Room:
         return largest
 
     def even(self, samples: SampleTable, num_microbatches: int) -> Ints:
-        """Return the microbatch of each sample such that what these take of the room is even, and large ones are apart.
+        """Return the microbatch of each sample such that all take as much, and large ones are apart.
 
         The largest part that is used of what a stage has left is at most (sum + (n - 1) * largest) / n with n
         microbatches, of what samples take when a stage holds only such; less where the largest are few.

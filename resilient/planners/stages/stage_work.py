@@ -37,7 +37,7 @@ class Calls:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Work:
-    """What microbatches take on each stage; all ``[num_stages, num_cells]``.
+    """Time and memory of microbatches on each stage; all ``[num_stages, num_cells]``.
 
     Args:
         forward_ms: Time of the forward.

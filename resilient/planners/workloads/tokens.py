@@ -22,7 +22,7 @@ TOKENS_PER_WORD = 4 / 3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Encoded:
-    """What an encoder does with items.
+    """Patches or frames that an encoder processes for items, and the tokens it gives out.
 
     Args:
         lengths: Of the sequences that each item becomes, in the encoder's tokens.
@@ -263,7 +263,7 @@ def count_text(texts: Sequence[str], tokenizer: Callable[[str], Sequence[int]] |
     """Return the tokens of each text.
 
     Args:
-        texts: They.
+        texts: One for each sample.
         tokenizer: Returns a text's token ids; without it words are counted.
     """
     if tokenizer is None:

@@ -12,7 +12,7 @@ from resilient.simulation.replay.job import Response, SteadyWork
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.batch_split import finish_ns, lines
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem
-from resilient.templates.replan.replan import candidates, first_plan
+from resilient.templates.replan.replan import first_plan, replan_candidates
 from resilient.templates.search.template_sizes import TooFewNodes
 
 
@@ -147,7 +147,7 @@ class RememberedPlans:
         if key not in self._next:
             lost = set(gone)
             live = [place for place in range(before.num_nodes + num_spare) if place not in lost]
-            best = next(candidates(self._problem, before.plan, live))
+            best = next(replan_candidates(self._problem, before.plan, live))
             self._next[key] = Move(
                 arrangement=self._arrangement(best.plan, nanoseconds(best.step_ms)),
                 places=best.plan.nodes,

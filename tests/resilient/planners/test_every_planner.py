@@ -13,7 +13,7 @@ from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.planner import Encoders, Planner, Setting
 from resilient.planners.published.cornstarch.planner import Cornstarch
 from resilient.planners.registry import PLANNERS, planner
-from resilient.planners.stages.degraded_replicas import survivors
+from resilient.planners.stages.degraded_replicas import degraded_replicas
 from resilient.planners.stages.device_layout import used_devices
 from resilient.templates.inputs.cluster import Cluster, Link
 
@@ -89,7 +89,7 @@ def test_every_configuration_is_simulated_before_and_after_nodes_are_lost(seed: 
             continue  # it fits in no way
         found += 1
         for lost in (0, int(rng.integers(1, setting.num_nodes))):
-            replicas = survivors(setting, configuration, lost)
+            replicas = degraded_replicas(setting, configuration, lost)
             result = evaluate(
                 setting, configuration, each.assign(setting, configuration, batch, replicas), batch, replicas
             )

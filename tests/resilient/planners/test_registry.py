@@ -12,7 +12,7 @@ from resilient.planners.costs.samples import SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.planner import Setting
 from resilient.planners.registry import BASELINE, PLANNERS, planner
-from resilient.planners.stages.degraded_replicas import survivors
+from resilient.planners.stages.degraded_replicas import degraded_replicas
 from resilient.planners.workloads.workload import workload
 from resilient.templates.inputs.devices import cluster_of
 
@@ -42,7 +42,7 @@ def test_planners_plan_a_job_that_can_be_simulated_and_goes_on_after_a_loss(
     configuration = chosen.configure(setting, samples)
     steps: list[float] = []
     for lost in (0, 1):
-        replicas = survivors(setting, configuration, lost)
+        replicas = degraded_replicas(setting, configuration, lost)
         assignment = chosen.assign(setting, configuration, batch, replicas)
         result = evaluate(setting, configuration, assignment, batch, replicas)
         assert 0 <= result.bubble < 1

@@ -24,8 +24,8 @@ from resilient.templates.search.template_sizes import TooFewNodes, usable_nodes
 from tests.templates.jobs import MIB, cut, enough_nodes, layout, plan_of, problems, profile
 
 
-def candidates(*args: Any, **kwargs: Any) -> list[ReplanCandidate]:
-    return list(module.candidates(*args, **kwargs))
+def replan_candidates(*args: Any, **kwargs: Any) -> list[ReplanCandidate]:
+    return list(module.replan_candidates(*args, **kwargs))
 
 
 def sizes(plan: Plan) -> list[int]:
@@ -68,7 +68,7 @@ def check_local(problem: PlanningProblem, before: Plan, live: Sequence[int]) -> 
         min_pipelines=problem.max_failures + 1,
         max_pipelines=problem.num_microbatches,
     )
-    found = candidates(problem, before, live)
+    found = replan_candidates(problem, before, live)
     usable = usable_nodes(problem, templates_for(problem, len(live)), len(live))
     for way in ways:
         if sum(size for _, size in way.pipelines) == usable:
@@ -115,7 +115,7 @@ def test_the_candidate_with_which_the_job_is_furthest_comes_first(
     live = [node for node in range(len(nodes) + 1) if node not in lost]
     domains = data.draw(st.dictionaries(st.sampled_from(live), st.sampled_from("ab"), max_size=len(live)))
     slowdowns = data.draw(st.dictionaries(st.sampled_from(live), st.floats(1, 4), max_size=1))
-    found = candidates(problem, first_plan(problem, nodes), live, domains=domains, slowdowns=slowdowns)
+    found = replan_candidates(problem, first_plan(problem, nodes), live, domains=domains, slowdowns=slowdowns)
     fastest = min(candidate.step_ms for candidate in found)
     ranks = [(c.lacking_domains, c.copy_ms + failure_interval_ms * c.step_ms / fastest) for c in found]
     for (lacking, cost), (next_lacking, next_cost) in pairwise(ranks):
@@ -129,7 +129,7 @@ def test_first_plan_fills_pipelines_with_the_nodes_in_order() -> None:
 def test_simple_only_the_concerned_pipeline_shrinks() -> None:
     problem = small_job()
     before = made_of(problem, (0, 1, 2), (3, 4))
-    found = candidates(problem, before, [0, 1, 3, 4])
+    found = replan_candidates(problem, before, [0, 1, 3, 4])
     assert found[0].kind == "simple"
     assert found[0].plan.pipelines[1].nodes == (3, 4)
     assert layout(found[0].plan) == [((0, 1), 6), ((3, 4), 6)]
@@ -138,7 +138,7 @@ def test_simple_only_the_concerned_pipeline_shrinks() -> None:
 def test_borrow_takes_the_node_that_saves_most_from_the_pipeline_that_can_spare_one() -> None:
     problem = small_job()
     before = made_of(problem, (0, 1, 2), (3, 4))
-    found = candidates(problem, before, [0, 1, 2, 4])
+    found = replan_candidates(problem, before, [0, 1, 2, 4])
     assert found[0].kind == "borrow"
     # Places for layers 0-2 and 3-5, twice; node 4 holds 3-5, and the others 0-1, 2-3 and 4-5: they lack 1, 2 and 1.
     assert found[0].copied_bytes == 4 * MIB
@@ -148,7 +148,7 @@ def test_borrow_takes_the_node_that_saves_most_from_the_pipeline_that_can_spare_
 def test_merge_when_nobody_can_spare_a_node() -> None:
     problem = small_job()
     before = made_of(problem, (0, 1), (2, 3), (4, 5))
-    found = candidates(problem, before, [0, 1, 2, 3, 5])
+    found = replan_candidates(problem, before, [0, 1, 2, 3, 5])
     assert found[0].kind == "merge"
     assert sizes(found[0].plan) == [3, 2]
     assert found[0].plan.pipelines[1].nodes == (2, 3)
@@ -158,7 +158,7 @@ def test_merge_when_nobody_can_spare_a_node() -> None:
 def test_a_pipeline_that_lost_all_nodes_goes_where_enough_are_left() -> None:
     problem = small_job()
     before = made_of(problem, (0, 1), (2, 3), (4, 5))
-    found = candidates(problem, before, [0, 1, 2, 3])
+    found = replan_candidates(problem, before, [0, 1, 2, 3])
     assert (found[0].kind, found[0].copied_bytes) == ("simple", 0)
     assert layout(found[0].plan) == [((0, 1), 6), ((2, 3), 6)]
 
@@ -166,7 +166,7 @@ def test_a_pipeline_that_lost_all_nodes_goes_where_enough_are_left() -> None:
 def test_a_joiner_replaces_the_lost_node_and_nothing_else_moves() -> None:
     problem = small_job(num_layers=5)
     before = made_of(problem, (0, 1, 2), (3, 4))
-    found = candidates(problem, before, [0, 2, 3, 4, 8])
+    found = replan_candidates(problem, before, [0, 2, 3, 4, 8])
     assert found[0].kind == "join"
     assert [pipeline.nodes for pipeline in found[0].plan.pipelines] == [(0, 8, 2), (3, 4)]
 
@@ -174,7 +174,7 @@ def test_a_joiner_replaces_the_lost_node_and_nothing_else_moves() -> None:
 def test_several_failures_are_handled_at_once() -> None:
     problem = small_job(smallest=1)
     before = made_of(problem, (0, 1, 2), (3, 4), (5, 6))
-    found = candidates(problem, before, [0, 2, 4, 5])
+    found = replan_candidates(problem, before, [0, 2, 4, 5])
     local = next(candidate for candidate in found if candidate.kind == "simple")
     assert sizes(local.plan) == [2, 1, 1]
     # Nodes 4 and 5 hold 3-5 and 0-2, nodes 0 and 2 hold 0-1 and 4-5. Whichever two share a pipeline, 8 layers lack.
@@ -190,7 +190,7 @@ def test_a_leaver_that_is_not_among_the_nodes_is_planned_without() -> None:
 def test_no_change_of_nodes_is_no_change_of_plan() -> None:
     problem = small_job()
     before = first_plan(problem, range(7))
-    found = candidates(problem, before, range(7))
+    found = replan_candidates(problem, before, range(7))
     assert [candidate.kind for candidate in found] == ["keep"]
     assert found[0].plan == before
     assert (found[0].copied_bytes, found[0].copy_ms) == (0, 0.0)
@@ -200,7 +200,7 @@ def test_copying_must_pay_until_the_next_failure(monkeypatch: pytest.MonkeyPatch
     problem = small_job(num_layers=8, smallest=1)
     before = made_of(problem, (0, 1, 2, 3), (4, 5, 6, 7))
     live = [0, 1, 2, 3, 4, 5, 6]
-    by_kind = {candidate.kind: candidate for candidate in candidates(problem, before, live)}
+    by_kind = {candidate.kind: candidate for candidate in replan_candidates(problem, before, live)}
     local, composed = by_kind["simple"], by_kind["composed"]
     assert sizes(local.plan) == [4, 3]
     assert sizes(composed.plan) == [1] * 7
@@ -211,7 +211,7 @@ def test_copying_must_pay_until_the_next_failure(monkeypatch: pytest.MonkeyPatch
     assert composed.copy_ms == pytest.approx(12 * MIB / 1.25e9 * 1e3)
     breaks_even_s = (composed.copy_ms - local.copy_ms) / (20 / 16 - 1) / 1e3
     for interval_s, kind in ((breaks_even_s * 1.01, "composed"), (breaks_even_s * 0.99, "simple")):
-        assert candidates(replace(problem, failure_interval_s=interval_s), before, live)[0].kind == kind
+        assert replan_candidates(replace(problem, failure_interval_s=interval_s), before, live)[0].kind == kind
     # Where failures are rare, the shorter step cannot be caught up with: the nodes of no other way are placed.
     placed: list[int] = []
     place = Placer.place
@@ -225,7 +225,7 @@ def test_copying_takes_as_long_as_the_link_takes_for_the_busiest_node() -> None:
     link = Link(latency_ms=0.001, bytes_per_s=1e6)
     problem = replace(small_job(), profile=frozen, cluster=Cluster(inter_node=link))
     before = made_of(problem, (0, 1), (2, 3), (4, 5))
-    found = candidates(problem, before, [0, 1, 2, 3, 5])[0]
+    found = replan_candidates(problem, before, [0, 1, 2, 3, 5])[0]
     assert found.copied_bytes == MIB // 3
     assert found.copy_ms == pytest.approx(0.001 + MIB // 3 / 1e3)
 
@@ -234,7 +234,7 @@ def test_pipelines_stay_as_they_are_in_one_best_composition_and_not_in_the_other
     problem = small_job()
     old, even = cut(1, 6), cut(3, 6)
     before = plan_of((old, (0, 1)), (cut(1, 2, 3, 4, 6), (2, 3, 4, 5, 6)))
-    found = candidates(problem, before, range(7))
+    found = replan_candidates(problem, before, range(7))
     best = [candidate.plan for candidate in found if candidate.kind == "composed"]
     assert [sizes(plan) for plan in best] == [[3, 2, 2], [3, 2, 2]]
     stages = [[stage.end_layer for stage in of.stages] for of in (old, even)]
@@ -248,7 +248,7 @@ def test_a_slow_node_shifts_microbatches_to_the_other_pipelines() -> None:
     before = first_plan(problem, range(4))
     assert layout(before) == [((0, 1), 6), ((2, 3), 6)]
     # A stage takes 3 ms. With one twice as slow: 3 + 8 x 3 = 27 and 3 + 4 x 6 = 27.
-    after = candidates(problem, before, range(4), slowdowns={2: 2.0})[0]
+    after = replan_candidates(problem, before, range(4), slowdowns={2: 2.0})[0]
     assert (after.kind, layout(after.plan), after.step_ms) == ("keep", [((0, 1), 8), ((2, 3), 4)], 27.0)
 
 
@@ -283,8 +283,8 @@ def test_no_zone_is_the_only_one_with_a_state(labels: str) -> None:
 def test_spreading_over_zones_comes_before_copying_less() -> None:
     problem = small_job()
     before = made_of(problem, (0, 1), (2, 3))
-    assert candidates(problem, before, range(4))[0].copied_bytes == 0
-    found = candidates(problem, before, range(4), domains={0: "a", 2: "a", 1: "b", 3: "b"})
+    assert replan_candidates(problem, before, range(4))[0].copied_bytes == 0
+    found = replan_candidates(problem, before, range(4), domains={0: "a", 2: "a", 1: "b", 3: "b"})
     assert [candidate.lacking_domains for candidate in found] == [0] * len(found)
     assert found[0].copied_bytes == 6 * MIB
 
@@ -292,9 +292,9 @@ def test_spreading_over_zones_comes_before_copying_less() -> None:
 def test_a_candidate_that_spreads_comes_before_one_that_copies_less() -> None:
     problem = small_job(smallest=1, failure_interval_s=1e-9)
     before = made_of(problem, (0, 1), (2, 3))
-    assert candidates(problem, before, range(4))[0].kind == "keep"
+    assert replan_candidates(problem, before, range(4))[0].kind == "keep"
     # The only node of the other zone can hold everything if it is a pipeline of its own.
-    found = candidates(problem, before, range(4), domains=dict(enumerate("aaab")))
+    found = replan_candidates(problem, before, range(4), domains=dict(enumerate("aaab")))
     assert [(candidate.kind, candidate.lacking_domains) for candidate in found] == [("composed", 0), ("keep", 3)]
 
 
@@ -310,7 +310,7 @@ def test_nodes_stand_by_where_no_template_has_a_place_for_them() -> None:
     problem = PlanningProblem(profile=profile([1.0] * 3), num_microbatches=8, min_pipeline_nodes=3)
     before = first_plan(problem, [4, 9, 2, 0, 7, 1, 3])
     assert before.nodes == (0, 1, 2, 3, 4, 7)
-    found = candidates(problem, before, [0, 1, 2, 3, 4, 7, 9])
+    found = replan_candidates(problem, before, [0, 1, 2, 3, 4, 7, 9])
     assert (found[0].kind, found[0].plan) == ("keep", before)
     after = replan(problem, before, [0, 1, 2, 3, 4, 9])
     assert [pipeline.nodes for pipeline in after.pipelines] == [(0, 1, 2), (3, 4, 9)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from resilient.templates.plan import Plan, PlanningProblem
-from resilient.templates.replan.replan import candidates
+from resilient.templates.replan.replan import replan_candidates
 from resilient.templates.replan.replan_candidate import ReplanCandidate, Situation, Way
 from resilient.templates.template import TemplateSet
 from tests.templates.jobs import cut, layout, plan_of, profile, template_set
@@ -78,4 +78,4 @@ def test_of_equally_good_candidates_the_one_that_copies_less_comes_first(monkeyp
     ways = [Way(step_ms=each.step_ms, candidate=lambda each=each: each) for each in equal]
     monkeypatch.setattr(Situation, "ways", lambda _: iter(ways))
     problem = PlanningProblem(profile=profile([1.0] * 6), num_microbatches=12)
-    assert list(candidates(problem, plan_of(), range(4))) == equal[::-1]
+    assert list(replan_candidates(problem, plan_of(), range(4))) == equal[::-1]

@@ -66,9 +66,9 @@ def test_prices_are_those_of_counting_cells(data: st.DataObject) -> None:
             for i, size in enumerate(sizes)
         )
     )
-    holdings = StateResidency(model)
+    residency = StateResidency(model)
     new, old = data.draw(cuts(num_layers)), data.draw(cuts(num_layers))
-    prices = holdings.prices(np.array(holdings.number(new)), np.array([*holdings.number(old), EMPTY]))
+    prices = residency.prices(np.array(residency.number(new)), np.array([*residency.number(old), EMPTY]))
     cells = lcm(*(stage.num_devices for template in (new, old) for stage in template.stages))
     needs = [bytes_on(model, new, node, cells) for node in range(new.num_nodes)]
     has = [bytes_on(model, old, node, cells) for node in range(old.num_nodes)] + [{d: {} for d in range(DEVICES)}]
@@ -76,17 +76,17 @@ def test_prices_are_those_of_counting_cells(data: st.DataObject) -> None:
 
 
 def test_equal_parts_have_one_number() -> None:
-    holdings = StateResidency(ModelProfile(layers=tuple(layer(i, [cost(1.0)], 1) for i in range(6))))
-    assert holdings.number(cut(2, 4, 6)) == (1, 2, 3)
-    assert holdings.number(cut(2, 6)) == (1, 4)
-    assert holdings.number(cut(2, 4, 6)) == (1, 2, 3)
+    residency = StateResidency(ModelProfile(layers=tuple(layer(i, [cost(1.0)], 1) for i in range(6))))
+    assert residency.number(cut(2, 4, 6)) == (1, 2, 3)
+    assert residency.number(cut(2, 6)) == (1, 4)
+    assert residency.number(cut(2, 4, 6)) == (1, 2, 3)
 
 
 def test_a_part_holds_the_states_of_all_its_stages_and_their_tied_ones() -> None:
     layers = [layer(i, [cost(1.0)], 1, owners=(0,) if i == 5 else ()) for i in range(6)]
-    holdings = StateResidency(ModelProfile(layers=tuple(layers)))
-    numbers = holdings.number(cut(1, 2, 4, 6, devices=2))
-    assert holdings.states(np.array([EMPTY, *numbers])).tolist() == [
+    residency = StateResidency(ModelProfile(layers=tuple(layers)))
+    numbers = residency.number(cut(1, 2, 4, 6, devices=2))
+    assert residency.states(np.array([EMPTY, *numbers])).tolist() == [
         [False] * 6,
         [True, True, False, False, False, False],
         [True, False, True, True, True, True],

@@ -178,7 +178,7 @@ def fits(setting: Setting, num_bytes: Floats) -> bool:
 
 
 class AsTheyCome:
-    """What planners have in common that do not balance samples."""
+    """Base of planners that do not balance samples."""
 
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]

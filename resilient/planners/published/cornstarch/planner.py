@@ -136,17 +136,17 @@ class _Option:
 
     @property
     def least_bytes(self) -> Floats:
-        """What each stage needs however many replicas there are."""
+        """Memory that each stage needs however many replicas there are. [num_stages]"""
         return sum((each.held_bytes + each.activation_bytes(1) for each in self.stages), np.zeros(len(self.stage_ms)))
 
     @cached_property
     def backward_ms(self) -> Floats:
-        """Of a microbatch, on each stage."""
+        """Time of a microbatch's backward on each stage. [num_stages]"""
         return sum((each.backward_ms for each in self.stages), np.zeros(len(self.stage_ms)))
 
     @cached_property
     def gradient_bytes(self) -> Floats:
-        """On each device of each stage."""
+        """Bytes of gradients on each device of each stage. [num_stages]"""
         return sum((each.gradient_bytes for each in self.stages), np.zeros(len(self.stage_ms)))
 
     def unhidden_ms(self, dp: Ints, cluster: Cluster) -> Floats:

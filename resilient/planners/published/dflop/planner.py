@@ -29,8 +29,8 @@ from resilient.planners.packing.memory_constrained_order import fit_order
 from resilient.planners.packing.slots import slots
 from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.published.dflop.search import dflop_configuration
-from resilient.planners.published.dflop.vector_packing import fill_buckets
-from resilient.planners.stages.memory_budget import Room
+from resilient.planners.published.dflop.vector_packing import pack_vectors
+from resilient.planners.stages.memory_budget import MemoryBudget
 from resilient.planners.stages.memory_shares import kept_shares
 from resilient.templates.common.arrays import Floats, Ints
 
@@ -70,7 +70,7 @@ class Dflop:
         """Put samples into microbatches such that the one that takes longest, in any unit, takes least.
 
         Where memory does not hold them in any order that is tried, samples are put into microbatches by memory instead,
-        into some of them at last: those without any may be next to one that needs all the room.
+        into some of them at last: those without any may be next to one that needs all the memory that is left.
         Of answers that do not fit either, the one that comes nearest is returned.
 
         Raises:
@@ -78,23 +78,23 @@ class Dflop:
         """
         _, _, speeds = slots(replicas)
         weights = stage_weights(setting, configuration, batch)
-        rooms = Room.of_each(setting, configuration, replicas)
-        bucket = fill_buckets(weights, speeds, time_limit_s=self.time_limit_s)
-        place, used = _placed(bucket, weights, batch, replicas, rooms)
+        budgets = MemoryBudget.of_each(setting, configuration, replicas)
+        bucket = pack_vectors(weights, speeds, time_limit_s=self.time_limit_s)
+        place, used = _placed(bucket, weights, batch, replicas, budgets)
         if used > 1:
             shares = kept_shares(setting, configuration, batch, replicas)
             for part in _FILLED:
                 count = int(np.ceil(part * len(speeds)))
                 filled = np.arange(count) * len(speeds) // count
                 by_memory = filled[longest_first(shares, np.ones(count))]
-                other, less = _placed(by_memory, weights, batch, replicas, rooms)
+                other, less = _placed(by_memory, weights, batch, replicas, budgets)
                 if less < used:
                     place, used = other, less
                 if used <= 1:
                     break
-            for number, room in enumerate(rooms):
-                if room is not None:
-                    room.check(batch, np.flatnonzero(place.replica == number))
+            for number, budget in enumerate(budgets):
+                if budget is not None:
+                    budget.check(batch, np.flatnonzero(place.replica == number))
         return Assignment(units=dict.fromkeys(configuration.units, place))
 
 
@@ -112,9 +112,13 @@ def stage_weights(setting: Setting, configuration: Configuration, batch: SampleT
 
 
 def _placed(
-    bucket: Ints, weights: Floats, batch: SampleTable, replicas: Sequence[Replica], rooms: Sequence[Room | None]
+    bucket: Ints,
+    weights: Floats,
+    batch: SampleTable,
+    replicas: Sequence[Replica],
+    budgets: Sequence[MemoryBudget | None],
 ) -> tuple[Place, float]:
-    """Return where samples are that were put into these microbatches, and which part of a stage's room is used at most.
+    """Return where samples of these microbatches are, and what part of a stage's budget is used most.
 
     A replica runs the longest one first, then the next, as far as memory holds them; where it holds them in no such
     order, large ones are evenly among the others.
@@ -123,15 +127,15 @@ def _placed(
     size = np.stack([loads(row, bucket, number) for row in weights]).max(axis=0)
     replica, microbatch = np.empty(number, np.int64), np.empty(number, np.int64)
     used = 0.0
-    for index, (own, room) in enumerate(zip(_dealt(size, replicas), rooms, strict=True)):
+    for index, (own, budget) in enumerate(zip(_dealt(size, replicas), budgets, strict=True)):
         replica[own], microbatch[own] = index, np.arange(len(own))
-        if room is not None:
+        if budget is not None:
             samples = np.flatnonzero(np.isin(bucket, own))
-            needs = room.needs(batch[samples], bucket[samples], number)[:, own]
-            order = fit_order(np.arange(len(own)), needs, room.windows)
-            microbatch[own] = room.apart(needs.max(axis=0)) if order is None else np.argsort(order)
+            needs = budget.needs(batch[samples], bucket[samples], number)[:, own]
+            order = fit_order(np.arange(len(own)), needs, budget.windows)
+            microbatch[own] = budget.apart(needs.max(axis=0)) if order is None else np.argsort(order)
             place = microbatch[bucket[samples]]
-            used = max(used, room.used(batch[samples], place, place, len(own)))
+            used = max(used, budget.used(batch[samples], place, place, len(own)))
     return Place(replica=replica[bucket], microbatch=microbatch[bucket]), used
 
 
@@ -143,7 +147,7 @@ def _dealt(size: Floats, replicas: Sequence[Replica]) -> list[Ints]:
 
     Args:
         size: Of the microbatches of all replicas, in their order.
-        replicas: They.
+        replicas: Those that the microbatches belong to.
     """
     replica, _, _ = slots(replicas)
     found = [np.empty(0, np.int64)] * len(replicas)

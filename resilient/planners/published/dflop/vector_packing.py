@@ -32,7 +32,7 @@ _LEFT = 0.9
 """Of what is left of the limit, what HiGHS is given: it looks at the clock now and then, and is read afterwards."""
 
 
-def fill_buckets(
+def pack_vectors(
     weights: npt.ArrayLike,
     speeds: npt.ArrayLike,
     *,

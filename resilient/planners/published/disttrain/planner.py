@@ -35,7 +35,7 @@ from resilient.planners.packing.microbatch_order import fill_intervals, pipeline
 from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.published.disttrain.search import disttrain_configuration
 from resilient.planners.stages.expected_step import stage_curves
-from resilient.planners.stages.memory_budget import Room
+from resilient.planners.stages.memory_budget import MemoryBudget
 from resilient.templates.common.arrays import Floats, Ints
 
 
@@ -73,20 +73,20 @@ class DistTrain:
             ValueError: Memory is too small for a sample, even alone; the message names it.
         """
         forward, backward, calls = _stage_ms(setting, configuration, batch)
-        rooms = Room.of_each(setting, configuration, replicas)
+        budgets = MemoryBudget.of_each(setting, configuration, replicas)
         replica = longest_first((forward + backward).sum(axis=0), [each.speed for each in replicas])
         microbatch = np.zeros(len(batch), np.int64)
         for number, each in enumerate(replicas):
             own = np.flatnonzero(replica == number)
-            room = rooms[number]
-            if room is not None:
-                room.check(batch, own)
+            budget = budgets[number]
+            if budget is not None:
+                budget.check(batch, own)
             samples = _Samples(batch[own], forward[:, own], backward[:, own], calls)
-            microbatch[own] = self._microbatches(samples, each.num_microbatches, room)
+            microbatch[own] = self._microbatches(samples, each.num_microbatches, budget)
         place = Place(replica=replica, microbatch=microbatch)
         return Assignment(units=dict.fromkeys(configuration.units, place))
 
-    def _microbatches(self, samples: _Samples, number: int, room: Room | None) -> Ints:
+    def _microbatches(self, samples: _Samples, number: int, budget: MemoryBudget | None) -> Ints:
         """Return the microbatch of each sample of a replica.
 
         Where memory does not hold the order of the microbatches that samples come in, others are tried, as well as
@@ -95,15 +95,15 @@ class DistTrain:
         sizes = [len(each) for each in np.array_split(np.arange(len(samples.table)), number)]
         part = np.repeat(np.arange(number), sizes)
         order = self.order(*samples.stage_ms(part, number))
-        if room is None or order_fits(order, room.needs(samples.table, part, number), room.windows):
+        if budget is None or order_fits(order, budget.needs(samples.table, part, number), budget.windows):
             return np.argsort(order)[part]
-        even, found = room.even(samples.table, number), list[tuple[float, Ints]]()
+        even, found = budget.even(samples.table, number), list[tuple[float, Ints]]()
         for each, orders in ((part, [order]), (even, [])):
             forward, backward = samples.stage_ms(each, number)
             descending = np.argsort(-(forward + backward).sum(axis=0), kind="stable")
             orders += [np.arange(number), fill_intervals(forward, backward), descending]
-            needs = room.needs(samples.table, each, number)
-            best = fastest_fitting(orders, needs, room.windows, forward, backward)
+            needs = budget.needs(samples.table, each, number)
+            best = fastest_fitting(orders, needs, budget.windows, forward, backward)
             if best is not None:
                 found.append((pipeline_ms(best, forward, backward), np.argsort(best)[each]))
         return min(found, key=lambda each: each[0])[1] if found else even

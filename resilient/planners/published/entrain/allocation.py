@@ -79,7 +79,7 @@ def num_checks(error: float, doubt: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Settled:
-    """What batches of some size say about the allocation.
+    """Allocations that batches of some size ask for.
 
     Args:
         num_samples: Of a batch.
@@ -95,7 +95,7 @@ class Settled:
 
     @property
     def settled(self) -> bool:
-        """Whether all agree: then this many samples are enough."""
+        """Return whether all agree: then this many samples are enough."""
         return not self.others
 
     def __str__(self) -> str:

@@ -22,7 +22,7 @@ from resilient.planners.planner import Assignment, Configuration, Place, Replica
 from resilient.planners.published.entrain.allocation import settle
 from resilient.planners.published.entrain.deferral import defer, encoder_microbatches
 from resilient.planners.published.entrain.search import entrain_configuration
-from resilient.planners.stages.memory_budget import Room
+from resilient.planners.stages.memory_budget import MemoryBudget
 from resilient.templates.common.arrays import Floats, Ints
 
 
@@ -76,13 +76,13 @@ class Entrain:
         order = np.argsort(-encoder_ms, kind="stable")
         replica = give_out(llm_ms, [each.speed for each in replicas], order)
         encoder, llm = np.zeros_like(replica), np.zeros_like(replica)
-        rooms = Room.of_each(setting, configuration, replicas)
-        for index, (each, room) in enumerate(zip(replicas, rooms, strict=True)):
+        budgets = MemoryBudget.of_each(setting, configuration, replicas)
+        for index, (each, budget) in enumerate(zip(replicas, budgets, strict=True)):
             own = np.flatnonzero(replica == index)
-            if room is not None:
-                room.check(batch, own)
+            if budget is not None:
+                budget.check(batch, own)
             encoder[own], llm[own] = _microbatches(
-                encoder_ms[own], llm_ms[own], each.num_microbatches, batch[own], room
+                encoder_ms[own], llm_ms[own], each.num_microbatches, batch[own], budget
             )
         early, late = Place(replica=replica, microbatch=encoder), Place(replica=replica, microbatch=llm)
         return Assignment(units={name: early if name in names[:language] else late for name in names})
@@ -98,19 +98,19 @@ def _work_ms(setting: Setting, configuration: Configuration, batch: SampleTable,
 
 
 def _microbatches(
-    encoder_ms: Floats, llm_ms: Floats, num_microbatches: int, samples: SampleTable, room: Room | None
+    encoder_ms: Floats, llm_ms: Floats, num_microbatches: int, samples: SampleTable, budget: MemoryBudget | None
 ) -> tuple[Ints, Ints]:
     """Return the microbatch of each sample in encoders and in the language model.
 
     Where microbatches that are even in work do not fit into memory, more of them are tried, then those without
     deferral, then such as are even in memory. If nothing fits, what exceeds it least is returned.
     """
-    ways = _ways(encoder_ms, llm_ms, num_microbatches, samples, room)
-    if room is None:
+    ways = _ways(encoder_ms, llm_ms, num_microbatches, samples, budget)
+    if budget is None:
         return next(ways)
     least, best = np.inf, None
     for early, late in ways:
-        used = room.used(samples, early, late, num_microbatches)
+        used = budget.used(samples, early, late, num_microbatches)
         if used < least:
             least, best = used, (early, late)
         if used <= 1:
@@ -120,19 +120,19 @@ def _microbatches(
 
 
 def _ways(
-    encoder_ms: Floats, llm_ms: Floats, num_microbatches: int, samples: SampleTable, room: Room | None
+    encoder_ms: Floats, llm_ms: Floats, num_microbatches: int, samples: SampleTable, budget: MemoryBudget | None
 ) -> Iterator[tuple[Ints, Ints]]:
     """Yield what :func:`_microbatches` tries."""
-    fewest, least = 1, room.fewest(samples) if room else 1
+    fewest, least = 1, budget.fewest(samples) if budget else 1
     while True:
         microbatch = encoder_microbatches(encoder_ms, llm_ms, num_microbatches, fewest)
         early, late = defer(encoder_ms, llm_ms, microbatch, num_microbatches)
         yield early, late
         yield early, early
-        if fewest >= num_microbatches or room is None:
+        if fewest >= num_microbatches or budget is None:
             break
         tried = max(fewest, len(np.unique(microbatch)))
         fewest = min(least if least > tried else 2 * tried, num_microbatches)
-    if room is not None:
-        even = room.even(samples, num_microbatches)
+    if budget is not None:
+        even = budget.even(samples, num_microbatches)
         yield even, even

@@ -27,7 +27,7 @@ _EXCHANGES = 2**25
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rearrangement:
-    """Where batches go.
+    """An instance for each batch, and how good that is.
 
     Args:
         instance: Of each batch. [num_batches]

@@ -77,7 +77,7 @@ def fill_by_key(items: Floats, order: Ints, speeds: Floats, members: Ints, start
     Args:
         items: Lengths, >= 0. [num_items]
         order: Of the items.
-        speeds: They, all different. [num_speeds]
+        speeds: Work per time of instances, each number once. [num_speeds]
         members: The instances of each speed, one speed after the other, ascending within. [num_instances]
         starts: Where each speed's instances start, and the end. [num_speeds + 1]
         tolerance: Lengths that count as one step; there are less than ``1 << STEP_BITS`` steps.

@@ -14,7 +14,7 @@ from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, U
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Setting
-from resilient.planners.stages.degraded_replicas import survivors, tokens_held
+from resilient.planners.stages.degraded_replicas import degraded_replicas, tokens_held
 from resilient.templates.inputs.cluster import Cluster
 
 _LAYER = UnitLayer(name="0", curves=(LayerCurves(forward=Curve(), backward_input=Curve(), backward_weight=Curve()),))
@@ -30,37 +30,37 @@ def _configuration(dp: int, tp: int, number: int) -> Configuration:
 
 
 def test_survivors_without_losses_are_all_replicas_at_full_speed() -> None:
-    found = survivors(_setting(4), _configuration(4, 4, 3), 0)
+    found = degraded_replicas(_setting(4), _configuration(4, 4, 3), 0)
     assert [(each.num_microbatches, each.speed) for each in found] == [(3, 1.0)] * 4
 
 
 def test_survivors_are_slower_by_the_devices_they_lost_and_get_fewer_microbatches() -> None:
-    found = survivors(_setting(4), _configuration(2, 8, 6), 1)
+    found = degraded_replicas(_setting(4), _configuration(2, 8, 6), 1)
     assert [(each.num_microbatches, each.speed) for each in found] == [(4, 0.5), (8, 1.0)]
 
 
 def test_survivors_leave_out_a_replica_that_lost_all() -> None:
-    found = survivors(_setting(4), _configuration(4, 4, 3), 2)
+    found = degraded_replicas(_setting(4), _configuration(4, 4, 3), 2)
     assert [(each.num_microbatches, each.speed) for each in found] == [(6, 1.0), (6, 1.0)]
 
 
 def test_survivors_that_are_slow_take_no_more_than_there_is() -> None:
-    found = survivors(_setting(4), _configuration(3, 5, 1), 2)
+    found = degraded_replicas(_setting(4), _configuration(3, 5, 1), 2)
     assert [each.num_microbatches for each in found] == [1, 1, 1]
     assert [each.speed for each in found] == pytest.approx([0.2, 0.6, 0.6])
 
 
 def test_nodes_without_a_replica_take_the_place_of_lost_ones() -> None:
-    found = survivors(_setting(4), _configuration(2, 4, 3), 2)
+    found = degraded_replicas(_setting(4), _configuration(2, 4, 3), 2)
     assert [(each.num_microbatches, each.speed) for each in found] == [(3, 1.0)] * 2
-    assert [each.speed for each in survivors(_setting(4), _configuration(2, 4, 3), 3)] == [1.0]
+    assert [each.speed for each in degraded_replicas(_setting(4), _configuration(2, 4, 3), 3)] == [1.0]
 
 
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 5), st.data())
 def test_survivors_keep_all_microbatches(num_nodes: int, number: int, tp: int, data: st.DataObject) -> None:
     dp = data.draw(st.integers(1, max(1, 4 * num_nodes // tp)))
     lost = data.draw(st.integers(0, num_nodes - 1))
-    found = survivors(_setting(num_nodes), _configuration(dp, tp, number), lost)
+    found = degraded_replicas(_setting(num_nodes), _configuration(dp, tp, number), lost)
     assert sum(each.num_microbatches for each in found) == dp * number
     assert all(0 < each.speed <= 1 for each in found)
 
@@ -68,7 +68,7 @@ def test_survivors_keep_all_microbatches(num_nodes: int, number: int, tp: int, d
 def test_survivors_refuse_to_lose_every_node() -> None:
     message = "lost_nodes must be 0 to 3, got 4; leave a node"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        survivors(_setting(4), _configuration(4, 4, 3), 4)
+        degraded_replicas(_setting(4), _configuration(4, 4, 3), 4)
 
 
 def _with_state(num_nodes: int, memory: int) -> Setting:
@@ -81,10 +81,10 @@ def _with_state(num_nodes: int, memory: int) -> Setting:
 
 def test_survivors_that_lack_memory_for_the_state_put_their_devices_together() -> None:
     # Half of a replica's devices hold 60 / 4 and 40 / 4 / 2 bytes each, all of one 60 / 8 and 40 / 8.
-    assert [each.devices for each in survivors(_with_state(4, 21), _configuration(2, 8, 6), 2)] == [0.5, 0.5]
-    assert [each.devices for each in survivors(_with_state(4, 20), _configuration(2, 8, 6), 2)] == [1.0]
+    assert [each.devices for each in degraded_replicas(_with_state(4, 21), _configuration(2, 8, 6), 2)] == [0.5, 0.5]
+    assert [each.devices for each in degraded_replicas(_with_state(4, 20), _configuration(2, 8, 6), 2)] == [1.0]
     # Nobody needs what is half of a replica.
-    found = survivors(_with_state(6, 11), _configuration(3, 8, 2), 1)
+    found = degraded_replicas(_with_state(6, 11), _configuration(3, 8, 2), 1)
     assert [(each.num_microbatches, each.devices) for each in found] == [(3, 1.0), (3, 1.0)]
 
 
@@ -94,7 +94,7 @@ def test_survivors_without_memory_for_the_state_are_refused() -> None:
         "more of each one's 20; lose fewer, or use larger devices"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        survivors(_with_state(4, 20), _configuration(2, 8, 6), 3)
+        degraded_replicas(_with_state(4, 20), _configuration(2, 8, 6), 3)
 
 
 @settings(deadline=None)
@@ -105,14 +105,14 @@ def test_survivors_have_memory_for_the_state(
     dp = data.draw(st.integers(1, max(1, 4 * num_nodes // tp)))
     lost = data.draw(st.integers(1, num_nodes - 1))
     at, configuration = _with_state(num_nodes, memory), _configuration(dp, tp, number)
-    free = survivors(_setting(num_nodes), configuration, lost)
+    free = degraded_replicas(_setting(num_nodes), configuration, lost)
     devices = sum(each.devices for each in free)
 
     def state(replicas: int, part: float) -> float:
         return (60 + 40 / replicas) / tp / part
 
     try:
-        found = survivors(at, configuration, lost)
+        found = degraded_replicas(at, configuration, lost)
     except ValueError:
         assert state(max(1, int(devices + 1e-9)), min(devices, 1)) >= memory * (1 - 1e-6)
         return
@@ -135,7 +135,7 @@ def test_devices_that_share_sequences_hold_larger_parts_of_them(cp: int, devices
 @given(st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(0, 5))
 def test_what_survivors_keep_is_what_the_simulation_finds(dp: int, tp: int, lost: int) -> None:
     at, configuration = _with_state(6, 1000), _configuration(dp, tp, 3)
-    replicas = survivors(at, configuration, lost)
+    replicas = degraded_replicas(at, configuration, lost)
     batch = SampleTable(units={"llm": Lengths.of(np.array([5, 3, 2]))})
     assignment = Assignment(units={"llm": Place(replica=np.zeros(3, np.int64), microbatch=np.zeros(3, np.int64))})
     found = evaluate(at, configuration, assignment, batch, replicas)

@@ -16,8 +16,8 @@ from resilient.planners.planner import Assignment, Configuration, Parallelism, P
 from resilient.planners.published.dflop.planner import Dflop
 from resilient.planners.published.disttrain.planner import DistTrain
 from resilient.planners.published.entrain.planner import Entrain
-from resilient.planners.stages.degraded_replicas import survivors
-from resilient.planners.stages.memory_budget import Room
+from resilient.planners.stages.degraded_replicas import degraded_replicas
+from resilient.planners.stages.memory_budget import MemoryBudget
 from tests.resilient.planners.jobs_of_planners import COSTS, setting
 
 
@@ -41,10 +41,12 @@ def used(
 ) -> float:
     early, late = found.units["vision"], found.units[LLM]
     most = 0.0
-    for number, (each, room) in enumerate(zip(replicas, Room.of_each(at, configuration, replicas), strict=True)):
-        assert room is not None
+    for number, (each, budget) in enumerate(
+        zip(replicas, MemoryBudget.of_each(at, configuration, replicas), strict=True)
+    ):
+        assert budget is not None
         own = np.flatnonzero(late.replica == number)
-        most = max(most, room.used(batch[own], early.microbatch[own], late.microbatch[own], each.num_microbatches))
+        most = max(most, budget.used(batch[own], early.microbatch[own], late.microbatch[own], each.num_microbatches))
     return most
 
 
@@ -69,13 +71,13 @@ def test_what_is_used_is_what_the_simulation_finds_and_fits_where_it_must(
     at = replace(setting(memory), costs=COSTS.frozen(frozen))
     batch = heavy(32, seed, sigma)
     replicas = [Replica(num_microbatches=number, speed=part, devices=part) for part in (1.0, left)]
-    rooms = [room for room in Room.of_each(at, configuration, replicas) if room is not None]
+    budgets = [budget for budget in MemoryBudget.of_each(at, configuration, replicas) if budget is not None]
     free = Entrain().assign(replace(at, cluster=setting().cluster), configuration, batch, replicas)
     own = [np.flatnonzero(free.units[LLM].replica == replica) for replica in range(2)]
     if any(
         (batch.units[name].tokens[mine] * each.parts.max() > 1).any()
-        for mine, room in zip(own, rooms, strict=True)
-        for name, each in room.units.items()
+        for mine, budget in zip(own, budgets, strict=True)
+        for name, each in budget.units.items()
     ):
         with pytest.raises(ValueError, match=r"^tokens of sample \d+ in '\w+' must be <= "):
             Entrain().assign(at, configuration, batch, replicas)
@@ -88,8 +90,8 @@ def test_what_is_used_is_what_the_simulation_finds_and_fits_where_it_must(
         assert all((place.microbatch == free.units[name].microbatch).all() for name, place in found.units.items())
     # Even microbatches of what samples take where a stage holds nothing else: no larger than this.
     least: list[float] = []
-    for mine, room in zip(own, rooms, strict=True):
-        units = room.units.items()
+    for mine, budget in zip(own, budgets, strict=True):
+        units = budget.units.items()
         shares = [(each.windows * each.parts).max() * batch[mine].units[name].tokens for name, each in units]
         share = np.maximum(*shares)
         least.append((share.sum() + (number - 1) * share.max(initial=0.0)) / number)
@@ -100,10 +102,10 @@ def test_even_microbatches_have_large_ones_apart() -> None:
     configuration = Configuration(
         units={LLM: Parallelism(dp=1, pp=2, stage_layers=(4, 4))}, num_microbatches=6
     )  # the first stage holds two
-    room = Room.of(replace(setting(10**6), costs=replace(COSTS, units=COSTS.units[1:])), configuration)
-    assert room is not None
+    budget = MemoryBudget.of(replace(setting(10**6), costs=replace(COSTS, units=COSTS.units[1:])), configuration)
+    assert budget is not None
     samples = SampleTable(units={LLM: Lengths.of(np.array([90, 80, 70, 10, 10, 10]))})
-    assert room.even(samples, 6).tolist() == [0, 2, 4, 1, 3, 5]
+    assert budget.even(samples, 6).tolist() == [0, 2, 4, 1, 3, 5]
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
@@ -120,7 +122,7 @@ def test_batches_of_the_data_that_was_sampled_fit(sigma: float) -> None:
             needed = re.search(r"must be >= (\d+), what the least", str(error))
             assert needed
             least = int(needed[1]) + 1
-    replicas = survivors(at, configuration, 0)
+    replicas = degraded_replicas(at, configuration, 0)
     for seed in range(1, 11):
         batch = heavy(64, seed, sigma)
         assignment = Entrain().assign(at, configuration, batch, replicas)

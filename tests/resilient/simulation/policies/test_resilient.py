@@ -13,7 +13,7 @@ from resilient.simulation.replay.outcome import ReplayOutcome
 from resilient.simulation.scenario import Scenario
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import PlanningProblem
-from resilient.templates.replan.replan import candidates, first_plan
+from resilient.templates.replan.replan import first_plan, replan_candidates
 from tests.resilient.simulation.replays import job, split_s, trace
 
 COSTS = ChangeCosts(restart_s=7.0, load_s=3.0, checkpoint_s=4.0, regroup_ms=1000.0, insurance_steps=None)
@@ -44,7 +44,7 @@ def test_a_loss_costs_the_step_under_way_regrouping_and_copying(lost: int, copie
     problem = pairs(state_bytes=100, link=Link(bytes_per_s=10.0))
     made = replayed(trace((0, range(5), []), (100, [], [lost]), end_s=250), problem)
     if lost == 3:
-        plan = next(candidates(problem, first_plan(problem, range(5)), [0, 1, 2, 4]))
+        plan = next(replan_candidates(problem, first_plan(problem, range(5)), [0, 1, 2, 4]))
         copied_s = round(plan.copy_ms / 1e3)
         assert copied_s > 0
     pause_s = 1 + copied_s
@@ -143,7 +143,7 @@ def test_every_plan_is_the_runtimes_own() -> None:
     run = periodic_failures(8, 60.0, down_to=2, seed=4)
     for change in run.changes[1:]:
         gone = [place for place, name in enumerate(names) if name in change.lost]
-        best = next(candidates(problem, arrangement.plan, [p for p in range(len(names)) if p not in gone]))
+        best = next(replan_candidates(problem, arrangement.plan, [p for p in range(len(names)) if p not in gone]))
         move = planner.next(arrangement, gone, 0)
         assert move.copy_ns == round(best.copy_ms * 1e6)
         assert move.arrangement.step_ns == round(best.step_ms * 1e6)

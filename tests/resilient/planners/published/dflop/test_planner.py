@@ -24,8 +24,8 @@ from resilient.planners.packing.slots import slots
 from resilient.planners.planner import Configuration, Parallelism, Place, Replica, Setting
 from resilient.planners.published.dflop.planner import Dflop, stage_weights
 from resilient.planners.published.dflop.vector_packing import peak
-from resilient.planners.stages.degraded_replicas import survivors
-from resilient.planners.stages.memory_budget import Room
+from resilient.planners.stages.degraded_replicas import degraded_replicas
+from resilient.planners.stages.memory_budget import MemoryBudget
 from resilient.planners.stages.stage_work import by_stage, gradient_sum_ms, state_bytes
 from resilient.templates.common.arrays import Ints
 from resilient.templates.inputs.cluster import Cluster, Link
@@ -45,11 +45,11 @@ def heavy(count: int, seed: int) -> SampleTable:
 def used(job: Setting, found: Configuration, batch: SampleTable, place: Place, replicas: Sequence[Replica]) -> float:
     """The largest part that is used of what a stage of any replica has left."""
     most = 0.0
-    for number, (each, room) in enumerate(zip(replicas, Room.of_each(job, found, replicas), strict=True)):
-        assert room is not None
+    for number, (each, budget) in enumerate(zip(replicas, MemoryBudget.of_each(job, found, replicas), strict=True)):
+        assert budget is not None
         own = np.flatnonzero(place.replica == number)
         microbatch = place.microbatch[own]
-        most = max(most, room.used(batch[own], microbatch, microbatch, each.num_microbatches))
+        most = max(most, budget.used(batch[own], microbatch, microbatch, each.num_microbatches))
     return most
 
 
@@ -225,7 +225,7 @@ def test_what_fits_is_within_memory_in_the_simulation(memory: int, seed: int, lo
     job, known = setting(memory), table(64, seed)
     try:
         found = Dflop().configure(job, known)
-        replicas = survivors(job, found, lost)
+        replicas = degraded_replicas(job, found, lost)
     except ValueError:
         return
     batch = table(32, seed)
@@ -245,7 +245,7 @@ def test_jobs_that_fit_are_not_refused() -> None:
     for known, batch in batches:
         found = Dflop().configure(job, known)
         try:
-            Dflop().assign(job, found, batch, survivors(job, found, 2))
+            Dflop().assign(job, found, batch, degraded_replicas(job, found, 2))
         except ValueError as error:
             refused.append(str(error))
     assert len(refused) <= 3
@@ -355,7 +355,7 @@ def test_heavy_tails_fit_and_take_no_longer_than_predicted(memory: int) -> None:
     # Memory does not hold the largest samples on all stages at a time.
     free = ByHand(replace(setting(), global_batch=256), known)
     assert found.predicted_ms > 1.05 * free(found.units, found.num_microbatches)[0]
-    replicas = survivors(job, found, 0)
+    replicas = degraded_replicas(job, found, 0)
     taken: list[float] = []
     for seed in range(1, 6):
         batch = heavy(256, seed)

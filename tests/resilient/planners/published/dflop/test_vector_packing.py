@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.planners.packing.balance import longest_first
-from resilient.planners.published.dflop.vector_packing import fill_buckets, least_peak, peak
+from resilient.planners.published.dflop.vector_packing import least_peak, pack_vectors, peak
 from resilient.templates.common.arrays import Floats
 
 
@@ -28,13 +28,13 @@ def cases(draw: st.DrawFn, max_items: int, max_buckets: int) -> tuple[Floats, Fl
 @given(cases(40, 8))
 def test_never_worse_than_longest_first(case: tuple[Floats, Floats]) -> None:
     weights, speeds = case
-    bucket = fill_buckets(weights, speeds)
+    bucket = pack_vectors(weights, speeds)
     assert bucket.shape == weights.shape[1:]
     assert ((bucket >= 0) & (bucket < len(speeds))).all()
     found = peak(weights, bucket, speeds)
     longest = peak(weights, longest_first(np.rint(weights.max(axis=0) * 1e6), speeds), speeds)
     assert least_peak(weights, speeds) * (1 - 1e-9) <= found <= longest * (1 + 1e-9)
-    np.testing.assert_array_equal(bucket, fill_buckets(weights, speeds))
+    np.testing.assert_array_equal(bucket, pack_vectors(weights, speeds))
 
 
 def least_of_all(weights: Floats, speeds: Floats) -> float:
@@ -47,7 +47,7 @@ def least_of_all(weights: Floats, speeds: Floats) -> float:
 @given(cases(7, 3))
 def test_highs_finds_the_least_peak(case: tuple[Floats, Floats]) -> None:
     weights, speeds = case
-    found = peak(weights, fill_buckets(weights, speeds, time_limit_s=60), speeds)
+    found = peak(weights, pack_vectors(weights, speeds, time_limit_s=60), speeds)
     assert found == pytest.approx(least_of_all(weights, speeds), rel=2e-6, abs=1e-9)
 
 
@@ -55,7 +55,7 @@ def test_highs_finds_the_least_peak(case: tuple[Floats, Floats]) -> None:
 @given(cases(7, 3))
 def test_without_highs_the_peak_is_within_the_bounds_of_longest_first(case: tuple[Floats, Floats]) -> None:
     weights, speeds = case
-    least, found = least_of_all(weights, speeds), peak(weights, fill_buckets(weights, speeds), speeds)
+    least, found = least_of_all(weights, speeds), peak(weights, pack_vectors(weights, speeds), speeds)
     count = len(speeds)
     # Graham for buckets alike, Gonzalez, Ibarra and Sahni for others. Two units: the larger weights of a bucket's items
     # sum up to no more than all of them do, which is twice its peak.
@@ -79,20 +79,20 @@ def test_highs_has_what_is_left_of_the_limit(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(highspy.Highs, "setOptionValue", record)
     speeds = np.ones(4)
     times = iter([100.0, 115.0])
-    better = fill_buckets(HARD, speeds, time_limit_s=60, clock=lambda: next(times))
+    better = pack_vectors(HARD, speeds, time_limit_s=60, clock=lambda: next(times))
     assert limits == [pytest.approx(0.9 * 45)]
-    without = fill_buckets(HARD, speeds)
+    without = pack_vectors(HARD, speeds)
     assert peak(HARD, better, speeds) < peak(HARD, without, speeds)
     # Nothing is left: not asked.
     times = iter([100.0, 160.0])
-    np.testing.assert_array_equal(fill_buckets(HARD, speeds, time_limit_s=60, clock=lambda: next(times)), without)
+    np.testing.assert_array_equal(pack_vectors(HARD, speeds, time_limit_s=60, clock=lambda: next(times)), without)
     assert len(limits) == 1
 
 
 def test_both_weights_count() -> None:
     # Longest first on the larger weight would put the two encoder-heavy items together.
     weights = np.array([[9.0, 0.0, 9.0, 0.0], [0.0, 10.0, 0.0, 10.0]])
-    bucket = fill_buckets(weights, [1.0, 1.0])
+    bucket = pack_vectors(weights, [1.0, 1.0])
     assert peak(weights, bucket, [1.0, 1.0]) == 10.0
 
 
@@ -103,4 +103,4 @@ def test_exchanges_come_near_the_bound() -> None:
     speeds[0] = 0.6
     least = least_peak(weights, speeds)
     assert peak(weights, longest_first(weights.max(axis=0), speeds), speeds) > 1.02 * least
-    assert peak(weights, fill_buckets(weights, speeds), speeds) < 1.002 * least
+    assert peak(weights, pack_vectors(weights, speeds), speeds) < 1.002 * least

@@ -16,7 +16,7 @@ from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.planner import Configuration, Planner, Setting
 from resilient.planners.published.dhp.planner import DHP
 from resilient.planners.registry import planner
-from resilient.planners.stages.degraded_replicas import survivors
+from resilient.planners.stages.degraded_replicas import degraded_replicas
 from resilient.planners.stages.memory_shares import kept_shares
 from resilient.templates.inputs.cluster import Cluster, Link
 from tests.resilient.planners.jobs_of_planners import COSTS, setting, table
@@ -26,7 +26,7 @@ SLOW = Link(bytes_per_s=1e6)
 
 def simulate(who: Planner, job: Setting, known: SampleTable, batch: SampleTable) -> tuple[Configuration, Result]:
     found = who.configure(job, known)
-    replicas = survivors(job, found, 0)
+    replicas = degraded_replicas(job, found, 0)
     return found, evaluate(job, found, who.assign(job, found, batch, replicas), batch, replicas)
 
 

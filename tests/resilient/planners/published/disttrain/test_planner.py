@@ -20,7 +20,7 @@ from resilient.planners.packing.memory_constrained_order import order_fits
 from resilient.planners.packing.microbatch_order import fill_intervals, pipeline_ms
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica, Setting
 from resilient.planners.published.disttrain.planner import DistTrain
-from resilient.planners.stages.memory_budget import Room
+from resilient.planners.stages.memory_budget import MemoryBudget
 from resilient.planners.stages.stage_work import by_stage, gradient_sum_ms
 from resilient.templates.inputs.cluster import Cluster, Link
 from tests.resilient.planners.jobs_of_planners import COSTS, after_failures, check_places, setting, table, unit
@@ -63,8 +63,8 @@ def by_hand(job: Setting, samples: SampleTable, spread: dict[str, Parallelism]) 
         held = min(sum(spread[name].pp for name in names[names.index(each.name) :]), steps)
         mean, several = float(lengths.tokens.mean()), max(llm / at.dp, 1.0)
         deviation = 3 * float(lengths.tokens.std()) * np.sqrt(number * several * held)
-        room = mean * number * held + max(deviation, (float(lengths.tokens.max()) - mean) * several)
-        memory = max(memory, state + token * room)
+        budget = mean * number * held + max(deviation, (float(lengths.tokens.max()) - mean) * several)
+        memory = max(memory, state + token * budget)
     return warm + slowest * (steps - 1) + sums, memory
 
 
@@ -189,25 +189,25 @@ def test_no_slower_than_other_orders_that_memory_holds(memory: int, seed: int, p
     configuration, batch = Configuration(units=stages, num_microbatches=20), table(20, seed)
     planner = DistTrain(order=fill_intervals) if published else DistTrain()
     job, replicas = setting(memory), [Replica(num_microbatches=20)]
-    room = Room.of(job, configuration)
-    assert room is not None
+    budget = MemoryBudget.of(job, configuration)
+    assert budget is not None
     times: list[Floats] = []
     for way in ("forward", "backward"):
         vision, llm = (getattr(COSTS.by_name[name], way)() for name in ("vision", LLM))
         fixed = vision.fixed * (batch.units["vision"].tokens > 0)
         rows = [vision.of(batch.units["vision"]) + fixed, *[(llm.of(batch.units[LLM]) + llm.fixed) / 4] * 4]
         times.append(np.stack(rows))
-    if max((batch.units[name].tokens * each.parts.max()).max() for name, each in room.units.items()) > 1:
+    if max((batch.units[name].tokens * each.parts.max()).max() for name, each in budget.units.items()) > 1:
         with pytest.raises(ValueError, match=r"^tokens of sample \d+ in '\w+' must be <= "):
             planner.assign(job, configuration, batch, replicas)
         return
     place = planner.assign(job, configuration, batch, replicas).units[LLM].microbatch
     if len(set(place.tolist())) < 20:
         return  # no order of the microbatches that samples come in was found
-    needs = room.needs(batch, np.arange(20), 20)
+    needs = budget.needs(batch, np.arange(20), 20)
     for order in (planner.order(*times), np.arange(20), fill_intervals(*times)):
-        if order_fits(order, needs, room.windows):
-            assert order_fits(np.argsort(place), needs, room.windows)
+        if order_fits(order, needs, budget.windows):
+            assert order_fits(np.argsort(place), needs, budget.windows)
             assert pipeline_ms(np.argsort(place), *times) <= pipeline_ms(order, *times) * (1 + 1e-6)
 
 
@@ -243,9 +243,9 @@ def test_memory_that_is_a_little_short_costs_little(seed: int) -> None:
     free = result(setting(), DistTrain().assign(setting(), found, batch, replicas))
     job = setting(int(0.9 * free.peak_bytes))
     held = result(job, DistTrain().assign(job, found, batch, replicas))
-    room = Room.of(job, found)
-    assert room is not None
-    place = Place(replica=np.zeros(64, np.int64), microbatch=room.even(batch, 64))
+    budget = MemoryBudget.of(job, found)
+    assert budget is not None
+    place = Place(replica=np.zeros(64, np.int64), microbatch=budget.even(batch, 64))
     apart = result(job, Assignment(units=dict.fromkeys(stages, place)))
     assert held.peak_bytes <= 0.9 * free.peak_bytes
     assert held.iteration_ms <= 1.1 * free.iteration_ms

@@ -20,7 +20,7 @@ from resilient.planners.planner import Assignment, Configuration, Parallelism, R
 from resilient.planners.published.baselines.uniform import in_order
 from resilient.planners.published.entrain.allocation import proportional
 from resilient.planners.published.entrain.planner import Entrain
-from resilient.planners.stages.degraded_replicas import survivors
+from resilient.planners.stages.degraded_replicas import degraded_replicas
 from resilient.planners.stages.stage_work import exposed_sum_ms, state_bytes
 from resilient.templates.inputs.cluster import Cluster, Link
 from tests.resilient.planners.jobs_of_planners import (
@@ -169,7 +169,7 @@ def test_few_samples_that_take_long_are_predicted_and_make_pipelines_short() -> 
         depths.append(found.units[LLM].pp)
         taken: list[float] = []
         for _ in range(10):
-            batch, replicas = samples[draw.permutation(1000)[:64]], survivors(at, found, 0)
+            batch, replicas = samples[draw.permutation(1000)[:64]], degraded_replicas(at, found, 0)
             planned = Entrain().assign(at, found, batch, replicas)
             taken.append(evaluate(at, found, planned, batch, replicas).iteration_ms)
         assert np.mean(taken) == pytest.approx(found.predicted_ms, rel=0.15)
@@ -346,7 +346,7 @@ def test_once_learnt_the_true_times_of_replicas_hold_their_bound(count: int, spe
 @pytest.mark.parametrize("lost", [1, 2, 5])
 def test_the_step_is_shorter_than_in_order_on_what_failures_leave(lost: int) -> None:
     configuration = replace(Entrain().configure(setting(), table(200)), num_microbatches=16)
-    replicas = survivors(setting(), configuration, lost)
+    replicas = degraded_replicas(setting(), configuration, lost)
     assert any(each.speed < 1 for each in replicas)
     at, steps = replace(setting(), global_batch=256), np.zeros(2)
     for seed in range(5):

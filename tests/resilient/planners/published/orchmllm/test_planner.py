@@ -17,7 +17,7 @@ from resilient.planners.planner import Place, Replica
 from resilient.planners.published.baselines.balanced import EncoderFirst, FullySharded
 from resilient.planners.published.baselines.uniform import Uniform
 from resilient.planners.published.orchmllm.planner import OrchMLLM
-from resilient.planners.stages.degraded_replicas import survivors
+from resilient.planners.stages.degraded_replicas import degraded_replicas
 from resilient.templates.common.arrays import Ints
 from tests.resilient.planners.jobs_of_planners import (
     COSTS,
@@ -121,7 +121,7 @@ def test_each_turn_of_each_phase_is_balanced_over_unequal_replicas(
 @pytest.mark.parametrize("lost", [1, 2, 3])
 def test_balance_is_better_than_none_on_what_failures_leave(lost: int) -> None:
     """On replicas of which some have twice as many microbatches then."""
-    job, replicas = replace(setting(), global_batch=256), survivors(setting(), CONFIGURATION, lost)
+    job, replicas = replace(setting(), global_batch=256), degraded_replicas(setting(), CONFIGURATION, lost)
     assert len({each.num_microbatches for each in replicas}) == 2
     steps = np.zeros(2)
     for seed in range(5):
@@ -147,7 +147,7 @@ def test_no_replica_gets_the_longest_sample_of_every_turn(counts: list[int]) -> 
 def test_samples_stay_on_their_replica_where_encoders_apart_are_unequal() -> None:
     configuration = Uniform().configure(setting(), table(200))
     assert not configuration.colocated
-    job, replicas = replace(setting(), global_batch=256), survivors(setting(), configuration, 1)
+    job, replicas = replace(setting(), global_batch=256), degraded_replicas(setting(), configuration, 1)
     batch, steps = table(256), np.zeros(2)
     for seed in range(5):
         batch = table(256, seed)
@@ -156,7 +156,7 @@ def test_samples_stay_on_their_replica_where_encoders_apart_are_unequal() -> Non
             assert assignment.units["vision"] is assignment.units["llm"]
             steps[index] += evaluate(job, configuration, assignment, batch, replicas).iteration_ms
     assert steps[0] < 0.95 * steps[1]
-    equal = OrchMLLM().assign(job, configuration, batch, survivors(setting(), configuration, 0)).units
+    equal = OrchMLLM().assign(job, configuration, batch, degraded_replicas(setting(), configuration, 0)).units
     assert (equal["vision"].replica != equal["llm"].replica).any()
 
 
