@@ -46,7 +46,8 @@ def test_the_split_is_the_fastest_within_the_limits(limits: str, least: int, mos
 
 @pytest.mark.parametrize("limits", ["", "min=0", "max=-1", "most=4", "min=2,min=3", "min=2;max=3"])
 def test_limits_that_do_not_read_are_refused(limits: str) -> None:
-    message = f'share must look like "min=4,max=16,multiple-of=2", each at most once, got {limits!r}; leave out what is not limited'
+    form = '"min=4,max=16,multiple-of=2", each at most once'
+    message = f"share must look like {form}, got {limits!r}; leave out what is not limited"
     with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
         limited_split(small_plan(), limits)
 
