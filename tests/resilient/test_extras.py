@@ -53,6 +53,13 @@ def test_pictures_are_refused_before_anything_is_computed(command: tuple[str, ..
 
 
 @pytest.mark.usefixtures("bare")
+def test_limits_on_shares_are_refused_before_anything_is_computed() -> None:
+    ended = CliRunner().invoke(app, [*PLAN, "--share", "min=2"])
+    told = "--share needs pyomo, which is not installed; pip install 'resilient-train[solvers]'"
+    assert (ended.exit_code, ended.stdout, ended.stderr) == (2, "", f"error: {told}\n")
+
+
+@pytest.mark.usefixtures("bare")
 def test_plans_are_made_without_any_extra() -> None:
     ended = CliRunner().invoke(app, PLAN)
     assert (ended.exit_code, ended.stderr) == (0, "")

@@ -21,6 +21,7 @@ from resilient.cli.shared.options import command_of
 from resilient.cli.shared.output_files import check_outputs
 from resilient.cli.shared.printing import progress_bar, table_console
 from resilient.errors import ArgumentError
+from resilient.extras import require
 
 if TYPE_CHECKING:
     from resilient.cli.plan.report import PlanReport
@@ -55,6 +56,8 @@ def plan_command(ctx: typer.Context, options: PlanOptions) -> None:
         problem, samples = described_job(options)
         outputs = (("--json", options.json_file), ("--png", options.png_file), ("--templates", options.templates_file))
         check_outputs(outputs, [options.profile])
+        for package in ("pyomo", "highspy") if options.share is not None else ():
+            require(package, "--share")
         report = _report(problem, options, samples)
         _write(report, problem, options)
         console = table_console()
