@@ -28,8 +28,8 @@ from resilient.agent.membership import events as ev
 from resilient.agent.membership.context import EXIT_FAILED, Phase, Settings
 from resilient.agent.membership.machine import Membership, MembershipError
 from resilient.agent.stimulus_log import StimulusLog, append_whole
+from resilient.common.files import replacing
 from resilient.errors import CheckpointError
-from resilient.files import replacing
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     PHASES,

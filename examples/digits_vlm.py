@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import LlamaConfig, ViTConfig
 
 import resilient as rs
+from resilient.common.extras import require
 from resilient.data import IGNORED_LABEL, Sample, collate_multimodal
-from resilient.extras import require
 
 require("sklearn", "this example")
 from sklearn.datasets import load_digits  # noqa: E402

@@ -20,25 +20,24 @@ SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*
 
 ROOMS: dict[str, str] = {
     "errors": "",
-    "extras": "",
-    "files": "",
-    "templates": "errors extras",
-    "planners": "templates extras errors files",
+    "common": "",
+    "templates": "errors common",
+    "planners": "templates common errors",
     "simulation": "templates errors",
     "data": "errors",
     "comm": "errors",
     "models": "data errors",
-    "state": "comm models templates errors files",
+    "state": "comm models templates errors common",
     "optim": "state errors",
     "protocol": "state templates errors",
-    "observability": "state templates errors extras files",
+    "observability": "state templates errors common",
     "pipeline": "comm models state protocol observability templates errors",
     "runtime": "comm data models state optim protocol observability pipeline templates errors",
-    "profiling": "models state pipeline runtime templates files",
+    "profiling": "models state pipeline runtime templates common",
     "trainer": "data models state optim protocol observability runtime profiling",
-    "agent": "state protocol observability templates errors files",
+    "agent": "state protocol observability templates errors common",
     "testing": "agent trainer protocol observability errors",
-    "cli": "agent planners simulation profiling runtime protocol observability templates errors extras files",
+    "cli": "agent planners simulation profiling runtime protocol observability templates errors common",
 }
 """Each room of the package, a folder or a file at its top, and the rooms it may import, itself aside."""
 
@@ -52,8 +51,7 @@ LIGHT = (
     "cli",
     "testing",
     "errors",
-    "extras",
-    "files",
+    "common",
 )
 """Rooms that are imported without torch."""
 
@@ -125,7 +123,7 @@ def test_all_parts_are_looked_at() -> None:
 def test_planning_imports_only_itself_and_is_pure(path: Path) -> None:
     for module in imports(path):
         if within(module, "resilient"):
-            allowed = any(within(module, f"resilient.{room}") for room in ("templates", "errors", "extras"))
+            allowed = any(within(module, f"resilient.{room}") for room in ("templates", "errors", "common.extras"))
             assert allowed, f"planning must not import {module}"
         assert module.partition(".")[0] not in NOT_PURE, f"planning must be a function of its arguments: {module}"
         assert not within(module, "numpy.random")

@@ -20,8 +20,8 @@ from rich.text import Text
 
 from resilient.cli.shared.job_options import refusals
 from resilient.cli.shared.output_files import check_outputs, drawing
+from resilient.common.extras import require
 from resilient.errors import ArgumentError
-from resilient.extras import require
 from resilient.observability.event_log import Event, read_events
 from resilient.observability.figures.run_figure import draw_report
 from resilient.observability.live_view import LiveView, PlainView, make_view

@@ -18,8 +18,8 @@ from resilient.cli.shared.errors import console, told
 from resilient.cli.shared.output_files import drawing
 from resilient.cli.shared.renamed_options import renamed
 from resilient.cli.shared.run_folder import new_run_directory
+from resilient.common.files import write_whole
 from resilient.errors import ArgumentError, ResilientError
-from resilient.files import write_whole
 from resilient.protocol.messages import PHASES, Injection
 
 RUN_HELP = (

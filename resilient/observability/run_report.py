@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from resilient.files import write_whole
+from resilient.common.files import write_whole
 from resilient.observability.event_log import Event, read_events, steps_of
 from resilient.observability.run_comparison import NOT_COMPARED, compare_runs
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from resilient.files import write_whole
+from resilient.common.files import write_whole
 from resilient.profiling import profiler
 from resilient.profiling.profiler import ProfiledBatch
 from resilient.runtime.job import Job

@@ -11,8 +11,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from resilient.common.files import replacing
 from resilient.errors import CheckpointError
-from resilient.files import replacing
 from resilient.state.layer_state import LayerState
 from resilient.state.manifest import SavedState, read_manifest, unwritable
 

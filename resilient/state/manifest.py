@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from resilient.common.files import write_whole
 from resilient.errors import CheckpointError
-from resilient.files import write_whole
 from resilient.state.recipe import Recipe
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan

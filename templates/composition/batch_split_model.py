@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from resilient.common.extras import require
 from resilient.errors import ArgumentError
-from resilient.extras import require
 from resilient.templates.composition.batch_split import Lines, capacities, finish_ns, line_table
 
 

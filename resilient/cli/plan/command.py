@@ -20,8 +20,8 @@ from resilient.cli.shared.job_options import MOST_NODES, JobOptions, described_j
 from resilient.cli.shared.options import command_of
 from resilient.cli.shared.output_files import check_outputs
 from resilient.cli.shared.printing import progress_bar, table_console
+from resilient.common.extras import require
 from resilient.errors import ArgumentError
-from resilient.extras import require
 
 if TYPE_CHECKING:
     from resilient.cli.plan.report import PlanReport

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from resilient.cli.shared.errors import told
 from resilient.cli.shared.standard_output import is_of_output
+from resilient.common.extras import MissingPackageError
 from resilient.errors import ArgumentError
-from resilient.extras import MissingPackageError
 
 if TYPE_CHECKING:
     from resilient.templates.inputs.cluster import Cluster

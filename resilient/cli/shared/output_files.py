@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from resilient.cli.shared.errors import console
+from resilient.common.extras import MissingPackageError, require
 from resilient.errors import ArgumentError
-from resilient.extras import MissingPackageError, require
 
 
 def check_outputs(outputs: Iterable[tuple[str, Path | None]], inputs: Iterable[Path | None] = ()) -> None:

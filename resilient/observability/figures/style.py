@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from resilient.extras import require
+from resilient.common.extras import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

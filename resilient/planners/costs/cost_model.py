@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from resilient.common.files import write_whole
 from resilient.errors import ArgumentError, literal
-from resilient.files import write_whole
 from resilient.planners.costs.samples import Lengths
 from resilient.templates.common.arrays import Floats
 

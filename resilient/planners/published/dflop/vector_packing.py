@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from resilient.extras import require
+from resilient.common.extras import require
 from resilient.planners.packing.balance import longest_first
 from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.compiled import compiled

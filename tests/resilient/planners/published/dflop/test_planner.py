@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.extras import MissingPackageError
+from resilient.common.extras import MissingPackageError
 from resilient.planners.costs.correction import UNCORRECTED, Observation
 from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable

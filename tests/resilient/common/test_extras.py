@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from resilient.cli import run
 from resilient.cli.app import app
-from resilient.extras import _EXTRAS, MissingPackageError, require
+from resilient.common.extras import _EXTRAS, MissingPackageError, require
 from resilient.planners.published.dflop.vector_packing import pack_vectors
 from resilient.templates.composition.batch_split_model import split_with_constraints
 from tests.resilient.observability.made_up_runs import failure_and_join
@@ -38,7 +38,7 @@ def test_packages_that_are_there_are_not_imported_by_the_check(monkeypatch: pyte
 
 
 def test_extras_and_projects_are_those_of_the_package() -> None:
-    lines = (Path(__file__).parents[2] / "pyproject.toml").read_text().splitlines()
+    lines = (Path(__file__).parents[3] / "pyproject.toml").read_text().splitlines()
     for project, extra in _EXTRAS.values():
         found = [line.partition(" =")[0] for line in lines if f'"{project}>=' in line]
         assert found == [extra]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from resilient.files import replacing, write_whole
+from resilient.common.files import replacing, write_whole
 
 
 def test_a_file_is_replaced_when_all_is_written(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""What any room may use and that knows none of them: files written whole, optional packages."""
