@@ -62,7 +62,7 @@ def run(
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
     old_trace: Annotated[str | None, renamed("--trace", "--trace-steps")] = None,
 ) -> None:
-    from resilient.agent.launch import Launcher, LaunchOptions
+    from resilient.agent.launch import LaunchOptions, launch
     from resilient.observability.live_view import make_view
 
     script_options.hint(context, arguments or ())
@@ -86,10 +86,8 @@ def run(
             trace_steps=trace_steps,
             validate=os.environ.get("RESILIENT_VALIDATE", "") not in ("", "0"),
         )
-        launcher = Launcher(options)
         with make_view(plain or None) as view:
-            launcher.subscribe(view.on_event)
-            exit_code = launcher.run()
+            exit_code = launch(options, view.on_event)
     except (ResilientError, ValueError) as error:
         console.print(f"error: {told(error, context)}", markup=False, style="red", soft_wrap=True)
         raise typer.Exit(1) from None
