@@ -6,6 +6,7 @@ stages', messages are the borders' (:mod:`resilient.pipeline.p2p`), sums are the
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -27,6 +28,8 @@ from resilient.pipeline.stage import Stage
 from resilient.pipeline.stage_timer import StageTimer
 from resilient.protocol.fault_injection import Faults
 from resilient.templates.schedules.schedule import Action, Op, Schedule
+
+logger = logging.getLogger(__name__)
 
 _Pass = tuple[int, int]
 """Stage and microbatch."""
@@ -166,9 +169,13 @@ class Executor:
         step, generation = self._work.step, self._generation
         if isinstance(error, CommunicationError):
             error.locate(generation=generation, step=step, action=self.failed_action)
-        elif sys.version_info >= (3, 11):
-            place = place_text(generation=generation, step=step, action=self.failed_action)
-            error.add_note(f"while training{place}:\n{action_table(self._schedule, self._row, action)}")
+            return
+        place = place_text(generation=generation, step=step, action=self.failed_action)
+        note = f"while training{place}:\n{action_table(self._schedule, self._row, action)}"
+        if sys.version_info >= (3, 11):
+            error.add_note(note)
+        else:  # an error takes no notes yet
+            logger.error("%s", note)
 
     def _forward(self, action: Action) -> None:
         self._faults.reach("forward", self._work.step)
