@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _LINGER_S = 5.0
 _REPEATED = ("workers_per_node", "host", "port", "network_gbit_s", "failure_interval_s", "heartbeat_s", "grace_s")
+"""Options that a job keeps when it is resumed, as they are; a test asks of each new one whether it is such."""
 
 
 @dataclass(frozen=True, kw_only=True)

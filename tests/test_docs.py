@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from resilient.cli.app import app
+from resilient.planners.registry import PLANNERS
 from tests.test_layering import ROOMS
 
 ROOT = Path(__file__).parents[1]
@@ -104,6 +105,17 @@ def test_files_named_exist(page: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?://)([^)#]+)(?:#[^)]*)?\)", page.read_text())
     assert sorted(each for each in targets if not (page.parent / each).exists()) == []
+
+
+def test_test_files_named_exist() -> None:
+    there = {path.name for path in (ROOT / "tests").rglob("*.py")}
+    named = {each for page in PAGES for each in re.findall(r"\btest_\w+\.py", page.read_text())}
+    assert sorted(named - there - {"test_train.py"}) == []
+
+
+def test_every_planner_is_documented() -> None:
+    text = (ROOT / "docs" / "planners.md").read_text()
+    assert [each for each in PLANNERS if f"`{each}`" not in text and each not in text] == []
 
 
 def test_every_command_is_documented() -> None:

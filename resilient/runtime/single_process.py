@@ -19,6 +19,7 @@ from resilient.protocol.messages import (
     Finished,
     FromWorkerMessage,
     Generation,
+    Installed,
     Note,
     NotSaved,
     Output,
@@ -28,6 +29,7 @@ from resilient.protocol.messages import (
     Save,
     Saved,
     StepDone,
+    Suspect,
     ToWorkerMessage,
 )
 from resilient.state.manifest import Manifest, SavedState, check_recipe, folder, read_manifest, write_manifest
@@ -120,6 +122,8 @@ class SingleProcessClient:
             self._inbox.append(self._save(message))
         elif isinstance(message, Finished | Failed):
             self._inbox.append(Finish())
+        elif not isinstance(message, Installed | Suspect):  # of those nothing follows where there is nobody else
+            raise TypeError(f"message must be known in a single process, got a {type(message).__name__}")
 
     def receive(self) -> ToWorkerMessage:
         """Return the next answer."""

@@ -30,11 +30,16 @@ def most_in_flight(kind: ScheduleKind, num_rows: int, num_microbatches: int) -> 
         kind: One that trains, with one stage per row.
         num_rows: Rows of the pipeline.
         num_microbatches: The most that it can get.
+
+    Raises:
+        ValueError: The kind is another.
     """
     each = {ScheduleKind.GPIPE: num_microbatches, ScheduleKind.ZB_H1: num_rows, ScheduleKind.ZB_H2: 2 * num_rows - 1}
     if kind in each:
         return (min(each[kind], num_microbatches),) * num_rows
-    return tuple(range(num_rows, 0, -1))
+    if kind in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.EAGER):
+        return tuple(range(num_rows, 0, -1))
+    raise ValueError(f"kind must train with one stage per row, got {kind.value}; its memory is not counted here")
 
 
 def chunks_in_flight(num_rows: int, num_chunks: int, num_microbatches: int) -> Ints:

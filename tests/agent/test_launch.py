@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,7 +17,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from resilient.agent.launch import Launcher, LaunchOptions, launch
+from resilient.agent.launch import _REPEATED, Launcher, LaunchOptions, launch
 from tests.agent.processes import has_ended
 
 _WAITING = """
@@ -164,3 +165,11 @@ def test_wildcard_host_is_refused_because_workers_could_not_be_reached_there(tmp
     script.touch()
     with pytest.raises(ValueError, match=r"host must be the address .* got '0\.0\.0\.0'; give one of this machine's"):
         LaunchOptions(script=str(script), run_directory=str(tmp_path), host="0.0.0.0")
+
+
+def test_every_option_is_kept_by_a_resumed_job_or_belongs_to_one_run() -> None:
+    of_one_run = {
+        "script", "arguments", "num_nodes", "run_directory", "resume", "injections", "domains", "trace_steps",
+        "validate", "environment",
+    }  # fmt: skip
+    assert {option.name for option in fields(LaunchOptions)} == {*_REPEATED, *of_one_run}

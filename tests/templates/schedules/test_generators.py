@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient.templates.schedules.generators import generate
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import ScheduleKind, most_in_flight
 from resilient.templates.schedules.schedule import Action, Op, Schedule
 from resilient.templates.schedules.validator import validate
 
@@ -106,6 +106,15 @@ def test_generated_schedules_are_valid_and_read_back(
 
 
 @given(st.integers(1, 7), st.integers(1, 20))
+def test_no_kind_keeps_more_in_flight_than_memory_is_planned_for(num_rows: int, num_microbatches: int) -> None:
+    limited = {ScheduleKind.EAGER, ScheduleKind.INTERLEAVED, ScheduleKind.FORWARD_ONLY}
+    for kind in set(ScheduleKind) - limited:
+        schedule = generate(kind, num_rows, num_microbatches)
+        planned = most_in_flight(kind, num_rows, num_microbatches)
+        assert all(in_flight(row) <= most for row, most in zip(schedule.rows, planned, strict=True)), kind
+
+
+@given(st.integers(1, 6), st.integers(1, 14))
 def test_microbatches_in_flight_are_what_the_kinds_promise(num_rows: int, num_microbatches: int) -> None:
     promised = {
         ScheduleKind.GPIPE: lambda row: num_microbatches,

@@ -1,0 +1,24 @@
+"""``resilient agent``: what it refuses before it asks anybody."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from resilient.cli.app import app
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--join", "head"], "--join must be HOST:PORT, got 'head'; take the address from the run's job.json"),
+        (
+            ["--join", "http://h:1"],
+            "--join must be HOST:PORT, got 'http://h:1'; take the address from the run's job.json",
+        ),
+        (["--join", "h:1", "--heartbeat-s", "0"], "--heartbeat-s must be > 0, got 0; leave it out for the default"),
+    ],
+)
+def test_agent_that_could_never_join_is_refused(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["agent", "--token", "t", *arguments])
+    assert (result.exit_code, result.output) == (2, f"error: {message}\n")

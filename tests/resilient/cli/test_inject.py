@@ -1,0 +1,68 @@
+"""``resilient inject``: whom it asks, and what it says where nobody answers."""
+
+from __future__ import annotations
+
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from http.client import parse_headers
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from resilient.cli.app import app
+
+
+def test_injecting_into_a_run_that_is_over_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "over"
+    folder.mkdir(parents=True)
+    with socket.socket() as silent:  # its port is taken, and nobody listens
+        silent.bind(("127.0.0.1", 0))
+        address = "127.0.0.1:{1}".format(*silent.getsockname())
+        (folder / "job.json").write_text(json.dumps({"address": address, "token": "t", "pid": 1}))
+        newest = CliRunner().invoke(app, ["inject", "kill", "--node", "1"])
+        named = CliRunner().invoke(app, ["inject", "leave", "--node", "1", "--run", str(folder)])
+    begin, end = f" does not answer at {address} (", "); if another is running, name its folder with --run\n"
+    for result, run in ((newest, "the newest run in ./runs"), (named, folder)):
+        assert result.exit_code == 2
+        assert result.output.startswith(f"error: the job of {run}{begin}")
+        assert result.output.endswith(end)
+
+
+def test_run_is_asked_without_the_proxy_of_the_web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer() -> bytes:
+        with listener.accept()[0] as connection, connection.makefile("rb") as request:
+            asked = request.readline()
+            request.read(int(parse_headers(request)["Content-Length"]))
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        return asked
+
+    monkeypatch.delenv("no_proxy", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as silent, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(100)  # nobody comes if a proxy is asked
+        silent.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:{1}".format(*silent.getsockname()))
+        address = "127.0.0.1:{1}".format(*listener.getsockname())
+        (tmp_path / "job.json").write_text(json.dumps({"address": address, "token": "t"}))
+        asked = pool.submit(answer)
+        ended = CliRunner().invoke(app, ["inject", "leave", "--node", "1", "--run", str(tmp_path)])
+        assert (ended.exit_code, ended.output) == (0, "")
+        assert asked.result() == b"POST /leave HTTP/1.1\r\n"
+
+
+@pytest.mark.parametrize("what", ["kill", "leave"])
+def test_injecting_without_a_run_is_explained(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["inject", what, "--node", "1"])
+    assert result.exit_code == 2
+    assert "no run in ./runs" in result.output
+
+
+def test_folder_of_no_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text("{")
+    result = CliRunner().invoke(app, ["inject", "leave", "--node", "1", "--run", str(tmp_path)])
+    reason = "(Input data was truncated); choose one from ./runs"
+    assert result.output == f"error: --run must be the folder of a run on this machine, got {tmp_path} {reason}\n"
+    assert result.exit_code == 2

@@ -1,0 +1,77 @@
+"""``resilient run``: what it reads, and what it leaves of its exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from typer.testing import CliRunner
+
+from resilient.agent.launch import Launcher
+from resilient.cli import run as cli
+from resilient.cli.app import app
+from resilient.cli.run import parse_injection
+from resilient.protocol.messages import Injection
+
+
+@pytest.mark.parametrize(
+    ("text", "injection"),
+    [
+        ("node=2", Injection(node=2)),
+        ("node=2, step=15, phase=backward", Injection(node=2, at_step=15, at_phase="backward")),
+        ("node=0,phase=copy,worker", Injection(node=0, at_phase="copy", worker_only=True)),
+    ],
+)
+def test_injections_are_read(text: str, injection: Injection) -> None:
+    assert parse_injection(text) == injection
+
+
+@pytest.mark.parametrize("text", ["", "step=3", "node=x", "node=1,phase=lunch", "node=1,stop=3"])
+def test_bad_injection_shows_the_form(text: str) -> None:
+    with pytest.raises(ValueError, match=r'^inject must look like "node=2,step=15,phase=backward\[,worker\]", got'):
+        parse_injection(text)
+
+
+def test_resuming_from_no_checkpoint_fails_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "s.py").touch()
+    arguments = ["run", "--resume", str(tmp_path), "--run-dir", str(tmp_path / "run"), str(tmp_path / "s.py")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert result.output.startswith(f"error: {tmp_path} must be a finished checkpoint, ")
+
+
+@pytest.mark.parametrize("what", ["report", "trace"])
+@pytest.mark.parametrize("error", [OSError("No space left on device"), ValueError("damaged"), KeyboardInterrupt()])
+def test_report_or_trace_that_cannot_be_written_leaves_the_exit_code_alone(
+    error: BaseException, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "s.py").touch()
+    (tmp_path / "events.jsonl").touch()
+    monkeypatch.setattr(Launcher, "run", lambda _: 130)
+    for each in ("report", "trace"):
+        monkeypatch.setattr(cli, f"_write_{each}", Mock(side_effect=error if each == what else None))
+    result = CliRunner().invoke(app, ["run", "--trace-steps", "1", "--run-dir", str(tmp_path), str(tmp_path / "s.py")])
+    assert result.exit_code == 130
+    message = f"warning: the job has ended, but there is no whole {what} in {tmp_path}: {error!r}\n"
+    assert result.output == message
+
+
+@pytest.mark.parametrize(("value", "validates"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_membership_is_checked_where_the_environment_asks_for_it(
+    value: str | None, validates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "s.py").touch()
+    asked: list[bool] = []
+
+    def run(self: Launcher) -> int:
+        asked.append(self._options.validate)
+        return 0
+
+    monkeypatch.setattr(Launcher, "run", run)
+    if value is None:
+        monkeypatch.delenv("RESILIENT_VALIDATE", raising=False)
+    else:
+        monkeypatch.setenv("RESILIENT_VALIDATE", value)
+    result = CliRunner().invoke(app, ["run", "--run-dir", str(tmp_path / "run"), str(tmp_path / "s.py")])
+    assert (result.exit_code, asked) == (0, [validates])
