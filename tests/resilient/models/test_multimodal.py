@@ -136,7 +136,7 @@ def test_placeholders_become_the_features_in_order() -> None:
     torch.testing.assert_close(hidden[1, 3], model.layer("llm.embed").get_parameter("embed_tokens.weight")[6])
 
 
-@pytest.mark.parametrize("config", [ViTConfig(**VISION), SiglipVisionConfig(**VISION), CLIPVisionConfig(**VISION)])
+@pytest.mark.parametrize("config", [config for _, config in VISION_MODELS.values()], ids=VISION_MODELS)
 def test_padding_changes_neither_loss_nor_gradients(config: Any) -> None:
     model = MultimodalModule(
         encoders={"vision": EncoderModule(config, placeholder_id=3)}, language_model=LlamaConfig(**TEXT)
@@ -211,7 +211,7 @@ def test_tied_head_uses_the_embedding_and_adds_to_its_gradient() -> None:
     assert weight.grad[19].abs().sum() > 0  # never read, only a column of the head
 
 
-@pytest.mark.parametrize("config", [ViTConfig(**VISION), SiglipVisionConfig(**VISION), CLIPVisionConfig(**VISION)])
+@pytest.mark.parametrize("config", [config for _, config in VISION_MODELS.values()], ids=VISION_MODELS)
 def test_initial_values_depend_on_seed_and_layer_alone(config: Any) -> None:
     model = MultimodalModule(
         encoders={"vision": EncoderModule(config, placeholder_id=3)}, language_model=LlamaConfig(**TEXT)
