@@ -20,6 +20,7 @@ from resilient.agent.coordinator import Coordinator
 from resilient.agent.membership import events as ev
 from resilient.agent.membership.context import EXIT_FAILED, Settings
 from resilient.agent.process import Spawner, start_forkserver
+from resilient.errors import ArgumentError
 from resilient.observability.step_trace import parse_steps
 from resilient.protocol.forkserver import Spawn
 from resilient.protocol.messages import Injection
@@ -83,16 +84,18 @@ class LaunchOptions:
                 f"nodes and workers per node must be >= 1, got {self.num_nodes} and {self.workers_per_node}"
             )
         if self.host in ("0.0.0.0", "::"):
-            raise ValueError(
-                f"host must be the address by which the job's machines reach this one, got {self.host!r}; "
-                "give one of this machine's own addresses"
+            raise ArgumentError(
+                "host",
+                "be the address by which the job's machines reach this one",
+                repr(self.host),
+                "give one of this machine's own addresses",
             )
         if not Path(self.script).is_file():
             raise ValueError(f"script must be a file, got {self.script!r}; give the path of the job's script")
         for name in ("network_gbit_s", "failure_interval_s", "heartbeat_s", "grace_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"{name} must be > 0, got {value:g}; leave --{_dashed(name)} out for the default")
+                raise ArgumentError(name, "be > 0", f"{value:g}", "leave it out for the default")
         parse_steps(self.trace_steps)
 
     def repeated(self) -> tuple[str, ...]:
@@ -183,21 +186,22 @@ class Launcher:
 
     def _make_folder(self) -> None:
         if (self._run_directory / "events.jsonl").exists():
-            reason = f"run_directory must be new, got {self._run_directory}, which holds another run"
-            raise ValueError(f"{reason}; pass another with --run-dir")
+            held = f"{self._run_directory}, which holds another run"
+            raise ArgumentError("run_directory", "be new", held, "give another")
         try:
             (self._run_directory / "logs").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            reason = f"run_directory must be a folder that can be written, got {self._run_directory}"
-            raise ValueError(f"{reason} ({error.strerror}); pass another with --run-dir") from error
+            got = f"{self._run_directory} ({error.strerror})"
+            raise ArgumentError("run_directory", "be a folder that can be written", got, "give another") from error
 
     async def _listen(self, coordinator: Coordinator) -> None:
         host, port = self._options.host, self._options.port
         try:
             await coordinator.start(host, port)
         except OSError as error:
-            reason = f"host and port must be an address to listen on, got {host}:{port} ({error.strerror})"
-            raise ValueError(f"{reason}; give an address of this machine, and port 0 for any that is free") from error
+            got = f"{host}:{port} ({error.strerror})"
+            fix = "give an address of this machine, and {port} 0 for any that is free"
+            raise ArgumentError("host", "be an address to listen on, together with {port}", got, fix) from error
 
     def _settings(self) -> Settings:
         options = self._options

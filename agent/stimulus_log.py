@@ -119,7 +119,7 @@ def _read_lines(path: Path, lines: list[bytes]) -> Iterator[tuple[float, Stimulu
             if line.kind not in _KINDS:
                 raise ValueError(f"kind {line.kind!r}")
             yield line.at, _decoded(line.stimulus, line.packed, _KINDS[line.kind])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number} of {path} must be a stimulus, got {error}") from None
 
 

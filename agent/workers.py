@@ -32,7 +32,7 @@ class _ErrorFile(msgspec.Struct):
 
 
 class WorkerPool:
-    """Starts the workers, serves their socket, and fences off those of earlier incarnations.
+    """Starts the workers, serves their socket, and turns away those of earlier incarnations.
 
     Args:
         address: Path of the socket to serve.

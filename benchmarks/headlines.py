@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=Path, help=f"folder of {' and '.join(FILES.values())}")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
-    console = Console(highlight=False, width=170)
+    console = Console(highlight=False, emoji=False, width=170)
     for claim in CLAIMS:
         if options.names and claim.name not in options.names:
             continue

@@ -320,7 +320,7 @@ def main() -> None:
     parser.add_argument("--batches", choices=("simulated", "stated", "both"), default="both")
     parser.add_argument("--spot", nargs="*", type=Path, help="trace files; made-up markets without any")
     options = parser.parse_args()
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     started = time.monotonic()
     for batches in ("simulated", "stated"):
         if options.batches in (batches, "both"):

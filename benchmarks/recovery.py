@@ -298,7 +298,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all measurements here as well")
     options = parser.parse_args()
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, emoji=False, markup=False)
     if not console.is_terminal:
         console.width = TABLE_WIDTH
     rng = random.Random(options.seed)

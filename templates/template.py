@@ -9,7 +9,7 @@ from functools import cached_property
 
 import msgspec
 
-from resilient.errors import ArgumentError
+from resilient.errors import ArgumentError, literal
 from resilient.templates.common.durations import nanoseconds
 
 FORMAT_VERSION = 1
@@ -167,7 +167,7 @@ class TemplateSet:
         if file.digest != file.templates.digest:
             raise ArgumentError(
                 "templates",
-                f"have the digest {file.digest[:12]}",
+                literal(f"have the digest {file.digest[:12]}"),
                 f"{file.templates.digest[:12]}: the file was changed",
                 "compute the templates again",
             )

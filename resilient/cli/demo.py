@@ -199,7 +199,7 @@ def demo(
     """Train on five nodes, kill one in mid-step, let one join, and compare with the same job without failures."""
     from resilient.cli.shared.run_folder import new_run_directory
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     scenario = choose_scenario(seed, steps)
     run_directory = run_dir or new_run_directory()
     with refusals(ctx):

@@ -45,7 +45,7 @@ def profile(
     from resilient.profiling.cache import fresh_profile
     from resilient.runtime.script import job_of
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     hint(context, arguments or ())
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as `resilient run` sets its workers'
     try:
@@ -55,7 +55,9 @@ def profile(
             bar = progress.add_task("", total=len(job.model.layers))
             measured, path = fresh_profile(job, lambda name: progress.update(bar, description=name, advance=1))
     except (ResilientError, ValueError) as error:
-        Console(stderr=True, highlight=False).print(f"error: {error}", markup=False, style="red", soft_wrap=True)
+        Console(stderr=True, highlight=False, emoji=False).print(
+            f"error: {error}", markup=False, style="red", soft_wrap=True
+        )
         raise typer.Exit(1) from None
     console.print(f"{measured.source}, one microbatch of {job.microbatch}; times in ms", markup=False)
     console.print(table(measured))

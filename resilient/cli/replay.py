@@ -30,18 +30,22 @@ def replay_command(
     try:
         replayed = replay_run(run)
         unlike = difference(run, replayed)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise usage_error(
             f"RUN must be the folder of a run with its stimuli.jsonl and events.jsonl, got {run} ({error}); choose one "
             f"from ./runs"
         ) from None
-    console = Console(highlight=False)
+    except ValueError as error:
+        raise usage_error(str(error)) from None
+    console = Console(highlight=False, emoji=False)
     for decision in replayed.decisions:
         console.print(_in_a_line(decision), markup=False, soft_wrap=True)
     console.print(f"{len(replayed.decisions)} decisions of {replayed.num_stimuli} stimuli", markup=False)
     for trouble in (replayed.broken, unlike):
         if trouble:
-            Console(stderr=True, highlight=False).print(f"error: {trouble}", markup=False, style="red", soft_wrap=True)
+            Console(stderr=True, highlight=False, emoji=False).print(
+                f"error: {trouble}", markup=False, style="red", soft_wrap=True
+            )
     if replayed.broken or unlike:
         raise typer.Exit(1)
     console.print("equal to events.jsonl", markup=False)

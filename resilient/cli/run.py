@@ -89,7 +89,8 @@ def run(
         with make_view(plain or None) as view:
             exit_code = launch(options, view.on_event)
     except (ResilientError, ValueError) as error:
-        console.print(f"error: {told(error, context)}", markup=False, style="red", soft_wrap=True)
+        said = told(error, context, {"run_directory": "--run-dir"})
+        console.print(f"error: {said}", markup=False, style="red", soft_wrap=True)
         raise typer.Exit(1) from None
     if (run_directory / "events.jsonl").exists():
         _try_to_write("report", run_directory, lambda: _write_report(run_directory))
@@ -113,9 +114,12 @@ def parse_injection(text: str) -> Injection:
     try:
         if unknown or (phase is not None and phase not in PHASES):
             raise ValueError(text)
+        node, at_step = int(fields["node"]), int(fields["step"]) if "step" in fields else None
+        if node < 0 or (at_step is not None and at_step < 1):
+            raise ValueError(text)
         return Injection(
-            node=int(fields["node"]),
-            at_step=int(fields["step"]) if "step" in fields else None,
+            node=node,
+            at_step=at_step,
             at_phase=phase,
             worker_only="worker" in fields,
         )

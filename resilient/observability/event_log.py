@@ -21,7 +21,9 @@ def read_events(path: Path | str) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             event = json.loads(line)
-        except ValueError:
+            if not isinstance(event, dict):
+                raise ValueError(line)
+        except (ValueError, RecursionError):  # it may be nested too deep to read
             if number == len(lines):
                 break
             raise ValueError(f"line {number} of {path} must be a JSON object, got {line[:80]!r}") from None

@@ -46,7 +46,7 @@ def make_view(plain: bool | None = None, console: Console | None = None) -> Live
         plain: True for lines, False for the live view, None for the live view exactly where a terminal is.
         console: Where to draw; standard output when None.
     """
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, emoji=False)
     return PlainView(console) if plain or (plain is None and not console.is_terminal) else LiveView(console)
 
 
@@ -72,7 +72,7 @@ class PlainView:
     def on_event(self, event: Event) -> None:
         """Show one event; may be called from one thread at a time."""
         if text := _verbatim(event):
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
         messages = self._status.apply(event)
         if event["kind"] == "step" and (messages or self._step_is_due(event)):
             self._line(event["time"], self._step_in_words(event), "")
@@ -120,7 +120,7 @@ class LiveView:
         """Show one event; may be called from one thread at a time."""
         if text := _verbatim(event):
             # Not under the lock: printing waits for the refreshing thread, and that thread for the lock.
-            self._live.console.print(text, markup=False, highlight=False)
+            self._live.console.print(text, markup=False, highlight=False, emoji=False)
         with self._lock:
             self._status.apply(event)
 

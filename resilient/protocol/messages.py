@@ -279,7 +279,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to ``Hello``: the node's number and what to start. ``fresh``: workers from before are fenced off,
+    """Answer to ``Hello``: the node's number and what to start. ``fresh``: workers from before are turned away,
     the agent kills them and starts new ones. ``num_nodes``: nodes the job was started with. ``trace``: steps of which
     workers write down when they did what (:func:`resilient.observability.step_trace.parse_steps`)."""
 

@@ -146,7 +146,7 @@ def check_batch(global_batch: int, microbatch: int, num_pipelines: int) -> None:
     nearest = sorted({max(smallest, below), max(smallest, below + microbatch)})
     raise ArgumentError(
         "global_batch",
-        f"be a multiple of microbatch {microbatch}, at least {smallest} (one microbatch for each of "
+        f"be a multiple of {{microbatch}} {microbatch}, at least {smallest} (one microbatch for each of "
         f"{num_pipelines} pipelines)",
         global_batch,
         f"use {' or '.join(map(str, nearest))}",

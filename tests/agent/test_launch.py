@@ -95,21 +95,21 @@ def test_options_that_start_the_job_again_are_those_that_were_given(train: str, 
 @pytest.mark.parametrize("name", ["network_gbit_s", "failure_interval_s", "heartbeat_s", "grace_s"])
 def test_times_and_bandwidths_are_positive(name: str, train: str, tmp_path: Path) -> None:
     zero: dict[str, Any] = {name: 0}
-    message = f"{name} must be > 0, got 0; leave --{name.replace('_', '-')} out for the default"
+    message = f"{name} must be > 0, got 0; leave it out for the default"
     with pytest.raises(ValueError, match=f"^{message}$"):
         LaunchOptions(script=train, run_directory=str(tmp_path), **zero)
 
 
 def test_folder_that_cannot_be_written_is_named(train: str, tmp_path: Path) -> None:
     folder = tmp_path / "script.py" / "run"
-    message = f"run_directory must be a folder that can be written, got {folder} (Not a directory); pass another with "
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}--run-dir$"):
+    message = f"run_directory must be a folder that can be written, got {folder} (Not a directory); give another"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         launch(LaunchOptions(script=train, run_directory=str(folder)))
 
 
 def test_folder_of_another_run_is_left_alone(train: str, tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("")
-    message = f"run_directory must be new, got {tmp_path}, which holds another run; pass another with --run-dir"
+    message = f"run_directory must be new, got {tmp_path}, which holds another run; give another"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         launch(LaunchOptions(script=train, run_directory=str(tmp_path)))
 

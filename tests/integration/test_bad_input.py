@@ -129,7 +129,9 @@ def test_port_in_use(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         done = run_command("run", "--run-dir", tmp_path / "run", "--port", port, CHAIN)
     assert done.returncode == 1
-    assert f"error: host and port must be an address to listen on, got 127.0.0.1:{port}" in words(done.stderr)
+    assert f"error: --host must be an address to listen on, together with --port, got 127.0.0.1:{port}" in words(
+        done.stderr
+    )
 
 
 def test_resume_from_what_is_no_checkpoint(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import resilient as rs
+from resilient.agent.launch import Launcher, LaunchOptions
 from resilient.protocol.messages import Injection
 from resilient.testing import JobRun, fail_at, run_job, train_here
 from tests.resilient.small import CPU, TiedModel, Tokens
@@ -23,6 +24,7 @@ def trainer(**changes: Any) -> rs.Trainer:
 def test_job_trains_here_and_gives_its_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESILIENT_RUN_DIR", "elsewhere")
     monkeypatch.setenv("RESILIENT_AGENT", "/no/agent")
+    monkeypatch.setenv("RESILIENT_TRACE", "1-5")
     mine = trainer()
     result, losses = train_here(mine, 5, directory=tmp_path / "run")
     assert result.checkpoint == tmp_path / "run" / "checkpoints" / "step-00000005"
@@ -31,7 +33,8 @@ def test_job_trains_here_and_gives_its_losses(tmp_path: Path, monkeypatch: pytes
     assert losses == mine.losses
     assert (os.environ["RESILIENT_RUN_DIR"], os.environ["RESILIENT_AGENT"]) == ("elsewhere", "/no/agent")
     assert not Path("elsewhere").exists()
-    assert "RESILIENT_TRACE" not in os.environ
+    assert os.environ["RESILIENT_TRACE"] == "1-5"
+    assert not list((tmp_path / "run").rglob("*trace*"))
 
 
 def test_failure_is_described() -> None:
@@ -64,3 +67,19 @@ def test_job_without_its_script_is_refused(tmp_path: Path) -> None:
 
 def test_run_without_failures_has_none(tmp_path: Path) -> None:
     assert JobRun(tmp_path, 0).failures == []
+
+
+def test_job_on_nodes_checks_its_membership_and_begins_where_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[LaunchOptions] = []
+
+    def run(self: Launcher) -> int:
+        asked.append(self._options)
+        return 0
+
+    monkeypatch.setattr(Launcher, "run", run)
+    (tmp_path / "job.py").touch()
+    run_job(tmp_path / "job.py", directory=tmp_path / "run", nodes=3, resume=tmp_path / "step")
+    (options,) = asked
+    assert (options.validate, options.num_nodes, options.resume) == (True, 3, str(tmp_path / "step"))

@@ -29,7 +29,7 @@ def problem_for(kind: ScheduleKind) -> PlanningProblem:
 
 
 @pytest.mark.parametrize("kind", TRAINING)
-def test_plan_carries_the_schedule_of_the_job_through_changes_and_over_the_wire(kind: ScheduleKind) -> None:
+def test_plan_carries_the_schedule_of_the_job_through_changes_and_in_messages(kind: ScheduleKind) -> None:
     problem = problem_for(kind)
     plan = first_plan(problem, range(5))
     after = replan(problem, plan, [0, 1, 3, 4])

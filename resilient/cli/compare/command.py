@@ -227,7 +227,7 @@ def _compare(
     from resilient.cli.compare.report import compare_planners
     from resilient.planners.registry import BASELINE
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     with progress_bar(TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task("simulating", total=len(planners))
         return compare_planners(

@@ -70,7 +70,7 @@ def _report(problem: PlanningProblem, options: PlanOptions, microbatch: int) -> 
     from resilient.cli.plan.report import build_plan_report
     from resilient.templates.search.template_sizes import TooFewNodes
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     columns = (TextColumn("{task.description}"), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn())
     with progress_bar(*columns, console=console) as progress:
         task = progress.add_task("templates", total=None)

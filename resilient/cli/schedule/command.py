@@ -83,7 +83,7 @@ class ScheduleOptions:
 @command_of(ScheduleOptions)
 def schedule_command(ctx: typer.Context, options: ScheduleOptions) -> None:
     """Show what the workers of a pipeline do when, and how long they wait, without running it."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     with refusals(ctx):
         kinds = _kinds(options.kind or ["1f1b"])
         _check_belongs("chunks", options.chunks, "interleaved-1f1b", kinds)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from resilient.errors import ArgumentError
 
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, emoji=False)
 
 
 def option_names(ctx: typer.Context, others: Mapping[str, str] | None = None) -> Callable[[str], str]:

@@ -86,6 +86,10 @@ JOB_OPTIONS = {
     "the number of nodes": "--nodes",
     "num_chunks": "--chunks",
     "transfer_ms": "--send-ms",
+    "run_directory": "--run-dir",
+    "planner": "--planners",
+    "encoder": "--model",
+    "language model": "--model",
     "bad=drop": "--bad drop",
     "bad=resize": "--bad resize",
 }
@@ -114,7 +118,7 @@ def refusals(ctx: typer.Context) -> Iterator[None]:
 
 
 def _to_stderr(text: str, style: str) -> None:
-    Console(stderr=True, highlight=False).print(text, markup=False, style=style, soft_wrap=True)
+    Console(stderr=True, highlight=False, emoji=False).print(text, markup=False, style=style, soft_wrap=True)
 
 
 def described_cluster(device: str | None, gpus_per_node: int = 1, network_gbit_s: float | None = None) -> Cluster:

@@ -14,7 +14,7 @@ _COLUMNS = 80
 
 def table_console() -> Console:
     """Return where tables are printed: a terminal that is too narrow wraps their lines, but no number is cut off."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     console.width = max(console.width, _COLUMNS)
     return console
 

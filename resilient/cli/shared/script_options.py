@@ -22,4 +22,4 @@ def hint(context: typer.Context, arguments: Sequence[str]) -> None:
         text = (
             f"note: {', '.join(found)} after the script is the script's; put options of `{context.command_path}` first"
         )
-        Console(stderr=True, highlight=False).print(text, markup=False, style="yellow", soft_wrap=True)
+        Console(stderr=True, highlight=False, emoji=False).print(text, markup=False, style="yellow", soft_wrap=True)

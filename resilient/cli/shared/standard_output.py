@@ -39,7 +39,7 @@ class Commands(TyperGroup):
             text = (
                 f"error: the output cannot be written ({error.strerror}); make room where it goes, or send it elsewhere"
             )
-            Console(stderr=True, highlight=False).print(text, markup=False, style="red", soft_wrap=True)
+            Console(stderr=True, highlight=False, emoji=False).print(text, markup=False, style="red", soft_wrap=True)
             raise SystemExit(2) from None
 
 

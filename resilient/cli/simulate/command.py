@@ -51,7 +51,7 @@ class _Replayed:
 @command_of(ReplayOptions)
 def simulate_command(ctx: typer.Context, options: ReplayOptions) -> None:
     """Replay availability traces: throughput, where the nodes' time goes, and dollars, by policy."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     started = time.monotonic()
     with refusals(ctx):
         job = _described(options)

@@ -19,7 +19,7 @@ def show_trace(trace: AvailabilityTrace, console: Console) -> None:
     """Print what happens in a trace."""
     lost = sum(len(change.lost) for change in trace.changes)
     joined = sum(len(change.joined) for change in trace.changes) - trace.first_nodes
-    console.print(f"\n{trace.name}", style="bold", highlight=False)
+    console.print(f"\n{trace.name}", style="bold", highlight=False, emoji=False)
     console.print(
         f"{trace.end_ms / 3.6e6:.4g} h, {counted(trace.first_nodes, 'node')} at the start, {trace.max_nodes} at most; "
         f"{lost} lost, {joined} joined",

@@ -136,7 +136,7 @@ def _source(name: str, tokenizer: Callable[[str], Sequence[int]] | None, picture
     if name in GENERATORS:
         return GENERATORS[name]
     if not Path(name).is_file():
-        raise ValueError(f"a workload must be a file or one of {', '.join(GENERATORS)}, got {name!r}; see its spelling")
+        raise ArgumentError("workload", f"be a file or one of {', '.join(GENERATORS)}", repr(name), "see its spelling")
     return read_records(name, tokenizer=tokenizer, pictures=pictures)
 
 

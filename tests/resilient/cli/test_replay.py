@@ -54,3 +54,15 @@ def test_folder_without_a_log_is_refused(tmp_path: Path, missing: str) -> None:
         f"error: RUN must be the folder of a run with its stimuli.jsonl and events.jsonl, got {tmp_path} "
         f"([Errno 2] No such file or directory: '{tmp_path}/{missing}'); choose one from ./runs"
     ]
+
+
+@pytest.mark.parametrize("line", ["[1,2]", "3", "[" * 100_000])
+def test_line_that_is_no_event_is_named_and_the_path_is_left_as_it_is(tmp_path: Path, line: str) -> None:
+    folder = tmp_path / ":x:"  # no picture is made of a path
+    folder.mkdir()
+    eventful(folder).leave()
+    log = folder / "events.jsonl"
+    log.write_text(f"{line}\n{log.read_text()}")
+    exit_code, lines = replayed(folder)
+    assert exit_code == 2
+    assert lines == [f"error: line 1 of {log} must be a JSON object, got {line.encode()[:80]!r}"]

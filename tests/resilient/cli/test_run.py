@@ -27,7 +27,9 @@ def test_injections_are_read(text: str, injection: Injection) -> None:
     assert parse_injection(text) == injection
 
 
-@pytest.mark.parametrize("text", ["", "step=3", "node=x", "node=1,phase=lunch", "node=1,stop=3"])
+@pytest.mark.parametrize(
+    "text", ["", "step=3", "node=x", "node=1,phase=lunch", "node=1,stop=3", "node=-1", "node=1,step=0"]
+)
 def test_bad_injection_shows_the_form(text: str) -> None:
     with pytest.raises(ValueError, match=r'^inject must look like "node=2,step=15,phase=backward\[,worker\]", got'):
         parse_injection(text)

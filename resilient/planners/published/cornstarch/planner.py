@@ -11,7 +11,7 @@ combination of tensor-parallel degrees and each bound on the slowest stage every
 it; more of them would not make that faster, as the sum over a branch does not depend on its cuts. Beyond the paper, the
 sums of gradients that no backward hides count, too, and a stage's gradients are a second bound. So the search is exact
 under the prediction, as long as it is not memory, nor what a backward hides, that asks for more stages. Context
-parallelism is :mod:`resilient.planners.masks`. Samples are taken as they come: the paper does not balance them.
+parallelism is left out. Samples are taken as they come: the paper does not balance them.
 """
 
 from __future__ import annotations

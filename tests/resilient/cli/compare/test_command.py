@@ -192,7 +192,7 @@ def test_compare_shows_what_planners_note(monkeypatch: pytest.MonkeyPatch) -> No
 def test_compare_names_the_planners_there_are() -> None:
     result = _compare("--workload", "coco", "--planners", "unifrom")
     assert result.exit_code == 2
-    assert "planner must be one of uniform, random, fsdp, dip" in result.stderr
+    assert "--planners must be one of uniform, random, fsdp, dip" in result.stderr
     assert "got 'unifrom'; did you mean 'uniform'?" in result.stderr
 
 

@@ -204,7 +204,7 @@ def test_a_cluster_of_192_devices_keeps_its_share_down_to_the_fewest_nodes(tmp_p
         ({"--device": None}, f"--device must be given with --model, got none; it can be {', '.join(DEVICES)}"),
         (
             {"--global-batch": "97"},
-            "--global-batch must be a multiple of microbatch 2, at least 4 (one microbatch for each of 2 pipelines), "
+            "--global-batch must be a multiple of --microbatch 2, at least 4 (one microbatch for each of 2 pipelines), "
             "got 97; use 96 or 98",
         ),
         (

@@ -101,7 +101,7 @@ def test_jobs_are_described_as_for_planning(tmp_path: Path) -> None:
         app, ["simulate", "--availability", "g4dn", "--profile", str(profile), "--global-batch", "33"]
     )
     assert ended.output == (
-        "error: --global-batch must be a multiple of microbatch 32, at least 64 (one microbatch for each of 2 "
+        "error: --global-batch must be a multiple of --microbatch 32, at least 64 (one microbatch for each of 2 "
         "pipelines), got 33; use 64\n"
     )
 

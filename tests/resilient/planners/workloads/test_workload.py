@@ -148,7 +148,7 @@ def test_what_a_workload_lacks_is_said(sizes: Path) -> None:
         (str(sizes), QWEN, f"samples of {sizes} must have text, got none; compose it with another: {sizes}+coco"),
         ("librispeech", QWEN, "samples of librispeech must have something for the encoders of 'qwen2-vl-7b' (vision), "
          "got audio; choose another model, or compose it with another workload"),
-        ("imagenet", QWEN, "a workload must be a file or one of laion, coco, librispeech, mixed, interleaved, got "
+        ("imagenet", QWEN, "workload must be a file or one of laion, coco, librispeech, mixed, interleaved, got "
          "'imagenet'; see its spelling"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
