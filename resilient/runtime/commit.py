@@ -8,13 +8,54 @@ otherwise all drop the gradients. Source: three-phase commit, with the barrier a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from resilient.comm import Communicator
 from resilient.optim import Optimizer, learning_rate
 from resilient.protocol.messages import StepOutcome, WorkerProgress
+from resilient.runtime.agreement import all_equal
 from resilient.state.layer_state import LayerState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ballot:
+    """What a rank brings to the prepare barrier of a step.
+
+    Args:
+        loss: Summed loss of this worker's microbatches.
+        squares: Squared gradients of the states this worker counts, summed.
+        num_targets: Targets of the global batch.
+        pause: Ask all workers to stop at the boundary after this step.
+        samples: This rank's shares of the checksums of what it read (:mod:`resilient.runtime.agreement`).
+        replicas: Likewise, of the fingerprints of the states it holds.
+    """
+
+    loss: Tensor
+    squares: Tensor
+    num_targets: int
+    pause: bool = False
+    samples: int = 0
+    replicas: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the prepare barrier of a step gave: the same on every rank.
+
+    Args:
+        outcome: Of the step.
+        pause: Some worker asked to stop at the boundary after it.
+        samples_agree: Whoever read an entry of a microbatch read the same.
+        replicas_agree: Whoever holds a state holds the same.
+    """
+
+    outcome: StepOutcome
+    pause: bool
+    samples_agree: bool
+    replicas_agree: bool
 
 
 class Ledger:
@@ -84,30 +125,24 @@ class Ledger:
         """Take note that step ``version + 1`` is under way: a failure may cost it."""
         self.begun, self.complete = True, False
 
-    def prepare(
-        self, comm: Communicator, loss: Tensor, squares: Tensor, num_targets: int, pause: bool
-    ) -> tuple[StepOutcome, bool]:
-        """Pass the barrier of step ``version + 1``.
-
-        Args:
-            comm: The generation's groups.
-            loss: Summed loss of this worker's microbatches.
-            squares: Squared gradients of the states this worker counts, summed.
-            num_targets: Targets of the global batch.
-            pause: Ask all workers to stop at the boundary after this step.
-
-        Returns:
-            The outcome, and whether any worker asked to stop; the same on every rank.
+    def prepare(self, comm: Communicator, ballot: Ballot) -> Verdict:
+        """Pass the barrier of step ``version + 1``; all ranks of the generation call this.
 
         Raises:
             CommunicationError: The barrier was not passed here; another rank may have.
         """
         self.complete = True
-        shared = torch.tensor([float(loss), float(squares), float(pause)], dtype=torch.float64)
+        brought = (ballot.loss, ballot.squares, ballot.pause, ballot.samples, ballot.replicas)
+        shared = torch.tensor([float(value) for value in brought], dtype=torch.float64)
         comm.all_reduce(shared, tuple(range(comm.size))).wait()
-        total_loss, total_squares, pauses = shared.tolist()
-        outcome = StepOutcome(step=self.version + 1, loss=total_loss / num_targets, grad_norm=total_squares**0.5)
-        return outcome, pauses > 0
+        loss, squares, pauses, samples, replicas = shared.tolist()
+        outcome = StepOutcome(step=self.version + 1, loss=loss / ballot.num_targets, grad_norm=squares**0.5)
+        return Verdict(
+            outcome=outcome,
+            pause=pauses > 0,
+            samples_agree=all_equal(samples),
+            replicas_agree=all_equal(replicas),
+        )
 
     def apply(self, outcome: StepOutcome) -> None:
         """Commit: apply the reduced gradients of step ``version + 1``."""

@@ -40,7 +40,7 @@ from resilient.protocol.messages import (
     ToWorkerMessage,
 )
 from resilient.runtime.batches import Batches
-from resilient.runtime.commit import Ledger
+from resilient.runtime.commit import Ballot, Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.install import Session, WorkerContext, install, supply
 from resilient.runtime.job import Job
@@ -234,23 +234,25 @@ class Worker:
         self._faults.reach("prepare", step)
         pause = self._guard.pause_wanted(session.generation)
         with session.executor.span_recorder.during("prepare"):
-            outcome, paused = ledger.prepare(session.comm, loss, session.gradient_sync.squares, num_targets, pause)
+            squares = session.gradient_sync.squares
+            ballot = Ballot(loss=loss, squares=squares, num_targets=num_targets, pause=pause)
+            verdict = ledger.prepare(session.comm, ballot)
         self._faults.reach("commit", step)
         with session.executor.span_recorder.during("commit"):
-            ledger.apply(outcome)
+            ledger.apply(verdict.outcome)
             session.stage_timer.end_step()
         if session.slot.rank == 0:
             self._client.send(
                 StepDone(
                     generation=session.generation,
-                    outcome=outcome,
+                    outcome=verdict.outcome,
                     num_samples=self._job.global_batch,
                     step_ms=1000 * (time.perf_counter() - started),
                     learning_rate=learning_rate(self._job.optimizer, step),
                     at=time.time(),
                 )
             )
-        return paused
+        return verdict.pause
 
     def _try_checkpoint(self, session: Session) -> None:
         """Write this rank's part of a checkpoint on the way, without which training goes on."""

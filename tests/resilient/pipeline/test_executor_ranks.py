@@ -23,7 +23,7 @@ from resilient.protocol.fault_injection import Faults
 from resilient.protocol.job_config import SCHEDULES
 from resilient.protocol.messages import Generation
 from resilient.runtime.batches import Batches
-from resilient.runtime.commit import Ledger
+from resilient.runtime.commit import Ballot, Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.install import WorkerContext, install
 from resilient.runtime.job import Job
@@ -154,7 +154,8 @@ def three_steps(place: Place, batches: Batches) -> dict[str, LayerState]:
     for step in range(STEP, STEP + 3):
         work = work_of(place, batches, step)
         loss = place.executor.run(work)
-        outcome, _ = place.ledger.prepare(place.comm, loss, place.gradient_sync.squares, work.num_targets, pause=False)
+        ballot = Ballot(loss=loss, squares=place.gradient_sync.squares, num_targets=work.num_targets)
+        outcome = place.ledger.prepare(place.comm, ballot).outcome
         assert outcome.grad_norm > LIMIT
         place.ledger.apply(outcome)
     place.gradient_sync.close()

@@ -8,7 +8,7 @@ import torch
 from resilient.comm import SingleProcessCommunicator
 from resilient.optim import SGD, WarmupCosine
 from resilient.protocol.messages import StepOutcome
-from resilient.runtime.commit import Ledger
+from resilient.runtime.commit import Ballot, Ledger, Verdict
 from resilient.state.layer_state import BufferLayout, LayerState
 from tests.resilient.small import CPU, TiedModel
 
@@ -133,6 +133,17 @@ def test_learning_rate_follows_the_step_not_the_calls() -> None:
 @pytest.mark.parametrize("pause", [False, True])
 def test_barrier_gives_loss_per_target_and_the_gradient_norm(pause: bool) -> None:
     ledger = ledger_at(0, *NAMES)
-    result, paused = ledger.prepare(SingleProcessCommunicator(), torch.tensor(30.0), torch.tensor(16.0), 12, pause)
-    assert (result.step, result.loss, result.grad_norm, paused) == (1, 2.5, 4.0, pause)
+    ballot = Ballot(loss=torch.tensor(30.0), squares=torch.tensor(16.0), num_targets=12, pause=pause)
+    verdict = ledger.prepare(SingleProcessCommunicator(), ballot)
+    expected = StepOutcome(step=1, loss=2.5, grad_norm=4.0)
+    assert verdict == Verdict(outcome=expected, pause=pause, samples_agree=True, replicas_agree=True)
     assert ledger.progress().complete
+
+
+@pytest.mark.parametrize(("samples", "replicas"), [(0, 0), (1, 0), (0, 1)])
+def test_barrier_tells_what_differs(samples: int, replicas: int) -> None:
+    ballot = Ballot(
+        loss=torch.tensor(1.0), squares=torch.tensor(1.0), num_targets=1, samples=samples, replicas=replicas
+    )
+    verdict = ledger_at(0, *NAMES).prepare(SingleProcessCommunicator(), ballot)
+    assert (verdict.samples_agree, verdict.replicas_agree) == (samples == 0, replicas == 0)

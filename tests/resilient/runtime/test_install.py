@@ -19,7 +19,7 @@ from resilient.observability.trace_events import ACTION
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.messages import INIT, Generation, Injection, Regroup, StepOutcome
 from resilient.runtime.batches import Batches
-from resilient.runtime.commit import Ledger
+from resilient.runtime.commit import Ballot, Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.install import (
     Session,
@@ -63,14 +63,15 @@ class Member:
             host=HOST,
         )  # fmt: skip
 
-    def reduce(self, session: Session) -> tuple[StepOutcome, bool]:
+    def reduce(self, session: Session) -> StepOutcome:
         """Train a step up to the barrier, and pass it."""
         step = self.ledger.version + 1
         num_targets = self.batches.num_targets(step)
         loss = session.executor.run(
             session.work(step, num_targets, lambda position: self.batches.batch(step, position))
         )
-        return self.ledger.prepare(session.comm, loss, session.gradient_sync.squares, num_targets, pause=False)
+        ballot = Ballot(loss=loss, squares=session.gradient_sync.squares, num_targets=num_targets)
+        return self.ledger.prepare(session.comm, ballot).outcome
 
     def leave(self, session: Session) -> None:
         comm = self.guard.release()
@@ -116,9 +117,9 @@ def test_survivors_train_on_as_if_nothing_had_happened(rolled: bool, tmp_path: P
     def work(rank: int, address: str) -> tuple[int, dict[str, LayerState], list[str | None]]:
         member = Member(job, tmp_path)
         session, _ = install(member.context, message(FIRST, rank, address, start))
-        outcome, _ = member.reduce(session)
+        outcome = member.reduce(session)
         member.ledger.apply(outcome)
-        outcome, _ = member.reduce(session)
+        outcome = member.reduce(session)
         if not (rolled and rank == 2):
             member.ledger.apply(outcome)
         member.leave(session)
@@ -138,7 +139,7 @@ def test_survivors_train_on_as_if_nothing_had_happened(rolled: bool, tmp_path: P
                 SECOND, survivor, store.address, version=2, generation=2, roll_forward=outcome, transfers=transfers
             ),
         )
-        outcome, _ = member.reduce(session)
+        outcome = member.reduce(session)
         member.ledger.apply(outcome)
         member.leave(session)
         return installed.bytes_copied, member.ledger.current, [fault.at_phase for fault in member.faults]
@@ -253,7 +254,7 @@ def test_worker_without_a_place_sends_what_it_holds_and_is_not_needed_any_more(t
             num_bytes = installed.bytes_copied
             installed_everywhere.wait()
             source_is_gone.wait()
-            outcome, _ = member.reduce(session)
+            outcome = member.reduce(session)
             member.ledger.apply(outcome)
             member.leave(session)
         progress = member.ledger.progress()
