@@ -132,8 +132,3 @@ class WholeModel(nn.Module):
     def loss(self, batch: Batch) -> Tensor:
         """Return the microbatch's summed loss."""
         return self.model.loss(self(batch), batch)
-
-
-def assemble(model: Model, seed: int, dtype: torch.dtype = torch.float32) -> WholeModel:
-    """Build the whole model in this process, with the values every worker's layers start from."""
-    return WholeModel(model, {spec.name: initialize_layer(spec, seed, dtype) for spec in model.layers})

@@ -109,11 +109,6 @@ def split_microbatches(pipelines: Sequence[Lines], num_microbatches: int) -> tup
     return tuple(counts.tolist())
 
 
-def step_ns(pipelines: Sequence[Lines], num_microbatches: int) -> int:
-    """Return the time of one step under the best split, in whole nanoseconds."""
-    return max(map(finish_ns, pipelines, split_microbatches(pipelines, num_microbatches)))
-
-
 def line_table(pipelines: Sequence[Lines]) -> tuple[LineTable, LineTable]:
     """Return all fills and all slowests, rows filled up with a pipeline's last line. Both [pipelines, most lines]."""
     width = max(map(len, pipelines))

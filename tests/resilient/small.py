@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from resilient.errors import SampleError
-from resilient.models.layer import Activations, Batch, Layer, LayerSpec
+from resilient.models.layer import Activations, Batch, Layer, LayerSpec, Model, WholeModel, initialize_layer
 from resilient.optim import AdamW
 from resilient.runtime.job import Job
 from resilient.state.layer_state import BufferLayout
@@ -164,3 +164,8 @@ def make_plan(*pipelines: tuple[Sequence[int], int]) -> Plan:
             )
         )
     return Plan(pipelines=tuple(made))
+
+
+def assemble(model: Model, seed: int, dtype: torch.dtype = torch.float32) -> WholeModel:
+    """The whole model in this process, with the values every worker's layers start from."""
+    return WholeModel(model, {spec.name: initialize_layer(spec, seed, dtype) for spec in model.layers})

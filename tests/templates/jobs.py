@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from resilient.templates.composition.batch_split import Lines, finish_ns, split_microbatches
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem
@@ -97,6 +98,11 @@ def template_set(*layouts: Sequence[PipelineTemplate] | PipelineTemplate) -> Tem
         problem_digest="",
         layouts=tuple((of,) if isinstance(of, PipelineTemplate) else tuple(of) for of in layouts),
     )
+
+
+def step_ns(pipelines: Sequence[Lines], num_microbatches: int) -> int:
+    """The time of one step under the best split, in whole nanoseconds."""
+    return max(map(finish_ns, pipelines, split_microbatches(pipelines, num_microbatches)))
 
 
 def layout(plan: Plan) -> list[tuple[tuple[int, ...], int]]:

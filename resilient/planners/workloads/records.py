@@ -100,7 +100,6 @@ def sample_table(
     *,
     bad: BadSamplePolicy = "error",
     limits: Mapping[str, int] | None = None,
-    rules: Mapping[str, PictureRule | SoundRule] | None = None,
 ) -> tuple[SampleTable, tuple[Bad, ...]]:
     """Return what a model's units process of each sample.
 
@@ -116,7 +115,6 @@ def sample_table(
         limits: Tokens that a sample may have, by unit (``vision``, ``audio``, ``llm``), for instance those of
             :func:`~resilient.planners.workloads.sample_limits.most_tokens`. The language model's positions are one
             always.
-        rules: By the encoder's name, where it is not the one in :data:`~resilient.planners.workloads.tokens.RULES`.
 
     Returns:
         The table, and the bad samples in order.
@@ -126,7 +124,7 @@ def sample_table(
     """
     encoders, language = units_of(model)
     limits = dict(limits or {})
-    by_unit = {encoder.unit: (rules or {}).get(name, RULES[name]) for name, encoder in encoders.items()}
+    by_unit = {encoder.unit: RULES[name] for name, encoder in encoders.items()}
     unknown = limits.keys() - by_unit.keys() - {LLM}
     if unknown:
         raise ArgumentError("limits", f"be of units of {model!r}", ", ".join(sorted(unknown)), "leave it out")

@@ -91,23 +91,6 @@ class SmartResize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedGrid:
-    """Every picture is resized to the same square: LLaVA-1.5's rule.
-
-    Args:
-        patches: Of a side.
-        extra: Tokens of the encoder that are none of the picture (a class token) and not handed on.
-    """
-
-    patches: int
-    extra: int = 0
-
-    def __call__(self, widths: Ints, heights: Ints) -> Encoded:
-        ones = np.ones_like(widths)
-        return _equal(ones, ones * (self.patches**2 + self.extra), ones * self.patches**2)
-
-
-@dataclass(frozen=True, kw_only=True)
 class AnyRes:
     """The whole picture and, on the best of some canvases, its tiles; padding is taken off, rows end in a token.
 
@@ -115,7 +98,7 @@ class AnyRes:
         side: Pixels of a tile's side.
         patch: Pixels of a patch's side; of a side that is no multiple of it the rest is cut off.
         canvases: Tiles of each allowed canvas, (down, across), in order of preference.
-        extra: As in :class:`FixedGrid`.
+        extra: Tokens of the encoder that are none of the picture (a class token) and not handed on.
         max_tiles: The tiles' tokens are interpolated down to about so many tiles' worth; None keeps them all.
 
     Source: Liu et al. 2024 (LLaVA-NeXT); Li et al. 2024 (LLaVA-OneVision), section 3.2; their processors.
@@ -168,7 +151,7 @@ class DynamicTiles:
         max_tiles: Of a grid.
         patch: Pixels of a patch's side.
         merge: Patches of a token's side.
-        extra: As in :class:`FixedGrid`.
+        extra: As in :class:`AnyRes`.
 
     Source: Chen et al. 2024 (InternVL 1.5), section 3.3; ``GotOcr2ImageProcessor``, which InternVL uses.
     """
@@ -245,8 +228,6 @@ LLAVA_ONEVISION = AnyRes(
     canvases=tuple((down, across) for down in range(1, 7) for across in range(1, 7)),
     max_tiles=9,
 )
-CLIP_GRID = FixedGrid(patches=24, extra=1)
-SIGLIP_GRID = FixedGrid(patches=27)
 
 RULES: dict[str, PictureRule | SoundRule] = {
     "clip-l-336": LLAVA_NEXT,
@@ -256,7 +237,7 @@ RULES: dict[str, PictureRule | SoundRule] = {
     "qwen2-vl": SmartResize(),
     "whisper-large-v3": Frames(),
 }
-"""What is done by default, by the encoder's name in :data:`~resilient.planners.costs.encoder_models.ENCODERS`."""
+"""What is done, by the encoder's name in :data:`~resilient.planners.costs.encoder_models.ENCODERS`."""
 
 
 def count_text(texts: Sequence[str], tokenizer: Callable[[str], Sequence[int]] | None = None) -> Ints:

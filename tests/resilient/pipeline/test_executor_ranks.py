@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from resilient.comm import Communicator
-from resilient.models.layer import Batch, WholeModel, assemble
+from resilient.models.layer import Batch, WholeModel
 from resilient.pipeline.executor import Executor, StepWork
 from resilient.pipeline.gradient_sync import GradientSync
 from resilient.pipeline.p2p import Channel, Downstream, Upstream
@@ -34,7 +34,7 @@ from resilient.templates.plan import Plan
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
 from tests.resilient.ranks import HOST, as_threads, join
-from tests.resilient.small import CPU, TiedModel, Tokens, make_job, make_plan, make_profile
+from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job, make_plan, make_profile
 
 STEP = 2
 LIMIT = 0.3

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from resilient.data.dataset import stack
-from resilient.models.layer import WholeModel, assemble
+from resilient.models.layer import WholeModel
 from resilient.pipeline.stage import Stage, StageLayer
-from tests.resilient.small import CPU, TiedModel, Tokens
+from tests.resilient.small import CPU, TiedModel, Tokens, assemble
 
 LAYERS = 6
 CUTS = [(0, 6), (0, 1, 6), (0, 3, 5, 6), (0, 1, 2, 3, 4, 5, 6)]

@@ -81,10 +81,10 @@ def learnt(at: Setting, truth: CostModel, configuration: Configuration) -> Setti
             costs.by_name[name].work(spread.tp, spread.cp).of(Lengths.of(tokens)) for costs in (at.costs, truth)
         )
         seen += [
-            Observation(unit=name, tp=spread.tp, replica=0, tokens=length, predicted_ms=before, actual_ms=after)
+            Observation(unit=name, tp=spread.tp, tokens=length, predicted_ms=before, actual_ms=after)
             for length, before, after in zip(tokens.tolist(), predicted.tolist(), actual.tolist(), strict=True)
         ]
-    return replace(at, correction=UNCORRECTED.observe(seen, cost_ms=0.0))
+    return replace(at, correction=UNCORRECTED.observe(seen))
 
 
 @st.composite

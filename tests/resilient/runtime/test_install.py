@@ -14,7 +14,7 @@ import torch
 
 from resilient.comm import SingleProcessCommunicator, StoreHost
 from resilient.errors import CommunicationError
-from resilient.models.layer import WholeModel, assemble
+from resilient.models.layer import WholeModel
 from resilient.observability.trace_events import ACTION
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.messages import INIT, Generation, Injection, Regroup, StepOutcome
@@ -38,7 +38,7 @@ from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.transfer import Transfer, plan_transfers
 from resilient.templates.schedules.kind import ScheduleKind
 from tests.resilient.ranks import HOST, as_threads
-from tests.resilient.small import CPU, TiedModel, Tokens, make_job, make_plan, make_profile
+from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job, make_plan, make_profile
 
 FIRST = make_plan(((0, 3, 6), 3), ((0, 6), 5))
 SECOND = make_plan(((0, 2, 6), 8))

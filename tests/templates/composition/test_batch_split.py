@@ -14,9 +14,8 @@ from resilient.templates.composition.batch_split import (
     lines,
     slowed_line,
     split_microbatches,
-    step_ns,
 )
-from tests.templates.jobs import template
+from tests.templates.jobs import step_ns, template
 
 
 def splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.templates.composition.batch_split import Lines, finish_ns, split_microbatches, step_ns
+from resilient.templates.composition.batch_split import Lines, finish_ns, split_microbatches
 from resilient.templates.composition.batch_split_model import split_with_constraints
+from tests.templates.jobs import step_ns
 
 EQUAL: list[Lines] = [((0, 10),)] * 4
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient.templates.composition.batch_split import Lines, lines, step_ns
+from resilient.templates.composition.batch_split import Lines, lines
 from resilient.templates.composition.compose import compose
 from resilient.templates.template import TemplateSet
-from tests.templates.jobs import template, template_set
+from tests.templates.jobs import step_ns, template, template_set
 
 
 def compositions(total: int, sizes: range) -> Iterator[tuple[int, ...]]:

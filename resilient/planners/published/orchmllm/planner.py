@@ -35,7 +35,7 @@ from resilient.planners.packing.slots import slots
 from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.published.baselines.balanced import EncoderFirst, FullySharded
 from resilient.planners.published.baselines.uniform import Uniform, fastest
-from resilient.planners.published.orchmllm.nodewise import rearrange_quickly
+from resilient.planners.published.orchmllm.nodewise import rearrange
 from resilient.planners.published.orchmllm.post_balance import balance_padded, balance_quadratic
 from resilient.templates.common.arrays import Floats, Ints
 
@@ -165,5 +165,4 @@ def _rearrange(
     held = loads(samples.units[LLM].tokens, instance, len(replica))
     alike = np.floor(np.log(np.maximum(held, 1)) / np.log1p(_ALIKE))
     kinds = np.unique(speeds, return_inverse=True)[1] * (alike.max() + 1) + alike
-    # Not solved: that would take longer for all turns than the step.
-    return rearrange_quickly(crossing.reshape(-1, num_nodes), replica, kinds.astype(np.int64))
+    return rearrange(crossing.reshape(-1, num_nodes), replica, kinds.astype(np.int64))

@@ -9,13 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from transformers import (
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    SiglipVisionConfig,
-    SiglipVisionModel,
     WhisperFeatureExtractor,
 )
 from transformers.image_processing_utils import select_best_resolution
@@ -27,11 +22,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from resilient.planners.costs.encoder_models import ENCODERS
 from resilient.planners.workloads.tokens import (
-    CLIP_GRID,
     LLAVA_NEXT,
     LLAVA_ONEVISION,
     RULES,
-    SIGLIP_GRID,
     AnyRes,
     DynamicTiles,
     Frames,
@@ -134,23 +127,6 @@ def test_dynamic_tiles_are_those_of_internvl() -> None:
     np.testing.assert_array_equal(encoded.outputs, sequences * 256)
     np.testing.assert_array_equal(encoded.lengths.tokens, sequences * 1025)
     np.testing.assert_array_equal(encoded.lengths.squares, sequences * 1025**2)
-
-
-def test_fixed_grids_ignore_sizes() -> None:
-    clip, siglip = CLIP_GRID(*sizes()), SIGLIP_GRID(*sizes())
-    assert set(clip.lengths.tokens.tolist()) == {577}
-    assert set(clip.outputs.tolist()) == {576}
-    assert set(siglip.lengths.tokens.tolist()) == set(siglip.outputs.tolist()) == {729}
-    with torch.device("meta"):
-        towers = (
-            CLIPVisionModel(CLIPVisionConfig(image_size=336, patch_size=14, num_hidden_layers=1)),
-            SiglipVisionModel(SiglipVisionConfig(image_size=384, patch_size=14, num_hidden_layers=1)),
-        )
-    positions = [
-        next(each.num_embeddings for each in tower.modules() if isinstance(each, torch.nn.Embedding))
-        for tower in towers
-    ]
-    assert positions == [clip.lengths.tokens[0], siglip.lengths.tokens[0]]
 
 
 @pytest.mark.parametrize("seconds", [0.025, 0.5, 1.065, 3.333, 12.485, 29.99, 30.0])

@@ -319,7 +319,7 @@ def test_the_best_buckets_of_corrected_times_are_truly_no_slower(count: int, see
     job = setting()
     found = Dflop().configure(job, table(50))
     seen = [
-        Observation(unit=name, tp=spread.tp, replica=0, tokens=int(length), predicted_ms=before, actual_ms=after)
+        Observation(unit=name, tp=spread.tp, tokens=int(length), predicted_ms=before, actual_ms=after)
         for name, spread in found.units.items()
         for length, before, after in zip(
             lengths[name],
@@ -328,7 +328,7 @@ def test_the_best_buckets_of_corrected_times_are_truly_no_slower(count: int, see
             strict=True,
         )
     ]
-    corrected = replace(job, correction=UNCORRECTED.observe(seen, cost_ms=0.0))
+    corrected = replace(job, correction=UNCORRECTED.observe(seen))
     replicas = [Replica(num_microbatches=2), Replica(num_microbatches=1, speed=speed)]
     before, after = (true_peak(at, found, batch, replicas, Dflop(time_limit_s=60)) for at in (job, corrected))
     assert after <= before * (1 + 2e-6)

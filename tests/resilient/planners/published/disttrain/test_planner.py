@@ -286,17 +286,15 @@ def test_samples_are_spread_by_corrected_times(slow: str) -> None:
     learnt = UNCORRECTED
     for seed in range(5):
         batch = table(64, seed)
-        replica = planner.assign(job, found, batch, replicas).units[slow].replica
         ms = zip(true_ms(slow, batch).tolist(), true_ms(slow, true(batch)).tolist(), strict=True)
-        calls = zip(replica.tolist(), batch.units[slow].longest.tolist(), ms, strict=True)
+        calls = zip(batch.units[slow].longest.tolist(), ms, strict=True)
         tp = found.units[slow].tp
         learnt = learnt.observe(
             [
-                Observation(unit=slow, tp=tp, replica=of, tokens=tokens, predicted_ms=one, actual_ms=other)
-                for of, tokens, (one, other) in calls
+                Observation(unit=slow, tp=tp, tokens=tokens, predicted_ms=one, actual_ms=other)
+                for tokens, (one, other) in calls
                 if tokens
-            ],
-            cost_ms=0.0,
+            ]
         )
     for seed in range(5, 10):
         batch, last_ms = table(96, seed), list[float]()
