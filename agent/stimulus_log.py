@@ -1,28 +1,32 @@
 """The log of everything the membership machine was told: ``stimuli.jsonl`` in the folder of a run.
 
-Its first line holds the settings, each further one a stimulus and its time. The machine is pure: fed to a fresh one,
-they lead to the same decisions (:mod:`resilient.agent.replay`). Must not import torch.
+Its first line holds the settings, each further one a stimulus and its time. Every worker that comes up tells the whole
+job, tens of kilobytes for a large model: equal ones are written once, then only their digest. The machine is pure: fed to
+a fresh one, they lead to the same decisions (:mod:`resilient.agent.replay`). Must not import torch.
 """
 
 from __future__ import annotations
 
 import base64
 import errno
+import hashlib
 import logging
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from resilient.agent.membership.context import Settings
-from resilient.agent.membership.events import Stimulus
+from resilient.agent.membership.events import Stimulus, WorkerSaid
+from resilient.protocol.messages import JobSpec, Ready
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in Stimulus.__args__}
 
 
@@ -35,12 +39,21 @@ class _Head(msgspec.Struct, omit_defaults=True):
 
 
 class _Line(msgspec.Struct, omit_defaults=True):
-    """Any other line."""
+    """Any other line; ``job`` is the digest of a job that is told, which only the first line with it holds."""
 
     at: float
     kind: str
+    job: str = ""
     stimulus: msgspec.Raw = msgspec.Raw(b"null")
     packed: str = ""
+
+
+class _ReadyAgain(msgspec.Struct):
+    """What a worker said with a job that an earlier line holds."""
+
+    node: int
+    local_rank: int
+    message: dict[str, Any]
 
 
 class StimulusLog:
@@ -57,15 +70,16 @@ class StimulusLog:
     def __init__(self, path: Path, settings: Settings) -> None:
         self._path = path
         self._lines: list[bytes] = []
+        self._jobs: set[str] = set()
         self._given_up = False
         self._add(lambda: _Head(version=_VERSION, **_content("settings", settings)))
 
     def write(self, stimulus: Stimulus, at: float) -> None:
         """Take in a stimulus, before it is handled."""
-        self._add(lambda: _Line(at=at, kind=type(stimulus).__name__, **_content("stimulus", stimulus)))
+        self._add(lambda: self._line(stimulus, at))
 
     def drop_last(self) -> None:
-        """Forget the stimulus that was taken in last, of which nothing came."""
+        """Forget the stimulus that was taken in last, of which nothing came; no job was told by it."""
         if self._lines:
             self._lines.pop()
 
@@ -78,6 +92,15 @@ class StimulusLog:
             append_whole(self._path, data)
         except OSError as error:
             self._give_up(error)
+
+    def _line(self, stimulus: Stimulus, at: float) -> _Line:
+        job, kind = "", type(stimulus).__name__
+        if isinstance(stimulus, WorkerSaid) and isinstance(stimulus.message, Ready):
+            job = hashlib.sha256(msgspec.msgpack.encode(stimulus.message.job)).hexdigest()
+            if job in self._jobs:
+                stimulus = replace(stimulus, message=msgspec.structs.replace(stimulus.message, job=None))
+            self._jobs.add(job)
+        return _Line(at=at, kind=kind, job=job, **_content("stimulus", stimulus))
 
     def _add(self, line: Any) -> None:
         if self._given_up:
@@ -113,14 +136,27 @@ def read_stimuli(path: Path) -> tuple[Settings, Iterator[tuple[float, Stimulus]]
 
 
 def _read_lines(path: Path, lines: list[bytes]) -> Iterator[tuple[float, Stimulus]]:
+    jobs: dict[str, JobSpec] = {}
     for number, text in enumerate(lines, start=2):
         try:
             line = msgspec.json.decode(text, type=_Line)
-            if line.kind not in _KINDS:
-                raise ValueError(f"kind {line.kind!r}")
-            yield line.at, _decoded(line.stimulus, line.packed, _KINDS[line.kind])
+            yield line.at, _stimulus(line, jobs)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number} of {path} must be a stimulus, got {error}") from None
+
+
+def _stimulus(line: _Line, jobs: dict[str, JobSpec]) -> Stimulus:
+    """Return what a line tells, with the job that an earlier one holds; take in the job that it holds itself."""
+    if line.kind not in _KINDS:
+        raise ValueError(f"kind {line.kind!r}")
+    if line.job in jobs:
+        again: _ReadyAgain = _decoded(line.stimulus, line.packed, _ReadyAgain)
+        message = msgspec.convert({**again.message, "job": jobs[line.job]}, Ready)
+        return WorkerSaid(node=again.node, local_rank=again.local_rank, message=message)
+    stimulus = _decoded(line.stimulus, line.packed, _KINDS[line.kind])
+    if line.job and isinstance(stimulus, WorkerSaid) and isinstance(stimulus.message, Ready):
+        jobs[line.job] = stimulus.message.job
+    return stimulus
 
 
 def append_whole(path: Path, data: bytes) -> None:

@@ -226,7 +226,7 @@ def _device(wanted: str | torch.device | None) -> torch.device:
 
 
 def _single_process_directory() -> str:
-    return os.environ.get("RESILIENT_RUN_DIR", f"runs/{time.strftime('%Y%m%d-%H%M%S')}-solo-{os.getpid()}")
+    return os.environ.get("RESILIENT_RUN_DIR", f"runs/{time.strftime('%Y%m%d-%H%M%S')}-one-process-{os.getpid()}")
 
 
 def _log_to_stderr() -> None:

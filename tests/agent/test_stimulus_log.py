@@ -6,7 +6,7 @@ import logging
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -75,6 +75,31 @@ def test_settings_of_a_resumed_job_are_read_as_they_were_written(tmp_path: Path)
     assert read_stimuli(tmp_path / "log")[0] == told
 
 
+def ready(rank: int, **changes: Any) -> WorkerSaid:
+    message = Ready(job=job_spec(**changes), store_address=f"h:{rank}", pid=rank, device="cpu")
+    return WorkerSaid(node=rank // 2, local_rank=rank % 2, message=message)
+
+
+@pytest.mark.parametrize("timeout_s", [60.0, math.inf])
+def test_each_job_is_written_once_and_read_wherever_it_was_told(tmp_path: Path, timeout_s: float) -> None:
+    told = [ready(0), ready(1), ready(2, comm_timeout_s=timeout_s), ready(3), ready(4, comm_timeout_s=timeout_s)]
+    path = written(tmp_path / "log", *told)
+    assert [stimulus for _, stimulus in read_stimuli(path)[1]] == told
+    first, second, other, *again = map(len, path.read_bytes().splitlines()[1:])
+    assert min(first, other) > 1000
+    assert max(second, *again) < 300
+
+
+def test_job_that_no_line_holds_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "log", ready(0), ready(1))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], lines[2]]))
+    with pytest.raises(ValueError, match=r"^line 2 of ") as error:
+        list(read_stimuli(path)[1])
+    got = "Expected `object`, got `null` - at `$.message.job`"
+    assert str(error.value) == f"line 2 of {path} must be a stimulus, got {got}"
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_loss_that_is_no_number_is_kept(tmp_path: Path, loss: float) -> None:
     outcome = StepOutcome(step=1, loss=loss, grad_norm=1.0)
@@ -128,10 +153,10 @@ def test_text_that_is_not_unicode_is_no_end_of_the_job(tmp_path: Path, caplog: p
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (b"", "line 1 of {} must hold a job's settings, version 1, got Input data was truncated"),
+        (b"", "line 1 of {} must hold a job's settings, version 2, got Input data was truncated"),
         (
-            b'{"version":2,"settings":{}}\n',
-            "line 1 of {} must hold a job's settings, version 1, got version 2; replay it with the release that wrote "
+            b'{"version":1,"settings":{}}\n',
+            "line 1 of {} must hold a job's settings, version 2, got version 1; replay it with the release that wrote "
             "it",
         ),
     ],

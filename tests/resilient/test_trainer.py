@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from resilient.errors import CheckpointError, SampleError
-from resilient.models.layer import assemble
 from resilient.optim import SGD, AdamW, Optimizer, WarmupCosine
 from resilient.pipeline import stage
 from resilient.profiling.cache import job_profile
 from resilient.runtime.batches import Batches
 from resilient.trainer import Trainer
-from tests.resilient.small import CPU, TiedModel, Tokens, make_job
+from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job
 
 SCHEDULE = WarmupCosine(warmup_steps=3, total_steps=8, floor=0.1)
 OPTIMIZERS: dict[str, tuple[Optimizer, Callable[[Any], torch.optim.Optimizer]]] = {
@@ -85,6 +84,14 @@ def test_training_equals_a_hand_written_loop(name: str, tmp_path: Path) -> None:
     assert (result.step, result.is_main) == (6, True)
     assert result.checkpoint == tmp_path / "run" / "checkpoints" / "step-00000006"
     torch.testing.assert_close(parameters(trainer), dict(whole.named_parameters()), rtol=1e-9, atol=1e-11)
+
+
+def test_run_by_itself_is_kept_in_a_folder_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RESILIENT_RUN_DIR")
+    monkeypatch.chdir(tmp_path)
+    make_trainer().fit(1)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(rf"\d{{8}}-\d{{6}}-one-process-{os.getpid()}", folder.name)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -214,7 +214,8 @@ CASES: tuple[tuple[Callable[[], Job], Callable[[Lifecycle], None], str], ...] = 
     (
         stopped,
         enter_phase(Phase.RUNNING),
-        "nodes [0, 1, 2, 3, 4, 5] take part in generation 1 and are gone; no node is left while running; the job goes on (running) after it was stopped",
+        "nodes [0, 1, 2, 3, 4, 5] take part in generation 1 and are gone; no node is left while running; "
+        "the job goes on (running) after it was stopped",
     ),
     (
         running,
