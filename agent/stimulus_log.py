@@ -1,8 +1,8 @@
 """The log of everything the membership machine was told: ``stimuli.jsonl`` in the folder of a run.
 
 Its first line holds the settings, each further one a stimulus and its time. Every worker that comes up tells the whole
-job, tens of kilobytes for a large model: equal ones are written once, then only their digest. The machine is pure: fed to
-a fresh one, they lead to the same decisions (:mod:`resilient.agent.replay`). Must not import torch.
+job, tens of kilobytes for a large model: equal ones are written once, then only their digest. The machine is pure: fed
+to a fresh one, they lead to the same decisions (:mod:`resilient.agent.replay`). Must not import torch.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 
 from resilient.data import collate
 from resilient.examples import text_chain as example
-from resilient.models.layer import assemble
+from tests.resilient.small import assemble
 
 TEXT = example.read_text(Path(__file__))
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from resilient.models.layer import WholeModel, assemble
+from resilient.models.layer import WholeModel
 from resilient.optim import SGD, AdamW, Optimizer, WarmupCosine, learning_rate
 from resilient.state.layer_state import BufferLayout, LayerState
-from tests.resilient.small import TiedModel
+from tests.resilient.small import TiedModel, assemble
 from tests.resilient.state.test_layer_state import CPU
 
 Reference = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from resilient.errors import SampleError
 from resilient.models.chain import Chain
-from resilient.models.layer import Batch, assemble, initialize_layer
+from resilient.models.layer import Batch, initialize_layer
 from resilient.state.layer_state import BufferLayout, LayerState, bind
+from tests.resilient.small import assemble
 
 FACTORIES = (lambda: nn.Linear(4, 8), nn.ReLU, lambda: nn.Linear(8, 2))
 

@@ -29,8 +29,9 @@ from transformers import (
 
 from resilient.data import collate_multimodal
 from resilient.errors import SampleError
-from resilient.models.layer import assemble, initialize_layer
+from resilient.models.layer import initialize_layer
 from resilient.models.multimodal import EncoderModule, MultimodalModule
+from tests.resilient.small import assemble
 
 TEXT: dict[str, Any] = {
     "vocab_size": 20,
