@@ -24,9 +24,9 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from resilient.agent.membership import events as ev
-from resilient.agent.membership.context import EXIT_FAILED, Phase, Settings
 from resilient.agent.membership.machine import Membership, MembershipError
+from resilient.agent.membership.parts import events as ev
+from resilient.agent.membership.parts.context import EXIT_FAILED, Phase, Settings
 from resilient.agent.stimulus_log import StimulusLog, append_whole
 from resilient.common.files import replacing
 from resilient.errors import CheckpointError

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from resilient.agent.coordinator import Coordinator
-from resilient.agent.membership import events as ev
-from resilient.agent.membership.context import EXIT_FAILED, Settings
+from resilient.agent.membership.parts import events as ev
+from resilient.agent.membership.parts.context import EXIT_FAILED, Settings
 from resilient.agent.process import Spawner, start_forkserver
 from resilient.errors import ArgumentError
 from resilient.observability.step_trace import parse_steps

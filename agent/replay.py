@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from resilient.agent.membership.context import Phase
-from resilient.agent.membership.events import Instruction, ManifestFailed, Record, Stimulus, WriteManifest
 from resilient.agent.membership.machine import Membership, MembershipError
+from resilient.agent.membership.parts.context import Phase
+from resilient.agent.membership.parts.events import Instruction, ManifestFailed, Record, Stimulus, WriteManifest
 from resilient.agent.stimulus_log import read_stimuli
 from resilient.observability.event_log import read_events
 

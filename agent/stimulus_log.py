@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from resilient.agent.membership.context import Settings
-from resilient.agent.membership.events import Stimulus, WorkerSaid
+from resilient.agent.membership.parts.context import Settings
+from resilient.agent.membership.parts.events import Stimulus, WorkerSaid
 from resilient.protocol.messages import JobSpec, Ready
 
 logger = logging.getLogger(__name__)

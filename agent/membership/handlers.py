@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from resilient.agent.membership.context import EXIT_DONE, EXIT_FAILED, Phase
-from resilient.agent.membership.events import (
+from resilient.agent.membership.lifecycle import Lifecycle
+from resilient.agent.membership.next_generation.members import Member, WorkerId, log_path
+from resilient.agent.membership.parts.context import EXIT_DONE, EXIT_FAILED, Phase
+from resilient.agent.membership.parts.events import (
     FailureWanted,
     Interrupted,
     ManifestFailed,
@@ -16,9 +18,7 @@ from resilient.agent.membership.events import (
     WorkerEnded,
     WorkerSaid,
 )
-from resilient.agent.membership.lifecycle import Lifecycle
-from resilient.agent.membership.next_generation.members import Member, WorkerId, log_path
-from resilient.agent.membership.stalls import ADVANCES
+from resilient.agent.membership.parts.stalls import ADVANCES
 from resilient.errors import CheckpointError
 from resilient.protocol.messages import (
     Failed,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from resilient.agent.membership.context import TRAINING, Phase
 from resilient.agent.membership.lifecycle import Lifecycle
+from resilient.agent.membership.parts.context import TRAINING, Phase
 
 
 class Invariants:

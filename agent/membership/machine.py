@@ -12,8 +12,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from resilient.agent.membership.context import TRAINING, Phase, Settings
-from resilient.agent.membership.events import (
+from resilient.agent.membership.handlers import Handlers
+from resilient.agent.membership.invariants import Invariants
+from resilient.agent.membership.lifecycle import Lifecycle
+from resilient.agent.membership.next_generation.members import Member, WorkerId
+from resilient.agent.membership.parts.context import TRAINING, Phase, Settings
+from resilient.agent.membership.parts.events import (
     FailureWanted,
     Instruction,
     Interrupted,
@@ -28,10 +32,6 @@ from resilient.agent.membership.events import (
     WorkerEnded,
     WorkerSaid,
 )
-from resilient.agent.membership.handlers import Handlers
-from resilient.agent.membership.invariants import Invariants
-from resilient.agent.membership.lifecycle import Lifecycle
-from resilient.agent.membership.next_generation.members import Member, WorkerId
 from resilient.errors import ResilientError
 from resilient.protocol.messages import (
     Failed,

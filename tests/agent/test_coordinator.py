@@ -17,8 +17,8 @@ import pytest
 
 from resilient.agent import coordinator
 from resilient.agent.coordinator import Coordinator
-from resilient.agent.membership import lifecycle
-from resilient.agent.membership.events import ManifestFailed, Stop, StopWanted, Tick, WriteManifest
+from resilient.agent.membership import regrouping
+from resilient.agent.membership.parts.events import ManifestFailed, Stop, StopWanted, Tick, WriteManifest
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     FromWorker,
@@ -232,7 +232,7 @@ def test_error_of_the_planner_ends_the_job(tmp_path: Path, monkeypatch: pytest.M
         assert stopped["exit_code"] == 1
         assert stopped["reason"].startswith("the coordinator failed: RuntimeError('no'); start again with: ")
 
-    monkeypatch.setattr(lifecycle, "form", form)
+    monkeypatch.setattr(regrouping, "form", form)
     with_coordinator(tmp_path, scenario)
 
 

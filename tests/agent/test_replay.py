@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from resilient.agent.membership.events import Interrupted, ManifestFailed, StopWanted, Tick
 from resilient.agent.membership.lifecycle import Lifecycle
+from resilient.agent.membership.parts.events import Interrupted, ManifestFailed, StopWanted, Tick
 from resilient.agent.replay import difference, replay_run
 from tests.agent.logged_job import LoggedJob, eventful, write_events
 

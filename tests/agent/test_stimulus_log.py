@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
-from resilient.agent.membership.events import (
+from resilient.agent.membership.parts.events import (
     FailureWanted,
     Interrupted,
     ManifestFailed,

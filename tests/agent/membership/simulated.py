@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from resilient.agent.membership.context import Phase, Settings
-from resilient.agent.membership.events import (
+from resilient.agent.membership.machine import Membership
+from resilient.agent.membership.next_generation.members import WorkerId
+from resilient.agent.membership.parts.context import Phase, Settings
+from resilient.agent.membership.parts.events import (
     Instruction,
     NodeConnected,
     NodeLost,
@@ -22,8 +24,6 @@ from resilient.agent.membership.events import (
     WorkerSaid,
     WriteManifest,
 )
-from resilient.agent.membership.machine import Membership
-from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.protocol.messages import (
     Finish,
     Finished,

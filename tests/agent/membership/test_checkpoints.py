@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from resilient.agent.membership.context import Phase
-from resilient.agent.membership.events import ManifestFailed, StopWanted
+from resilient.agent.membership.parts.context import Phase
+from resilient.agent.membership.parts.events import ManifestFailed, StopWanted
 from resilient.protocol.messages import NotSaved
 from tests.agent.membership.simulated import STATES, Job
 

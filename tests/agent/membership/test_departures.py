@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from resilient.agent.membership.context import Phase
-from resilient.agent.membership.events import NodeLeaving, Tell
+from resilient.agent.membership.parts.context import Phase
+from resilient.agent.membership.parts.events import NodeLeaving, Tell
 from resilient.protocol.messages import Generation, Regroup, Shutdown, Suspect
 from tests.agent.membership.simulated import NUM_LAYERS, STATES, Job, job_spec, regroups, started
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from resilient.agent.membership.context import Phase
+from resilient.agent.membership.parts.context import Phase
 from resilient.protocol.messages import Failed, Finished
 from tests.agent.membership.simulated import Job, job_spec, started
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from resilient.agent.membership.context import Phase
-from resilient.agent.membership.events import Interrupted, ManifestFailed, Tick
+from resilient.agent.membership.parts.context import Phase
+from resilient.agent.membership.parts.events import Interrupted, ManifestFailed, Tick
 from resilient.protocol.messages import Failed, Regroup, Shutdown
 from resilient.state.manifest import Manifest, SavedState
 from tests.agent.membership.simulated import RECIPE, STATES, Job

@@ -10,11 +10,11 @@ from collections.abc import Callable
 import pytest
 
 from resilient.agent.membership import invariants
-from resilient.agent.membership.context import Phase
-from resilient.agent.membership.events import Interrupted
 from resilient.agent.membership.lifecycle import Lifecycle
 from resilient.agent.membership.machine import MembershipError
 from resilient.agent.membership.next_generation.forming import Checkpoint
+from resilient.agent.membership.parts.context import Phase
+from resilient.agent.membership.parts.events import Interrupted
 from resilient.protocol.messages import WorkerProgress
 from tests.agent.membership.simulated import Job, job_spec, outcome, started
 

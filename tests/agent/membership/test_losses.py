@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from resilient.agent.membership.context import Phase
-from resilient.agent.membership.events import (
+from resilient.agent.membership.parts.context import Phase
+from resilient.agent.membership.parts.events import (
     Tell,
     Tick,
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from resilient.agent.membership.context import Phase
-from resilient.agent.membership.events import (
+from resilient.agent.membership.parts.context import Phase
+from resilient.agent.membership.parts.events import (
     FailureWanted,
     NodeConnected,
     Send,

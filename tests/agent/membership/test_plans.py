@@ -6,9 +6,9 @@ from collections import defaultdict
 
 import pytest
 
-from resilient.agent.membership.context import Phase
-from resilient.agent.membership.events import PreparePlans
 from resilient.agent.membership.next_generation.forming import problem_of
+from resilient.agent.membership.parts.context import Phase
+from resilient.agent.membership.parts.events import PreparePlans
 from resilient.protocol.messages import Regroup, Suspect
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.replan.replan import templates_for

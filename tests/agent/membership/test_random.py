@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.agent.membership.context import Phase
-from resilient.agent.membership.events import Interrupted, NodeLeaving, Tick
 from resilient.agent.membership.machine import Membership
+from resilient.agent.membership.parts.context import Phase
+from resilient.agent.membership.parts.events import Interrupted, NodeLeaving, Tick
 from resilient.protocol.messages import Suspect
 from tests.agent.membership.simulated import Job, job_spec
 

@@ -6,10 +6,10 @@ from typing import get_args
 
 import pytest
 
-from resilient.agent.membership.context import Phase
-from resilient.agent.membership.events import ManifestFailed, NodeLost, Stimulus, Tick, WorkerSaid
 from resilient.agent.membership.handlers import Handlers
 from resilient.agent.membership.machine import IGNORED, ROWS, TABLE, Membership, MembershipError
+from resilient.agent.membership.parts.context import Phase
+from resilient.agent.membership.parts.events import ManifestFailed, NodeLost, Stimulus, Tick, WorkerSaid
 from resilient.protocol.messages import FromWorkerMessage, Suspect
 from tests.agent.membership.simulated import Job, settings, started
 

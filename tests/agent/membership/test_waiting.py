@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from resilient.agent.membership.context import Phase
-from resilient.agent.membership.events import NodeLeaving, Tell, Tick
+from resilient.agent.membership.parts.context import Phase
+from resilient.agent.membership.parts.events import NodeLeaving, Tell, Tick
 from resilient.protocol.messages import Finished, NotSaved, Regroup, ShowStacks, Shutdown
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from tests.agent.membership.simulated import PROFILE, STATES, Job, job_spec, started

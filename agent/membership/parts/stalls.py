@@ -6,8 +6,8 @@ it up.
 
 from __future__ import annotations
 
-from resilient.agent.membership.change import Change
-from resilient.agent.membership.context import Context
+from resilient.agent.membership.parts.change import Change
+from resilient.agent.membership.parts.context import Context
 from resilient.protocol.messages import Finished, Installed, NotSaved, Saved, StepDone
 from resilient.templates.plan import Plan
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from resilient.agent.membership.context import Context
+from resilient.agent.membership.parts.context import Context
 from resilient.protocol.messages import Arm, Injection, Kill
 
 

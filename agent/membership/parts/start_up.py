@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from resilient.agent.membership.context import Context
+from resilient.agent.membership.parts.context import Context
 
 _FIRST_NOTICE_S = 60.0
 

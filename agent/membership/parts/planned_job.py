@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from resilient.agent.membership.context import Context
-from resilient.agent.membership.events import PreparePlans
 from resilient.agent.membership.next_generation.forming import problem_of
 from resilient.agent.membership.next_generation.members import Member, available
+from resilient.agent.membership.parts.context import Context
+from resilient.agent.membership.parts.events import PreparePlans
 from resilient.protocol.messages import JobSpec
 from resilient.state.manifest import check_recipe
 from resilient.templates.plan import PlanningProblem

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from resilient.agent.membership.context import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_RESUMABLE, Context
+from resilient.agent.membership.parts.context import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_RESUMABLE, Context
 
 
 @dataclass(frozen=True, kw_only=True)

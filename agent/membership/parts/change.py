@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from resilient.agent.membership.context import Context
 from resilient.agent.membership.next_generation.members import WorkerId, log_path
+from resilient.agent.membership.parts.context import Context
 from resilient.protocol.messages import ShowStacks, WorkerProgress
 
 

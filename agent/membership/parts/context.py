@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from resilient.agent.membership.events import Instruction, Record, Send, Tell
 from resilient.agent.membership.next_generation.members import Member, WorkerId
+from resilient.agent.membership.parts.events import Instruction, Record, Send, Tell
 from resilient.protocol.messages import Injection, Kill, ShowStacks, Shutdown, ToWorkerMessage, Welcome
 from resilient.state.manifest import Manifest
 from resilient.templates.inputs.cluster import Link

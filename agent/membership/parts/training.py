@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from resilient.agent.membership.context import Context
 from resilient.agent.membership.next_generation.forming import NextGeneration
 from resilient.agent.membership.next_generation.members import WorkerId
+from resilient.agent.membership.parts.context import Context
 from resilient.protocol.messages import StepOutcome
 from resilient.templates.plan import Plan
 

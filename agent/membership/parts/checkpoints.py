@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from resilient.agent.membership.context import Context
-from resilient.agent.membership.events import WriteManifest
 from resilient.agent.membership.next_generation.agreement import uncovered
 from resilient.agent.membership.next_generation.forming import Checkpoint
 from resilient.agent.membership.next_generation.members import WorkerId
+from resilient.agent.membership.parts.context import Context
+from resilient.agent.membership.parts.events import WriteManifest
 from resilient.protocol.messages import JobSpec, Saved
 from resilient.state.manifest import Manifest, SavedState, folder
 

@@ -1,0 +1,87 @@
+"""The parts of the membership machine, wired together, and what can be seen of them."""
+
+from __future__ import annotations
+
+from resilient.agent.membership.next_generation.members import Member, WorkerId
+from resilient.agent.membership.next_generation.speeds import NodeSpeeds
+from resilient.agent.membership.parts.change import Change
+from resilient.agent.membership.parts.checkpoints import Checkpoints, LastCheckpoint
+from resilient.agent.membership.parts.context import (
+    EXIT_DONE,
+    Context,
+    Phase,
+    Settings,
+)
+from resilient.agent.membership.parts.ending import Ending
+from resilient.agent.membership.parts.injections import Injections
+from resilient.agent.membership.parts.planned_job import PlannedJob
+from resilient.agent.membership.parts.stalls import Stalls
+from resilient.agent.membership.parts.start_up import StartUp
+from resilient.agent.membership.parts.training import Participants, Progress
+
+
+class JobParts:
+    """Owns the parts, each of which alone writes what it knows, and the phase with what belongs to one alone."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.context = Context(settings)
+        self.start_up = StartUp(self.context)
+        self.job = PlannedJob(self.context)
+        self.participants = Participants(self.context)
+        self.progress = Progress(settings.resume[1].step if settings.resume else 0)
+        self.speeds = NodeSpeeds()
+        self.stalls = Stalls(self.context)
+        self.checkpoints = Checkpoints(self.context)
+        self.injections = Injections(self.context)
+        self.ending = Ending(self.context)
+        self._phase = Phase.STARTING
+        self._change: Change | None = None
+        self._last_checkpoint: LastCheckpoint | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """Where the job is."""
+        return self._phase
+
+    @property
+    def change(self) -> Change | None:
+        """The change of membership under way, while agreeing."""
+        return self._change
+
+    @property
+    def last_checkpoint(self) -> LastCheckpoint | None:
+        """The checkpoint that the job waits for before it stops, while saving."""
+        return self._last_checkpoint
+
+    @property
+    def awaiting(self) -> set[WorkerId]:
+        """The workers whose report or saved part is waited for."""
+        if self._last_checkpoint is not None:
+            return set(self._last_checkpoint.awaiting)
+        if self._change is None:
+            return set()
+        members = self.context.members
+        standing_by = {worker for worker in self.context.ready_workers() if members[worker[0]].admitted}
+        return (
+            self.participants.placed() | standing_by
+        ) - self._change.reports.keys()  # who stands by may hold a state
+
+    @property
+    def how_to_resume(self) -> str:
+        """What to add to the reason of a stop."""
+        path, step = self.checkpoints.newest_path, self.progress.step
+        return self.ending.how_to_resume(path, has_job=self.job.is_known, step=step)
+
+    def is_needed(self, node: int) -> bool:
+        """Return whether others may still want what a node holds: it trains, or a change is under way."""
+        changing = self._phase in (Phase.AGREEING, Phase.INSTALLING, Phase.SAVING)
+        return self.participants.is_placed(node) or (changing and self.context.members[node].admitted)
+
+    def dismiss(self, member: Member, reason: str, exit_code: int = EXIT_DONE) -> None:
+        """Let a node go; it is no loss."""
+        self.context.dismiss(member, reason, exit_code)
+        self._forget(member.node)
+
+    def _forget(self, node: int) -> None:
+        if self._change is not None:
+            self._change.forget(node)
