@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shlex
@@ -15,7 +16,13 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from resilient.cli.app import app
+from resilient.models.language import LANGUAGE_FAMILIES
+from resilient.models.multimodal import EncoderModule, MultimodalModule
+from resilient.models.vision import VISION_FAMILIES
 from resilient.planners.registry import PLANNERS
+from resilient.protocol.job_config import SCHEDULES
+from resilient.templates.schedules.kind import ScheduleKind
+from resilient.trainer import Trainer
 from tests.test_layering import ROOMS
 
 ROOT = Path(__file__).parents[1]
@@ -116,6 +123,47 @@ def test_test_files_named_exist() -> None:
 def test_every_planner_is_documented() -> None:
     text = (ROOT / "docs" / "planners.md").read_text()
     assert [each for each in PLANNERS if f"`{each}`" not in text and each not in text] == []
+
+
+LANGUAGE_MODELS = {name.lower() for name in LANGUAGE_FAMILIES.values()}
+ENCODERS = {each.removesuffix("_vision_model") for each in VISION_FAMILIES}
+
+
+def families(listed: str) -> set[str]:
+    return {each.lower() for each in re.split(r",\s+|\s+and\s+", listed)}
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence"),
+    [
+        ("README.md", r"\(([\w,\s]+) as language models;\s+([\w,\s]+)\s+as vision encoders\)"),
+        ("docs/user_guide.md", r"\n([\w, ]+) are known as language models, ([\w, ]+) as vision encoders"),
+    ],
+)
+def test_families_of_models_listed_are_those_there_are(page: str, sentence: str) -> None:
+    found = re.search(sentence, (ROOT / page).read_text())
+    assert found is not None
+    assert (families(found[1]), families(found[2])) == (LANGUAGE_MODELS, ENCODERS)
+
+
+def test_types_of_models_listed_for_arguments_are_those_there_are() -> None:
+    listed = {
+        each: re.findall(r"A transformers (?:vision )?config \(([\w, ]+)\)", inspect.getdoc(each) or "")
+        for each in (MultimodalModule, EncoderModule)
+    }
+    assert listed == {MultimodalModule: [", ".join(LANGUAGE_FAMILIES)], EncoderModule: [", ".join(VISION_FAMILIES)]}
+
+
+def test_schedules_listed_are_those_a_job_can_choose() -> None:
+    found = re.search(r"\*\*A step\*\* runs ([^;]+);", (ROOT / "README.md").read_text())
+    assert found is not None
+    assert set(re.findall(r"`([\w-]+)`", found[1])) == set(SCHEDULES)
+    (argument,) = re.findall(r"^    schedule: (.+?)^    \w+: ", inspect.getdoc(Trainer) or "", re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r'"([\w-]+)"', argument)) == set(SCHEDULES)
+    table = (ROOT / "docs" / "schedules.md").read_text().partition("## The kinds")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w[\w-]*)` \|.*\|([^|]*)\|$", table, re.MULTILINE))
+    assert set(rows) == {kind.value for kind in ScheduleKind}
+    assert {kind for kind, jobs in rows.items() if jobs.strip()} == set(SCHEDULES)
 
 
 def test_every_command_is_documented() -> None:

@@ -26,10 +26,10 @@ from resilient.cli.shared.options import command_of
 from resilient.cli.shared.output_files import check_outputs
 from resilient.cli.shared.renamed_options import renamed
 from resilient.errors import ArgumentError
+from resilient.templates.schedules.kind import ScheduleKind
 
 if TYPE_CHECKING:
     from resilient.cli.schedule.report import PipelineWork, ScheduleReport
-    from resilient.templates.schedules.kind import ScheduleKind
 
 ALL = "all"
 _DEFAULT_CHUNKS = 2
@@ -49,8 +49,7 @@ class ScheduleOptions:
     kind: Annotated[
         list[str] | None,
         typer.Option(
-            help="gpipe, 1f1b, eager-1f1b, interleaved-1f1b, zb-h1, zb-h2, forward-only, or all that train; "
-            "repeatable; 1f1b by default."
+            help=f"{', '.join(kind.value for kind in ScheduleKind)}, or all that train; repeatable; 1f1b by default."
         ),
     ] = None
     chunks: Annotated[
@@ -129,7 +128,6 @@ def _reports(options: ScheduleOptions, kinds: Sequence[ScheduleKind]) -> tuple[i
 def _kinds(names: Sequence[str]) -> list[ScheduleKind]:
     """Return the kinds that were named, each once."""
     from resilient.templates.common.words import look_up
-    from resilient.templates.schedules.kind import ScheduleKind
 
     known = {kind.value: [kind] for kind in ScheduleKind}
     known[ALL] = [kind for kind in ScheduleKind if kind is not ScheduleKind.FORWARD_ONLY]
