@@ -16,6 +16,7 @@ from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.simulator import ActionCosts, Timeline, simulate
+from resilient.templates.schedules.validator import validate
 from resilient.templates.search.partition import plan_templates
 
 
@@ -152,7 +153,7 @@ def schedule_report(
     memory_bytes: int | None = None,
     max_in_flight: int | None = None,
 ) -> ScheduleReport:
-    """Generate a schedule and run it in simulation.
+    """Generate a schedule, check it, and run it in simulation.
 
     Args:
         kind: Which.
@@ -165,6 +166,7 @@ def schedule_report(
 
     Raises:
         ValueError: A number is out of its range, or does not belong to the kind.
+        ScheduleError: The schedule cannot run.
     """
     made = work(num_workers * num_chunks)
     if kind is ScheduleKind.FORWARD_ONLY:  # nothing waits for a backward
@@ -175,6 +177,7 @@ def schedule_report(
         else None
     )
     schedule = generate(kind, num_workers, num_microbatches, num_chunks=num_chunks, max_in_flight=limits)
+    validate(schedule)
     timeline = simulate(schedule, made.costs)
     counts = simulate(
         schedule, replace(made.costs, activation_bytes=int(kind is not ScheduleKind.FORWARD_ONLY))

@@ -12,6 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from resilient.cli.app import app
+from resilient.cli.schedule import report
 from resilient.cli.schedule.report import ScheduleReport, profiled_work, schedule_report
 from resilient.cli.schedule.tables import show_timeline
 from resilient.observability.figures.bars import Bar, Chart, simulated_chart
@@ -124,6 +125,15 @@ def test_actions_are_those_that_the_executor_gets() -> None:
     expected = [generate(kind, 4, 8) for kind in (ScheduleKind.ZB_H1, ScheduleKind.GPIPE)]
     rows = ended.output.splitlines()
     assert [Schedule.parse("\n".join(rows[:4])), Schedule.parse("\n".join(rows[4:]))] == expected
+
+
+@pytest.mark.parametrize("options", [[], ["--text"]])
+def test_schedule_that_cannot_run_is_not_shown(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Schedule.parse("0F0 0SEND_F0 0B0 0RECV_B0\n1RECV_F0 1F0 1B0 1SEND_B0")
+    monkeypatch.setattr(report, "generate", lambda *_, **__: broken)
+    ended = run("--stages", 2, "--microbatches", 1, *options)
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert "0B0 must come after 0RECV_B0\n" in ended.stderr
 
 
 def test_trace_and_picture_are_written_where_told(tmp_path: Path) -> None:
