@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from resilient.agent.membership.ends import Ends
+from resilient.agent.membership.job_parts import JobParts
 from resilient.agent.membership.lifecycle import Lifecycle
 from resilient.agent.membership.next_generation.members import Member, WorkerId, log_path
 from resilient.agent.membership.parts.context import EXIT_DONE, EXIT_FAILED, Phase
@@ -19,6 +21,7 @@ from resilient.agent.membership.parts.events import (
     WorkerSaid,
 )
 from resilient.agent.membership.parts.stalls import ADVANCES
+from resilient.agent.membership.regrouping import Regrouping
 from resilient.errors import CheckpointError
 from resilient.protocol.messages import (
     Failed,
@@ -38,11 +41,14 @@ from resilient.protocol.messages import (
 
 
 class Handlers:
-    """Tells the lifecycle and its parts what happened. A method of it takes a stimulus, or a message and its sender."""
+    """Tells the parts and the lifecycle what happened. A method of it takes a stimulus, or a message and its sender."""
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
-        self._lifecycle = lifecycle
-        self._context = lifecycle.context
+    def __init__(self, parts: JobParts) -> None:
+        self._parts = parts
+        self._context = parts.context
+        self._ends = Ends(parts)
+        self._regrouping = Regrouping(parts, self._ends)
+        self._lifecycle = Lifecycle(parts, self._ends, self._regrouping)
 
     def ignore(self, *happened: object) -> None:
         """Do nothing; the machine's table says why."""
@@ -71,12 +77,12 @@ class Handlers:
         )
         if event.num_workers != settings.workers_per_node:
             reason = f"workers per node must be {settings.workers_per_node} in this job, got {event.num_workers}"
-            self._lifecycle.dismiss(member, reason, exit_code=EXIT_FAILED)
+            self._parts.dismiss(member, reason, exit_code=EXIT_FAILED)
 
     def on_late_node(self, event: NodeConnected) -> None:
         self.on_node_connected(event)
         if event.node in self._context.members:
-            self._lifecycle.dismiss(self._context.members[event.node], "the job is over")
+            self._parts.dismiss(self._context.members[event.node], "the job is over")
 
     def send_away(self, event: NodeConnected) -> None:
         self._context.tell(event.node, Shutdown(exit_code=EXIT_DONE, reason="the job is over"))
@@ -87,7 +93,7 @@ class Handlers:
     def on_early_leave(self, event: NodeLeaving) -> None:
         member = self._context.members.get(event.node)
         if member is not None and not member.leaving:
-            self._lifecycle.start_up.expect_one_less()
+            self._parts.start_up.expect_one_less()
         self.on_node_leaving(event)
 
     def on_node_leaving(self, event: NodeLeaving) -> None:
@@ -96,8 +102,8 @@ class Handlers:
             return
         self._context.record("node_leaving", node=event.node, reason=event.reason)
         member.leaving = True
-        if not self._lifecycle.is_needed(event.node):
-            self._lifecycle.dismiss(member, "left")
+        if not self._parts.is_needed(event.node):
+            self._parts.dismiss(member, "left")
         self._lifecycle.proceed()
 
     def on_worker_ended_early(self, event: WorkerEnded) -> None:
@@ -136,16 +142,16 @@ class Handlers:
         if event.exit_code != 0:
             self.on_worker_ended(event)
         elif member.is_done:
-            self._lifecycle.dismiss(member, "the job is finished")
-            self._lifecycle.stop_when_all_are_gone()
+            self._parts.dismiss(member, "the job is finished")
+            self._ends.stop_when_all_are_gone()
 
     # ------------------------------------------------------------ wishes and answers of the launcher
 
     def on_failure_wanted(self, event: FailureWanted) -> None:
-        self._lifecycle.injections.cause(event.injection)
+        self._parts.injections.cause(event.injection)
 
     def on_plans_prepared(self, event: PlansPrepared) -> None:
-        self._lifecycle.job.take(event.num_nodes)
+        self._parts.job.take(event.num_nodes)
         self._lifecycle.proceed()
 
     def on_interrupted(self, event: Interrupted) -> None:
@@ -153,81 +159,84 @@ class Handlers:
         self._lifecycle.proceed()
 
     def on_stop_wanted(self, event: StopWanted) -> None:
-        reason = f"{event.reason}{self._lifecycle.how_to_resume}"
-        self._lifecycle.stop(event.exit_code, reason, self._lifecycle.checkpoints.newest_path)
+        reason = f"{event.reason}{self._parts.how_to_resume}"
+        self._ends.stop(event.exit_code, reason, self._parts.checkpoints.newest_path)
 
     def on_manifest_failed(self, event: ManifestFailed) -> None:
         """Go on without a checkpoint on the way."""
-        checkpoints = self._lifecycle.checkpoints
-        if checkpoints.step_of(event.path) < self._lifecycle.job.spec.num_steps:
+        checkpoints = self._parts.checkpoints
+        if checkpoints.step_of(event.path) < self._parts.job.spec.num_steps:
             checkpoints.note_missed(checkpoints.take_back(event.path), None, event.error)
         else:
             self.on_last_manifest_failed(event)
 
     def on_last_manifest_failed(self, event: ManifestFailed) -> None:
-        lifecycle = self._lifecycle
-        lifecycle.checkpoints.take_back(event.path)
-        lifecycle.stop(EXIT_FAILED, f"{event.error}{lifecycle.how_to_resume}", lifecycle.checkpoints.newest_path)
+        parts = self._parts
+        parts.checkpoints.take_back(event.path)
+        self._ends.stop(EXIT_FAILED, f"{event.error}{parts.how_to_resume}", parts.checkpoints.newest_path)
 
     # ------------------------------------------------------------ time
 
     def on_tick_while_starting(self, event: Tick) -> None:
-        for node in self._lifecycle.start_up.too_late():
+        for node in self._parts.start_up.too_late():
             self._lifecycle.evict(node, f"not ready within {self._context.settings.start_timeout_s:g} s; see its log")
         self._lifecycle.proceed()
 
     def on_tick_while_training(self, event: Tick) -> None:
+        parts = self._parts
         lifecycle = self._lifecycle
-        if lifecycle.ending.interruption is not None:
-            lifecycle.end_interrupted_in_time(lifecycle.ending.interruption)
-        lifecycle.begin_stall()
-        if lifecycle.change is not None and not lifecycle.change.at_boundary:
-            for node, cause in lifecycle.change.silent(lifecycle.awaiting).items():
+        if parts.ending.interruption is not None:
+            lifecycle.end_interrupted_in_time(parts.ending.interruption)
+        self._regrouping.begin_stall()
+        if parts.change is not None and not parts.change.at_boundary:
+            for node, cause in parts.change.silent(parts.awaiting).items():
                 lifecycle.evict(node, cause)
 
     def on_tick_while_saving(self, event: Tick) -> None:
+        parts = self._parts
         lifecycle = self._lifecycle
-        if lifecycle.ending.interruption is not None:
-            lifecycle.end_interrupted_in_time(lifecycle.ending.interruption)
-        last = lifecycle.last_checkpoint
+        if parts.ending.interruption is not None:
+            lifecycle.end_interrupted_in_time(parts.ending.interruption)
+        last = parts.last_checkpoint
         if last is not None and self._context.now >= last.deadline:
-            lifecycle.stop_resumable(f"{last.reason}; the checkpoint of step {last.step} was not written in time")
+            self._ends.stop_resumable(f"{last.reason}; the checkpoint of step {last.step} was not written in time")
 
     # ------------------------------------------------------------ messages of workers
 
     def on_worker_said(self, event: WorkerSaid) -> None:
         """Note that the job advances; the message itself has its own row in the table."""
         if event.node in self._context.members and isinstance(event.message, ADVANCES):
-            self._lifecycle.stalls.advance()
+            self._parts.stalls.advance()
 
     def on_ready(self, message: Ready, worker: WorkerId) -> None:
+        parts = self._parts
         lifecycle, member = self._lifecycle, self._context.members[worker[0]]
         if worker[1] in member.ready:
             return  # heard twice it would be held back for plans, with a place in the generation in force
-        if not lifecycle.job.is_known:
+        if not parts.job.is_known:
             try:
-                lifecycle.job.accept(message.job)
+                parts.job.accept(message.job)
             except (ValueError, CheckpointError) as error:
-                lifecycle.stop(EXIT_FAILED, str(error), None)
+                self._ends.stop(EXIT_FAILED, str(error), None)
                 return
-        unlike = lifecycle.job.why_unlike(message.job)
+        unlike = parts.job.why_unlike(message.job)
         if unlike:
             lifecycle.fail(member.node, unlike)
             return
         member.ready[worker[1]] = message
         if member.is_up:
-            lifecycle.job.hold_back(member, lifecycle.start_up.expected if lifecycle.phase is Phase.STARTING else 0)
+            parts.job.hold_back(member, parts.start_up.expected if parts.phase is Phase.STARTING else 0)
             pids = [member.ready[local_rank].pid for local_rank in range(member.num_workers)]
             self._context.record("node_ready", node=member.node, pids=pids, device=message.device)
-            lifecycle.injections.note_up(member.node)
+            parts.injections.note_up(member.node)
             lifecycle.proceed()
 
     def on_suspect(self, message: Suspect, worker: WorkerId) -> None:
         if message.generation == self._context.generation:
-            self._lifecycle.begin_failure([], f"communication failed: {message.reason}")
+            self._regrouping.begin_failure([], f"communication failed: {message.reason}")
 
     def on_report(self, message: Report, worker: WorkerId) -> None:
-        change = self._lifecycle.change
+        change = self._parts.change
         if change is not None and message.generation == change.generation:
             change.hear(worker, message.progress)
             self._lifecycle.proceed()
@@ -244,15 +253,15 @@ class Handlers:
             installed_at=message.installed_at,
             bytes_copied=message.bytes_copied,
         )
-        self._lifecycle.participants.note_installed(worker)
-        if self._lifecycle.phase is Phase.INSTALLING:
+        self._parts.participants.note_installed(worker)
+        if self._parts.phase is Phase.INSTALLING:
             self._lifecycle.proceed()
 
     def on_step_done(self, message: StepDone, worker: WorkerId) -> None:
         if message.generation != self._context.generation:
             return
-        self._lifecycle.progress.commit(message.outcome)
-        self._lifecycle.stalls.note_step()
+        self._parts.progress.commit(message.outcome)
+        self._parts.stalls.note_step()
         self._context.record(
             "step",
             time=message.at,
@@ -266,25 +275,26 @@ class Handlers:
 
     def on_saved(self, message: Saved, worker: WorkerId) -> None:
         """A part of a checkpoint on the way, or of the last one."""
+        parts = self._parts
         lifecycle = self._lifecycle
         if message.generation < self._context.generation:
             return
-        last = lifecycle.last_checkpoint
-        lifecycle.checkpoints.add(message, lifecycle.job.spec, last)
+        last = parts.last_checkpoint
+        parts.checkpoints.add(message, parts.job.spec, last)
         if last is not None:
             last.note_answer(worker)
             lifecycle.proceed()
 
     def on_not_saved(self, message: NotSaved, worker: WorkerId) -> None:
-        self._lifecycle.checkpoints.note_missed(message.step, worker[0], message.error)
+        self._parts.checkpoints.note_missed(message.step, worker[0], message.error)
 
     def on_finished(self, message: Finished, worker: WorkerId) -> None:
-        lifecycle = self._lifecycle
+        parts = self._parts
         if message.generation != self._context.generation:
             return
-        lifecycle.participants.note_finished(worker)
-        if lifecycle.checkpoints.has(lifecycle.progress.step) and lifecycle.participants.is_finished:
-            lifecycle.finish()  # otherwise a part died with its writer: the next generation writes it again
+        parts.participants.note_finished(worker)
+        if parts.checkpoints.has(parts.progress.step) and parts.participants.is_finished:
+            self._ends.finish()  # otherwise a part died with its writer: the next generation writes it again
 
     def on_failed(self, message: Failed, worker: WorkerId) -> None:
         self._lifecycle.fail(worker[0], message.error, message.traceback)

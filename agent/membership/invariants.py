@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from resilient.agent.membership.lifecycle import Lifecycle
+from resilient.agent.membership.job_parts import JobParts
 from resilient.agent.membership.parts.context import TRAINING, Phase
 
 
@@ -17,7 +17,7 @@ class Invariants:
         self._step = 0
         self._now = float("-inf")
 
-    def broken(self, machine: Lifecycle) -> list[str]:
+    def broken(self, machine: JobParts) -> list[str]:
         """Return the invariants that do not hold, each in words; none of a machine in order."""
         checks = (_of_phase, _of_members, _of_generation, _of_change, _of_end, self._of_course)
         found = [text for check in checks for text in check(machine)]
@@ -25,7 +25,7 @@ class Invariants:
         self._step, self._now = machine.progress.step, machine.context.now
         return found
 
-    def _of_course(self, machine: Lifecycle) -> Iterator[str]:
+    def _of_course(self, machine: JobParts) -> Iterator[str]:
         """Time and generations go forward, and so do steps, unless states were lost."""
         generation, step = machine.context.generation, machine.progress.step
         if machine.context.now < self._now:
@@ -43,7 +43,7 @@ class Invariants:
             yield f"the job goes on ({machine.phase.value}) after it was stopped"
 
 
-def _of_phase(machine: Lifecycle) -> Iterator[str]:
+def _of_phase(machine: JobParts) -> Iterator[str]:
     """A change is there while agreeing, a last checkpoint while saving, a plan from the first generation on."""
     phase = machine.phase
     if (machine.change is not None) != (phase is Phase.AGREEING):
@@ -59,7 +59,7 @@ def _of_phase(machine: Lifecycle) -> Iterator[str]:
         yield f"the job is {phase.value} in generation {machine.context.generation}"
 
 
-def _of_members(machine: Lifecycle) -> Iterator[str]:
+def _of_members(machine: JobParts) -> Iterator[str]:
     """Members are as the job wants them; plans have been asked for before they are there."""
     num_workers = machine.context.settings.workers_per_node
     for node, member in machine.context.members.items():
@@ -76,7 +76,7 @@ def _of_members(machine: Lifecycle) -> Iterator[str]:
         yield f"plans for {machine.job.planned_for} nodes are there, asked for were {machine.job.asked_for}"
 
 
-def _of_generation(machine: Lifecycle) -> Iterator[str]:
+def _of_generation(machine: JobParts) -> Iterator[str]:
     """Who has a place is alive and admitted, or a change is under way; who finished has a place."""
     phase, participants, members = machine.phase, machine.participants, machine.context.members
     if participants.plan is None:
@@ -105,7 +105,7 @@ def _of_generation(machine: Lifecycle) -> Iterator[str]:
         yield "the job advanced in the future"
 
 
-def _of_change(machine: Lifecycle) -> Iterator[str]:
+def _of_change(machine: JobParts) -> Iterator[str]:
     """A change is for the next generation; it waits for somebody, and for nobody who is gone."""
     members = machine.context.members
     gone = sorted({node for node, _ in machine.awaiting} - members.keys())
@@ -122,7 +122,7 @@ def _of_change(machine: Lifecycle) -> Iterator[str]:
         yield f"step {machine.last_checkpoint.step} is saved after step {machine.progress.step}"
 
 
-def _of_end(machine: Lifecycle) -> Iterator[str]:
+def _of_end(machine: JobParts) -> Iterator[str]:
     """A job that is to end forms no generation; one that is finished has its checkpoint and all its workers."""
     if machine.ending.failure and machine.phase in (Phase.STARTING, Phase.INSTALLING, Phase.RUNNING):
         yield f"the job has failed and is {machine.phase.value}"

@@ -21,7 +21,13 @@ from resilient.agent.membership.parts.training import Participants, Progress
 
 
 class JobParts:
-    """Owns the parts, each of which alone writes what it knows, and the phase with what belongs to one alone."""
+    """The parts, each of which alone writes what it knows, and where the job is.
+
+    Attributes:
+        phase: Where the job is.
+        change: The change of membership under way, while agreeing.
+        last_checkpoint: The checkpoint that the job waits for before it stops, while saving.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.context = Context(settings)
@@ -34,37 +40,20 @@ class JobParts:
         self.checkpoints = Checkpoints(self.context)
         self.injections = Injections(self.context)
         self.ending = Ending(self.context)
-        self._phase = Phase.STARTING
-        self._change: Change | None = None
-        self._last_checkpoint: LastCheckpoint | None = None
-
-    @property
-    def phase(self) -> Phase:
-        """Where the job is."""
-        return self._phase
-
-    @property
-    def change(self) -> Change | None:
-        """The change of membership under way, while agreeing."""
-        return self._change
-
-    @property
-    def last_checkpoint(self) -> LastCheckpoint | None:
-        """The checkpoint that the job waits for before it stops, while saving."""
-        return self._last_checkpoint
+        self.phase = Phase.STARTING
+        self.change: Change | None = None
+        self.last_checkpoint: LastCheckpoint | None = None
 
     @property
     def awaiting(self) -> set[WorkerId]:
         """The workers whose report or saved part is waited for."""
-        if self._last_checkpoint is not None:
-            return set(self._last_checkpoint.awaiting)
-        if self._change is None:
+        if self.last_checkpoint is not None:
+            return set(self.last_checkpoint.awaiting)
+        if self.change is None:
             return set()
         members = self.context.members
         standing_by = {worker for worker in self.context.ready_workers() if members[worker[0]].admitted}
-        return (
-            self.participants.placed() | standing_by
-        ) - self._change.reports.keys()  # who stands by may hold a state
+        return (self.participants.placed() | standing_by) - self.change.reports.keys()  # who stands by may hold a state
 
     @property
     def how_to_resume(self) -> str:
@@ -74,14 +63,15 @@ class JobParts:
 
     def is_needed(self, node: int) -> bool:
         """Return whether others may still want what a node holds: it trains, or a change is under way."""
-        changing = self._phase in (Phase.AGREEING, Phase.INSTALLING, Phase.SAVING)
+        changing = self.phase in (Phase.AGREEING, Phase.INSTALLING, Phase.SAVING)
         return self.participants.is_placed(node) or (changing and self.context.members[node].admitted)
 
     def dismiss(self, member: Member, reason: str, exit_code: int = EXIT_DONE) -> None:
         """Let a node go; it is no loss."""
         self.context.dismiss(member, reason, exit_code)
-        self._forget(member.node)
+        self.forget(member.node)
 
-    def _forget(self, node: int) -> None:
-        if self._change is not None:
-            self._change.forget(node)
+    def forget(self, node: int) -> None:
+        """Drop what a node that is gone has said of the change under way."""
+        if self.change is not None:
+            self.change.forget(node)

@@ -14,7 +14,7 @@ from typing import Any
 
 from resilient.agent.membership.handlers import Handlers
 from resilient.agent.membership.invariants import Invariants
-from resilient.agent.membership.lifecycle import Lifecycle
+from resilient.agent.membership.job_parts import JobParts
 from resilient.agent.membership.next_generation.members import Member, WorkerId
 from resilient.agent.membership.parts.context import TRAINING, Phase, Settings
 from resilient.agent.membership.parts.events import (
@@ -163,9 +163,9 @@ class Membership:
     """The machine. Feed it stimuli with :meth:`handle`, in the order in which they happen."""
 
     def __init__(self, settings: Settings) -> None:
-        self.lifecycle = Lifecycle(settings)
-        self._context = self.lifecycle.context
-        self._handlers = Handlers(self.lifecycle)
+        self.parts = JobParts(settings)
+        self._context = self.parts.context
+        self._handlers = Handlers(self.parts)
         self._story = Story()
         self._invariants = Invariants()
 
@@ -177,7 +177,7 @@ class Membership:
     @property
     def phase(self) -> Phase:
         """Where the job is."""
-        return self.lifecycle.phase
+        return self.parts.phase
 
     @property
     def generation(self) -> int:
@@ -192,24 +192,24 @@ class Membership:
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None before the first generation."""
-        return self.lifecycle.participants.plan
+        return self.parts.participants.plan
 
     @property
     def outcome(self) -> StepOutcome | None:
         """Of the last committed step; None when none was seen to be."""
-        return self.lifecycle.progress.outcome
+        return self.parts.progress.outcome
 
     @property
     def awaiting(self) -> set[WorkerId]:
         """The workers whose report or saved part is waited for."""
-        return self.lifecycle.awaiting
+        return self.parts.awaiting
 
     def status(self) -> dict[str, Any]:
         """Return where the job is, ready for JSON."""
         return {
             "phase": self.phase.value,
             "generation": self.generation,
-            "step": self.lifecycle.progress.step,
+            "step": self.parts.progress.step,
             "loss": self.outcome.loss if self.outcome else None,
             "nodes": [
                 {"node": member.node, "host": member.host, "ready": member.is_ready, "leaving": member.leaving}
@@ -255,6 +255,6 @@ class Membership:
         Raises:
             MembershipError: It is not: this code is wrong.
         """
-        broken = self._invariants.broken(self.lifecycle)
+        broken = self._invariants.broken(self.parts)
         if broken:
             raise self._story.error(f"the membership is inconsistent: {'; '.join(broken)}")

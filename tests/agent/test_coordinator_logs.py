@@ -47,7 +47,7 @@ def test_stimuli_that_cannot_be_written_do_not_keep_the_job_from_going_on(tmp_pa
 def test_inconsistent_membership_ends_the_job_if_it_is_checked(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         served.coordinator._settings = settings(run_directory=str(tmp_path), validate=True)
-        served.coordinator._machine.lifecycle.ending.note_failure("of nobody")
+        served.coordinator._machine.parts.ending.note_failure("of nobody")
         await served.open()
         served.coordinator.feed(Tick())
         stopped = await served.event("stopped")

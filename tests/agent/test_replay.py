@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from resilient.agent.membership.lifecycle import Lifecycle
 from resilient.agent.membership.parts.events import Interrupted, ManifestFailed, StopWanted, Tick
+from resilient.agent.membership.regrouping import Regrouping
 from resilient.agent.replay import difference, replay_run
 from tests.agent.logged_job import LoggedJob, eventful, write_events
 
@@ -108,10 +108,10 @@ def test_what_counted_on_a_missed_checkpoint_was_not_done(tmp_path: Path) -> Non
 def test_fault_of_the_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     eventful(tmp_path).leave()
 
-    def let_nobody_know(self: Lifecycle, nodes: list[int], cause: str) -> None:
+    def let_nobody_know(self: Regrouping, nodes: list[int], cause: str) -> None:
         pass
 
-    monkeypatch.setattr(Lifecycle, "begin_failure", let_nobody_know)
+    monkeypatch.setattr(Regrouping, "begin_failure", let_nobody_know)
     broken = replay_run(tmp_path).broken
     assert broken.startswith(
         "the membership is inconsistent: nodes [2] take part in generation 1 and are gone\n"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from resilient.agent.membership import invariants
-from resilient.agent.membership.lifecycle import Lifecycle
+from resilient.agent.membership.job_parts import JobParts
 from resilient.agent.membership.machine import MembershipError
 from resilient.agent.membership.next_generation.forming import Checkpoint
 from resilient.agent.membership.parts.context import Phase
@@ -75,137 +75,137 @@ def pattern(text: ast.expr | None) -> str:
     return "".join(re.escape(str(part.value)) if isinstance(part, ast.Constant) else ".*" for part in parts)
 
 
-def enter_phase(phase: Phase) -> Callable[[Lifecycle], None]:
-    def spoil(lifecycle: Lifecycle) -> None:
-        lifecycle._phase = phase
+def enter_phase(phase: Phase) -> Callable[[JobParts], None]:
+    def spoil(parts: JobParts) -> None:
+        parts.phase = phase
 
     return spoil
 
 
-def turn_back_time(lifecycle: Lifecycle) -> None:
-    lifecycle.context.begin(-1.0)
+def turn_back_time(parts: JobParts) -> None:
+    parts.context.begin(-1.0)
 
 
-def skip_generations(lifecycle: Lifecycle) -> None:
-    lifecycle.context.next_generation()
-    lifecycle.context.next_generation()
+def skip_generations(parts: JobParts) -> None:
+    parts.context.next_generation()
+    parts.context.next_generation()
 
 
-def take_a_step_back(lifecycle: Lifecycle) -> None:
-    lifecycle.progress.commit(outcome(2))
+def take_a_step_back(parts: JobParts) -> None:
+    parts.progress.commit(outcome(2))
 
 
-def forget_the_plan(lifecycle: Lifecycle) -> None:
-    lifecycle.participants._plan = None
+def forget_the_plan(parts: JobParts) -> None:
+    parts.participants._plan = None
 
 
-def forget_the_job(lifecycle: Lifecycle) -> None:
-    lifecycle.job._spec = None
+def forget_the_job(parts: JobParts) -> None:
+    parts.job._spec = None
 
 
-def change_a_number(lifecycle: Lifecycle) -> None:
-    lifecycle.context.members[3].node = 4
+def change_a_number(parts: JobParts) -> None:
+    parts.context.members[3].node = 4
 
 
-def grow_a_worker(lifecycle: Lifecycle) -> None:
-    lifecycle.context.members[3].done.add(7)
+def grow_a_worker(parts: JobParts) -> None:
+    parts.context.members[3].done.add(7)
 
 
-def hold_a_node_back(lifecycle: Lifecycle) -> None:
-    lifecycle.context.members[0].lacks_plans = True
+def hold_a_node_back(parts: JobParts) -> None:
+    parts.context.members[0].lacks_plans = True
 
 
-def admit_a_node(lifecycle: Lifecycle) -> None:
-    lifecycle.context.members[0].admitted = True
+def admit_a_node(parts: JobParts) -> None:
+    parts.context.members[0].admitted = True
 
 
-def plan_without_asking(lifecycle: Lifecycle) -> None:
-    lifecycle.job.take(99)
+def plan_without_asking(parts: JobParts) -> None:
+    parts.job.take(99)
 
 
-def forget_a_node(lifecycle: Lifecycle) -> None:
-    del lifecycle.context.members[4]
+def forget_a_node(parts: JobParts) -> None:
+    del parts.context.members[4]
 
 
-def forget_a_writer(lifecycle: Lifecycle) -> None:
-    del lifecycle.context.members[min(lifecycle.awaiting)[0]]
+def forget_a_writer(parts: JobParts) -> None:
+    del parts.context.members[min(parts.awaiting)[0]]
 
 
-def forget_all_nodes(lifecycle: Lifecycle) -> None:
-    lifecycle.context.members.clear()
+def forget_all_nodes(parts: JobParts) -> None:
+    parts.context.members.clear()
 
 
-def admit_nobody(lifecycle: Lifecycle) -> None:
-    lifecycle.context.members[0].admitted = False
+def admit_nobody(parts: JobParts) -> None:
+    parts.context.members[0].admitted = False
 
 
-def suspect_too_often(lifecycle: Lifecycle) -> None:
-    lifecycle.stalls._suspicions = 4
+def suspect_too_often(parts: JobParts) -> None:
+    parts.stalls._suspicions = 4
 
 
-def send_on(lifecycle: Lifecycle) -> None:
-    lifecycle.participants._senders = {(9, 0)}
+def send_on(parts: JobParts) -> None:
+    parts.participants._senders = {(9, 0)}
 
 
-def send_from_a_place(lifecycle: Lifecycle) -> None:
-    lifecycle.participants._senders = {(0, 0)}
+def send_from_a_place(parts: JobParts) -> None:
+    parts.participants._senders = {(0, 0)}
 
 
-def install_unnoticed(lifecycle: Lifecycle) -> None:
-    for worker in lifecycle.participants.placed():
-        lifecycle.participants.note_installed(worker)
+def install_unnoticed(parts: JobParts) -> None:
+    for worker in parts.participants.placed():
+        parts.participants.note_installed(worker)
 
 
-def install_nothing(lifecycle: Lifecycle) -> None:
-    lifecycle.participants.leave()
+def install_nothing(parts: JobParts) -> None:
+    parts.participants.leave()
 
 
-def finish_a_stranger(lifecycle: Lifecycle) -> None:
-    lifecycle.participants.note_finished((9, 0))
+def finish_a_stranger(parts: JobParts) -> None:
+    parts.participants.note_finished((9, 0))
 
 
-def advance_in_the_future(lifecycle: Lifecycle) -> None:
-    lifecycle.stalls._advanced_at = 1.0
+def advance_in_the_future(parts: JobParts) -> None:
+    parts.stalls._advanced_at = 1.0
 
 
-def report_for_all(lifecycle: Lifecycle) -> None:
-    assert lifecycle.change is not None
-    for worker in lifecycle.awaiting:
-        lifecycle.change.hear(worker, PROGRESS)
+def report_for_all(parts: JobParts) -> None:
+    assert parts.change is not None
+    for worker in parts.awaiting:
+        parts.change.hear(worker, PROGRESS)
 
 
-def form_a_later_generation(lifecycle: Lifecycle) -> None:
-    assert lifecycle.change is not None
-    lifecycle.change.generation = 9
+def form_a_later_generation(parts: JobParts) -> None:
+    assert parts.change is not None
+    parts.change.generation = 9
 
 
-def hear_the_dead(lifecycle: Lifecycle) -> None:
-    assert lifecycle.change is not None
-    lifecycle.change.hear((2, 0), PROGRESS)
+def hear_the_dead(parts: JobParts) -> None:
+    assert parts.change is not None
+    parts.change.hear((2, 0), PROGRESS)
 
 
-def save_an_older_step(lifecycle: Lifecycle) -> None:
-    assert lifecycle.last_checkpoint is not None
-    lifecycle.last_checkpoint.step = 1
+def save_an_older_step(parts: JobParts) -> None:
+    assert parts.last_checkpoint is not None
+    parts.last_checkpoint.step = 1
 
 
-def have_failed(lifecycle: Lifecycle) -> None:
-    lifecycle.ending.note_failure("no")
+def have_failed(parts: JobParts) -> None:
+    parts.ending.note_failure("no")
 
 
-def count_a_checkpoint_twice(lifecycle: Lifecycle) -> None:
-    lifecycle.checkpoints._whole += 2 * [Checkpoint(step=1, path="/c")]
+def count_a_checkpoint_twice(parts: JobParts) -> None:
+    parts.checkpoints._whole += 2 * [Checkpoint(step=1, path="/c")]
 
 
-def lose_the_checkpoint(lifecycle: Lifecycle) -> None:
-    lifecycle.checkpoints._whole.clear()
+def lose_the_checkpoint(parts: JobParts) -> None:
+    parts.checkpoints._whole.clear()
 
 
-def finish_too_early(lifecycle: Lifecycle) -> None:
-    lifecycle.participants._finished.remove((3, 0))
+def finish_too_early(parts: JobParts) -> None:
+    parts.participants._finished.remove((3, 0))
 
 
-CASES: tuple[tuple[Callable[[], Job], Callable[[Lifecycle], None], str], ...] = (
+CASES: tuple[tuple[Callable[[], Job], Callable[[JobParts], None], str], ...] = (
     (running, turn_back_time, "the job advanced in the future; time goes back from 0.0 to -1.0"),
     (running, skip_generations, "generation 3 follows 1"),
     (running, take_a_step_back, "step 2 follows 3, and is not what a new generation loads"),
@@ -263,11 +263,11 @@ CASES: tuple[tuple[Callable[[], Job], Callable[[Lifecycle], None], str], ...] = 
 
 
 @pytest.mark.parametrize(("sound", "spoil", "found"), CASES)
-def test_broken_invariant_is_named(sound: Callable[[], Job], spoil: Callable[[Lifecycle], None], found: str) -> None:
+def test_broken_invariant_is_named(sound: Callable[[], Job], spoil: Callable[[JobParts], None], found: str) -> None:
     job = sound()
     assert job.machine.phase.value == sound.__name__
     job.machine.validate()
-    spoil(job.machine.lifecycle)
+    spoil(job.machine.parts)
     with pytest.raises(MembershipError) as error:
         job.machine.validate()
     assert error.value.reason == f"the membership is inconsistent: {found}"
@@ -282,8 +282,8 @@ def test_every_invariant_has_a_case_that_breaks_it() -> None:
 
 def test_steps_may_go_back_to_what_a_new_generation_loads() -> None:
     job = running()
-    lifecycle = job.machine.lifecycle
-    lifecycle.checkpoints._whole.append(Checkpoint(step=2, path="/c"))
-    lifecycle.context.next_generation()
-    lifecycle.progress.commit(outcome(2))
+    parts = job.machine.parts
+    parts.checkpoints._whole.append(Checkpoint(step=2, path="/c"))
+    parts.context.next_generation()
+    parts.progress.commit(outcome(2))
     job.machine.validate()

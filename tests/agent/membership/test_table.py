@@ -71,7 +71,7 @@ def test_ignored_message_changes_nothing() -> None:
 
 def test_error_of_a_handler_names_it_in_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     job = started()
-    monkeypatch.setattr(job.machine.lifecycle, "lose", None)
+    monkeypatch.setattr(job.machine._handlers._lifecycle, "lose", None)
     with pytest.raises(MembershipError) as error:
         job.lose(2)
     cause = error.value.__cause__

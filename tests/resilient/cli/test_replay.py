@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from resilient.agent.membership.lifecycle import Lifecycle
+from resilient.agent.membership.regrouping import Regrouping
 from resilient.cli.app import app
 from tests.agent.logged_job import eventful
 
@@ -38,7 +38,7 @@ def test_difference_is_named_with_exit_code_1(tmp_path: Path) -> None:
 
 def test_fault_of_the_machine_is_told_with_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     eventful(tmp_path).leave()
-    monkeypatch.setattr(Lifecycle, "begin_failure", lambda *_: None)
+    monkeypatch.setattr(Regrouping, "begin_failure", lambda *_: None)
     exit_code, lines = replayed(tmp_path)
     assert exit_code == 1
     assert "error: the membership is inconsistent: nodes [2] take part in generation 1 and are gone" in lines
