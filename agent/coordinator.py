@@ -29,7 +29,7 @@ from resilient.agent.membership.context import EXIT_FAILED, Phase, Settings
 from resilient.agent.membership.machine import Membership, MembershipError
 from resilient.agent.stimulus_log import StimulusLog, append_whole
 from resilient.common.files import replacing
-from resilient.errors import CheckpointError
+from resilient.errors import ArgumentError, CheckpointError
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     PHASES,
@@ -123,8 +123,8 @@ class Coordinator:
         try:
             _write_private(path, json.dumps({"address": self.address, "token": self._token, "pid": os.getpid()}))
         except OSError as error:
-            reason = f"run_directory must be a folder that can be written, got {path.parent} ({error.strerror})"
-            raise ValueError(f"{reason}; pass another with --run-dir") from error
+            got = f"{path.parent} ({error.strerror})"
+            raise ArgumentError("run_directory", "be a folder that can be written", got, "give another") from error
 
     async def wait(self) -> int:
         """Serve until the job is over; return its exit code."""

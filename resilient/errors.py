@@ -20,7 +20,7 @@ class ArgumentError(ValueError):
     f-string; braces of its own are doubled (:func:`literal`).
 
     Args:
-        field: The argument's name.
+        field: The argument's name; where several are wrong together, theirs in braces: ``"{steps} times {nodes}"``.
         constraint: What it must be or do, after the word "must".
         value: What it was, as it is to be printed: ``repr`` for text of users.
         fix: What to do instead.
@@ -35,8 +35,9 @@ class ArgumentError(ValueError):
 
     def told(self, named: Callable[[str], str]) -> str:
         """Return the message with every argument called what ``named`` calls it."""
+        field = _filled(self.field, named) if "{" in self.field else named(self.field)
         constraint, fix = _filled(self.constraint, named), _filled(self.fix, named)
-        return f"{named(self.field)} must {constraint}, got {self.value}; {fix}"
+        return f"{field} must {constraint}, got {self.value}; {fix}"
 
     def __str__(self) -> str:
         return self.told(str)

@@ -119,7 +119,7 @@ def run_job(
 
     Raises:
         ValueError: The job cannot be run so.
-        CheckpointError: ``resume`` is no checkpoint.
+        CheckpointError: ``resume`` cannot be read.
     """
     options = LaunchOptions(
         script=str(script),

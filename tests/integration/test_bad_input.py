@@ -137,8 +137,11 @@ def test_port_in_use(tmp_path: Path) -> None:
 def test_resume_from_what_is_no_checkpoint(tmp_path: Path) -> None:
     done = run_command("run", "--run-dir", tmp_path / "run", "--resume", tmp_path / "nowhere", CHAIN)
     assert done.returncode == 1
-    message = f"{tmp_path}/nowhere must be a finished checkpoint, a folder step-* with manifest.json, got nothing"
-    assert message in words(done.stderr)
+    message = (
+        f"error: --resume must be a finished checkpoint, a folder step-* with manifest.json, got {tmp_path}/nowhere "
+        f"(nothing there); choose one from the checkpoints/ of a run"
+    )
+    assert words(done.stderr) == message
     assert not (tmp_path / "run").exists()
 
 

@@ -28,6 +28,12 @@ def test_the_value_is_never_taken_for_a_name() -> None:
     assert error.told(str.upper) == "SCRIPT must be a file, not {x}, got '{nodes}'; check the path"
 
 
+def test_arguments_that_are_wrong_together_are_all_named() -> None:
+    error = ArgumentError("{steps} times {nodes}", "be at most 9", 10, "lower {steps}")
+    assert str(error) == "steps times nodes must be at most 9, got 10; lower steps"
+    assert error.told(str.upper) == "STEPS times NODES must be at most 9, got 10; lower STEPS"
+
+
 @pytest.mark.parametrize("text", ["{", "give }", "{x!z}", "{'a': 1}", "{a:{b}}"])
 def test_a_brace_that_nobody_doubled_stays_as_it_is(text: str) -> None:
     assert str(ArgumentError("nodes", text, 3, "see {steps}")) == f"nodes must {text}, got 3; see steps"

@@ -145,6 +145,7 @@ def compare_planners(
     *,
     lost_nodes: int,
     baseline: str,
+    reason: Callable[[ValueError], str],
     clock: Callable[[], float],
     done: Callable[[], object],
 ) -> Comparison:
@@ -157,6 +158,7 @@ def compare_planners(
         batches: The global batches.
         lost_nodes: Nodes lost after configuring, before the first batch.
         baseline: The planner that speed-ups are relative to.
+        reason: Words why a planner found no plan.
         clock: Seconds, for planning times.
         done: Called after each planner.
     """
@@ -166,7 +168,7 @@ def compare_planners(
         try:
             rows.append(_row(each, setting, samples, batches, lost_nodes, clock))
         except ValueError as error:
-            refused[each.name] = str(error)
+            refused[each.name] = reason(error)
         done()
     return Comparison(rows=tuple(rows), refused=refused, baseline=baseline, memory_bytes=setting.cluster.memory_bytes)
 

@@ -223,6 +223,12 @@ def test_a_cluster_of_192_devices_keeps_its_share_down_to_the_fewest_nodes(tmp_p
             "the memory of --device must hold layer 'llm.head' alone in a stage, 23383392256 bytes on each device, got "
             "23192823398; use smaller microbatches or devices with more memory",
         ),
+        (
+            {"--gpus-per-node": "100000"},
+            "--gpus-per-node must be filled by stages of 34 layers at tensor-parallel degrees 1, 2, 4, 8, got 100000; "
+            "lower it, or profile other degrees",
+        ),
+        ({"--share": "min=5,max=2"}, "--share must have a min of at most its max, got 'min=5,max=2'; swap them"),
         ({"--microbatch": "0"}, "--microbatch must be >= 1, got 0; 2 is usual for gpt3-2.7b"),
         ({"--frozen": "llm"}, "--frozen must leave a unit to train, got llm; leave one out"),
         ({"--frozen": "lm"}, "--frozen must be one of llm, got 'lm'; did you mean 'llm'?"),
