@@ -128,7 +128,7 @@ def test_text_that_is_not_unicode_is_no_end_of_the_job(tmp_path: Path, caplog: p
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (b"", "line 1 of {} must hold a job's settings, version 1, got Input data was truncated"),
+        (b"", "line 1 of {} must hold a job's settings, version 1, got nothing recorded; choose another run"),
         (
             b'{"version":2,"settings":{}}\n',
             "line 1 of {} must hold a job's settings, version 1, got version 2; replay it with the release that wrote "

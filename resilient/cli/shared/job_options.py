@@ -87,6 +87,8 @@ JOB_OPTIONS = {
     "devices_per_node": "--gpus-per-node",
     "num_nodes": "--nodes",
     "the number of nodes": "--nodes",
+    "num_devices": "the number of devices",
+    "num_microbatches": "the number of microbatches",
     "num_chunks": "--chunks",
     "transfer_ms": "--send-ms",
     "run_directory": "--run-dir",
