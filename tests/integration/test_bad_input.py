@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import json
+import re
 import socket
 import subprocess
 import textwrap
@@ -163,7 +163,8 @@ def test_injection_of_a_node_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_injection_into_a_node_that_never_comes_is_told_at_the_end(tmp_path: Path) -> None:
-    done = run_command("run", "--run-dir", tmp_path / "run", "--nodes", 2, "--inject", "node=9,step=2", "--plain", CHAIN)
+    options = ("--run-dir", tmp_path / "run", "--nodes", 4, "--inject", "node=9,step=2", "--plain")
+    done = run_command("run", *options, CHAIN)
     assert done.returncode == 0, done.stderr
     told = "node 9 was never killed in step 2, as was wanted: the job ended before it came to that"
     assert words(done.stdout).strip().endswith(told)

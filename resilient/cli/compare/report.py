@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from resilient.observability.figures.bars import Bar, Chart
-from resilient.observability.wording import exact_ms
+from resilient.observability.wording import duration
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.planner import Configuration, Planner, Setting
@@ -265,7 +265,7 @@ def step_chart(row: PlannerRow) -> Chart:
         start_ns = round(1e6 * (result.iteration_ms - result.sum_ms))
         bars += [Bar(row=number, kind="sum", start_ns=start_ns, end_ns=end_ns) for number in range(len(names))]
     return Chart(
-        title=f"{row.name}: {exact_ms(result.iteration_ms)} ms, {100 * result.bubble:.0f} % bubble",
+        title=f"{row.name}: {duration(result.iteration_ms)}, {100 * result.bubble:.0f} % bubble",
         rows=tuple(names),
         length_ns=end_ns,
         bars=tuple(bars),

@@ -202,8 +202,8 @@ def _show(reports: Sequence[ScheduleReport], memory_bytes: int | None, console: 
 
 
 def _title(report: ScheduleReport) -> str:
-    from resilient.observability.wording import exact_ms
+    from resilient.observability.wording import duration
 
     chunks = f", {report.num_chunks} stages on each worker" if report.num_chunks > 1 else ""
-    iteration_ms = exact_ms(report.timeline.iteration_ms)
-    return f"{report.kind.value}{chunks}: {iteration_ms} ms, {100 * report.bubble:.1f} % bubble"
+    iteration = duration(report.timeline.iteration_ms)
+    return f"{report.kind.value}{chunks}: {iteration}, {100 * report.bubble:.1f} % bubble"

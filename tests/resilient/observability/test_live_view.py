@@ -99,7 +99,7 @@ def test_plain_view_writes_a_line_for_each_notable_event() -> None:
         "node 2 was killed on purpose in phase backward",
         "node 2 failed: node lost",
         "recovered from the loss of node 2 in 250 ms, 1 step redone "
-        "(detect 2.0 ms, agree 18 ms, regroup 40 ms, copy 70 ms, redo 120 ms)",
+        "(detect 2 ms, agree 18 ms, regroup 40 ms, copy 70 ms, redo 120 ms)",
         "node 5 joined, training paused for 60 ms",
         "accuracy = 0.93",
         "finished after 40 steps",
@@ -164,10 +164,9 @@ def test_plain_view_tells_of_both_failures_though_the_steps_between_are_heard_of
     fail_twice_with_late_steps(run, suspected=suspected)
     told = [line.split("recovered from ")[1] for line in plain_text(run.events).splitlines() if "recovered" in line]
     assert told == [
-        "the loss of node 1 in 130 ms, 1 step redone "
-        "(detect 10 ms, agree 10 ms, regroup 5.0 ms, copy 5.0 ms, redo 100 ms)",
+        "the loss of node 1 in 130 ms, 1 step redone (detect 10 ms, agree 10 ms, regroup 5 ms, copy 5 ms, redo 100 ms)",
         "the loss of node 2 in 155 ms, 1 step redone "
-        "(detect 5.0 ms, agree 20 ms, regroup 10 ms, copy 20 ms, redo 100 ms)",
+        "(detect 5 ms, agree 20 ms, regroup 10 ms, copy 20 ms, redo 100 ms)",
     ]
 
 

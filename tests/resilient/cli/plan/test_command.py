@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from resilient.cli.app import app
 from resilient.cli.plan.report import MOST_LOSSES, SEQUENCES, build_plan_report
 from resilient.cli.plan.tables import compact
+from resilient.observability.wording import duration
 from resilient.templates.inputs.derive import derive_profile
 from resilient.templates.inputs.devices import DEVICES, cluster_of
 from resilient.templates.inputs.known_models import MODELS
@@ -121,7 +122,7 @@ def test_what_is_printed_is_what_is_written(tmp_path: Path) -> None:
     assert ended.output.startswith(
         "derived: gpt3-2.7b, a40, microbatch 2, 2048 tokens\n7 nodes with 1 device of 46.4 GB"
     )
-    assert f"a step takes {report['step_ms'] / 1e3:.4g} s: {report['samples_per_s']:.4g} samples/s\n" in ended.output
+    assert f"a step takes {duration(report['step_ms'])}: {report['samples_per_s']:.4g} samples/s\n" in ended.output
     for row in report["losses"]:
         assert f"{100 * row['kept']:.1f} %" in ended.output
     assert "planned in" in ended.output

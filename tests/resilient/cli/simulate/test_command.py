@@ -74,8 +74,8 @@ def test_a_combination_that_cannot_be_is_said_in_its_row() -> None:
     output = run("--availability", "every-1h", "--nodes", "4", "--sweep", "max-failures=1,8")
     assert re.search(r"^8 +resilient +does not fit *$", output, re.MULTILINE)
     assert (
-        "resilient: num_microbatches must be at least --max-failures + 1 = 9 (each pipeline processes one), got 8; "
-        "raise the global batch or lower the microbatch"
+        "resilient: the number of microbatches must be at least --max-failures + 1 = 9 (each pipeline processes one), "
+        "got 8; raise the global batch or lower the microbatch"
     ) in output.replace("\n", " ")
     assert output.count("fastest") == 1
 
