@@ -334,4 +334,4 @@ def test_layer_that_fails_while_it_is_measured_is_named() -> None:
     with pytest.raises(FloatingPointError) as raised:
         profile(model=model, dataset=Points())
     assert str(raised.value) == "gradient is nan"
-    assert raised.value.__notes__ == ["while measuring layer 'layer.1'"]
+    assert vars(raised.value)["__notes__"] == ["while measuring layer 'layer.1'"]
