@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,12 +24,13 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from resilient.agent.injection_log import InjectionLog
 from resilient.agent.membership.machine import Membership, MembershipError
 from resilient.agent.membership.parts import events as ev
 from resilient.agent.membership.parts.context import EXIT_FAILED, Phase, Settings
 from resilient.agent.stimulus_log import StimulusLog, append_whole
 from resilient.common.files import replacing
-from resilient.errors import CheckpointError
+from resilient.errors import ArgumentError, CheckpointError
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     PHASES,
@@ -81,7 +82,7 @@ class Coordinator:
         self._health: dict[int, Health] = {}
         self._log = Path(settings.run_directory) / "events.jsonl"
         self._stimuli = StimulusLog(Path(settings.run_directory) / "stimuli.jsonl", settings)
-        self._injections_read = 0
+        self._injections = InjectionLog(self._log.with_name("injections.jsonl"), settings.injections)
         self._queue: deque[ev.Stimulus] = deque()
         self._is_pumping = False
         self._stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -123,14 +124,16 @@ class Coordinator:
         try:
             _write_private(path, json.dumps({"address": self.address, "token": self._token, "pid": os.getpid()}))
         except OSError as error:
-            reason = f"run_directory must be a folder that can be written, got {path.parent} ({error.strerror})"
-            raise ValueError(f"{reason}; pass another with --run-dir") from error
+            got = f"{path.parent} ({error.strerror})"
+            raise ArgumentError("run_directory", "be a folder that can be written", got, "give another") from error
 
     async def wait(self) -> int:
         """Serve until the job is over; return its exit code."""
         exit_code = await asyncio.shield(self._stopped)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._everybody_gone(), _FAREWELL_TIMEOUT_S)
+        self._write_injections("injected", self._injections.read())
+        self._write_injections("not_injected", self._injections.missed())
         return exit_code
 
     async def close(self) -> None:
@@ -162,6 +165,8 @@ class Coordinator:
     def _handle(self, event: ev.Stimulus) -> None:
         now = time.monotonic()
         self._stimuli.write(event, now)
+        if isinstance(event, ev.FailureWanted):
+            self._injections.want(event.injection)
         instructions = self._machine.handle(event, now)
         if self._settings.validate:
             self._machine.validate()
@@ -209,7 +214,7 @@ class Coordinator:
                 self._tell(node, message)
             case ev.Record(kind=kind, generation=generation, fields=fields):
                 if kind in ("detected", "node_lost"):
-                    self._copy_injections()
+                    self._write_injections("injected", self._injections.read())
                 self._write_event({"time": time.time(), "kind": kind, "generation": generation, **fields})
             case ev.WriteManifest(path=path, manifest=manifest):
                 write_manifest(path, manifest)
@@ -245,15 +250,9 @@ class Coordinator:
             logger.error("cannot write %s: %s", self._log, error)
         self._on_event(event)
 
-    def _copy_injections(self) -> None:
-        """Bring the lines that dying processes left behind into the event log."""
-        try:
-            lines = (self._log.parent / "injections.jsonl").read_text().splitlines()
-        except FileNotFoundError:
-            return
-        for line in lines[self._injections_read :]:
-            self._write_event({"kind": "injected", "generation": self._machine.generation, **json.loads(line)})
-        self._injections_read = len(lines)
+    def _write_injections(self, kind: str, told: Sequence[dict[str, Any]]) -> None:
+        for each in told:
+            self._write_event({"time": time.time(), "kind": kind, "generation": self._machine.generation, **each})
 
     # ------------------------------------------------------------ HTTP
 

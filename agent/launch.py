@@ -24,7 +24,7 @@ from resilient.errors import ArgumentError
 from resilient.observability.step_trace import parse_steps
 from resilient.protocol.forkserver import Spawn
 from resilient.protocol.messages import Injection
-from resilient.state.manifest import read_manifest
+from resilient.state.manifest import read_resumed
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.inputs.devices import network
 
@@ -79,10 +79,9 @@ class LaunchOptions:
     environment: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        if self.num_nodes < 1 or self.workers_per_node < 1:
-            raise ValueError(
-                f"nodes and workers per node must be >= 1, got {self.num_nodes} and {self.workers_per_node}"
-            )
+        for name in ("num_nodes", "workers_per_node"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(name, "be >= 1", getattr(self, name), "a job has one at least")
         if self.host in ("0.0.0.0", "::"):
             raise ArgumentError(
                 "host",
@@ -91,7 +90,7 @@ class LaunchOptions:
                 "give one of this machine's own addresses",
             )
         if not Path(self.script).is_file():
-            raise ValueError(f"script must be a file, got {self.script!r}; give the path of the job's script")
+            raise ArgumentError("script", "be a file", repr(self.script), "give the path of the job's script")
         for name in ("network_gbit_s", "failure_interval_s", "heartbeat_s", "grace_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -152,8 +151,9 @@ class Launcher:
         """Run the job; return 0 (done), 1 (failed), 3 (stopped, can be resumed), 4 (state lost) or 130 (interrupted).
 
         Raises:
-            CheckpointError: The checkpoint to resume from is none.
-            ValueError: The address cannot be listened on, or the folder of the run cannot be written.
+            CheckpointError: The checkpoint to resume from cannot be read.
+            ValueError: There is no such checkpoint, the address cannot be listened on, or the folder of the run cannot
+                be written.
         """
         return asyncio.run(self._run())
 
@@ -208,7 +208,7 @@ class Launcher:
         resume = None
         if options.resume is not None:
             path = Path(options.resume).resolve()
-            resume = (str(path), read_manifest(path))
+            resume = (str(path), read_resumed(path))
         return Settings(
             script=str(Path(options.script).resolve()),
             arguments=options.arguments,

@@ -2,7 +2,8 @@
 
 What is compared: every line that the membership machine had written to ``events.jsonl``, in order, with all its fields
 but the time of writing (a time that a worker reported is one of its fields). What the coordinator writes by itself is
-left out: where it listens, and the injections that dying processes left behind. Must not import torch.
+left out: where it listens, the injections that dying processes left behind, and those that were not carried out. Must
+not import torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from resilient.agent.membership.parts.events import Instruction, ManifestFailed,
 from resilient.agent.stimulus_log import read_stimuli
 from resilient.observability.event_log import read_events
 
-NOT_DECIDED = ("listening", "injected")
+NOT_DECIDED = ("listening", "injected", "not_injected")
 """Kinds of events that the coordinator writes by itself."""
 
 
@@ -66,10 +67,13 @@ def replay_run(run_directory: Path) -> Replayed:
 
     Raises:
         OSError: The log cannot be read.
-        ValueError: It is none.
+        ValueError: It is none, or there is nothing in it.
     """
-    settings, lines = read_stimuli(run_directory / "stimuli.jsonl")
+    path = run_directory / "stimuli.jsonl"
+    settings, lines = read_stimuli(path)
     told = list(lines)
+    if not told:
+        raise ValueError(f"{path} must hold what a coordinator was told, got nothing recorded; choose another run")
     machine, decisions, broken = Membership(settings), list[Decision](), ""
     for index, (at, stimulus) in enumerate(told):
         instructions: list[Instruction] = []

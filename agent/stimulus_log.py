@@ -126,7 +126,9 @@ def read_stimuli(path: Path) -> tuple[Settings, Iterator[tuple[float, Stimulus]]
     data = path.read_bytes()
     lines = data[: data.rfind(b"\n") + 1].splitlines()
     try:
-        head = msgspec.json.decode(lines[0] if lines else b"", type=_Head)
+        if not lines:
+            raise ValueError("nothing recorded; choose another run")
+        head = msgspec.json.decode(lines[0], type=_Head)
         if head.version != _VERSION:
             raise ValueError(f"version {head.version}; replay it with the release that wrote it")
         settings = _decoded(head.settings, head.packed, Settings)

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from resilient.errors import CheckpointError, ResilientError, SampleError
+    from resilient.errors import ArgumentError, CheckpointError, ResilientError, SampleError
     from resilient.models.chain import Chain
     from resilient.models.multimodal import EncoderModule, MultimodalModule
     from resilient.optim import SGD, AdamW, WarmupCosine
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AdamW": "resilient.optim",
+    "ArgumentError": "resilient.errors",
     "Chain": "resilient.models.chain",
     "CheckpointError": "resilient.errors",
     "EncoderModule": "resilient.models.multimodal",
@@ -34,6 +35,7 @@ _HOMES = {
 __all__ = [
     "SGD",
     "AdamW",
+    "ArgumentError",
     "Chain",
     "CheckpointError",
     "EncoderModule",

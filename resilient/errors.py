@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import logging
 import string
+import sys
 from collections.abc import Callable
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 class ArgumentError(ValueError):
@@ -13,10 +17,10 @@ class ArgumentError(ValueError):
 
     ``constraint`` and ``fix`` name other arguments in braces, ``"divide {global_batch}"``: in Python they print as they
     are called, on the command line as its options (:meth:`told`). What is no argument's name is put in before, by an
-    f-string; braces of its own are doubled.
+    f-string; braces of its own are doubled (:func:`literal`).
 
     Args:
-        field: The argument's name.
+        field: The argument's name; where several are wrong together, theirs in braces: ``"{steps} times {nodes}"``.
         constraint: What it must be or do, after the word "must".
         value: What it was, as it is to be printed: ``repr`` for text of users.
         fix: What to do instead.
@@ -31,9 +35,9 @@ class ArgumentError(ValueError):
 
     def told(self, named: Callable[[str], str]) -> str:
         """Return the message with every argument called what ``named`` calls it."""
-        names = _Names(named)
-        constraint, fix = names.format(self.constraint), names.format(self.fix)
-        return f"{named(self.field)} must {constraint}, got {self.value}; {fix}"
+        field = _filled(self.field, named) if "{" in self.field else named(self.field)
+        constraint, fix = _filled(self.constraint, named), _filled(self.fix, named)
+        return f"{field} must {constraint}, got {self.value}; {fix}"
 
     def __str__(self) -> str:
         return self.told(str)
@@ -44,6 +48,14 @@ def literal(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
+def _filled(text: str, named: Callable[[str], str]) -> str:
+    """Return a text with names of arguments put in, or as it stands where somebody's own braces were left single."""
+    try:
+        return _Names(named).format(text)
+    except ValueError:
+        return text
+
+
 class _Names(string.Formatter):
     """Fills names of arguments in."""
 
@@ -52,6 +64,14 @@ class _Names(string.Formatter):
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[str, str]:
         return self._named(field_name), field_name
+
+
+def note(error: Exception, text: str) -> None:
+    """Add a line of what was going on to an error of the job's own code, which keeps its type and its message."""
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+    else:  # an error takes no notes yet
+        logger.error("%s", text)
 
 
 def place_text(

@@ -83,9 +83,10 @@ def fail_at(*, step: int, phase: str | None = None, node: int = 0, worker_only: 
     Raises:
         ArgumentError: An argument cannot be.
     """
-    for name, value, least in (("step", step, 1), ("node", node, 0)):
-        if value < least:
-            raise ArgumentError(name, f"be >= {least}", value, f"{name}s are numbered from {least}")
+    _check_count("step", step, 1, "steps are numbered from 1")
+    _check_count("node", node, 0, "nodes are numbered from 0")
+    if type(worker_only) is not bool:
+        raise ArgumentError("worker_only", "be True or False", repr(worker_only), "leave it out to kill the whole node")
     if phase is not None and phase not in PHASES:
         raise ArgumentError("phase", f"be one of {', '.join(PHASES)}", repr(phase), "choose one, or leave it out")
     return Injection(node=node, at_step=step, at_phase=phase, worker_only=worker_only)
@@ -119,8 +120,12 @@ def run_job(
 
     Raises:
         ValueError: The job cannot be run so.
-        CheckpointError: ``resume`` is no checkpoint.
+        CheckpointError: ``resume`` cannot be read.
     """
+    _check_count("nodes", nodes, 1, "a job has one at least")
+    _check_count("workers_per_node", workers_per_node, 1, "a node has one at least")
+    _check_all("arguments", arguments, str, "of text", "write numbers as str(20)")
+    _check_all("failures", failures, Injection, "of fail_at", "write [fail_at(step=5)]")
     options = LaunchOptions(
         script=str(script),
         arguments=arguments,
@@ -136,6 +141,16 @@ def run_job(
     if act is not None:
         launcher.subscribe(lambda event: act(launcher, event))
     return JobRun(Path(directory), launcher.run())
+
+
+def _check_count(name: str, value: object, least: int, fix: str) -> None:
+    if type(value) is not int or value < least:
+        raise ArgumentError(name, f"be a whole number >= {least}", repr(value), fix)
+
+
+def _check_all(name: str, values: object, kind: type, what: str, fix: str) -> None:
+    if not isinstance(values, list | tuple) or not all(isinstance(each, kind) for each in values):
+        raise ArgumentError(name, f"be a sequence {what}", repr(values), fix)
 
 
 def train_here(trainer: Trainer, num_steps: int, *, directory: Path | str) -> tuple[FitResult, dict[int, float]]:

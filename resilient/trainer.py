@@ -129,7 +129,7 @@ class Trainer:
 
         Raises:
             ValueError: ``num_steps`` or ``resume`` cannot be.
-            CheckpointError: ``resume`` is no checkpoint, or another model's.
+            CheckpointError: ``resume`` cannot be read, or is another model's.
             Exception: What the model or the data set raised, on the worker where it did; from Python 3.11 on with a
                 note of the action at which it came.
             SystemExit: The script runs under ``resilient profile``, which wants the job described and not trained.
@@ -143,7 +143,7 @@ class Trainer:
         agent = AgentClient.from_environment()
         if agent is not None and resume is not None:
             raise ValueError(f"resume must be None under `resilient run`, got {resume}; use `resilient run --resume`")
-        if resume is not None and manifest.read_manifest(resume).step > num_steps:
+        if resume is not None and manifest.read_resumed(resume).step > num_steps:
             raise ValueError(
                 f"num_steps must be >= the resumed checkpoint's step, got {num_steps} for {resume}; train longer"
             )

@@ -33,7 +33,7 @@ ROOMS: dict[str, str] = {
     "observability": "state templates errors common",
     "pipeline": "comm models state protocol observability templates errors",
     "runtime": "comm data models state optim protocol observability pipeline templates errors",
-    "profiling": "models state pipeline runtime templates common",
+    "profiling": "errors models state pipeline runtime templates common",
     "trainer": "data models state optim protocol observability runtime profiling",
     "agent": "state protocol observability templates errors common",
     "testing": "agent trainer protocol observability errors",

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from resilient.cli.shared.errors import usage_error
+from resilient.cli.shared.ranges import within
 from resilient.cli.shared.run_folder import read_job
 
 _ADDRESS = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):[1-9]\d{0,4}")
@@ -21,7 +22,7 @@ def agent(
     join: Annotated[str, typer.Option(metavar="HOST:PORT", help="The coordinator's address.")],
     token: Annotated[str | None, typer.Option(envvar="RESILIENT_TOKEN", help="The job's token.")] = None,
     run_dir: Annotated[Path | None, typer.Option("--run", help="Take the token from this run's job.json.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Workers to start.")] = 1,
+    workers: Annotated[int, typer.Option(callback=within(1), help="Workers to start.")] = 1,
     heartbeat_s: Annotated[float, typer.Option(help="Silence after which the coordinator counts as gone.")] = 5.0,
     domain: Annotated[str, typer.Option(help="What this machine fails together with: its zone or rack.")] = "",
 ) -> None:

@@ -18,17 +18,18 @@ from resilient.cli.profile import profile
 from resilient.cli.replay import REPLAY_HELP, replay_command
 from resilient.cli.schedule.command import schedule_command
 from resilient.cli.shared import script_options
+from resilient.cli.shared.renamed_options import CommandWithOldOptions
 from resilient.cli.shared.standard_output import Commands
 from resilient.cli.simulate.command import simulate_command
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, help=__doc__)
-app.command(context_settings=script_options.CONTEXT, help=run.RUN_HELP)(run.run)
+app.command(cls=CommandWithOldOptions, context_settings=script_options.CONTEXT, help=run.RUN_HELP)(run.run)
 app.command(help=agent.AGENT_HELP)(agent.agent)
 app.command(context_settings=script_options.CONTEXT)(profile)
 app.command("compare")(compare_command)
 app.command()(demo)
 app.command("plan")(plan_command)
 app.command("replay", help=REPLAY_HELP)(replay_command)
-app.command("schedule")(schedule_command)
-app.command("simulate")(simulate_command)
+app.command("schedule", cls=CommandWithOldOptions)(schedule_command)
+app.command("simulate", cls=CommandWithOldOptions)(simulate_command)
 app.add_typer(inject, name="inject")

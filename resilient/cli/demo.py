@@ -20,6 +20,7 @@ from rich.text import Text
 
 from resilient.cli.shared.job_options import refusals
 from resilient.cli.shared.output_files import check_outputs, drawing
+from resilient.cli.shared.ranges import within
 from resilient.common.extras import require
 from resilient.errors import ArgumentError
 from resilient.observability.event_log import Event, read_events
@@ -191,7 +192,7 @@ def show_verdict(report: Mapping[str, Any], run_directory: Path, console: Consol
 def demo(
     ctx: typer.Context,
     seed: Annotated[int, typer.Option(help="Chooses the node, step and phase of the failure.")] = 0,
-    steps: Annotated[int, typer.Option(min=MIN_DEMO_STEPS, help="Steps to train.")] = 60,
+    steps: Annotated[int, typer.Option(callback=within(MIN_DEMO_STEPS), help="Steps to train.")] = 60,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here as well.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<time> by default.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,

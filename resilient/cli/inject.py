@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from resilient.cli.shared.errors import usage_error
+from resilient.cli.shared.ranges import within
 from resilient.cli.shared.run_folder import read_job
 from resilient.protocol.messages import PHASES
 
@@ -19,8 +20,8 @@ inject = typer.Typer(no_args_is_help=True, help="Cause failures and departures i
 
 @inject.command(help="Kill a node (its agent and all workers) or one worker with SIGKILL.")
 def kill(
-    node: Annotated[int, typer.Option(min=0, help="Number of the node.")],
-    at_step: Annotated[int | None, typer.Option(min=1, help="In this step; at once by default.")] = None,
+    node: Annotated[int, typer.Option(callback=within(0), help="Number of the node.")],
+    at_step: Annotated[int | None, typer.Option(callback=within(1), help="In this step; at once by default.")] = None,
     at_phase: Annotated[str | None, typer.Option(help=f"In this phase: {', '.join(PHASES)}.")] = None,
     worker_only: Annotated[bool, typer.Option("--worker-only", help="Kill a worker, its agent survives.")] = False,
     run_dir: Annotated[Path | None, typer.Option("--run", help="Folder of the run; the newest by default.")] = None,
@@ -30,7 +31,7 @@ def kill(
 
 @inject.command(help="Have a node leave at the next step boundary, as SIGTERM to its agent or a spot notice would.")
 def leave(
-    node: Annotated[int, typer.Option(min=0, help="Number of the node.")],
+    node: Annotated[int, typer.Option(callback=within(0), help="Number of the node.")],
     run_dir: Annotated[Path | None, typer.Option("--run", help="Folder of the run; the newest by default.")] = None,
 ) -> None:
     _ask(run_dir, "leave", {"node": node})

@@ -56,7 +56,7 @@ def profile(
             measured, path = fresh_profile(job, lambda name: progress.update(bar, description=name, advance=1))
     except (ResilientError, ValueError) as error:
         Console(stderr=True, highlight=False, emoji=False).print(
-            f"error: {error}", markup=False, style="red", soft_wrap=True
+            "\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), markup=False, style="red", soft_wrap=True
         )
         raise typer.Exit(1) from None
     console.print(f"{measured.source}, one microbatch of {job.microbatch}; times in ms", markup=False)

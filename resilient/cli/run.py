@@ -16,6 +16,7 @@ import typer
 from resilient.cli.shared import script_options
 from resilient.cli.shared.errors import console, told
 from resilient.cli.shared.output_files import drawing
+from resilient.cli.shared.ranges import within
 from resilient.cli.shared.renamed_options import renamed
 from resilient.cli.shared.run_folder import new_run_directory
 from resilient.common.files import write_whole
@@ -32,12 +33,14 @@ def run(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The job's script.")],
     arguments: Annotated[list[str] | None, typer.Argument(help=script_options.ARGUMENTS_HELP)] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes to start.")] = 1,
-    workers_per_node: Annotated[int, typer.Option(min=1, help="Workers of each node.")] = 1,
+    nodes: Annotated[int, typer.Option(callback=within(1), help="Nodes to start.")] = 1,
+    workers_per_node: Annotated[int, typer.Option(callback=within(1), help="Workers of each node.")] = 1,
     resume: Annotated[Path | None, typer.Option(help="Checkpoint folder to begin from.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<time> by default.")] = None,
     host: Annotated[str, typer.Option(help="This machine's address, for other machines to join.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any that is free.")] = 0,
+    port: Annotated[
+        int, typer.Option(callback=within(0, 65535), help="Port to listen on; 0 for any that is free.")
+    ] = 0,
     network_gbit_s: Annotated[
         float | None, typer.Option(help="Between two nodes, for each worker; plans count it as unlimited by default.")
     ] = None,
@@ -89,7 +92,7 @@ def run(
         with make_view(plain or None) as view:
             exit_code = launch(options, view.on_event)
     except (ResilientError, ValueError) as error:
-        said = told(error, context, {"run_directory": "--run-dir"})
+        said = told(error, context, {"run_directory": "--run-dir", "num_nodes": "--nodes"})
         console.print(f"error: {said}", markup=False, style="red", soft_wrap=True)
         raise typer.Exit(1) from None
     if (run_directory / "events.jsonl").exists():

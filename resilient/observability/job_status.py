@@ -120,10 +120,12 @@ class JobStatus:
         yield "bad", f"node {event['node']} is going to leave: {event['reason']}"
 
     def _on_injected(self, event: Event) -> Iterator[tuple[str, str]]:
-        what = "a worker of node" if event["worker_only"] else "node"
-        where = f" in phase {event['phase']}" if event["phase"] else ""
-        where += f" of step {event['step']}" if event["step"] else ""
-        yield "bad", f"{what} {event['node']} was killed on purpose{where}"
+        what, where = _injection(event)
+        yield "bad", f"{what} was killed on purpose{where}"
+
+    def _on_not_injected(self, event: Event) -> Iterator[tuple[str, str]]:
+        what, where = _injection(event)
+        yield "bad", f"{what} was never killed{where}, as was wanted: the job ended before it came to that"
 
     def _on_detected(self, event: Event) -> Iterator[tuple[str, str]]:
         self.phase = "recovering"
@@ -257,6 +259,15 @@ def recovery_in_words(recovery: dict[str, Any]) -> str:
     """Write one of a report's recoveries as a sentence."""
     lost, total = _nodes(recovery["nodes"]), duration(recovery["total_ms"])
     return f"recovered from the loss of {lost} in {total}, {lost_work(recovery)} ({recovery_parts(recovery)})"
+
+
+def _injection(event: Event) -> tuple[str, str]:
+    """Return who is killed by an injection, and where."""
+    what = f"{'a worker of ' * event['worker_only']}node {event['node']}"
+    where = f" in phase {event['phase']}" if event["phase"] else ""
+    if event["step"]:
+        where += f" {'of' if where else 'in'} step {event['step']}"
+    return what, where
 
 
 def _ranges(stages: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:

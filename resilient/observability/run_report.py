@@ -44,6 +44,7 @@ def build_run_report(events: Sequence[Event]) -> dict[str, Any]:
         "joins": _planned_changes(events, installed, "join"),
         "departures": _planned_changes(events, installed, "leave"),
         "notes": {event["name"]: event["value"] for event in events if event["kind"] == "note"},
+        "not_injected": [_injection(event) for event in events if event["kind"] == "not_injected"],
         "exit": _exit(events),
         **NOT_COMPARED,
     }
@@ -267,6 +268,10 @@ def _throughput(
     seconds = max(step["time"] for step in steps.values()) - max(end["installed_at"] for end in installed[first])
     samples = sum(step["num_samples"] for step in steps.values())
     return round(samples / seconds, 3) if seconds > 0 else None
+
+
+def _injection(event: Event) -> dict[str, Any]:
+    return {name: event[name] for name in ("node", "phase", "step", "worker_only")}
 
 
 def _exit(events: Sequence[Event]) -> dict[str, Any]:

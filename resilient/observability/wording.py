@@ -8,20 +8,18 @@ from typing import Any
 from resilient.observability.run_report import RECOVERY_PARTS
 from resilient.templates.common.words import counted
 
+_ROUNDED_UP = 999.5
+"""From here on three digits are no fraction, and ``g`` would write an exponent."""
+
 
 def duration(value_ms: float) -> str:
-    """Write a measured time with its unit: ``2.4 ms``, ``87 ms``, ``1.32 s``."""
-    return f"{value_ms / 1e3:.2f} s" if value_ms >= 1000 else f"{short_ms(value_ms)} ms"
+    """Write a time with its unit, measured or simulated: ``2.41 ms``, ``87.1 ms``, ``1.32 s``."""
+    return f"{three_digits(value_ms / 1e3)} s" if value_ms >= _ROUNDED_UP else f"{three_digits(value_ms)} ms"
 
 
-def short_ms(value_ms: float) -> str:
-    """Write measured milliseconds without the unit, no more exact than they repeat: ``2.4``, ``87``."""
-    return f"{value_ms:.0f}" if value_ms >= 10 else f"{value_ms:.1f}"
-
-
-def exact_ms(value_ms: float) -> str:
-    """Write simulated milliseconds without the unit, with four digits: ``28.5``, ``0.125``, ``39640``."""
-    return f"{value_ms:.0f}" if value_ms >= 1000 else f"{value_ms:.4g}"
+def three_digits(value: float) -> str:
+    """Write what :func:`duration` does where the unit stands elsewhere: ``2.41``, ``87.1``, ``1320``."""
+    return f"{value:.0f}" if value >= _ROUNDED_UP else f"{value:.3g}"
 
 
 def recovery_parts(recovery: Mapping[str, Any]) -> str:

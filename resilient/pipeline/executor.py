@@ -6,8 +6,6 @@ stages', messages are the borders' (:mod:`resilient.pipeline.p2p`), sums are the
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from resilient.comm import Communicator, Pending
-from resilient.errors import CommunicationError, place_text
+from resilient.errors import CommunicationError, note, place_text
 from resilient.models.layer import Activations, Batch
 from resilient.observability.step_trace import SpanRecorder
 from resilient.pipeline.action_table import action_table
@@ -28,8 +26,6 @@ from resilient.pipeline.stage import Stage
 from resilient.pipeline.stage_timer import StageTimer
 from resilient.protocol.fault_injection import Faults
 from resilient.templates.schedules.schedule import Action, Op, Schedule
-
-logger = logging.getLogger(__name__)
 
 _Pass = tuple[int, int]
 """Stage and microbatch."""
@@ -171,11 +167,7 @@ class Executor:
             error.locate(generation=generation, step=step, action=self.failed_action)
             return
         place = place_text(generation=generation, step=step, action=self.failed_action)
-        note = f"while training{place}:\n{action_table(self._schedule, self._row, action)}"
-        if sys.version_info >= (3, 11):
-            error.add_note(note)
-        else:  # an error takes no notes yet
-            logger.error("%s", note)
+        note(error, f"while training{place}:\n{action_table(self._schedule, self._row, action)}")
 
     def _forward(self, action: Action) -> None:
         self._faults.reach("forward", self._work.step)

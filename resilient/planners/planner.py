@@ -45,11 +45,9 @@ class Setting:
     correction: Correction = UNCORRECTED
 
     def __post_init__(self) -> None:
-        if min(self.num_nodes, self.global_batch, self.microbatch) < 1:
-            raise ValueError(
-                f"num_nodes, global_batch and microbatch must be >= 1, got {self.num_nodes}, {self.global_batch} and "
-                f"{self.microbatch}; a job has one of each at least"
-            )
+        for name in ("num_nodes", "global_batch", "microbatch"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(name, "be >= 1", getattr(self, name), "a job has one at least")
 
     @property
     def num_devices(self) -> int:

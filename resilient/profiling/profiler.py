@@ -15,6 +15,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from resilient.errors import note
 from resilient.models.layer import Activations, Batch, LayerSpec, initialize_layer
 from resilient.pipeline.p2p import Signature, signature
 from resilient.runtime.batches import Batches
@@ -138,7 +139,11 @@ def measure(
     cuda = [job.device] if job.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):  # dropout draws here; the script's own draws stay what they were
         for spec in job.model.layers:
-            measured.append(_measure_layer(job, spec, layouts, samples, timed, kinds))
+            try:
+                measured.append(_measure_layer(job, spec, layouts, samples, timed, kinds))
+            except Exception as error:  # the job's own code: it keeps its type
+                note(error, f"while measuring layer {spec.name!r}")
+                raise
             on_layer(spec.name)
     if cuda:
         torch.cuda.empty_cache()

@@ -32,7 +32,7 @@ from resilient.protocol.messages import (
     Suspect,
     ToWorkerMessage,
 )
-from resilient.state.manifest import Manifest, SavedState, check_recipe, folder, read_manifest, write_manifest
+from resilient.state.manifest import Manifest, SavedState, check_recipe, folder, read_resumed, write_manifest
 from resilient.state.recipe import Recipe
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import PlanningProblem
@@ -131,7 +131,7 @@ class SingleProcessClient:
 
     def _generation(self, ready: Ready) -> Generation:
         job = ready.job
-        resumed = read_manifest(self._resume) if self._resume else None
+        resumed = read_resumed(self._resume) if self._resume else None
         if self._resume and resumed:
             check_recipe(self._resume, resumed, job.recipe)
         alone = PlanningProblem(

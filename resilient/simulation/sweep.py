@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from resilient.errors import ArgumentError
-from resilient.simulation.availability.traces import AvailabilityTrace
+from resilient.simulation.availability.traces import MOST_TRACED_NODES, AvailabilityTrace
 from resilient.simulation.replay.outcome import ReplayOutcome
 from resilient.simulation.scenario import DoesNotFit, Scenario
 
@@ -48,6 +48,8 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
                 repr(text),
                 f"give each of {' and '.join(KNOBS)} at most once",
             )
+        if knob == "nodes" and not all(1 <= int(value) <= MOST_TRACED_NODES for value in values):
+            raise ArgumentError("sweep", f"have nodes of 1 to {MOST_TRACED_NODES}", repr(text), "leave the others out")
         sweeps[knob] = tuple(dict.fromkeys(map(int, values)))
     return sweeps
 

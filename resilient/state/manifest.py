@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from resilient.common.files import write_whole
-from resilient.errors import CheckpointError
+from resilient.errors import ArgumentError, CheckpointError
 from resilient.state.recipe import Recipe
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan
@@ -88,6 +88,21 @@ def check_recipe(path: str | Path, manifest: Manifest, recipe: Recipe) -> None:
         )
 
 
+def read_resumed(path: str | Path) -> Manifest:
+    """Read the manifest of the checkpoint that a job is to go on from.
+
+    Raises:
+        ArgumentError: There is no checkpoint.
+        CheckpointError: It cannot be read.
+    """
+    path = Path(path)
+    if not (path / MANIFEST).exists():
+        found = f"a folder without {MANIFEST}" if path.is_dir() else "a file" if path.exists() else "nothing there"
+        constraint = f"be a finished checkpoint, a folder step-* with {MANIFEST}"
+        raise ArgumentError("resume", constraint, f"{path} ({found})", "choose one from the checkpoints/ of a run")
+    return read_manifest(path)
+
+
 def read_manifest(path: str | Path) -> Manifest:
     """Read a checkpoint's manifest.
 
@@ -97,13 +112,5 @@ def read_manifest(path: str | Path) -> Manifest:
     file = Path(path) / MANIFEST
     try:
         return msgspec.json.decode(file.read_bytes(), type=Manifest)
-    except (FileNotFoundError, NotADirectoryError):
-        found = (
-            f"a folder without {MANIFEST}" if Path(path).is_dir() else "a file" if Path(path).exists() else "nothing"
-        )
-        raise CheckpointError(
-            f"{path} must be a finished checkpoint, a folder step-* with {MANIFEST}, got {found}; choose another from "
-            f"the checkpoints/ of a run"
-        ) from None
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); use another checkpoint") from error

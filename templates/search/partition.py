@@ -133,10 +133,11 @@ class _Search:
         devices, degrees = problem.cluster.devices_per_node, problem.profile.tp_degrees
         if costs.fewest_per_node > costs.num_layers:
             return ArgumentError(
-                "layers and tp_degrees",
-                f"suffice for stages on all {{devices_per_node}} = {devices} devices of a node",
-                f"{costs.num_layers} layers and {degrees}",
-                "profile other degrees, or use fewer devices",
+                "devices_per_node",
+                f"be filled by stages of {counted(costs.num_layers, 'layer')} at tensor-parallel degrees "
+                f"{', '.join(map(str, degrees))}",
+                devices,
+                "lower it, or profile other degrees",
             )
         if not self.sizes:
             return ArgumentError(
@@ -148,8 +149,8 @@ class _Search:
             )
         memory = problem.cluster.memory_bytes
         assert memory is not None
-        fixes = "use smaller microbatches" + ", activation_checkpointing=True" * (not problem.activation_checkpointing)
-        fixes += f", larger tp_degrees than {costs.degrees[-1]}" * (costs.degrees[-1] < devices)
+        fixes = "use smaller microbatches" + ", activation checkpointing" * (not problem.activation_checkpointing)
+        fixes += f", higher tensor-parallel degrees than {costs.degrees[-1]}" * (costs.degrees[-1] < devices)
         fixes += ", schedule 1f1b" * (problem.schedule not in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.EAGER))
         fixes += " or devices with more memory"
         in_flight = costs.in_flight(self.sizes.start * costs.fewest_per_node) or 1

@@ -18,11 +18,12 @@ import pytest
 from resilient.agent import coordinator
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.membership import regrouping
-from resilient.agent.membership.parts.events import ManifestFailed, Stop, StopWanted, Tick, WriteManifest
+from resilient.agent.membership.parts.events import FailureWanted, ManifestFailed, Stop, StopWanted, Tick, WriteManifest
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     FromWorker,
     Hello,
+    Injection,
     Kill,
     Ready,
     Shutdown,
@@ -295,5 +296,25 @@ def test_events_and_injections_of_the_dead_are_written_down(tmp_path: Path) -> N
         events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
         assert [event["kind"] for event in events] == ["node_connected", "injected", "node_lost"]
         assert events[1] == {"kind": "injected", "generation": 0, **line}
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_injections_that_never_came_to_it_are_written_down_at_the_end(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        await served.connect()
+        for node in (0, 9):
+            served.coordinator.feed(FailureWanted(injection=Injection(node=node, at_step=5, at_phase="commit")))
+        line = {"time": 1.5, "node": 0, "phase": "commit", "step": 5, "worker_only": False}
+        (tmp_path / "injections.jsonl").write_text(json.dumps(line) + "\n")
+        served.coordinator.feed(StopWanted(exit_code=1, reason="enough"))
+        for socket in served.sockets:
+            await socket.close()
+        assert await served.coordinator.wait() == 1
+        missed = await served.event("not_injected")
+        del missed["time"]
+        own = {"kind": "not_injected", "generation": 0}
+        assert missed == {**own, "node": 9, "phase": "commit", "step": 5, "worker_only": False}
+        assert served.events.empty()
 
     with_coordinator(tmp_path, scenario)

@@ -153,7 +153,7 @@ def test_text_that_is_not_unicode_is_no_end_of_the_job(tmp_path: Path, caplog: p
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (b"", "line 1 of {} must hold a job's settings, version 2, got Input data was truncated"),
+        (b"", "line 1 of {} must hold a job's settings, version 2, got nothing recorded; choose another run"),
         (
             b'{"version":1,"settings":{}}\n',
             "line 1 of {} must hold a job's settings, version 2, got version 1; replay it with the release that wrote "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import subprocess
@@ -137,8 +138,11 @@ def test_port_in_use(tmp_path: Path) -> None:
 def test_resume_from_what_is_no_checkpoint(tmp_path: Path) -> None:
     done = run_command("run", "--run-dir", tmp_path / "run", "--resume", tmp_path / "nowhere", CHAIN)
     assert done.returncode == 1
-    message = f"{tmp_path}/nowhere must be a finished checkpoint, a folder step-* with manifest.json, got nothing"
-    assert message in words(done.stderr)
+    message = (
+        f"error: --resume must be a finished checkpoint, a folder step-* with manifest.json, got {tmp_path}/nowhere "
+        f"(nothing there); choose one from the checkpoints/ of a run"
+    )
+    assert words(done.stderr).strip() == message
     assert not (tmp_path / "run").exists()
 
 
@@ -156,3 +160,13 @@ def test_injection_of_a_node_that_is_not_there(tmp_path: Path) -> None:
     assert "phase must be one of forward," in words(unknown.stderr)
     assert run.exit_code == 0
     assert not [event for event in read_events(run.directory / "events.jsonl") if event["kind"] == "injected"]
+
+
+def test_injection_into_a_node_that_never_comes_is_told_at_the_end(tmp_path: Path) -> None:
+    options = ("--run-dir", tmp_path / "run", "--nodes", 4, "--inject", "node=9,step=2", "--plain")
+    done = run_command("run", *options, CHAIN)
+    assert done.returncode == 0, done.stderr
+    told = "node 9 was never killed in step 2, as was wanted: the job ended before it came to that"
+    assert words(done.stdout).strip().endswith(told)
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["not_injected"] == [{"node": 9, "phase": None, "step": 2, "worker_only": False}]

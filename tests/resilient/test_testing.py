@@ -47,8 +47,13 @@ def test_failure_is_described() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"step": 0}, "step must be >= 1, got 0; steps are numbered from 1"),
-        ({"step": 1, "node": -1}, "node must be >= 0, got -1; nodes are numbered from 0"),
+        ({"step": 0}, "step must be a whole number >= 1, got 0; steps are numbered from 1"),
+        ({"step": 1, "node": -1}, "node must be a whole number >= 0, got -1; nodes are numbered from 0"),
+        ({"step": "5"}, "step must be a whole number >= 1, got '5'; steps are numbered from 1"),
+        ({"step": 2.0}, "step must be a whole number >= 1, got 2.0; steps are numbered from 1"),
+        ({"step": 1, "node": None}, "node must be a whole number >= 0, got None; nodes are numbered from 0"),
+        ({"step": 1, "worker_only": 1},
+         "worker_only must be True or False, got 1; leave it out to kill the whole node"),
         ({"step": 1, "phase": "lunch"},
          "phase must be one of forward, backward, reduce, prepare, commit, regroup, copy, got 'lunch'; choose one, or "
          "leave it out"),
@@ -63,6 +68,29 @@ def test_job_without_its_script_is_refused(tmp_path: Path) -> None:
     message = "script must be a file, got 'nowhere.py'; give the path of the job's script"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         run_job("nowhere.py", directory=tmp_path, nodes=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"nodes": "2"}, "nodes must be a whole number >= 1, got '2'; a job has one at least"),
+        ({"nodes": 0}, "nodes must be a whole number >= 1, got 0; a job has one at least"),
+        ({"workers_per_node": 1.5}, "workers_per_node must be a whole number >= 1, got 1.5; a node has one at least"),
+        ({"failures": fail_at(step=5)},
+         f"failures must be a sequence of fail_at, got {fail_at(step=5)!r}; write [fail_at(step=5)]"),
+        ({"failures": ["node=2"]}, "failures must be a sequence of fail_at, got ['node=2']; write [fail_at(step=5)]"),
+    ],
+)  # fmt: skip
+def test_job_that_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(rs.ArgumentError, match=f"^{re.escape(message)}$"):
+        run_job(__file__, directory=tmp_path, **{"nodes": 2, **changes})
+
+
+def test_arguments_of_a_script_are_text(tmp_path: Path) -> None:
+    arguments: list[Any] = ["--steps", 20]
+    message = "arguments must be a sequence of text, got ('--steps', 20); write numbers as str(20)"
+    with pytest.raises(rs.ArgumentError, match=f"^{re.escape(message)}$"):
+        run_job(__file__, *arguments, directory=tmp_path, nodes=2)
 
 
 def test_run_without_failures_has_none(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from resilient.errors import CheckpointError, SampleError
+from resilient.errors import ArgumentError, CheckpointError, SampleError
 from resilient.optim import SGD, AdamW, Optimizer, WarmupCosine
 from resilient.pipeline import stage
 from resilient.profiling.cache import job_profile
@@ -230,7 +230,11 @@ def test_error_of_the_model_reaches_the_caller() -> None:
 
 
 def test_resume_from_nothing_or_beyond_the_end_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"must be a finished checkpoint, .* got a folder without manifest\.json"):
+    message = (
+        f"resume must be a finished checkpoint, a folder step-* with manifest.json, got {tmp_path} (a folder without "
+        f"manifest.json); choose one from the checkpoints/ of a run"
+    )
+    with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
         make_trainer().fit(3, resume=tmp_path)
     path = make_trainer().fit(2).checkpoint
     message = f"num_steps must be >= the resumed checkpoint's step, got 1 for {path}; train longer"

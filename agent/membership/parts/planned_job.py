@@ -6,6 +6,7 @@ from resilient.agent.membership.next_generation.forming import problem_of
 from resilient.agent.membership.next_generation.members import Member, available
 from resilient.agent.membership.parts.context import Context
 from resilient.agent.membership.parts.events import PreparePlans
+from resilient.errors import ArgumentError
 from resilient.protocol.messages import JobSpec
 from resilient.state.manifest import check_recipe
 from resilient.templates.plan import PlanningProblem
@@ -76,8 +77,8 @@ class PlannedJob:
             return
         saved_step = settings.resume[1].step
         if saved_step > job.num_steps:
-            reason = f"num_steps must be at least {saved_step}, the checkpoint's, got {job.num_steps}"
-            raise ValueError(f"{reason}; train for more steps")
+            constraint = f"be at least {saved_step}, the checkpoint's"
+            raise ArgumentError("num_steps", constraint, job.num_steps, "train for more steps")
         check_recipe(*settings.resume, job.recipe)
 
     def why_unlike(self, job: JobSpec) -> str:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,9 @@ import typer
 from rich.console import Console
 from rich.progress import TextColumn, TimeElapsedColumn
 
+from resilient.cli.shared.errors import told
 from resilient.cli.shared.job_options import (
+    JOB_OPTIONS,
     MOST_NODES,
     GpusOption,
     NetworkOption,
@@ -29,6 +32,7 @@ from resilient.cli.shared.job_options import (
 from resilient.cli.shared.options import command_of
 from resilient.cli.shared.output_files import check_outputs
 from resilient.cli.shared.printing import progress_bar, table_console
+from resilient.cli.shared.ranges import within
 from resilient.errors import ArgumentError
 from resilient.templates.common.words import counted
 
@@ -61,21 +65,21 @@ class CompareOptions:
     model: Annotated[str, typer.Option(help='A published multimodal model, or "ENCODER+LANGUAGE_MODEL".')]
     device: Annotated[str, typer.Option(callback=full_device, help="The accelerator.")]
     workload: Annotated[str, typer.Option(help="A file of samples, or a generator: laion, coco, mixed, ...")]
-    nodes: Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Nodes of the job.")] = 8
+    nodes: Annotated[int, typer.Option(callback=within(1, MOST_NODES), help="Nodes of the job.")] = 8
     gpus_per_node: GpusOption = 8
     network_gbit_s: NetworkOption = None
     planners: Annotated[
         str, typer.Option(metavar="NAMES", help='"uniform,entrain", or auto: all, to choose the best.')
     ] = AUTO
-    global_batch: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 512
-    microbatch: Annotated[int, typer.Option(min=1, help="Samples of a microbatch, on average.")] = 2
+    global_batch: Annotated[int, typer.Option(callback=within(1), help="Samples of a step.")] = 512
+    microbatch: Annotated[int, typer.Option(callback=within(1), help="Samples of a microbatch, on average.")] = 2
     frozen: Annotated[
         str | None,
         typer.Option(metavar="UNITS", help='Units that are not trained, such as "encoder,llm"; "projector" is one.'),
     ] = None
-    lost_nodes: Annotated[int, typer.Option(min=0, help="Nodes lost before the first batch.")] = 0
-    batches: Annotated[int, typer.Option(min=1, help="Global batches to simulate.")] = 100
-    seed: Annotated[int, typer.Option(min=0, help="Of the choice of samples.")] = 0
+    lost_nodes: Annotated[int, typer.Option(callback=within(0), help="Nodes lost before the first batch.")] = 0
+    batches: Annotated[int, typer.Option(callback=within(1), help="Global batches to simulate.")] = 100
+    seed: Annotated[int, typer.Option(callback=within(0), help="Of the choice of samples.")] = 0
     bad: Annotated[
         WhenBad, typer.Option(help="Samples that do not fit: name them and stop, leave them out, or make them fit.")
     ] = WhenBad.ERROR
@@ -106,7 +110,8 @@ def compare_command(ctx: typer.Context, options: CompareOptions) -> None:
         check_outputs(outputs, [options.tokenizer, Path(options.workload)])
         chosen = _planners(options.planners)
         known, steps, found = _samples(setting, options)
-        comparison = _compare(chosen, setting, known, steps, options.lost_nodes)
+        reason = partial(told, ctx=ctx, others=JOB_OPTIONS)
+        comparison = _compare(chosen, setting, known, steps, options.lost_nodes, reason)
         console = table_console()
         for line in _header(setting, options):
             console.print(line, markup=False, soft_wrap=True)
@@ -124,10 +129,8 @@ def _check(options: CompareOptions) -> None:
         constraint = f"be at most {{global_batch}} {options.global_batch}"
         raise ArgumentError("microbatch", constraint, options.microbatch, "lower it")
     if options.global_batch * options.batches > _MOST_SAMPLES:
-        raise ValueError(
-            f"--global-batch times --batches must be at most {_MOST_SAMPLES}, got "
-            f"{options.global_batch * options.batches}; use fewer batches"
-        )
+        samples = options.global_batch * options.batches
+        raise ArgumentError("{global_batch} times {batches}", f"be at most {_MOST_SAMPLES}", samples, "lower {batches}")
 
 
 def _header(setting: Setting, options: CompareOptions) -> Sequence[str]:
@@ -222,6 +225,7 @@ def _compare(
     samples: SampleTable,
     batches: list[SampleTable],
     lost_nodes: int,
+    reason: Callable[[ValueError], str],
 ) -> Comparison:
     """Compute, on a terminal with a bar that goes when it is done."""
     from resilient.cli.compare.report import compare_planners
@@ -237,6 +241,7 @@ def _compare(
             batches,
             lost_nodes=lost_nodes,
             baseline=BASELINE,
+            reason=reason,
             clock=time.perf_counter,
             done=lambda: progress.advance(task),
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from resilient.cli.compare.report import Comparison
 from resilient.observability.figures.style import BLUE, INK, PALE_BLUE, PALE_GREY, panels
+from resilient.observability.wording import duration
 
 
 def draw_bars(comparison: Comparison, path: Path | str) -> None:
@@ -28,7 +29,7 @@ def draw_bars(comparison: Comparison, path: Path | str) -> None:
             left = [start + value for start, value in zip(left, values, strict=True)]
         for number, row in enumerate(rows):
             speed_up = comparison.speed_up(row)
-            text = f"{row.iteration_ms:.0f} ms" + ("" if speed_up is None else f", {speed_up:.2f}x")
+            text = f"{duration(row.iteration_ms)}" + ("" if speed_up is None else f", {speed_up:.2f}x")
             axes.annotate(
                 text,
                 (row.iteration_ms, number),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from resilient.observability.figures.bars import Bar, Chart
-from resilient.observability.wording import exact_ms
+from resilient.observability.wording import duration
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.planner import Configuration, Planner, Setting
@@ -145,6 +145,7 @@ def compare_planners(
     *,
     lost_nodes: int,
     baseline: str,
+    reason: Callable[[ValueError], str],
     clock: Callable[[], float],
     done: Callable[[], object],
 ) -> Comparison:
@@ -157,6 +158,7 @@ def compare_planners(
         batches: The global batches.
         lost_nodes: Nodes lost after configuring, before the first batch.
         baseline: The planner that speed-ups are relative to.
+        reason: Words why a planner found no plan.
         clock: Seconds, for planning times.
         done: Called after each planner.
     """
@@ -166,7 +168,7 @@ def compare_planners(
         try:
             rows.append(_row(each, setting, samples, batches, lost_nodes, clock))
         except ValueError as error:
-            refused[each.name] = str(error)
+            refused[each.name] = reason(error)
         done()
     return Comparison(rows=tuple(rows), refused=refused, baseline=baseline, memory_bytes=setting.cluster.memory_bytes)
 
@@ -263,7 +265,7 @@ def step_chart(row: PlannerRow) -> Chart:
         start_ns = round(1e6 * (result.iteration_ms - result.sum_ms))
         bars += [Bar(row=number, kind="sum", start_ns=start_ns, end_ns=end_ns) for number in range(len(names))]
     return Chart(
-        title=f"{row.name}: {exact_ms(result.iteration_ms)} ms, {100 * result.bubble:.0f} % bubble",
+        title=f"{row.name}: {duration(result.iteration_ms)}, {100 * result.bubble:.0f} % bubble",
         rows=tuple(names),
         length_ns=end_ns,
         bars=tuple(bars),

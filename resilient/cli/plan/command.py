@@ -20,6 +20,7 @@ from resilient.cli.shared.job_options import MOST_NODES, JobOptions, described_j
 from resilient.cli.shared.options import command_of
 from resilient.cli.shared.output_files import check_outputs
 from resilient.cli.shared.printing import progress_bar, table_console
+from resilient.cli.shared.ranges import within
 from resilient.common.extras import require
 from resilient.errors import ArgumentError
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 class PlanOptions(JobOptions):
     """The options of ``resilient plan``."""
 
-    nodes: Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Nodes of the job.")]
+    nodes: Annotated[int, typer.Option(callback=within(1, MOST_NODES), help="Nodes of the job.")]
     share: Annotated[
         str | None,
         typer.Option(

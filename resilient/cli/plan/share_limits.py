@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -71,4 +72,6 @@ def _read(limits: str) -> dict[str, int]:
             form = 'look like "min=4,max=16,multiple-of=2", each at most once'
             raise ArgumentError("share", form, repr(limits), "leave out what is not limited")
         found[match[1]] = int(match[2])
+    if found.get("min", 1) > found.get("max", math.inf):
+        raise ArgumentError("share", "have a min of at most its max", repr(limits), "swap them")
     return found

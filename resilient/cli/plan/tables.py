@@ -11,6 +11,7 @@ from rich.table import Table
 
 from resilient.cli.plan.report import SEQUENCES, PlanReport
 from resilient.cli.shared.printing import plain_table
+from resilient.observability.wording import duration, three_digits
 from resilient.templates.common.words import counted
 
 SHOWN_ROWS = 32
@@ -31,11 +32,11 @@ def show_plan(report: PlanReport, console: Console) -> None:
     console.print("\nPlan", style="bold")
     console.print(_plan(report))
     idle = f", {counted(report.num_idle, 'node')} idle" if report.num_idle else ""
-    console.print(f"a step takes {_digits(report.step_ms / 1e3)} s: {_digits(report.samples_per_s)} samples/s{idle}")
+    console.print(f"a step takes {duration(report.step_ms)}: {_digits(report.samples_per_s)} samples/s{idle}")
     if report.limited is not None:
         limited, more = report.limited, report.limited.step_ms / report.step_ms - 1
         shares = compact(limited.num_microbatches)
-        console.print(f"with {limited.limits}: {shares} microbatches; {_digits(limited.step_ms / 1e3)} s ({more:+.1%})")
+        console.print(f"with {limited.limits}: {shares} microbatches; {duration(limited.step_ms)} ({more:+.1%})")
     console.print("\nAs nodes are lost", style="bold")
     console.print(_losses(report))
     if report.order_matters:
@@ -70,7 +71,7 @@ def _templates(report: PlanReport) -> Table:
             *([str(row.num_checkpointing or "-")] if redo else []),
             f"{row.slowest_ms:.1f}",
             str(row.num_microbatches),
-            _digits(row.iteration_ms / 1e3),
+            three_digits(row.iteration_ms / 1e3),
             _gb(row.memory_bytes),
         )
     return table
@@ -83,7 +84,7 @@ def _plan(report: PlanReport) -> Table:
             str(count),
             str(row.num_nodes),
             str(row.num_microbatches),
-            _digits(row.iteration_ms / 1e3),
+            three_digits(row.iteration_ms / 1e3),
             _gb(row.memory_bytes),
         )
     return table

@@ -24,6 +24,7 @@ from resilient.cli.shared.job_options import (
 )
 from resilient.cli.shared.options import command_of
 from resilient.cli.shared.output_files import check_outputs
+from resilient.cli.shared.ranges import within
 from resilient.cli.shared.renamed_options import renamed
 from resilient.errors import ArgumentError
 from resilient.templates.schedules.kind import ScheduleKind
@@ -44,8 +45,10 @@ _MOST_MS = 1e9
 class ScheduleOptions:
     """The options of ``resilient schedule``."""
 
-    stages: Annotated[int, typer.Option(min=1, max=_MOST_STAGES, help="Workers of the pipeline, each with a stage.")]
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches that go through it in a step.")]
+    stages: Annotated[
+        int, typer.Option(callback=within(1, _MOST_STAGES), help="Workers of the pipeline, each with a stage.")
+    ]
+    microbatches: Annotated[int, typer.Option(callback=within(1), help="Microbatches that go through it in a step.")]
     kind: Annotated[
         list[str] | None,
         typer.Option(
@@ -53,7 +56,7 @@ class ScheduleOptions:
         ),
     ] = None
     chunks: Annotated[
-        int | None, typer.Option(min=1, help="interleaved-1f1b: stages of each worker, 2 by default.")
+        int | None, typer.Option(callback=within(1), help="interleaved-1f1b: stages of each worker, 2 by default.")
     ] = None
     max_in_flight: Annotated[int | None, typer.Option(help="eager-1f1b: most microbatches that a worker holds.")] = None
     forward_ms: Annotated[float | None, typer.Option(help="Of a microbatch on a worker; 1 by default.")] = None
@@ -74,9 +77,10 @@ class ScheduleOptions:
     )
     old_trace: Annotated[str | None, renamed("--trace", "--trace-json")] = None
 
-    def times_ms(self) -> tuple[float | None, ...]:
-        """Return the times of a microbatch as far as they were given: forward, backward in two parts, a message."""
-        return self.forward_ms, self.backward_input_ms, self.backward_weight_ms, self.send_ms
+    def given_ms(self) -> dict[str, float]:
+        """Return by their options those times of a microbatch that were given: forward, backward, a message."""
+        names = ("forward_ms", "backward_input_ms", "backward_weight_ms", "send_ms")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @command_of(ScheduleOptions)
@@ -104,10 +108,8 @@ def _reports(options: ScheduleOptions, kinds: Sequence[ScheduleKind]) -> tuple[i
     num_chunks = {each: several if each.value == "interleaved-1f1b" else 1 for each in kinds}
     passes = options.stages * options.microbatches * sum(num_chunks.values())
     if passes > _MOST_PASSES:
-        raise ValueError(
-            f"--stages times --microbatches (times --chunks) of all kinds must be at most {_MOST_PASSES}, got "
-            f"{passes}; use fewer microbatches"
-        )
+        product = "{stages} times {microbatches} (times {chunks}) of all kinds"
+        raise ArgumentError(product, f"be at most {_MOST_PASSES}", passes, "lower {microbatches}")
     memory_bytes, work = _work(options)
     check_outputs([("--png", options.png_file), ("--trace-json", options.trace_file)], [options.profile])
     reports = [
@@ -144,34 +146,28 @@ def _work(options: ScheduleOptions) -> tuple[int | None, Callable[[int], Pipelin
     """Return the memory of a worker, if it is known, and the work of a number of stages."""
     from resilient.cli.schedule.report import even_work, profiled_work
 
-    model, profile, device, times_ms = options.model, options.profile, options.device, options.times_ms()
-    if any(given is not None and given > _MOST_MS for given in times_ms):
-        most_ms = max(filter(None, times_ms))
-        raise ValueError(f"--forward-ms and the like must be at most {_MOST_MS:g}, got {most_ms:g}; give milliseconds")
+    model, profile, device, given_ms = options.model, options.profile, options.device, options.given_ms()
+    for name, given in given_ms.items():
+        if not 0 <= given <= _MOST_MS:
+            raise ArgumentError(name, f"be 0 to {_MOST_MS:g}", f"{given:g}", "give milliseconds")
     if model is None and profile is None:
         if device is not None:
             raise ArgumentError("device", "come with {model} or {profile}", f"{device} alone", "leave it out")
-        defaults = (1.0, 1.0, 1.0, 0.0)
-        forward_ms, inputs_ms, weights_ms, send_ms = (
-            default if given is None else given for given, default in zip(times_ms, defaults, strict=True)
-        )
 
         def even(num_stages: int) -> PipelineWork:
             share = options.stages / num_stages
             return even_work(
                 num_stages,
-                forward_ms=share * forward_ms,
-                backward_input_ms=share * inputs_ms,
-                backward_weight_ms=share * weights_ms,
-                send_ms=send_ms,
+                forward_ms=share * given_ms.get("forward_ms", 1.0),
+                backward_input_ms=share * given_ms.get("backward_input_ms", 1.0),
+                backward_weight_ms=share * given_ms.get("backward_weight_ms", 1.0),
+                send_ms=given_ms.get("send_ms", 0.0),
             )
 
         return None, even
-    if any(given is not None for given in times_ms):
-        raise ValueError(
-            "--model and --profile must come without --forward-ms, --backward-input-ms, --backward-weight-ms and "
-            "--send-ms: they say all these; leave them out"
-        )
+    if given_ms:
+        own, source = " and ".join(f"{{{name}}}" for name in given_ms), "model" if profile is None else "profile"
+        raise ArgumentError(source, f"come without {own}, which it says", model or profile, "leave one of them out")
     costs, cluster = described_layers(model, profile, device), described_cluster(device)
     return cluster.memory_bytes, lambda num_stages: profiled_work(costs, cluster, num_stages, options.microbatches)
 
@@ -204,8 +200,8 @@ def _show(reports: Sequence[ScheduleReport], memory_bytes: int | None, console: 
 
 
 def _title(report: ScheduleReport) -> str:
-    from resilient.observability.wording import exact_ms
+    from resilient.observability.wording import duration
 
     chunks = f", {report.num_chunks} stages on each worker" if report.num_chunks > 1 else ""
-    iteration_ms = exact_ms(report.timeline.iteration_ms)
-    return f"{report.kind.value}{chunks}: {iteration_ms} ms, {100 * report.bubble:.1f} % bubble"
+    iteration = duration(report.timeline.iteration_ms)
+    return f"{report.kind.value}{chunks}: {iteration}, {100 * report.bubble:.1f} % bubble"

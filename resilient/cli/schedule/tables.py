@@ -14,7 +14,7 @@ from rich.text import Text
 from resilient.cli.schedule.report import ScheduleReport
 from resilient.cli.shared.printing import plain_table
 from resilient.observability.figures.bars import COMPUTING, Bar, Chart
-from resilient.observability.wording import exact_ms
+from resilient.observability.wording import duration, three_digits
 
 _STYLES = {
     "F": Style(bgcolor="dodger_blue3", color="white"),
@@ -106,8 +106,8 @@ def _legend(kinds: set[str], chunks: bool, console: Console) -> None:
 def show_workers(report: ScheduleReport, memory_bytes: int | None, console: Console) -> None:
     """Print what a schedule costs each worker."""
     timeline = report.timeline
-    console.print(f"\niteration  {exact_ms(timeline.iteration_ms)} ms")
-    console.print(f"ideal      {exact_ms(report.ideal_ms)} ms, if the busiest worker never waited")
+    console.print(f"\niteration  {duration(timeline.iteration_ms)}")
+    console.print(f"ideal      {duration(report.ideal_ms)}, if the busiest worker never waited")
     console.print(f"bubble     {100 * report.bubble:.1f} % of the workers' time\n")
     columns = ("worker", "busy ms", "bubble ms", "bubble", "in flight")
     table = plain_table(*columns, *(["GB"] if report.memory_bytes else []))
@@ -119,8 +119,8 @@ def show_workers(report: ScheduleReport, memory_bytes: int | None, console: Cons
             cells[0].stylize("bold red")
         table.add_row(
             str(worker),
-            exact_ms(busy_ms),
-            exact_ms(idle_ms),
+            three_digits(busy_ms),
+            three_digits(idle_ms),
             f"{100 * idle_ms / timeline.iteration_ms if timeline.iteration_ms else 0:.1f} %",
             f"{report.in_flight[worker]:.4g}",
             *cells,
@@ -139,7 +139,7 @@ def show_kinds(reports: Sequence[ScheduleReport], memory_bytes: int | None, cons
         too_much = memory_bytes is not None and most > memory_bytes
         table.add_row(
             f"{report.kind.value}, {report.num_chunks} stages each" if report.num_chunks > 1 else report.kind.value,
-            exact_ms(report.timeline.iteration_ms),
+            three_digits(report.timeline.iteration_ms),
             f"{100 * report.bubble:.1f} %",
             f"{max(report.in_flight):.4g}",
             *([Text(f"{most / 1e9:.1f}", style="bold red" if too_much else "")] if known else []),

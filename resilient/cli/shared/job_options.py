@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from resilient.cli.shared.errors import told
+from resilient.cli.shared.ranges import within
 from resilient.cli.shared.standard_output import is_of_output
 from resilient.common.extras import MissingPackageError
 from resilient.errors import ArgumentError
@@ -48,15 +49,17 @@ DeviceOption = Annotated[
     str | None,
     typer.Option("--device", callback=full_device, help="The accelerator; with --profile for memory and links alone."),
 ]
-GpusOption = Annotated[int, typer.Option("--gpus-per-node", min=1, help="Devices of each node.")]
+GpusOption = Annotated[int, typer.Option("--gpus-per-node", callback=within(1), help="Devices of each node.")]
 NetworkOption = Annotated[
     float | None,
     typer.Option("--network-gbit-s", help="Between two nodes, for each device; the usual network by default."),
 ]
 FailuresOption = Annotated[
-    int, typer.Option("--max-failures", min=0, help="Node failures to survive at the same time.")
+    int, typer.Option("--max-failures", callback=within(0), help="Node failures to survive at the same time.")
 ]
-PipelineNodesOption = Annotated[int, typer.Option("--min-pipeline-nodes", min=1, help="Fewest nodes of a pipeline.")]
+PipelineNodesOption = Annotated[
+    int, typer.Option("--min-pipeline-nodes", callback=within(1), help="Fewest nodes of a pipeline.")
+]
 BatchOption = Annotated[
     int | None, typer.Option("--global-batch", help="Samples of a step; the model's usual by default.")
 ]
@@ -84,10 +87,13 @@ JOB_OPTIONS = {
     "devices_per_node": "--gpus-per-node",
     "num_nodes": "--nodes",
     "the number of nodes": "--nodes",
+    "num_devices": "the number of devices",
+    "num_microbatches": "the number of microbatches",
     "num_chunks": "--chunks",
     "transfer_ms": "--send-ms",
     "run_directory": "--run-dir",
     "planner": "--planners",
+    "samples": "samples of --workload",
     "encoder": "--model",
     "language model": "--model",
     "bad=drop": "--bad drop",
@@ -174,7 +180,8 @@ def described_layers(
             raise ArgumentError("profile", f"come without {' and '.join(said)}, which it says", profile, fix)
         return _read_profile(profile, units)
     if model is None:
-        raise ValueError(f"--model or --profile must be given, got neither; --model can be {', '.join(MODELS)}")
+        fix = f"{{model}} can be {', '.join(MODELS)}"
+        raise ArgumentError("{model} or {profile}", "be given", "neither", fix)
     if device is None:
         raise ArgumentError("device", "be given with {model}", "none", f"it can be {', '.join(DEVICES)}")
     return derive_profile(model, device, microbatch=microbatch, seq_len=seq_len, frozen=units)
@@ -226,7 +233,7 @@ def described_job(options: JobOptions) -> tuple[PlanningProblem, int]:
     check_batch(global_batch, microbatch, options.max_failures + 1)
     if global_batch // microbatch > _MOST_MICROBATCHES:
         most = _MOST_MICROBATCHES * microbatch
-        raise ArgumentError("global_batch", f"be at most {most}", global_batch, "lower it, or raise the microbatch")
+        raise ArgumentError("global_batch", f"be at most {most}", global_batch, "lower it, or raise {microbatch}")
     problem = PlanningProblem(
         profile=costs,
         num_microbatches=global_batch // microbatch,
@@ -261,8 +268,10 @@ def _measured_batch(costs: ModelProfile, global_batch: int | None, microbatch: i
             "leave it out, or profile with another",
         )
     if global_batch is None or microbatch is None:
-        raise ValueError(
-            "--global-batch and --microbatch must be given with --profile, got "
-            f"{global_batch or 'none'} and {microbatch or 'none'}; the microbatch is the one that was measured"
+        raise ArgumentError(
+            "{global_batch} and {microbatch}",
+            "be given with {profile}",
+            f"{global_batch or 'none'} and {microbatch or 'none'}",
+            "the microbatch is the one that was measured",
         )
     return global_batch, microbatch

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from resilient.cli.shared.job_options import JobOptions
+from resilient.cli.shared.ranges import within
 from resilient.cli.shared.renamed_options import renamed
 from resilient.errors import ArgumentError
 
@@ -54,10 +55,15 @@ class ReplayOptions(JobOptions):
     regroup_ms: Annotated[float, typer.Option(help="resilient: from a loss to new groups.")] = 61.0
     restart_s: Annotated[float, typer.Option(help="Others: from a loss to restarted processes.")] = 60.0
     storage_gb_s: Annotated[float, typer.Option(help="Saving and loading checkpoints, GB/s of the whole job.")] = 1.0
-    checkpoint_steps: Annotated[int, typer.Option(min=1, help="varuna, restart: steps between checkpoints.")] = 10
-    insurance_steps: Annotated[int, typer.Option(min=0, help="resilient: steps between checkpoints; 0 for none.")] = 30
+    checkpoint_steps: Annotated[
+        int, typer.Option(callback=within(1), help="varuna, restart: steps between checkpoints.")
+    ] = 10
+    insurance_steps: Annotated[
+        int, typer.Option(callback=within(0), help="resilient: steps between checkpoints; 0 for none.")
+    ] = 30
     restart_nodes: Annotated[
-        int | None, typer.Option(min=1, help="restart: nodes of the job; as many as at the start by default.")
+        int | None,
+        typer.Option(callback=within(1), help="restart: nodes of the job; as many as at the start by default."),
     ] = None
     step_factor: Annotated[float, typer.Option(help="By which steps take longer than derived.")] = 1.0
     price: Annotated[float | None, typer.Option(help="$ for a node and hour; a spot price by default.")] = None
@@ -98,8 +104,9 @@ def load_trace(text: str, nodes: int | None, hours: float | None, seed: int) -> 
         interval_s = float(periodic[1]) * _SECONDS[periodic[2]]
         try:
             trace = periodic_failures(nodes or _DEFAULT_NODES, interval_s, seed=seed)
-        except ValueError as error:
-            raise ValueError(f"--availability {text}: {error}") from None
+        except ValueError:
+            constraint = f"lose nodes 0.001 s or more apart, the last within {MOST_HOURS} hours"
+            raise ArgumentError("availability", constraint, repr(text), "give a time as in every-6h") from None
     elif Path(text).is_file():
         trace = read_trace(Path(text), seed=seed, hours=hours or 0.0)
         trace = trace if nodes is None else trace.scaled(nodes)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from resilient.observability.trace_events import ACTION, PART, STEP, Slice, Trace
-from resilient.observability.wording import exact_ms
+from resilient.observability.wording import duration
 from resilient.templates.common.interval import Interval
 from resilient.templates.schedules.schedule import Action, Op
 from resilient.templates.schedules.simulator import Timeline
@@ -124,7 +124,7 @@ def _recorded(trace: Trace, steps: list[Slice], number: int) -> Chart:
                 times = {"start_ns": each.start_ns - start_ns, "end_ns": each.end_ns - start_ns}
                 bars.append(Bar(row=row, kind=kind, label=label, chunk=chunk, **times))
     return Chart(
-        title=f"step {number} as it was run: {exact_ms((end_ns - start_ns) / 1e6)} ms",
+        title=f"step {number} as it was run: {duration((end_ns - start_ns) / 1e6)}",
         rows=tuple(rows),
         length_ns=end_ns - start_ns,
         bars=tuple(bars),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from resilient.observability.event_log import Event, steps_of
 from resilient.observability.figures.style import BLUE, GREEN, INK, PALE_BLUE, PALE_GREY, RED, legend_above, panels
 from resilient.observability.run_report import RECOVERY_PARTS
-from resilient.observability.wording import duration, lost_work, short_ms
+from resilient.observability.wording import duration, lost_work, three_digits
 from resilient.templates.common.words import counted
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _draw_recoveries(axes: Axes, recoveries: Sequence[Mapping[str, Any]], left_o
             if part_ms > 0.035 * longest_ms:
                 ink = INK if part in ("regroup", "redo") else "white"
                 axes.text(
-                    end_ms + part_ms / 2, row, short_ms(part_ms), ha="center", va="center", color=ink, fontsize=8.5
+                    end_ms + part_ms / 2, row, three_digits(part_ms), ha="center", va="center", color=ink, fontsize=8.5
                 )
             end_ms += part_ms
         _annotate_bar(axes, recovery, end_ms, row)
@@ -143,7 +143,7 @@ def _draw_recoveries(axes: Axes, recoveries: Sequence[Mapping[str, Any]], left_o
 
 def _annotate_bar(axes: Axes, recovery: Mapping[str, Any], end_ms: float, row: int) -> None:
     """Write the total and, below it, every part: the narrow ones have no room in the bar."""
-    parts = [f"{part} {short_ms(recovery[f'{part}_ms'])}" for part in RECOVERY_PARTS if recovery[f"{part}_ms"]]
+    parts = [f"{part} {three_digits(recovery[f'{part}_ms'])}" for part in RECOVERY_PARTS if recovery[f"{part}_ms"]]
     lines = (
         (f"{duration(recovery['total_ms'])}, {lost_work(recovery)}", 1, 9, INK),
         (" + ".join(parts), -10, 7.5, "#616e7c"),

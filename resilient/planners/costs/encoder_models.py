@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from resilient.errors import ArgumentError
 from resilient.templates.common.words import look_up
 from resilient.templates.inputs.known_models import MODELS, Blocks, KnownModel
 
@@ -145,5 +146,6 @@ def units_of(model: str) -> tuple[dict[str, Encoder], KnownModel]:
     encoders = {name: look_up("encoder", name, ENCODERS) for name in names}
     units = [ENCODERS[name].unit for name in names]
     if len(set(units)) != len(units):
-        raise ValueError(f"encoders of {model!r} must be of different units, got {', '.join(units)}; leave one out")
+        got = f"{model!r} with {', '.join(units)}"
+        raise ArgumentError("model", "have encoders of different units", got, "leave one out")
     return encoders, look_up("language model", language, known)

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.planners.workloads.records import Records
 from resilient.planners.workloads.tokens import count_text, tokens_of_words
 from resilient.templates.common.arrays import Ints
@@ -83,9 +84,7 @@ def read_records(
 def _rows(path: Path) -> Sequence[RecordFields]:
     kind = path.suffix.lower()
     if kind not in _READERS:
-        raise ValueError(
-            f"a file of samples must end in .csv, .json or .jsonl, got {path.name!r}; rename or convert it"
-        )
+        raise ArgumentError("workload", f"end in {', '.join(_READERS)}", repr(str(path)), "rename or convert it")
     try:
         rows = _READERS[kind](path.read_bytes().removeprefix(BOM_UTF8))
     except (msgspec.DecodeError, UnicodeDecodeError, csv.Error) as error:

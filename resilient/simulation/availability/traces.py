@@ -53,17 +53,18 @@ class AvailabilityTrace:
 
     def __post_init__(self) -> None:
         if not any(change.joined for change in self.changes):
-            raise ValueError(f"changes of trace {self.name!r} must let a node join, got none; nothing could be trained")
+            raise ValueError(f"trace {self.name!r} must have a node that joins, got none; nothing could be trained")
         first_ms, last_ms = self.changes[0].time_ms, self.changes[-1].time_ms
         if not first_ms < self.end_ms >= last_ms:
             raise ValueError(
-                f"end_ms of trace {self.name!r} must be after its first change at {first_ms} and not before its last "
-                f"at {last_ms}, got {self.end_ms}; observe for longer (a file ends with its last line, or after "
-                f"--hours)"
+                f"trace {self.name!r} must end after its first change at {first_ms} ms and not before its last at "
+                f"{last_ms} ms, got an end at {self.end_ms} ms; observe for longer (a file ends with its last line, "
+                f"or after the hours that it is given)"
             )
         if self.end_ms > MOST_HOURS * _HOUR_MS:
             raise ValueError(
-                f"end_ms of trace {self.name!r} must be at most {MOST_HOURS} hours, got {self.end_ms}; observe for less"
+                f"trace {self.name!r} must last at most {MOST_HOURS} hours, got {self.end_ms / _HOUR_MS:g}; observe "
+                f"for less"
             )
 
     def counts(self) -> Iterator[tuple[int, int]]:
@@ -214,7 +215,7 @@ def _read_events(rows: Iterable[tuple[int, list[str]]]) -> tuple[tuple[Availabil
     live: dict[str, int] = {}
     for line, fields in rows:
         if len(fields) != 3 or not fields[0].isdecimal() or fields[1] not in ("add", "remove") or not fields[2]:
-            raise ValueError(f"line {line} must be {_EVENTS}, got {','.join(fields)!r}")
+            raise ValueError(f"line {line} must be {_EVENTS}, got {','.join(fields)!r}; mend it, or leave it out")
         time_ms, name = int(fields[0]), fields[2]
         gathered.advance(line, time_ms)
         if fields[1] == "add":
@@ -245,7 +246,8 @@ def _read_counts(
             if count < 0:
                 raise ValueError(number)
         except ValueError:
-            raise ValueError(f"line {line} must be {_COUNTS}, got {', '.join(fields)!r}") from None
+            reason = f"line {line} must be {_COUNTS}, got {', '.join(fields)!r}"
+            raise ValueError(f"{reason}; mend it, or leave it out") from None
         if count > MOST_TRACED_NODES:
             raise ValueError(
                 f"line {line} must have a count of at most {MOST_TRACED_NODES}, got {count}; take a part of it"

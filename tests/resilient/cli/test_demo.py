@@ -103,7 +103,7 @@ def test_show_verdict_prints_the_numbers_and_returns_the_exit_code(tmp_path: Pat
     for expected in (
         "PASSED",
         "250 ms",
-        "detect 2.0 ms, agree 18 ms",
+        "detect 2 ms, agree 18 ms",
         "node 5",
         "60 ms, 0 steps lost",
         "1.0e-13",

@@ -27,6 +27,7 @@ SCRIPT = """
     parser = argparse.ArgumentParser()
     parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--untrained", action="store_true")
+    parser.add_argument("--broken", action="store_true")
     parser.add_argument("--samples", type=int, default=64)
     args = parser.parse_args()
 
@@ -37,7 +38,12 @@ SCRIPT = """
         def __getitem__(self, index):
             return {"input": torch.ones(args.width)}
 
-    chain = rs.Chain([nn.Linear(args.width, args.width) for _ in range(3)], lambda output, batch: output.sum())
+    def loss(output, batch):
+        if args.broken:
+            raise ValueError("no loss of ones")
+        return output.sum()
+
+    chain = rs.Chain([nn.Linear(args.width, args.width) for _ in range(3)], loss)
     trainer = rs.Trainer(chain, Points(), optimizer=rs.SGD(lr=0.1), global_batch=8, microbatch=2, device="cpu")
     try:
         if not args.untrained:
@@ -118,6 +124,13 @@ def test_script_that_does_not_train_is_named(script: Path) -> None:
     assert words(ended.output) == (
         f"error: script must call Trainer.fit, got {script}, which ended without it; check its arguments "
     )
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_layer_that_fails_is_named(script: Path) -> None:
+    ended = run(script, "--broken")
+    assert ended.exit_code == 1
+    assert ended.stderr == "error: no loss of ones\nwhile measuring layer 'layer.2'\n"
 
 
 def test_job_that_cannot_run_says_why(script: Path) -> None:

@@ -66,3 +66,19 @@ def test_line_that_is_no_event_is_named_and_the_path_is_left_as_it_is(tmp_path: 
     exit_code, lines = replayed(folder)
     assert exit_code == 2
     assert lines == [f"error: line 1 of {log} must be a JSON object, got {line.encode()[:80]!r}"]
+
+
+def test_logs_in_which_nothing_was_recorded_are_not_equal(tmp_path: Path) -> None:
+    eventful(tmp_path).leave()
+    log = tmp_path / "stimuli.jsonl"
+    log.write_text(log.read_text().splitlines(keepends=True)[0])
+    (tmp_path / "events.jsonl").write_text("")
+    exit_code, lines = replayed(tmp_path)
+    assert exit_code == 2
+    assert lines == [f"error: {log} must hold what a coordinator was told, got nothing recorded; choose another run"]
+    log.write_text("")
+    exit_code, lines = replayed(tmp_path)
+    assert exit_code == 2
+    assert lines == [
+        f"error: line 1 of {log} must hold a job's settings, version 1, got nothing recorded; choose another run"
+    ]

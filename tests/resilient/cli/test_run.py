@@ -40,7 +40,10 @@ def test_resuming_from_no_checkpoint_fails_with_the_reason(tmp_path: Path) -> No
     arguments = ["run", "--resume", str(tmp_path), "--run-dir", str(tmp_path / "run"), str(tmp_path / "s.py")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
-    assert result.output.startswith(f"error: {tmp_path} must be a finished checkpoint, ")
+    assert result.stderr == (
+        f"error: --resume must be a finished checkpoint, a folder step-* with manifest.json, got {tmp_path} (a folder "
+        f"without manifest.json); choose one from the checkpoints/ of a run\n"
+    )
 
 
 @pytest.mark.parametrize("what", ["report", "trace"])

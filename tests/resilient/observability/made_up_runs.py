@@ -47,6 +47,9 @@ class Run:
     def injected(self, at_ms: float, node: int) -> None:
         self.add(at_ms, "injected", node=node, phase="backward", step=None, worker_only=False)
 
+    def not_injected(self, at_ms: float, node: int, *, step: int | None = None, phase: str | None = None) -> None:
+        self.add(at_ms, "not_injected", node=node, phase=phase, step=step, worker_only=False)
+
     def detected(self, at_ms: float, nodes: list[int], generation: int, cause: str = "node lost") -> None:
         self.add(at_ms, "detected", nodes=nodes, cause=cause, step=0, generation=generation)
 

@@ -99,12 +99,21 @@ def test_plain_view_writes_a_line_for_each_notable_event() -> None:
         "node 2 was killed on purpose in phase backward",
         "node 2 failed: node lost",
         "recovered from the loss of node 2 in 250 ms, 1 step redone "
-        "(detect 2.0 ms, agree 18 ms, regroup 40 ms, copy 70 ms, redo 120 ms)",
+        "(detect 2 ms, agree 18 ms, regroup 40 ms, copy 70 ms, redo 120 ms)",
         "node 5 joined, training paused for 60 ms",
         "accuracy = 0.93",
         "finished after 40 steps",
     ):
         assert text.count(expected) == 1, expected
+
+
+def test_plain_view_tells_of_failures_that_were_never_caused() -> None:
+    run = failure_and_join()
+    run.not_injected(9000, 7, step=12)
+    run.not_injected(9000, 2, step=15, phase="commit")
+    text = plain_text(run.events)
+    assert "node 7 was never killed in step 12, as was wanted: the job ended before it came to that" in text
+    assert "node 2 was never killed in phase commit of step 15, as was wanted: the job ended before" in text
 
 
 def test_plain_view_tells_how_another_machine_joins_and_who_is_slow() -> None:
@@ -155,10 +164,9 @@ def test_plain_view_tells_of_both_failures_though_the_steps_between_are_heard_of
     fail_twice_with_late_steps(run, suspected=suspected)
     told = [line.split("recovered from ")[1] for line in plain_text(run.events).splitlines() if "recovered" in line]
     assert told == [
-        "the loss of node 1 in 130 ms, 1 step redone "
-        "(detect 10 ms, agree 10 ms, regroup 5.0 ms, copy 5.0 ms, redo 100 ms)",
+        "the loss of node 1 in 130 ms, 1 step redone (detect 10 ms, agree 10 ms, regroup 5 ms, copy 5 ms, redo 100 ms)",
         "the loss of node 2 in 155 ms, 1 step redone "
-        "(detect 5.0 ms, agree 20 ms, regroup 10 ms, copy 20 ms, redo 100 ms)",
+        "(detect 5 ms, agree 20 ms, regroup 10 ms, copy 20 ms, redo 100 ms)",
     ]
 
 

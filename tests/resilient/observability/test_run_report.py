@@ -323,3 +323,12 @@ def test_write_report_writes_what_it_returns(tmp_path: Path) -> None:
     report = write_report(run, reference)
     assert report["max_param_abs_diff"] == 0.0
     assert json.loads((run / "report.json").read_text()) == report
+
+
+def test_failures_that_were_wanted_and_never_caused_are_listed() -> None:
+    run = failure_and_join()
+    assert build_run_report(run.events)["not_injected"] == []
+    run.not_injected(9000, 7, step=12)
+    assert build_run_report(run.events)["not_injected"] == [
+        {"node": 7, "phase": None, "step": 12, "worker_only": False}
+    ]

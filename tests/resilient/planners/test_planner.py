@@ -20,11 +20,5 @@ def test_a_replica_without_work_or_speed_is_refused(count: int, speed: float) ->
 
 @pytest.mark.parametrize("name", ["num_nodes", "global_batch", "microbatch"])
 def test_a_job_of_nothing_is_refused(name: str) -> None:
-    numbers = {"num_nodes": 8, "global_batch": 32, "microbatch": 2} | {name: 0}
-    one, two, three = numbers.values()
-    message = (
-        f"num_nodes, global_batch and microbatch must be >= 1, got {one}, {two} and {three}; a job has one of each at "
-        f"least"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ValueError, match=f"^{name} must be >= 1, got 0; a job has one at least$"):
         replace(setting(), **{name: 0})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from itertools import count
@@ -311,3 +312,26 @@ def test_a_single_thread_is_not_charged_for_what_others_do(
     monkeypatch.setattr(time, "thread_time", iter([1.0, 1.02]).__next__)
     monkeypatch.setattr(time, "perf_counter", iter([5.0, 8.0]).__next__)
     assert _clock(CPU)(lambda: None) == pytest.approx(expected_ms)
+
+
+class Broken(nn.Linear):
+    """Fails in its backward, as a layer may."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        if output.requires_grad:
+            output.register_hook(fail)
+        return output
+
+
+def fail(gradient: Tensor) -> Tensor:
+    raise FloatingPointError("gradient is nan")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_layer_that_fails_while_it_is_measured_is_named() -> None:
+    model = Chain([nn.Linear(IN, IN), Broken(IN, IN), nn.Linear(IN, 1)], lambda output, batch: output.sum())
+    with pytest.raises(FloatingPointError) as raised:
+        profile(model=model, dataset=Points())
+    assert str(raised.value) == "gradient is nan"
+    assert vars(raised.value)["__notes__"] == ["while measuring layer 'layer.1'"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from resilient.errors import CheckpointError
+from resilient.errors import ArgumentError, CheckpointError
 from resilient.models.layer import LayerSpec
 from resilient.optim import AdamW, WarmupCosine
 from resilient.state import checkpoint
@@ -23,6 +23,7 @@ from resilient.state.manifest import (
     check_recipe,
     folder,
     read_manifest,
+    read_resumed,
     write_manifest,
     writers,
 )
@@ -104,13 +105,19 @@ def test_manifest_that_cannot_be_written_leaves_no_checkpoint(tmp_path: Path) ->
 def test_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, states_of().values())
     (tmp_path / "file").touch()
-    found = {tmp_path: f"a folder without {MANIFEST}", tmp_path / "file": "a file", tmp_path / "nowhere": "nothing"}
-    for path, what in found.items():
+    found = {
+        tmp_path: f"a folder without {MANIFEST}",
+        tmp_path / "file": "a file",
+        tmp_path / "nowhere": "nothing there",
+    }
+    for path, what in ((tmp_path / name, what) for name, what in found.items()):
         message = (
-            f"{path} must be a finished checkpoint, a folder step-* with {MANIFEST}, got {what}; choose another from "
-            f"the checkpoints/ of a run"
+            f"resume must be a finished checkpoint, a folder step-* with {MANIFEST}, got {path} ({what}); choose one "
+            f"from the checkpoints/ of a run"
         )
-        with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
+            read_resumed(path)
+        with pytest.raises(CheckpointError, match=f"^{re.escape(str(path / MANIFEST))} cannot be read "):
             checkpoint.load(path, [])
 
 

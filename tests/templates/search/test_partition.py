@@ -326,7 +326,7 @@ def test_layer_that_fits_nowhere_is_named() -> None:
     problem = PlanningProblem(profile=model, num_microbatches=4, cluster=Cluster(devices_per_node=4, memory_bytes=1000))
     assert refusal(problem) == (
         "memory_bytes must hold layer 'l4' alone in a stage, 2000 bytes on each device, got 1000; use smaller "
-        "microbatches, larger tp_degrees than 2 or devices with more memory"
+        "microbatches, higher tensor-parallel degrees than 2 or devices with more memory"
     )
 
 
@@ -337,7 +337,7 @@ def test_stages_that_fit_nowhere_are_refused_with_the_memory_that_would_do() -> 
     )
     assert refusal(problem) == (
         "memory_bytes must hold the stages of a pipeline of 1 to 8 nodes with what they have in flight, got 700; use "
-        "smaller microbatches, activation_checkpointing=True or devices with more memory: 885 bytes would do for 8 "
+        "smaller microbatches, activation checkpointing or devices with more memory: 885 bytes would do for 8 "
         "nodes"
     )
     enough = replace(problem, cluster=Cluster(memory_bytes=885), max_failures=0)
@@ -352,8 +352,8 @@ def test_more_nodes_than_layers_are_refused() -> None:
 
 def test_devices_that_no_degrees_add_up_to_are_refused() -> None:
     assert refusal(job([1.0] * 5, 1, devices_per_node=5, tp_degrees=(2, 4))) == (
-        "layers and tp_degrees must suffice for stages on all devices_per_node = 5 devices of a node, got 5 layers and "
-        "(2, 4); profile other degrees, or use fewer devices"
+        "devices_per_node must be filled by stages of 5 layers at tensor-parallel degrees 2, 4, got 5; lower it, or "
+        "profile other degrees"
     )
 
 

@@ -130,8 +130,8 @@ def test_compare_names_bad_samples_and_leaves_them_to_the_user(pictures: Path, t
     refused = _compare("--workload", str(pictures), "--planners", "uniform")
     assert refused.exit_code == 2
     assert refused.stderr == (
-        f"error: samples must fit the model, got 2 of 11 that do not ('gone-é': {GONE}; 'negative': {NEGATIVE}); leave "
-        f"them out (--bad drop), or make them fit (--bad resize)\n"
+        f"error: samples of --workload must fit the model, got 2 of 11 that do not ('gone-é': {GONE}; 'negative': "
+        f"{NEGATIVE}); leave them out (--bad drop), or make them fit (--bad resize)\n"
     )
     for bad, title, dropped in (
         ("drop", "2 left out, 0 made to fit", [True, True]),
@@ -209,8 +209,8 @@ def test_compare_names_the_planners_there_are() -> None:
         (("--device", "a10"), "--device must be one of a40, a100-40gb, a100-80gb, h100, h200, v100-32gb, l4, got "
          "'a10'; did you mean 'a100-40gb' or 'a100-80gb'?"),
         (("--microbatch", "64"), "--microbatch must be at most --global-batch 32, got 64; lower it"),
-        (("--batches", "312501"), "--global-batch times --batches must be at most 10000000, got 10000032; use fewer "
-         "batches"),
+        (("--batches", "312501"), "--global-batch times --batches must be at most 10000000, got 10000032; lower "
+         "--batches"),
         (("--json", "/"), "--json must be a file that can be written, got / (Is a directory); choose another, or make "
          "this one writable"),
         (("--png", "all.jpg"), "--png must be a file that ends in .png, got all.jpg; choose another"),
@@ -219,3 +219,19 @@ def test_compare_names_the_planners_there_are() -> None:
 def test_compare_refuses_what_cannot_be_before_it_computes(options: tuple[str, ...], message: str) -> None:
     result = _compare("--workload", "coco", "--planners", "uniform", *options)
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"error: {message}\n")
+
+
+def test_compare_says_in_its_options_why_a_planner_found_no_plan() -> None:
+    result = _compare("--workload", "coco", "--planners", "cornstarch", "--nodes", "1", "--gpus-per-node", "1")
+    assert result.exit_code == 1
+    assert (
+        "cornstarch found no plan: --nodes must be enough for 'cornstarch', got 1 of 1 devices; use more nodes, a "
+        "smaller microbatch, or another planner\n"
+    ) in result.output
+
+
+def test_compare_names_a_file_that_is_none_of_samples(tmp_path: Path) -> None:
+    (tmp_path / "samples").touch()
+    result = _compare("--workload", str(tmp_path / "samples"))
+    message = f"--workload must end in .csv, .json, .jsonl, got '{tmp_path / 'samples'}'; rename or convert it"
+    assert (result.exit_code, result.stderr) == (2, f"error: {message}\n")

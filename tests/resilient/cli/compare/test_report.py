@@ -54,6 +54,7 @@ def compared(
         [table[100:124], table[124:]],
         lost_nodes=lost_nodes,
         baseline="uniform",
+        reason=str,
         clock=lambda: float(next(clock)),
         done=lambda: None,
     )

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from resilient.cli.app import app
 from resilient.cli.plan.report import MOST_LOSSES, SEQUENCES, build_plan_report
 from resilient.cli.plan.tables import compact
+from resilient.observability.wording import duration
 from resilient.templates.inputs.derive import derive_profile
 from resilient.templates.inputs.devices import DEVICES, cluster_of
 from resilient.templates.inputs.known_models import MODELS
@@ -121,7 +122,7 @@ def test_what_is_printed_is_what_is_written(tmp_path: Path) -> None:
     assert ended.output.startswith(
         "derived: gpt3-2.7b, a40, microbatch 2, 2048 tokens\n7 nodes with 1 device of 46.4 GB"
     )
-    assert f"a step takes {report['step_ms'] / 1e3:.4g} s: {report['samples_per_s']:.4g} samples/s\n" in ended.output
+    assert f"a step takes {duration(report['step_ms'])}: {report['samples_per_s']:.4g} samples/s\n" in ended.output
     for row in report["losses"]:
         assert f"{100 * row['kept']:.1f} %" in ended.output
     assert "planned in" in ended.output
@@ -223,6 +224,12 @@ def test_a_cluster_of_192_devices_keeps_its_share_down_to_the_fewest_nodes(tmp_p
             "the memory of --device must hold layer 'llm.head' alone in a stage, 23383392256 bytes on each device, got "
             "23192823398; use smaller microbatches or devices with more memory",
         ),
+        (
+            {"--gpus-per-node": "100000"},
+            "--gpus-per-node must be filled by stages of 34 layers at tensor-parallel degrees 1, 2, 4, 8, got 100000; "
+            "lower it, or profile other degrees",
+        ),
+        ({"--share": "min=5,max=2"}, "--share must have a min of at most its max, got 'min=5,max=2'; swap them"),
         ({"--microbatch": "0"}, "--microbatch must be >= 1, got 0; 2 is usual for gpt3-2.7b"),
         ({"--frozen": "llm"}, "--frozen must leave a unit to train, got llm; leave one out"),
         ({"--frozen": "lm"}, "--frozen must be one of llm, got 'lm'; did you mean 'llm'?"),

@@ -25,3 +25,24 @@ def test_the_old_name_is_refused_with_the_new_one(command: tuple[str, ...], valu
 @pytest.mark.parametrize("command", ["run", "schedule", "simulate"])
 def test_the_old_name_is_not_in_the_help(command: str) -> None:
     assert "--trace " not in CliRunner().invoke(app, [command, "--help"]).stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "new"),
+    [
+        (("run", "--nodes", "2", "--trace"), "--trace-steps"),
+        (("schedule", "--trace"), "--trace-json"),
+        (("simulate", "--trace"), "--availability"),
+    ],
+)
+def test_the_old_name_without_a_value_is_refused_with_the_new_one(command: tuple[str, ...], new: str) -> None:
+    ended = CliRunner().invoke(app, command)
+    message = f"--trace is called {new} now, got --trace without a value; write {new}"
+    assert (ended.exit_code, ended.stdout, ended.stderr) == (2, "", f"error: {message}\n")
+
+
+def test_other_options_without_a_value_are_as_they_were() -> None:
+    ended = CliRunner().invoke(app, ("schedule", "--png"))
+    assert ended.exit_code == 2
+    assert "--png" in ended.stderr
+    assert "called" not in ended.stderr

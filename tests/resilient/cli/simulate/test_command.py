@@ -74,8 +74,8 @@ def test_a_combination_that_cannot_be_is_said_in_its_row() -> None:
     output = run("--availability", "every-1h", "--nodes", "4", "--sweep", "max-failures=1,8")
     assert re.search(r"^8 +resilient +does not fit *$", output, re.MULTILINE)
     assert (
-        "resilient: num_microbatches must be at least --max-failures + 1 = 9 (each pipeline processes one), got 8; "
-        "raise the global batch or lower the microbatch"
+        "resilient: the number of microbatches must be at least --max-failures + 1 = 9 (each pipeline processes one), "
+        "got 8; raise the global batch or lower the microbatch"
     ) in output.replace("\n", " ")
     assert output.count("fastest") == 1
 
@@ -152,16 +152,17 @@ def test_too_few_nodes_are_said_with_the_number_that_would_do() -> None:
         ),
         (
             ["--availability", "every-0h"],
-            "--availability every-0h: interval_s must be at least 0.001, got 0.0; give seconds",
+            "--availability must lose nodes 0.001 s or more apart, the last within 87600 hours, got 'every-0h'; give a "
+            "time as in every-6h",
         ),
         (
             ["--availability", "every-99999999h"],
-            "--availability every-99999999h: end_ms of trace 'every-1e+08h' must be at most 87600 hours, got "
-            "5759999942400000; observe for less",
+            "--availability must lose nodes 0.001 s or more apart, the last within 87600 hours, got 'every-99999999h'; "
+            "give a time as in every-6h",
         ),
         (
             ["--availability", "g4dn", "--global-batch", "32000032"],
-            "--global-batch must be at most 32000000, got 32000032; lower it, or raise the microbatch",
+            "--global-batch must be at most 32000000, got 32000032; lower it, or raise --microbatch",
         ),
         (["--availability", "g4dn", "--price", "nan"], "--price must be >= 0, got nan; 0 leaves dollars out"),
         (
@@ -170,7 +171,7 @@ def test_too_few_nodes_are_said_with_the_number_that_would_do() -> None:
         ),
         (
             ["--availability", "g4dn", "--sweep", "nodes=8,0"],
-            "--nodes must be 1 to 100000, got 0; leave it out for the trace's own",
+            "--sweep must have nodes of 1 to 100000, got 'nodes=8,0'; leave the others out",
         ),
         (["--availability", "g4dn", "--restart-s", "-1"], "--restart-s must be 0 to 1e+09, got -1.0; 0 means none"),
     ],

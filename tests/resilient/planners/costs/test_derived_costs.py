@@ -205,8 +205,8 @@ def test_cost_models_are_kept_as_json() -> None:
         ("qwen2-vl", "model must be one of qwen2-vl-7b, "
          f"{', '.join(name for name, known in MODELS.items() if known.vision is None)}, got 'qwen2-vl'; "
          "did you mean 'qwen2-vl-7b'?"),
-        ("clip-l-336+siglip-so400m+llama3-8b", "encoders of 'clip-l-336+siglip-so400m+llama3-8b' must be of different "
-         "units, got vision, vision; leave one out"),
+        ("clip-l-336+siglip-so400m+llama3-8b", "model must have encoders of different units, got "
+         "'clip-l-336+siglip-so400m+llama3-8b' with vision, vision; leave one out"),
     ],
 )  # fmt: skip
 def test_unknown_models_are_named(model: str, message: str) -> None:

@@ -170,9 +170,10 @@ COLUMNS = (
         ("a.json", "", "a.json must have samples, got none; see whether it is the right file"),
         ("a.csv", "id;tokens\nx;5\n", f"a.csv must have columns of pictures, sound or text ({COLUMNS}), got id;tokens; "
          "rename them"),
-        ("a.parquet", "", "a file of samples must end in .csv, .json or .jsonl, got 'a.parquet'; rename or convert it"),
+        ("a.parquet", "", "workload must end in .csv, .json, .jsonl, got 'PATH'; rename or convert it"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, name: str, content: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        read_records(write(tmp_path / name, content))
+    path = write(tmp_path / name, content)
+    with pytest.raises(ValueError, match=f"^{re.escape(message.replace('PATH', str(path)))}$"):
+        read_records(path)

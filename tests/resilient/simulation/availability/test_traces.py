@@ -76,21 +76,24 @@ def test_counts_become_joins_and_losses(tmp_path: Path) -> None:
             "2023-05-01, 00:00:00, 100001\n",
             "line 1 must have a count of at most 100000, got 100001; take a part of it",
         ),
-        ("0,add,a\n²,add,a\n", "line 2 must be time_ms,add|remove,node, got '²,add,a'"),
-        ("0,add,a\n1,sub,a\n", "line 2 must be time_ms,add|remove,node, got '1,sub,a'"),
-        ("0,add,a\n\n-1,add,b\n", "line 3 must be time_ms,add|remove,node, got '-1,add,b'"),
-        ("0,add,a\n7,add\n", "line 2 must be time_ms,add|remove,node, got '7,add'"),
+        ("0,add,a\n²,add,a\n", "line 2 must be time_ms,add|remove,node, got '²,add,a'; mend it, or leave it out"),
+        ("0,add,a\n1,sub,a\n", "line 2 must be time_ms,add|remove,node, got '1,sub,a'; mend it, or leave it out"),
+        ("0,add,a\n\n-1,add,b\n", "line 3 must be time_ms,add|remove,node, got '-1,add,b'; mend it, or leave it out"),
+        ("0,add,a\n7,add\n", "line 2 must be time_ms,add|remove,node, got '7,add'; mend it, or leave it out"),
         ("5,add,a\n4,add,b\n", "line 2 must not be earlier than the line before, at 5 ms, got 4; sort the file"),
         ("0,add,a\n1,add,a\n", "line 2 must add a node that is not there, got a, which is; remove it first"),
         ("0,remove,a\n", "line 1 must remove a node that is there, got a, which is not; add it first"),
-        ("2023-05-01, 00:00:00, 1\nx\n", "line 2 must be YYYY-MM-DD, HH:MM:SS, count, got 'x'"),
+        (
+            "2023-05-01, 00:00:00, 1\nx\n",
+            "line 2 must be YYYY-MM-DD, HH:MM:SS, count, got 'x'; mend it, or leave it out",
+        ),
         (
             "2023-05-01, 00:00:00, 1\n2023-05-01, 00:00:60, 1\n",
-            "line 2 must be YYYY-MM-DD, HH:MM:SS, count, got '2023-05-01, 00:00:60, 1'",
+            "line 2 must be YYYY-MM-DD, HH:MM:SS, count, got '2023-05-01, 00:00:60, 1'; mend it, or leave it out",
         ),
         (
             "2023-05-01, 00:00:00, -1\n",
-            "line 1 must be YYYY-MM-DD, HH:MM:SS, count, got '2023-05-01, 00:00:00, -1'",
+            "line 1 must be YYYY-MM-DD, HH:MM:SS, count, got '2023-05-01, 00:00:00, -1'; mend it, or leave it out",
         ),
         (
             "2023-05-01, 00:00:01, 1\n2023-05-01, 00:00:00, 1\n",
@@ -98,7 +101,7 @@ def test_counts_become_joins_and_losses(tmp_path: Path) -> None:
         ),
         (
             "2023-05-01, 00:00:00, 0\n",
-            "changes of trace 't' must let a node join, got none; nothing could be trained",
+            "trace 't' must have a node that joins, got none; nothing could be trained",
         ),
     ],
 )
@@ -157,8 +160,8 @@ def test_cutting_and_prolonging() -> None:
 def test_an_end_before_the_last_change_is_refused() -> None:
     changes = (AvailabilityChange(time_ms=3, joined=(0,)), AvailabilityChange(time_ms=9, lost=(0,)))
     message = (
-        "end_ms of trace 'x' must be after its first change at 3 and not before its last at 9, got 8; "
-        "observe for longer (a file ends with its last line, or after --hours)"
+        "trace 'x' must end after its first change at 3 ms and not before its last at 9 ms, got an end at 8 ms; "
+        "observe for longer (a file ends with its last line, or after the hours that it is given)"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         AvailabilityTrace(name="x", changes=changes, end_ms=8)
@@ -167,8 +170,8 @@ def test_an_end_before_the_last_change_is_refused() -> None:
 def test_a_trace_of_a_moment_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, "7,add,a\n")
     message = (
-        f"{path}: end_ms of trace 't' must be after its first change at 7 and not before its last at 7, got 7; "
-        f"observe for longer (a file ends with its last line, or after --hours)"
+        f"{path}: trace 't' must end after its first change at 7 ms and not before its last at 7 ms, got an end at "
+        f"7 ms; observe for longer (a file ends with its last line, or after the hours that it is given)"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         read_trace(path)

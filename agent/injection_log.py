@@ -1,0 +1,56 @@
+"""Follows what became of the failures that somebody wanted: dying processes write them down, nobody else can.
+
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from resilient.protocol.messages import Injection
+
+
+class InjectionLog:
+    """The failures of one run.
+
+    Args:
+        path: ``injections.jsonl`` of the run.
+        wanted: Failures to cause, as far as they are known at the start.
+    """
+
+    def __init__(self, path: Path, wanted: Sequence[Injection]) -> None:
+        self._path = path
+        self._wanted = list(wanted)
+        self._caused: list[dict[str, Any]] = []
+
+    def want(self, injection: Injection) -> None:
+        """Take in one more failure to cause."""
+        self._wanted.append(injection)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return what processes have written before they died, since this was asked last."""
+        try:
+            lines = self._path.read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        read = [json.loads(line) for line in lines[len(self._caused) :]]
+        self._caused += read
+        return read
+
+    def missed(self) -> list[dict[str, Any]]:
+        """Return the failures that were wanted and not caused as far as was read, as those that were are written."""
+        wanted = map(_told, self._wanted)
+        return [each for each in wanted if not any(_meets(caused, each) for caused in self._caused)]
+
+
+def _told(wanted: Injection) -> dict[str, Any]:
+    step, phase = wanted.at_step, wanted.at_phase
+    return {"node": wanted.node, "phase": phase, "step": step, "worker_only": wanted.worker_only}
+
+
+def _meets(caused: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Return whether a failure is the one that was wanted; one without a step may come in any."""
+    return all(caused[name] == value for name, value in wanted.items() if (name, value) != ("step", None))
