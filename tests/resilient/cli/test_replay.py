@@ -80,5 +80,5 @@ def test_logs_in_which_nothing_was_recorded_are_not_equal(tmp_path: Path) -> Non
     exit_code, lines = replayed(tmp_path)
     assert exit_code == 2
     assert lines == [
-        f"error: line 1 of {log} must hold a job's settings, version 1, got nothing recorded; choose another run"
+        f"error: line 1 of {log} must hold a job's settings, version 2, got nothing recorded; choose another run"
     ]
