@@ -124,6 +124,9 @@ def start_forkserver(
 
 
 def _forkserver_environment() -> dict[str, str]:
-    """No thread pools before the fork, and no CUDA: asking NVML for devices leaves the driver alone."""
+    """No thread pools before the fork, and no CUDA: asking NVML for devices leaves the driver alone.
+
+    Sets of texts are gone through in the same order on all nodes: what a script makes of them is to be the same.
+    """
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {**os.environ, **single, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    return {"PYTHONHASHSEED": "0", **os.environ, **single, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

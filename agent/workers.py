@@ -141,6 +141,7 @@ class WorkerPool:
         error_file.unlink(missing_ok=True)
         return {
             "OMP_NUM_THREADS": "1",
+            "PYTHONHASHSEED": "0",  # of what it starts itself; its own is that of its forkserver
             **os.environ,
             "RANK": str(welcome.node * num_workers + local_rank),
             "WORLD_SIZE": str(max(welcome.num_nodes, welcome.node + 1) * num_workers),

@@ -22,6 +22,7 @@ from resilient.protocol.job_config import training_schedule
 from resilient.protocol.messages import Note, Output
 from resilient.runtime.job import Job
 from resilient.runtime.malloc import keep_freed_memory
+from resilient.runtime.preflight import check_trainable
 from resilient.runtime.script import leave_description
 from resilient.runtime.single_process import SingleProcessClient
 from resilient.runtime.worker import Worker
@@ -135,6 +136,7 @@ class Trainer:
             SystemExit: The script runs under ``resilient profile``, which wants the job described and not trained.
         """
         job = self._job.until(num_steps)
+        check_trainable(job)
         keep_freed_memory()  # whoever wants the job described measures it, and is to do so as it trains
         if leave_description(job):
             raise SystemExit(0)

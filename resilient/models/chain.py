@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from resilient.data.multimodal import IGNORED_LABEL
 from resilient.errors import SampleError
+from resilient.models.content import code_text, values_digest
+from resilient.models.given_module import GivenModule, check_given
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec
 
 Factory = Callable[[], nn.Module]
+
+_TARGETS = ("labels", "label", "targets", "target")
+"""Entries of samples whose integers are taken for the loss's targets."""
+
+_LARGEST_PIXEL = 30.0
+"""Of normalised images, and far from 255."""
 
 
 class ChainLayer(Layer):
@@ -36,13 +45,13 @@ class Chain:
     """A model that is a chain of modules, one layer each.
 
     Args:
-        layers: Zero-argument factories of modules (tensor -> tensor), or an ``nn.Sequential`` or list of modules.
-            Of a module only the structure is taken: its values are drawn anew with ``reset_parameters()``.
+        layers: Zero-argument factories of modules (tensor -> tensor), whose values are drawn from the job's seed and
+            the layer's name; or an ``nn.Sequential`` or list of modules, which keep the values that they have.
         loss: (output of the last module, batch) -> loss SUMMED over the targets.
         names: One per layer; ``layer.0``, ``layer.1``, ... when None.
 
     Raises:
-        ValueError: For an empty chain, names that do not fit, or a module that cannot be initialised again.
+        ValueError: For an empty chain, names that do not fit, or modules without values or with each other's.
     """
 
     def __init__(
@@ -60,9 +69,13 @@ class Chain:
             names = [f"layer.{i}" for i in range(len(items))]
         if len(names) != len(items) or len(set(names)) != len(names):
             raise ValueError(f"names must be unique, one per layer ({len(items)}), got {list(names)}; rename them")
+        given = {name: item for name, item in zip(names, items, strict=True) if isinstance(item, nn.Module)}
+        check_given(given)
+        self._given = {name: GivenModule(module) for name, module in given.items()}
         self._loss = loss
         self.layers = tuple(
-            _spec(item, name, first=i == 0) for i, (item, name) in enumerate(zip(items, names, strict=True))
+            _spec(name, self._given.get(name, item), first=i == 0)  # pyright: ignore[reportArgumentType]
+            for i, (name, item) in enumerate(zip(names, items, strict=True))
         )
 
     def loss(self, activations: Activations, batch: Batch) -> Tensor:
@@ -74,9 +87,33 @@ class Chain:
         if "input" not in sample:
             raise SampleError(f"{name}: a chain reads 'input', but the sample holds {sorted(sample)}; rename its entry")
 
+    def check_first(self, samples: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise :class:`SampleError` if the inputs are plainly images that are not normalised.
+
+        Args:
+            samples: Those of the first microbatches, by what to call them in the message.
+        """
+        for name, sample in samples.items():
+            if _is_raw_image(sample["input"]):
+                raise SampleError(
+                    f"{name}: 'input' must be normalised, got an image of whole numbers up to "
+                    f"{sample['input'].max():g}; divide by 255, then subtract the mean and divide by the deviation; or "
+                    "leave it uint8 if the first layer does so"
+                )
+
+    def num_targets(self, sample: Mapping[str, Any]) -> int | None:
+        """Return how many integers a sample's labels or targets are, :data:`IGNORED_LABEL` aside; None without."""
+        for key in _TARGETS:
+            value = sample.get(key)
+            if isinstance(value, int | np.integer | np.ndarray | Tensor):
+                value = torch.as_tensor(value)
+                if not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool):
+                    return int((value != IGNORED_LABEL).sum())
+        return None
+
     def digest(self) -> str:
-        """Return a content hash of structure, parameter shapes and the loss's name."""
-        text = [getattr(self._loss, "__qualname__", type(self._loss).__qualname__)]
+        """Return a content hash of structure, parameter shapes and the loss's code."""
+        text = [code_text(self._loss)]
         for spec in self.layers:
             with torch.device("meta"):
                 module = spec.build()
@@ -84,47 +121,28 @@ class Chain:
             text.append(f"{spec.name} {module} {shapes}")
         return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
+    def values_digest(self) -> str:
+        """Return a content hash of the values that modules came with."""
+        return values_digest(
+            {
+                f"{name}/{path}": tensor
+                for name, module in self._given.items()
+                for path, tensor in module.tensors().items()
+            }
+        )
 
-def _spec(item: Factory | nn.Module, name: str, *, first: bool) -> LayerSpec:
-    if isinstance(item, nn.Module):
-        structure, initialize = _from_module(item, name)
-    else:
-        structure, initialize = item, None
 
+def _spec(name: str, item: Factory, *, first: bool) -> LayerSpec:
     def build() -> nn.Module:
-        return ChainLayer(structure(), first=first)
+        return ChainLayer(item(), first=first)
 
-    def construct_again(module: nn.Module) -> None:
-        _copy_tensors(build(), module)
+    def initialize(module: nn.Module) -> None:
+        if isinstance(item, GivenModule):
+            item.fill(module.get_submodule("module"))
+        else:
+            _copy_tensors(build(), module)  # what the factory draws now
 
-    return LayerSpec(name=name, unit="chain", build=build, initialize=initialize or construct_again)
-
-
-def _from_module(module: nn.Module, name: str) -> tuple[Factory, Callable[[nn.Module], None]]:
-    for path, part in module.named_modules():
-        owns = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-        if owns and not callable(getattr(part, "reset_parameters", None)):
-            where = f"{path!r} ({type(part).__name__})" if path else type(part).__name__
-            raise ValueError(
-                f"layer {name!r} must be a factory, got a module whose part {where} has no reset_parameters(); "
-                f"pass a function that builds it, e.g. lambda: {type(module).__name__}(...)"
-            )
-    skeleton = copy.deepcopy(module).to("meta")
-    constants = {name: buffer.detach().cpu().clone() for name, buffer in module.named_buffers()}
-
-    def structure() -> nn.Module:
-        built = copy.deepcopy(skeleton).to_empty(device=torch.get_default_device())
-        for name, value in constants.items():
-            built.get_buffer(name).copy_(value)
-        return built
-
-    def initialize(built: nn.Module) -> None:
-        for part in built.modules():
-            reset = getattr(part, "reset_parameters", None)
-            if callable(reset):
-                reset()
-
-    return structure, initialize
+    return LayerSpec(name=name, unit="chain", build=build, initialize=initialize)
 
 
 def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
@@ -136,3 +154,13 @@ def _copy_tensors(source: nn.Module, target: nn.Module) -> None:
         found = dict(theirs)
         for name, tensor in mine:
             tensor.copy_(found[name])
+
+
+def _is_raw_image(value: Any) -> bool:
+    """Whether these are plainly the numbers 0 .. 255 of an image, as floats ``[channels, height, width]``."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim != 3:
+        return False
+    if len(value) not in (1, 3, 4) or not value.numel():
+        return False
+    low, high = float(value.min()), float(value.max())
+    return low >= 0 and _LARGEST_PIXEL < high <= 255 and torch.equal(value, value.round())

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from resilient.models.language import language_layers
 from resilient.models.layer import Activations, Batch
 from resilient.models.pretrained import resolve
 from resilient.models.vision import pair, vision_layers
+
+_LARGEST_PIXEL = 30.0
+"""Of normalised images, and far from 255."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +82,16 @@ class MultimodalModule:
     """Encoders, their projectors and a language model as one chain of layers.
 
     A sample holds ``input_ids [seq]``, ``labels [seq]`` and, for each encoder, ``{name}.pixels``: one image
-    ``[channels, height, width]`` or a sequence of images. ``labels[t]`` is the token to predict after reading
-    ``input_ids[: t + 1]`` (already shifted), or -100. Join samples with :func:`resilient.data.collate_multimodal`.
+    ``[channels, height, width]`` of normalised values or a sequence of images. Join samples with
+    :func:`resilient.data.collate_multimodal`.
 
     Args:
         encoders: By name, in the order they run; empty for a plain language model.
         language_model: A transformers config (llama, mistral, qwen2, qwen3) or a checkpoint folder.
         frozen_language_model: Keep the language model's parameters as they are.
+        labels: "shifted": ``labels[t]`` is the token to predict after reading ``input_ids[: t + 1]``, or -100.
+            "unshifted", as transformers wants them: ``labels[t]`` is ``input_ids[t]``, or -100, and the model shifts.
+            None is "shifted", but labels that repeat the inputs are refused at the start.
 
     Raises:
         ValueError: For a model that is not supported, or names and placeholders that clash.
@@ -97,7 +103,11 @@ class MultimodalModule:
         encoders: Mapping[str, EncoderModule],
         language_model: PretrainedConfig | str | Path,
         frozen_language_model: bool = False,
+        labels: Literal["shifted", "unshifted"] | None = None,
     ) -> None:
+        if labels not in ("shifted", "unshifted", None):
+            raise ValueError(f"labels must be 'shifted', 'unshifted' or None, got {labels!r}; pass one of them")
+        self.labels = labels
         self.encoders = dict(encoders)
         self.language = resolve(language_model, "language_model", language.LANGUAGE_FAMILIES)
         config: Any = self.language.config
@@ -127,9 +137,19 @@ class MultimodalModule:
         """Return the cross entropy summed over all positions with a label."""
         logits = activations["logits"]
         logits = logits if logits.dtype is torch.float64 else logits.float()
+        if self.labels == "unshifted":
+            logits = logits[:, :-1]
         return torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+            logits.flatten(0, 1),
+            self._predicted(batch["labels"]).flatten(),
+            ignore_index=IGNORED_LABEL,
+            reduction="sum",
         )
+
+    def num_targets(self, sample: Mapping[str, Any]) -> int | None:
+        """Return how many tokens of a sample are predicted; None without labels."""
+        labels = sample.get("labels")
+        return None if labels is None else int((self._predicted(labels) != IGNORED_LABEL).sum())
 
     def check(self, sample: Mapping[str, Any], name: str) -> None:
         """Raise :class:`SampleError` if the sample cannot be trained on.
@@ -153,14 +173,41 @@ class MultimodalModule:
                     f"tokens (id {token}); make both equal"
                 )
 
+    def check_first(self, samples: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise :class:`SampleError` if labels are plainly not shifted though they should be, or images not normalised.
+
+        Args:
+            samples: Those of the first microbatches, by what to call them in the message.
+        """
+        if self.labels is None and all(_repeats_inputs(sample) for sample in samples.values()):
+            raise SampleError(
+                f"{next(iter(samples))}: labels must be the tokens that follow (labels[t] is predicted from "
+                "input_ids[: t + 1]), got those of input_ids themselves, as in all samples looked at; pass "
+                'MultimodalModule(labels="unshifted") to have the model shift them, as transformers does, or '
+                'labels="shifted" if it is really to copy'
+            )
+        for name, sample in samples.items():
+            for unit in self.encoders:
+                largest = max((float(image.abs().max()) for image in images_of(sample, unit)), default=0.0)
+                if largest > _LARGEST_PIXEL:
+                    raise SampleError(
+                        f"{name}: {unit} image must be normalised, got values up to {largest:g}; divide by 255, then "
+                        "subtract the mean and divide by the deviation that the encoder was trained with"
+                    )
+
     def digest(self) -> str:
         """Return a content hash of all configs, options and checkpoint files."""
         parts = {
             "language_model": self.language.describe(),
             "frozen_language_model": self._frozen_language_model,
+            "unshifted": self.labels == "unshifted",
             "encoders": [[name, repr(e.options), e.source.describe()] for name, e in self.encoders.items()],
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+    def _predicted(self, labels: Tensor) -> Tensor:
+        """Return the labels that something is read before."""
+        return labels[..., 1:] if self.labels == "unshifted" else labels
 
     def _check_encoders(self, vocab_size: int) -> None:
         seen: dict[int, str] = {}
@@ -188,7 +235,8 @@ class MultimodalModule:
         longest = config.max_position_embeddings
         if len(input_ids) > longest:
             raise SampleError(f"{name}: must have at most {longest} tokens, got {len(input_ids)}; shorten it")
-        targets = labels[labels != IGNORED_LABEL]
+        targets = self._predicted(labels)
+        targets = targets[targets != IGNORED_LABEL]
         if not len(targets):
             raise SampleError(
                 f"{name}: must have at least one target, got labels of {IGNORED_LABEL} only; leave it out"
@@ -202,8 +250,18 @@ class MultimodalModule:
                 )
 
 
+def _repeats_inputs(sample: Mapping[str, Any]) -> bool:
+    """Whether what is to be predicted is everywhere what was read last."""
+    targets = sample["labels"] != IGNORED_LABEL
+    return torch.equal(sample["labels"][targets], sample["input_ids"][targets])
+
+
 def _num_features(image: Tensor, encoder: EncoderModule, name: str) -> int:
     channels = encoder.source.config.num_channels
+    if not image.is_floating_point():
+        raise SampleError(
+            f"{name} image must be of floating-point values, got {image.dtype}; convert it to float and normalise it"
+        )
     if image.ndim != 3 or image.shape[0] != channels:
         raise SampleError(
             f"{name} image must have shape [{channels}, height, width], got {tuple(image.shape)}; reshape it"

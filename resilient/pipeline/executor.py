@@ -157,6 +157,8 @@ class Executor:
                 raise
             if action is self._last_read.get(action.index):
                 del self._batches[action.index]
+        for stage in self._stages.values():
+            stage.end()
         return self._loss
 
     def _tell_where(self, error: Exception, action: Action) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from resilient.models.buffers import ConstantBuffers
 from resilient.models.layer import Activations, Batch, Model
 from resilient.pipeline.backward_split import Deferred, differentiate_inputs
 
@@ -67,11 +68,22 @@ class Stage:
         self._checkpointing = checkpointing
         self._in_flight: dict[int, _InFlight] = {}
         self._deferred: dict[int, Deferred] = {}
+        self._buffers = [ConstantBuffers(model.layers[layer.index].name, layer.module) for layer in layers]
 
     def begin(self) -> None:
         """Forget microbatches of a step that was given up."""
         self._in_flight.clear()
         self._deferred.clear()
+
+    def end(self) -> None:
+        """Finish a step; after the first, see that it has left the layers' buffers alone.
+
+        Raises:
+            ArgumentError: It has not.
+        """
+        for buffers in self._buffers:
+            buffers.check()
+        self._buffers.clear()
 
     def forward(
         self, microbatch: int, activations: Activations, batch: Batch, *, step: int, position: int, num_targets: int

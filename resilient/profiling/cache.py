@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from resilient.common.files import write_whole
+from resilient.models.content import code_text
 from resilient.profiling import profiler
 from resilient.profiling.profiler import ProfiledBatch
 from resilient.runtime.job import Job
@@ -33,6 +34,7 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         model: Its digest.
+        code: Hash of the loss's and of the data set's collate's code: they were verified together.
         layouts: Hash of every layer's parameters, trainable or not, and of the number of optimizer slots.
         shapes: Hash of the shapes of the microbatches looked at.
         microbatch: Samples of a microbatch.
@@ -44,6 +46,7 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str
+    code: str
     layouts: str
     shapes: str
     microbatch: int
@@ -59,6 +62,7 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True):
         sizes = [(name, layout.num_trainable, layout.num_frozen) for name, layout in layouts.items()]
         return cls(
             model=job.model.digest(),
+            code=_hash(code_text(job.model.loss), code_text(getattr(type(job.dataset), "collate", None))),
             layouts=_hash(sizes, len(job.optimizer.slots)),
             shapes=_hash(*sorted((repr(sample.shapes), sample.count) for sample in samples)),
             microbatch=job.microbatch,

@@ -16,17 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from resilient.errors import note
+from resilient.models.buffers import ConstantBuffers
 from resilient.models.layer import Activations, Batch, LayerSpec, initialize_layer
 from resilient.pipeline.p2p import Signature, signature
-from resilient.runtime.batches import Batches
+from resilient.profiling.summed_loss import SummedLoss
+from resilient.runtime.batches import Batches, Read
 from resilient.runtime.job import Job
+from resilient.runtime.preflight import first_samples
 from resilient.state.layer_state import BufferLayout
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 
-PROFILER_VERSION = 1
-"""Of what is measured and how; profiles of another version are measured again."""
+PROFILER_VERSION = 2
+"""Of what is measured and verified, and how; profiles of another version are measured again."""
 
-_NUM_MICROBATCHES = 4
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 20
 _MIN_SAMPLES = 5
 """Rounds of a kind of layer whose median has settled, over all layers of the kind."""
@@ -47,12 +49,14 @@ class ProfiledBatch:
     Args:
         batch: The microbatch.
         shapes: Its shapes.
+        samples: What it was collated from, and then what was read of the other microbatches of these shapes.
         count: Microbatches of these shapes among those looked at.
         activations: What enters the next layer; tensors require a gradient where they do in training.
     """
 
     batch: Batch
     shapes: Signature
+    samples: list[Read] = field(default_factory=list)
     count: int = 1
     activations: Activations = field(default_factory=dict)
 
@@ -101,15 +105,14 @@ def draw_samples(job: Job) -> list[ProfiledBatch]:
         SampleError: One of them cannot be trained on, which would end the job's first step.
     """
     batches = Batches(job)
-    samples: dict[Signature, ProfiledBatch] = {}
-    for position in range(min(_NUM_MICROBATCHES, job.global_batch // job.microbatch)):
-        batch = batches.batch(1, position)
+    drawn: dict[Signature, ProfiledBatch] = {}
+    for samples in first_samples(job):
+        batch = batches.join(samples)
         shapes = signature(batch)
-        if shapes in samples:
-            samples[shapes].count += 1
-        else:
-            samples[shapes] = ProfiledBatch(batch=batch, shapes=shapes)
-    return list(samples.values())
+        one = drawn.setdefault(shapes, ProfiledBatch(batch=batch, shapes=shapes, count=0))
+        one.count += 1
+        one.samples += samples
+    return list(drawn.values())
 
 
 def measure(
@@ -120,7 +123,7 @@ def measure(
     on_layer: Callable[[str], None],
     timed: Timed | None = None,
 ) -> ModelProfile:
-    """Measure all layers of a job.
+    """Measure all layers of a job, and verify on the way that it can be trained in parts.
 
     A time is the median over some rounds, the mean over the samples' shapes; bytes are those of the largest sample.
     Layers of one kind (equal modules that keep and receive the same) are measured together: what disturbs a measurement
@@ -132,15 +135,19 @@ def measure(
         samples: Of :func:`draw_samples`; they end up at the model's end.
         on_layer: Called with the name of each layer that is done.
         timed: The clock; the device's own by default.
+
+    Raises:
+        ArgumentError: The loss is no sum over samples, or a layer changes its buffers.
     """
     timed = timed or _clock(job.device)
     measured: list[_Measured] = []
     kinds: dict[Hashable, list[_Times]] = {}
     cuda = [job.device] if job.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):  # dropout draws here; the script's own draws stay what they were
+        loss = SummedLoss(job, [sample for drawn in samples for sample in drawn.samples])
         for spec in job.model.layers:
             try:
-                measured.append(_measure_layer(job, spec, layouts, samples, timed, kinds))
+                measured.append(_measure_layer(job, spec, layouts, samples, timed, kinds, loss))
             except Exception as error:  # the job's own code: it keeps its type
                 note(error, f"while measuring layer {spec.name!r}")
                 raise
@@ -181,8 +188,10 @@ def _measure_layer(
     samples: Sequence[ProfiledBatch],
     timed: Timed,
     kinds: dict[Hashable, list[_Times]],
+    loss: SummedLoss,
 ) -> _Measured:
     module = _materialise(job, spec, layouts)
+    buffers = ConstantBuffers(spec.name, module)
     trainable = any(parameter.requires_grad for parameter in module.parameters())
     is_last = spec.name == job.model.layers[-1].name
     passes = [_Pass(job, module, sample, is_last=is_last) for sample in samples]
@@ -196,6 +205,8 @@ def _measure_layer(
         settled = num_rounds >= _MIN_ROUNDS and len(times[0].forward_ms) >= _MIN_SAMPLES
         if elapsed_ms >= _TOO_LONG_MS or (elapsed_ms >= _ENOUGH_MS and settled):
             break
+    buffers.check()
+    loss.advance(spec.name, module, is_last=is_last)
     for one in passes:
         one.advance()
     return _Measured(spec=spec, trainable=trainable, seen=seen, times=times)

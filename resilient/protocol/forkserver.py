@@ -21,6 +21,7 @@ import importlib
 import io
 import json
 import os
+import random
 import runpy
 import selectors
 import signal
@@ -35,6 +36,7 @@ import msgspec
 # torch._dynamo: torch imports it on first use (0.7 s), which would otherwise be in every worker's first step.
 PRELOADED = ("torch", "torch._dynamo", "resilient.trainer")
 MAX_PACKET_BYTES = 128 << 10
+_SCRIPT_SEED = 0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -205,6 +207,7 @@ def _run_worker(request: Spawn) -> int:
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     faulthandler.register(signal.SIGUSR1)  # the agent's question where a worker that does not answer hangs
     _set_num_threads(int(request.env.get("OMP_NUM_THREADS", "1")))
+    seed_script()
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
@@ -221,6 +224,14 @@ def _set_num_threads(num_threads: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and num_threads > 1:
         torch.set_num_threads(num_threads)
+
+
+def seed_script() -> None:
+    """Seed Python's, numpy's and torch's generators for a script: modules it makes have equal values on all workers."""
+    numpy, torch = importlib.import_module("numpy"), importlib.import_module("torch")
+    random.seed(_SCRIPT_SEED)
+    numpy.random.seed(_SCRIPT_SEED)
+    torch.manual_seed(_SCRIPT_SEED)
 
 
 def _exit_code(end: SystemExit) -> int:

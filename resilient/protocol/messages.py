@@ -37,6 +37,7 @@ class JobSpec(JobConfig):
         num_steps: Steps of the whole job.
         memory_bytes: What training may use of a device's memory; None for no limit.
         digest: Of what must be equal on all workers of a job.
+        values_digest: Of initial values that are not drawn but come with the model; equal on all workers, too.
     """
 
     profile: ModelProfile
@@ -44,6 +45,7 @@ class JobSpec(JobConfig):
     num_steps: int
     memory_bytes: int | None = None
     digest: str = ""
+    values_digest: str = ""
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -101,6 +101,7 @@ class Job(JobConfig):
             num_steps=self.num_steps,
             memory_bytes=_memory_bytes(self.device),
             digest=self._digest(recipe),
+            values_digest=values() if (values := getattr(self.model, "values_digest", None)) else "",
         )
 
     def recipe(self) -> Recipe:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
 
+from resilient.protocol.forkserver import seed_script
 from resilient.runtime.job import Job
 
 _described: ContextVar[list[Job] | None] = ContextVar("described_jobs", default=None)
@@ -19,7 +20,7 @@ _described: ContextVar[list[Job] | None] = ContextVar("described_jobs", default=
 
 
 def job_of(script: str, arguments: Sequence[str]) -> Job:
-    """Run a script as ``python SCRIPT ARGUMENTS`` would, and return the job it wants to train.
+    """Run a script as a worker of ``resilient run`` would, and return the job it wants to train.
 
     Args:
         script: Path of the script.
@@ -32,6 +33,7 @@ def job_of(script: str, arguments: Sequence[str]) -> Job:
     """
     before = sys.argv, sys.path
     jobs: list[Job] = []
+    seed_script()  # as workers do
     token = _described.set(jobs)
     sys.argv, sys.path = [script, *arguments], [os.path.dirname(os.path.abspath(script)), *sys.path[1:]]
     try:

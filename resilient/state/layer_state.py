@@ -183,8 +183,11 @@ def bind(spec: LayerSpec, states: Mapping[str, LayerState], device: torch.device
     state = states[spec.name]
     with _SkipInit(), device:
         module = spec.build()
-    for name, parameter in state.parameters.items():
-        tie(module, name, parameter)
+    names: dict[int, str] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        own = names.setdefault(id(parameter), name)  # parts of a layer may share one, under several names
+        if own in state.parameters:
+            tie(module, name, state.parameters[own])
     for name, (owner, owned) in spec.tied.items():
         tie(module, name, states[owner].parameters[owned])
     for buffer in module.buffers():

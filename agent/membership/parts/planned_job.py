@@ -88,6 +88,11 @@ class PlannedJob:
                 "all workers must build the same job, got another model, batch or number of steps than on the first "
                 "worker; start the same script with the same arguments and code on all nodes"
             )
+        if job.values_digest != self.spec.values_digest:
+            return (
+                "all workers must give the model the same initial values, got others than on the first worker; read "
+                "them from the same files, or draw them from the same seed (torch.manual_seed) on all nodes"
+            )
         needed, own = self.spec.memory_bytes, job.memory_bytes
         if needed is not None and own is not None and own < needed:
             return (

@@ -1,9 +1,13 @@
-"""A chain equals the nn.Sequential it stands for; its values come from (seed, layer) alone."""
+"""A chain equals the nn.Sequential it stands for; its values are its modules', or come from (seed, layer) alone."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -49,14 +53,8 @@ def test_chain_computes_what_the_sequence_of_its_modules_does(dtype: torch.dtype
     torch.testing.assert_close(whole.loss(batch), expected.square().sum())
 
 
-@pytest.mark.parametrize(
-    "chain",
-    [
-        Chain([*FACTORIES, Scale], squared),
-        Chain(nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.BatchNorm1d(8), nn.ReLU()), nn.Linear(8, 2)), squared),
-    ],
-)
-def test_initial_values_depend_on_seed_and_layer_alone(chain: Chain) -> None:
+def test_initial_values_depend_on_seed_and_layer_alone() -> None:
+    chain = Chain([*FACTORIES, Scale], squared)
     whole = assemble(chain, seed=5, dtype=torch.float64)
     for spec in reversed(chain.layers):
         torch.manual_seed(99)
@@ -90,13 +88,113 @@ def test_digest_tells_structures_apart() -> None:
     assert Chain(FACTORIES, squared).digest() != Chain(FACTORIES[:2], squared).digest()
 
 
-def test_module_that_cannot_start_again_is_refused() -> None:
-    message = (
-        "layer 'layer.0' must be a factory, got a module whose part '1' (Scale) has no reset_parameters(); pass a "
-        "function that builds it, e.g. lambda: Sequential(...)"
-    )
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_modules_keep_the_values_they_have(dtype: torch.dtype) -> None:
+    given = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.LayerNorm(8), Scale()), nn.Linear(8, 2).bfloat16())
+    given[0].weight.requires_grad_(False)
+    chain = Chain(given, squared)
+    for seed in (5, 6):
+        whole = assemble(chain, seed, dtype)
+        for ours, theirs in zip(whole.stack, given, strict=True):
+            values = tensors(ours.get_submodule("module"))
+            assert all(value.dtype is dtype for value in values)
+            for value, reference in zip(values, tensors(theirs), strict=True):
+                assert torch.equal(value, reference.to(dtype))
+                assert value.requires_grad == reference.requires_grad
+
+
+def test_values_of_modules_have_a_digest_and_structures_another() -> None:
+    one, same, other = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    same.load_state_dict(one.state_dict())
+    chains = [Chain([module, lambda: nn.Linear(2, 2)], squared) for module in (one, same, other)]
+    first, second, third = (chain.values_digest() for chain in chains)
+    assert first == second != third
+    assert len({chain.digest() for chain in chains}) == 1
+    with torch.no_grad():
+        same.bias[1] += 1e-6
+    assert chains[1].values_digest() != first
+
+
+def test_digest_tells_losses_apart_by_what_they_do() -> None:
+    def loss(reduction: str) -> Callable[[Tensor, Batch], Tensor]:
+        return lambda output, batch: nn.functional.mse_loss(output, batch["target"], reduction=reduction)
+
+    losses = [
+        loss("sum"),
+        loss("mean"),
+        lambda output, batch: output.sum(),
+        lambda output, batch: output.mean(),
+        lambda output, batch: 2 * output.sum(),
+        nn.CrossEntropyLoss(reduction="sum"),
+        nn.CrossEntropyLoss(reduction="mean"),
+        partial(squared, batch={}),
+        squared,
+    ]
+    assert len({Chain(FACTORIES, loss).digest() for loss in losses}) == len(losses)
+    assert Chain(FACTORIES, loss("sum")).digest() == Chain(FACTORIES, loss("sum")).digest()
+
+
+def test_parts_of_a_layer_that_share_a_parameter_share_it_in_every_copy() -> None:
+    given = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    given[1].weight = given[0].weight
+    (spec,) = Chain([given], squared).layers
+    layout = BufferLayout.of(spec)
+    assert [entry.name for entry in layout.entries] == ["module.0.weight"]
+    state = LayerState(spec, layout, (), torch.float32, torch.device("cpu"))
+    state.initialize(seed=0)
+    bound = bind(spec, {spec.name: state}, torch.device("cpu"))
+    assert bound.get_parameter("module.1.weight") is bound.get_parameter("module.0.weight")
+    assert torch.equal(bound.get_parameter("module.1.weight"), given.get_parameter("0.weight"))
+
+
+def shared_weight() -> list[nn.Module]:
+    embed, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+    head.weight = embed.weight
+    return [embed, nn.Tanh(), head]
+
+
+TWICE = nn.Linear(4, 4)
+SHARED = (
+    "'weight' of layer 'layer.2' must be the layer's own, got that of 'weight' of layer 'layer.0'; pass copy.deepcopy "
+    "of the module, or tie them by LayerSpec.tied in a model of your own"
+)
+EMPTY = "of layer 'layer.0' must have values, got {}; load them first, or pass a function that makes the module"
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([TWICE, nn.Tanh(), TWICE], SHARED),
+        (shared_weight(), SHARED),
+        ([nn.Sequential(nn.Linear(2, 2, device="meta"))], f"'0.weight' {EMPTY.format('one on the meta device')}"),
+        ([nn.LazyLinear(3)], f"'weight' {EMPTY.format('an uninitialised one')}"),
+    ],
+    ids=["used twice", "tied", "meta", "lazy"],
+)
+def test_modules_without_values_of_their_own_are_refused(layers: list[nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Chain([nn.Sequential(nn.Linear(4, 4), Scale())], squared)
+        Chain(layers, squared)
+
+
+def test_modules_without_values_may_be_used_twice() -> None:
+    activation = nn.Tanh()
+    assert len(Chain([nn.Linear(2, 2), activation, nn.Linear(2, 2), activation], squared).layers) == 4
+
+
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        ({"input": torch.ones(3)}, None),
+        ({"target": torch.ones(3)}, None),
+        ({"target": torch.ones(3, dtype=torch.bool)}, None),
+        ({"label": 4}, 1),
+        ({"labels": torch.tensor([3, -100, 4])}, 2),
+        ({"targets": np.array([[1, 2], [3, -100]])}, 3),
+        ({"target": "four"}, None),
+    ],
+)
+def test_integers_called_labels_or_targets_are_counted(sample: dict[str, Any], expected: int | None) -> None:
+    assert Chain(FACTORIES, squared).num_targets(sample) == expected
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "a", "b"]])

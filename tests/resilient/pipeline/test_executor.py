@@ -60,6 +60,8 @@ class RecordedStage:
 
     def begin(self) -> None: ...
 
+    def end(self) -> None: ...
+
     def forward(
         self, microbatch: int, activations: Activations, batch: object, **_: int
     ) -> tuple[Activations, Tensor | None]:

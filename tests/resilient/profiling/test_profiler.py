@@ -161,6 +161,9 @@ class Pairs:
             "far.pixels": torch.ones(1, 4, 4),
         }
 
+    def num_targets(self, index: int) -> int:
+        return 3
+
     def collate(self, samples: Any) -> dict[str, Tensor]:
         return collate_multimodal(samples)
 

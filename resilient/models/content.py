@@ -1,0 +1,79 @@
+"""Content hashes of what decides a model besides its configuration: the code of functions, and values.
+
+Two workers whose hashes are equal compute the same; two that compute the same have equal hashes if they run the same
+version of Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+
+def code_text(value: Any) -> str:
+    """Describe a function, or any callable, by what it does: its bytecode, its constants, what it has closed over.
+
+    Args:
+        value: The callable. Of objects among its constants, defaults and closures that are neither numbers, text,
+            collections of these nor functions, the class alone counts.
+    """
+    return _text(value, frozenset())
+
+
+def _text(value: Any, seen: frozenset[int]) -> str:
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)
+    if id(value) in seen:
+        return "again"  # a function that calls itself
+    seen |= {id(value)}
+    parts: list[Any]
+    if isinstance(value, tuple | list):
+        parts = list(value)
+    elif isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(_text(each, seen) for each in value))}}}"  # their order is no content
+    elif isinstance(value, Mapping):
+        parts = [part for item in value.items() for part in item]
+    elif isinstance(value, types.CodeType):
+        parts = [value.co_code, value.co_names, value.co_varnames, value.co_consts]
+    elif isinstance(value, types.MethodType):
+        parts = [value.__func__]
+    elif isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        parts = [value.__code__, value.__defaults__, value.__kwdefaults__, cells]
+    elif isinstance(value, functools.partial):
+        parts = [value.func, value.args, value.keywords]
+    elif isinstance(value, type) or not hasattr(value, "__dict__") or not callable(value):
+        named = value if hasattr(value, "__qualname__") else type(value)
+        return f"{named.__module__}.{named.__qualname__}"
+    else:  # an object that is called, nn.CrossEntropyLoss(reduction="sum") for one
+        simple = {name: each for name, each in vars(value).items() if isinstance(each, bool | int | float | str)}
+        parts = [type(value), getattr(type(value), "forward", type(value).__call__), simple]
+    return f"({', '.join(_text(part, seen) for part in parts)})"
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def values_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a hash of the names, types, shapes and bytes of tensors."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor_bytes(tensor).numpy().data)
+    return digest.hexdigest()
+
+
+def tensor_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes on the CPU, ``[num_bytes]``."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,126 @@
+"""Verifies that a microbatch's loss is the sum of its samples' losses, each of them computed alone.
+
+Everything rests on it: how a step is cut into microbatches, and these dealt out to pipelines, may change no result.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from math import fsum, isfinite
+
+import torch
+from torch import nn
+
+from resilient.errors import ArgumentError
+from resilient.models.layer import Activations, Batch
+from resilient.runtime.batches import Batches, Read
+from resilient.runtime.job import Job
+
+logger = logging.getLogger(__name__)
+
+_TOLERANCES = {"fp32": 1e-3, "bf16": 1e-3, "fp64": 1e-6}
+"""Relative difference of sums: the order of summation, and what models compute less precisely than they might."""
+
+
+class SummedLoss:
+    """A microbatch (twice) and each of its samples alone, on their way through the layers, in evaluation.
+
+    Args:
+        job: The job.
+        samples: The first microbatch's, in order, and what else was read: a microbatch of one takes a second from it.
+    """
+
+    def __init__(self, job: Job, samples: Sequence[Read]) -> None:
+        self._job = job
+        self._tolerance = _TOLERANCES[job.precision]
+        self._why_not = ""
+        self._samples = [*samples, *samples][: max(2, job.microbatch)]
+        chosen = [self._samples, self._samples, *([sample] for sample in self._samples)]
+        batches = Batches(job)
+        try:
+            self._batches: list[Batch] = [batches.join(each) for each in chosen]
+        except Exception as error:  # the data set's own collate, which may not be made for one sample
+            self._give_up(f"a sample cannot be collated alone ({type(error).__name__}: {error})")
+        self._activations: list[Activations] = [{} for _ in self._batches]
+        self._losses: list[float] = []
+
+    @torch.no_grad()
+    def advance(self, name: str, module: nn.Module, *, is_last: bool) -> None:
+        """Take all of them through one layer.
+
+        Args:
+            name: The layer's.
+            module: The layer, which can run the microbatch in training.
+            is_last: Whether the model ends here, with its loss.
+
+        Raises:
+            ArgumentError: The losses do not add up.
+        """
+        before = [part.training for part in module.modules()]
+        module.eval()
+        try:
+            for index in range(len(self._batches)):
+                self._run(index, name, module, is_last=is_last)
+                if self._why_not:
+                    return
+        finally:
+            for part, training in zip(module.modules(), before, strict=True):
+                part.training = training
+        if is_last and self._batches:
+            self._check()
+
+    def _run(self, index: int, name: str, module: nn.Module, *, is_last: bool) -> None:
+        batch = self._batches[index]
+        torch.manual_seed(index)  # so that the microbatch's two runs differ if anything is drawn
+        try:
+            self._activations[index] = module(dict(self._activations[index]), batch)
+            if is_last:
+                self._losses.append(float(self._job.model.loss(self._activations[index], batch)))
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            if index >= 2:
+                raise _depends(f"an error in layer {name!r} for one alone ({told})") from error
+            self._give_up(f"layer {name!r} cannot be run in evaluation ({told})")
+
+    def _check(self) -> None:
+        together, again, *alone = self._losses
+        total, scale = fsum(alone), fsum(map(abs, alone))
+        if not all(map(isfinite, self._losses)):
+            self._give_up("it is not a number")  # which the first step tells, too
+        elif not self._is_close(together, again, scale):
+            self._give_up("the model draws random numbers in evaluation")
+        elif not self._is_close(together, total, scale):
+            of = f"{len(alone)} samples whose losses alone add up to {total:.4g}"
+            if self._is_mean(together, alone):
+                raise ArgumentError(
+                    "loss",
+                    "be summed over the microbatch's targets",
+                    f"a mean ({together:.4g} for {of})",
+                    "use reduction='sum'",
+                )
+            raise _depends(f"{together:.4g} for {of}")
+
+    def _is_mean(self, together: float, alone: Sequence[float]) -> bool:
+        """Whether a loss is the mean over samples, or over the targets of samples of unequal length."""
+        count = getattr(self._job.model, "num_targets", lambda sample: 1)
+        weights = [count(sample) or 1 for _, sample in self._samples]
+        over_targets = fsum(loss * weight for loss, weight in zip(alone, weights, strict=True)) / sum(weights)
+        over_samples = fsum(alone) / len(alone)
+        return any(self._is_close(together, mean, abs(mean)) for mean in (over_samples, over_targets))
+
+    def _is_close(self, one: float, other: float, scale: float) -> bool:
+        return abs(one - other) <= self._tolerance * scale
+
+    def _give_up(self, why: str) -> None:
+        logger.warning("that the loss is a sum over its samples cannot be verified: %s", why)
+        self._batches, self._activations, self._why_not = [], [], why
+
+
+def _depends(got: str) -> ArgumentError:
+    return ArgumentError(
+        "a sample's loss",
+        "not depend on the other samples of its microbatch",
+        got,
+        "mask what is padded, sum the loss, and use LayerNorm or GroupNorm for norms over the microbatch",
+    )
