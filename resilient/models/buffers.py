@@ -39,8 +39,7 @@ class ConstantBuffers:
                     f"buffer {path!r} of layer {self._name!r} ({owner})",
                     "stay as it is in training",
                     "another value after a step",
-                    "leave it out, for it is not kept when nodes change, or register it with persistent=False if it is "
-                    "a cache that no result depends on",
+                    "take it out, for its changes are lost, or register it with persistent=False if it is a cache",
                 )
 
 

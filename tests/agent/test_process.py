@@ -1,4 +1,4 @@
-"""The spawner, with a real forkserver and real processes. Nothing here imports torch: the script names no modules."""
+"""The spawner, with a real forkserver and real processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from resilient.agent.process import Spawner, SpawnError
+from resilient.agent.process import Spawner, SpawnError, start_forkserver
 from resilient.protocol.forkserver import Spawn, script_imports
 from tests.agent.processes import has_ended
 
@@ -115,6 +115,45 @@ def test_exception_leaves_an_error_file_as_torchrun_does(tmp_path: Path) -> None
         assert "KeyError: 'x'" in forkserver.log
 
     with_forkserver(tmp_path, scenario)
+
+
+DRAWS = """
+import random, numpy, torch
+print(random.random(), numpy.random.rand(), torch.rand(1).item(), *{"one", "two", "three", "four", "five"})
+"""
+
+
+def test_workers_of_all_nodes_draw_the_same_and_go_through_sets_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each node has a forkserver of its own, where they are on machines of their own."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    (tmp_path / "job.py").write_text(DRAWS)
+
+    async def run(name: str) -> str:
+        exits: asyncio.Queue[int] = asyncio.Queue()
+        lost = asyncio.Event()
+        spawner = start_forkserver(
+            str(tmp_path / "job.py"),
+            on_exit=lambda _, code: exits.put_nowait(code),
+            on_lost=lost.set,
+            new_session=False,
+        )
+        try:
+            log = tmp_path / name
+            argv = (str(tmp_path / "job.py"),)
+            await spawner.spawn(
+                Spawn(kind="worker", argv=argv, env=dict(os.environ), directory=str(tmp_path), log=str(log))
+            )
+            assert await asyncio.wait_for(exits.get(), LIMIT_S) == 0
+            return log.read_text()
+        finally:
+            await spawner.close()
+
+    texts = [asyncio.run(run(name)) for name in ("one", "two", "three")]
+    assert texts == [texts[0]] * 3
+    monkeypatch.setenv("PYTHONHASHSEED", "4")
+    assert asyncio.run(run("four")) != texts[0], "what the user says counts"
 
 
 def test_killed_worker_is_reported(tmp_path: Path) -> None:

@@ -121,6 +121,20 @@ def test_worker_with_another_job_stops_everything_and_is_named() -> None:
     assert job.stop.reason.startswith("node 2: all workers must build the same job")
 
 
+def test_worker_with_other_initial_values_stops_everything_and_is_named() -> None:
+    job = Job(num_nodes=4)
+    for _ in range(4):
+        job.connect()
+    job.ready(0, job_spec(values_digest="these"))
+    job.ready(2, job_spec(values_digest="those"))
+    assert job.stop is not None
+    assert job.stop.exit_code == 1
+    assert job.stop.reason == (
+        "node 2: all workers must give the model the same initial values, got others than on the first worker; read "
+        "them from the same files, or draw them from the same seed (torch.manual_seed) on all nodes"
+    )
+
+
 def test_script_exception_saves_what_is_done_and_stops_everything() -> None:
     job = started()
     job.step(3)

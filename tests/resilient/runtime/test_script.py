@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from resilient.models.chain import Chain
 from resilient.runtime.script import job_of
 
 TRAINS = """
@@ -67,3 +68,11 @@ def test_script_that_goes_on_whatever_fit_raises_is_described_too(tmp_path: Path
                 pass
     """
     assert job_of(write_script(tmp_path, TRAINS, after), ()).num_steps == 7
+
+
+def test_modules_of_a_script_have_the_values_they_have_in_workers(tmp_path: Path) -> None:
+    script = write_script(tmp_path, TRAINS.replace("lambda: torch.nn.Linear", "torch.nn.Linear"), "    trainer.fit(7)")
+    models = [job_of(script, ()).model for _ in range(2)]
+    assert all(isinstance(model, Chain) for model in models)
+    one, other = (model.values_digest() for model in models if isinstance(model, Chain))
+    assert one == other

@@ -1,0 +1,128 @@
+"""Buffers that training changes are refused, as a job starts and again in each generation's first step."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import resilient as rs
+from resilient.models.chain import Chain
+from resilient.pipeline import stage
+from resilient.profiling import profiler
+from resilient.testing import train_here
+
+FIX = (
+    "must stay as it is in training, got another value after a step; take it out, for its changes are lost, or "
+    "register it with persistent=False if it is a cache"
+)
+
+
+class Points:
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input": torch.full((3,), float(index))}
+
+
+class Ema(nn.Module):
+    """Keeps a mean of what it has seen in training."""
+
+    mean: Tensor | None
+
+    def __init__(self, *, persistent: bool = True, lazy: bool = False, start: float = 0.0) -> None:
+        super().__init__()
+        self.register_buffer("mean", None if lazy else torch.full((3,), start), persistent=persistent)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            mean = hidden.detach().mean(0)
+            self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+        return hidden
+
+
+class Counter(nn.Module):
+    """Counts what went back through it."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if hidden.requires_grad:
+            hidden.register_hook(self._count)
+        return hidden
+
+    def _count(self, gradient: Tensor) -> None:
+        self.count += 1
+
+
+def train(part: nn.Module, folder: Path) -> dict[int, float]:
+    layers = [nn.Linear(3, 3), nn.Sequential(nn.Tanh(), part)]
+    model = Chain(layers, lambda output, batch: output.square().sum())
+    trainer = rs.Trainer(model, Points(), optimizer=rs.SGD(lr=0.01), global_batch=8, microbatch=4, device="cpu")
+    return train_here(trainer, 2, directory=folder / "run")[1]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+CHANGING: dict[str, tuple[Any, str]] = {
+    "ema": (Ema, "'module.1.mean' of layer 'layer.1' (Ema)"),
+    "lazy": (lambda: Ema(lazy=True), "'module.1.mean' of layer 'layer.1' (Ema)"),
+    "in the backward": (Counter, "'module.1.count' of layer 'layer.1' (Counter)"),
+    "of a parametrization": (
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
+        "'module.1.parametrizations.weight.0._u' of layer 'layer.1' (_SpectralNorm)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "buffer"), CHANGING.values(), ids=CHANGING)
+def test_buffer_that_changes_is_refused_before_anything_is_written(make: Any, buffer: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(f'buffer {buffer} {FIX}')}$"):
+        train(make(), tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
+class Constant(nn.Module):
+    """Has a number that is none, which equals itself as far as its bits go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("none", torch.tensor(float("nan")))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+@pytest.mark.parametrize("part", [Ema(persistent=False), Constant()])
+def test_caches_may_change_and_constants_do_not(part: nn.Module, tmp_path: Path) -> None:
+    assert len(train(part, tmp_path)) == 2
+
+
+@pytest.mark.parametrize(("make", "buffer"), [CHANGING["ema"], CHANGING["in the backward"]])
+def test_buffer_that_changes_is_refused_in_the_first_step_where_the_profile_is_known(
+    make: Any, buffer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unchecked:
+        def __init__(self, name: str, module: nn.Module) -> None: ...
+
+        def check(self) -> None: ...
+
+    with monkeypatch.context() as patch:
+        patch.setattr(profiler, "ConstantBuffers", Unchecked)
+        patch.setattr(stage, "ConstantBuffers", Unchecked)
+        train(make(), tmp_path / "before")
+    with pytest.raises(ValueError, match=f"^{re.escape(f'buffer {buffer} {FIX}')}$"):
+        train(make(), tmp_path)
+    assert not (tmp_path / "run").exists()
