@@ -70,10 +70,10 @@ def values_digest(tensors: Mapping[str, Tensor]) -> str:
     digest = xxhash.xxh3_128()
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor_bytes(tensor).numpy().data)
+        digest.update(tensor_bytes(tensor).cpu().numpy().data)
     return digest.hexdigest()
 
 
 def tensor_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes on the CPU, ``[num_bytes]``."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    """Return a tensor's bytes, ``[num_bytes]``."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
