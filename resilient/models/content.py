@@ -7,6 +7,7 @@ version of Python.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -17,11 +18,12 @@ from torch import Tensor
 
 
 def code_text(value: Any) -> str:
-    """Describe a function, or any callable, by what it does: its bytecode, its constants, what it has closed over.
+    """Describe a function, or any callable, by what it does: its bytecode, and the constants, defaults, variables
+    around it and functions of its own module that it uses.
 
     Args:
-        value: The callable. Of objects among its constants, defaults and closures that are neither numbers, text,
-            collections of these nor functions, the class alone counts.
+        value: The callable. Of what it uses and is neither numbers, text, collections of these nor called, the class
+            alone counts; of functions of other modules the name.
     """
     return _text(value, frozenset())
 
@@ -44,8 +46,7 @@ def _text(value: Any, seen: frozenset[int]) -> str:
     elif isinstance(value, types.MethodType):
         parts = [value.__func__]
     elif isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        parts = [value.__code__, value.__defaults__, value.__kwdefaults__, cells]
+        parts = [value.__code__, value.__defaults__, value.__kwdefaults__, *_around(value)]
     elif isinstance(value, functools.partial):
         parts = [value.func, value.args, value.keywords]
     elif isinstance(value, type) or not hasattr(value, "__dict__") or not callable(value):
@@ -57,12 +58,15 @@ def _text(value: Any, seen: frozenset[int]) -> str:
     return f"({', '.join(_text(part, seen) for part in parts)})"
 
 
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
+def _around(function: types.FunctionType) -> list[Any]:
+    """Return what a function uses of the variables around it; functions of other modules by their names."""
+    around = inspect.getclosurevars(function)
+    return [
+        f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, types.FunctionType) and value.__module__ != function.__module__
+        else value
+        for value in (*around.nonlocals.values(), *around.globals.values())
+    ]
 
 
 def values_digest(tensors: Mapping[str, Tensor]) -> str:

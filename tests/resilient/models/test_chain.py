@@ -25,6 +25,15 @@ def squared(output: Tensor, batch: Batch) -> Tensor:
     return (output - batch["target"]).square().sum()
 
 
+REDUCTION = "sum"
+CRITERION = nn.MSELoss(reduction="sum")
+
+
+def by_global(output: Tensor, batch: Batch) -> Tensor:
+    scores = [squared(output, batch), CRITERION(output, batch["target"])]
+    return sum(scores, nn.functional.mse_loss(output, batch["target"], reduction=REDUCTION))
+
+
 class Scale(nn.Module):
     """A module with a parameter, a buffer outside the state dict, and no reset_parameters()."""
 
@@ -132,6 +141,20 @@ def test_digest_tells_losses_apart_by_what_they_do() -> None:
     ]
     assert len({Chain(FACTORIES, loss).digest() for loss in losses}) == len(losses)
     assert Chain(FACTORIES, loss("sum")).digest() == Chain(FACTORIES, loss("sum")).digest()
+
+
+def test_digest_knows_the_variables_and_functions_that_a_loss_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain(FACTORIES, by_global)
+    digests = {chain.digest()}
+    monkeypatch.setitem(globals(), "REDUCTION", "mean")
+    digests.add(chain.digest())
+    monkeypatch.setitem(globals(), "CRITERION", nn.MSELoss(reduction="mean"))
+    digests.add(chain.digest())
+    monkeypatch.setitem(globals(), "squared", lambda output, batch: output.sum())
+    digests.add(chain.digest())
+    assert len(digests) == 4
+    monkeypatch.undo()
+    assert chain.digest() in digests
 
 
 def test_parts_of_a_layer_that_share_a_parameter_share_it_in_every_copy() -> None:
