@@ -109,27 +109,6 @@ def test_language_model_equals_transformers_given_its_checkpoint(case: str, tmp_
         torch.testing.assert_close(ours({"input_ids": tokens})["logits"], reference(tokens).logits)
 
 
-def test_loss_of_unshifted_labels_is_that_of_transformers(tmp_path: Path) -> None:
-    reference = saved(*LANGUAGE_MODELS["llama"], tmp_path)
-    tokens = torch.randint(0, 20, (2, 9), generator=torch.Generator().manual_seed(1))
-    labels = tokens.clone()
-    labels[0, :4] = labels[1, 7:] = -100
-    model = MultimodalModule(encoders={}, language_model=tmp_path, labels="unshifted")
-    num_targets = sum(model.num_targets({"labels": each}) or 0 for each in labels)
-    assert num_targets == 5 + 6
-    with torch.no_grad():
-        ours = assemble(model, seed=0).loss({"input_ids": tokens, "labels": labels}) / num_targets
-        torch.testing.assert_close(ours, reference(tokens, labels=labels).loss)
-
-
-def test_unshifted_labels_of_the_first_token_are_no_targets() -> None:
-    model = MultimodalModule(encoders={}, language_model=LlamaConfig(**TEXT), labels="unshifted")
-    only_first = {"input_ids": torch.tensor([4, 5]), "labels": torch.tensor([4, -100])}
-    with pytest.raises(SampleError, match=r"^a: must have at least one target, got labels of -100 only; leave it out$"):
-        model.check(only_first, "a")
-    assert MultimodalModule(encoders={}, language_model=LlamaConfig(**TEXT)).num_targets(only_first) == 1
-
-
 @pytest.mark.parametrize("case", VISION_MODELS)
 def test_encoder_equals_transformers_given_its_checkpoint(case: str, tmp_path: Path) -> None:
     reference = saved(*VISION_MODELS[case], tmp_path)
@@ -287,10 +266,6 @@ def test_digest_tells_configs_apart() -> None:
     assert vlm().digest() == vlm().digest()
     assert vlm().digest() != vlm(frozen=True).digest()
     texts = {"encoders": {}, "language_model": LlamaConfig(**TEXT)}
-    default, shifted, unshifted = (
-        MultimodalModule(**texts, labels=labels) for labels in (None, "shifted", "unshifted")
-    )
-    assert default.digest() == shifted.digest() != unshifted.digest()
 
 
 def replace(one: dict[str, Tensor], **changes: Any) -> dict[str, Any]:

@@ -1,0 +1,54 @@
+"""Labels of both conventions give transformers' loss, and as many targets as it has terms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from resilient.errors import SampleError
+from resilient.models.layer import assemble
+from resilient.models.multimodal import MultimodalModule
+
+CONFIG = LlamaConfig(
+    vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+
+def text_model(labels: Literal["shifted", "unshifted"] | None, model: Any = CONFIG) -> MultimodalModule:
+    return MultimodalModule(encoders={}, language_model=model, labels=labels)
+
+
+@pytest.mark.parametrize("convention", ["shifted", "unshifted"])
+def test_loss_is_that_of_transformers(convention: Literal["shifted", "unshifted"], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    reference = LlamaForCausalLM(CONFIG).eval()
+    reference.save_pretrained(tmp_path)
+    tokens = torch.randint(0, 20, (2, 9))
+    labels = tokens.clone()
+    labels[0, :4] = labels[1, 7:] = -100
+    ours = labels if convention == "unshifted" else torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    model = text_model(convention, tmp_path)
+    num_targets = sum(model.num_targets({"labels": each}) or 0 for each in ours)
+    assert num_targets == 5 + 6
+    with torch.no_grad():
+        loss = assemble(model, seed=0).loss({"input_ids": tokens, "labels": ours})
+        torch.testing.assert_close(loss / num_targets, reference(tokens, labels=labels).loss)
+
+
+def test_unshifted_label_of_the_first_token_is_no_target() -> None:
+    sample = {"input_ids": torch.tensor([4, 5]), "labels": torch.tensor([4, -100])}
+    assert text_model("unshifted").num_targets(sample) == 0
+    with pytest.raises(SampleError, match=r"^a: must have at least one target, got labels of -100 only; leave it out$"):
+        text_model("unshifted").check(sample, "a")
+    text_model("shifted").check(sample, "a")
+    assert text_model(None).num_targets(sample) == 1
+
+
+def test_digest_tells_what_is_computed_and_not_how_it_was_said() -> None:
+    default, shifted, unshifted = (text_model(labels).digest() for labels in (None, "shifted", "unshifted"))
+    assert default == shifted != unshifted
