@@ -13,6 +13,9 @@ from resilient.errors import SampleError
 IGNORED_LABEL = -100
 """Positions with this label are no targets."""
 
+LARGEST_PIXEL = 30.0
+"""Of images that are normalised, and far from 255."""
+
 
 def images_of(sample: Mapping[str, Any], unit: str) -> list[Tensor]:
     """Return a sample's images for one encoder; a sample without the entry has none."""

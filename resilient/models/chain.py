@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from resilient.data.multimodal import IGNORED_LABEL
+from resilient.data.multimodal import IGNORED_LABEL, LARGEST_PIXEL
 from resilient.errors import SampleError
 from resilient.models.content import code_text, values_digest
 from resilient.models.given_module import GivenModule, check_given
@@ -20,9 +20,6 @@ Factory = Callable[[], nn.Module]
 
 _TARGETS = ("labels", "label", "targets", "target")
 """Entries of samples whose integers are taken for the loss's targets."""
-
-_LARGEST_PIXEL = 30.0
-"""Of normalised images, and far from 255."""
 
 
 class ChainLayer(Layer):
@@ -163,4 +160,4 @@ def _is_raw_image(value: Any) -> bool:
     if len(value) not in (1, 3, 4) or not value.numel():
         return False
     low, high = float(value.min()), float(value.max())
-    return low >= 0 and _LARGEST_PIXEL < high <= 255 and torch.equal(value, value.round())
+    return low >= 0 and LARGEST_PIXEL < high <= 255 and torch.equal(value, value.round())

@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from resilient.data.multimodal import IGNORED_LABEL, images_of
+from resilient.data.multimodal import IGNORED_LABEL, LARGEST_PIXEL, images_of
 from resilient.errors import SampleError
 from resilient.models import language, vision
 from resilient.models.language import language_layers
 from resilient.models.layer import Activations, Batch
 from resilient.models.pretrained import resolve
 from resilient.models.vision import pair, vision_layers
-
-_LARGEST_PIXEL = 30.0
-"""Of normalised images, and far from 255."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +186,7 @@ class MultimodalModule:
         for name, sample in samples.items():
             for unit in self.encoders:
                 largest = max((float(image.abs().max()) for image in images_of(sample, unit)), default=0.0)
-                if largest > _LARGEST_PIXEL:
+                if largest > LARGEST_PIXEL:
                     raise SampleError(
                         f"{name}: {unit} image must be normalised, got values up to {largest:g}; divide by 255, then "
                         "subtract the mean and divide by the deviation that the encoder was trained with"

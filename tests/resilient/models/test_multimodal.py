@@ -265,7 +265,6 @@ def test_frozen_parts_need_no_gradient() -> None:
 def test_digest_tells_configs_apart() -> None:
     assert vlm().digest() == vlm().digest()
     assert vlm().digest() != vlm(frozen=True).digest()
-    texts = {"encoders": {}, "language_model": LlamaConfig(**TEXT)}
 
 
 def replace(one: dict[str, Tensor], **changes: Any) -> dict[str, Any]:
