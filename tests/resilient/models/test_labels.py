@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from resilient.errors import SampleError
-from resilient.models.layer import assemble
 from resilient.models.multimodal import MultimodalModule
+from tests.resilient.small import assemble
 
 CONFIG = LlamaConfig(
     vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
