@@ -22,20 +22,23 @@ logger = logging.getLogger(__name__)
 _TOLERANCES = {"fp32": 1e-3, "bf16": 1e-3, "fp64": 1e-6}
 """Relative difference of sums: the order of summation, and what models compute less precisely than they might."""
 
+_MOST_SAMPLES = 8
+"""More would show no more, and take longer."""
+
 
 class SummedLoss:
     """A microbatch (twice) and each of its samples alone, on their way through the layers, in evaluation.
 
     Args:
         job: The job.
-        samples: The first microbatch's, in order, and what else was read: a microbatch of one takes a second from it.
+        samples: The first microbatch's, of which the first are enough, and what else was read: a microbatch of one
+            takes a second sample from it.
     """
 
     def __init__(self, job: Job, samples: Sequence[Read]) -> None:
         self._job = job
         self._tolerance = _TOLERANCES[job.precision]
-        self._why_not = ""
-        self._samples = [*samples, *samples][: max(2, job.microbatch)]
+        self._samples = [*samples, *samples][: min(max(2, job.microbatch), _MOST_SAMPLES)]
         chosen = [self._samples, self._samples, *([sample] for sample in self._samples)]
         batches = Batches(job)
         try:
@@ -62,7 +65,7 @@ class SummedLoss:
         try:
             for index in range(len(self._batches)):
                 self._run(index, name, module, is_last=is_last)
-                if self._why_not:
+                if not self._batches:  # given up
                     return
         finally:
             for part, training in zip(module.modules(), before, strict=True):
@@ -114,7 +117,7 @@ class SummedLoss:
 
     def _give_up(self, why: str) -> None:
         logger.warning("that the loss is a sum over its samples cannot be verified: %s", why)
-        self._batches, self._activations, self._why_not = [], [], why
+        self._batches, self._activations = [], []
 
 
 def _depends(got: str) -> ArgumentError:
