@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from resilient.errors import note
+from resilient.errors import ArgumentError, note
 from resilient.models.buffers import ConstantBuffers
 from resilient.models.layer import Activations, Batch, LayerSpec, initialize_layer
 from resilient.pipeline.p2p import Signature, signature
@@ -148,6 +148,8 @@ def measure(
         for spec in job.model.layers:
             try:
                 measured.append(_measure_layer(job, spec, layouts, samples, timed, kinds, loss))
+            except ArgumentError:  # says all there is to say
+                raise
             except Exception as error:  # the job's own code: it keeps its type
                 note(error, f"while measuring layer {spec.name!r}")
                 raise
