@@ -141,6 +141,10 @@ class SampleError(ResilientError, ValueError):
     """A sample of the data set cannot be trained on; the message names it."""
 
 
+class DataProcessError(ResilientError):
+    """A process that reads samples for a worker is gone; the message says how it ended."""
+
+
 class ControlError(ResilientError):
     """The connection to the node agent is gone or spoke out of turn."""
 

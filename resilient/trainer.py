@@ -13,6 +13,8 @@ from typing import TextIO
 import torch
 
 from resilient.data.dataset import Dataset
+from resilient.data.processes import DataProcesses
+from resilient.data.read_ahead import data_processes
 from resilient.models.layer import Model, WholeModel
 from resilient.observability.step_trace import parse_steps
 from resilient.optim import Optimizer
@@ -20,6 +22,7 @@ from resilient.profiling.cache import job_profile
 from resilient.protocol.agent_client import AgentClient
 from resilient.protocol.job_config import training_schedule
 from resilient.protocol.messages import Note, Output
+from resilient.runtime.batches import reader_of
 from resilient.runtime.job import Job
 from resilient.runtime.malloc import keep_freed_memory
 from resilient.runtime.preflight import check_trainable
@@ -69,6 +72,8 @@ class Trainer:
             (split the backward to shorten the waiting); "gpipe". Results are the same. Memory is planned for what each
             keeps in flight; "1f1b" needs the least, "eager-1f1b" no more than that, and takes what is left.
         num_chunks: Stages of each worker, under "interleaved-1f1b".
+        num_workers: Processes of each worker that read samples ahead of time, while it computes; 0 for none. By default
+            none where a sample takes under a millisecond to read, otherwise two.
         device: Where to train; by default "cuda", which is a device of this worker's own, if there is one, else "cpu".
         comm_timeout_s: Last resort against a peer that hangs without its connection breaking. When no step is done for
             15 times as long, or 15 times as long as one is planned to take, workers that do not answer are given up.
@@ -93,6 +98,7 @@ class Trainer:
         checkpoint_every: int = 0,
         schedule: str = "1f1b",
         num_chunks: int = 2,
+        num_workers: int | None = None,
         device: str | torch.device | None = None,
         comm_timeout_s: float = 120.0,
     ) -> None:
@@ -110,6 +116,7 @@ class Trainer:
             checkpoint_every=checkpoint_every,
             schedule=training_schedule(schedule),
             num_chunks=num_chunks,
+            num_workers=num_workers,
             device=_device(device),
             comm_timeout_s=comm_timeout_s,
         )
@@ -142,20 +149,25 @@ class Trainer:
             raise SystemExit(0)
         if self._worker is not None:
             raise ValueError("fit must be called once per Trainer, got a second call; make another Trainer")
-        agent = AgentClient.from_environment()
+        _log_to_stderr()
+        # forked before there are connections, threads of communication or CUDA, of which they are to have nothing
+        with data_processes(reader_of(job).read, job.num_workers) as processes:
+            return self._train(job, resume, processes)
+
+    def _train(self, job: Job, resume: str | Path | None, processes: DataProcesses | None) -> FitResult:
+        num_steps, agent = job.num_steps, AgentClient.from_environment()
         if agent is not None and resume is not None:
             raise ValueError(f"resume must be None under `resilient run`, got {resume}; use `resilient run --resume`")
         if resume is not None and manifest.read_resumed(resume).step > num_steps:
             raise ValueError(
                 f"num_steps must be >= the resumed checkpoint's step, got {num_steps} for {resume}; train longer"
             )
-        _log_to_stderr()
         client = self._client = agent or SingleProcessClient(
             _single_process_directory(), str(resume) if resume else None
         )
         profile = job_profile(job, lambda text: client.send(Output(text=text)))
         host, traced_steps = os.environ.get("RESILIENT_HOST", "127.0.0.1"), os.environ.get("RESILIENT_TRACE", "")
-        self._worker = Worker(job, profile, client, host, parse_steps(traced_steps))
+        self._worker = Worker(job, profile, client, host, parse_steps(traced_steps), processes)
         if isinstance(client, AgentClient):
             sys.stdout = _ForwardedOutput(sys.stdout, client, self._worker)
             self._worker.run()

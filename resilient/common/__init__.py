@@ -1,1 +1,2 @@
-"""What any room may use and that knows none of them: files written whole, optional packages."""
+"""What any room may use and that knows none of them: files written whole, optional packages, processes that die with
+their parent."""

@@ -1,12 +1,14 @@
-"""Data sets, the order of samples, and how samples become microbatches."""
+"""Data sets, the order of samples, how samples become microbatches, and who reads them when."""
 
 from resilient.data.dataset import Dataset, Sample, collate, num_targets, stack
+from resilient.data.lazy import Lazy
 from resilient.data.multimodal import IGNORED_LABEL, collate_multimodal, images_of
 from resilient.data.sampler import StepSampler, microbatches
 
 __all__ = [
     "IGNORED_LABEL",
     "Dataset",
+    "Lazy",
     "Sample",
     "StepSampler",
     "collate",

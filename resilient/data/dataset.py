@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from resilient.errors import SampleError
 
-Sample = Mapping[str, Tensor]
+Sample = Mapping[str, Any]
+"""Entries by name: tensors, :class:`resilient.data.Lazy` ones, or whatever the data set's own ``collate`` takes."""
 
 
 class Dataset(Protocol):
     """A map from index to sample; the same on every worker.
 
-    ``__getitem__`` must be a function of the index alone (seed augmentations from it): a sample may be read twice,
-    by different workers, when a step is redone. Two more methods are optional: ``num_targets(i) -> int``, how many
-    targets sample i has in the loss, known without loading it (see :func:`num_targets`), and
-    ``collate(samples) -> dict[str, Tensor]`` (see :func:`collate`).
+    Stages of a pipeline read the same samples, each for itself, and again when a step is redone. So ``__getitem__``
+    must be a function of the index and of what it draws from the global generators of Python (``random``), numpy
+    (``np.random``) and torch. They are seeded for each sample, by the job's seed, the epoch and the index:
+    augmentation with them changes from epoch to epoch and is the same on every worker, in every process, after every
+    failure. It must not depend on generators of its own, the time, or the order of a set: where that shows, the job
+    ends and names the sample. ``__getitem__`` may run in processes forked from the worker when training begins; an
+    entry that takes long to load may be :class:`resilient.data.Lazy`.
+
+    Two more methods are optional: ``num_targets(i) -> int``, how many targets sample i has in the loss, known without
+    loading it (see :func:`num_targets`), and ``collate(samples) -> dict[str, Tensor]`` (see :func:`collate`), which
+    must draw no random numbers.
     """
 
     def __len__(self) -> int: ...

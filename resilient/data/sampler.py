@@ -37,9 +37,7 @@ class StepSampler:
         Args:
             step: 1 for the first step of the job.
         """
-        if step < 1:
-            raise ValueError(f"step must be >= 1, got {step}; the first step of a job is step 1")
-        begin, end = (step - 1) * self.global_batch, step * self.global_batch
+        begin, end = self._places(step)
         parts: list[Indices] = []
         while begin < end:
             epoch, offset = divmod(begin, self.num_samples)
@@ -47,6 +45,16 @@ class StepSampler:
             parts.append(part)
             begin += len(part)
         return np.concatenate(parts)
+
+    def epochs(self, step: int) -> Indices:
+        """Return the epoch, 0 for the first, that each of a step's samples is read in."""
+        return np.arange(*self._places(step), dtype=np.int64) // self.num_samples
+
+    def _places(self, step: int) -> tuple[int, int]:
+        """Return where a step begins and ends in the endless order of all epochs."""
+        if step < 1:
+            raise ValueError(f"step must be >= 1, got {step}; the first step of a job is step 1")
+        return (step - 1) * self.global_batch, step * self.global_batch
 
 
 @lru_cache(maxsize=4)

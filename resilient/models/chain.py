@@ -71,7 +71,12 @@ class Chain:
         self._given = {name: GivenModule(module) for name, module in given.items()}
         self._loss = loss
         self.layers = tuple(
-            _spec(name, self._given.get(name, item), first=i == 0)  # pyright: ignore[reportArgumentType]
+            _spec(
+                name,
+                self._given.get(name, item),  # pyright: ignore[reportArgumentType]
+                first=i == 0,
+                last=i == len(items) - 1,
+            )
             for i, (name, item) in enumerate(zip(names, items, strict=True))
         )
 
@@ -129,7 +134,7 @@ class Chain:
         )
 
 
-def _spec(name: str, item: Factory, *, first: bool) -> LayerSpec:
+def _spec(name: str, item: Factory, *, first: bool, last: bool) -> LayerSpec:
     def build() -> nn.Module:
         return ChainLayer(item(), first=first)
 
@@ -139,7 +144,8 @@ def _spec(name: str, item: Factory, *, first: bool) -> LayerSpec:
         else:
             _copy_tensors(build(), module)  # what the factory draws now
 
-    return LayerSpec(name=name, unit="chain", build=build, initialize=initialize)
+    reads = None if last else frozenset(("input",) if first else ())  # the loss may read whatever there is
+    return LayerSpec(name=name, unit="chain", build=build, initialize=initialize, reads=reads)
 
 
 def _copy_tensors(source: nn.Module, target: nn.Module) -> None:

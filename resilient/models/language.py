@@ -119,26 +119,26 @@ def language_layers(
     rotary = Rotary(source)
     tied = {"lm_head.weight": ("llm.embed", "embed_tokens.weight")} if config.tie_word_embeddings else {}
     head_names = {"norm.": "model.norm.", "lm_head.": "model.embed_tokens." if tied else "lm_head."}
-    parts: list[tuple[str, Any, dict[str, str], dict[str, tuple[str, str]]]] = [
-        (
-            "embed",
-            partial(LanguageEmbed, source, placeholders, patch_sizes),
-            {"embed_tokens.": "model.embed_tokens."},
-            {},
-        )
+    embed = partial(LanguageEmbed, source, placeholders, patch_sizes)
+    embed_reads = ("input_ids", *(f"{name}.sizes" for name in placeholders))
+    parts: list[tuple[str, Any, dict[str, str], dict[str, tuple[str, str]], tuple[str, ...]]] = [
+        ("embed", embed, {"embed_tokens.": "model.embed_tokens."}, {}, embed_reads)
     ]
     for i in range(config.num_hidden_layers):
-        parts.append((f"block.{i}", partial(LanguageBlock, source, i, rotary), {"block.": f"model.layers.{i}."}, {}))
-    parts.append(("head", partial(LanguageHead, source), head_names, tied))
+        parts.append(
+            (f"block.{i}", partial(LanguageBlock, source, i, rotary), {"block.": f"model.layers.{i}."}, {}, ())
+        )
+    parts.append(("head", partial(LanguageHead, source), head_names, tied, ("labels",)))
     return [
         LayerSpec(
             name=f"llm.{name}",
             unit="llm",
             build=partial(_build, make, frozen),
             initialize=partial(_initialize, source, names),
+            reads=frozenset(reads),
             tied=ties,
         )
-        for name, make, names, ties in parts
+        for name, make, names, ties, reads in parts
     ]
 
 

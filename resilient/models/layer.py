@@ -43,6 +43,8 @@ class LayerSpec:
             to run it. Parameters mean nothing until ``initialize``; buffers are constants that ``build`` sets.
         initialize: Fill the parameters, on CPU in float32, from torch's global generator (seeded from
             (seed, name) before the call) or from a checkpoint on disk.
+        reads: Entries of the microbatch that the layer reads, or, of the last one, the loss; None for all. Workers load
+            none that no layer of theirs reads: where the layer is, others have a shape, but no values.
         tied: Parameter name in this layer -> (owner layer, parameter name there). The owner holds the state.
     """
 
@@ -50,6 +52,7 @@ class LayerSpec:
     unit: str
     build: Callable[[], nn.Module]
     initialize: Callable[[nn.Module], None]
+    reads: frozenset[str] | None = None
     tied: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 

@@ -213,13 +213,16 @@ def vision_layers(
         module.projection.requires_grad_(not frozen_projector)
         return module
 
-    def spec(part: str, build: Any, initialize: Any) -> LayerSpec:
-        return LayerSpec(name=f"{name}.{part}", unit=name, build=build, initialize=initialize)
+    def spec(part: str, build: Any, initialize: Any, *reads: str) -> LayerSpec:
+        return LayerSpec(name=f"{name}.{part}", unit=name, build=build, initialize=initialize, reads=frozenset(reads))
 
-    specs = [spec("embed", partial(_build, VisionEmbed, source, name, frozen), partial(_initialize_embed, source))]
+    build = partial(_build, VisionEmbed, source, name, frozen)
+    specs = [spec("embed", build, partial(_initialize_embed, source), f"{name}.pixels")]
     for i in range(config.num_hidden_layers):
         build = partial(_build, VisionBlock, source, name, frozen)
-        specs.append(spec(f"block.{i}", build, partial(_initialize_block, source, f"{family.blocks}.{i}.")))
+        specs.append(
+            spec(f"block.{i}", build, partial(_initialize_block, source, f"{family.blocks}.{i}."), f"{name}.sizes")
+        )
     specs.append(spec("projector", build_projector, partial(_initialize_projector, source)))
     return specs
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -33,11 +32,12 @@ from typing import Literal
 
 import msgspec
 
+from resilient.common.processes import die_with_parent
+
 # torch._dynamo: torch imports it on first use (0.7 s), which would otherwise be in every worker's first step.
 PRELOADED = ("torch", "torch._dynamo", "resilient.trainer")
 MAX_PACKET_BYTES = 128 << 10
 _SCRIPT_SEED = 0
-_PR_SET_PDEATHSIG = 1
 
 
 class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -140,13 +140,6 @@ class Forkserver:
     def _reply(self, message: Started | Exited) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # noticed by the next recv
             self._connection.send(msgspec.json.encode(message))
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when ``parent`` ends, even when it has ended already."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _run_child(request: Spawn, parent: int, inherited: list[int]) -> None:

@@ -1,20 +1,40 @@
-"""Loads the microbatches of a step on this worker: reads, checks and collates samples, moves them to the device."""
+"""Gives a worker the microbatches it trains on, read here or ahead of time, on its device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial, reduce
 
 from torch import Tensor
 
-from resilient.data.dataset import Dataset, Sample, collate, num_targets
-from resilient.data.sampler import StepSampler, microbatches
+from resilient.data.dataset import Dataset, Sample, num_targets
+from resilient.data.processes import DataProcesses
+from resilient.data.read_ahead import ReadAhead
+from resilient.data.reader import MicrobatchReader, Read, Reading, Reads
+from resilient.data.sampler import StepSampler
 from resilient.errors import SampleError
 from resilient.models.chain import Chain
-from resilient.models.layer import Model
+from resilient.models.layer import LayerSpec, Model
 from resilient.runtime.job import Job
 
-Read = tuple[int, Sample]
-"""A sample as it was read, after its index."""
+
+def sampler_of(job: Job) -> StepSampler:
+    """Return what says which samples the job's steps train on."""
+    return StepSampler(num_samples=len(job.dataset), global_batch=job.global_batch, seed=job.seed)
+
+
+def reader_of(job: Job) -> MicrobatchReader:
+    """Return what reads the job's microbatches."""
+    declared = frozenset[str]().union(*(spec.reads for spec in job.model.layers if spec.reads is not None))
+    check_always = partial(check_num_targets, job.model, job.dataset)
+    return MicrobatchReader(job.dataset, job.model.check, check_always, sampler_of(job), job.microbatch, declared)
+
+
+def reads_of(layers: tuple[LayerSpec, ...]) -> Reads:
+    """Return the entries of a microbatch that some layers read; None for all."""
+    return reduce(
+        lambda left, right: None if left is None or right is None else left | right, (layer.reads for layer in layers)
+    )
 
 
 class Batches:
@@ -22,12 +42,26 @@ class Batches:
 
     Args:
         job: The job.
+        processes: What reads samples ahead of time; None to read them here, when they are needed.
+
+    Attributes:
+        readings: Position -> what was read of the microbatch that was loaded last.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, processes: DataProcesses | None = None) -> None:
         self._job = job
-        self._sampler = StepSampler(num_samples=len(job.dataset), global_batch=job.global_batch, seed=job.seed)
-        self._checked: set[int] = set()
+        self._sampler = sampler_of(job)
+        self._reader = reader_of(job)
+        self._ahead = None if processes is None else ReadAhead(processes, job.num_steps)
+        self._reads: Reads = None
+        self.readings: dict[int, Reading] = {}
+
+    def enter(self, positions: range, reads: Reads) -> None:
+        """Begin to load other microbatches of each step, or other entries: a generation's plan says which."""
+        self._reads = reads
+        self.readings.clear()
+        if self._ahead is not None:
+            self._ahead.enter(positions, reads)
 
     def num_targets(self, step: int) -> int:
         """Return the number of loss-bearing targets of a step's global batch, from metadata alone.
@@ -44,12 +78,19 @@ class Batches:
         """Load microbatch ``position`` of a step.
 
         Returns:
-            The collated tensors by name, ``[microbatch, ...]``, on the job's device; floating-point ones in its type.
+            The collated tensors by name, ``[microbatch, ...]``, on the job's device, floating-point ones in its type;
+            those that no layer here reads have a shape, but no values (they are on ``meta``).
 
         Raises:
             SampleError: A sample cannot be trained on; it is named.
+            DataProcessError: A process that reads samples is gone.
         """
-        return self.join(self.samples(step, position))
+        if self._ahead is None:
+            read = self._reader.read(step, position, self._reads)
+        else:
+            read = self._ahead.take(step, position)
+        self.readings[position] = read.reading
+        return self._placed(read.batch)
 
     def samples(self, step: int, position: int) -> list[Read]:
         """Read and check the samples of microbatch ``position`` of a step, each with its index.
@@ -57,39 +98,22 @@ class Batches:
         Raises:
             SampleError: A sample cannot be trained on; it is named.
         """
-        job = self._job
-        indices = microbatches(self._sampler.indices(step), job.microbatch)[position]
-        read: list[Read] = []
-        for index in map(int, indices):
-            sample = job.dataset[index]
-            if index not in self._checked:
-                if not isinstance(sample, Mapping):
-                    raise SampleError(
-                        f"{self.name(index)}: must map names to tensors, got {type(sample).__name__}; return a dict"
-                    )
-                job.model.check(sample, self.name(index))
-                self._checked.add(index)
-            check_num_targets(job.model, job.dataset, index, sample, self.name(index))
-            read.append((index, sample))
-        return read
+        return self._reader.samples(step, position, None)
 
     def name(self, index: int) -> str:
         """Return what to call a sample in messages."""
-        return f"sample {index} of {type(self._job.dataset).__name__}"
+        return self._reader.name(index)
 
     def join(self, read: Sequence[Read]) -> dict[str, Tensor]:
         """Collate samples, as :meth:`batch` returns them."""
-        dataset = self._job.dataset
-        try:
-            batch = collate(dataset, [sample for _, sample in read])
-        except SampleError as error:
-            indices = [index for index, _ in read]
-            raise SampleError(f"samples {indices} of {type(dataset).__name__}: {error}") from None
-        return {key: self._place(value) for key, value in batch.items()}
+        return self._placed(self._reader.join(read))
+
+    def _placed(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {entry: self._place(value) for entry, value in batch.items()}
 
     def _place(self, value: Tensor) -> Tensor:
         dtype = self._job.dtype if value.is_floating_point() else None
-        return value.to(device=self._job.device, dtype=dtype)
+        return value.to(device="meta" if value.is_meta else self._job.device, dtype=dtype)
 
 
 def check_num_targets(model: Model, dataset: Dataset, index: int, sample: Sample, name: str) -> None:

@@ -23,6 +23,7 @@ from resilient.protocol.messages import INIT, Generation, Installed
 from resilient.runtime.commit import Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.job import Job
+from resilient.runtime.sample_agreement import SampleAgreement
 from resilient.state import checkpoint
 from resilient.state.layer_state import BufferLayout, LayerState, bind
 from resilient.state.peer_copy import copy_states
@@ -43,6 +44,7 @@ class Session:
         executor: Runs the steps up to the reduced gradients.
         gradient_sync: Sums them.
         stage_timer: Times the stage.
+        sample_agreement: Compares what its pipeline's stages read.
     """
 
     generation: int
@@ -52,11 +54,16 @@ class Session:
     executor: Executor
     gradient_sync: GradientSync
     stage_timer: StageTimer
+    sample_agreement: SampleAgreement
+
+    @property
+    def positions(self) -> range:
+        """Positions, within a step's microbatches, of those of this worker's pipeline."""
+        return self.plan.microbatches(self.slot.pipeline_index)
 
     def work(self, step: int, num_targets: int, batch: Callable[[int], Batch]) -> StepWork:
         """Return what the step is for this worker's pipeline; ``batch`` loads a microbatch by position."""
-        positions = self.plan.microbatches(self.slot.pipeline_index)
-        return StepWork(step=step, num_targets=num_targets, first_position=positions.start, batch=batch)
+        return StepWork(step=step, num_targets=num_targets, first_position=self.positions.start, batch=batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +253,7 @@ def build_session(
         executor=executor,
         gradient_sync=gradient_sync,
         stage_timer=stage_timer,
+        sample_agreement=SampleAgreement(job, message.plan, slot),
     )
 
 

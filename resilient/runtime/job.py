@@ -36,6 +36,8 @@ class Job(JobConfig):
         optimizer: Describes torch's optimizer, which each worker builds for the layers it holds.
         device: Where this worker trains.
         num_steps: Steps of the whole job.
+        num_workers: Processes of each worker that read samples ahead of time; 0 for none, None for as many as the time
+            that a sample takes to read calls for.
 
     Raises:
         ArgumentError: An argument cannot be.
@@ -46,6 +48,7 @@ class Job(JobConfig):
     optimizer: Optimizer
     device: torch.device
     num_steps: int = 1
+    num_workers: int | None = None
 
     def __post_init__(self) -> None:
         if not hasattr(self.model, "digest"):
@@ -57,6 +60,7 @@ class Job(JobConfig):
             raise ArgumentError("optimizer", "be a description such as resilient.AdamW(lr=3e-4)", name, fix)
         super().__post_init__()
         check_least("num_steps", self.num_steps, 1, "train for at least one step")
+        check_least("num_workers", self.num_workers or 0, 0, "0 reads samples in the worker itself")
         if self.schedule is ScheduleKind.INTERLEAVED and self.device.type == "cuda":
             why = "NCCL's messages carry no tags, and both ends do not order theirs alike"
             raise ArgumentError(

@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from resilient.comm import Communicator, StoreHost
+from resilient.data.processes import DataProcesses
 from resilient.errors import CheckpointError, CommunicationError, ResilientError, place_text
 from resilient.observability.step_trace import TracedStep
 from resilient.optim import learning_rate
@@ -72,10 +73,17 @@ class Worker:
         client: The connection to the coordinator.
         host: This machine's address for its peers.
         traced_steps: Steps of which it writes down when it did what.
+        processes: What reads samples ahead of time; None to read them when they are needed.
     """
 
     def __init__(
-        self, job: Job, profile: ModelProfile, client: Client, host: str, traced_steps: range = range(0)
+        self,
+        job: Job,
+        profile: ModelProfile,
+        client: Client,
+        host: str,
+        traced_steps: range = range(0),
+        processes: DataProcesses | None = None,
     ) -> None:
         if job.device.type == "cuda":
             torch.cuda.set_device(job.device)  # seeds and timing events are the current device's
@@ -86,7 +94,7 @@ class Worker:
         self._guard = GenerationGuard()
         self._faults = Faults(client.run_directory)
         self._ledger = Ledger(job.optimizer, job.clip_grad_norm)
-        self._batches = Batches(job)
+        self._batches = Batches(job, processes)
         self._store = StoreHost(host)
         self._context = WorkerContext(
             job=job,
@@ -146,6 +154,7 @@ class Worker:
             self._session, installed = install(self._context, message)
             self._close_left()
             self._client.send(installed)
+            self._batches.enter(self._session.positions, self._session.sample_agreement.reads)
             self._train(self._session)
         except CommunicationError as error:
             node = self._session.slot.node if self._session is not None else None
@@ -228,15 +237,18 @@ class Worker:
         self._faults.reach("step", step)
         session.comm.check()  # a step that is given up before it begins is not lost
         ledger.begin_step()
-        num_targets = self._batches.num_targets(step)
+        num_targets, readings = self._batches.num_targets(step), self._batches.readings
         work = session.work(step, num_targets, lambda position: self._batches.batch(step, position))
         loss = session.executor.run(work)
         self._faults.reach("prepare", step)
         pause = self._guard.pause_wanted(session.generation)
         with session.executor.span_recorder.during("prepare"):
             squares = session.gradient_sync.squares
-            ballot = Ballot(loss=loss, squares=squares, num_targets=num_targets, pause=pause)
+            samples = session.sample_agreement.share(readings)
+            ballot = Ballot(loss=loss, squares=squares, num_targets=num_targets, pause=pause, samples=samples)
             verdict = ledger.prepare(session.comm, ballot)
+            if not verdict.samples_agree:
+                raise session.sample_agreement.difference(session.comm, step, readings)
         self._faults.reach("commit", step)
         with session.executor.span_recorder.during("commit"):
             ledger.apply(verdict.outcome)

@@ -228,6 +228,16 @@ def check_equal(run: Run, reference: Run, *, tolerance: float = TOLERANCE) -> No
     assert compared["max_param_rel_diff"] <= tolerance, compared
 
 
+def check_equals_one_process(run: Run, alone: Path, log: str) -> None:
+    """Check losses (as far as the log gives their digits) and final parameters against the process's."""
+    assert run.exit_code == 0, run.reason
+    logged = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\d+\.\d+)", log)}
+    assert run.losses.keys() == logged.keys()
+    assert all(abs(run.losses[step] - loss) <= 0.6e-4 for step, loss in logged.items())
+    _, relative = compare_parameters(run.directory, alone)
+    assert relative <= TOLERANCE
+
+
 def check_survivors(run: Run) -> None:
     """Check that no worker process was ever replaced by another, by all that was published and by the report."""
     pids: dict[str, set[int]] = {}

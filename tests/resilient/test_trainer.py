@@ -6,15 +6,19 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
 
-from resilient.errors import ArgumentError, CheckpointError, SampleError
+from resilient.data import StepSampler
+from resilient.errors import ArgumentError, CheckpointError, DataProcessError, SampleError
+from resilient.models.layer import Activations, Batch
 from resilient.optim import SGD, AdamW, Optimizer, WarmupCosine
 from resilient.pipeline import stage
 from resilient.profiling.cache import job_profile
@@ -126,7 +130,10 @@ def test_checkpoint_that_cannot_be_written_ends_the_training_only_if_it_is_the_l
 
 
 class Interrupting(Tokens):
-    """Raises signals, one after another, as samples are read in the first step: those before are looked at only."""
+    """Raises signals, one after another, as samples are read in the first step: those before are looked at only.
+
+    They are looked at once, the first one twice.
+    """
 
     def __init__(self, *signals: signal.Signals) -> None:
         super().__init__()
@@ -135,7 +142,7 @@ class Interrupting(Tokens):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         self._num_reads += 1
-        if self._num_reads > 16 and self._signals:
+        if self._num_reads > 17 and self._signals:
             signal.raise_signal(self._signals.pop(0))
         return super().__getitem__(index)
 
@@ -284,3 +291,54 @@ def test_calls_out_of_turn_are_refused() -> None:
     trainer.note("accuracy", 1.0)
     with pytest.raises(ValueError, match=r"^fit must be called once per Trainer"):
         trainer.fit(1)
+
+
+class Watched(Tokens):
+    """Tells when a sample is read, and ends the data process that reads another."""
+
+    def __init__(self, awaited: int | None = None, deadly: int | None = None) -> None:
+        super().__init__(num_samples=64)
+        self.is_read = get_context("fork").Event()
+        self._worker = os.getpid()
+        self._awaited, self._deadly = awaited, deadly
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if os.getpid() != self._worker and index == self._deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.getpid() != self._worker and index == self._awaited:
+            self.is_read.set()
+        return super().__getitem__(index)
+
+
+ORDER = StepSampler(num_samples=64, global_batch=16, seed=3)
+
+
+def test_the_next_step_is_read_while_this_one_is_computed() -> None:
+    dataset = Watched(awaited=int(ORDER.indices(2)[-1]))
+
+    class Patient(TiedModel):
+        def loss(self, activations: Activations, batch: Batch) -> Tensor:
+            if torch.equal(batch["tokens"], last_of_first_step):
+                assert dataset.is_read.wait(60), "the last sample of step 2 is read before step 1 is over"
+            return super().loss(activations, batch)
+
+    last_of_first_step = torch.stack([dataset[int(index)]["tokens"] for index in ORDER.indices(1)[-4:]])
+    ahead = make_trainer(model=Patient(num_blocks=2), dataset=dataset, num_workers=1)
+    ahead.fit(3)
+    assert dataset.is_read.is_set()
+    here = make_trainer(dataset=Tokens(num_samples=64), num_workers=0)
+    here.fit(3)
+    for key, value in parameters(ahead).items():
+        assert torch.equal(value, parameters(here)[key])
+
+
+def test_a_data_process_that_is_killed_ends_the_training_and_is_named() -> None:
+    trainer = make_trainer(dataset=Watched(deadly=int(ORDER.indices(2)[0])), num_workers=2)
+    message = (
+        r"data process 1 \(pid \d+\), which reads samples, must live as long as its worker, got killed by SIGKILL; if "
+        r"memory ran out, lower num_workers or the microbatch, else see the worker's log \(generation 1, step 2, "
+        r"action 0F0 of row 0\)"
+    )
+    with pytest.raises(DataProcessError, match=f"^{message}\n"):  # the rows around it follow
+        trainer.fit(3)
+    assert psutil.Process().children() == []

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from resilient.observability.run_comparison import compare_parameters
 from resilient.testing import fail_at
-from tests.integration.harness import CHAIN, DIGITS, TOLERANCE, Run, check_equal, check_recovered, run_alone, run_job
+from tests.integration.harness import (
+    CHAIN,
+    DIGITS,
+    Run,
+    check_equal,
+    check_equals_one_process,
+    check_recovered,
+    run_alone,
+    run_job,
+)
 
 TEXT = DIGITS.with_name("text_chain.py")
 VLM = ("--steps", "4", "--batch", "24", "--microbatch", "4", "--precision", "fp64")
@@ -18,16 +25,6 @@ VLM = ("--steps", "4", "--batch", "24", "--microbatch", "4", "--precision", "fp6
 def depths(run: Run) -> list[int]:
     """Return the number of stages of the first generation's pipelines."""
     return [len(pipeline["stages"]) for pipeline in run.generations[0]["pipelines"]]
-
-
-def check_equals_one_process(run: Run, alone: Path, log: str) -> None:
-    """Check losses (as far as the log gives their digits) and final parameters against the process's."""
-    assert run.exit_code == 0, run.reason
-    logged = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\d+\.\d+)", log)}
-    assert run.losses.keys() == logged.keys()
-    assert all(abs(run.losses[step] - loss) <= 0.6e-4 for step, loss in logged.items())
-    _, relative = compare_parameters(run.directory, alone)
-    assert relative <= TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,7 @@ def main() -> None:
         checkpoint_every=args.checkpoint_every,
         schedule=args.schedule,
         comm_timeout_s=args.comm_timeout_s,
+        num_workers=0,  # samples wait for what the worker is told
     )
     result = trainer.fit(num_steps=args.steps)
     if result.is_main:

@@ -1,0 +1,135 @@
+"""Finds out whether the stages of a pipeline read the same samples, and which one they did not.
+
+Whether is told by a number of the prepare barrier; which is asked for only once they did not, by all ranks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import torch
+import xxhash
+
+from resilient.comm import Communicator, Group
+from resilient.data.reader import REPEATABLE, Reading, Reads
+from resilient.errors import SampleError
+from resilient.models.layer import Model
+from resilient.runtime.agreement import Shares
+from resilient.runtime.batches import reads_of
+from resilient.runtime.job import Job
+from resilient.templates.plan import Plan, Slot
+
+_Told = dict[int, Reading]
+_decode = msgspec.msgpack.Decoder(_Told).decode
+
+
+def slot_reads(model: Model, slot: Slot) -> Reads:
+    """Return the entries of a microbatch that a worker's layers read, and the loss, if it is there; None for all."""
+    return reads_of(
+        tuple(layer for stage in slot.stages for layer in model.layers[stage.first_layer : stage.end_layer])
+    )
+
+
+class SampleAgreement:
+    """Compares what one rank read of a step with what the others of its pipeline did.
+
+    Args:
+        job: The job.
+        plan: Of the generation.
+        slot: The rank's place in it.
+
+    Attributes:
+        reads: Entries of a microbatch that this rank reads.
+    """
+
+    def __init__(self, job: Job, plan: Plan, slot: Slot) -> None:
+        self._plan = plan
+        self._rank = slot.rank
+        self._dataset = type(job.dataset).__name__
+        self._pipeline = slot.pipeline_index
+        self._reads = {other.rank: slot_reads(job.model, other) for other in plan.slots}
+        self.reads = self._reads[slot.rank]
+
+    def share(self, readings: Mapping[int, Reading]) -> int:
+        """Return this rank's part of a sum over all ranks that tells whether all read the same."""
+        shares = Shares(self._rank)
+        for position, reading in readings.items():
+            for entry, checksum in reading.batch.items():
+                holders = tuple(rank for rank in self._ranks(self._pipeline) if self._reads_entry(rank, entry))
+                if len(holders) > 1:
+                    placed = xxhash.xxh3_64_intdigest(
+                        f"{position} {entry} {checksum}".encode()
+                    )  # or swapped ones cancel out
+                    shares.add(placed, holders)
+        return shares.total
+
+    def difference(self, comm: Communicator, step: int, readings: Mapping[int, Reading]) -> SampleError:
+        """Return the error that names what was read differently; all ranks call this, and get the same.
+
+        Raises:
+            CommunicationError: A peer is gone.
+        """
+        told = [_decode(text) for text in _gathered(comm, msgspec.msgpack.encode(dict(readings)))]
+        for ranks in map(self._ranks, range(len(self._plan.pipelines))):
+            for position in sorted({position for rank in ranks for position in told[rank]}):
+                read = {rank: told[rank][position] for rank in ranks if position in told[rank]}
+                found = self._in_samples(read, step) or self._in_batch(read, step)
+                if found is not None:
+                    return found
+        return SampleError(f"what stages read in step {step} differs, but not where they were asked again")
+
+    def _in_samples(self, read: Mapping[int, Reading], step: int) -> SampleError | None:
+        one = next(iter(read.values()))
+        for place, index in enumerate(one.indices):
+            found = self._first_difference({rank: reading.samples[place] for rank, reading in read.items()})
+            if found is not None:
+                return SampleError(
+                    f"sample {index} of {self._dataset}: {self._named(found[1:])} read different {found[0]!r} in step "
+                    f"{step}; {REPEATABLE}"
+                )
+        return None
+
+    def _in_batch(self, read: Mapping[int, Reading], step: int) -> SampleError | None:
+        found = self._first_difference({rank: reading.batch for rank, reading in read.items()})
+        if found is None:
+            return None
+        indices = next(iter(read.values())).indices
+        return SampleError(
+            f"samples {list(indices)} of {self._dataset}: {self._named(found[1:])} collated equal samples to different "
+            f"{found[0]!r} in step {step}; collate must depend on the samples alone, what is random belongs into "
+            "__getitem__"
+        )
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return " and ".join(
+            f"stage {self._plan.slots[rank].row_index} (node {self._plan.slots[rank].node})" for rank in ranks
+        )
+
+    def _first_difference(self, found: Mapping[int, Mapping[str, int]]) -> tuple[str, int, int] | None:
+        """Return the first entry whose checksums differ, or that one has not, and two ranks that show it."""
+        for entry in sorted({entry for checksums in found.values() for entry in checksums}):
+            holders = [rank for rank in found if entry in found[rank] or self._reads_entry(rank, entry)]
+            for rank in holders[1:]:
+                if found[rank].get(entry) != found[holders[0]].get(entry):
+                    return entry, holders[0], rank
+        return None
+
+    def _reads_entry(self, rank: int, entry: str) -> bool:
+        reads = self._reads[rank]
+        return reads is None or entry in reads
+
+    def _ranks(self, pipeline_index: int) -> Group:
+        return tuple(slot.rank for slot in self._plan.slots if slot.pipeline_index == pipeline_index)
+
+
+def _gathered(comm: Communicator, own: bytes) -> list[bytes]:
+    """Return what each rank has brought, by rank."""
+    everybody = tuple(range(comm.size))
+    lengths = torch.zeros(comm.size, dtype=torch.int64)
+    lengths[comm.rank] = len(own)
+    comm.all_reduce(lengths, everybody).wait()
+    texts = torch.zeros(comm.size, int(lengths.max()), dtype=torch.uint8)
+    texts[comm.rank, : len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    comm.all_reduce(texts, everybody).wait()
+    return [text[:length].numpy().tobytes() for text, length in zip(texts, lengths.tolist(), strict=True)]

@@ -1,0 +1,209 @@
+"""A sample is a function of seed, epoch and index, or refused by name; what no layer reads is not loaded."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from resilient.data import IGNORED_LABEL, Lazy, Sample, StepSampler, collate_multimodal, stack
+from resilient.data.reader import MicrobatchReader
+from resilient.data.seeding import draw, seed_generators
+from resilient.errors import SampleError
+
+GENERATORS: dict[str, Callable[[], float]] = {
+    "python": random.random,
+    "numpy": lambda: float(np.random.random()),
+    "torch": lambda: float(torch.rand(())),
+}
+NOT_REPEATABLE = (
+    "__getitem__ must depend on the index and on what it draws from the global generators of random, numpy and torch "
+    "alone, not on generators of its own, the time or the order of a set"
+)
+
+
+class Drawn:
+    """Six samples with a number drawn from a generator."""
+
+    def __init__(self, generator: Callable[[], float]) -> None:
+        self._generator = generator
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Sample:
+        return {"input": torch.tensor([index, self._generator()], dtype=torch.float64), "target": torch.tensor(index)}
+
+
+def reader(
+    dataset: Any, *, microbatch: int = 3, declared: frozenset[str] = frozenset(), seed: int = 5
+) -> MicrobatchReader:
+    sampler = StepSampler(num_samples=len(dataset), global_batch=len(dataset), seed=seed)
+    return MicrobatchReader(
+        dataset, lambda sample, name: None, lambda index, sample, name: None, sampler, microbatch, declared
+    )
+
+
+def drawn_numbers(dataset: Any, step: int, **changes: Any) -> dict[int, float]:
+    """Return index -> number, of a step, which is an epoch here."""
+    read = reader(dataset, **changes)
+    rows = [read.read(step, position, None).batch["input"] for position in range(6 // changes.get("microbatch", 3))]
+    return {int(index): number for index, number in torch.cat(rows).tolist()}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_what_a_sample_draws_depends_on_seed_epoch_and_index_alone(name: str) -> None:
+    dataset = Drawn(GENERATORS[name])
+    first = drawn_numbers(dataset, 1)
+    assert len(set(first.values())) == 6
+    assert drawn_numbers(dataset, 1, microbatch=2) == first, "however the step is cut"
+    assert set(drawn_numbers(dataset, 2).values()).isdisjoint(first.values()), "another epoch"
+    assert set(drawn_numbers(dataset, 1, seed=6).values()).isdisjoint(first.values()), "another seed"
+
+
+def test_generators_do_not_draw_the_same() -> None:
+    drawn = [value for generator in GENERATORS.values() for value in drawn_numbers(Drawn(generator), 1).values()]
+    assert len({round(value, 5) for value in drawn}) == 18
+
+
+def test_the_processs_own_generators_stay_as_they_were() -> None:
+    seed_generators(1)
+    expected = draw()
+    seed_generators(1)
+    reader(Drawn(random.random)).read(1, 0, None)
+    assert draw() == expected
+
+
+def test_a_step_that_crosses_epochs_reads_each_sample_in_its_own() -> None:
+    sampler = StepSampler(num_samples=6, global_batch=4, seed=5)
+    dataset = Drawn(random.random)
+    crossing = (
+        MicrobatchReader(dataset, lambda sample, name: None, lambda index, sample, name: None, sampler, 4)
+        .read(2, 0, None)
+        .batch["input"]
+        .tolist()
+    )
+    assert sampler.epochs(2).tolist() == [0, 0, 1, 1]
+    first, second = drawn_numbers(dataset, 1), drawn_numbers(dataset, 2)
+    assert [number for _, number in crossing] == [
+        (first if place < 2 else second)[int(index)] for place, (index, _) in enumerate(crossing)
+    ]
+
+
+def test_a_generator_of_the_data_sets_own_is_refused() -> None:
+    own = np.random.default_rng(0)
+    index = int(StepSampler(num_samples=6, global_batch=6, seed=5).indices(1)[0])
+    message = f"sample {index} of Drawn: 'input' was another when it was read again; {NOT_REPEATABLE}"
+    with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
+        reader(Drawn(lambda: own.random())).read(1, 0, None)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_random_numbers_in_collate_are_refused(name: str) -> None:
+    class Jittered(Drawn):
+        def collate(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
+            return {**stack(samples), "jitter": torch.tensor(GENERATORS[name]())}
+
+    message = (
+        "collate of Jittered must draw no random numbers, for after a failure other samples may be collated together; "
+        "what is random belongs into __getitem__"
+    )
+    with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
+        reader(Jittered(lambda: 0.0)).read(1, 0, None)
+
+
+class Pictures:
+    """Six texts with a picture of different size each, loaded on demand."""
+
+    def __init__(self, shape: tuple[int, ...] | None = None) -> None:
+        self.loaded: list[int] = []
+        self._shape = shape
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Sample:
+        def load() -> Tensor:
+            self.loaded.append(index)
+            return torch.rand(3, 4, 4 + index)
+
+        ids = torch.arange(index + 1)
+        return {
+            "input_ids": ids,
+            "labels": ids,
+            "vision.pixels": [Lazy(load, self._shape or (3, 4, 4 + index), torch.float32)],
+        }
+
+    collate = staticmethod(collate_multimodal)
+
+
+PICTURES = frozenset({"input_ids", "labels", "vision.pixels", "vision.sizes"})
+
+
+def test_a_lazy_entry_is_loaded_only_where_it_is_read_and_has_its_shape_everywhere() -> None:
+    full, labels = (Pictures(), Pictures())
+    read = reader(full, declared=PICTURES).read(1, 0, None)
+    unread = reader(labels, declared=PICTURES).read(1, 0, frozenset({"labels"}))
+    assert (len(full.loaded), labels.loaded) == (4, []), "three pictures, the first of them twice"
+    assert {entry: tensor.is_meta for entry, tensor in unread.batch.items()} == {
+        "input_ids": True, "labels": False, "lengths": True, "vision.pixels": True, "vision.sizes": True,
+    }  # fmt: skip
+    for entry, tensor in read.batch.items():
+        other = unread.batch[entry]
+        assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
+    assert torch.equal(read.batch["labels"], unread.batch["labels"])
+    assert (read.batch["labels"] == IGNORED_LABEL).any(), "texts differ in length"
+    assert unread.reading.batch == {"labels": read.reading.batch["labels"]}
+    assert [set(each) for each in unread.reading.samples] == [{"labels"}] * 3
+
+
+def test_a_lazy_entry_that_no_layer_speaks_of_is_loaded() -> None:
+    pictures = Pictures()
+    reader(pictures, declared=frozenset({"labels"})).read(1, 0, frozenset({"labels"}))
+    assert len(pictures.loaded) == 4, "collate may make of it what a layer reads"
+
+
+def test_an_entry_that_is_lazy_in_some_samples_is_left_out_of_all() -> None:
+    class Mixed(Pictures):
+        def __getitem__(self, index: int) -> Sample:
+            sample = super().__getitem__(index)
+            return sample if index % 2 else {**sample, "vision.pixels": torch.ones(3, 4, 4)}
+
+    batch = reader(Mixed(), declared=PICTURES, microbatch=6).read(1, 0, frozenset({"labels"})).batch
+    assert (batch["vision.pixels"].is_meta, list(batch["vision.pixels"].shape)) == (True, [6, 3, 4, 9])
+
+
+def test_a_lazy_entry_of_another_shape_than_declared_is_refused() -> None:
+    index = int(StepSampler(num_samples=6, global_batch=6, seed=5).indices(1)[0])
+    message = (
+        f"sample {index} of Pictures: 'vision.pixels'[0] must be torch.float32 of shape [3, 1, 1] as declared, got "
+        f"torch.float32 of shape [3, 4, {4 + index}]; declare what is loaded"
+    )
+    with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
+        reader(Pictures((3, 1, 1))).read(1, 0, None)
+
+
+def test_what_a_lazy_entry_draws_does_not_depend_on_what_else_is_read() -> None:
+    def pixels(dataset: Any, reads: frozenset[str] | None) -> Tensor:
+        return reader(dataset, declared=PICTURES).read(1, 0, reads).batch["vision.pixels"]
+
+    assert torch.equal(pixels(Pictures(), None), pixels(Pictures(), frozenset({"vision.pixels"})))
+
+
+def test_a_sample_is_checked_once() -> None:
+    checked: list[str] = []
+
+    def check(sample: Mapping[str, Any], name: str) -> None:
+        checked.append(name)
+
+    sampler = StepSampler(num_samples=6, global_batch=6, seed=5)
+    read = MicrobatchReader(Drawn(random.random), check, lambda index, sample, name: None, sampler, 6)
+    read.read(1, 0, None)
+    read.read(2, 0, None)
+    assert sorted(checked) == [f"sample {index} of Drawn" for index in range(6)]
