@@ -156,12 +156,12 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """This worker's part of the checkpoint of ``step`` is on disk: file name by state, and its fingerprint."""
+    """This worker's part of the checkpoint of ``step`` is on disk: by state, its file and the file's SHA-256."""
 
     generation: int
     step: int
     files: dict[str, str]
-    fingerprints: dict[str, str]
+    sha256: dict[str, str]
 
 
 class NotSaved(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -284,6 +284,6 @@ class Worker:
                 generation=generation,
                 step=self._ledger.version,
                 files={name: item.file for name, item in saved.items()},
-                fingerprints={name: item.fingerprint for name, item in saved.items()},
+                sha256={name: item.sha256 for name, item in saved.items()},
             )
         )
