@@ -67,7 +67,7 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True):
             shapes=_hash(*sorted((repr(sample.shapes), sample.count) for sample in samples)),
             microbatch=job.microbatch,
             precision=job.precision,
-            device=profiler.device_name(job.device),
+            device=job.device_name,
             torch=str(torch.__version__),
             num_threads=torch.get_num_threads(),
             profiler=profiler.PROFILER_VERSION,

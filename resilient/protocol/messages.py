@@ -124,6 +124,15 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
+class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The worker has dropped its copies of these states of the committed ``step``: they were not those of most of its
+    peers. Asks for a new generation, which gives it new ones."""
+
+    generation: int
+    step: int
+    states: tuple[str, ...]
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answers ``Regroup`` once the worker is out of all communication."""
 
@@ -178,10 +187,14 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The script raised: the job cannot go on anywhere. ``error`` is a one-paragraph message."""
+    """The script raised: the job cannot go on anywhere. ``error`` is a one-paragraph message.
+
+    ``is_sound``: the states are right as far as is known, and worth a checkpoint.
+    """
 
     error: str
     traceback: str = ""
+    is_sound: bool = True
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -198,7 +211,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 FromWorkerMessage = (
-    Ready | Suspect | Report | Installed | StepDone | Saved | NotSaved | Finished | Failed | Output | Note
+    Ready | Suspect | Dropped | Report | Installed | StepDone | Saved | NotSaved | Finished | Failed | Output | Note
 )
 
 # ---------------------------------------------------------------- coordinator -> worker

@@ -23,6 +23,7 @@ from resilient.protocol.messages import INIT, Generation, Installed
 from resilient.runtime.commit import Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.job import Job
+from resilient.runtime.replicas import Replicas
 from resilient.state import checkpoint
 from resilient.state.layer_state import BufferLayout, LayerState, bind
 from resilient.state.peer_copy import copy_states
@@ -43,6 +44,7 @@ class Session:
         executor: Runs the steps up to the reduced gradients.
         gradient_sync: Sums them.
         stage_timer: Times the stage.
+        replicas: The copies of its states.
     """
 
     generation: int
@@ -52,6 +54,7 @@ class Session:
     executor: Executor
     gradient_sync: GradientSync
     stage_timer: StageTimer
+    replicas: Replicas
 
     def work(self, step: int, num_targets: int, batch: Callable[[int], Batch]) -> StepWork:
         """Return what the step is for this worker's pipeline; ``batch`` loads a microbatch by position."""
@@ -246,6 +249,14 @@ def build_session(
         executor=executor,
         gradient_sync=gradient_sync,
         stage_timer=stage_timer,
+        replicas=Replicas(
+            comm=comm,
+            plan=message.plan,
+            holders=holders,
+            states=states,
+            device_name=job.device_name,
+            every=job.compare_replicas_every,
+        ),
     )
 
 

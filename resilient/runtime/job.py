@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,6 +80,15 @@ class Job(JobConfig):
         """Type of matrix products, when it differs."""
         return torch.bfloat16 if self.precision == "bf16" else None
 
+    @property
+    def device_name(self) -> str:
+        """What kind of device this worker trains on: equal for devices that compute equally fast."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+        return names[0] if names else platform.machine()
+
     def layer(self, name: str) -> LayerSpec:
         """Return the layer called ``name``."""
         return next(spec for spec in self.model.layers if spec.name == name)
@@ -130,6 +140,7 @@ class Job(JobConfig):
             self.schedule.value,
             self.num_chunks,
             self.num_steps,
+            self.compare_replicas_every,
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 

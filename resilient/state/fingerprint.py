@@ -31,7 +31,7 @@ def fingerprint(data: Tensor) -> int:
         data: Bytes ``[num_bytes]``, contiguous and aligned to 8.
     """
     if data.device.type == "cpu":
-        return _signed(xxhash.xxh3_64_intdigest(data.numpy()))
+        return _signed(xxhash.xxh3_64_intdigest(data.numpy().data))
     return mixing_sum(data)
 
 
