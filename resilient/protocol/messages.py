@@ -9,7 +9,7 @@ coordinator knows who speaks. Coordinator messages for workers travel wrapped in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -38,6 +38,7 @@ class JobSpec(JobConfig):
         memory_bytes: What training may use of a device's memory; None for no limit.
         digest: Of what must be equal on all workers of a job.
         values_digest: Of initial values that are not drawn but come with the model; equal on all workers, too.
+        files: Digests of the contents of the files the model takes values from, by name.
     """
 
     profile: ModelProfile
@@ -46,6 +47,7 @@ class JobSpec(JobConfig):
     memory_bytes: int | None = None
     digest: str = ""
     values_digest: str = ""
+    files: dict[str, str] = field(default_factory=dict)
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):

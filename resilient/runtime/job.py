@@ -11,7 +11,7 @@ import torch
 
 from resilient.data.dataset import Dataset
 from resilient.errors import ArgumentError
-from resilient.models.layer import LayerSpec, Model
+from resilient.models.layer import FromFiles, LayerSpec, Model
 from resilient.optim import Optimizer
 from resilient.protocol.job_config import JobConfig, check_least
 from resilient.protocol.messages import JobSpec
@@ -112,6 +112,7 @@ class Job(JobConfig):
             memory_bytes=_memory_bytes(self.device),
             digest=self._digest(recipe),
             values_digest=values() if (values := getattr(self.model, "values_digest", None)) else "",
+            files=self.model.contents() if isinstance(self.model, FromFiles) else {},
         )
 
     def recipe(self) -> Recipe:
