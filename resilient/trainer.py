@@ -66,9 +66,9 @@ class Trainer:
         checkpoint_every: Steps between checkpoints; 0 for one at the end.
         compare_replicas_every: Steps between comparisons of the copies of each layer's parameters and optimizer state,
             which nodes hold for each other; 0 for the first step after each change of membership only. Before a
-            checkpoint they are always compared. A comparison reads the state once, at the speed of memory; an optimizer
-            step reads and writes it about seven times and is itself a small part of a step: every 100th step it costs
-            well under 0.5 %. 1 finds damage before any step is committed on it.
+            checkpoint they are always compared. A comparison reads the state once, which takes about as long as the
+            optimizer's step: that is less than half of a step, and mostly far less, so that in every 100th step a
+            comparison costs under 0.5 %. 1 finds damage before any step is committed on it.
         schedule: Order of the work in a pipeline: "1f1b"; "eager-1f1b" (hides messages); "interleaved-1f1b" (several
             stages on each worker shorten the waiting, for more messages; not on CUDA devices); "zb-h1" or "zb-h2"
             (split the backward to shorten the waiting); "gpipe". Results are the same. Memory is planned for what each
