@@ -137,6 +137,10 @@ class CheckpointError(ResilientError):
     """A checkpoint cannot be read or does not fit the job."""
 
 
+class ReplicaError(ResilientError):
+    """The copies of a layer's state differ, and nobody can tell which is right: the job stops, and saves none."""
+
+
 class SampleError(ResilientError, ValueError):
     """A sample of the data set cannot be trained on; the message names it."""
 

@@ -26,7 +26,7 @@ ROOMS: dict[str, str] = {
     "simulation": "templates errors",
     "data": "common errors",
     "comm": "errors",
-    "models": "data errors",
+    "models": "data errors common",
     "state": "comm models templates errors common",
     "optim": "state errors",
     "protocol": "state templates errors common",

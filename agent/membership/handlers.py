@@ -24,6 +24,7 @@ from resilient.agent.membership.parts.stalls import ADVANCES
 from resilient.agent.membership.regrouping import Regrouping
 from resilient.errors import CheckpointError
 from resilient.protocol.messages import (
+    Dropped,
     Failed,
     Finished,
     Installed,
@@ -235,6 +236,16 @@ class Handlers:
         if message.generation == self._context.generation:
             self._regrouping.begin_failure([], f"communication failed: {message.reason}")
 
+    def on_dropped(self, message: Dropped, worker: WorkerId) -> None:
+        if message.generation != self._context.generation:
+            return
+        node, states, step = worker[0], list(message.states), message.step
+        self._context.record("replica_dropped", node=node, local_rank=worker[1], states=states, step=step)
+        cause = f"copies on node {node} differed from those of most others after step {step}: {', '.join(states)}"
+        self._regrouping.begin_failure([], cause)
+        assert self._parts.change is not None
+        self._parts.change.note_damage(node)
+
     def on_report(self, message: Report, worker: WorkerId) -> None:
         change = self._parts.change
         if change is not None and message.generation == change.generation:
@@ -297,7 +308,13 @@ class Handlers:
             self._ends.finish()  # otherwise a part died with its writer: the next generation writes it again
 
     def on_failed(self, message: Failed, worker: WorkerId) -> None:
-        self._lifecycle.fail(worker[0], message.error, message.traceback)
+        parts, node = self._parts, worker[0]
+        if message.is_sound:
+            self._lifecycle.fail(node, message.error, message.traceback)
+            return
+        self._context.record("failed", node=node, error=message.error, traceback=message.traceback)
+        reason = f"node {node}: {message.error}{parts.how_to_resume}"
+        self._ends.stop(EXIT_FAILED, reason, parts.checkpoints.newest_path)
 
     def on_output(self, message: Output, worker: WorkerId) -> None:
         self._context.record("output", text=message.text)

@@ -34,6 +34,7 @@ from resilient.agent.membership.parts.events import (
 )
 from resilient.errors import ResilientError
 from resilient.protocol.messages import (
+    Dropped,
     Failed,
     Finished,
     FromWorkerMessage,
@@ -78,6 +79,7 @@ ROWS: tuple[tuple[type, str, tuple[Phase, ...]], ...] = (
     # what workers say
     (Ready, "on_ready", GOING_ON),
     (Suspect, "on_suspect", TRAINING),
+    (Dropped, "on_dropped", TRAINING),
     (Report, "on_report", (AGREEING,)),
     (Installed, "on_installed", TRAINING),
     (StepDone, "on_step_done", TRAINING),
@@ -102,6 +104,7 @@ IGNORED: tuple[tuple[type, tuple[Phase, ...], str], ...] = (
     (Tick, (FINISHED, STOPPED), "scripts may take as long as they like after the last step"),
     (Ready, (FINISHED,), "nothing is trained any more"),
     (Suspect, (STARTING, SAVING, FINISHED), "no generation is to go on"),
+    (Dropped, (STARTING, SAVING, FINISHED), "no generation is to go on"),
     (Report, (STARTING, INSTALLING, RUNNING, SAVING, FINISHED), "nobody is asked, or no longer"),
     (Installed, (STARTING, SAVING, FINISHED), "it is of a generation that was left, or said again"),
     (StepDone, (STARTING, SAVING, FINISHED), "it is of a generation that was left, or said again"),

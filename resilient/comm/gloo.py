@@ -118,6 +118,7 @@ class GlooCommunicator:
     ) -> None:
         self.rank = rank
         self.size = size
+        self.on_devices = False
         self.num_ranks = size + num_sources
         self._generation = generation
         self._aborted = threading.Event()

@@ -28,10 +28,12 @@ class Communicator(Protocol):
     """What the executor needs of a generation's groups. Only ``abort`` may be called from other threads.
 
     ``size`` counts the ranks that train. Those from ``size`` on only send states, through ``send`` and ``recv``.
+    ``on_devices``: tensors go from GPU to GPU, which all ranks have, and not by way of the hosts.
     """
 
     rank: int
     size: int
+    on_devices: bool
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Pending:
         """Send a contiguous tensor; the target receives with the same tag and the same number of bytes."""
@@ -71,6 +73,7 @@ class SingleProcessCommunicator:
 
     rank = 0
     size = 1
+    on_devices = False
     _is_aborted = False
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Pending:

@@ -108,6 +108,7 @@ class NcclCommunicator:
     ) -> None:
         self.rank = gloo.rank
         self.size = gloo.size
+        self.on_devices = True
         self._gloo = gloo
         self._aborting = threading.Lock()
         self._up = build(PrefixStore("device/up", store), self.rank, gloo.num_ranks, timeout_s)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+_PIECE_BYTES = 4 << 20
 
 
 @contextlib.contextmanager
@@ -43,3 +46,16 @@ def write_whole(path: str | Path, data: bytes) -> None:
     """
     with replacing(path) as partial:
         partial.write_bytes(data)
+
+
+def sha256_of(path: str | Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hexadecimal; the file is read in pieces.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,15 @@ class Model(Protocol):
 
     def digest(self) -> str:
         """Return a content hash of the configuration; equal on two workers exactly when they train the same model."""
+        ...
+
+
+@runtime_checkable
+class FromFiles(Protocol):
+    """A model that takes values from files: what differs between two workers is then told by name."""
+
+    def contents(self) -> dict[str, str]:
+        """Return a digest of each file's contents, by a name that says which part of the model it is for."""
         ...
 
 

@@ -192,6 +192,16 @@ class MultimodalModule:
                         "subtract the mean and divide by the deviation that the encoder was trained with"
                     )
 
+    def contents(self) -> dict[str, str]:
+        """Return a digest of each checkpoint file's contents, by part and name: ``vision/model.safetensors``."""
+        sources = {"language_model": self.language} | {name: each.source for name, each in self.encoders.items()}
+        return {
+            f"{part}/{file}": digest
+            for part, source in sources.items()
+            if source.weights is not None
+            for file, digest in source.weights.contents().items()
+        }
+
     def digest(self) -> str:
         """Return a content hash of all configs, options and checkpoint files."""
         parts = {

@@ -19,8 +19,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
+from resilient.common.content_digest import content_digest
+
 _PREFIXES = ("", "model.", "vit.", "vision_model.", "language_model.", "model.vision_tower.", "model.language_model.")
 """What checkpoints of larger models put before the names of the part we read."""
+
+_NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path")
+"""Of what a config says: files count by their contents, wherever they lie."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,10 @@ class Weights:
             )
         with safe_open(single, "pt") as file:
             return dict.fromkeys(file.keys(), single)
+
+    def contents(self) -> dict[str, str]:
+        """Return the digest of each file's contents, by file name."""
+        return {path.name: content_digest(path) for path in sorted(set(self.files.values()))}
 
     def find(self, *names: str) -> str | None:
         """Return the key in the files of the first of these names that is there, under any known prefix."""
@@ -68,9 +77,8 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the model's structure and start, for a content hash."""
-        config = {key: value for key, value in self.config.to_dict().items() if key != "transformers_version"}
-        files = set() if self.weights is None else set(self.weights.files.values())
-        return {"config": config, "files": sorted((path.name, path.stat().st_size) for path in files)}
+        config = {key: value for key, value in self.config.to_dict().items() if key not in _NOT_OF_THE_MODEL}
+        return {"config": config, "files": {} if self.weights is None else self.weights.contents()}
 
 
 def resolve(given: Any, argument: str, families: Collection[str]) -> Source:

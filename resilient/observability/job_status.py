@@ -142,6 +142,10 @@ class JobStatus:
             self.nodes[node] = NodeStatus(node=node, host=self.nodes[node].host, state="lost")
             yield "bad", f"node {node} failed: {cause}"
 
+    def _on_replica_dropped(self, event: Event) -> Iterator[tuple[str, str]]:
+        layers = textwrap.shorten(", ".join(event["states"]), _MAX_CAUSE)
+        yield "bad", f"node {event['node']} has dropped damaged copies, and gets new ones, of {layers}"
+
     def _on_waiting(self, event: Event) -> Iterator[tuple[str, str]]:
         missing = counted(event["num_missing"], "node") + " that did not connect" if event["num_missing"] else ""
         late = [text for text in (_nodes(event["nodes"]) if event["nodes"] else "", missing) if text]

@@ -43,6 +43,11 @@ def build_run_report(events: Sequence[Event]) -> dict[str, Any]:
         "recoveries": [_measure_recovery(recovery, events, installed) for recovery in _recoveries(events)],
         "joins": _planned_changes(events, installed, "join"),
         "departures": _planned_changes(events, installed, "leave"),
+        "dropped_replicas": [
+            {key: event[key] for key in ("step", "node", "states")}
+            for event in events
+            if event["kind"] == "replica_dropped"
+        ],
         "notes": {event["name"]: event["value"] for event in events if event["kind"] == "note"},
         "not_injected": [_injection(event) for event in events if event["kind"] == "not_injected"],
         "exit": _exit(events),

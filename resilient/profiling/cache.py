@@ -6,19 +6,16 @@ that cannot be kept or read is no reason to stop a job: it is measured again.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import logging
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 
 from resilient.common.files import write_whole
+from resilient.common.user_cache import cache_folder, one_at_a_time
 from resilient.models.content import code_text
 from resilient.profiling import profiler
 from resilient.profiling.profiler import ProfiledBatch
@@ -67,7 +64,7 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True):
             shapes=_hash(*sorted((repr(sample.shapes), sample.count) for sample in samples)),
             microbatch=job.microbatch,
             precision=job.precision,
-            device=profiler.device_name(job.device),
+            device=job.device_name,
             torch=str(torch.__version__),
             num_threads=torch.get_num_threads(),
             profiler=profiler.PROFILER_VERSION,
@@ -94,8 +91,8 @@ def job_profile(job: Job, announce: Callable[[str], None]) -> ModelProfile:
         SampleError: One of the samples looked at cannot be trained on.
     """
     layouts, samples = job.layouts(), profiler.draw_samples(job)
-    folder, key = cache_folder(), ProfileKey.of(job, layouts, samples)
-    with _one_at_a_time(folder, key):
+    folder, key = cache_folder("profiles"), ProfileKey.of(job, layouts, samples)
+    with one_at_a_time(key.file(folder)):
         known = load_profile(folder, key)
         if known is not None:
             return known
@@ -116,17 +113,11 @@ def fresh_profile(job: Job, on_layer: Callable[[str], None]) -> tuple[ModelProfi
         SampleError: One of the samples looked at cannot be trained on.
     """
     layouts, samples = job.layouts(), profiler.draw_samples(job)
-    folder, key = cache_folder(), ProfileKey.of(job, layouts, samples)
-    with _one_at_a_time(folder, key):
+    folder, key = cache_folder("profiles"), ProfileKey.of(job, layouts, samples)
+    with one_at_a_time(key.file(folder)):
         profile = profiler.measure(job, layouts, samples, on_layer=on_layer)
         keep(folder, key, profile)
     return profile, key.file(folder)
-
-
-def cache_folder() -> Path:
-    """Return the folder of the profiles: ``resilient/profiles`` in XDG_CACHE_HOME, or in ``~/.cache``."""
-    home = os.environ.get("HOME") or tempfile.gettempdir()  # a container's user may have none
-    return Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache") / "resilient" / "profiles"
 
 
 def load_profile(folder: Path, key: ProfileKey) -> ModelProfile | None:
@@ -153,19 +144,6 @@ def keep(folder: Path, key: ProfileKey, profile: ModelProfile) -> None:
         write_whole(path, msgspec.json.format(msgspec.json.encode(_File(key=key, profile=profile))))
     except OSError as error:
         logger.warning("the profile is not kept, the next run measures again: %s", error)
-
-
-@contextlib.contextmanager
-def _one_at_a_time(folder: Path, key: ProfileKey) -> Iterator[None]:
-    """Wait until no other process of this machine measures the same; the kernel lets go for those that die."""
-    with contextlib.ExitStack() as stack:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(key.file(folder).with_suffix(".lock").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            logger.warning("profiles are measured without a lock, perhaps by several workers at once: %s", error)
-        yield
 
 
 def _hash(*parts: object) -> str:

@@ -6,7 +6,6 @@ remembered of it is :mod:`resilient.profiling.cache`'s.
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -158,17 +157,8 @@ def measure(
         torch.cuda.empty_cache()
     weights = [sample.count for sample in samples]
     layers = tuple(_layer_profile(job, layouts[layer.spec.name], layer, weights) for layer in measured)
-    source = f"measured on {device_name(job.device)}, {job.precision}"
+    source = f"measured on {job.device_name}, {job.precision}"
     return ModelProfile(layers=layers, source=source, microbatch=job.microbatch)
-
-
-def device_name(device: torch.device) -> str:
-    """Return what kind of device this is: equal for devices that compute equally fast."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _materialise(job: Job, spec: LayerSpec, layouts: Mapping[str, BufferLayout]) -> nn.Module:

@@ -31,6 +31,7 @@ class JobConfig:
         precision: One of ``PRECISIONS``.
         clip_grad_norm: Largest norm of the whole gradient; None for no limit.
         checkpoint_every: Steps between checkpoints; 0 for one at the end.
+        compare_replicas_every: Steps between comparisons of the copies of states; 0 for when they are installed.
         schedule: What pipelines run; may be given by its name.
         num_chunks: Stages of each worker: under interleaved-1f1b; all others have 1, whatever is given.
         comm_timeout_s: How long workers wait for each other before they give a generation up.
@@ -48,6 +49,7 @@ class JobConfig:
     precision: str = "fp32"
     clip_grad_norm: float | None = None
     checkpoint_every: int = 0
+    compare_replicas_every: int = 100
     schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
     num_chunks: int = 2
     comm_timeout_s: float = 120.0
@@ -57,6 +59,7 @@ class JobConfig:
         check_least("max_failures", self.max_failures, 0, "0 means no redundancy")
         check_least("min_pipeline_nodes", self.min_pipeline_nodes, 1, "a pipeline has at least one node")
         check_least("checkpoint_every", self.checkpoint_every, 0, "0 means at the end only")
+        check_least("compare_replicas_every", self.compare_replicas_every, 0, "0 means when they are installed only")
         if self.precision not in PRECISIONS:
             raise ArgumentError(
                 "precision", f"be one of {list(PRECISIONS)}", repr(self.precision), "choose one of them"

@@ -9,7 +9,7 @@ coordinator knows who speaks. Coordinator messages for workers travel wrapped in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -38,6 +38,7 @@ class JobSpec(JobConfig):
         memory_bytes: What training may use of a device's memory; None for no limit.
         digest: Of what must be equal on all workers of a job.
         values_digest: Of initial values that are not drawn but come with the model; equal on all workers, too.
+        files: Digests of the contents of the files the model takes values from, by name.
     """
 
     profile: ModelProfile
@@ -46,6 +47,7 @@ class JobSpec(JobConfig):
     memory_bytes: int | None = None
     digest: str = ""
     values_digest: str = ""
+    files: dict[str, str] = field(default_factory=dict)
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +126,15 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
+class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The worker has dropped its copies of these states of the committed ``step``: they were not those of most of its
+    peers. Asks for a new generation, which gives it new ones."""
+
+    generation: int
+    step: int
+    states: tuple[str, ...]
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answers ``Regroup`` once the worker is out of all communication."""
 
@@ -156,12 +167,12 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """This worker's part of the checkpoint of ``step`` is on disk: file name by state, and its fingerprint."""
+    """This worker's part of the checkpoint of ``step`` is on disk: by state, its file and the file's SHA-256."""
 
     generation: int
     step: int
     files: dict[str, str]
-    fingerprints: dict[str, str]
+    sha256: dict[str, str]
 
 
 class NotSaved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -178,10 +189,14 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The script raised: the job cannot go on anywhere. ``error`` is a one-paragraph message."""
+    """The script raised: the job cannot go on anywhere. ``error`` is a one-paragraph message.
+
+    ``is_sound``: the states are right as far as is known, and worth a checkpoint.
+    """
 
     error: str
     traceback: str = ""
+    is_sound: bool = True
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -198,7 +213,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 FromWorkerMessage = (
-    Ready | Suspect | Report | Installed | StepDone | Saved | NotSaved | Finished | Failed | Output | Note
+    Ready | Suspect | Dropped | Report | Installed | StepDone | Saved | NotSaved | Finished | Failed | Output | Note
 )
 
 # ---------------------------------------------------------------- coordinator -> worker

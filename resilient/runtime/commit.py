@@ -30,7 +30,6 @@ class Ballot:
         num_targets: Targets of the global batch.
         pause: Ask all workers to stop at the boundary after this step.
         samples: This rank's shares of the checksums of what it read (:mod:`resilient.runtime.agreement`).
-        replicas: Likewise, of the fingerprints of the states it holds.
     """
 
     loss: Tensor
@@ -38,7 +37,6 @@ class Ballot:
     num_targets: int
     pause: bool = False
     samples: int = 0
-    replicas: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +47,11 @@ class Verdict:
         outcome: Of the step.
         pause: Some worker asked to stop at the boundary after it.
         samples_agree: Whoever read an entry of a microbatch read the same.
-        replicas_agree: Whoever holds a state holds the same.
     """
 
     outcome: StepOutcome
     pause: bool
     samples_agree: bool
-    replicas_agree: bool
 
 
 class Ledger:
@@ -111,6 +107,11 @@ class Ledger:
         self.retained.update(self.current)
         self.current.clear()
 
+    def drop(self, names: tuple[str, ...]) -> None:
+        """Drop states that are damaged: others hold them."""
+        for name in names:
+            del self.current[name]
+
     def keep(self, names: tuple[str, ...]) -> None:
         """Move those of the retained states that the new plan needs here back to current."""
         for name in names:
@@ -132,16 +133,15 @@ class Ledger:
             CommunicationError: The barrier was not passed here; another rank may have.
         """
         self.complete = True
-        brought = (ballot.loss, ballot.squares, ballot.pause, ballot.samples, ballot.replicas)
+        brought = (ballot.loss, ballot.squares, ballot.pause, ballot.samples)
         shared = torch.tensor([float(value) for value in brought], dtype=torch.float64)
         comm.all_reduce(shared, tuple(range(comm.size))).wait()
-        loss, squares, pauses, samples, replicas = shared.tolist()
+        loss, squares, pauses, samples = shared.tolist()
         outcome = StepOutcome(step=self.version + 1, loss=loss / ballot.num_targets, grad_norm=squares**0.5)
         return Verdict(
             outcome=outcome,
             pause=pauses > 0,
             samples_agree=all_equal(samples),
-            replicas_agree=all_equal(replicas),
         )
 
     def apply(self, outcome: StepOutcome) -> None:

@@ -23,6 +23,7 @@ from resilient.protocol.messages import INIT, Generation, Installed
 from resilient.runtime.commit import Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.job import Job
+from resilient.runtime.replicas import Replicas
 from resilient.runtime.sample_agreement import SampleAgreement
 from resilient.state import checkpoint
 from resilient.state.layer_state import BufferLayout, LayerState, bind
@@ -45,6 +46,7 @@ class Session:
         gradient_sync: Sums them.
         stage_timer: Times the stage.
         sample_agreement: Compares what its pipeline's stages read.
+        replicas: The copies of its states.
     """
 
     generation: int
@@ -55,6 +57,7 @@ class Session:
     gradient_sync: GradientSync
     stage_timer: StageTimer
     sample_agreement: SampleAgreement
+    replicas: Replicas
 
     @property
     def positions(self) -> range:
@@ -254,6 +257,14 @@ def build_session(
         gradient_sync=gradient_sync,
         stage_timer=stage_timer,
         sample_agreement=SampleAgreement(job, message.plan, slot),
+        replicas=Replicas(
+            comm=comm,
+            plan=message.plan,
+            holders=holders,
+            states=states,
+            device_name=job.device_name,
+            every=job.compare_replicas_every,
+        ),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from resilient.data.dataset import Dataset
 from resilient.errors import ArgumentError
-from resilient.models.layer import LayerSpec, Model
+from resilient.models.layer import FromFiles, LayerSpec, Model
 from resilient.optim import Optimizer
 from resilient.protocol.job_config import JobConfig, check_least
 from resilient.protocol.messages import JobSpec
@@ -83,6 +84,15 @@ class Job(JobConfig):
         """Type of matrix products, when it differs."""
         return torch.bfloat16 if self.precision == "bf16" else None
 
+    @property
+    def device_name(self) -> str:
+        """What kind of device this worker trains on: equal for devices that compute equally fast."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+        return names[0] if names else platform.machine()
+
     def layer(self, name: str) -> LayerSpec:
         """Return the layer called ``name``."""
         return next(spec for spec in self.model.layers if spec.name == name)
@@ -106,6 +116,7 @@ class Job(JobConfig):
             memory_bytes=_memory_bytes(self.device),
             digest=self._digest(recipe),
             values_digest=values() if (values := getattr(self.model, "values_digest", None)) else "",
+            files=self.model.contents() if isinstance(self.model, FromFiles) else {},
         )
 
     def recipe(self) -> Recipe:
@@ -134,6 +145,7 @@ class Job(JobConfig):
             self.schedule.value,
             self.num_chunks,
             self.num_steps,
+            self.compare_replicas_every,
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 

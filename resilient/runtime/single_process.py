@@ -175,9 +175,7 @@ class SingleProcessClient:
         )
 
     def _finish_checkpoint(self, message: Saved) -> None:
-        states = {
-            name: SavedState(file=file, fingerprint=message.fingerprints[name]) for name, file in message.files.items()
-        }
+        states = {name: SavedState(file=file, sha256=message.sha256[name]) for name, file in message.files.items()}
         assert self._recipe is not None
         path = folder(self.run_directory, message.step)
         write_manifest(path, Manifest(step=message.step, recipe=self._recipe, states=states))

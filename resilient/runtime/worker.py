@@ -19,12 +19,13 @@ import torch
 
 from resilient.comm import Communicator, StoreHost
 from resilient.data.processes import DataProcesses
-from resilient.errors import CheckpointError, CommunicationError, ResilientError, place_text
+from resilient.errors import CheckpointError, CommunicationError, ReplicaError, ResilientError, place_text
 from resilient.observability.step_trace import TracedStep
 from resilient.optim import learning_rate
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.messages import (
     Arm,
+    Dropped,
     Failed,
     Finish,
     Finished,
@@ -45,6 +46,7 @@ from resilient.runtime.commit import Ballot, Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.install import Session, WorkerContext, install, supply
 from resilient.runtime.job import Job
+from resilient.runtime.replicas import OddCopiesError
 from resilient.state import checkpoint, manifest
 from resilient.state.layer_state import LayerState
 from resilient.templates.inputs.profile import ModelProfile
@@ -162,11 +164,20 @@ class Worker:
             logger.info("left a generation: %s", error)
             self._leave(broken=True)
             self._client.send(Suspect(generation=message.generation, reason=str(error)))
+        except OddCopiesError as found:
+            self._leave()  # in good order: a peer may still be in the comparison
+            self._drop(found.odd_of(message.rank), message.generation)
         except Exception as error:  # the job's own code: data set, model, disk
-            told = self._told(error, message)
-            self._leave(broken=True)
+            told, is_sound = self._told(error, message), not isinstance(error, ReplicaError)
+            self._leave(broken=is_sound)
             self._failure = error  # raised once the job's progress, of which this worker may hold a part, is saved
-            self._client.send(Failed(error=told, traceback=traceback.format_exc()))
+            self._client.send(Failed(error=told, traceback=traceback.format_exc(), is_sound=is_sound))
+
+    def _drop(self, names: tuple[str, ...], generation: int) -> None:
+        """Drop these copies; the next generation, which whoever drops some asks for, copies them anew."""
+        if names:
+            self._ledger.drop(names)
+            self._client.send(Dropped(generation=generation, step=self._ledger.version, states=names))
 
     def _told(self, error: Exception, message: Generation) -> str:
         """Return what ended this worker, and where in the job it was."""
@@ -243,6 +254,7 @@ class Worker:
         self._faults.reach("prepare", step)
         pause = self._guard.pause_wanted(session.generation)
         with session.executor.span_recorder.during("prepare"):
+            session.replicas.check_in_step(step)
             squares = session.gradient_sync.squares
             samples = session.sample_agreement.share(readings)
             ballot = Ballot(loss=loss, squares=squares, num_targets=num_targets, pause=pause, samples=samples)
@@ -275,7 +287,8 @@ class Worker:
             self._client.send(NotSaved(step=self._ledger.version, error=str(error)))
 
     def _checkpoint(self, session: Session) -> None:
-        """Write this rank's part of the checkpoint of the committed step."""
+        """Write this rank's part of the checkpoint of the committed step, of which all copies are equal."""
+        session.replicas.check(self._ledger.version)
         chosen = manifest.writers(session.plan, self._spec.profile)
         mine = [state for name, state in self._ledger.current.items() if chosen[name] == session.slot.rank]
         path = manifest.folder(self._client.run_directory, self._ledger.version)
@@ -296,6 +309,6 @@ class Worker:
                 generation=generation,
                 step=self._ledger.version,
                 files={name: item.file for name, item in saved.items()},
-                fingerprints={name: item.fingerprint for name, item in saved.items()},
+                sha256={name: item.sha256 for name, item in saved.items()},
             )
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from resilient.common.files import replacing
+from resilient.common.files import replacing, sha256_of
 from resilient.errors import CheckpointError
 from resilient.state.layer_state import LayerState
 from resilient.state.manifest import SavedState, read_manifest, unwritable
@@ -31,14 +31,14 @@ def save(path: Path, states: Iterable[LayerState]) -> dict[str, SavedState]:
             tensors = {key: tensor.contiguous().cpu() for key, tensor in state.tensors().items()}
             with replacing(path / file) as partial:
                 save_file(tensors, partial)
-            saved[state.spec.name] = SavedState(file=file, fingerprint=state.fingerprint())
+                saved[state.spec.name] = SavedState(file=file, sha256=sha256_of(partial))
     except (OSError, SafetensorError) as error:
         raise unwritable(path, error) from error
     return saved
 
 
 def load(path: str | Path, states: Iterable[LayerState]) -> None:
-    """Fill states from a checkpoint and verify their fingerprints.
+    """Fill states from a checkpoint; no value of a file counts before all of the file is verified.
 
     Raises:
         CheckpointError: A state is missing, damaged or of another shape.
@@ -51,9 +51,10 @@ def load(path: str | Path, states: Iterable[LayerState]) -> None:
         saved = manifest.states.get(name)
         if saved is None:
             raise CheckpointError(f"{path} holds no state {name!r}; the checkpoint belongs to another model")
+        file = Path(path) / saved.file
         try:
-            state.load(load_file(Path(path) / saved.file))
+            if sha256_of(file) != saved.sha256:
+                raise CheckpointError(f"{path}: {saved.file} is damaged (its SHA-256 differs); use an older checkpoint")
+            state.load(load_file(file))
         except (ValueError, OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {error}") from error
-        if state.fingerprint() != saved.fingerprint:
-            raise CheckpointError(f"{path}: {saved.file} is damaged (its checksum differs); use an older checkpoint")

@@ -1,7 +1,7 @@
 """Layer states: a layer's parameters and optimizer slots in one flat buffer.
 
 Owns the layout of that buffer and the binding of modules to it. A copy is then one large send, a gradient sum one
-all-reduce, a fingerprint one checksum. Knows nothing of ranks or plans.
+all-reduce, a fingerprint one pass. Knows nothing of ranks or plans.
 
     buffer:  [ trainable parameters | frozen parameters | slot 0 | slot 1 | ... ]     slots as long as the first part
     grad:    [ trainable parameters ]
@@ -9,7 +9,6 @@ all-reduce, a fingerprint one checksum. Knows nothing of ranks or plans.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from resilient.models.layer import LayerSpec, initialize_layer, tie
-
-_GROUP_BYTES = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,28 +145,9 @@ class LayerState:
                 )
             own.copy_(found)
 
-    def fingerprint(self) -> str:
-        """Return a checksum of the buffer's bytes."""
-        return f"{checksum(self.bytes):08x}"
-
 
 def _form(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-
-
-def checksum(data: Tensor) -> int:
-    """Return a checksum of a byte tensor: the CRC-32 of the sums of its 512-byte groups, as 64-bit integers.
-
-    Sums run at the speed of memory, on the tensor's own device, where a CRC of every byte would take as long as
-    sending it. What goes unnoticed is a change within one group that keeps its sum.
-
-    Args:
-        data: Bytes ``[num_bytes]``, aligned to 8.
-    """
-    whole = data.numel() // _GROUP_BYTES * _GROUP_BYTES
-    sums = data[:whole].view(torch.int64).view(-1, _GROUP_BYTES // 8).sum(1)
-    crc = zlib.crc32(sums.cpu().numpy().data)
-    return zlib.crc32(data[whole:].cpu().numpy().data, crc)
 
 
 def bind(spec: LayerSpec, states: Mapping[str, LayerState], device: torch.device) -> nn.Module:

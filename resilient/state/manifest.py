@@ -21,12 +21,15 @@ from resilient.templates.plan import Plan
 
 MANIFEST = "manifest.json"
 
+FORMAT = 2
+"""Of manifests. Those of format 1 do not say it, and have a weak checksum of each state as it lay in memory."""
+
 
 class SavedState(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer state of a checkpoint."""
+    """One layer state of a checkpoint: its file, and the SHA-256 of the file's bytes."""
 
     file: str
-    fingerprint: str
+    sha256: str
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +38,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     recipe: Recipe
     states: dict[str, SavedState]
+    format: int = FORMAT
+
+
+class _Format(msgspec.Struct):
+    format: int = 1
 
 
 def folder(run_directory: str | Path, step: int) -> Path:
@@ -107,10 +115,16 @@ def read_manifest(path: str | Path) -> Manifest:
     """Read a checkpoint's manifest.
 
     Raises:
-        CheckpointError: There is none, or it cannot be read.
+        CheckpointError: There is none, it cannot be read, or another version wrote it.
     """
     file = Path(path) / MANIFEST
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Manifest)
+        data = file.read_bytes()
+        written = msgspec.json.decode(data, type=_Format).format
+        if written != FORMAT:
+            raise CheckpointError(
+                f"{file} must be of format {FORMAT}, got {written}; go on with the version of resilient that wrote it"
+            )
+        return msgspec.json.decode(data, type=Manifest)
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); use another checkpoint") from error

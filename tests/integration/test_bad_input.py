@@ -69,6 +69,46 @@ def test_unknown_model_family(tmp_path: Path) -> None:
     check_failed(run, "t5", "llama")
 
 
+def test_node_with_other_weights_is_refused_and_the_file_is_named(tmp_path: Path) -> None:
+    """As if the folder lay on each node's own disk: of equal sizes, at the same place for all that the job knows."""
+    script = write_script(
+        tmp_path,
+        """
+        import os, sys
+        from pathlib import Path
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+        import resilient as rs
+
+        class Texts:
+            def __len__(self):
+                return 8
+
+            def __getitem__(self, index):
+                return {"input_ids": torch.arange(4), "labels": torch.arange(1, 5)}
+
+            def num_targets(self, index):
+                return 4
+
+        node = int(os.environ["RESILIENT_NODE"])
+        folder = Path(sys.argv[1]) / str(node) / "weights"
+        torch.manual_seed(node)
+        sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+        LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=1, eos_token_id=2)).save_pretrained(folder)
+        model = rs.MultimodalModule(encoders={}, language_model=folder)
+        trainer = rs.Trainer(model, Texts(), optimizer=rs.AdamW(lr=0.1), global_batch=4, microbatch=1, device="cpu")
+        trainer.fit(num_steps=2)
+        """,
+    )
+    run = run_job(tmp_path / "run", str(tmp_path), script=script, nodes=2)
+    message = (
+        r"node \d: all workers must build the same job, got other contents of language_model/model\.safetensors than "
+        "on the first worker; copy the same files to all nodes"
+    )
+    assert run.exit_code == 1
+    assert re.fullmatch(message, run.reason), run.reason
+
+
 def test_sample_whose_features_and_placeholders_do_not_match_is_named(tmp_path: Path) -> None:
     arguments = ("--steps", "4", "--batch", "16", "--microbatch", "4")
     with started(tmp_path, *arguments, nodes=4, script=JOBS / "mismatched.py") as job:

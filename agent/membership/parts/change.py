@@ -33,6 +33,7 @@ class Change:
         self._deadline = deadline
         self._reports = dict(before.reports) if before is not None else {}
         self._lost_nodes = False
+        self._damaged: set[int] = set()
         self._stalled_s = 0.0
         self._stacks_shown = False
 
@@ -45,6 +46,11 @@ class Change:
     def lost_nodes(self) -> bool:
         """Whether a node was lost, in the beginning or since."""
         return self._lost_nodes
+
+    @property
+    def damaged(self) -> tuple[int, ...]:
+        """Nodes that had to drop copies of states."""
+        return tuple(sorted(self._damaged))
 
     @property
     def stalled_s(self) -> float:
@@ -62,6 +68,10 @@ class Change:
     def note_losses(self, nodes: Collection[int]) -> None:
         """Take in that nodes were lost, if any."""
         self._lost_nodes |= bool(nodes)
+
+    def note_damage(self, node: int) -> None:
+        """Take in that it is for copies that a node had to drop."""
+        self._damaged.add(node)
 
     def note_stall(self, stalled_s: float, deadline: float) -> None:
         """Take in that it is for a stall: who hangs will not report."""

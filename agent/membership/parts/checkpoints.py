@@ -23,7 +23,7 @@ class Parts:
         """Take in one worker's part."""
         states = self._states.setdefault(message.step, {})
         for name, file in message.files.items():
-            states[name] = SavedState(file=file, fingerprint=message.fingerprints.get(name, ""))
+            states[name] = SavedState(file=file, sha256=message.sha256[name])
 
     def states(self, step: int) -> dict[str, SavedState]:
         """Return what is saved of a step."""

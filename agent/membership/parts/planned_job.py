@@ -83,6 +83,12 @@ class PlannedJob:
 
     def why_unlike(self, job: JobSpec) -> str:
         """Return why another worker's job cannot be trained together with the first's; "" if it can."""
+        others = [name for name, digest in self.spec.files.items() if job.files.get(name, digest) != digest]
+        if others:
+            return (
+                f"all workers must build the same job, got other contents of {', '.join(others)} than on the first "
+                "worker; copy the same files to all nodes"
+            )
         if job.digest != self.spec.digest:
             return (
                 "all workers must build the same job, got another model, batch or number of steps than on the first "

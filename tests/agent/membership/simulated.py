@@ -278,7 +278,7 @@ class Job:
 
     def saved(self, generation: int, step: int, states: Iterable[str]) -> Saved:
         files = {name: f"{name}.safetensors" for name in states}
-        return Saved(generation=generation, step=step, files=files, fingerprints=dict.fromkeys(files, "f"))
+        return Saved(generation=generation, step=step, files=files, sha256=dict.fromkeys(files, "f"))
 
     def _install(self, worker: WorkerId, message: Generation) -> None:
         state = self.workers[worker]

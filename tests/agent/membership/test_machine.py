@@ -76,7 +76,7 @@ def test_node_lost_after_the_end_does_not_fail_the_job() -> None:
 
 
 def test_resumed_job_begins_at_the_checkpoint() -> None:
-    states = {name: SavedState(file=name, fingerprint="f") for name in STATES}
+    states = {name: SavedState(file=name, sha256="f") for name in STATES}
     job = started(resume=("/ckpt", Manifest(step=7, recipe=RECIPE, states=states)))
     generation = job.last("generation")
     assert (generation["cause"], generation["version"]) == ("resume", 7)
@@ -86,7 +86,7 @@ def test_resumed_job_begins_at_the_checkpoint() -> None:
 
 
 def test_checkpoint_beyond_the_last_step_is_refused() -> None:
-    manifest = Manifest(step=12, recipe=RECIPE, states={name: SavedState(file="", fingerprint="") for name in STATES})
+    manifest = Manifest(step=12, recipe=RECIPE, states={name: SavedState(file="", sha256="") for name in STATES})
     job = Job(num_nodes=4, resume=("/runs/y/checkpoints/step-00000012", manifest))
     job.start()
     assert job.stop is not None
@@ -95,7 +95,7 @@ def test_checkpoint_beyond_the_last_step_is_refused() -> None:
 
 
 def test_checkpoint_of_another_job_is_refused() -> None:
-    states = {name: SavedState(file=name, fingerprint="f") for name in STATES}
+    states = {name: SavedState(file=name, sha256="f") for name in STATES}
     job = Job(
         job_spec(recipe=replace(RECIPE, seed=1)),
         num_nodes=4,
@@ -132,6 +132,21 @@ def test_worker_with_other_initial_values_stops_everything_and_is_named() -> Non
     assert job.stop.reason == (
         "node 2: all workers must give the model the same initial values, got others than on the first worker; read "
         "them from the same files, or draw them from the same seed (torch.manual_seed) on all nodes"
+    )
+
+
+def test_worker_with_other_weights_stops_everything_and_the_files_are_named() -> None:
+    job = Job(num_nodes=4)
+    for _ in range(4):
+        job.connect()
+    files = {"language_model/a": "1", "vision/b": "2", "vision/c": "3"}
+    job.ready(0, job_spec(files=files))
+    job.ready(2, job_spec(files={**files, "language_model/a": "4", "vision/c": "5"}, digest="other"))
+    assert job.stop is not None
+    assert (job.stop.exit_code, job.stop.reason) == (
+        1,
+        "node 2: all workers must build the same job, got other contents of language_model/a, vision/c than on the "
+        "first worker; copy the same files to all nodes",
     )
 
 

@@ -138,4 +138,4 @@ def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     victim.write_bytes(data)
     run = run_job(tmp_path / "run", nodes=NODES, resume=str(damaged))
     assert run.exit_code == 1
-    assert "layer.3.safetensors is damaged (its checksum differs); use an older checkpoint" in run.reason
+    assert "layer.3.safetensors is damaged (its SHA-256 differs); use an older checkpoint" in run.reason

@@ -106,6 +106,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-failures", type=int, default=1)
     parser.add_argument("--min-pipeline-nodes", type=int, default=2)
     parser.add_argument("--checkpoint-every", type=int, default=0)
+    parser.add_argument("--compare-replicas-every", type=int, default=100)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--raise-in", type=int, metavar="STEP", help="the samples of this step cannot be read")
     parser.add_argument(
@@ -156,6 +157,7 @@ def main() -> None:
         precision=args.precision,
         clip_grad_norm=1.0,
         checkpoint_every=args.checkpoint_every,
+        compare_replicas_every=args.compare_replicas_every,
         schedule=args.schedule,
         comm_timeout_s=args.comm_timeout_s,
         num_workers=0,  # samples wait for what the worker is told

@@ -16,7 +16,7 @@ from tests.resilient.small import CPU, TiedModel, Tokens
 class RecordingCommunicator:
     """Doubles what it is to sum, as a peer with equal gradients would, once it is waited for."""
 
-    rank, size = 0, 2
+    rank, size, on_devices = 0, 2, False
 
     def __init__(self, events: list[str], names: dict[int, str]) -> None:
         self.events = events

@@ -17,7 +17,7 @@ from resilient.pipeline.p2p import Downstream, Upstream, signature
 class Loopback:
     """Both ends of a border in one thread: a message waits under its tag until it is received."""
 
-    rank, size = 0, 2
+    rank, size, on_devices = 0, 2, False
 
     def __init__(self) -> None:
         self.sent: list[Tensor] = []

@@ -136,14 +136,21 @@ def test_barrier_gives_loss_per_target_and_the_gradient_norm(pause: bool) -> Non
     ballot = Ballot(loss=torch.tensor(30.0), squares=torch.tensor(16.0), num_targets=12, pause=pause)
     verdict = ledger.prepare(SingleProcessCommunicator(), ballot)
     expected = StepOutcome(step=1, loss=2.5, grad_norm=4.0)
-    assert verdict == Verdict(outcome=expected, pause=pause, samples_agree=True, replicas_agree=True)
+    assert verdict == Verdict(outcome=expected, pause=pause, samples_agree=True)
     assert ledger.progress().complete
 
 
-@pytest.mark.parametrize(("samples", "replicas"), [(0, 0), (1, 0), (0, 1)])
-def test_barrier_tells_what_differs(samples: int, replicas: int) -> None:
-    ballot = Ballot(
-        loss=torch.tensor(1.0), squares=torch.tensor(1.0), num_targets=1, samples=samples, replicas=replicas
-    )
+@pytest.mark.parametrize("samples", [0, 1])
+def test_barrier_tells_whether_samples_differ(samples: int) -> None:
+    ballot = Ballot(loss=torch.tensor(1.0), squares=torch.tensor(1.0), num_targets=1, samples=samples)
     verdict = ledger_at(0, *NAMES).prepare(SingleProcessCommunicator(), ballot)
-    assert (verdict.samples_agree, verdict.replicas_agree) == (samples == 0, replicas == 0)
+    assert verdict.samples_agree is (samples == 0)
+
+
+def test_dropped_state_is_reported_no_longer_and_the_others_stay() -> None:
+    ledger = ledger_at(4, *NAMES)
+    ledger.begin_step()
+    ledger.drop(("block.0",))
+    progress = ledger.progress()
+    assert (progress.version, progress.begun, progress.complete) == (4, True, False)
+    assert (progress.current, progress.retained) == (("embed", "head"), ())

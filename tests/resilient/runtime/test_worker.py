@@ -274,11 +274,11 @@ def test_states_come_from_a_checkpoint_when_told(tmp_path: Path) -> None:
     make_worker(first, num_steps=2).run()
     saved = first.last(Saved)
     path = folder(tmp_path, 2)
-    states = {name: SavedState(file=f, fingerprint=saved.fingerprints[name]) for name, f in saved.files.items()}
+    states = {name: SavedState(file=f, sha256=saved.sha256[name]) for name, f in saved.files.items()}
     write_manifest(path, Manifest(step=2, recipe=make_job().recipe(), states=states))
     second = ScriptedClient(tmp_path / "second", generation(version=2, source=str(path)), Finish())
     make_worker(second, num_steps=3).run()
     assert [message.outcome.step for message in second.sent if isinstance(message, StepDone)] == [3]
     through = ScriptedClient(tmp_path / "through", generation(), Finish())
     make_worker(through, num_steps=3).run()
-    assert second.last(Saved).fingerprints == through.last(Saved).fingerprints
+    assert second.last(Saved).sha256 == through.last(Saved).sha256

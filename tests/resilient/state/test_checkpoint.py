@@ -122,10 +122,35 @@ def test_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_manifest_of_another_form_is_refused(tmp_path: Path) -> None:
-    (tmp_path / MANIFEST).write_text('{"step": "twelve"}')
+    (tmp_path / MANIFEST).write_text('{"format": 2, "step": "twelve"}')
     message = f"{tmp_path / MANIFEST} cannot be read (Expected `int`, got `str` - at `$.step`); use another checkpoint"
     with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "written"), [('{"step": 3, "states": {}}', 1), ('{"format": 7, "new": 1}', 7)])
+def test_manifest_of_another_version_is_refused_by_name(tmp_path: Path, text: str, written: int) -> None:
+    (tmp_path / MANIFEST).write_text(text)
+    message = (
+        f"{tmp_path / MANIFEST} must be of format 2, got {written}; go on with the version of resilient that wrote it"
+    )
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        read_manifest(tmp_path)
+
+
+def test_any_changed_byte_is_noticed_before_a_value_counts(saved: tuple[Path, dict[str, LayerState]]) -> None:
+    """In the header, too: names and shapes are read from there."""
+    path, _ = saved
+    file = path / "embed.safetensors"
+    whole = file.read_bytes()
+    for position in (0, 12, len(whole) // 2, len(whole) - 1):
+        data = bytearray(whole)
+        data[position] ^= 1
+        file.write_bytes(data)
+        loaded = states_of()
+        with pytest.raises(CheckpointError, match=r"embed\.safetensors is damaged \(its SHA-256 differs\)"):
+            checkpoint.load(path, loaded.values())
+        assert not loaded["embed"].buffer.any()
 
 
 def test_changed_value_is_noticed(saved: tuple[Path, dict[str, LayerState]]) -> None:
@@ -134,7 +159,7 @@ def test_changed_value_is_noticed(saved: tuple[Path, dict[str, LayerState]]) -> 
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
-    message = f"{path}: embed.safetensors is damaged (its checksum differs); use an older checkpoint"
+    message = f"{path}: embed.safetensors is damaged (its SHA-256 differs); use an older checkpoint"
     with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
         checkpoint.load(path, states_of().values())
 
@@ -235,6 +260,6 @@ def test_each_state_has_one_writer_among_its_holders_and_the_load_is_spread() ->
 
 
 def test_manifest_keeps_what_it_was_given(tmp_path: Path) -> None:
-    manifest = Manifest(step=3, recipe=RECIPE, states={"a": SavedState(file="a.safetensors", fingerprint="12ab")})
+    manifest = Manifest(step=3, recipe=RECIPE, states={"a": SavedState(file="a.safetensors", sha256="12ab")})
     write_manifest(tmp_path, manifest)
     assert read_manifest(tmp_path) == manifest

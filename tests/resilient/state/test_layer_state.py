@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from resilient.models.layer import LayerSpec, initialize_layer
-from resilient.state.layer_state import BufferLayout, LayerState, bind, checksum
+from resilient.state.layer_state import BufferLayout, LayerState, bind
 from tests.resilient.small import CPU, VOCABULARY, WIDTH, TiedModel, draw
 
 SLOTS = ("exp_avg", "exp_avg_sq")
@@ -96,7 +96,6 @@ def test_a_state_loads_what_another_gave() -> None:
     source.buffer.copy_(torch.arange(source.buffer.numel()))
     target.load(source.tensors())
     assert torch.equal(source.buffer, target.buffer)
-    assert source.fingerprint() == target.fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -114,17 +113,3 @@ def test_load_names_what_does_not_fit(tensors: dict[str, torch.Tensor], got: str
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         state_of(TiedModel().layers[0]).load(tensors)
-
-
-@pytest.mark.parametrize("num_bytes", [0, 8, 512, 1536, 1540])
-def test_checksum_notices_any_changed_byte_and_swapped_groups(num_bytes: int) -> None:
-    data = torch.arange(num_bytes, dtype=torch.int64).mul(37).to(torch.uint8)
-    whole = checksum(data)
-    assert checksum(data.clone()) == whole
-    for position in range(0, num_bytes, 61):
-        changed = data.clone()
-        changed[position] += 1
-        assert checksum(changed) != whole
-    if num_bytes >= 1024:
-        data[512] += 1  # the pattern repeats after 256 bytes
-        assert checksum(data) != checksum(torch.cat([data[512:1024], data[:512], data[1024:]]))

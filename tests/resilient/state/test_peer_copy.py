@@ -63,7 +63,7 @@ def test_rank_without_copies_has_nothing_to_do() -> None:
 
 
 def test_damaged_bytes_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    true_checksum = copying.checksum
+    true_fingerprint = copying.fingerprint
 
     def work(rank: int, address: str) -> str:
         states = {"a": make_state("a", 5 if rank == 0 else None)}
@@ -74,14 +74,14 @@ def test_damaged_bytes_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
             return str(error)
         return "arrived"
 
-    # the sender's checksum is over what it meant to send: here a byte differs from what goes over the wire
+    # the sender's fingerprint is over what it meant to send: here a byte differs from what goes over the wire
     def of_what_was_meant(data: torch.Tensor) -> int:
         meant = data.clone()
         if not damaged:
             damaged.append(True)
             meant[100] ^= 1
-        return true_checksum(meant)
+        return true_fingerprint(meant)
 
     damaged: list[bool] = []
-    monkeypatch.setattr(copying, "checksum", of_what_was_meant)
+    monkeypatch.setattr(copying, "fingerprint", of_what_was_meant)
     assert as_threads(2, work) == ["arrived", "state 'a' arrived damaged from rank 0"]

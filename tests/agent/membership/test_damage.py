@@ -1,0 +1,94 @@
+"""Damaged copies of states: they are made anew from the others, or the job stops and saves none of them."""
+
+from __future__ import annotations
+
+from resilient.agent.membership.parts.context import Phase
+from resilient.protocol.messages import Dropped, Failed, Save
+from tests.agent.membership.simulated import STATES, Job, job_spec, started
+
+
+def three_copies() -> Job:
+    """Return a job of three nodes that hold everything each, in its second step."""
+    job = started(3, spec=job_spec(max_failures=2, min_pipeline_nodes=1))
+    assert all(state.current == STATES for state in job.workers.values())
+    job.step(1)
+    return job
+
+
+def drop(job: Job, node: int, *names: str) -> None:
+    state = job.workers[node, 0]
+    state.current = tuple(name for name in state.current if name not in names)
+    message = Dropped(generation=job.machine.generation, step=state.version, states=names)
+    job.say((node, 0), message)
+
+
+def test_dropped_copies_come_from_the_others_and_the_step_is_redone() -> None:
+    job = three_copies()
+    drop(job, 1, "layer.1", "layer.3")
+    states = ["layer.1", "layer.3"]
+    assert job.last("replica_dropped") == {"node": 1, "local_rank": 0, "states": states, "step": 1}
+    assert job.last("detected") == {
+        "nodes": [],
+        "cause": "copies on node 1 differed from those of most others after step 1: layer.1, layer.3",
+        "step": 1,
+    }
+    job.answer()
+    generation = job.last("generation")
+    assert (generation["cause"], generation["version"], generation["lost_steps"]) == ("failure", 1, 1)
+    assert (generation["nodes"], generation["transfers"]) == ([0, 1, 2], 2)
+    assert job.workers[1, 0].current == STATES
+    assert job.machine.phase is Phase.RUNNING
+
+
+def test_copies_dropped_by_two_nodes_are_each_told_and_one_generation_follows() -> None:
+    job = three_copies()
+    drop(job, 1, "layer.1")
+    drop(job, 2, "layer.3")
+    assert job.kinds().count("replica_dropped") == 2
+    job.answer()
+    assert (job.machine.generation, job.last("generation")["transfers"]) == (2, 2)
+
+
+def test_dropped_copy_does_not_wait_for_the_boundary_that_others_wait_for() -> None:
+    job = three_copies()
+    job.ready(job.connect())
+    assert job.machine.phase is Phase.AGREEING
+    drop(job, 0, "layer.0")
+    job.answer()
+    assert (job.machine.phase, job.last("generation")["nodes"]) == (Phase.RUNNING, [0, 1, 2, 3])
+
+
+def test_node_that_damages_its_copies_again_and_again_is_named() -> None:
+    job = three_copies()
+    while job.stop is None:
+        drop(job, 1, "layer.2")
+        job.answer()
+    assert job.stop.reason.startswith(
+        "copies of states keep getting damaged (nodes 1); check the memory of these, and leave them out; resume with: "
+    )
+    assert job.machine.generation <= 6
+
+
+def test_states_nobody_can_vouch_for_are_not_saved() -> None:
+    job = three_copies()
+    job.say((2, 0), Failed(error="ReplicaError: all copies must be equal", is_sound=False))
+    assert job.stop is not None
+    assert (job.stop.exit_code, job.stop.reason) == (
+        1,
+        "node 2: ReplicaError: all copies must be equal; there is no checkpoint; start again with: "
+        "resilient run --nodes 3 train.py",
+    )
+    assert not any(isinstance(message, Save) for state in job.workers.values() for message in state.inbox)
+    assert job.last("failed")["node"] == 2
+
+
+def test_newest_checkpoint_is_what_a_job_of_damaged_states_resumes_from() -> None:
+    job = three_copies()
+    for worker in job.placed():
+        job.say(worker, job.saved(1, 1, job.workers[worker].current))
+    job.step(2)
+    job.say((0, 0), Failed(error="ReplicaError: all copies must be equal", is_sound=False))
+    assert job.stop is not None
+    path = "/runs/x/checkpoints/step-00000001"
+    assert job.stop.reason.endswith(f"; resume with: resilient run --nodes 3 --resume {path} train.py")
+    assert job.last("stopped")["path"] == path

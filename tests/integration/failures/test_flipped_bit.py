@@ -1,0 +1,75 @@
+"""A bit of a layer's state flips in a node's memory: most copies heal it, and of two the job stops by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from resilient.state.manifest import read_manifest
+from tests.integration.harness import Run, check_equal, check_survivors, resume_command, run_job
+
+FLIPPING = Path(__file__).parents[1] / "jobs" / "flipping.py"
+ALONE = ("--min-pipeline-nodes", "1", "--layers", "4")
+"""Every node is a pipeline, and so holds every layer."""
+
+
+def run_flipping(directory: Path, *arguments: str, nodes: int) -> Run:
+    return run_job(directory, *ALONE, "--max-failures", str(nodes - 1), *arguments, script=FLIPPING, nodes=nodes)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run in which nothing flips."""
+    run = run_flipping(tmp_path_factory.mktemp("reference"), nodes=3)
+    assert run.exit_code == 0, run.reason
+    assert run.of_kind("replica_dropped") == []
+    return run
+
+
+@pytest.mark.parametrize("part", ["parameter", "frozen", "slot"])
+def test_flip_is_healed_by_the_copies_of_two_others(part: str, reference: Run, tmp_path: Path) -> None:
+    flip = ("--flip-node", "1", "--flip-step", "4", "--flip-part", part)
+    run = run_flipping(tmp_path, *flip, "--compare-replicas-every", "1", nodes=3)
+    check_equal(run, reference)
+    check_survivors(run)
+    (event,) = run.of_kind("replica_dropped")
+    assert {key: event[key] for key in ("node", "states", "step")} == {"node": 1, "states": ["layer.0"], "step": 3}
+    assert run.report["dropped_replicas"] == [{"step": 3, "node": 1, "states": ["layer.0"]}]
+    (recovery,) = run.report["recoveries"]
+    assert recovery["cause"] == "copies on node 1 differed from those of most others after step 3: layer.0"
+    assert (recovery["step"], recovery["lost_steps"]) == (4, 1)
+    assert recovery["bytes_copied"] > 0
+
+
+def test_flip_is_found_when_copies_were_installed(reference: Run, tmp_path: Path) -> None:
+    flip = ("--flip-node", "2", "--flip-step", "1", "--compare-replicas-every", "0")
+    run = run_flipping(tmp_path, *flip, nodes=3)
+    check_equal(run, reference)
+    assert [event["node"] for event in run.of_kind("replica_dropped")] == [2]
+
+
+def test_flip_on_one_of_two_holders_stops_the_job_before_a_damaged_state_is_saved(tmp_path: Path) -> None:
+    """The flip is in step 6, after the comparison of step 4: that before the checkpoint of step 6 finds it."""
+    flip = ("--flip-node", "1", "--flip-step", "6", "--compare-replicas-every", "4", "--checkpoint-every", "3")
+    run = run_flipping(tmp_path, *flip, nodes=2)
+    assert run.exit_code == 1
+    message = (
+        r"node \d: ReplicaError: all copies of a layer's state must be equal, got different ones after step 6 "
+        r"\(layer\.0 on nodes 0, 1\) and no majority to tell which is right; check the memory of these nodes, and keep "
+        r"three copies \(max_failures=2\) for most to decide \(generation 1, step 7\); resume with: resilient run .*"
+    )
+    assert re.fullmatch(message, run.reason), run.reason
+    words = resume_command(run.reason)
+    checkpoint = run.directory / "checkpoints" / "step-00000003"
+    assert words[words.index("--resume") + 1] == str(checkpoint)
+    assert read_manifest(checkpoint).step == 3
+    assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name]
+
+
+def test_flip_after_the_last_comparison_in_a_step_is_found_before_the_last_checkpoint(tmp_path: Path) -> None:
+    run = run_flipping(tmp_path, "--flip-node", "0", "--flip-step", "12", nodes=2)
+    assert run.exit_code == 1
+    assert "got different ones after step 12 (layer.0 on nodes 0, 1)" in run.reason
+    assert "; there is no checkpoint; start again with: resilient run " in run.reason

@@ -1,0 +1,188 @@
+"""All ranks come to the same conclusion about copies that differ: whose is odd, or that nobody can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from resilient.comm import SingleProcessCommunicator
+from resilient.errors import ReplicaError
+from resilient.runtime.replicas import Difference, OddCopiesError, Replicas, find_differences
+from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.templates.plan import Plan
+from tests.resilient.ranks import as_threads, join
+from tests.resilient.small import CPU, TiedModel, make_job, make_plan, make_profile
+
+SPECS = {spec.name: spec for spec in TiedModel(frozen=("block.1",)).layers}
+SLOTS = ("exp_avg", "exp_avg_sq")
+THREE = make_plan(((0, 6), 2), ((0, 6), 2), ((0, 6), 4))
+TWO = make_plan(((0, 6), 4), ((0, 6), 4))
+
+
+def state_of(name: str, dtype: torch.dtype) -> LayerState:
+    spec = SPECS[name]
+    state = LayerState(spec, BufferLayout.of(spec), SLOTS, dtype, CPU)
+    state.buffer.copy_(torch.linspace(-1, 2, state.buffer.numel()))
+    return state
+
+
+def flip(state: LayerState, position: int, bit: int = 0) -> None:
+    integers = {4: torch.int32, 8: torch.int64}[state.buffer.itemsize]
+    state.buffer.view(integers)[position] ^= 1 << bit
+
+
+def told(
+    plan: Plan,
+    flips: Sequence[tuple[int, str, int, int]],
+    *,
+    step: int = 5,
+    every: int = 1,
+    devices: Sequence[str] = (),
+    dtype: torch.dtype = torch.float64,
+) -> list[object]:
+    """Return what each rank is told: nothing, what it has to drop, or why it has to stop.
+
+    Args:
+        plan: Of the generation.
+        flips: Rank, layer, position in its buffer, bit.
+        step: In which copies are compared.
+        every: As the job says.
+        devices: Kinds, by rank; all equal by default.
+        dtype: Of the states.
+    """
+    holders = plan.holders(make_profile(make_job()))
+
+    def work(rank: int, address: str) -> object:
+        states = {name: state_of(name, dtype) for name, ranks in holders.items() if rank in ranks}
+        for at, name, position, bit in flips:
+            if at == rank:
+                flip(states[name], position, bit)
+        comm = join(address, rank, len(plan.slots))
+        device_name = devices[rank] if devices else "abacus"
+        replicas = Replicas(comm=comm, plan=plan, holders=holders, states=states, device_name=device_name, every=every)
+        try:
+            replicas.check_in_step(step)
+        except OddCopiesError as found:
+            return found.odd_of(rank)
+        except ReplicaError as error:
+            return str(error)
+        return None
+
+    return as_threads(len(plan.slots), work)
+
+
+def places(name: str) -> dict[str, int]:
+    """Return a position of each part of a layer's buffer."""
+    layout = BufferLayout.of(SPECS[name])
+    whole = layout.numel(len(SLOTS))
+    return {"first": 0, "frozen": layout.num_trainable, "slot": whole - 1 if layout.num_trainable else 0}
+
+
+def test_equal_copies_are_nothing_to_tell() -> None:
+    assert told(THREE, []) == [None] * 3
+
+
+@pytest.mark.parametrize("name", ["embed", "block.1", "head"])
+@pytest.mark.parametrize("part", ["first", "frozen", "slot"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_flipped_bit_is_found_and_its_holder_drops_the_copy(name: str, part: str, rank: int) -> None:
+    position = min(places(name)[part], BufferLayout.of(SPECS[name]).numel(len(SLOTS)) - 1)
+    expected: list[object] = [(), (), ()]
+    expected[rank] = (name,)
+    assert told(THREE, [(rank, name, position, 0)]) == expected
+
+
+def test_several_ranks_drop_each_its_own() -> None:
+    flips = [(0, "embed", 3, 5), (2, "block.0", 0, 62), (2, "head", 1, 1)]
+    assert told(THREE, flips) == [("embed",), (), ("block.0", "head")]
+
+
+def test_two_copies_do_not_tell_which_is_right() -> None:
+    message = (
+        "all copies of a layer's state must be equal, got different ones after step 4 (block.2 on nodes 0, 1) and no "
+        "majority to tell which is right; check the memory of these nodes, and keep three copies (max_failures=2) for "
+        "most to decide"
+    )
+    assert told(TWO, [(1, "block.2", 7, 9)]) == [message] * 2
+
+
+def test_many_layers_are_counted() -> None:
+    flips = [(1, name, 0, 0) for name in SPECS]
+    places = "embed on nodes 0, 1; block.0 on nodes 0, 1; block.1 on nodes 0, 1; 3 more layers"
+    first, second = told(TWO, flips)
+    assert f"after step 4 ({places}) and no majority" in str(first)
+    assert first == second
+
+
+def test_only_holders_are_compared_and_everybody_hears_of_it() -> None:
+    """Ranks 0 and 2 hold the first layers, 1 and 2 the last ones."""
+    plan = make_plan(((0, 3, 6), 4), ((0, 6), 4))
+    first, second, third = told(plan, [(1, "head", 0, 3)])
+    assert "after step 4 (head on nodes 1, 2) and no majority" in str(first)
+    assert first == second == third
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "compared"),
+    [((7, 8, 9), 1, [7, 8, 9]), ((7, 8, 9, 10, 11, 12), 4, [7, 8, 12]), ((7, 8, 9), 0, [7]), ((8, 9), 4, [8])],
+)
+def test_copies_are_compared_in_the_first_step_and_in_every_nth(
+    steps: tuple[int, ...], every: int, compared: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas = Replicas(
+        comm=SingleProcessCommunicator(), plan=TWO, holders={}, states={}, device_name="abacus", every=every
+    )
+    versions: list[int] = []
+    monkeypatch.setattr(replicas, "check", versions.append)
+    for step in steps:
+        replicas.check_in_step(step)
+    assert versions == [step - 1 for step in compared]
+
+
+KINDS = ("abacus", "loom", "abacus")
+
+
+def test_last_bits_may_differ_between_kinds_of_devices() -> None:
+    assert told(THREE, [(1, "block.0", 2, 0)], devices=KINDS) == [None] * 3
+
+
+def test_last_bits_may_not_differ_between_devices_of_one_kind() -> None:
+    """The loom's copy is close to both others': it cannot tell which of them is right."""
+    first, second, third = told(THREE, [(2, "block.0", 2, 0)], devices=KINDS)
+    assert str(first).startswith(
+        "all copies of a layer's state must be equal, got different ones after step 4 (block.0"
+    )
+    assert first == second == third
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_difference_between_kinds_of_devices_is_found(dtype: torch.dtype) -> None:
+    bit = 30 if dtype is torch.float32 else 62
+    assert told(THREE, [(1, "block.0", 2, bit)], devices=KINDS, dtype=dtype) == [(), ("block.0",), ()]
+
+
+def test_before_the_first_step_is_committed_all_kinds_of_devices_hold_the_same() -> None:
+    assert told(THREE, [(1, "block.0", 2, 0)], devices=KINDS, step=1) == [(), ("block.0",), ()]
+
+
+@pytest.mark.parametrize(
+    ("copies", "odd"),
+    [
+        ("aaa", None),
+        ("aab", (2,)),
+        ("baa", (0,)),
+        ("ab", ()),
+        ("abc", ()),
+        ("aabb", ()),
+        ("aaabb", (3, 4)),
+        ("aabbc", ()),
+        ("aabca", (2, 3)),
+    ],
+)
+def test_most_holders_decide(copies: str, odd: tuple[int, ...] | None) -> None:
+    holders = {"layer": tuple(range(len(copies)))}
+    found = find_differences(holders, lambda _, one, other: copies[one] == copies[other])
+    expected = [] if odd is None else [Difference(state="layer", holders=holders["layer"], odd=odd)]
+    assert found == expected
