@@ -18,6 +18,7 @@ from resilient.observability.step_trace import parse_steps
 from resilient.optim import Optimizer
 from resilient.profiling.cache import job_profile
 from resilient.protocol.agent_client import AgentClient
+from resilient.protocol.foreign_launchers import check_started_once
 from resilient.protocol.job_config import training_schedule
 from resilient.protocol.messages import Note, Output
 from resilient.runtime.job import Job
@@ -129,7 +130,7 @@ class Trainer:
             The result, after the last step is committed and the final checkpoint is written.
 
         Raises:
-            ValueError: ``num_steps`` or ``resume`` cannot be.
+            ValueError: ``num_steps`` or ``resume`` cannot be, or another launcher has started several copies.
             CheckpointError: ``resume`` cannot be read, or is another model's.
             Exception: What the model or the data set raised, on the worker where it did; from Python 3.11 on with a
                 note of the action at which it came.
@@ -143,6 +144,8 @@ class Trainer:
         if self._worker is not None:
             raise ValueError("fit must be called once per Trainer, got a second call; make another Trainer")
         agent = AgentClient.from_environment()
+        if agent is None:
+            check_started_once(os.environ, sys.argv, is_script=True)
         if agent is not None and resume is not None:
             raise ValueError(f"resume must be None under `resilient run`, got {resume}; use `resilient run --resume`")
         if resume is not None and manifest.read_resumed(resume).step > num_steps:
