@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from resilient.agent.addresses import check_host
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.membership.parts import events as ev
 from resilient.agent.membership.parts.context import EXIT_FAILED, Settings
@@ -159,6 +160,7 @@ class Launcher:
 
     async def _run(self) -> int:
         self._loop = asyncio.get_running_loop()
+        await asyncio.to_thread(check_host, self._options.host)
         settings = self._settings()
         self._make_folder()
         coordinator = self._coordinator = Coordinator(settings, self._token, self._on_event)

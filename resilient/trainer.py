@@ -12,14 +12,17 @@ from typing import TextIO
 
 import torch
 
+from resilient.common.arguments import described
 from resilient.data.dataset import Dataset
 from resilient.data.processes import DataProcesses
 from resilient.data.read_ahead import data_processes
+from resilient.errors import ArgumentError
 from resilient.models.layer import Model, WholeModel
 from resilient.observability.step_trace import parse_steps
 from resilient.optim import Optimizer
 from resilient.profiling.cache import job_profile
 from resilient.protocol.agent_client import AgentClient
+from resilient.protocol.foreign_launchers import check_started_once
 from resilient.protocol.job_config import training_schedule
 from resilient.protocol.messages import Note, Output
 from resilient.runtime.batches import reader_of
@@ -143,7 +146,7 @@ class Trainer:
             The result, after the last step is committed and the final checkpoint is written.
 
         Raises:
-            ValueError: ``num_steps`` or ``resume`` cannot be.
+            ValueError: ``num_steps`` or ``resume`` cannot be, or another launcher has started several copies.
             CheckpointError: ``resume`` cannot be read, or is another model's.
             Exception: What the model or the data set raised, on the worker where it did; from Python 3.11 on with a
                 note of the action at which it came.
@@ -156,6 +159,10 @@ class Trainer:
             raise SystemExit(0)
         if self._worker is not None:
             raise ValueError("fit must be called once per Trainer, got a second call; make another Trainer")
+        if not isinstance(resume, str | Path | None):
+            raise ArgumentError("resume", "be a checkpoint folder or None", described(resume), "give its path")
+        if not AgentClient.is_wanted():
+            check_started_once(os.environ, sys.argv, is_script=True)
         _log_to_stderr()
         # forked before there are connections, threads of communication or CUDA, of which they are to have nothing
         with data_processes(reader_of(job).read, job.num_workers) as processes:
@@ -237,9 +244,16 @@ class _ForwardedOutput:
 
 def _device(wanted: str | torch.device | None) -> torch.device:
     """Return where this worker trains; a GPU without a number is one of its own, as far as there are enough."""
-    device = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device must be one that torch can use here, got {device}; leave it out to train on the CPU")
+    usable = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(usable if wanted is None else wanted)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cpu", usable):
+        fix = "leave it out to train on the CPU" if usable == "cpu" else "leave it out to train on a GPU"
+        raise ArgumentError(
+            "device", f"be one that can train here ({' or '.join({'cpu': 0, usable: 0})})", repr(wanted), fix
+        )
     if device == torch.device("cuda"):
         # not the local rank: nodes that are simulated on one machine share its GPUs out, too
         return torch.device("cuda", int(os.environ.get("RANK", "0")) % torch.cuda.device_count())

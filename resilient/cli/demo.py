@@ -241,7 +241,9 @@ def _train(num_steps: int, scenario: DemoScenario | None, run_directory: Path, v
         launcher.subscribe(Director(scenario, launcher.add_node).on_event)
     with view:
         launcher.subscribe(view.on_event)
-        return launcher.run()
+        exit_code = launcher.run()
+    view.print_ending()
+    return exit_code
 
 
 def _write(run_directory: Path, reference_directory: Path | None) -> dict[str, Any]:

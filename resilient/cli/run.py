@@ -6,6 +6,7 @@ checkpoint; 130 interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from resilient.cli.shared.renamed_options import renamed
 from resilient.cli.shared.run_folder import new_run_directory
 from resilient.common.files import write_whole
 from resilient.errors import ArgumentError, ResilientError
+from resilient.protocol.foreign_launchers import check_started_once
 from resilient.protocol.messages import PHASES, Injection
 
 RUN_HELP = (
@@ -71,6 +73,7 @@ def run(
     script_options.hint(context, arguments or ())
     run_directory = run_dir or new_run_directory()
     try:
+        check_started_once(os.environ, [str(script), *(arguments or ())], is_script=False)
         options = LaunchOptions(
             script=str(script),
             arguments=tuple(arguments or ()),
@@ -99,6 +102,8 @@ def run(
         _try_to_write("report", run_directory, lambda: _write_report(run_directory))
         if trace_steps:
             _try_to_write("trace", run_directory, lambda: _write_trace(run_directory, trace_steps))
+    with contextlib.suppress(OSError, SystemExit):  # rich's, when nobody reads any more: the job has ended as it has
+        view.print_ending()
     raise typer.Exit(exit_code)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from resilient.data.checksums import entry_checksum
 from resilient.data.dataset import Dataset, Sample, collate
 from resilient.data.lazy import Lazy
+from resilient.data.sample_types import check_sample
 from resilient.data.sampler import StepSampler, microbatches
 from resilient.data.seeding import draw, generators_kept, seed_generators
 from resilient.errors import SampleError
@@ -154,8 +155,8 @@ class MicrobatchReader:
         started, seed, name = time.perf_counter(), self._sampler.seed, self.name(index)
         seed_generators(seed, epoch, index)
         sample = self._dataset[index]
-        if not isinstance(sample, Mapping):
-            raise SampleError(f"{name}: must map names to tensors, got {type(sample).__name__}; return a dict")
+        if index not in self._checked:
+            check_sample(self._dataset, sample, name)
         loaded: dict[str, Any] = {}
         for entry, value in sample.items():
             seed_generators(seed, epoch, index, entry)

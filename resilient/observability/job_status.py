@@ -51,6 +51,7 @@ class JobStatus:
         phase: starting, training, recovering, changing (a planned change at the next boundary), finished or stopped.
         samples_per_s: Of the last few steps, 0 before the second.
         losses: The newest losses, oldest first.
+        ending: Why the job stopped before its last step, and the command that goes on; "" if it did not.
     """
 
     job: dict[str, Any] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class JobStatus:
     pipelines: list[dict[str, Any]] = field(default_factory=list)
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_LOSSES))
     messages: deque[Message] = field(default_factory=lambda: deque(maxlen=_KEPT_MESSAGES))
+    ending: str = ""
     _window: list[Event] = field(default_factory=list)
     _told: int = 0
     _recent: deque[Event] = field(default_factory=lambda: deque(maxlen=10))
@@ -253,7 +255,8 @@ class JobStatus:
 
     def _on_stopped(self, event: Event) -> Iterator[tuple[str, str]]:
         self.phase = "stopped"
-        yield "bad", f"stopped with exit code {event['exit_code']}: {event['reason']}"
+        self.ending = f"stopped with exit code {event['exit_code']}: {event['reason']}"
+        yield "bad", self.ending
 
     def _node(self, name: int) -> NodeStatus:
         return self.nodes.setdefault(name, NodeStatus(node=name))

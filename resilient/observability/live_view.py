@@ -77,8 +77,12 @@ class PlainView:
         if event["kind"] == "step" and (messages or self._step_is_due(event)):
             self._line(event["time"], self._step_in_words(event), "")
             self._next_step_at = event["time"] + _PLAIN_STEP_INTERVAL_S
-        for message in messages:
+        for message in messages if event["kind"] != "stopped" else ():
             self._line(message.time, message.text, _TONES[message.tone])
+
+    def print_ending(self) -> None:
+        """Print why the job stopped, if it did; to be called when nothing else is to be printed."""
+        _print_ending(self._console, self._status)
 
     def _step_is_due(self, event: Event) -> bool:
         return event["time"] >= self._next_step_at or event["step"] == self._status.job.get("num_steps")
@@ -123,6 +127,16 @@ class LiveView:
             self._live.console.print(text, markup=False, highlight=False, emoji=False)
         with self._lock:
             self._status.apply(event)
+
+    def print_ending(self) -> None:
+        """Print why the job stopped, if it did; to be called when nothing else is to be printed."""
+        _print_ending(self._live.console, self._status)
+
+
+def _print_ending(console: Console, status: JobStatus) -> None:
+    """Print the ending in one line, however long: its command is there to be copied."""
+    if status.ending:
+        console.print(Text(status.ending, style=_TONES["bad"]), soft_wrap=True)
 
 
 class _Screen:

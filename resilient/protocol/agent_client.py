@@ -112,14 +112,18 @@ class AgentClient:
         self._reader = threading.Thread(target=self._read, name="agent-reader", daemon=True)
         self._reader.start()
 
+    @staticmethod
+    def is_wanted() -> bool:
+        """Return whether an agent started this process."""
+        return "RESILIENT_AGENT" in os.environ
+
     @classmethod
     def from_environment(cls) -> AgentClient | None:
         """Connect to the agent that started this process; None when no agent did."""
-        address = os.environ.get("RESILIENT_AGENT")
-        if address is None:
+        if not cls.is_wanted():
             return None
         return cls(
-            address,
+            os.environ["RESILIENT_AGENT"],
             token=os.environ["RESILIENT_TOKEN"],
             node=int(os.environ["RESILIENT_NODE"]),
             local_rank=int(os.environ["LOCAL_RANK"]),

@@ -11,6 +11,7 @@ from resilient.data.dataset import Dataset, Sample, num_targets
 from resilient.data.processes import DataProcesses
 from resilient.data.read_ahead import ReadAhead
 from resilient.data.reader import MicrobatchReader, Read, Reading, Reads
+from resilient.data.sample_types import NamedEntries
 from resilient.data.sampler import StepSampler
 from resilient.errors import SampleError
 from resilient.models.chain import Chain
@@ -109,7 +110,8 @@ class Batches:
         return self._placed(self._reader.join(read))
 
     def _placed(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {entry: self._place(value) for entry, value in batch.items()}
+        placed = {entry: self._place(value) for entry, value in batch.items()}
+        return NamedEntries(placed, f"microbatches of {type(self._job.dataset).__name__}")
 
     def _place(self, value: Tensor) -> Tensor:
         dtype = self._job.dtype if value.is_floating_point() else None

@@ -147,6 +147,22 @@ def command(*arguments: object) -> list[str]:
     return [str(Path(sys.executable).with_name("resilient")), *map(str, arguments)]
 
 
+def wait_for_event(
+    directory: Path, job: subprocess.Popen[Any], wanted: Callable[[Event], bool], timeout_s: float = 60.0
+) -> Event:
+    """Return the first event of a job that is wanted, once it is there."""
+    give_up_at = time.monotonic() + timeout_s
+    path = directory / "events.jsonl"
+    while True:
+        ended = job.poll() is not None
+        found = next(filter(wanted, read_events(path)), None) if path.exists() else None
+        if found is not None:
+            return found
+        assert not ended, "the job ended before the event came"
+        assert time.monotonic() < give_up_at, "the event did not come"
+        time.sleep(0.02)
+
+
 class Started:
     """A ``resilient run`` in the background."""
 
@@ -165,16 +181,10 @@ class Started:
 
     def wait_for(self, wanted: Callable[[Event], bool], timeout_s: float = 60.0) -> Event:
         """Return the first event that is wanted, once it is there."""
-        give_up_at = time.monotonic() + timeout_s
-        path = self.directory / "events.jsonl"
-        while True:
-            ended = self.popen.poll() is not None
-            found = next(filter(wanted, read_events(path)), None) if path.exists() else None
-            if found is not None:
-                return found
-            assert not ended, f"the job ended before the event came:\n{self.output}"
-            assert time.monotonic() < give_up_at, f"the event did not come:\n{self.output}"
-            time.sleep(0.02)
+        try:
+            return wait_for_event(self.directory, self.popen, wanted, timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}:\n{self.output}") from None
 
     def wait_for_step(self, number: int) -> Event:
         return self.wait_for(lambda event: event["kind"] == "step" and event["step"] >= number)

@@ -228,7 +228,7 @@ def test_names_that_do_not_fit_are_refused(names: list[str]) -> None:
 
 
 def test_sample_without_input_is_named() -> None:
-    message = "sample 3 of Rows: a chain reads 'input', but the sample holds ['x']; rename its entry"
+    message = "sample 3 of Rows: must hold 'input', which a chain reads, got ['x']; rename an entry"
     with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
         Chain(FACTORIES, squared).check({"x": 1}, "sample 3 of Rows")
 
