@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from resilient.errors import ArgumentError, CheckpointError, ResilientError, SampleError
     from resilient.models.chain import Chain
     from resilient.models.multimodal import EncoderModule, MultimodalModule
-    from resilient.optim import SGD, AdamW, WarmupCosine
+    from resilient.optim import SGD, AdamW, ParameterGroup, WarmupCosine
     from resilient.trainer import FitResult, Trainer
 
     __version__: str
@@ -25,6 +25,7 @@ _HOMES = {
     "EncoderModule": "resilient.models.multimodal",
     "FitResult": "resilient.trainer",
     "MultimodalModule": "resilient.models.multimodal",
+    "ParameterGroup": "resilient.optim",
     "ResilientError": "resilient.errors",
     "SGD": "resilient.optim",
     "SampleError": "resilient.errors",
@@ -41,6 +42,7 @@ __all__ = [
     "EncoderModule",
     "FitResult",
     "MultimodalModule",
+    "ParameterGroup",
     "ResilientError",
     "SampleError",
     "Trainer",

@@ -185,6 +185,11 @@ class Trainer:
         return FitResult(step=num_steps, checkpoint=self._final, is_main=self._worker.is_main)
 
     @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Full names, ``<layer>.<parameter>``, of what is trained: what the patterns of parameter groups are of."""
+        return self._job.parameter_names()
+
+    @property
     def losses(self) -> dict[int, float]:
         """Step -> loss, of a script run by itself; under ``resilient run`` empty, ``events.jsonl`` has them there."""
         return dict(self._client.losses) if isinstance(self._client, SingleProcessClient) else {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from resilient.comm import Communicator
-from resilient.optim import Optimizer, learning_rate
+from resilient.optim import Optimizer, set_learning_rates
 from resilient.protocol.messages import StepOutcome, WorkerProgress
 from resilient.runtime.agreement import all_equal
 from resilient.state.layer_state import LayerState
@@ -151,8 +151,7 @@ class Ledger:
         if self._clip is not None and outcome.grad_norm > self._clip:
             for state in self.current.values():
                 state.grad.mul_(self._clip / outcome.grad_norm)
-        for group in self._torch_optimizer.param_groups:
-            group["lr"] = learning_rate(self._optimizer, outcome.step)
+        set_learning_rates(self._optimizer, self._torch_optimizer, outcome.step)
         self._torch_optimizer.step()
         self.version = outcome.step
         self.begun = self.complete = False

@@ -24,13 +24,13 @@ from resilient.pipeline import stage
 from resilient.profiling.cache import job_profile
 from resilient.runtime.batches import Batches
 from resilient.trainer import Trainer
-from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job
+from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job, split_decay
 
 SCHEDULE = WarmupCosine(warmup_steps=3, total_steps=8, floor=0.1)
 OPTIMIZERS: dict[str, tuple[Optimizer, Callable[[Any], torch.optim.Optimizer]]] = {
     "AdamW": (
         AdamW(lr=0.05, weight_decay=0.1, lr_schedule=SCHEDULE),
-        lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1),
+        lambda parameters: torch.optim.AdamW(split_decay(parameters, 0.1), lr=0.05),
     ),
     "SGD": (
         SGD(lr=0.5, momentum=0.9, lr_schedule=SCHEDULE),

@@ -102,7 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--microbatch", type=int, default=4)
     parser.add_argument("--layers", type=int, default=NUM_LAYERS)
     parser.add_argument("--precision", default="fp64")
-    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument("--optimizer", choices=("adamw", "sgd", "groups"), default="adamw")
     parser.add_argument("--max-failures", type=int, default=1)
     parser.add_argument("--min-pipeline-nodes", type=int, default=2)
     parser.add_argument("--checkpoint-every", type=int, default=0)
@@ -145,7 +145,12 @@ def main() -> None:
     conditions = {
         index: [is_over for at, is_over in held if at == step] for step, _ in held for index in samples_of(step)
     }
-    optimizers = {"adamw": rs.AdamW(lr=3e-3), "sgd": rs.SGD(lr=1e-2, momentum=0.9)}
+    groups = [rs.ParameterGroup("*.bias", weight_decay=0.1), rs.ParameterGroup("layer.[0-4].*", lr=1e-3)]
+    optimizers = {
+        "adamw": rs.AdamW(lr=3e-3),
+        "sgd": rs.SGD(lr=1e-2, momentum=0.9),
+        "groups": rs.AdamW(lr=3e-3, groups=groups),
+    }
     trainer = rs.Trainer(
         build_model(args.layers, args.slow_node),
         Waves(samples_of(args.raise_in), conditions),

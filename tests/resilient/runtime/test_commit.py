@@ -15,9 +15,9 @@ from tests.resilient.small import CPU, TiedModel
 NAMES = ("embed", "block.0", "head")
 
 
-def state(name: str, value: float = 1.0) -> LayerState:
+def state(name: str, value: float = 1.0, lr: float = 0.5) -> LayerState:
     spec = next(spec for spec in TiedModel(num_blocks=1).layers if spec.name == name)
-    made = LayerState(spec, BufferLayout.of(spec), (), torch.float64, CPU)
+    made = LayerState(spec, BufferLayout.of(spec, SGD(lr=lr).rates), (), torch.float64, CPU)
     made.buffer.fill_(value)
     return made
 
@@ -26,7 +26,7 @@ def ledger_at(version: int, *names: str, lr: float = 0.5, clip: float | None = N
     """Make a ledger in a running generation, whose gradients are all 1."""
     ledger = Ledger(SGD(lr=lr), clip)
     ledger.begin_install(version, None)
-    ledger.current = {name: state(name) for name in names}
+    ledger.current = {name: state(name, lr=lr) for name in names}
     ledger.start()
     for held in ledger.current.values():
         held.grad.fill_(1)
@@ -123,7 +123,7 @@ def test_gradients_are_clipped_by_the_whole_models_norm(clip: float | None, norm
 def test_learning_rate_follows_the_step_not_the_calls() -> None:
     ledger = Ledger(SGD(lr=1.0, lr_schedule=WarmupCosine(warmup_steps=10, total_steps=20)), None)
     ledger.begin_install(6, None)
-    ledger.current = {"embed": state("embed")}
+    ledger.current = {"embed": state("embed", lr=1.0)}
     ledger.start()
     ledger.current["embed"].grad.fill_(1)
     ledger.apply(outcome(7))
