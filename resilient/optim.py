@@ -1,21 +1,22 @@
 """Optimizers as descriptions: what to build over the flat parameters of whichever layers a worker holds.
 
 The arithmetic is torch's own. The slots are part of the layer states, so that a copied layer brings its optimizer
-state along; the step count is the state's version.
+state along; the step count follows from the state's version.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from resilient.common.arguments import check_number, described, whole_number
-from resilient.errors import ArgumentError
-from resilient.state.layer_state import LayerState
+from resilient.errors import ArgumentError, literal
+from resilient.state.layer_state import LayerState, Rates, UpdatedWindow
 
 _T = TypeVar("_T")
 
@@ -33,18 +34,90 @@ class Optimizer(Protocol):
     def lr_schedule(self) -> LearningRateSchedule | None: ...
 
     @property
+    def groups(self) -> Sequence[ParameterGroup]: ...
+
+    @property
     def slots(self) -> tuple[str, ...]:
         """Names of the per-parameter tensors, all zero before the first step."""
         ...
 
-    def build(self, states: Iterable[LayerState], version: int) -> torch.optim.Optimizer:
-        """Make the torch optimizer over the states' flat parameters, ``version`` steps after the beginning."""
+    def rates(self, name: str, num_dims: int) -> Rates:
+        """Return the rates of the parameter of this full name, ``<layer>.<parameter>``."""
+        ...
+
+    def build(self, states: Iterable[LayerState], num_updates: int) -> torch.optim.Optimizer:
+        """Make the torch optimizer over the states' windows, which were updated so many times."""
         ...
 
 
 def learning_rate(optimizer: Optimizer, step: int) -> float:
-    """Return the learning rate of a step (1, 2, ...)."""
-    return optimizer.lr * (optimizer.lr_schedule(step) if optimizer.lr_schedule else 1.0)
+    """Return the learning rate of a step (1, 2, ...), of parameters in no group with a rate of its own."""
+    return optimizer.lr * _factor(optimizer, step)
+
+
+def set_learning_rates(optimizer: Optimizer, built: torch.optim.Optimizer, step: int) -> None:
+    """Give each parameter group of the optimizer that was built its learning rate of a step (1, 2, ...)."""
+    for group in built.param_groups:
+        group["lr"] = group["initial_lr"] * _factor(optimizer, step)
+
+
+def _factor(optimizer: Optimizer, step: int) -> float:
+    return optimizer.lr_schedule(step) if optimizer.lr_schedule else 1.0
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that are trained at rates of their own, in ``groups`` of an optimizer: the first that fits counts.
+
+    Args:
+        pattern: Of full names, ``<layer>.<parameter>`` (:attr:`resilient.Trainer.parameter_names`): ``*`` stands for
+            anything, ``?`` for one character, ``[0-9]`` for one of these, as in :mod:`fnmatch`.
+        lr: Learning rate, which the optimizer's schedule multiplies as well; None for the optimizer's.
+        weight_decay: Also of norms and biases; None for the optimizer's, and none of norms and biases.
+
+    Raises:
+        ArgumentError: A rate cannot be, or nothing is said.
+    """
+
+    pattern: str
+    _: KW_ONLY
+    lr: float | None = None
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        whose = f" of ParameterGroup({self.pattern!r})"
+        if self.lr is None and self.weight_decay is None:
+            fix = f"write ParameterGroup({literal(repr(self.pattern))}, lr=1e-5), say"
+            raise ArgumentError("lr or weight_decay" + whose, "be given", "neither", fix)
+        if self.lr is not None:
+            _check_lr(self.lr, whose)
+        if self.weight_decay is not None:
+            _check_weight_decay(self.weight_decay, whose)
+
+
+def check_groups(optimizer: Optimizer, names: Sequence[str]) -> None:
+    """Check that every group has parameters.
+
+    Args:
+        optimizer: With the groups.
+        names: Full names of all parameters that are trained.
+
+    Raises:
+        ArgumentError: One has none; the message says whether its pattern fits no name, or comes too late.
+    """
+    left = list(names)
+    for position, group in enumerate(optimizer.groups):
+        fitting = [name for name in names if fnmatchcase(name, group.pattern)]
+        if not fitting:
+            few = ", ".join(names[:3])
+            fix = f"names are {few}, ... (Trainer.parameter_names); a tied parameter has its owner's name"
+            constraint = "fit the name of a parameter that is trained"
+            raise ArgumentError(f"groups[{position}]", constraint, repr(group.pattern), literal(fix))
+        if not set(fitting) & set(left):
+            constraint = "have parameters that no group before it takes"
+            fix = "put the special pattern before the general one"
+            raise ArgumentError(f"groups[{position}]", constraint, repr(group.pattern), fix)
+        left = [name for name in left if name not in set(fitting)]
 
 
 @dataclass(frozen=True)
@@ -82,14 +155,12 @@ class WarmupCosine:
         return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _trained(states: Iterable[LayerState]) -> tuple[list[LayerState], list[torch.nn.Parameter]]:
-    """Return the states with something to train, and their parameters: torch wants one at least, be it empty."""
-    held = [state for state in states if state.layout.num_trainable]
-    return held, [state.flat for state in held] or [torch.nn.Parameter(torch.empty(0))]
+def _check_lr(lr: float, whose: str = "") -> None:
+    check_number(f"lr{whose}", lr, "pass a positive learning rate")
 
 
-def _check_lr(lr: float) -> None:
-    check_number("lr", lr, "pass a positive learning rate")
+def _check_weight_decay(weight_decay: float, whose: str = "") -> None:
+    check_number(f"weight_decay{whose}", weight_decay, "pass 0.0 for none", or_zero=True)
 
 
 def _check_schedule(schedule: LearningRateSchedule | None) -> None:
@@ -114,7 +185,13 @@ def _check_betas(betas: Any) -> None:
 
 
 class _Description:
-    """What descriptions of optimizers have in common: arguments by name, one of which once had another."""
+    """What descriptions of optimizers have in common: their groups, and arguments by name, one of which
+    once had another."""
+
+    lr: float
+    weight_decay: float
+    lr_schedule: LearningRateSchedule | None
+    groups: Sequence[ParameterGroup]
 
     def __new__(cls: type[_T], *unnamed: Any, **arguments: Any) -> _T:
         if unnamed:
@@ -126,6 +203,35 @@ class _Description:
             raise ArgumentError("schedule", "be called {lr_schedule}", arguments["schedule"], fix)
         return object.__new__(cls)
 
+    def __post_init__(self) -> None:
+        _check_lr(self.lr)
+        _check_weight_decay(self.weight_decay)
+        _check_schedule(self.lr_schedule)
+        for group in self.groups:
+            if not isinstance(group, ParameterGroup):
+                fix = 'write groups=[resilient.ParameterGroup("vision.*", lr=1e-5)]'
+                raise ArgumentError("groups", "hold ParameterGroups", f"a {type(group).__name__}", fix)
+        object.__setattr__(self, "groups", tuple(self.groups))
+
+    def rates(self, name: str, num_dims: int) -> Rates:
+        group = next((group for group in self.groups if fnmatchcase(name, group.pattern)), None)
+        lr = self.lr if group is None or group.lr is None else group.lr
+        if group is not None and group.weight_decay is not None:
+            return Rates(lr=lr, weight_decay=group.weight_decay)
+        return Rates(lr=lr, weight_decay=self.weight_decay if num_dims > 1 else 0.0)
+
+
+def _by_rates(windows: Iterable[UpdatedWindow]) -> list[dict[str, Any]]:
+    """Return the parameter groups of torch's optimizer: it wants one at least, be it of an empty parameter."""
+    together: dict[Rates, list[torch.nn.Parameter]] = {}
+    for window in windows:
+        together.setdefault(window.rates, []).append(window.parameter)
+    nothing = {Rates(lr=0.0, weight_decay=0.0): [torch.nn.Parameter(torch.empty(0))]}
+    return [
+        {"params": parameters, "lr": rates.lr, "initial_lr": rates.lr, "weight_decay": rates.weight_decay}
+        for rates, parameters in (together or nothing).items()
+    ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(_Description):
@@ -135,11 +241,13 @@ class AdamW(_Description):
         lr: Learning rate.
         betas: Decay of the averages of the gradient and of its square.
         eps: Added to the denominator.
-        weight_decay: Share of the parameters, times the learning rate, that each step takes away.
-        lr_schedule: Step (1, 2, ...) -> factor on ``lr``, as :class:`WarmupCosine`; None for 1 always.
+        weight_decay: Share of the parameters, times the learning rate, that each step takes away; not of norms and
+            biases (parameters of one dimension or none).
+        lr_schedule: Step (1, 2, ...) -> factor on all learning rates, as :class:`WarmupCosine`; None for 1 always.
+        groups: Parameters with rates of their own, :class:`ParameterGroup`; the first that fits counts.
 
     Raises:
-        ValueError: ``lr`` is not positive.
+        ArgumentError: A rate is negative, or ``lr`` 0.
 
     Source: Loshchilov and Hutter, Decoupled weight decay regularization, ICLR 2019.
     """
@@ -149,31 +257,23 @@ class AdamW(_Description):
     eps: float = 1e-8
     weight_decay: float = 0.01
     lr_schedule: LearningRateSchedule | None = None
+    groups: Sequence[ParameterGroup] = ()
 
     def __post_init__(self) -> None:
-        _check_lr(self.lr)
+        super().__post_init__()
         _check_betas(self.betas)
         check_number("eps", self.eps, "leave it out for 1e-8", or_zero=True)
-        check_number("weight_decay", self.weight_decay, "pass 0.0 for none", or_zero=True)
-        _check_schedule(self.lr_schedule)
 
     @property
     def slots(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def build(self, states: Iterable[LayerState], version: int) -> torch.optim.Optimizer:
-        held, parameters = _trained(states)
-        optimizer = torch.optim.AdamW(
-            parameters,
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            fused=True,
-        )
-        for state in held:
-            step = torch.tensor(float(version), dtype=torch.float32, device=state.flat.device)
-            optimizer.state[state.flat] = {"step": step, **state.slots}
+    def build(self, states: Iterable[LayerState], num_updates: int) -> torch.optim.Optimizer:
+        windows = [window for state in states for window in state.windows]
+        optimizer = torch.optim.AdamW(_by_rates(windows), betas=self.betas, eps=self.eps, fused=True)
+        for window in windows:
+            step = torch.tensor(float(num_updates), dtype=torch.float32, device=window.parameter.device)
+            optimizer.state[window.parameter] = {"step": step, **window.slots}
         return optimizer
 
 
@@ -185,11 +285,14 @@ class SGD(_Description):
         lr: Learning rate.
         momentum: Of the gradients summed up; 0 for none.
         nesterov: Look ahead along the momentum.
-        weight_decay: Factor of the parameters added to the gradient.
-        lr_schedule: Step (1, 2, ...) -> factor on ``lr``, as :class:`WarmupCosine`; None for 1 always.
+        weight_decay: Factor of the parameters added to the gradient; not of norms and biases (parameters of one
+            dimension or none).
+        lr_schedule: Step (1, 2, ...) -> factor on all learning rates, as :class:`WarmupCosine`; None for 1 always.
+        groups: Parameters with rates of their own, :class:`ParameterGroup`; the first that fits counts.
 
     Raises:
-        ValueError: ``lr`` is not positive, or ``nesterov`` has no momentum.
+        ArgumentError: A rate is negative, or ``lr`` 0.
+        ValueError: ``nesterov`` has no momentum.
     """
 
     lr: float
@@ -197,12 +300,11 @@ class SGD(_Description):
     nesterov: bool = False
     weight_decay: float = 0.0
     lr_schedule: LearningRateSchedule | None = None
+    groups: Sequence[ParameterGroup] = ()
 
     def __post_init__(self) -> None:
-        _check_lr(self.lr)
+        super().__post_init__()
         check_number("momentum", self.momentum, "pass 0.0 for none", or_zero=True)
-        check_number("weight_decay", self.weight_decay, "pass 0.0 for none", or_zero=True)
-        _check_schedule(self.lr_schedule)
         if self.nesterov and not self.momentum > 0:
             raise ValueError(f"momentum must be > 0 with nesterov, got {self.momentum}; pass e.g. momentum=0.9")
 
@@ -210,16 +312,9 @@ class SGD(_Description):
     def slots(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.momentum else ()
 
-    def build(self, states: Iterable[LayerState], version: int) -> torch.optim.Optimizer:
-        held, parameters = _trained(states)
-        optimizer = torch.optim.SGD(
-            parameters,
-            lr=self.lr,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            weight_decay=self.weight_decay,
-            fused=True,
-        )
-        for state in held:
-            optimizer.state[state.flat] = dict(state.slots)
+    def build(self, states: Iterable[LayerState], num_updates: int) -> torch.optim.Optimizer:
+        windows = [window for state in states for window in state.windows]
+        optimizer = torch.optim.SGD(_by_rates(windows), momentum=self.momentum, nesterov=self.nesterov, fused=True)
+        for window in windows:
+            optimizer.state[window.parameter] = dict(window.slots)
         return optimizer

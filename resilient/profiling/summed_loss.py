@@ -14,6 +14,7 @@ from torch import nn
 
 from resilient.errors import ArgumentError
 from resilient.models.layer import Activations, Batch
+from resilient.models.summed_loss import summed_loss
 from resilient.runtime.batches import Batches, Read
 from resilient.runtime.job import Job
 
@@ -79,7 +80,7 @@ class SummedLoss:
         try:
             self._activations[index] = module(dict(self._activations[index]), batch)
             if is_last:
-                self._losses.append(float(self._job.model.loss(self._activations[index], batch)))
+                self._losses.append(float(summed_loss(self._job.model, self._activations[index], batch)))
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
             if index >= 2:

@@ -12,7 +12,7 @@ import torch
 from resilient.data.dataset import Dataset
 from resilient.errors import ArgumentError
 from resilient.models.layer import FromFiles, LayerSpec, Model
-from resilient.optim import Optimizer
+from resilient.optim import Optimizer, check_groups
 from resilient.protocol.job_config import JobConfig
 from resilient.protocol.messages import JobSpec
 from resilient.runtime.job_arguments import check_dataset, check_model, check_optimizer
@@ -65,6 +65,8 @@ class Job(JobConfig):
             raise ArgumentError(
                 "schedule", f"be another on CUDA devices ({why})", self.schedule.value, "choose another"
             )
+        if self.optimizer.groups:
+            check_groups(self.optimizer, self.parameter_names())
 
     def until(self, num_steps: int) -> Job:
         """Return the job with its number of steps set."""
@@ -95,7 +97,16 @@ class Job(JobConfig):
 
     def layouts(self) -> dict[str, BufferLayout]:
         """Return the buffer layout of every layer."""
-        return {spec.name: BufferLayout.of(spec) for spec in self.model.layers}
+        return {spec.name: BufferLayout.of(spec, self.optimizer.rates) for spec in self.model.layers}
+
+    def parameter_names(self) -> tuple[str, ...]:
+        """Return the full names, ``<layer>.<parameter>``, of what is trained; tied parameters once, as the owner's."""
+        return tuple(
+            f"{layer}.{entry.name}"
+            for layer, layout in self.layouts().items()
+            for entry in layout.entries
+            if entry.trainable
+        )
 
     def spec(self, profile: ModelProfile) -> JobSpec:
         """Describe the job to the coordinator.
@@ -136,6 +147,7 @@ class Job(JobConfig):
         parts: tuple[Any, ...] = (
             recipe,
             self.microbatch,
+            self.on_nonfinite,
             self.max_failures,
             self.min_pipeline_nodes,
             self.schedule.value,

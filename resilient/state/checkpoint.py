@@ -1,6 +1,6 @@
 """The files of a checkpoint: one safetensors file per layer state (see :mod:`resilient.state.manifest`).
 
-Files hold the parameters by name and the optimizer's slots as ``optimizer/<slot>``.
+Files hold the parameters by name and the optimizer's slots as ``optimizer/<slot>/<parameter>``.
 """
 
 from __future__ import annotations

@@ -5,11 +5,13 @@ all-reduce, a fingerprint one pass. Knows nothing of ranks or plans.
 
     buffer:  [ trainable parameters | frozen parameters | slot 0 | slot 1 | ... ]     slots as long as the first part
     grad:    [ trainable parameters ]
+
+Parameters that are updated at the same rates lie together: a window, which torch's optimizer sees as one parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,27 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from resilient.models.layer import LayerSpec, initialize_layer, tie
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """At which rates a parameter is updated.
+
+    Args:
+        lr: Learning rate, where the schedule's factor is 1.
+        weight_decay: As the optimizer understands it.
+    """
+
+    lr: float
+    weight_decay: float
+
+
+RatesOf = Callable[[str, int], Rates]
+"""A parameter's full name, ``<layer>.<parameter>``, and its number of dimensions -> its rates."""
+
+
+def _not_updated(name: str, num_dims: int) -> Rates:
+    return Rates(lr=0.0, weight_decay=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +60,20 @@ class ParameterEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Window:
+    """Trainable parameters that lie together and are updated at the same rates: elements ``start .. stop - 1``."""
+
+    rates: Rates
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class BufferLayout:
     """What a layer's buffer holds."""
 
     entries: tuple[ParameterEntry, ...]
+    windows: tuple[Window, ...]
     num_trainable: int
     num_frozen: int
 
@@ -49,8 +82,12 @@ class BufferLayout:
         return self.num_trainable * (1 + num_slots) + self.num_frozen
 
     @classmethod
-    def of(cls, spec: LayerSpec) -> BufferLayout:
+    def of(cls, spec: LayerSpec, rates_of: RatesOf = _not_updated) -> BufferLayout:
         """Size a layer without allocating it.
+
+        Args:
+            spec: The layer.
+            rates_of: The optimizer's; left out where nothing is to be updated.
 
         Raises:
             ValueError: The layer keeps running statistics: they are no function of the samples' order alone.
@@ -64,18 +101,45 @@ class BufferLayout:
                     "use LayerNorm, GroupNorm, or track_running_stats=False"
                 )
         named = [(name, parameter) for name, parameter in module.named_parameters() if name not in spec.tied]
+        trainable: dict[Rates, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in named:
+            if parameter.requires_grad:
+                rates = rates_of(f"{spec.name}.{name}", parameter.dim())
+                trainable.setdefault(rates, []).append((name, parameter))
         entries: list[ParameterEntry] = []
+        windows: list[Window] = []
         offset = 0
-        totals: dict[bool, int] = {}
-        for trainable in (True, False):
-            start = offset
-            for name, parameter in named:
-                if parameter.requires_grad is trainable:
-                    shape = tuple(parameter.shape)
-                    entries.append(ParameterEntry(name=name, shape=shape, offset=offset, trainable=trainable))
-                    offset += parameter.numel()
-            totals[trainable] = offset - start
-        return cls(entries=tuple(entries), num_trainable=totals[True], num_frozen=totals[False])
+        for rates, together in trainable.items():
+            entries += _entries(together, offset)
+            stop = offset + sum(parameter.numel() for _, parameter in together)
+            windows.append(Window(rates=rates, start=offset, stop=stop))
+            offset = stop
+        frozen = _entries([(name, parameter) for name, parameter in named if not parameter.requires_grad], offset)
+        return cls(
+            entries=(*entries, *frozen),
+            windows=tuple(windows),
+            num_trainable=offset,
+            num_frozen=sum(entry.numel for entry in frozen),
+        )
+
+
+def _entries(named: Iterable[tuple[str, nn.Parameter]], offset: int) -> list[ParameterEntry]:
+    """Lay parameters out one after the other, from ``offset`` on."""
+    entries: list[ParameterEntry] = []
+    for name, parameter in named:
+        shape, trainable = tuple(parameter.shape), parameter.requires_grad
+        entries.append(ParameterEntry(name=name, shape=shape, offset=offset, trainable=trainable))
+        offset += parameter.numel()
+    return entries
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatedWindow:
+    """A window of a layer state, as the optimizer sees it: one parameter, with its gradient, and its slots."""
+
+    rates: Rates
+    parameter: nn.Parameter
+    slots: dict[str, Tensor]
 
 
 class LayerState:
@@ -96,14 +160,20 @@ class LayerState:
         self.layout = layout
         self.buffer = torch.zeros(layout.numel(len(slots)), dtype=dtype, device=device)
         self.grad = torch.zeros(layout.num_trainable, dtype=dtype, device=device)
-        self.flat = nn.Parameter(self.buffer[: layout.num_trainable])
-        self.flat.grad = self.grad
         first_slot = layout.num_trainable + layout.num_frozen
         self.slots = {
             name: self.buffer[first_slot + i * layout.num_trainable :][: layout.num_trainable]
             for i, name in enumerate(slots)
         }
         self.parameters = {entry.name: self._parameter(entry) for entry in layout.entries}
+        self.windows = tuple(self._updated(window) for window in layout.windows if window.stop > window.start)
+
+    def _updated(self, window: Window) -> UpdatedWindow:
+        elements = slice(window.start, window.stop)
+        parameter = nn.Parameter(self.buffer[elements])
+        parameter.grad = self.grad[elements]
+        slots = {name: slot[elements] for name, slot in self.slots.items()}
+        return UpdatedWindow(rates=window.rates, parameter=parameter, slots=slots)
 
     def _parameter(self, entry: ParameterEntry) -> nn.Parameter:
         window = slice(entry.offset, entry.offset + entry.numel)
@@ -126,9 +196,14 @@ class LayerState:
                 parameter.copy_(module.get_parameter(name))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return views of everything in the buffer by name, slots as ``optimizer/<slot>``."""
+        """Return views of everything in the buffer by name, slots as ``optimizer/<slot>/<parameter>``."""
         named = {name: parameter.detach() for name, parameter in self.parameters.items()}
-        return named | {f"optimizer/{name}": slot for name, slot in self.slots.items()}
+        trainable = [entry for entry in self.layout.entries if entry.trainable]
+        return named | {
+            f"optimizer/{name}/{entry.name}": slot[entry.offset : entry.offset + entry.numel].view(entry.shape)
+            for name, slot in self.slots.items()
+            for entry in trainable
+        }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy in what :meth:`tensors` gave.

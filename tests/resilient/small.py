@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -107,6 +107,14 @@ class Tokens:
 
     def num_targets(self, index: int) -> int:
         return self._length
+
+
+def split_decay(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Return the parameter groups of torch's optimizer with which norms and biases do not decay."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in parameters:
+        groups[parameter.dim() > 1].append(parameter)
+    return [{"params": held, "weight_decay": weight_decay * decays} for decays, held in groups.items()]
 
 
 def make_job(**changes: Any) -> Job:

@@ -24,13 +24,13 @@ from resilient.pipeline import stage
 from resilient.profiling.cache import job_profile
 from resilient.runtime.batches import Batches
 from resilient.trainer import Trainer
-from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job
+from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job, split_decay
 
 SCHEDULE = WarmupCosine(warmup_steps=3, total_steps=8, floor=0.1)
 OPTIMIZERS: dict[str, tuple[Optimizer, Callable[[Any], torch.optim.Optimizer]]] = {
     "AdamW": (
         AdamW(lr=0.05, weight_decay=0.1, lr_schedule=SCHEDULE),
-        lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1),
+        lambda parameters: torch.optim.AdamW(split_decay(parameters, 0.1), lr=0.05),
     ),
     "SGD": (
         SGD(lr=0.5, momentum=0.9, lr_schedule=SCHEDULE),
@@ -279,6 +279,15 @@ def test_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make_trainer(device="cuda:1")
     assert make_trainer(device=None)._job.device == CPU
+
+
+def test_names_for_the_patterns_of_parameter_groups_are_listed() -> None:
+    assert make_trainer(model=TiedModel(num_blocks=1)).parameter_names == (
+        "embed.weight",
+        "block.0.linear.weight",
+        "block.0.linear.bias",
+        "head.shift",
+    )
 
 
 def test_calls_out_of_turn_are_refused() -> None:

@@ -160,6 +160,14 @@ def test_kills_one_after_another_until_the_smallest_job_is_left(reference: Run, 
     assert len(run.generations[-1]["nodes"]) == 4
 
 
+def test_node_killed_in_a_job_with_parameter_groups(tmp_path: Path) -> None:
+    """What is copied is laid out by the groups."""
+    reference = run_job(tmp_path / "reference", "--optimizer", "groups", nodes=5)
+    inject = [fail_at(node=2, step=STEP, phase="commit")]
+    run = run_job(tmp_path / "run", "--optimizer", "groups", nodes=5, inject=inject)
+    check_recovered(run, reference)
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward", "commit"])
 def test_node_of_a_multimodal_job_killed(phase: str, multimodal_reference: Run, tmp_path: Path) -> None:
     """Tied embeddings, an encoder, samples of different lengths."""

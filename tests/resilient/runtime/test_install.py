@@ -38,7 +38,7 @@ from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.transfer import Transfer, plan_transfers
 from resilient.templates.schedules.kind import ScheduleKind
 from tests.resilient.ranks import HOST, as_threads
-from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job, make_plan, make_profile
+from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job, make_plan, make_profile, split_decay
 
 FIRST = make_plan(((0, 3, 6), 3), ((0, 6), 5))
 SECOND = make_plan(((0, 2, 6), 8))
@@ -87,7 +87,7 @@ def message(plan: Plan, rank: int, address: str, source: str = INIT, version: in
 
 def one_process(job: Job, num_steps: int) -> WholeModel:
     whole = assemble(job.model, job.seed, torch.float64)
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(split_decay(whole.parameters(), 0.01), lr=0.01)
     batches = Batches(job)
     for step in range(1, num_steps + 1):
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from resilient.optim import SGD, AdamW, WarmupCosine
+from resilient.optim import SGD, AdamW, ParameterGroup, WarmupCosine
 from resilient.protocol.job_config import SCHEDULES
 from resilient.templates.schedules.kind import ScheduleKind
 from tests.resilient.small import TiedModel, Tokens, make_job, make_profile
@@ -47,6 +47,20 @@ from tests.resilient.small import TiedModel, Tokens, make_job, make_profile
         ({"schedule": "interleaved-1f1b", "device": torch.device("cuda", 1)},
          "schedule must be another on CUDA devices (NCCL's messages carry no tags, and both ends do not order theirs "
          "alike), got interleaved-1f1b; choose another"),
+        ({"optimizer": AdamW(lr=0.1, groups=[ParameterGroup("*.bias", lr=0.2), ParameterGroup("blok.*", lr=0.2)])},
+         "groups[1] must fit the name of a parameter that is trained, got 'blok.*'; names are embed.weight, "
+         "block.0.linear.weight, block.0.linear.bias, ... (Trainer.parameter_names); a tied parameter has its owner's "
+         "name"),
+        ({"optimizer": SGD(lr=0.1, groups=[ParameterGroup("head.weight", lr=0.2)])},
+         "groups[0] must fit the name of a parameter that is trained, got 'head.weight'; names are embed.weight, "
+         "block.0.linear.weight, block.0.linear.bias, ... (Trainer.parameter_names); a tied parameter has its owner's "
+         "name"),
+        ({"optimizer": SGD(lr=0.1, groups=[ParameterGroup("*", lr=0.2), ParameterGroup("embed.*", lr=0.3)])},
+         "groups[1] must have parameters that no group before it takes, got 'embed.*'; put the special pattern before "
+         "the general one"),
+        ({"on_nonfinite": "ignore"},
+         "on_nonfinite must be one of ['stop', 'skip'], got 'ignore'; stop ends the job at such a step, skip goes on "
+         "without it"),
         ({"clip_grad_norm": 0.0}, "clip_grad_norm must be > 0, got 0.0; pass None not to clip"),
         ({"comm_timeout_s": 0.0}, "comm_timeout_s must be > 0, got 0.0; leave it out for 120"),
         ({"dataset": Tokens(0)}, "dataset must hold at least one sample, got 0; check how it is built"),
@@ -93,12 +107,14 @@ def digest(**changes: Any) -> str:
         {"schedule": "zb-h1"},
         {"optimizer": AdamW(lr=0.01, weight_decay=0.5)},
         {"optimizer": AdamW(lr=0.01, betas=(0.5, 0.9))},
+        {"optimizer": AdamW(lr=0.01, groups=[ParameterGroup("head.*", lr=0.02)])},
         {"global_batch": 32},
         {"microbatch": 4},
         {"seed": 4},
         {"precision": "fp32"},
         {"clip_grad_norm": 1.0},
         {"num_steps": 7},
+        {"on_nonfinite": "skip"},
     ],
     ids=lambda changes: next(iter(changes)),
 )

@@ -13,7 +13,7 @@ from torch import nn
 
 from resilient.errors import ArgumentError, CheckpointError
 from resilient.models.layer import LayerSpec
-from resilient.optim import AdamW, WarmupCosine
+from resilient.optim import AdamW, ParameterGroup, WarmupCosine
 from resilient.state import checkpoint
 from resilient.state.layer_state import BufferLayout, LayerState
 from resilient.state.manifest import (
@@ -204,6 +204,7 @@ def test_checkpoint_of_the_same_job_is_accepted_whatever_may_change(tmp_path: Pa
         "min_pipeline_nodes": 3,
         "num_steps": 99,
         "checkpoint_every": 7,
+        "on_nonfinite": "skip",
         "schedule": "gpipe",
         "comm_timeout_s": 1.0,
         "optimizer": AdamW(lr=0.01, lr_schedule=WarmupCosine(1, 99)),
@@ -222,8 +223,14 @@ def test_checkpoint_of_the_same_job_is_accepted_whatever_may_change(tmp_path: Pa
         ({"dataset": Tokens(num_samples=25)}, "num_samples 24, now 25"),
         (
             {"optimizer": AdamW(lr=0.02)},
-            "optimizer AdamW(betas=(0.9, 0.999), eps=1e-08, lr=0.01, weight_decay=0.01), "
-            "now AdamW(betas=(0.9, 0.999), eps=1e-08, lr=0.02, weight_decay=0.01)",
+            "optimizer AdamW(betas=(0.9, 0.999), eps=1e-08, groups=(), lr=0.01, weight_decay=0.01), "
+            "now AdamW(betas=(0.9, 0.999), eps=1e-08, groups=(), lr=0.02, weight_decay=0.01)",
+        ),
+        (
+            {"optimizer": AdamW(lr=0.01, groups=[ParameterGroup("*.bias", lr=0.1)])},
+            "optimizer AdamW(betas=(0.9, 0.999), eps=1e-08, groups=(), lr=0.01, weight_decay=0.01), now AdamW("
+            "betas=(0.9, 0.999), eps=1e-08, groups=(ParameterGroup(pattern='*.bias', lr=0.1, weight_decay=None),), "
+            "lr=0.01, weight_decay=0.01)",
         ),
         (
             {"model": TiedModel(dropout=0.5), "seed": 0},

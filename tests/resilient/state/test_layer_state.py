@@ -69,7 +69,8 @@ def test_module_gradient_and_optimizer_share_the_buffer() -> None:
     expected = [float(entry.name == "linear.weight") for entry in state.layout.entries for _ in range(entry.numel)]
     assert state.grad.tolist() == expected
     with torch.no_grad():
-        state.flat.fill_(3)
+        for window in state.windows:
+            window.parameter.fill_(3)
     assert all(parameter.eq(3).all() for parameter in module.parameters())
     assert state.buffer[: state.layout.num_trainable].eq(3).all()
 
