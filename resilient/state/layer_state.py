@@ -98,7 +98,7 @@ class BufferLayout:
             if isinstance(part, _BatchNorm) and part.track_running_stats:
                 raise ValueError(
                     f"layer {spec.name!r} must not keep running statistics, got {type(part).__name__}; "
-                    "use LayerNorm, GroupNorm, or track_running_stats=False"
+                    "use LayerNorm or GroupNorm"
                 )
         named = [(name, parameter) for name, parameter in module.named_parameters() if name not in spec.tied]
         trainable: dict[Rates, list[tuple[str, nn.Parameter]]] = {}

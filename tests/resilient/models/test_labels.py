@@ -52,3 +52,9 @@ def test_unshifted_label_of_the_first_token_is_no_target() -> None:
 def test_digest_tells_what_is_computed_and_not_how_it_was_said() -> None:
     default, shifted, unshifted = (text_model(labels).digest() for labels in (None, "shifted", "unshifted"))
     assert default == shifted != unshifted
+
+
+def test_unknown_convention_is_refused() -> None:
+    message = r"^labels must be 'shifted', 'unshifted' or None, got 'both'; pass one of them$"
+    with pytest.raises(ValueError, match=message):
+        text_model("both")  # pyright: ignore[reportArgumentType]

@@ -376,10 +376,6 @@ def test_live_model_is_refused_with_the_fix() -> None:
             "projector must be 'mlp' or 'linear', got 'qformer'; pass one of them",
         ),
         (
-            lambda: MultimodalModule(encoders={}, language_model=LlamaConfig(**TEXT), labels="both"),  # pyright: ignore
-            "labels must be 'shifted', 'unshifted' or None, got 'both'; pass one of them",
-        ),
-        (
             lambda: MultimodalModule(
                 encoders={"vision": EncoderModule(ViTConfig(**VISION), placeholder_id=20)},
                 language_model=LlamaConfig(**TEXT),
