@@ -28,10 +28,10 @@ class Ends:
         self._parts = parts
 
     def save_and_stop(self, agreement: Agreement, reason: str) -> None:
-        """Have every state saved once by one of its holders, and stop when that is done; at once if it need not be."""
+        """Have every state saved once by one of its holders, and stop when that is done; at once if it is not to be."""
         parts = self._parts
         step, job = agreement.version, parts.job.spec
-        if source_at(step, parts.checkpoints.whole):
+        if parts.ending.is_damaged or source_at(step, parts.checkpoints.whole):
             self.stop_resumable(reason)
             return
         lost = uncovered(job.profile, agreement.holders())

@@ -307,13 +307,9 @@ class Handlers:
             self._ends.finish()  # otherwise a part died with its writer: the next generation writes it again
 
     def on_failed(self, message: Failed, worker: WorkerId) -> None:
-        parts, node = self._parts, worker[0]
-        if message.is_sound:
-            self._lifecycle.fail(node, message.error, message.traceback)
-            return
-        self._context.record("failed", node=node, error=message.error, traceback=message.traceback)
-        reason = f"node {node}: {message.error}{parts.how_to_resume}"
-        self._ends.stop(EXIT_FAILED, reason, parts.checkpoints.newest_path)
+        if not message.is_sound:
+            self._parts.ending.note_damage()
+        self._lifecycle.fail(worker[0], message.error, message.traceback)
 
     def on_output(self, message: Output, worker: WorkerId) -> None:
         self._context.record("output", text=message.text)

@@ -23,6 +23,7 @@ class Ending:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._failure = ""
+        self._is_damaged = False
         self._interruption: Interruption | None = None
         self._needed_nodes = context.settings.num_nodes
 
@@ -30,6 +31,11 @@ class Ending:
     def failure(self) -> str:
         """What failed; "" if nothing did."""
         return self._failure
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether the states may be wrong: nothing of them is to be saved."""
+        return self._is_damaged
 
     @property
     def interruption(self) -> Interruption | None:
@@ -44,6 +50,10 @@ class Ending:
     def note_failure(self, text: str) -> None:
         """Take in that the job has failed."""
         self._failure = text
+
+    def note_damage(self) -> None:
+        """Take in that states are damaged, and nobody knows which are right."""
+        self._is_damaged = True
 
     def interrupt(self, reason: str) -> Interruption:
         """Give the running step and the checkpoint until now; return how long they have."""

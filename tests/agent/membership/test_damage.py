@@ -72,6 +72,7 @@ def test_node_that_damages_its_copies_again_and_again_is_named() -> None:
 def test_states_nobody_can_vouch_for_are_not_saved() -> None:
     job = three_copies()
     job.say((2, 0), Failed(error="ReplicaError: all copies must be equal", is_sound=False))
+    job.answer()
     assert job.stop is not None
     assert (job.stop.exit_code, job.stop.reason) == (
         1,
@@ -83,11 +84,16 @@ def test_states_nobody_can_vouch_for_are_not_saved() -> None:
 
 
 def test_newest_checkpoint_is_what_a_job_of_damaged_states_resumes_from() -> None:
+    """A part of it may be heard of after the failure: whoever wrote it says so before it reports."""
     job = three_copies()
-    for worker in job.placed():
-        job.say(worker, job.saved(1, 1, job.workers[worker].current))
+    first, second, third = (job.saved(1, 1, states) for states in (STATES[:1], STATES[1:2], STATES[2:]))
+    job.say((0, 0), first)
+    job.say((2, 0), third)
     job.step(2)
     job.say((0, 0), Failed(error="ReplicaError: all copies must be equal", is_sound=False))
+    job.say((1, 0), second)
+    job.say((1, 0), Failed(error="ReplicaError: all copies must be equal", is_sound=False))
+    job.answer()
     assert job.stop is not None
     path = "/runs/x/checkpoints/step-00000001"
     assert job.stop.reason.endswith(f"; resume with: resilient run --nodes 3 --resume {path} train.py")
