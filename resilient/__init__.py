@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from resilient.errors import ArgumentError, CheckpointError, ResilientError, SampleError
+    from resilient.errors import ArgumentError, CheckpointError, NonFiniteError, ResilientError, SampleError
     from resilient.models.chain import Chain
     from resilient.models.multimodal import EncoderModule, MultimodalModule
     from resilient.optim import SGD, AdamW, ParameterGroup, WarmupCosine
@@ -25,6 +25,7 @@ _HOMES = {
     "EncoderModule": "resilient.models.multimodal",
     "FitResult": "resilient.trainer",
     "MultimodalModule": "resilient.models.multimodal",
+    "NonFiniteError": "resilient.errors",
     "ParameterGroup": "resilient.optim",
     "ResilientError": "resilient.errors",
     "SGD": "resilient.optim",
@@ -42,6 +43,7 @@ __all__ = [
     "EncoderModule",
     "FitResult",
     "MultimodalModule",
+    "NonFiniteError",
     "ParameterGroup",
     "ResilientError",
     "SampleError",

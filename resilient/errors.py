@@ -149,6 +149,10 @@ class DataProcessError(ResilientError):
     """A process that reads samples for a worker is gone; the message says how it ended."""
 
 
+class NonFiniteError(ResilientError):
+    """The loss or gradient of a step is not finite; the message names where that began."""
+
+
 class ControlError(ResilientError):
     """The connection to the node agent is gone or spoke out of turn."""
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from resilient.agent.launch import Launcher, LaunchOptions
 from resilient.errors import ArgumentError
-from resilient.observability.event_log import read_events, steps_of
+from resilient.observability.event_log import loss_of, read_events, steps_of
 from resilient.observability.run_report import build_run_report
 from resilient.protocol.messages import PHASES, Injection
 
@@ -55,8 +55,8 @@ class JobRun:
 
     @cached_property
     def losses(self) -> dict[int, float]:
-        """Step -> loss, of all committed steps."""
-        return {number: step["loss"] for number, step in steps_of(self.events).items()}
+        """Step -> loss, of all committed steps; NaN where it is not finite."""
+        return {number: loss_of(step) for number, step in steps_of(self.events).items()}
 
     @property
     def reason(self) -> str:

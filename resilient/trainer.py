@@ -66,6 +66,9 @@ class Trainer:
         seed: Of initial values, order of samples, and dropout.
         precision: "fp32", "bf16" (matrix products in bfloat16, everything else in float32) or "fp64".
         clip_grad_norm: Largest norm of the whole gradient; None for no limit.
+        on_nonfinite: What to do when a step's loss or gradient is not finite: "stop" the job, with a checkpoint of the
+            step before and a message that names the layer; or "skip" the step, which then updates nothing. It stops
+            all the same after many such steps in a row.
         checkpoint_every: Steps between checkpoints; 0 for one at the end.
         compare_replicas_every: Steps between comparisons of the copies of each layer's parameters and optimizer state,
             which nodes hold for each other; 0 for the first step after each change of membership only. Before a
@@ -100,6 +103,7 @@ class Trainer:
         seed: int = 0,
         precision: str = "fp32",
         clip_grad_norm: float | None = None,
+        on_nonfinite: str = "stop",
         checkpoint_every: int = 0,
         compare_replicas_every: int = 100,
         schedule: str = "1f1b",
@@ -119,6 +123,7 @@ class Trainer:
             seed=seed,
             precision=precision,
             clip_grad_norm=clip_grad_norm,
+            on_nonfinite=on_nonfinite,
             checkpoint_every=checkpoint_every,
             compare_replicas_every=compare_replicas_every,
             schedule=training_schedule(schedule),
@@ -145,6 +150,7 @@ class Trainer:
         Raises:
             ValueError: ``num_steps`` or ``resume`` cannot be.
             CheckpointError: ``resume`` cannot be read, or is another model's.
+            NonFiniteError: A step's loss or gradient was not finite, on the worker that found where that began.
             Exception: What the model or the data set raised, on the worker where it did; from Python 3.11 on with a
                 note of the action at which it came.
             SystemExit: The script runs under ``resilient profile``, which wants the job described and not trained.

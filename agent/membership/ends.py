@@ -46,8 +46,10 @@ class Ends:
         deadline = parts.context.now + parts.context.settings.save_timeout_s
         parts.last_checkpoint = LastCheckpoint(step=step, path=path, reason=reason, deadline=deadline, shares=shares)
         for worker, states in shares.items():
-            roll_forward = agreement.roll_forward
-            save = Save(generation=number, version=step, roll_forward=roll_forward, states=states, path=path)
+            roll_forward, skipped = agreement.roll_forward, agreement.skipped
+            save = Save(
+                generation=number, version=step, skipped=skipped, roll_forward=roll_forward, states=states, path=path
+            )
             parts.context.send(worker, save)
 
     def finish(self) -> None:

@@ -21,6 +21,7 @@ from resilient.agent.membership.parts.events import (
     WorkerSaid,
 )
 from resilient.agent.membership.parts.stalls import ADVANCES
+from resilient.agent.membership.parts.training import step_fields
 from resilient.agent.membership.regrouping import Regrouping
 from resilient.errors import CheckpointError
 from resilient.protocol.messages import (
@@ -276,9 +277,7 @@ class Handlers:
         self._context.record(
             "step",
             time=message.at,
-            step=message.outcome.step,
-            loss=message.outcome.loss,
-            grad_norm=message.outcome.grad_norm,
+            **step_fields(message.outcome),
             num_samples=message.num_samples,
             step_ms=message.step_ms,
             learning_rate=message.learning_rate,

@@ -34,7 +34,7 @@ class JobParts:
         self.start_up = StartUp(self.context)
         self.job = PlannedJob(self.context)
         self.participants = Participants(self.context)
-        self.progress = Progress(settings.resume[1].step if settings.resume else 0)
+        self.progress = Progress(settings.resume[1] if settings.resume else None)
         self.speeds = NodeSpeeds()
         self.stalls = Stalls(self.context)
         self.checkpoints = Checkpoints(self.context)

@@ -53,7 +53,8 @@ class Lifecycle:
         elif parts.phase is Phase.AGREEING and not parts.awaiting:
             assert parts.change is not None
             reports = {w: parts.change.reports.get(w, NOTHING) for w in parts.context.ready_workers()}
-            agreement = agree(reports, parts.progress.outcome, parts.progress.version)
+            progress = parts.progress
+            agreement = agree(reports, progress.outcome, progress.version, progress.skipped)
             self._regrouping.note_unreported_step(agreement.outcome)
             self._regrouping.publish_next(agreement)
         elif parts.phase is Phase.SAVING and not parts.awaiting:
@@ -74,9 +75,7 @@ class Lifecycle:
         elif parts.start_up.all_came and len(done) == len(live):
             self._ends.stop(EXIT_DONE, f"the script ended without Trainer.fit, so nothing is trained; see {log}", None)
         elif parts.job.is_known and parts.start_up.all_came and all(member.is_ready for member in live):
-            self._regrouping.publish_next(
-                Agreement(version=parts.progress.version, outcome=None, roll_forward=None, held={})
-            )
+            self._regrouping.publish_next(Agreement.of_the_start(parts.progress.version, parts.progress.skipped))
 
     def _ask_for_boundary(self) -> None:
         """Begin a change at the next step boundary for an interruption, for nodes that join or that leave."""

@@ -32,6 +32,7 @@ from resilient.agent.membership.parts.events import (
     WorkerEnded,
     WorkerSaid,
 )
+from resilient.agent.membership.parts.training import step_fields
 from resilient.errors import ResilientError
 from resilient.protocol.messages import (
     Dropped,
@@ -213,7 +214,8 @@ class Membership:
             "phase": self.phase.value,
             "generation": self.generation,
             "step": self.parts.progress.step,
-            "loss": self.outcome.loss if self.outcome else None,
+            "loss": step_fields(self.outcome)["loss"] if self.outcome else None,
+            "num_skipped": self.parts.progress.skipped.total,
             "nodes": [
                 {"node": member.node, "host": member.host, "ready": member.is_ready, "leaving": member.leaving}
                 for member in self.members.values()

@@ -19,6 +19,7 @@ from resilient.agent.membership.parts.context import (
     Phase,
 )
 from resilient.agent.membership.parts.stalls import why_in_vain
+from resilient.agent.membership.parts.training import step_fields
 from resilient.errors import StateLostError
 from resilient.protocol.messages import Regroup, StepOutcome
 from resilient.templates.search.template_sizes import TooFewNodes
@@ -112,9 +113,7 @@ class Regrouping:
         parts.progress.learn(outcome)
         parts.context.record(
             "step",
-            step=outcome.step,
-            loss=outcome.loss,
-            grad_norm=outcome.grad_norm,
+            **step_fields(outcome),
             num_samples=parts.job.spec.global_batch,
             step_ms=None,
             learning_rate=None,

@@ -69,9 +69,13 @@ class ReadAhead:
     def enter(self, positions: range, reads: Reads) -> None:
         """Begin to read other microbatches of each step, or other entries; what was asked for before is dropped."""
         if (positions, reads) != (self._positions, self._reads):
-            self._processes.forget()
-            self._tickets.clear()
+            self.restart()
         self._positions, self._reads = positions, reads
+
+    def restart(self) -> None:
+        """Drop what was asked for: a step is read once more, which is more than may be asked for at once."""
+        self._processes.forget()
+        self._tickets.clear()
 
     def take(self, step: int, position: int) -> Microbatch:
         """Return a microbatch, and have the next ones read."""

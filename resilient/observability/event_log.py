@@ -31,6 +31,16 @@ def read_events(path: Path | str) -> list[dict[str, Any]]:
     return events
 
 
+def loss_of(step: Event) -> float:
+    """Return the loss of a step; NaN where it was no finite number, for which JSON has null."""
+    return float("nan") if step["loss"] is None else step["loss"]
+
+
+def was_skipped(step: Event) -> bool:
+    """Return whether a step updated nothing because its loss or gradient was not finite."""
+    return step.get("skipped", False)
+
+
 def steps_of(events: Sequence[Event]) -> dict[int, Event]:
     """Return the committed steps by number; of a step reported twice (redone) the last report counts."""
     steps = {event["step"]: event for event in events if event["kind"] == "step"}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from resilient.observability.event_log import Event
+from resilient.observability.event_log import Event, loss_of, was_skipped
 from resilient.observability.run_report import build_run_report
 from resilient.observability.wording import duration, lost_work, recovery_parts
 from resilient.templates.common.words import counted
@@ -49,6 +49,7 @@ class JobStatus:
 
     Args:
         phase: starting, training, recovering, changing (a planned change at the next boundary), finished or stopped.
+        num_skipped: Steps of this run that updated nothing.
         samples_per_s: Of the last few steps, 0 before the second.
         losses: The newest losses, oldest first.
     """
@@ -58,6 +59,7 @@ class JobStatus:
     generation: int = 0
     step: int = 0
     loss: float | None = None
+    num_skipped: int = 0
     samples_per_s: float = 0.0
     started_at: float | None = None
     now: float = 0.0
@@ -203,8 +205,12 @@ class JobStatus:
         return f", {word} step {generation['interrupted_step']}"
 
     def _on_step(self, event: Event) -> Iterator[tuple[str, str]]:
-        self.step, self.loss, self.phase = event["step"], event["loss"], "training"
-        self.losses.append(event["loss"])
+        self.step, self.loss, self.phase = event["step"], loss_of(event), "training"
+        self.losses.append(self.loss)
+        if was_skipped(event):
+            self.num_skipped += 1
+            why = "its loss or gradient is not finite"
+            yield "bad", f"step {self.step} was skipped, as {why}: {self.num_skipped} so far"
         self._recent.append(event)
         seconds = event["time"] - self._recent[0]["time"]
         if seconds > 0:

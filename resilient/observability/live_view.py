@@ -20,7 +20,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from resilient.observability.event_log import Event
+from resilient.observability.event_log import Event, loss_of
 from resilient.observability.job_status import JobStatus, Message, NodeStatus
 from resilient.templates.common.words import counted
 
@@ -86,7 +86,7 @@ class PlainView:
     def _step_in_words(self, event: Event) -> str:
         total = self._status.job.get("num_steps", "?")
         rate = f"  {self._status.samples_per_s:.0f} samples/s" if self._status.samples_per_s else ""
-        return f"step {event['step']}/{total}  loss {event['loss']:.4f}{rate}"
+        return f"step {event['step']}/{total}  loss {loss_of(event):.4f}{rate}"
 
     def _line(self, time: float, text: str, style: str) -> None:
         self._console.print(Text(_clock(time) + "  ").append(text, style=style), soft_wrap=True)
@@ -164,6 +164,8 @@ def _header(status: JobStatus, width: int) -> Iterator[RenderableType]:
     facts.append(f"  generation {status.generation}  step {status.step}/{num_steps}")
     if status.loss is not None:
         facts.append(f"  loss {status.loss:.4f}", style="bold")
+        if status.num_skipped:
+            facts.append(f"  {status.num_skipped} skipped", style="bold red")
         facts.append(f"  {status.samples_per_s:.0f} samples/s  {status.now - (status.started_at or 0.0):.0f} s")
     room = width - facts.cell_len - 2
     if room >= 10:

@@ -5,6 +5,7 @@ Reads ``events.jsonl`` and the final checkpoints. Must not import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from safetensors import deserialize
 
 from resilient.errors import CheckpointError
-from resilient.observability.event_log import read_events, steps_of
+from resilient.observability.event_log import loss_of, read_events, steps_of, was_skipped
 from resilient.state.manifest import MANIFEST, read_manifest
 
 NOT_COMPARED: dict[str, Any] = dict.fromkeys(
@@ -30,17 +31,21 @@ def compare_runs(run_dir: Path | str, reference_dir: Path | str) -> dict[str, An
     Returns:
         A dict of four. ``max_param_abs_diff``: largest difference of any parameter in the final checkpoints;
         ``max_param_rel_diff``: the same relative to the largest absolute value of the parameter's tensor in the
-        reference, largest over all tensors; ``max_loss_abs_diff``: largest difference of any step's loss;
-        ``same_steps_and_samples``: both runs committed the same steps with as many samples in each.
+        reference, largest over all tensors; ``max_loss_abs_diff``: largest difference of any step's loss
+        that is a number; ``same_steps_and_samples``: both runs committed the same steps with as many samples in each,
+        and skipped the same.
 
     Raises:
         CheckpointError: If a run has no final checkpoint, or the two do not hold the same tensors.
     """
     steps = steps_of(read_events(Path(run_dir) / "events.jsonl"))
     reference = steps_of(read_events(Path(reference_dir) / "events.jsonl"))
-    losses = [abs(steps[number]["loss"] - reference[number]["loss"]) for number in steps.keys() & reference.keys()]
+    pairs = [(loss_of(steps[number]), loss_of(reference[number])) for number in steps.keys() & reference.keys()]
+    losses = [abs(ours - theirs) for ours, theirs in pairs if math.isfinite(ours) and math.isfinite(theirs)]
     absolute, relative = compare_parameters(run_dir, reference_dir)
-    samples = [{number: step["num_samples"] for number, step in run.items()} for run in (steps, reference)]
+    samples = [
+        {number: (step["num_samples"], was_skipped(step)) for number, step in run.items()} for run in (steps, reference)
+    ]
     return {
         "max_param_abs_diff": absolute,
         "max_param_rel_diff": relative,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient.common.files import write_whole
-from resilient.observability.event_log import Event, read_events, steps_of
+from resilient.observability.event_log import Event, read_events, steps_of, was_skipped
 from resilient.observability.run_comparison import NOT_COMPARED, compare_runs
 
 RECOVERY_PARTS = ("detect", "agree", "regroup", "copy", "redo")
@@ -39,6 +39,7 @@ def build_run_report(events: Sequence[Event]) -> dict[str, Any]:
         "job": _last(events, "job", ("script", "num_nodes", "workers_per_node", "max_failures", "global_batch")),
         "steps": max(steps, default=0),
         "final_loss": steps[max(steps)]["loss"] if steps else None,
+        "skipped_steps": sum(map(was_skipped, steps.values())),
         "throughput_samples_per_s": _throughput(events, steps, installed),
         "recoveries": [_measure_recovery(recovery, events, installed) for recovery in _recoveries(events)],
         "joins": _planned_changes(events, installed, "join"),

@@ -20,6 +20,7 @@ from resilient.errors import CommunicationError, note, place_text
 from resilient.models.layer import Activations, Batch
 from resilient.observability.step_trace import SpanRecorder
 from resilient.pipeline.action_table import action_table
+from resilient.pipeline.finite_watch import FiniteWatch
 from resilient.pipeline.gradient_sync import GradientSync
 from resilient.pipeline.p2p import Downstream, Signature, Upstream, signature
 from resilient.pipeline.stage import Stage
@@ -42,12 +43,14 @@ class StepWork:
         num_targets: Loss-bearing targets of the global batch.
         first_position: Index, within the step's microbatches, of this pipeline's first.
         batch: Loads the collated microbatch at a position, on the stage's device.
+        watch: Sees what every layer makes of it, where the step is repeated for that.
     """
 
     step: int
     num_targets: int
     first_position: int
     batch: Callable[[int], Batch]
+    watch: FiniteWatch | None = None
 
 
 class Executor:
@@ -182,6 +185,7 @@ class Executor:
                 step=self._work.step,
                 position=self._work.first_position + action.index,
                 num_targets=self._work.num_targets,
+                watch=self._work.watch,
             )
         if loss is not None:
             self._loss += loss.double().cpu()

@@ -76,6 +76,11 @@ class GradientSync:
         if self._groups[index][0] == self._comm.rank:
             self.squares = self.squares + torch.linalg.vector_norm(self._states[index].grad).double() ** 2
 
+    def last_nonfinite(self) -> int | None:
+        """Return the last state of this worker whose gradient, or its norm, is not finite, once all were waited for."""
+        norms = {index: torch.linalg.vector_norm(state.grad) for index, state in self._states.items()}
+        return max((index for index, norm in norms.items() if not norm.isfinite()), default=None)
+
     def close(self) -> None:
         """Stop watching the parameters."""
         for handle in self._handles:

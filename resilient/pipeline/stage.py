@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from resilient.models.buffers import ConstantBuffers
 from resilient.models.layer import Activations, Batch, Model
 from resilient.pipeline.backward_split import Deferred, differentiate_inputs
+from resilient.pipeline.finite_watch import FiniteWatch
 
 _MASK = (1 << 63) - 1
 _CHECKED_STEPS = 2
@@ -91,7 +92,15 @@ class Stage:
             self._buffers.clear()
 
     def forward(
-        self, microbatch: int, activations: Activations, batch: Batch, *, step: int, position: int, num_targets: int
+        self,
+        microbatch: int,
+        activations: Activations,
+        batch: Batch,
+        *,
+        step: int,
+        position: int,
+        num_targets: int,
+        watch: FiniteWatch | None = None,
     ) -> tuple[Activations, Tensor | None]:
         """Run the layers on one microbatch and keep what its backward needs.
 
@@ -103,6 +112,7 @@ class Stage:
             step: The step, for the random state.
             position: Index of the microbatch within the step over all pipelines, for the random state.
             num_targets: Loss-bearing targets of the whole step; the loss that is differentiated is divided by it.
+            watch: Sees what every layer makes of it, where a step is repeated for that.
 
         Returns:
             The activations for the next stage, and the summed loss (detached) on the last stage.
@@ -111,7 +121,7 @@ class Stage:
         loss: Tensor | None = None
         with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast is not None):
             for layer in self._layers:
-                run = partial(self._run, layer, batch, step, position)
+                run = partial(self._run, layer, batch, step, position, watch)
                 # a run seeds itself, so that the second one draws what the first drew
                 again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
                 activations, loss = again(activations) if self._checkpointing else run(activations)
@@ -165,13 +175,25 @@ class Stage:
         self._deferred.pop(microbatch).accumulate()
 
     def _run(
-        self, layer: StageLayer, batch: Batch, step: int, position: int, activations: Activations
+        self,
+        layer: StageLayer,
+        batch: Batch,
+        step: int,
+        position: int,
+        watch: FiniteWatch | None,
+        activations: Activations,
     ) -> tuple[Activations, Tensor | None]:
         """Run one layer, and the loss where the model ends: checkpointing then keeps no logits either."""
         self._seed_layer(step, position, layer.index)
         activations = layer.module(activations, batch)
-        is_end = self._is_last and layer is self._layers[-1]
-        return ({}, self._model.loss(activations, batch)) if is_end else (activations, None)
+        if watch is not None:
+            watch.see_layer(layer.index, layer.module, position, batch, activations)
+        if not self._is_last or layer is not self._layers[-1]:
+            return activations, None
+        loss = self._model.loss(activations, batch)
+        if watch is not None:
+            watch.see_loss(position, batch, loss)
+        return {}, loss
 
     def _seed_layer(self, step: int, position: int, layer_index: int) -> None:
         # three odd multipliers keep neighbouring (step, microbatch, layer) triples apart

@@ -14,6 +14,9 @@ from resilient.templates.schedules.kind import ScheduleKind
 
 PRECISIONS = ("bf16", "fp32", "fp64")
 
+ON_NONFINITE = ("stop", "skip")
+"""What can be done about a step whose loss or gradient is not finite."""
+
 SCHEDULES = tuple(kind.value for kind in ScheduleKind if kind is not ScheduleKind.FORWARD_ONLY)
 """Kinds of schedules a job can choose: those that train."""
 
@@ -30,6 +33,7 @@ class JobConfig:
         seed: Of initial values, order of samples, and dropout.
         precision: One of ``PRECISIONS``.
         clip_grad_norm: Largest norm of the whole gradient; None for no limit.
+        on_nonfinite: One of ``ON_NONFINITE``.
         checkpoint_every: Steps between checkpoints; 0 for one at the end.
         compare_replicas_every: Steps between comparisons of the copies of states; 0 for when they are installed.
         schedule: What pipelines run; may be given by its name.
@@ -48,6 +52,7 @@ class JobConfig:
     seed: int = 0
     precision: str = "fp32"
     clip_grad_norm: float | None = None
+    on_nonfinite: str = "stop"
     checkpoint_every: int = 0
     compare_replicas_every: int = 100
     schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
@@ -71,6 +76,9 @@ class JobConfig:
             object.__setattr__(self, "num_chunks", 1)
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ArgumentError("clip_grad_norm", "be > 0", self.clip_grad_norm, "pass None not to clip")
+        if self.on_nonfinite not in ON_NONFINITE:
+            fix = "stop ends the job at such a step, skip goes on without it"
+            raise ArgumentError("on_nonfinite", f"be one of {list(ON_NONFINITE)}", repr(self.on_nonfinite), fix)
         if not self.comm_timeout_s > 0:
             raise ArgumentError("comm_timeout_s", "be > 0", self.comm_timeout_s, "leave it out for 120")
 

@@ -9,12 +9,14 @@ coordinator knows who speaks. Coordinator messages for workers travel wrapped in
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import msgspec
 
 from resilient.protocol.job_config import JobConfig
 from resilient.state.recipe import Recipe
+from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan
 from resilient.templates.replan.transfer import Transfer
@@ -51,11 +53,17 @@ class JobSpec(JobConfig):
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What the prepare barrier of one step gave: the same numbers on every rank."""
+    """What the prepare barrier of one step gave, the same on every rank; ``skipped`` counts this step, too."""
 
     step: int
     loss: float
     grad_norm: float
+    skipped: SkippedSteps = NONE_SKIPPED
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step updates the states: its loss and gradient are numbers."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class WorkerProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,12 +175,16 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """This worker's part of the checkpoint of ``step`` is on disk: by state, its file and the file's SHA-256."""
+    """This worker's part of the checkpoint of ``step`` is on disk: by state, its file and the file's SHA-256.
+
+    ``skipped``: steps that were skipped up to it.
+    """
 
     generation: int
     step: int
     files: dict[str, str]
     sha256: dict[str, str]
+    skipped: SkippedSteps = NONE_SKIPPED
 
 
 class NotSaved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -238,6 +250,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             on have no place in the plan: they send the copies asked of them and then stand by or are let go.
         num_sources: How many ranks there are of these.
         version: Committed steps to go on from.
+        skipped: Those of them that were skipped.
         roll_forward: Outcome of step ``version`` for workers still at ``version - 1``: they apply it.
         transfers: Copies between ranks of this generation.
         source: Where states without a transfer that a worker lacks come from: ``INIT`` or a checkpoint folder.
@@ -253,6 +266,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     source: str
     store_address: str
     num_sources: int = 0
+    skipped: SkippedSteps = NONE_SKIPPED
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -263,6 +277,7 @@ class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     roll_forward: StepOutcome | None
     states: tuple[str, ...]
     path: str
+    skipped: SkippedSteps = NONE_SKIPPED
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):

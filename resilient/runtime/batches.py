@@ -11,7 +11,7 @@ from resilient.data.dataset import Dataset, Sample, num_targets
 from resilient.data.processes import DataProcesses
 from resilient.data.read_ahead import ReadAhead
 from resilient.data.reader import MicrobatchReader, Read, Reading, Reads
-from resilient.data.sampler import StepSampler
+from resilient.data.sampler import StepSampler, microbatches
 from resilient.errors import SampleError
 from resilient.models.chain import Chain
 from resilient.models.layer import LayerSpec, Model
@@ -110,6 +110,16 @@ class Batches:
 
     def _placed(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {entry: self._place(value) for entry, value in batch.items()}
+
+    def restart(self) -> None:
+        """Begin to load a step once more, from its first microbatch."""
+        if self._ahead is not None:
+            self._ahead.restart()
+
+    def told(self, step: int, position: int) -> str:
+        """Return, in words, the samples of a microbatch."""
+        indices = microbatches(self._sampler.indices(step), self._job.microbatch)[position]
+        return f"samples {indices.tolist()} of {type(self._job.dataset).__name__}"
 
     def _place(self, value: Tensor) -> Tensor:
         dtype = self._job.dtype if value.is_floating_point() else None

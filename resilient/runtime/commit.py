@@ -3,11 +3,13 @@
 The protocol, for step k + 1: every worker holds complete reduced gradients (``complete``), then passes the *prepare*
 barrier, an all-reduce of loss and gradient norm that tells it that everybody does, then applies the optimizer, which
 makes its version k + 1. After a failure, if anyone passed the barrier all others roll forward with its outcome;
-otherwise all drop the gradients. Source: three-phase commit, with the barrier as its pre-commit.
+otherwise all drop the gradients. A step whose loss or gradient norm is not finite may be committed, too: its version
+counts on, the states stay as they are. Source: three-phase commit, with the barrier as its pre-commit.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,7 @@ from resilient.optim import Optimizer, set_learning_rates
 from resilient.protocol.messages import StepOutcome, WorkerProgress
 from resilient.runtime.agreement import all_equal
 from resilient.state.layer_state import LayerState
+from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,7 @@ class Ledger:
         self._clip = clip_grad_norm
         self._torch_optimizer: torch.optim.Optimizer | None = None
         self.version = -1
+        self.skipped = NONE_SKIPPED
         self.begun = False
         self.complete = False
         self.passed: StepOutcome | None = None
@@ -96,13 +100,22 @@ class Ledger:
         self.current.clear()
         self.retained.clear()
 
-    def begin_install(self, version: int, roll_forward: StepOutcome | None) -> None:
-        """Bring the states to the agreed version: roll forward, drop a half-done step, or drop what does not fit."""
+    def begin_install(
+        self, version: int, roll_forward: StepOutcome | None, skipped: SkippedSteps = NONE_SKIPPED
+    ) -> None:
+        """Bring the states to the agreed version: roll forward, drop a half-done step, or drop what does not fit.
+
+        Args:
+            version: Committed steps.
+            roll_forward: Outcome of the last of them, for who has not applied it.
+            skipped: Those of the steps that were skipped.
+        """
         if roll_forward is not None and self.complete and self.version == roll_forward.step - 1:
             self.apply(roll_forward)
         if self.version != version:
             self.forget()
             self.version = version
+        self.skipped = skipped
         self.begun = self.complete = False
         self.retained.update(self.current)
         self.current.clear()
@@ -120,7 +133,7 @@ class Ledger:
 
     def start(self) -> None:
         """Make the optimizer of the current states, once all those of the generation are here."""
-        self._torch_optimizer = self._optimizer.build(self.current.values(), self.version)
+        self._torch_optimizer = self._optimizer.build(self.current.values(), self.version - self.skipped.total)
 
     def begin_step(self) -> None:
         """Take note that step ``version + 1`` is under way: a failure may cost it."""
@@ -137,7 +150,9 @@ class Ledger:
         shared = torch.tensor([float(value) for value in brought], dtype=torch.float64)
         comm.all_reduce(shared, tuple(range(comm.size))).wait()
         loss, squares, pauses, samples = shared.tolist()
-        outcome = StepOutcome(step=self.version + 1, loss=loss / ballot.num_targets, grad_norm=squares**0.5)
+        loss, grad_norm = loss / ballot.num_targets, squares**0.5
+        skipped = self.skipped.after(is_finite=math.isfinite(loss) and math.isfinite(grad_norm))
+        outcome = StepOutcome(step=self.version + 1, loss=loss, grad_norm=grad_norm, skipped=skipped)
         return Verdict(
             outcome=outcome,
             pause=pauses > 0,
@@ -145,15 +160,19 @@ class Ledger:
         )
 
     def apply(self, outcome: StepOutcome) -> None:
-        """Commit: apply the reduced gradients of step ``version + 1``."""
-        assert self._torch_optimizer is not None, "a step is committed only in a started generation"
+        """Commit: apply the reduced gradients of step ``version + 1``, unless it is to be skipped."""
         assert outcome.step == self.version + 1, (outcome, self.version)
+        if outcome.is_finite:
+            self._update(outcome)
+        self.version, self.skipped = outcome.step, outcome.skipped
+        self.begun = self.complete = False
+        self.passed = outcome
+        self.retained.clear()
+
+    def _update(self, outcome: StepOutcome) -> None:
+        assert self._torch_optimizer is not None, "a step is committed only in a started generation"
         if self._clip is not None and outcome.grad_norm > self._clip:
             for state in self.current.values():
                 state.grad.mul_(self._clip / outcome.grad_norm)
         set_learning_rates(self._optimizer, self._torch_optimizer, outcome.step)
         self._torch_optimizer.step()
-        self.version = outcome.step
-        self.begun = self.complete = False
-        self.passed = outcome
-        self.retained.clear()

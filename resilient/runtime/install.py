@@ -149,7 +149,7 @@ def connect_ranks(context: WorkerContext, message: Generation, holders: Holders)
         CommunicationError: Membership changed again, or a rank did not come.
     """
     assert message.rank is not None
-    context.ledger.begin_install(message.version, message.roll_forward)
+    context.ledger.begin_install(message.version, message.roll_forward, message.skipped)
     context.faults.reach("regroup", message.version + 1)
     summed = [ranks for name, ranks in holders.items() if context.layouts[name].num_trainable]
     groups: list[Group] = [ranks for ranks in dict.fromkeys(summed) if len(ranks) > 1]

@@ -151,6 +151,7 @@ class Job(JobConfig):
         parts: tuple[Any, ...] = (
             recipe,
             self.microbatch,
+            self.on_nonfinite,
             self.max_failures,
             self.min_pipeline_nodes,
             self.schedule.value,

@@ -34,6 +34,7 @@ from resilient.protocol.messages import (
 )
 from resilient.state.manifest import Manifest, SavedState, check_recipe, folder, read_resumed, write_manifest
 from resilient.state.recipe import Recipe
+from resilient.state.skipped import NONE_SKIPPED
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.replan.replan import first_plan
@@ -66,6 +67,7 @@ class SingleProcessClient:
         self._recipe: Recipe | None = None
         self._interrupted = ""
         self._saved = ""
+        self._skipped = NONE_SKIPPED
         self._inbox: deque[ToWorkerMessage] = deque()
 
     @contextmanager
@@ -95,6 +97,10 @@ class SingleProcessClient:
             signal.signal(number, on_signal)
         try:
             yield
+        except Exception:
+            if self._saved:
+                logger.warning("training failed; go on with fit(num_steps, resume=%r)", self._saved)
+            raise
         finally:
             restore()
         if self._interrupted:
@@ -108,7 +114,9 @@ class SingleProcessClient:
             self._recipe = message.job.recipe
         elif isinstance(message, StepDone):
             outcome = message.outcome
-            self.losses[outcome.step] = outcome.loss
+            self.losses[outcome.step], self._skipped = outcome.loss, outcome.skipped
+            if not outcome.is_finite:
+                logger.warning("step %d was skipped: gradient norm %g", outcome.step, outcome.grad_norm)
             logger.info("step %d: loss %.4f, %.0f ms", outcome.step, outcome.loss, message.step_ms)
         elif isinstance(message, Saved):
             self._finish_checkpoint(message)
@@ -120,8 +128,10 @@ class SingleProcessClient:
             logger.info("%s", message.text)
         elif isinstance(message, Report):
             self._inbox.append(self._save(message))
-        elif isinstance(message, Finished | Failed):
+        elif isinstance(message, Finished):
             self._inbox.append(Finish())
+        elif isinstance(message, Failed):
+            self._inbox.append(self._after_failure())
         elif not isinstance(message, Installed | Suspect):  # of those nothing follows where there is nobody else
             raise TypeError(f"message must be known in a single process, got a {type(message).__name__}")
 
@@ -134,6 +144,7 @@ class SingleProcessClient:
         resumed = read_resumed(self._resume) if self._resume else None
         if self._resume and resumed:
             check_recipe(self._resume, resumed, job.recipe)
+            self._skipped = resumed.skipped
         alone = PlanningProblem(
             profile=job.profile,
             num_microbatches=job.global_batch // job.microbatch,
@@ -151,6 +162,7 @@ class SingleProcessClient:
             transfers=(),
             source=self._resume or INIT,
             store_address=ready.store_address,
+            skipped=self._skipped,
         )
 
     def _interrupt(self, name: str) -> None:
@@ -164,6 +176,13 @@ class SingleProcessClient:
         if self.on_regroup is not None:
             self.on_regroup(regroup)
 
+    def _after_failure(self) -> ToWorkerMessage:
+        """Have the last committed step saved, unless it is."""
+        done = max(self.losses, default=0)
+        if not done or self._saved == str(folder(self.run_directory, done)):
+            return Finish()
+        return Regroup(generation=_GENERATION + 1, at_boundary=True)
+
     def _save(self, report: Report) -> Save:
         progress = report.progress
         return Save(
@@ -172,13 +191,14 @@ class SingleProcessClient:
             roll_forward=None,
             states=(*progress.current, *progress.retained),
             path=str(folder(self.run_directory, progress.version)),
+            skipped=self._skipped,
         )
 
     def _finish_checkpoint(self, message: Saved) -> None:
         states = {name: SavedState(file=file, sha256=message.sha256[name]) for name, file in message.files.items()}
         assert self._recipe is not None
         path = folder(self.run_directory, message.step)
-        write_manifest(path, Manifest(step=message.step, recipe=self._recipe, states=states))
+        write_manifest(path, Manifest(step=message.step, recipe=self._recipe, states=states, skipped=message.skipped))
         self._saved = str(path)
         if message.generation > _GENERATION:
             self._inbox.append(Finish())

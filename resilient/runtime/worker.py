@@ -19,7 +19,14 @@ import torch
 
 from resilient.comm import Communicator, StoreHost
 from resilient.data.processes import DataProcesses
-from resilient.errors import CheckpointError, CommunicationError, ReplicaError, ResilientError, place_text
+from resilient.errors import (
+    CheckpointError,
+    CommunicationError,
+    NonFiniteError,
+    ReplicaError,
+    ResilientError,
+    place_text,
+)
 from resilient.observability.step_trace import TracedStep
 from resilient.optim import learning_rate
 from resilient.protocol.fault_injection import Faults
@@ -38,6 +45,7 @@ from resilient.protocol.messages import (
     Save,
     Saved,
     StepDone,
+    StepOutcome,
     Suspect,
     ToWorkerMessage,
 )
@@ -46,9 +54,11 @@ from resilient.runtime.commit import Ballot, Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.install import Session, WorkerContext, install, supply
 from resilient.runtime.job import Job
+from resilient.runtime.nonfinite import find_nonfinite
 from resilient.runtime.replicas import OddCopiesError
 from resilient.state import checkpoint, manifest
 from resilient.state.layer_state import LayerState
+from resilient.state.skipped import MOST_IN_A_ROW
 from resilient.templates.inputs.profile import ModelProfile
 
 logger = logging.getLogger(__name__)
@@ -145,7 +155,7 @@ class Worker:
         self._stage_ms = 0.0
         self.is_main = message.rank == 0
         if message.rank is None:  # stand by; a failure before the others' next commit may need the states held here
-            self._ledger.begin_install(message.version, message.roll_forward)
+            self._ledger.begin_install(message.version, message.roll_forward, message.skipped)
             return
         try:
             if message.rank >= len(message.plan.slots):
@@ -171,7 +181,8 @@ class Worker:
             told, is_sound = self._told(error, message), not isinstance(error, ReplicaError)
             self._leave(broken=is_sound)
             self._failure = error  # raised once the job's progress, of which this worker may hold a part, is saved
-            self._client.send(Failed(error=told, traceback=traceback.format_exc(), is_sound=is_sound))
+            where = "" if isinstance(error, NonFiniteError) else traceback.format_exc()  # it came from no line of code
+            self._client.send(Failed(error=told, traceback=where, is_sound=is_sound))
 
     def _drop(self, names: tuple[str, ...], generation: int) -> None:
         """Drop these copies; the next generation, which whoever drops some asks for, copies them anew."""
@@ -211,7 +222,10 @@ class Worker:
 
     def _train(self, session: Session) -> None:
         while self._ledger.version < self._job.num_steps:
+            done = self._ledger.version
             paused = self._traced_step(session)
+            if self._ledger.version == done:
+                return  # another rank says why
             every = self._job.checkpoint_every
             if every and self._ledger.version % every == 0 and self._ledger.version < self._job.num_steps:
                 self._try_checkpoint(session)
@@ -261,6 +275,12 @@ class Worker:
             verdict = ledger.prepare(session.comm, ballot)
             if not verdict.samples_agree:
                 raise session.sample_agreement.difference(session.comm, step, readings)
+        if self._ends_with(verdict.outcome):
+            ledger.begin_step()  # it is done once more, and not committed
+            error = find_nonfinite(session, work, verdict.outcome, self._job.model, self._batches)
+            if error is not None:
+                raise error
+            return verdict.pause
         self._faults.reach("commit", step)
         with session.executor.span_recorder.during("commit"):
             ledger.apply(verdict.outcome)
@@ -277,6 +297,11 @@ class Worker:
                 )
             )
         return verdict.pause
+
+    def _ends_with(self, outcome: StepOutcome) -> bool:
+        """Return whether a step ends the job, rather than being committed, be it to be skipped."""
+        is_last_straw = self._job.on_nonfinite == "stop" or outcome.skipped.in_a_row >= MOST_IN_A_ROW
+        return is_last_straw and not outcome.is_finite
 
     def _try_checkpoint(self, session: Session) -> None:
         """Write this rank's part of a checkpoint on the way, without which training goes on."""
@@ -296,7 +321,7 @@ class Worker:
 
     def _save_and_stop(self, message: Save) -> None:
         self._leave()
-        self._ledger.begin_install(message.version, message.roll_forward)
+        self._ledger.begin_install(message.version, message.roll_forward, message.skipped)
         held = self._ledger.retained
         self._write(message.generation, [held[name] for name in message.states], Path(message.path))
         if self._failure is not None:
@@ -308,6 +333,7 @@ class Worker:
             Saved(
                 generation=generation,
                 step=self._ledger.version,
+                skipped=self._ledger.skipped,
                 files={name: item.file for name, item in saved.items()},
                 sha256={name: item.sha256 for name, item in saved.items()},
             )

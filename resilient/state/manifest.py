@@ -16,6 +16,7 @@ import msgspec
 from resilient.common.files import write_whole
 from resilient.errors import ArgumentError, CheckpointError
 from resilient.state.recipe import Recipe
+from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan
 
@@ -33,11 +34,19 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint holds."""
+    """What a checkpoint holds.
+
+    Args:
+        step: Committed steps.
+        recipe: Of the job.
+        states: By layer.
+        skipped: Those of the steps that updated nothing.
+    """
 
     step: int
     recipe: Recipe
     states: dict[str, SavedState]
+    skipped: SkippedSteps = NONE_SKIPPED
     format: int = FORMAT
 
 

@@ -1,9 +1,10 @@
 """Says what decides the values that a job trains: a checkpoint goes on only under the recipe it was written under.
 
 Whatever is not in it may change between a checkpoint and the run that resumes it, because samples and results stay the
-same: the number of steps, nodes and workers, redundancy, the pipelines' schedule. So may two things that results do
-depend on, to be chosen anew for other machines and other numbers of steps: the microbatch (dropout draws by microbatch)
-and the schedule of the learning rate. Must not import torch.
+same: the number of steps, nodes and workers, redundancy, the pipelines' schedule. So may three things that results do
+depend on, to be chosen anew for other machines and other numbers of steps, or after a stop: the microbatch (dropout
+draws by microbatch), the schedule of the learning rate, and what is done about steps that are not finite. Must not
+import torch.
 """
 
 from __future__ import annotations

@@ -281,6 +281,15 @@ def test_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert make_trainer(device=None)._job.device == CPU
 
 
+def test_names_for_the_patterns_of_parameter_groups_are_listed() -> None:
+    assert make_trainer(model=TiedModel(num_blocks=1)).parameter_names == (
+        "embed.weight",
+        "block.0.linear.weight",
+        "block.0.linear.bias",
+        "head.shift",
+    )
+
+
 def test_calls_out_of_turn_are_refused() -> None:
     trainer = make_trainer()
     with pytest.raises(ValueError, match=r"^whole_model must be called after fit"):

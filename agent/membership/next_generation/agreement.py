@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.protocol.messages import StepOutcome, WorkerProgress
+from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.templates.inputs.profile import ModelProfile
 
 NOTHING = WorkerProgress(version=-1, complete=False)
@@ -19,6 +20,7 @@ class Agreement:
 
     Args:
         version: Committed steps to go on from.
+        skipped: Those of them that were skipped.
         outcome: Of step ``version``, if anybody alive or the coordinator knows it.
         roll_forward: Outcome of step ``version``, for workers still at ``version - 1``; None when there are none.
         held: Per worker, the states it holds at ``version`` (after rolling forward).
@@ -30,6 +32,12 @@ class Agreement:
     roll_forward: StepOutcome | None
     held: Mapping[WorkerId, tuple[str, ...]]
     begun: bool = False
+    skipped: SkippedSteps = NONE_SKIPPED
+
+    @classmethod
+    def of_the_start(cls, version: int, skipped: SkippedSteps) -> Agreement:
+        """Return what there is to agree on before the first generation: nobody holds anything."""
+        return cls(version=version, outcome=None, roll_forward=None, held={}, skipped=skipped)
 
     def holders(self) -> dict[str, list[WorkerId]]:
         """Return, per state, the workers that hold it."""
@@ -40,7 +48,12 @@ class Agreement:
         return holders
 
 
-def agree(reports: Mapping[WorkerId, WorkerProgress], newest: StepOutcome | None, version: int) -> Agreement:
+def agree(
+    reports: Mapping[WorkerId, WorkerProgress],
+    newest: StepOutcome | None,
+    version: int,
+    skipped: SkippedSteps = NONE_SKIPPED,
+) -> Agreement:
     """Decide where to go on.
 
     If anybody, dead or alive, is known to have passed the prepare barrier of step V, everybody was complete when it
@@ -50,6 +63,7 @@ def agree(reports: Mapping[WorkerId, WorkerProgress], newest: StepOutcome | None
         reports: The survivors' progress.
         newest: The newest outcome the coordinator heard of; its sender may be dead.
         version: The version the current generation began from: nobody goes back behind it.
+        skipped: Steps that were skipped up to it.
     """
     outcomes = {outcome.step: outcome for outcome in (p.passed for p in reports.values()) if outcome is not None}
     if newest is not None:
@@ -70,6 +84,7 @@ def agree(reports: Mapping[WorkerId, WorkerProgress], newest: StepOutcome | None
         roll_forward=outcome if behind else None,
         held=held,
         begun=any(progress.begun and progress.version == agreed for progress in reports.values()),
+        skipped=skipped if outcome is None else outcome.skipped,
     )
 
 

@@ -10,6 +10,7 @@ from resilient.agent.membership.next_generation.agreement import Agreement
 from resilient.agent.membership.next_generation.members import Member, WorkerId, available
 from resilient.errors import StateLostError
 from resilient.protocol.messages import INIT, Generation, JobSpec, StepOutcome
+from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.templates.common.words import counted
 from resilient.templates.composition.batch_split import check_batch
 from resilient.templates.inputs.cluster import Cluster, Link
@@ -24,6 +25,7 @@ class Checkpoint:
 
     step: int
     path: str
+    skipped: SkippedSteps = NONE_SKIPPED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,7 @@ class NextGeneration:
     source: str
     needed_nodes: int
     templates: str
+    skipped: SkippedSteps
     lost: tuple[str, ...] = ()
 
     @property
@@ -134,6 +137,7 @@ def form(
             source=source,
             needed_nodes=needed_nodes,
             templates=templates.digest,
+            skipped=agreement.skipped,
         )
     newest = max(checkpoints, key=lambda checkpoint: checkpoint.step, default=None)
     if newest is None:
@@ -147,6 +151,7 @@ def form(
         source=newest.path,
         needed_nodes=needed_nodes,
         templates=templates.digest,
+        skipped=newest.skipped,
         lost=lost,
     )
 
@@ -179,6 +184,7 @@ def message_for(worker: WorkerId, generation: int, formed: NextGeneration, membe
         source=formed.source,
         store_address=members[first.node].ready[first.local_rank].store_address,
         num_sources=len(formed.senders),
+        skipped=formed.skipped,
     )
 
 

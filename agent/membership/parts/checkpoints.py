@@ -11,6 +11,7 @@ from resilient.agent.membership.parts.context import Context
 from resilient.agent.membership.parts.events import WriteManifest
 from resilient.protocol.messages import JobSpec, Saved
 from resilient.state.manifest import Manifest, SavedState, folder
+from resilient.state.skipped import SkippedSteps
 
 
 class Parts:
@@ -74,7 +75,7 @@ class Checkpoints:
         self._parts = Parts()
         if context.settings.resume is not None:
             path, manifest = context.settings.resume
-            self._whole.append(Checkpoint(step=manifest.step, path=path))
+            self._whole.append(Checkpoint(step=manifest.step, path=path, skipped=manifest.skipped))
 
     @property
     def whole(self) -> tuple[Checkpoint, ...]:
@@ -104,14 +105,14 @@ class Checkpoints:
         parts = self._parts if last is None else last.parts
         parts.add(message)
         if not uncovered(job.profile, parts.states(message.step)):
-            self._complete(message.step, parts, job)
+            self._complete(message.step, message.skipped, parts, job)
 
-    def _complete(self, step: int, parts: Parts, job: JobSpec) -> None:
+    def _complete(self, step: int, skipped: SkippedSteps, parts: Parts, job: JobSpec) -> None:
         if self.has(step):
             return
         path = self.path(step)
-        self._whole.append(Checkpoint(step=step, path=path))
-        manifest = Manifest(step=step, recipe=job.recipe, states=parts.states(step))
+        self._whole.append(Checkpoint(step=step, path=path, skipped=skipped))
+        manifest = Manifest(step=step, recipe=job.recipe, states=parts.states(step), skipped=skipped)
         self._context.do(WriteManifest(path=path, manifest=manifest))
         self._context.record("checkpoint", step=step, path=path)
         parts.drop(step)
@@ -123,7 +124,7 @@ class Checkpoints:
     def take_back(self, path: str) -> int:
         """Count no longer on a checkpoint whose manifest could not be written; return which step it was of."""
         missed = self.step_of(path)
-        self._whole.remove(Checkpoint(step=missed, path=path))
+        self._whole = [checkpoint for checkpoint in self._whole if checkpoint.path != path]
         return missed
 
     def note_missed(self, step: int, node: int | None, error: str) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from resilient.agent.membership.next_generation.forming import NextGeneration
 from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.agent.membership.parts.context import Context
 from resilient.protocol.messages import StepOutcome
+from resilient.state.manifest import Manifest
+from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.templates.plan import Plan
 
 
@@ -93,11 +98,22 @@ class Participants:
         self._finished.add(worker)
 
 
-class Progress:
-    """Counts the committed steps, and tells work that is done again from work that is done first."""
+def step_fields(outcome: StepOutcome) -> dict[str, Any]:
+    """Return what the event log says of a step's outcome; what is no finite number is null, as JSON has none."""
+    return {
+        "step": outcome.step,
+        "loss": outcome.loss if math.isfinite(outcome.loss) else None,
+        "grad_norm": outcome.grad_norm if math.isfinite(outcome.grad_norm) else None,
+        "skipped": not outcome.is_finite,
+    }
 
-    def __init__(self, version: int) -> None:
-        self._version = version
+
+class Progress:
+    """Counts the committed steps, the skipped ones among them, and tells work done again from work done first."""
+
+    def __init__(self, resumed: Manifest | None) -> None:
+        self._version = resumed.step if resumed else 0
+        self._skipped = resumed.skipped if resumed else NONE_SKIPPED
         self._outcome: StepOutcome | None = None
         self._redoing = False
 
@@ -117,6 +133,11 @@ class Progress:
         return self._outcome.step if self._outcome else self._version
 
     @property
+    def skipped(self) -> SkippedSteps:
+        """Steps that were skipped up to the last committed one."""
+        return self._outcome.skipped if self._outcome else self._skipped
+
+    @property
     def redoing(self) -> bool:
         """Whether a step was begun, dropped and not committed since."""
         return self._redoing
@@ -132,7 +153,7 @@ class Progress:
     def enter(self, formed: NextGeneration, *, begun: bool) -> None:
         """Go on from where the next generation begins; ``begun``: somebody has begun the step after it before."""
         self._redoing = begun or (self._redoing and formed.version <= self._version)
-        self._version = formed.version
+        self._version, self._skipped = formed.version, formed.skipped
         if formed.lost:
             self._outcome = None  # the job goes back behind what was seen
         elif formed.roll_forward is not None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from resilient.observability.event_log import Event, steps_of
+from resilient.observability.event_log import Event, loss_of, steps_of
 from resilient.observability.figures.style import BLUE, GREEN, INK, PALE_BLUE, PALE_GREY, RED, legend_above, panels
 from resilient.observability.run_report import RECOVERY_PARTS
 from resilient.observability.wording import duration, lost_work, three_digits
@@ -51,13 +51,13 @@ def _draw_loss(
     axes: Axes, steps: Mapping[int, Event], report: Mapping[str, Any], reference: Mapping[int, Event]
 ) -> None:
     if reference:
-        losses = [step["loss"] for step in reference.values()]
+        losses = [loss_of(step) for step in reference.values()]
         axes.plot(
             list(reference), losses, color=PALE_BLUE, linewidth=5, solid_capstyle="round", label="without failures"
         )
     style = {"marker": "o", "markersize": 3.5} if len(steps) <= 60 else {}
     axes.plot(
-        list(steps), [step["loss"] for step in steps.values()], color=BLUE, linewidth=1.6, label="this run", **style
+        list(steps), [loss_of(step) for step in steps.values()], color=BLUE, linewidth=1.6, label="this run", **style
     )
     _mark(axes, report["recoveries"], RED, "failure", row=0)
     _mark(axes, report["joins"], GREEN, "join", row=1)

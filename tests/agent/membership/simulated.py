@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ from resilient.protocol.messages import (
     WorkerProgress,
 )
 from resilient.state.recipe import Recipe
+from resilient.state.skipped import NONE_SKIPPED
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Plan
 
@@ -92,8 +93,12 @@ def settings(**changes: Any) -> Settings:
     return Settings(**{**fields, **changes})
 
 
-def outcome(step: int) -> StepOutcome:
-    return StepOutcome(step=step, loss=1.0 / step, grad_norm=1.0)
+def outcome(step: int, skipping: Collection[int] = ()) -> StepOutcome:
+    skipped = NONE_SKIPPED
+    for number in range(1, step + 1):
+        skipped = skipped.after(is_finite=number not in skipping)
+    loss = float("nan") if step in skipping else 1.0 / step
+    return StepOutcome(step=step, loss=loss, grad_norm=1.0, skipped=skipped)
 
 
 @dataclass
@@ -127,9 +132,18 @@ class Job:
 
     Args:
         plans_at_once: Plans are prepared as soon as they are asked for; otherwise by :meth:`prepare_plans`.
+        skipping: Steps whose loss is not finite.
     """
 
-    def __init__(self, spec: JobSpec | None = None, *, plans_at_once: bool = True, **changes: Any) -> None:
+    def __init__(
+        self,
+        spec: JobSpec | None = None,
+        *,
+        plans_at_once: bool = True,
+        skipping: Collection[int] = (),
+        **changes: Any,
+    ) -> None:
+        self.skipping = skipping
         self.spec = spec or job_spec()
         self.machine = Membership(settings(**changes))
         self.now = 0.0
@@ -198,7 +212,8 @@ class Job:
         """All placed workers commit a step; ``reported``: the coordinator hears of it."""
         for worker in self.placed():
             state = self.workers[worker]
-            state.version, state.passed, state.complete, state.retained = number, outcome(number), False, ()
+            state.version, state.passed = number, outcome(number, self.skipping)
+            state.complete, state.retained = False, ()
             state.begun = number < job_spec().num_steps
         if reported:
             self.report_step(number)
@@ -207,7 +222,7 @@ class Job:
         slot = self.plan.slots[0]
         done = StepDone(
             generation=self.machine.generation,
-            outcome=outcome(number),
+            outcome=outcome(number, self.skipping),
             num_samples=24,
             step_ms=1.0,
             learning_rate=0.1,
@@ -278,7 +293,8 @@ class Job:
 
     def saved(self, generation: int, step: int, states: Iterable[str]) -> Saved:
         files = {name: f"{name}.safetensors" for name in states}
-        return Saved(generation=generation, step=step, files=files, sha256=dict.fromkeys(files, "f"))
+        skipped = outcome(step, self.skipping).skipped
+        return Saved(generation=generation, step=step, files=files, sha256=dict.fromkeys(files, "f"), skipped=skipped)
 
     def _install(self, worker: WorkerId, message: Generation) -> None:
         state = self.workers[worker]

@@ -7,20 +7,25 @@ import os
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 import resilient as rs
 from resilient.data.sampler import StepSampler
+from resilient.models.layer import Activations, Batch, LayerSpec
 from resilient.runtime import worker
 from resilient.runtime.generation_guard import GenerationGuard
 
 WIDTH = 24
 NUM_LAYERS = 10
 NUM_SAMPLES = 4096
+BREAKING_LAYER = 4
+BREAKING_POSITION = 9
+"""Of the sample, within its step."""
 DELAY_S = 0.02
 
 
@@ -30,11 +35,18 @@ class Waves:
     Args:
         raising: Samples that cannot be read.
         held: Samples that cannot be read before all this is true.
+        breaking: Samples of which something in the model is not finite.
     """
 
-    def __init__(self, raising: frozenset[int], held: Mapping[int, Sequence[Callable[[], bool]]]) -> None:
+    def __init__(
+        self,
+        raising: frozenset[int],
+        held: Mapping[int, Sequence[Callable[[], bool]]],
+        breaking: frozenset[int] = frozenset(),
+    ) -> None:
         self._raising = raising
         self._held = held
+        self._breaking = breaking
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -45,7 +57,8 @@ class Waves:
         while not all(is_over() for is_over in self._held.get(index, ())):
             time.sleep(0.005)
         point = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
-        return {"input": point, "target": point.sum().sin()[None]}
+        breaks = torch.tensor([float(index in self._breaking)])
+        return {"input": point, "target": point.sum().sin()[None], "breaks": breaks}
 
 
 class KnownGuard(GenerationGuard):
@@ -83,15 +96,55 @@ def squared_error(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return ((output - batch["target"]) ** 2).sum()
 
 
-def build_model(num_layers: int, slow_node: int | None = None) -> rs.Chain:
-    """Return a chain of ``num_layers`` layers of different sizes."""
+def infinite_error(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the loss, infinite for the samples that break."""
+    return squared_error(output, batch) / (1 - batch["breaks"].max())
+
+
+class InfiniteGradient(torch.autograd.Function):
+    """Passes its input on; the gradient is infinite for the samples that break."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, breaks: Tensor) -> Tensor:
+        ctx.save_for_backward(breaks)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] / (1 - ctx.saved_tensors[0]), None
+
+
+def breaking(spec: LayerSpec, what: str) -> LayerSpec:
+    """Return a layer whose output or gradient is infinite for the samples that break."""
+
+    def hook(_: nn.Module, arguments: tuple[Activations, Batch], output: Activations) -> Activations:
+        hidden, breaks = output["hidden"], arguments[1]["breaks"]
+        return {
+            "hidden": hidden / (1 - breaks) if what == "output" else cast(Any, InfiniteGradient.apply(hidden, breaks))
+        }
+
+    def build() -> nn.Module:
+        module = spec.build()
+        module.register_forward_hook(hook)
+        return module
+
+    return replace(spec, build=build, reads=frozenset({"breaks"}))
+
+
+def build_model(num_layers: int, slow_node: int | None = None, breaks: str = "") -> rs.Chain:
+    """Return a chain of ``num_layers`` layers of different sizes; of some samples, one in the middle may break."""
     hidden = [
         lambda inner=WIDTH * (1 + i % 3): nn.Sequential(
             nn.Linear(WIDTH, inner), nn.Tanh(), nn.Linear(inner, WIDTH), Delay(slow_node)
         )
         for i in range(num_layers - 1)
     ]
-    return rs.Chain([*hidden, lambda: nn.Linear(WIDTH, 1)], squared_error)
+    chain = rs.Chain([*hidden, lambda: nn.Linear(WIDTH, 1)], infinite_error if breaks == "loss" else squared_error)
+    if breaks in ("output", "gradient"):
+        layers = list(chain.layers)
+        layers[BREAKING_LAYER] = breaking(layers[BREAKING_LAYER], breaks)
+        chain.layers = tuple(layers)
+    return chain
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -122,6 +175,9 @@ def parse_arguments() -> argparse.Namespace:
         help="this step waits until its worker was told of the change of membership after it",
     )
     parser.add_argument("--unless", type=Path, metavar="FILE", help="no --change-after waits once this exists")
+    parser.add_argument("--break-in", type=int, action="append", default=[], metavar="STEP", help="of one sample")
+    parser.add_argument("--breaks", choices=("output", "gradient", "loss"), default="", help="what is not finite then")
+    parser.add_argument("--on-nonfinite", default="stop")
     parser.add_argument("--comm-timeout-s", type=float, default=30.0)
     parser.add_argument("--slow-node", type=int, metavar="NODE", help="computes slowly")
     return parser.parse_args()
@@ -152,8 +208,12 @@ def main() -> None:
         "groups": rs.AdamW(lr=3e-3, groups=groups),
     }
     trainer = rs.Trainer(
-        build_model(args.layers, args.slow_node),
-        Waves(samples_of(args.raise_in), conditions),
+        build_model(args.layers, args.slow_node, args.breaks),
+        Waves(
+            samples_of(args.raise_in),
+            conditions,
+            frozenset(int(sampler.indices(step)[BREAKING_POSITION]) for step in args.break_in),
+        ),
         optimizer=optimizers[args.optimizer],
         global_batch=args.batch,
         microbatch=args.microbatch,
@@ -161,6 +221,7 @@ def main() -> None:
         min_pipeline_nodes=args.min_pipeline_nodes,
         precision=args.precision,
         clip_grad_norm=1.0,
+        on_nonfinite=args.on_nonfinite,
         checkpoint_every=args.checkpoint_every,
         compare_replicas_every=args.compare_replicas_every,
         schedule=args.schedule,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 START = 1_700_000_000.0
@@ -41,6 +42,10 @@ class Run:
 
     def step(self, at_ms: float, step: int, loss: float | None = None, generation: int | None = None) -> None:
         fields = {} if generation is None else {"generation": generation}
+        if loss is not None and not math.isfinite(loss):
+            self.add(at_ms, "step", step=step, loss=None, grad_norm=None, skipped=True, num_samples=64, step_ms=100.0,
+                     learning_rate=3e-4, **fields)  # fmt: skip
+            return
         self.add(at_ms, "step", step=step, loss=4.0 / step if loss is None else loss, grad_norm=1.0, num_samples=64,
                  step_ms=100.0, learning_rate=3e-4, **fields)  # fmt: skip
 

@@ -176,6 +176,23 @@ def test_plain_view_prints_output_verbatim() -> None:
     assert plain_text(run.events, width=80).splitlines()[-1] == "[bold]0.5[/bold] " + "x" * 300
 
 
+def test_views_tell_of_skipped_steps() -> None:
+    run = Run(num_steps=4)
+    run.generation(0, 1, "start", 0, [0, 1, 2])
+    for step, loss in enumerate((4.0, float("nan"), 3.0, float("nan")), start=1):
+        run.step(2000 * step, step, loss=loss)
+    lines = [line.split("  ", 1)[1] for line in plain_text(run.events).splitlines()]
+    assert lines[-6:] == [
+        "step 1/4  loss 4.0000",
+        "step 2/4  loss nan  32 samples/s",
+        "step 2 was skipped, as its loss or gradient is not finite: 1 so far",
+        "step 3/4  loss 3.0000  32 samples/s",
+        "step 4/4  loss nan  32 samples/s",
+        "step 4 was skipped, as its loss or gradient is not finite: 2 so far",
+    ]
+    assert "step 4/4  loss nan  2 skipped  32 samples/s" in live_text(run.events)
+
+
 def test_plain_view_writes_at_most_a_step_a_second_and_the_last() -> None:
     run = Run(num_steps=25)
     run.generation(0, 1, "start", 0, [0, 1, 2])

@@ -228,6 +228,15 @@ def test_boundary_after_which_all_are_still_there_is_neither_join_nor_departure(
     assert (report["joins"], report["departures"]) == ([], [])
 
 
+def test_report_counts_skipped_steps_and_is_json() -> None:
+    run = started()
+    for step, loss in enumerate((4.0, float("nan"), 3.0, float("inf")), start=1):
+        run.step(100 * step, step, loss=loss)
+    report = build_run_report(run.events)
+    assert (report["steps"], report["skipped_steps"], report["final_loss"]) == (4, 2, None)
+    json.dumps(report, allow_nan=False)
+
+
 def test_report_of_no_events_says_the_run_was_cut_off() -> None:
     report = build_run_report([])
     assert (report["steps"], report["final_loss"], report["throughput_samples_per_s"]) == (0, None, None)
@@ -288,6 +297,19 @@ def test_compare_runs_notices_a_step_that_one_run_lacks(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [1.0], losses=(4.0,))
     reference = write_run(tmp_path / "reference", [1.0])
     assert compare_runs(run, reference)["same_steps_and_samples"] is False
+
+
+def test_compare_runs_leaves_out_losses_that_are_no_numbers(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [1.0], losses=(4.0, float("nan")))
+    reference = write_run(tmp_path / "reference", [1.0], losses=(4.5, float("nan")))
+    compared = compare_runs(run, reference)
+    assert (compared["max_loss_abs_diff"], compared["same_steps_and_samples"]) == (0.5, True)
+
+
+def test_compare_runs_notices_a_step_that_only_one_skipped(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [1.0], losses=(4.0, float("nan")))
+    compared = compare_runs(run, write_run(tmp_path / "reference", [1.0]))
+    assert (compared["max_loss_abs_diff"], compared["same_steps_and_samples"]) == (0.0, False)
 
 
 def test_compare_runs_does_not_take_nan_for_equal(tmp_path: Path) -> None:

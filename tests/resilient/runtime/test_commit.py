@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from resilient.comm import SingleProcessCommunicator
-from resilient.optim import SGD, WarmupCosine
+from resilient.optim import SGD, AdamW, WarmupCosine
 from resilient.protocol.messages import StepOutcome
 from resilient.runtime.commit import Ballot, Ledger, Verdict
 from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.state.skipped import SkippedSteps
 from tests.resilient.small import CPU, TiedModel
 
 NAMES = ("embed", "block.0", "head")
@@ -128,6 +129,62 @@ def test_learning_rate_follows_the_step_not_the_calls() -> None:
     ledger.current["embed"].grad.fill_(1)
     ledger.apply(outcome(7))
     assert values(ledger)["embed"] == pytest.approx(1 - 0.7)
+
+
+NAN = float("nan")
+
+
+def prepared(ledger: Ledger, loss: float, square: float = 1.0) -> StepOutcome:
+    ballot = Ballot(loss=torch.tensor(loss), squares=torch.tensor(square), num_targets=1)
+    return ledger.prepare(SingleProcessCommunicator(), ballot).outcome
+
+
+@pytest.mark.parametrize(("loss", "square"), [(NAN, 1.0), (float("inf"), 1.0), (1.0, NAN), (1.0, float("inf"))])
+def test_step_that_is_not_finite_counts_and_changes_nothing(loss: float, square: float) -> None:
+    ledger = ledger_at(4, *NAMES)
+    skipped = prepared(ledger, loss, square)
+    assert (skipped.step, skipped.is_finite) == (5, False)
+    ledger.apply(skipped)
+    assert values(ledger) == dict.fromkeys(NAMES, 1.0)
+    assert (ledger.version, ledger.skipped) == (5, SkippedSteps(total=1, in_a_row=1))
+    assert (ledger.progress().complete, ledger.progress().passed) == (False, skipped)
+    assert prepared(ledger, NAN).skipped == SkippedSteps(total=2, in_a_row=2)
+    assert prepared(ledger, 1.0).skipped == SkippedSteps(total=1)
+
+
+def test_complete_worker_rolls_forward_over_a_skipped_step() -> None:
+    ledger = ledger_at(4, *NAMES)
+    skipped = prepared(ledger, NAN)
+    ledger.begin_install(5, skipped, skipped.skipped)
+    assert (ledger.version, values(ledger)) == (5, dict.fromkeys(NAMES, 1.0))
+
+
+@pytest.mark.parametrize("rebuilt", [False, True], ids=["goes on", "is rebuilt after it"])
+def test_optimizer_does_not_count_a_skipped_step(rebuilt: bool) -> None:
+    """The correction of Adam's averages for their beginning at zero goes by the number of updates."""
+    optimizer = AdamW(lr=0.1)
+    spec = TiedModel(num_blocks=1).layers[0]
+    held = LayerState(spec, BufferLayout.of(spec, optimizer.rates), optimizer.slots, torch.float64, CPU)
+    held.initialize(0)
+    expected = held.parameters["weight"].detach().clone().requires_grad_()
+    theirs = torch.optim.AdamW([expected], lr=0.1)
+    ledger = Ledger(optimizer, None)
+    ledger.begin_install(0, None)
+    ledger.current = {"embed": held}
+    ledger.start()
+    for step in range(1, 5):
+        gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        skips = step in (1, 3)
+        held.grad.copy_(gradient.flatten() * (NAN if skips else 1))
+        ledger.apply(prepared(ledger, NAN if skips else 1.0))
+        if not skips:
+            expected.grad = gradient
+            theirs.step()
+        if rebuilt:
+            ledger.begin_install(step, None, ledger.skipped)
+            ledger.keep(("embed",))
+            ledger.start()
+    torch.testing.assert_close(held.parameters["weight"], expected, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("pause", [False, True])

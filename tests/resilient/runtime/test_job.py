@@ -57,6 +57,9 @@ from tests.resilient.small import TiedModel, Tokens, make_job, make_profile
         ({"optimizer": SGD(lr=0.1, groups=[ParameterGroup("*", lr=0.2), ParameterGroup("embed.*", lr=0.3)])},
          "groups[1] must have parameters that no group before it takes, got 'embed.*'; put the special pattern before "
          "the general one"),
+        ({"on_nonfinite": "ignore"},
+         "on_nonfinite must be one of ['stop', 'skip'], got 'ignore'; stop ends the job at such a step, skip goes on "
+         "without it"),
         ({"clip_grad_norm": 0.0}, "clip_grad_norm must be > 0, got 0.0; pass None not to clip"),
         ({"comm_timeout_s": 0.0}, "comm_timeout_s must be > 0, got 0.0; leave it out for 120"),
         ({"dataset": Tokens(0)}, "dataset must hold at least one sample, got 0; check how it is built"),
@@ -110,6 +113,7 @@ def digest(**changes: Any) -> str:
         {"precision": "fp32"},
         {"clip_grad_norm": 1.0},
         {"num_steps": 7},
+        {"on_nonfinite": "skip"},
     ],
     ids=lambda changes: next(iter(changes)),
 )

@@ -204,6 +204,7 @@ def test_checkpoint_of_the_same_job_is_accepted_whatever_may_change(tmp_path: Pa
         "min_pipeline_nodes": 3,
         "num_steps": 99,
         "checkpoint_every": 7,
+        "on_nonfinite": "skip",
         "schedule": "gpipe",
         "comm_timeout_s": 1.0,
         "optimizer": AdamW(lr=0.01, lr_schedule=WarmupCosine(1, 99)),

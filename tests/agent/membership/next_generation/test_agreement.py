@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from resilient.agent.membership.next_generation.agreement import NOTHING, Agreement, agree, share_out, uncovered
 from resilient.protocol.messages import WorkerProgress
+from resilient.state.skipped import SkippedSteps
 from tests.agent.membership.simulated import PROFILE, STATES, outcome
 
 
@@ -38,6 +39,14 @@ def test_one_who_passed_takes_the_others_along() -> None:
     agreement = agree({(0, 0): at(4, passed=True), (1, 0): at(3, complete=True), (2, 0): NOTHING}, None, 0)
     assert (agreement.version, agreement.roll_forward) == (4, outcome(4))
     assert agreement.held == {(0, 0): ("a", "kept"), (1, 0): ("a",)}  # what was kept cannot be rolled forward
+
+
+def test_skipped_steps_are_those_of_the_newest_outcome_or_of_the_beginning() -> None:
+    before = SkippedSteps(total=7)
+    assert agree({(0, 0): at(3, complete=True)}, None, 3, before).skipped == before
+    assert agree({(0, 0): at(3, complete=True)}, outcome(4, (4,)), 3, before).skipped == SkippedSteps(
+        total=1, in_a_row=1
+    )
 
 
 def test_step_is_lost_where_somebody_at_the_agreed_version_has_begun_it() -> None:

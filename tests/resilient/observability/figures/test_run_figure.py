@@ -52,6 +52,20 @@ def test_picture_shows_the_reference_only_when_there_is_one(tmp_path: Path) -> N
     assert not has_colour(pixels(events, tmp_path / "b.png"), "#a9c9ee")
 
 
+def test_loss_of_skipped_steps_leaves_a_gap(tmp_path: Path) -> None:
+    def drawn(name: str, skipped: range) -> Floats:
+        run = Run(num_steps=40)
+        run.generation(0, 1, "start", 0, [0, 1, 2])
+        for step in range(1, 41):
+            run.step(100 * step, step, loss=float("nan") if step in skipped else 1.0)
+        return pixels(run.events, tmp_path / name, reference=run.events)
+
+    def amount(image: Floats) -> int:
+        return int((np.abs(image - np.array([0xA9, 0xC9, 0xEE]) / 255).max(axis=-1) < 0.01).sum())
+
+    assert 0 < amount(drawn("gap.png", range(10, 30))) < 0.7 * amount(drawn("whole.png", range(0)))
+
+
 def test_picture_of_a_run_that_never_began_is_drawn(tmp_path: Path) -> None:
     assert pixels([], tmp_path / "empty.png").size
 
