@@ -128,7 +128,7 @@ def breaking(spec: LayerSpec, what: str) -> LayerSpec:
         module.register_forward_hook(hook)
         return module
 
-    return replace(spec, build=build)
+    return replace(spec, build=build, reads=frozenset({"breaks"}))
 
 
 def build_model(num_layers: int, slow_node: int | None = None, breaks: str = "") -> rs.Chain:
