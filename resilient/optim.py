@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from resilient.common.arguments import check_number, described, whole_number
 from resilient.errors import ArgumentError
 from resilient.state.layer_state import LayerState
 
@@ -66,6 +67,8 @@ class WarmupCosine:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
+        whole_number("warmup_steps", self.warmup_steps, 0, "0 for none")
+        whole_number("total_steps", self.total_steps, 1, "give the steps of the whole job")
         if not 0 <= self.warmup_steps < self.total_steps:
             raise ValueError(
                 f"warmup_steps must be in 0 .. total_steps - 1 = {self.total_steps - 1}, got {self.warmup_steps}; "
@@ -86,14 +89,38 @@ def _trained(states: Iterable[LayerState]) -> tuple[list[LayerState], list[torch
 
 
 def _check_lr(lr: float) -> None:
-    if not lr > 0:
-        raise ValueError(f"lr must be > 0, got {lr}; pass a positive learning rate")
+    check_number("lr", lr, "pass a positive learning rate")
+
+
+def _check_schedule(schedule: LearningRateSchedule | None) -> None:
+    """Check that a schedule gives factors: torch's schedulers, which change a live optimizer, do not."""
+    if schedule is None:
+        return
+    if isinstance(schedule, type) or not callable(schedule):
+        constraint = "be a function from step (1, 2, ...) to factor"
+        fix = "write resilient.WarmupCosine(100, 2000) or lambda step: 0.99**step"
+        raise ArgumentError("lr_schedule", constraint, described(schedule), fix)
+    check_number("lr_schedule(1)", schedule(1), "return the factor on the learning rate", or_zero=True)
+
+
+def _check_betas(betas: Any) -> None:
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        got = betas if isinstance(betas, tuple | list) else described(betas)
+        raise ArgumentError("betas", "be two numbers", got, "write (0.9, 0.999)")
+    for position, beta in enumerate(betas):
+        check_number(f"betas[{position}]", beta, "write (0.9, 0.999)", or_zero=True)
+        if beta >= 1:
+            raise ArgumentError(f"betas[{position}]", "be < 1", beta, "write (0.9, 0.999)")
 
 
 class _Description:
-    """What descriptions of optimizers have in common: an argument that once had another name."""
+    """What descriptions of optimizers have in common: arguments by name, one of which once had another."""
 
-    def __new__(cls: type[_T], **arguments: Any) -> _T:
+    def __new__(cls: type[_T], *unnamed: Any, **arguments: Any) -> _T:
+        if unnamed:
+            lr = unnamed[0] if isinstance(unnamed[0], float) else "3e-4"
+            fix = f"write {cls.__name__}(lr={lr}); the trainer tells it of the parameters"
+            raise ArgumentError(f"arguments of {cls.__name__}", "be named", described(unnamed[0]), fix)
         if "schedule" in arguments:
             fix = f"write {cls.__name__}({{lr_schedule}}=...), the trainer's schedule is the pipeline's"
             raise ArgumentError("schedule", "be called {lr_schedule}", arguments["schedule"], fix)
@@ -125,6 +152,10 @@ class AdamW(_Description):
 
     def __post_init__(self) -> None:
         _check_lr(self.lr)
+        _check_betas(self.betas)
+        check_number("eps", self.eps, "leave it out for 1e-8", or_zero=True)
+        check_number("weight_decay", self.weight_decay, "pass 0.0 for none", or_zero=True)
+        _check_schedule(self.lr_schedule)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -169,6 +200,9 @@ class SGD(_Description):
 
     def __post_init__(self) -> None:
         _check_lr(self.lr)
+        check_number("momentum", self.momentum, "pass 0.0 for none", or_zero=True)
+        check_number("weight_decay", self.weight_decay, "pass 0.0 for none", or_zero=True)
+        _check_schedule(self.lr_schedule)
         if self.nesterov and not self.momentum > 0:
             raise ValueError(f"momentum must be > 0 with nesterov, got {self.momentum}; pass e.g. momentum=0.9")
 

@@ -12,7 +12,9 @@ from typing import TextIO
 
 import torch
 
+from resilient.common.arguments import described
 from resilient.data.dataset import Dataset
+from resilient.errors import ArgumentError
 from resilient.models.layer import Model, WholeModel
 from resilient.observability.step_trace import parse_steps
 from resilient.optim import Optimizer
@@ -146,6 +148,8 @@ class Trainer:
         agent = AgentClient.from_environment()
         if agent is None:
             check_started_once(os.environ, sys.argv, is_script=True)
+        if not isinstance(resume, str | Path | None):
+            raise ArgumentError("resume", "be a checkpoint folder or None", described(resume), "give its path")
         if agent is not None and resume is not None:
             raise ValueError(f"resume must be None under `resilient run`, got {resume}; use `resilient run --resume`")
         if resume is not None and manifest.read_resumed(resume).step > num_steps:
@@ -221,9 +225,16 @@ class _ForwardedOutput:
 
 def _device(wanted: str | torch.device | None) -> torch.device:
     """Return where this worker trains; a GPU without a number is one of its own, as far as there are enough."""
-    device = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device must be one that torch can use here, got {device}; leave it out to train on the CPU")
+    usable = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(usable if wanted is None else wanted)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cpu", usable):
+        fix = "leave it out to train on the CPU" if usable == "cpu" else "leave it out to train on a GPU"
+        raise ArgumentError(
+            "device", f"be one that can train here ({' or '.join({'cpu': 0, usable: 0})})", repr(wanted), fix
+        )
     if device == torch.device("cuda"):
         # not the local rank: nodes that are simulated on one machine share its GPUs out, too
         return torch.device("cuda", int(os.environ.get("RANK", "0")) % torch.cuda.device_count())

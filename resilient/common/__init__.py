@@ -1,1 +1,1 @@
-"""What any room may use and that knows none of them: files written whole, optional packages."""
+"""What any room may use and that knows none but the errors: files written whole, optional packages, arguments."""

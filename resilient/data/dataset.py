@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from resilient.common.arguments import whole_number
+from resilient.data.sample_types import check_collated
 from resilient.errors import SampleError
 
 Sample = Mapping[str, Tensor]
@@ -30,23 +32,30 @@ class Dataset(Protocol):
 def num_targets(dataset: Dataset, index: int) -> int:
     """Return how many targets sample ``index`` adds to the loss: what the data set says, or 1."""
     count = getattr(dataset, "num_targets", None)
-    return 1 if count is None else int(count(index))
+    if count is None:
+        return 1
+    fix = "return how many targets the sample adds to the loss"
+    return whole_number(f"num_targets({index}) of {type(dataset).__name__}", count(index), 0, fix)
 
 
 def collate(dataset: Dataset, samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Join samples to one microbatch: the data set's way, or by stacking every entry.
 
     Raises:
-        SampleError: If samples of different entries or shapes are to be stacked.
+        SampleError: If samples of different entries or shapes are to be stacked, or its own way gives no tensors.
     """
     own = getattr(dataset, "collate", None)
-    return stack(samples) if own is None else own(samples)
+    if own is None:
+        return stack(samples)
+    batch = own(samples)
+    check_collated(batch, "collate")
+    return batch
 
 
 def stack(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Stack every entry of the samples along a new first dimension."""
     batch: dict[str, Tensor] = {}
-    for key in samples[0]:
+    for key in dict.fromkeys(key for sample in samples for key in sample):
         for sample in samples:
             if key not in sample:
                 raise SampleError(f"entry {key!r} must be in all samples, got one of {sorted(sample)}; add it")

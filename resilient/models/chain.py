@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from resilient.common.arguments import kind_of
 from resilient.data.multimodal import IGNORED_LABEL, LARGEST_PIXEL
-from resilient.errors import SampleError
+from resilient.errors import ArgumentError, SampleError
+from resilient.models.chain_arguments import built, check_layers, check_loss, check_names
 from resilient.models.content import code_text, values_digest
 from resilient.models.given_module import GivenModule, check_given
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec
@@ -35,7 +37,11 @@ class ChainLayer(Layer):
         own = next(self.module.parameters(), None)
         if own is not None and hidden.is_floating_point() and not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(own.dtype)
-        return {"hidden": self.module(hidden)}
+        output = self.module(hidden)
+        if not isinstance(output, Tensor):
+            fix = "wrap it in a module that returns one of them"
+            raise ArgumentError(f"{type(self.module).__name__} in a chain", "return a tensor", kind_of(output), fix)
+        return {"hidden": output}
 
 
 class Chain:
@@ -57,15 +63,9 @@ class Chain:
         loss: Callable[[Tensor, Batch], Tensor],
         names: Sequence[str] | None = None,
     ) -> None:
-        items = tuple(layers)
-        if not items:
-            raise ValueError(
-                "layers must hold at least one layer, got none; pass factories such as lambda: nn.Linear(8, 8)"
-            )
-        if names is None:
-            names = [f"layer.{i}" for i in range(len(items))]
-        if len(names) != len(items) or len(set(names)) != len(names):
-            raise ValueError(f"names must be unique, one per layer ({len(items)}), got {list(names)}; rename them")
+        items = check_layers(layers)
+        names = check_names(names, len(items)) if names is not None else [f"layer.{i}" for i in range(len(items))]
+        check_loss(loss)
         given = {name: item for name, item in zip(names, items, strict=True) if isinstance(item, nn.Module)}
         check_given(given)
         self._given = {name: GivenModule(module) for name, module in given.items()}
@@ -82,7 +82,7 @@ class Chain:
     def check(self, sample: Mapping[str, Any], name: str) -> None:
         """Raise :class:`SampleError` if the sample has no ``input``."""
         if "input" not in sample:
-            raise SampleError(f"{name}: a chain reads 'input', but the sample holds {sorted(sample)}; rename its entry")
+            raise SampleError(f"{name}: must hold 'input', which a chain reads, got {sorted(sample)}; rename an entry")
 
     def check_first(self, samples: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise :class:`SampleError` if the inputs are plainly images that are not normalised.
@@ -131,7 +131,7 @@ class Chain:
 
 def _spec(name: str, item: Factory, *, first: bool) -> LayerSpec:
     def build() -> nn.Module:
-        return ChainLayer(item(), first=first)
+        return ChainLayer(built(item(), name), first=first)
 
     def initialize(module: nn.Module) -> None:
         if isinstance(item, GivenModule):

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from resilient.common.arguments import described, kind_of, whole_number
 from resilient.data.multimodal import IGNORED_LABEL, LARGEST_PIXEL, images_of
-from resilient.errors import SampleError
+from resilient.data.sample_types import check_tensor
+from resilient.errors import ArgumentError, SampleError, literal
 from resilient.models import language, vision
 from resilient.models.language import language_layers
 from resilient.models.layer import Activations, Batch
@@ -55,6 +57,8 @@ class EncoderModule:
     ) -> None:
         if projector not in ("mlp", "linear"):
             raise ValueError(f"projector must be 'mlp' or 'linear', got {projector!r}; pass one of them")
+        fix = "look it up: tokenizer.convert_tokens_to_ids('<image>')"
+        placeholder_id = whole_number("placeholder_id", placeholder_id, 0, fix)
         self.source = resolve(encoder, "encoder", vision.VISION_FAMILIES)
         self.options = _Options(
             placeholder_id=placeholder_id,
@@ -105,7 +109,7 @@ class MultimodalModule:
         if labels not in ("shifted", "unshifted", None):
             raise ValueError(f"labels must be 'shifted', 'unshifted' or None, got {labels!r}; pass one of them")
         self.labels = labels
-        self.encoders = dict(encoders)
+        self.encoders = _encoders(encoders)
         self.language = resolve(language_model, "language_model", language.LANGUAGE_FAMILIES)
         config: Any = self.language.config
         self._check_encoders(config.vocab_size)
@@ -158,9 +162,12 @@ class MultimodalModule:
         for key in ("input_ids", "labels"):
             if key not in sample:
                 raise SampleError(f"{name}: must hold {key!r}, got {sorted(sample)}; add it")
+            check_tensor(sample[key], f"{name}: {key!r}", "[seq]")
+            if sample[key].is_floating_point():
+                raise SampleError(f"{name}: {key!r} must be whole numbers, got {sample[key].dtype}; use .long()")
         self._check_tokens(sample["input_ids"], sample["labels"], name)
         for unit, encoder in self.encoders.items():
-            images = images_of(sample, unit)
+            images = _images(sample, unit, name)
             num_features = sum(_num_features(image, encoder, f"{name}: {unit}") for image in images)
             token = encoder.options.placeholder_id
             num_placeholders = int((sample["input_ids"] == token).sum())
@@ -251,6 +258,26 @@ def _repeats_inputs(sample: Mapping[str, Any]) -> bool:
     """Whether what is to be predicted is everywhere what was read last."""
     targets = sample["labels"] != IGNORED_LABEL
     return torch.equal(sample["labels"][targets], sample["input_ids"][targets])
+
+
+def _images(sample: Mapping[str, Any], unit: str, name: str) -> list[Tensor]:
+    entry, form = f"{unit}.pixels", "[channels, height, width], or a list of such"
+    value = sample.get(entry, ())
+    for image in value if isinstance(value, list | tuple) else (value,):
+        check_tensor(image, f"{name}: {entry!r}", form)
+    return images_of(sample, unit)
+
+
+def _encoders(given: Any) -> dict[str, EncoderModule]:
+    form = '{"vision": resilient.EncoderModule(...)}'
+    if not isinstance(given, Mapping):
+        got, fix = kind_of(given), f"write {form}, or {{}} for a language model alone"
+        raise ArgumentError("encoders", "map names to EncoderModules", got, literal(fix))
+    for name, encoder in given.items():
+        if not isinstance(encoder, EncoderModule):
+            fix = f'write {{"{name}": resilient.EncoderModule(..., placeholder_id=...)}} around it'
+            raise ArgumentError(f"encoders[{name!r}]", "be an EncoderModule", described(encoder), literal(fix))
+    return dict(given)
 
 
 def _num_features(image: Tensor, encoder: EncoderModule, name: str) -> int:

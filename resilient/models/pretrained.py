@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +20,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
+from resilient.common.arguments import kind_of
+
 _PREFIXES = ("", "model.", "vit.", "vision_model.", "language_model.", "model.vision_tower.", "model.language_model.")
 """What checkpoints of larger models put before the names of the part we read."""
+
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+"""How a hub calls a model: its owner and its name."""
 
 
 @dataclass(frozen=True)
@@ -91,32 +98,40 @@ def resolve(given: Any, argument: str, families: Collection[str]) -> Source:
             f"its .config, or the folder of its save_pretrained(folder) to keep its weights (families: {supported})"
         )
     if isinstance(given, str | Path):
-        source = _from_folder(Path(given), argument)
+        source = _from_folder(given, argument)
     elif isinstance(given, PretrainedConfig):
         source = Source(copy.deepcopy(given))
     else:
         raise ValueError(
-            f"{argument} must be a transformers config or a checkpoint folder, got {type(given).__name__}; pass a "
-            f"config of a supported family ({supported})"
+            f"{argument} must be a transformers config or a checkpoint folder, got {kind_of(given)}; pass a config "
+            f"of a supported family ({supported})"
         )
-    whole = source.family
-    if whole not in families and isinstance(part := getattr(source.config, "vision_config", None), PretrainedConfig):
-        source = Source(part, source.weights)
+    whole, part = source.family, getattr(source.config, "vision_config", None)
+    if isinstance(part, PretrainedConfig) and part.model_type == f"{whole}_vision_model" in families:
+        source = Source(part, source.weights)  # of a CLIP or SigLIP that reads texts, too
     if source.family not in families:
-        raise ValueError(
-            f"{argument} must be of a supported family ({supported}), got {whole} ({type(source.config).__name__}); "
-            "pass a config or a checkpoint folder of one of them"
-        )
+        got, fix = f"{whole} ({type(source.config).__name__})", "pass a config or a checkpoint folder of one of them"
+        if isinstance(part, PretrainedConfig):
+            got += ", a model of several parts"
+            fix = f"pass a config or a checkpoint folder of its {argument.replace('_', ' ')} alone"
+        raise ValueError(f"{argument} must be of a supported family ({supported}), got {got}; {fix}")
     source.config._attn_implementation = "sdpa"
     return source
 
 
-def _from_folder(folder: Path, argument: str) -> Source:
+def _from_folder(given: str | Path, argument: str) -> Source:
+    folder = Path(given)
     if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{argument} must be a folder with config.json and safetensors files, got {str(folder)!r}; "
-            "write one with model.save_pretrained(folder)"
-        )
+        got, fix = repr(str(given)), "write one with model.save_pretrained(folder)"
+        if (folder / "adapter_config.json").is_file():
+            got += ", which holds an adapter"
+            fix = "join it with its model: model.merge_and_unload().save_pretrained(folder)"
+        elif not folder.is_dir():
+            got += ", which is no folder here"
+            fix = "check the path"
+            if _HUB_NAME.fullmatch(str(given)):
+                fix += f", or download it before: huggingface_hub.snapshot_download({str(given)!r}) returns the folder"
+        raise ValueError(f"{argument} must be a folder with config.json and safetensors files, got {got}; {fix}")
     return Source(AutoConfig.from_pretrained(folder, local_files_only=True), Weights(folder))
 
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from resilient.models.buffers import ConstantBuffers
 from resilient.models.layer import Activations, Batch, Model
+from resilient.models.summed_loss import summed_loss
 from resilient.pipeline.backward_split import Deferred, differentiate_inputs
 
 _MASK = (1 << 63) - 1
@@ -171,7 +172,7 @@ class Stage:
         self._seed_layer(step, position, layer.index)
         activations = layer.module(activations, batch)
         is_end = self._is_last and layer is self._layers[-1]
-        return ({}, self._model.loss(activations, batch)) if is_end else (activations, None)
+        return ({}, summed_loss(self._model, activations, batch)) if is_end else (activations, None)
 
     def _seed_layer(self, step: int, position: int, layer_index: int) -> None:
         # three odd multipliers keep neighbouring (step, microbatch, layer) triples apart

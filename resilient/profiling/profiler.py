@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from resilient.errors import note
 from resilient.models.buffers import ConstantBuffers
 from resilient.models.layer import Activations, Batch, LayerSpec, initialize_layer
+from resilient.models.summed_loss import summed_loss
 from resilient.pipeline.p2p import Signature, signature
 from resilient.profiling.summed_loss import SummedLoss
 from resilient.runtime.batches import Batches, Read
@@ -311,7 +312,7 @@ class _Pass:
         }
         with torch.autocast(job.device.type, dtype=job.autocast, enabled=job.autocast is not None):
             self._sent = self._module(dict(self._received), batch)
-            ends = [job.model.loss(self._sent, batch)] if self._is_last else list(self._sent.values())
+            ends = [summed_loss(job.model, self._sent, batch)] if self._is_last else list(self._sent.values())
         passed_on = {id(tensor) for tensor in self._received.values()}
         self._ends = [tensor for tensor in ends if tensor.requires_grad and id(tensor) not in passed_on]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from resilient.common.arguments import check_number, described, whole_number
 from resilient.errors import ArgumentError
 from resilient.templates.composition.batch_split import check_batch
 from resilient.templates.schedules.kind import ScheduleKind
@@ -53,23 +54,28 @@ class JobConfig:
     comm_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
+        self._take_whole("microbatch", 1, "give the samples of one microbatch")
+        self._take_whole("global_batch", 1, "give the samples of one step, a multiple of {microbatch}")
         check_batch(self.global_batch, self.microbatch, 1)
-        check_least("max_failures", self.max_failures, 0, "0 means no redundancy")
-        check_least("min_pipeline_nodes", self.min_pipeline_nodes, 1, "a pipeline has at least one node")
-        check_least("checkpoint_every", self.checkpoint_every, 0, "0 means at the end only")
+        self._take_whole("max_failures", 0, "0 means no redundancy")
+        self._take_whole("min_pipeline_nodes", 1, "a pipeline has at least one node")
+        self._take_whole("checkpoint_every", 0, "0 means at the end only")
+        self._take_whole("seed", 0, "choose any such number, 0 for example")
         if self.precision not in PRECISIONS:
             raise ArgumentError(
                 "precision", f"be one of {list(PRECISIONS)}", repr(self.precision), "choose one of them"
             )
         object.__setattr__(self, "schedule", training_schedule(self.schedule))
         if self.schedule is ScheduleKind.INTERLEAVED:
-            check_least("num_chunks", self.num_chunks, 2, "1f1b is the schedule with one stage on each worker")
+            self._take_whole("num_chunks", 2, "1f1b is the schedule with one stage on each worker")
         else:
             object.__setattr__(self, "num_chunks", 1)
-        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise ArgumentError("clip_grad_norm", "be > 0", self.clip_grad_norm, "pass None not to clip")
-        if not self.comm_timeout_s > 0:
-            raise ArgumentError("comm_timeout_s", "be > 0", self.comm_timeout_s, "leave it out for 120")
+        if self.clip_grad_norm is not None:
+            check_number("clip_grad_norm", self.clip_grad_norm, "pass None not to clip")
+        check_number("comm_timeout_s", self.comm_timeout_s, "leave it out for 120")
+
+    def _take_whole(self, name: str, least: int, fix: str) -> None:
+        object.__setattr__(self, name, whole_number(name, getattr(self, name), least, fix))
 
     def config(self) -> dict[str, Any]:
         """Return the fields by name, to make another object that has them, too."""
@@ -83,16 +89,7 @@ def training_schedule(name: str) -> ScheduleKind:
         ArgumentError: There is none of that name, or it does not train.
     """
     if name not in SCHEDULES:
-        fix = "choose one of them, 1f1b needs the least memory"
-        raise ArgumentError("schedule", f"be one of {list(SCHEDULES)}", repr(str(name)), fix)
+        fix = "choose one of them, 1f1b needs the least memory; learning rates are the optimizer's lr_schedule"
+        got = repr(str(name)) if isinstance(name, str) else described(name)
+        raise ArgumentError("schedule", f"be one of {list(SCHEDULES)}", got, fix)
     return ScheduleKind(name)
-
-
-def check_least(field: str, value: int, least: int, fix: str) -> None:
-    """Check that an argument is at least ``least``.
-
-    Raises:
-        ArgumentError: It is less.
-    """
-    if value < least:
-        raise ArgumentError(field, f"be >= {least}", value, fix)

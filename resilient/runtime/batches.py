@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from resilient.data.dataset import Dataset, Sample, collate, num_targets
+from resilient.data.sample_types import NamedEntries, check_sample
 from resilient.data.sampler import StepSampler, microbatches
 from resilient.errors import SampleError
 from resilient.models.chain import Chain
@@ -63,10 +64,7 @@ class Batches:
         for index in map(int, indices):
             sample = job.dataset[index]
             if index not in self._checked:
-                if not isinstance(sample, Mapping):
-                    raise SampleError(
-                        f"{self.name(index)}: must map names to tensors, got {type(sample).__name__}; return a dict"
-                    )
+                check_sample(job.dataset, sample, self.name(index))
                 job.model.check(sample, self.name(index))
                 self._checked.add(index)
             check_num_targets(job.model, job.dataset, index, sample, self.name(index))
@@ -85,7 +83,8 @@ class Batches:
         except SampleError as error:
             indices = [index for index, _ in read]
             raise SampleError(f"samples {indices} of {type(dataset).__name__}: {error}") from None
-        return {key: self._place(value) for key, value in batch.items()}
+        placed = {key: self._place(value) for key, value in batch.items()}
+        return NamedEntries(placed, f"microbatches of {type(dataset).__name__}")
 
     def _place(self, value: Tensor) -> Tensor:
         dtype = self._job.dtype if value.is_floating_point() else None

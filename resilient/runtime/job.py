@@ -12,8 +12,9 @@ from resilient.data.dataset import Dataset
 from resilient.errors import ArgumentError
 from resilient.models.layer import LayerSpec, Model
 from resilient.optim import Optimizer
-from resilient.protocol.job_config import JobConfig, check_least
+from resilient.protocol.job_config import JobConfig
 from resilient.protocol.messages import JobSpec
+from resilient.runtime.job_arguments import check_dataset, check_model, check_optimizer
 from resilient.state.layer_state import BufferLayout
 from resilient.state.recipe import Recipe
 from resilient.templates.inputs.profile import ModelProfile
@@ -48,22 +49,16 @@ class Job(JobConfig):
     num_steps: int = 1
 
     def __post_init__(self) -> None:
-        if not hasattr(self.model, "digest"):
-            fix = "make it a resilient.Chain of modules or a resilient.MultimodalModule"
-            raise ArgumentError("model", "be cut into layers", f"a {type(self.model).__name__}", fix)
-        if isinstance(self.optimizer, torch.optim.Optimizer):
-            name = f"torch's {type(self.optimizer).__name__}"
-            fix = "each worker builds torch's own for the layers it holds"
-            raise ArgumentError("optimizer", "be a description such as resilient.AdamW(lr=3e-4)", name, fix)
+        check_model(self.model)
+        check_dataset(self.dataset)
+        check_optimizer(self.optimizer)
         super().__post_init__()
-        check_least("num_steps", self.num_steps, 1, "train for at least one step")
+        self._take_whole("num_steps", 1, "train for at least one step")
         if self.schedule is ScheduleKind.INTERLEAVED and self.device.type == "cuda":
             why = "NCCL's messages carry no tags, and both ends do not order theirs alike"
             raise ArgumentError(
                 "schedule", f"be another on CUDA devices ({why})", self.schedule.value, "choose another"
             )
-        if len(self.dataset) == 0:
-            raise ArgumentError("dataset", "hold at least one sample", 0, "check how it is built")
 
     def until(self, num_steps: int) -> Job:
         """Return the job with its number of steps set."""

@@ -268,7 +268,7 @@ def test_workers_of_all_nodes_share_out_the_gpus_of_a_machine(
 
 def test_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    message = "device must be one that torch can use here, got cuda:1; leave it out to train on the CPU"
+    message = "device must be one that can train here (cpu), got 'cuda:1'; leave it out to train on the CPU"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make_trainer(device="cuda:1")
     assert make_trainer(device=None)._job.device == CPU

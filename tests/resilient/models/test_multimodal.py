@@ -351,8 +351,8 @@ def test_live_model_is_refused_with_the_fix() -> None:
     [
         (
             lambda: EncoderModule("/nowhere", placeholder_id=3),
-            "encoder must be a folder with config.json and safetensors files, got '/nowhere'; write one with "
-            "model.save_pretrained(folder)",
+            "encoder must be a folder with config.json and safetensors files, got '/nowhere', which is no "
+            "folder here; check the path",
         ),
         (
             lambda: EncoderModule(ViTConfig(**VISION), placeholder_id=3, projector="qformer"),

@@ -72,7 +72,8 @@ def test_sample_that_is_no_mapping_is_named() -> None:
             return (super().__getitem__(index)["tokens"],)  # pyright: ignore[reportReturnType]
 
     first = int(StepSampler(num_samples=24, global_batch=16, seed=3).indices(1)[0])
-    message = f"sample {first} of Bare: must map names to tensors, got tuple; return a dict"
+    fix = "return a dict such as {'input': ..., 'target': ...}"
+    message = f"sample {first} of Bare: must map names to tensors, got a tuple; {fix}"
     with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
         Batches(make_job(dataset=Bare())).batch(1, 0)
 

@@ -1,0 +1,101 @@
+"""Checks the kinds of what a data set returns: samples as it reads them, and microbatches as it collates them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from resilient.common.arguments import described, kind_of
+from resilient.errors import SampleError
+
+
+def check_sample(dataset: object, sample: Any, name: str) -> None:
+    """Check that a sample maps names to what can be joined to a microbatch.
+
+    Args:
+        dataset: It returned the sample; a ``collate`` of its own may make tensors of anything.
+        sample: Before it is collated.
+        name: What to call it in the message.
+
+    Raises:
+        SampleError: It does not.
+    """
+    if not isinstance(sample, Mapping):
+        fix = "return a dict such as {'input': ..., 'target': ...}"
+        raise SampleError(f"{name}: must map names to tensors, got {described(sample)}; {fix}")
+    if getattr(dataset, "collate", None) is not None:
+        return
+    for entry, value in sample.items():
+        if not isinstance(value, Tensor) and not _is_numeric(value):
+            raise SampleError(
+                f"{name}: {entry!r} must be a tensor or numbers, got {described(value)}; convert it, leave it out, or "
+                "give the data set a collate(samples) that makes tensors of it"
+            )
+
+
+def _is_numeric(value: Any) -> bool:
+    try:
+        torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+def check_tensor(value: Any, what: str, form: str) -> None:
+    """Check that something in a sample is a tensor.
+
+    Args:
+        value: What there is.
+        what: What to call it in the message.
+        form: Its shape, ``[seq]``.
+
+    Raises:
+        SampleError: It is none.
+    """
+    if isinstance(value, Tensor):
+        return
+    fix = "return torch.as_tensor(...) of it" if _is_numeric(value) else "convert it, or leave the sample out"
+    raise SampleError(f"{what} must be a tensor {form}, got {described(value)}; {fix}")
+
+
+def check_collated(batch: Any, name: str) -> None:
+    """Check what a data set's own ``collate`` made of samples.
+
+    Args:
+        batch: What it returned.
+        name: What to call it in the message.
+
+    Raises:
+        SampleError: It is no dict of tensors.
+    """
+    if not isinstance(batch, Mapping):
+        fix = "return a dict such as {'input': ..., 'target': ...}"
+        raise SampleError(f"{name} must return tensors by name, got {kind_of(batch)}; {fix}")
+    for entry, value in batch.items():
+        if not isinstance(value, Tensor):
+            fix = "stack or pad it, or leave it out"
+            raise SampleError(f"{name} must return tensors, got {described(value)} as {entry!r}; {fix}")
+
+
+class NamedEntries(dict[str, Tensor]):
+    """A microbatch that says what it holds where something is asked for that it does not.
+
+    Args:
+        entries: Its tensors.
+        name: What to call it in the message.
+    """
+
+    def __init__(self, entries: Mapping[str, Tensor], name: str) -> None:
+        super().__init__(entries)
+        self._name = name
+
+    def __missing__(self, entry: str) -> Tensor:
+        fix = "rename what the data set returns"
+        raise MissingEntryError(f"{self._name} must hold {entry!r}, which the model reads, got {sorted(self)}; {fix}")
+
+
+class MissingEntryError(SampleError, KeyError):
+    """A layer or the loss asked for what the microbatch does not hold."""
