@@ -124,6 +124,15 @@ def test_values_of_modules_have_a_digest_and_structures_another() -> None:
     assert chains[1].values_digest() != first
 
 
+class Entropy(nn.Module):
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
+        return nn.functional.cross_entropy(output, batch["target"], reduction=self.reduction)
+
+
 def test_digest_tells_losses_apart_by_what_they_do() -> None:
     def loss(reduction: str) -> Callable[[Tensor, Batch], Tensor]:
         return lambda output, batch: nn.functional.mse_loss(output, batch["target"], reduction=reduction)
@@ -134,9 +143,9 @@ def test_digest_tells_losses_apart_by_what_they_do() -> None:
         lambda output, batch: output.sum(),
         lambda output, batch: output.mean(),
         lambda output, batch: 2 * output.sum(),
-        nn.CrossEntropyLoss(reduction="sum"),
-        nn.CrossEntropyLoss(reduction="mean"),
-        partial(squared, batch={}),
+        Entropy("sum"),
+        Entropy("mean"),
+        partial(lambda output, batch, scale: scale * output.sum(), scale=3),
         squared,
     ]
     assert len({Chain(FACTORIES, loss).digest() for loss in losses}) == len(losses)
