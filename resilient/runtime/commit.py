@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from resilient.comm import Communicator
+from resilient.comm.agreement import all_equal
 from resilient.optim import Optimizer, set_learning_rates
 from resilient.protocol.messages import StepOutcome, WorkerProgress
-from resilient.runtime.agreement import all_equal
 from resilient.state.layer_state import LayerState
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 
@@ -32,7 +32,7 @@ class Ballot:
         squares: Squared gradients of the states this worker counts, summed.
         num_targets: Targets of the global batch.
         pause: Ask all workers to stop at the boundary after this step.
-        samples: This rank's shares of the checksums of what it read (:mod:`resilient.runtime.agreement`).
+        samples: This rank's shares of the checksums of what it read (:mod:`resilient.comm.agreement`).
     """
 
     loss: Tensor

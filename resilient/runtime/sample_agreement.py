@@ -12,10 +12,10 @@ import torch
 import xxhash
 
 from resilient.comm import Communicator, Group
+from resilient.comm.agreement import Shares
 from resilient.data.reader import REPEATABLE, Reading, Reads
 from resilient.errors import SampleError
 from resilient.models.layer import Model
-from resilient.runtime.agreement import Shares
 from resilient.runtime.batches import reads_of
 from resilient.runtime.job import Job
 from resilient.templates.plan import Plan, Slot

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from resilient.comm.agreement import all_equal
 from resilient.data.reader import REPEATABLE, Reading
-from resilient.runtime.agreement import all_equal
 from resilient.runtime.sample_agreement import SampleAgreement, slot_reads
 from tests.resilient.ranks import as_threads, join
 from tests.resilient.small import TiedModel, make_job, make_plan

@@ -1,6 +1,6 @@
 """What a state's fingerprint takes, which comparisons of copies need, against the optimizer's step over the state.
 
-    python benchmarks/replica_comparison.py [--megabytes 256] [--repeats 9]
+    python benchmarks/parts/replica_comparison.py [--megabytes 256] [--repeats 9]
 
 On one core, in processor time. A step of training takes longer than its optimizer, so the share bounds from above what
 comparisons in every 100th step cost.

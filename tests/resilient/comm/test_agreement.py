@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient.runtime.agreement import Shares, all_equal
+from resilient.comm.agreement import Shares, all_equal
 
 CHECKSUMS = st.integers(0, (1 << 64) - 1)
 HOLDERS = st.sets(st.integers(0, 9), min_size=1).map(lambda ranks: tuple(sorted(ranks)))

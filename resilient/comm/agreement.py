@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from resilient.comm import Group
+from resilient.comm.interface import Group
 
 _MODULUS = 1 << 32
 """Of the shares: float64 adds up those of a million ranks exactly."""

@@ -1,6 +1,6 @@
 """State copy between two workers against a plain socket copy of the same bytes, on this machine.
 
-    python benchmarks/state_copy.py [--megabytes 256] [--repeats 7]
+    python benchmarks/parts/state_copy.py [--megabytes 256] [--repeats 7]
 
 Both ways move the same number of bytes between two processes over loopback, in turns; the state copy also verifies what
 arrived. Prints the medians and their ratio.
