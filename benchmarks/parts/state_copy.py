@@ -3,7 +3,8 @@
     python benchmarks/parts/state_copy.py [--megabytes 256] [--repeats 7]
 
 Both ways move the same number of bytes between two processes over loopback, in turns; the state copy also verifies what
-arrived. Prints the medians and their ratio.
+arrived. Prints the medians and their ratio. Then what the fingerprint takes by which copies are compared later, in
+processor time, against the optimizer's step over the state: a step of training takes longer than that.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from torch import nn
 from resilient.cli.shared.printing import plain_table
 from resilient.comm import StoreClient, StoreHost, connect
 from resilient.models.layer import LayerSpec
+from resilient.optim import AdamW
+from resilient.protocol.job_config import JobConfig
+from resilient.state.fingerprint import fingerprint
 from resilient.state.layer_state import BufferLayout, LayerState
 from resilient.state.peer_copy import copy_states
 from resilient.templates.replan.transfer import Transfer
@@ -93,6 +97,26 @@ def receiver(pipe: Connection, num_bytes: int, repeats: int, store_address: str)
         pipe.send(socket_copy(1, data, None, pipe))
 
 
+def print_comparison(state: LayerState, repeats: int) -> None:
+    """Measure the fingerprint and the optimizer's step."""
+    optimizer = AdamW(lr=1e-3).build([state], 0)
+    calls = {"fingerprint": lambda: fingerprint(state.bytes), "optimizer's step": optimizer.step}
+    seconds: dict[str, float] = {}
+    for name, call in calls.items():
+        times: list[float] = []
+        for _ in range(repeats):
+            started = time.process_time()
+            call()
+            times.append(time.process_time() - started)
+        seconds[name] = statistics.median(times)
+    every = JobConfig(global_batch=1, microbatch=1).compare_replicas_every
+    table = plain_table("what", "ms", left=("what",), title=f"{state.bytes.numel() / 1e6:.0f} MB of state, one core")
+    for name, took in seconds.items():
+        table.add_row(name, f"{1e3 * took:.1f}")
+    share = seconds["fingerprint"] / every / seconds["optimizer's step"]
+    Console().print(table, f"in every {every}th step: {share:.2%} of the optimizer's time")
+
+
 def main() -> None:
     """Run both ways in turns and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -125,6 +149,7 @@ def main() -> None:
     for name, values in (("plain socket", plain), ("state copy, verified", copies), ("ratio", ratios)):
         table.add_row(name, *(f"{value:.2f}" for value in (statistics.median(values), min(values), max(values))))
     Console().print(table)
+    print_comparison(state, options.repeats)
 
 
 if __name__ == "__main__":

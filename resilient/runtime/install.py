@@ -23,11 +23,11 @@ from resilient.protocol.messages import INIT, Generation, Installed
 from resilient.runtime.commit import Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.job import Job
-from resilient.runtime.replicas import Replicas
 from resilient.runtime.sample_agreement import SampleAgreement
 from resilient.state import checkpoint
 from resilient.state.layer_state import BufferLayout, LayerState, bind
 from resilient.state.peer_copy import copy_states
+from resilient.state.replicas import Replicas
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Pipeline, Plan, Slot
 from resilient.templates.template import StageSpec

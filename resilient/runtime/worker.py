@@ -55,9 +55,9 @@ from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.install import Session, WorkerContext, install, supply
 from resilient.runtime.job import Job
 from resilient.runtime.nonfinite import find_nonfinite
-from resilient.runtime.replicas import OddCopiesError
 from resilient.state import checkpoint, manifest
 from resilient.state.layer_state import LayerState
+from resilient.state.replicas import OddCopiesError
 from resilient.state.skipped import MOST_IN_A_ROW
 from resilient.templates.inputs.profile import ModelProfile
 

@@ -9,8 +9,8 @@ import torch
 
 from resilient.comm import SingleProcessCommunicator
 from resilient.errors import ReplicaError
-from resilient.runtime.replicas import Difference, OddCopiesError, Replicas, find_differences
 from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.state.replicas import Difference, OddCopiesError, Replicas, find_differences
 from resilient.templates.plan import Plan
 from tests.resilient.ranks import as_threads, join
 from tests.resilient.small import CPU, TiedModel, make_job, make_plan, make_profile
