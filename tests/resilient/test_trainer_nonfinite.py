@@ -162,6 +162,14 @@ def test_training_stops_at_a_step_that_is_not_finite_with_a_checkpoint_of_the_on
         assert torch.equal(value, parameters(good)[key])
 
 
+def test_step_that_was_read_ahead_of_time_is_read_once_more() -> None:
+    trainer = make_trainer(InfiniteLoss(num_blocks=2), 4, num_workers=1)
+    with pytest.raises(
+        NonFiniteError, match=rf"though the output .*, for samples {re.escape(str(samples_of(4)[4:8]))}"
+    ):
+        trainer.fit(NUM_STEPS)
+
+
 def test_parameter_that_is_not_finite_from_the_beginning_is_named(tmp_path: Path) -> None:
     model = TiedModel(num_blocks=2)
 
