@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from resilient.common.arguments import check_number, described, whole_number
+from resilient.common.arguments import check_number, described, kind_of, whole_number
 from resilient.errors import ArgumentError, literal
 from resilient.state.layer_state import LayerState, Rates, UpdatedWindow
 
@@ -210,7 +210,7 @@ class _Description:
         for group in self.groups:
             if not isinstance(group, ParameterGroup):
                 fix = 'write groups=[resilient.ParameterGroup("vision.*", lr=1e-5)]'
-                raise ArgumentError("groups", "hold ParameterGroups", f"a {type(group).__name__}", fix)
+                raise ArgumentError("groups", "hold ParameterGroups", kind_of(group), fix)
         object.__setattr__(self, "groups", tuple(self.groups))
 
     def rates(self, name: str, num_dims: int) -> Rates:

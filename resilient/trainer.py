@@ -262,9 +262,8 @@ def _device(wanted: str | torch.device | None) -> torch.device:
         device = None
     if device is None or device.type not in ("cpu", usable):
         fix = "leave it out to train on the CPU" if usable == "cpu" else "leave it out to train on a GPU"
-        raise ArgumentError(
-            "device", f"be one that can train here ({' or '.join({'cpu': 0, usable: 0})})", repr(wanted), fix
-        )
+        here = "cpu" if usable == "cpu" else "cpu or cuda"
+        raise ArgumentError("device", f"be one that can train here ({here})", repr(wanted), fix)
     if device == torch.device("cuda"):
         # not the local rank: nodes that are simulated on one machine share its GPUs out, too
         return torch.device("cuda", int(os.environ.get("RANK", "0")) % torch.cuda.device_count())

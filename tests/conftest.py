@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -54,3 +55,17 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have nothing remembered of models and files; return the folder that would hold it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "resilient"
+
+
+@pytest.fixture
+def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have trainers train in the test's process, as a script run by itself does, into ``tmp_path / "run"``."""
+    monkeypatch.delenv("RESILIENT_AGENT", raising=False)
+    monkeypatch.setenv("RESILIENT_RUN_DIR", str(tmp_path / "run"))

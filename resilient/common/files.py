@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 _PIECE_BYTES = 4 << 20
 
@@ -48,13 +48,24 @@ def write_whole(path: str | Path, data: bytes) -> None:
         partial.write_bytes(data)
 
 
-def sha256_of(path: str | Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hexadecimal; the file is read in pieces.
+class Hash(Protocol):
+    """A hash function under way, as those of ``hashlib`` and ``xxhash`` are."""
+
+    def update(self, data: bytes, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+def hash_file(path: str | Path, digest: Hash) -> str:
+    """Return the digest of a file's bytes, in hexadecimal; the file is read in pieces.
+
+    Args:
+        path: The file.
+        digest: What nothing was put into yet, ``hashlib.sha256()`` for one.
 
     Raises:
         OSError: It cannot be read.
     """
-    digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while piece := file.read(_PIECE_BYTES):
             digest.update(piece)

@@ -10,9 +10,14 @@ import xxhash
 from torch import Tensor
 
 
+def tensor_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's values as bytes, ``[num_bytes]`` on its device, without a copy where they lie together."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return a tensor's values as bytes, without a copy where they lie together in host memory."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    """Return a tensor's values as bytes in host memory."""
+    return tensor_bytes(tensor).cpu().numpy().data
 
 
 def entry_checksum(value: object) -> int:

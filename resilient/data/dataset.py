@@ -29,7 +29,7 @@ class Dataset(Protocol):
 
     Two more methods are optional: ``num_targets(i) -> int``, how many targets sample i has in the loss, known without
     loading it (see :func:`num_targets`), and ``collate(samples) -> dict[str, Tensor]`` (see :func:`collate`), which
-    must draw no random numbers.
+    must keep all samples, each once, and draw no random numbers.
     """
 
     def __len__(self) -> int: ...
@@ -50,13 +50,14 @@ def collate(dataset: Dataset, samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Join samples to one microbatch: the data set's way, or by stacking every entry.
 
     Raises:
-        SampleError: If samples of different entries or shapes are to be stacked, or its own way gives no tensors.
+        SampleError: If samples of different entries or shapes are to be stacked, or its own way gives no tensors or
+            leaves samples out.
     """
     own = getattr(dataset, "collate", None)
     if own is None:
         return stack(samples)
     batch = own(samples)
-    check_collated(batch, "collate")
+    check_collated(batch, samples, "collate")
     return batch
 
 

@@ -29,7 +29,7 @@ Read = tuple[int, Sample]
 """A sample as it was read, after its index."""
 
 REPEATABLE = (
-    "__getitem__ must depend on the index and on what it draws from the global generators of random, numpy and torch "
+    "have __getitem__ depend on the index and on what it draws from the global generators of random, numpy and torch "
     "alone, not on generators of its own, the time or the order of a set"
 )
 
@@ -142,8 +142,8 @@ class MicrobatchReader:
             has_drawn = draw() != undrawn
         if has_drawn and hasattr(self._dataset, "collate"):
             raise SampleError(
-                f"collate of {self._kind} must draw no random numbers, for after a failure other samples may be "
-                "collated together; what is random belongs into __getitem__"
+                f"collate of {self._kind} must draw no random numbers, got some; draw them in __getitem__, for after a "
+                "failure other samples may be collated together"
             )
         return batch
 
@@ -155,8 +155,7 @@ class MicrobatchReader:
         started, seed, name = time.perf_counter(), self._sampler.seed, self.name(index)
         seed_generators(seed, epoch, index)
         sample = self._dataset[index]
-        if index not in self._checked:
-            check_sample(self._dataset, sample, name)
+        check_sample(self._dataset, sample, name)
         loaded: dict[str, Any] = {}
         for entry, value in sample.items():
             seed_generators(seed, epoch, index, entry)
@@ -174,7 +173,10 @@ class MicrobatchReader:
         before, after = self._checksums(first, reads), self._checksums(second, reads)
         for entry in {**before, **after}:
             if before.get(entry) != after.get(entry):
-                raise SampleError(f"{self.name(index)}: {entry!r} was another when it was read again; {REPEATABLE}")
+                raise SampleError(
+                    f"{self.name(index)}: {entry!r} must be the same whenever it is read, got another the second time; "
+                    f"{REPEATABLE}"
+                )
 
     def _skips(self, entry: str, reads: Reads) -> bool:
         return reads is not None and entry in self._declared and entry not in reads

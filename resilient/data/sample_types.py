@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,15 +62,16 @@ def check_tensor(value: Any, what: str, form: str) -> None:
     raise SampleError(f"{what} must be a tensor {form}, got {described(value)}; {fix}")
 
 
-def check_collated(batch: Any, name: str) -> None:
+def check_collated(batch: Any, samples: Sequence[Mapping[str, Any]], name: str) -> None:
     """Check what a data set's own ``collate`` made of samples.
 
     Args:
         batch: What it returned.
+        samples: What it was given.
         name: What to call it in the message.
 
     Raises:
-        SampleError: It is no dict of tensors.
+        SampleError: It is no dict of tensors, or some samples are missing in it.
     """
     if not isinstance(batch, Mapping):
         fix = "return a dict such as {'input': ..., 'target': ...}"
@@ -79,6 +80,19 @@ def check_collated(batch: Any, name: str) -> None:
         if not isinstance(value, Tensor):
             fix = "stack or pad it, or leave it out"
             raise SampleError(f"{name} must return tensors, got {described(value)} as {entry!r}; {fix}")
+    # what is padded or packed says nothing of their number, what is stacked does
+    rows = [
+        len(value)
+        for entry, value in batch.items()
+        if value.ndim and all(_shape(sample.get(entry)) == value.shape[1:] for sample in samples)
+    ]
+    if rows and max(rows) < len(samples):
+        fix = "leave samples out in __len__ and __getitem__"
+        raise SampleError(f"{name} must keep all {len(samples)} samples, got {max(rows)}; {fix}")
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return () if isinstance(value, int | float) else getattr(value, "shape", None)
 
 
 class NamedEntries(dict[str, Tensor]):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from resilient.data.checksums import tensor_bytes
 from resilient.errors import ArgumentError
-from resilient.models.content import tensor_bytes
 
 
 class ConstantBuffers:

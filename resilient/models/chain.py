@@ -14,7 +14,7 @@ from resilient.common.arguments import kind_of
 from resilient.data.multimodal import IGNORED_LABEL, LARGEST_PIXEL
 from resilient.errors import ArgumentError, SampleError
 from resilient.models.chain_arguments import built, check_layers, check_loss, check_names
-from resilient.models.content import code_text, values_digest
+from resilient.models.digests import code_text, values_digest
 from resilient.models.given_module import GivenModule, check_given
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec
 

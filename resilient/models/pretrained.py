@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
 from resilient.common.arguments import kind_of
-from resilient.common.content_digest import content_digest
+from resilient.common.file_digest import file_digest
 
 _PREFIXES = ("", "model.", "vit.", "vision_model.", "language_model.", "model.vision_tower.", "model.language_model.")
 """What checkpoints of larger models put before the names of the part we read."""
@@ -57,7 +57,7 @@ class Weights:
 
     def contents(self) -> dict[str, str]:
         """Return the digest of each file's contents, by file name."""
-        return {path.name: content_digest(path) for path in sorted(set(self.files.values()))}
+        return {path.name: file_digest(path) for path in sorted(set(self.files.values()))}
 
     def find(self, *names: str) -> str | None:
         """Return the key in the files of the first of these names that is there, under any known prefix."""

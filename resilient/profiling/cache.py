@@ -16,7 +16,7 @@ import torch
 
 from resilient.common.files import write_whole
 from resilient.common.user_cache import cache_folder, one_at_a_time
-from resilient.models.content import code_text
+from resilient.models.digests import code_text
 from resilient.profiling import profiler
 from resilient.profiling.profiler import ProfiledBatch
 from resilient.runtime.job import Job

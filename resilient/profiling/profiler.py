@@ -19,7 +19,7 @@ from resilient.models.buffers import ConstantBuffers
 from resilient.models.layer import Activations, Batch, LayerSpec, initialize_layer
 from resilient.models.summed_loss import summed_loss
 from resilient.pipeline.p2p import Signature, signature
-from resilient.profiling.summed_loss import SummedLoss
+from resilient.profiling.additivity import AdditivityCheck
 from resilient.runtime.batches import Batches, Read
 from resilient.runtime.job import Job
 from resilient.runtime.preflight import first_samples
@@ -144,7 +144,7 @@ def measure(
     kinds: dict[Hashable, list[_Times]] = {}
     cuda = [job.device] if job.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):  # dropout draws here; the script's own draws stay what they were
-        loss = SummedLoss(job, [sample for drawn in samples for sample in drawn.samples])
+        loss = AdditivityCheck(job, [sample for drawn in samples for sample in drawn.samples])
         for spec in job.model.layers:
             try:
                 measured.append(_measure_layer(job, spec, layouts, samples, timed, kinds, loss))
@@ -181,7 +181,7 @@ def _measure_layer(
     samples: Sequence[ProfiledBatch],
     timed: Timed,
     kinds: dict[Hashable, list[_Times]],
-    loss: SummedLoss,
+    loss: AdditivityCheck,
 ) -> _Measured:
     module = _materialise(job, spec, layouts)
     buffers = ConstantBuffers(spec.name, module)

@@ -77,7 +77,10 @@ class SampleAgreement:
                 found = self._in_samples(read, step) or self._in_batch(read, step)
                 if found is not None:
                     return found
-        return SampleError(f"what stages read in step {step} differs, but not where they were asked again")
+        return SampleError(
+            f"stages must read the same samples, got other checksums in step {step} than when they were asked again; "
+            "check the memory of these machines"
+        )
 
     def _in_samples(self, read: Mapping[int, Reading], step: int) -> SampleError | None:
         one = next(iter(read.values()))
@@ -85,8 +88,8 @@ class SampleAgreement:
             found = self._first_difference({rank: reading.samples[place] for rank, reading in read.items()})
             if found is not None:
                 return SampleError(
-                    f"sample {index} of {self._dataset}: {self._named(found[1:])} read different {found[0]!r} in step "
-                    f"{step}; {REPEATABLE}"
+                    f"sample {index} of {self._dataset}: {found[0]!r} must be the same on all stages, got different "
+                    f"ones on {self._named(found[1:])} in step {step}; {REPEATABLE}"
                 )
         return None
 
@@ -96,9 +99,9 @@ class SampleAgreement:
             return None
         indices = next(iter(read.values())).indices
         return SampleError(
-            f"samples {list(indices)} of {self._dataset}: {self._named(found[1:])} collated equal samples to different "
-            f"{found[0]!r} in step {step}; collate must depend on the samples alone, what is random belongs into "
-            "__getitem__"
+            f"samples {list(indices)} of {self._dataset}: collate must make the same of equal samples, got different "
+            f"{found[0]!r} on {self._named(found[1:])} in step {step}; have it depend on the samples alone, and draw "
+            "random numbers in __getitem__"
         )
 
     def _named(self, ranks: Sequence[int]) -> str:

@@ -5,13 +5,14 @@ Files hold the parameters by name and the optimizer's slots as ``optimizer/<slot
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from resilient.common.files import replacing, sha256_of
+from resilient.common.files import hash_file, replacing
 from resilient.errors import CheckpointError
 from resilient.state.layer_state import LayerState
 from resilient.state.manifest import SavedState, read_manifest, unwritable
@@ -31,7 +32,7 @@ def save(path: Path, states: Iterable[LayerState]) -> dict[str, SavedState]:
             tensors = {key: tensor.contiguous().cpu() for key, tensor in state.tensors().items()}
             with replacing(path / file) as partial:
                 save_file(tensors, partial)
-                saved[state.spec.name] = SavedState(file=file, sha256=sha256_of(partial))
+                saved[state.spec.name] = SavedState(file=file, sha256=hash_file(partial, hashlib.sha256()))
     except (OSError, SafetensorError) as error:
         raise unwritable(path, error) from error
     return saved
@@ -53,7 +54,7 @@ def load(path: str | Path, states: Iterable[LayerState]) -> None:
             raise CheckpointError(f"{path} holds no state {name!r}; the checkpoint belongs to another model")
         file = Path(path) / saved.file
         try:
-            if sha256_of(file) != saved.sha256:
+            if hash_file(file, hashlib.sha256()) != saved.sha256:
                 raise CheckpointError(f"{path}: {saved.file} is damaged (its SHA-256 differs); use an older checkpoint")
             state.load(load_file(file))
         except (ValueError, OSError, SafetensorError) as error:

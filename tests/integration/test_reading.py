@@ -65,7 +65,10 @@ def test_a_generator_of_its_own_is_refused_in_one_process(workers: str, tmp_path
         run_alone(tmp_path / "alone", *arguments, script=AUGMENTED)
     last = ended.value.stderr.splitlines()[-1]
     assert last.startswith("resilient.errors.SampleError: sample ")
-    assert f" of Augmented: 'input' was another when it was read again; {REPEATABLE}" in last
+    assert (
+        f" of Augmented: 'input' must be the same whenever it is read, got another the second time; {REPEATABLE}"
+        in last
+    )
 
 
 def test_what_differs_from_node_to_node_is_refused(tmp_path: Path) -> None:
@@ -74,10 +77,10 @@ def test_what_differs_from_node_to_node_is_refused(tmp_path: Path) -> None:
     assert (run.exit_code, run.losses) == (1, {})
     (pipeline,) = run.generations[0]["pipelines"]
     first, last = (stage["node"] for stage in pipeline["stages"])
-    assert f"of Augmented: stage 0 (node {first}) and stage 1 (node {last}) read different 'input' in step 1; " in (
-        run.reason
-    )
-    assert REPEATABLE in run.reason
+    assert (
+        "of Augmented: 'input' must be the same on all stages, got different ones on stage 0 "
+        f"(node {first}) and stage 1 (node {last}) in step 1; {REPEATABLE}"
+    ) in run.reason
 
 
 def test_random_numbers_in_collate_are_refused(tmp_path: Path) -> None:
@@ -85,6 +88,6 @@ def test_random_numbers_in_collate_are_refused(tmp_path: Path) -> None:
     run = run_job(tmp_path / "run", *arguments, script=AUGMENTED, nodes=2)
     assert (run.exit_code, run.losses) == (1, {})
     assert (
-        "SampleError: collate of Jittered must draw no random numbers, for after a failure other samples may be "
-        "collated together; what is random belongs into __getitem__"
+        "SampleError: collate of Jittered must draw no random numbers, got some; draw them in __getitem__, for after a "
+        "failure other samples may be collated together"
     ) in run.reason

@@ -29,9 +29,7 @@ MISTAKES = {
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RESILIENT_AGENT", raising=False)
-    monkeypatch.setenv("RESILIENT_RUN_DIR", str(tmp_path / "run"))
+def without_gpu(one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 

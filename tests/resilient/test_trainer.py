@@ -26,6 +26,8 @@ from resilient.runtime.batches import Batches
 from resilient.trainer import Trainer
 from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job, split_decay
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 SCHEDULE = WarmupCosine(warmup_steps=3, total_steps=8, floor=0.1)
 OPTIMIZERS: dict[str, tuple[Optimizer, Callable[[Any], torch.optim.Optimizer]]] = {
     "AdamW": (
@@ -37,12 +39,6 @@ OPTIMIZERS: dict[str, tuple[Optimizer, Callable[[Any], torch.optim.Optimizer]]] 
         lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9),
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RESILIENT_AGENT", raising=False)
-    monkeypatch.setenv("RESILIENT_RUN_DIR", str(tmp_path / "run"))
 
 
 def make_trainer(**changes: Any) -> Trainer:

@@ -19,17 +19,14 @@ from resilient.runtime.batches import Batches
 from resilient.state.manifest import read_manifest
 from resilient.state.skipped import MOST_IN_A_ROW, SkippedSteps
 from resilient.trainer import Trainer
+from tests.integration.jobs.chain import InfiniteGradient
 from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job, split_decay
+
+pytestmark = pytest.mark.usefixtures("one_process")
 
 NUM_STEPS = 6
 INF = float("inf")
 ADVICE = "mend that, or leave such steps out with Trainer(on_nonfinite='skip')"
-
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RESILIENT_AGENT", raising=False)
-    monkeypatch.setenv("RESILIENT_RUN_DIR", str(tmp_path / "run"))
 
 
 class Marked(Tokens):
@@ -50,25 +47,12 @@ class InfiniteLoss(TiedModel):
         return super().loss(activations, batch) / (1 - batch["marked"].max())
 
 
-class NoGradient(torch.autograd.Function):
-    """The root of a sum that is zero: finite, its gradient is not."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, marked: Tensor) -> Tensor:
-        ctx.save_for_backward(marked)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0] / (1 - ctx.saved_tensors[0]), None
-
-
-class InfiniteGradient(TiedModel):
+class BrokenBackward(TiedModel):
     """The gradient of the loss is infinite for samples that are marked."""
 
     def loss(self, activations: Activations, batch: Batch) -> Tensor:
         loss = super().loss(activations, batch)
-        return NoGradient.apply(loss, batch["marked"].max())  # pyright: ignore[reportReturnType]
+        return InfiniteGradient.apply(loss, batch["marked"].max())  # pyright: ignore[reportReturnType]
 
 
 def samples_of(step: int) -> list[int]:
@@ -93,7 +77,7 @@ def parameters(trainer: Trainer) -> dict[str, Tensor]:
     return dict(trainer.whole_model().named_parameters())
 
 
-@pytest.mark.parametrize("model", [InfiniteLoss, InfiniteGradient])
+@pytest.mark.parametrize("model", [InfiniteLoss, BrokenBackward])
 def test_training_with_skipped_steps_equals_a_hand_written_loop(model: Callable[..., TiedModel]) -> None:
     trainer = make_trainer(model(num_blocks=2), 1, 4, on_nonfinite="skip")
     path = trainer.fit(NUM_STEPS).checkpoint
@@ -136,7 +120,7 @@ def test_resumed_training_remembers_skipped_steps(tmp_path: Path) -> None:
             "of Marked",
         ),
         (
-            InfiniteGradient,
+            BrokenBackward,
             r"loss LOSS and gradient norm nan",
             "the gradient of layer 'head' is not finite, though the loss is",
         ),

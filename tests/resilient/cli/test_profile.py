@@ -55,10 +55,9 @@ SCRIPT = """
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def cache(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return tmp_path / "cache" / "resilient" / "profiles"
+    return empty_cache / "profiles"
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from resilient.common.files import replacing, sha256_of, write_whole
+from resilient.common.files import hash_file, replacing, write_whole
 
 
 def test_a_file_is_replaced_when_all_is_written(tmp_path: Path) -> None:
@@ -45,4 +45,4 @@ def test_digest_is_of_all_bytes_in_whatever_pieces_they_are_read(num_bytes: int,
     data = bytes(position * 37 % 251 for position in range(1000)) * (num_bytes // 1000 + 1)
     path = tmp_path / "weights"
     path.write_bytes(data[:num_bytes])
-    assert sha256_of(path) == hashlib.sha256(data[:num_bytes]).hexdigest()
+    assert hash_file(path, hashlib.sha256()) == hashlib.sha256(data[:num_bytes]).hexdigest()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from resilient.data import stack
 from tests.resilient.mistaken_jobs import (
     ONE,
     ONES,
@@ -27,6 +30,12 @@ TO_TENSOR = "convert it, leave it out, or give the data set a collate(samples) t
 A_MAP = "dataset must be a map from index to sample, with __len__ and __getitem__, got"
 INTO_A_LIST = "read what it yields into a list, or give its class both methods"
 IMAGES = "'vision.pixels' must be a tensor [channels, height, width], or a list of such, got"
+LABELLED = {"input": ONES, "labels": torch.tensor(1)}
+
+
+def padded(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {entry: functional.pad(value[None], (0, 1), value=-100) for entry, value in stack(samples).items()}
+
 
 SAMPLES: dict[str, tuple[Callable[[], object], str]] = {
     "list": (of_sample([ONES, ONE]), f"sample 3 of Points: must map names to tensors, got a list; {A_DICT}"),
@@ -135,6 +144,21 @@ DATASETS: dict[str, tuple[Callable[[], object], str]] = {
         of_collate(lambda samples: {"input": [sample["input"] for sample in samples]}),
         "samples [3, 6] of Points: collate must return tensors, got a list as 'input'; stack or pad it, or leave it "
         "out",
+    ),
+    "collate that drops samples": (
+        of_collate(lambda samples: stack(samples[1:])),
+        "samples [3, 6] of Points: collate must keep all 2 samples, got 1; leave samples out in __len__ and "
+        "__getitem__",
+    ),
+    "collate that drops labels": (
+        lambda: train(dataset=Points(LABELLED, lambda samples: padded(samples[1:]))),
+        "collate of Points must keep the targets of its samples, got 1 for 2 samples that have 2; join all samples, "
+        "each once",
+    ),
+    "collate that adds samples": (
+        lambda: train(dataset=Points(LABELLED, lambda samples: stack([*samples, *samples]))),
+        "collate of Points must keep the targets of its samples, got 4 for 2 samples that have 2; join all samples, "
+        "each once",
     ),
     "collate to another name": (
         of_collate(lambda samples: {"x": torch.stack([sample["input"] for sample in samples])}),

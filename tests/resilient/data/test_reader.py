@@ -22,8 +22,8 @@ GENERATORS: dict[str, Callable[[], float]] = {
     "numpy": lambda: float(np.random.random()),
     "torch": lambda: float(torch.rand(())),
 }
-NOT_REPEATABLE = (
-    "__getitem__ must depend on the index and on what it draws from the global generators of random, numpy and torch "
+FIX = (
+    "have __getitem__ depend on the index and on what it draws from the global generators of random, numpy and torch "
     "alone, not on generators of its own, the time or the order of a set"
 )
 
@@ -99,7 +99,9 @@ def test_a_step_that_crosses_epochs_reads_each_sample_in_its_own() -> None:
 def test_a_generator_of_the_data_sets_own_is_refused() -> None:
     own = np.random.default_rng(0)
     index = int(StepSampler(num_samples=6, global_batch=6, seed=5).indices(1)[0])
-    message = f"sample {index} of Drawn: 'input' was another when it was read again; {NOT_REPEATABLE}"
+    message = (
+        f"sample {index} of Drawn: 'input' must be the same whenever it is read, got another the second time; {FIX}"
+    )
     with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
         reader(Drawn(lambda: own.random())).read(1, 0, None)
 
@@ -111,8 +113,8 @@ def test_random_numbers_in_collate_are_refused(name: str) -> None:
             return {**stack(samples), "jitter": torch.tensor(GENERATORS[name]())}
 
     message = (
-        "collate of Jittered must draw no random numbers, for after a failure other samples may be collated together; "
-        "what is random belongs into __getitem__"
+        "collate of Jittered must draw no random numbers, got some; draw them in __getitem__, for after a failure other "
+        "samples may be collated together"
     )
     with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
         reader(Jittered(lambda: 0.0)).read(1, 0, None)
@@ -207,3 +209,24 @@ def test_a_sample_is_checked_once() -> None:
     read.read(1, 0, None)
     read.read(2, 0, None)
     assert sorted(checked) == [f"sample {index} of Drawn" for index in range(6)]
+
+
+def test_a_sample_that_is_none_in_a_later_epoch_is_refused() -> None:
+    class Fading(Drawn):
+        num_read = 0
+
+        def __getitem__(self, index: int) -> Any:
+            self.num_read += 1
+            return super().__getitem__(index) if self.num_read < 8 else None
+
+    dataset = Fading(random.random)
+    read = reader(dataset)
+    for position in (0, 1):
+        read.read(1, position, None)
+    index = int(StepSampler(num_samples=6, global_batch=6, seed=5).indices(2)[0])
+    message = (
+        f"sample {index} of Fading: must map names to tensors, got None; return a dict such as {{'input': ..., "
+        "'target': ...}"
+    )
+    with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
+        read.read(2, 0, None)

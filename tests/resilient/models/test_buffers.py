@@ -16,6 +16,8 @@ from resilient.pipeline import stage
 from resilient.profiling import profiler
 from resilient.testing import train_here
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
 FIX = (
     "must stay as it is in training, got another value after a step; take it out, for its changes are lost, or "
     "register it with persistent=False if it is a cache"
@@ -78,11 +80,6 @@ class Unchecked:
     def __init__(self, name: str, module: nn.Module) -> None: ...
 
     def check(self) -> None: ...
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 CHANGING: dict[str, tuple[Any, str]] = {

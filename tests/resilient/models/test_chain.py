@@ -152,6 +152,29 @@ def test_digest_tells_losses_apart_by_what_they_do() -> None:
     assert Chain(FACTORIES, loss("sum")).digest() == Chain(FACTORIES, loss("sum")).digest()
 
 
+class Weighted(nn.Module):
+    """A loss of parts: one that is a module, one in a list, and one that is only called."""
+
+    def __init__(self, reduction: str = "sum", weight: float = 1.0, dim: int = 1, slope: float = 0.1) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.LeakyReLU(slope), nn.CrossEntropyLoss(torch.tensor([weight, 1.0])))
+        self.others = [Entropy(reduction)]
+        self.last = partial(torch.sum, dim=dim)
+
+    def forward(self, output: Tensor, batch: Batch) -> Tensor:
+        return self.inner[1](self.inner[0](output), batch["target"]) + self.last(self.others[0](output, batch))
+
+    def method(self, output: Tensor, batch: Batch) -> Tensor:
+        return self(output, batch)
+
+
+def test_digest_sees_into_the_parts_of_a_loss() -> None:
+    losses = [Weighted(), Weighted("mean"), Weighted(weight=2.0), Weighted(dim=0), Weighted(slope=0.2)]
+    losses += [loss.method for loss in losses]
+    assert len({Chain(FACTORIES, loss).digest() for loss in losses}) == len(losses)
+    assert Chain(FACTORIES, Weighted()).digest() == Chain(FACTORIES, Weighted()).digest()
+
+
 def test_digest_knows_the_variables_and_functions_that_a_loss_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = Chain(FACTORIES, by_global)
     digests = {chain.digest()}

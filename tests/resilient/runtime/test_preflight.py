@@ -17,13 +17,10 @@ from resilient.data import collate_multimodal
 from resilient.data.sampler import StepSampler
 from resilient.testing import train_here
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
 NUM_SAMPLES = 32
 FIRST = int(StepSampler(num_samples=NUM_SAMPLES, global_batch=8, seed=0).indices(1)[0])
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 class Made:

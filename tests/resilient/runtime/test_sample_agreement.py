@@ -69,28 +69,32 @@ def test_equal_readings_agree() -> None:
     assert [agree for agree, _ in told(RIGHT)] == [True] * 4
 
 
+COLLATED = (
+    "collate must make the same of equal samples, got different 'tokens' on stage 0 (node 0) and stage 1 (node 1) in "
+    "step 3; have it depend on the samples alone, and draw random numbers in __getitem__"
+)
+
+
 @pytest.mark.parametrize(
     ("readings", "message"),
     [
         (
             {1: both(1, of_sample=1, of_batch=1)},
-            "sample 3 of Tokens: stage 0 (node 0) and stage 1 (node 1) read different 'tokens' in step 3; "
-            + REPEATABLE,
+            "sample 3 of Tokens: 'tokens' must be the same on all stages, got different ones on stage 0 (node 0) and "
+            f"stage 1 (node 1) in step 3; {REPEATABLE}",
         ),
         (
             {1: both(1, of_batch=1)},
-            "samples [2, 3] of Tokens: stage 0 (node 0) and stage 1 (node 1) collated equal samples to different "
-            "'tokens' in step 3; collate must depend on the samples alone, what is random belongs into __getitem__",
+            f"samples [2, 3] of Tokens: {COLLATED}",
         ),
         (
             {1: {**both(1), 0: replace(reading(0), batch={})}},
-            "samples [0, 1] of Tokens: stage 0 (node 0) and stage 1 (node 1) collated equal samples to different "
-            "'tokens' in step 3; collate must depend on the samples alone, what is random belongs into __getitem__",
+            f"samples [0, 1] of Tokens: {COLLATED}",
         ),
         (
             {1: {0: replace(both(1)[1], indices=(0, 1)), 1: replace(both(1)[0], indices=(2, 3))}},
-            "sample 0 of Tokens: stage 0 (node 0) and stage 1 (node 1) read different 'tokens' in step 3; "
-            + REPEATABLE,
+            "sample 0 of Tokens: 'tokens' must be the same on all stages, got different ones on stage 0 (node 0) and "
+            f"stage 1 (node 1) in step 3; {REPEATABLE}",
         ),
     ],
     ids=["a sample", "the collated", "one without it", "exchanged microbatches"],

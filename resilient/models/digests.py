@@ -1,4 +1,4 @@
-"""Content hashes of what decides a model besides its configuration: the code of functions, and values.
+"""Digests of what decides a model besides its configuration: the code of functions, and values.
 
 Two workers whose hashes are equal compute the same; two that compute the same have equal hashes if they run the same
 version of Python.
@@ -12,9 +12,10 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
+
+from resilient.data.checksums import bytes_of, entry_checksum
 
 
 def code_text(value: Any) -> str:
@@ -22,8 +23,9 @@ def code_text(value: Any) -> str:
     around it and functions of its own module that it uses.
 
     Args:
-        value: The callable. Of what it uses and is neither numbers, text, collections of these nor called, the class
-            alone counts; of functions of other modules the name.
+        value: The callable. An object counts with its attributes, a module with its parts. Of what is neither numbers,
+            text, tensors, collections of these nor called, the class alone counts; of functions of other modules the
+            name; of parameters, which may have been drawn, the shape.
     """
     return _text(value, frozenset())
 
@@ -31,6 +33,10 @@ def code_text(value: Any) -> str:
 def _text(value: Any, seen: frozenset[int]) -> str:
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
+    if isinstance(value, nn.Parameter):
+        return f"{value.dtype}{tuple(value.shape)}"
+    if isinstance(value, Tensor):
+        return str(entry_checksum(value))
     if id(value) in seen:
         return "again"  # a function that calls itself
     seen |= {id(value)}
@@ -44,7 +50,7 @@ def _text(value: Any, seen: frozenset[int]) -> str:
     elif isinstance(value, types.CodeType):
         parts = [value.co_code, value.co_names, value.co_varnames, value.co_consts]
     elif isinstance(value, types.MethodType):
-        parts = [value.__func__]
+        parts = [value.__func__, value.__self__]
     elif isinstance(value, types.FunctionType):
         parts = [value.__code__, value.__defaults__, value.__kwdefaults__, *_around(value)]
     elif isinstance(value, functools.partial):
@@ -53,8 +59,7 @@ def _text(value: Any, seen: frozenset[int]) -> str:
         named = value if hasattr(value, "__qualname__") else type(value)
         return f"{named.__module__}.{named.__qualname__}"
     else:  # an object that is called, nn.CrossEntropyLoss(reduction="sum") for one
-        simple = {name: each for name, each in vars(value).items() if isinstance(each, bool | int | float | str)}
-        parts = [type(value), getattr(type(value), "forward", type(value).__call__), simple]
+        parts = [type(value), getattr(type(value), "forward", type(value).__call__), vars(value)]
     return f"({', '.join(_text(part, seen) for part in parts)})"
 
 
@@ -74,10 +79,5 @@ def values_digest(tensors: Mapping[str, Tensor]) -> str:
     digest = xxhash.xxh3_128()
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor_bytes(tensor).cpu().numpy().data)
+        digest.update(bytes_of(tensor))
     return digest.hexdigest()
-
-
-def tensor_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes, ``[num_bytes]``."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -27,7 +27,7 @@ _MOST_SAMPLES = 8
 """More would show no more, and take longer."""
 
 
-class SummedLoss:
+class AdditivityCheck:
     """A microbatch (twice) and each of its samples alone, on their way through the layers, in evaluation.
 
     Args:
@@ -46,6 +46,8 @@ class SummedLoss:
             self._batches: list[Batch] = [batches.join(each) for each in chosen]
         except Exception as error:  # the data set's own collate, which may not be made for one sample
             self._give_up(f"a sample cannot be collated alone ({type(error).__name__}: {error})")
+        else:
+            self._check_targets()
         self._activations: list[Activations] = [{} for _ in self._batches]
         self._losses: list[float] = []
 
@@ -86,6 +88,26 @@ class SummedLoss:
             if index >= 2:
                 raise _depends(f"an error in layer {name!r} for one alone ({told})") from error
             self._give_up(f"layer {name!r} cannot be run in evaluation ({told})")
+
+    def _check_targets(self) -> None:
+        """Refuse a ``collate`` that drops or adds targets, as far as the model can count them.
+
+        More than one to a sample may be padded, with a value that only the model's loss knows.
+        """
+        count = getattr(self._job.model, "num_targets", None)
+        if count is None:
+            return
+        found, counts = count(self._batches[0]), [count(sample) for _, sample in self._samples]
+        if found is None or None in counts:
+            return
+        expected = sum(counts)
+        if found < expected or (found > expected and set(counts) == {1}):
+            raise ArgumentError(
+                f"collate of {type(self._job.dataset).__name__}",
+                "keep the targets of its samples",
+                f"{found} for {len(counts)} samples that have {expected}",
+                "join all samples, each once",
+            )
 
     def _check(self) -> None:
         together, again, *alone = self._losses

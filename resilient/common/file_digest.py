@@ -10,12 +10,11 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from resilient.common.files import write_whole
+from resilient.common.files import hash_file, write_whole
 from resilient.common.user_cache import cache_folder, one_at_a_time
 
 logger = logging.getLogger(__name__)
 
-_PIECE_BYTES = 4 << 20
 _SETTLED_NS = 2_000_000_000
 """Younger files may be changed once more without a later time: not all file systems count in nanoseconds."""
 
@@ -30,7 +29,7 @@ class _Known(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
 
 
-def content_digest(path: str | Path) -> str:
+def file_digest(path: str | Path) -> str:
     """Return a digest of 128 bits of a file's contents, computed once on a machine for all its processes.
 
     Args:
@@ -45,7 +44,7 @@ def content_digest(path: str | Path) -> str:
         found, known = _seen(real), _read(kept)
         if known is not None and msgspec.structs.replace(known, digest="") == found:
             return known.digest
-        digest = _computed(real)
+        digest = hash_file(real, xxhash.xxh3_128())
         if found == _seen(real) and time.time_ns() - found.mtime_ns > _SETTLED_NS:
             _keep(kept, msgspec.structs.replace(found, digest=digest))
     return digest
@@ -54,14 +53,6 @@ def content_digest(path: str | Path) -> str:
 def _seen(path: Path) -> _Known:
     status = path.stat()
     return _Known(path=str(path), num_bytes=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino)
-
-
-def _computed(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _read(kept: Path) -> _Known | None:

@@ -7,24 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from resilient.common import content_digest as module
-from resilient.common.content_digest import content_digest
+from resilient.common import file_digest as module
+from resilient.common.file_digest import file_digest
+from resilient.common.files import Hash, hash_file
 
 LONG_AGO_NS = 10**18
 
 
 @pytest.fixture
-def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def read(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files whose contents were read."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     files: list[Path] = []
-    computed = module._computed  # pyright: ignore[reportPrivateUsage]
 
-    def noted(path: Path) -> str:
+    def noted(path: Path, digest: Hash) -> str:
         files.append(path)
-        return computed(path)
+        return hash_file(path, digest)
 
-    monkeypatch.setattr(module, "_computed", noted)
+    monkeypatch.setattr(module, "hash_file", noted)
     return files
 
 
@@ -43,34 +42,34 @@ def kept(tmp_path: Path) -> Path:
 def test_contents_are_read_once_and_a_link_to_them_not_at_all(tmp_path: Path, read: list[Path]) -> None:
     path, link = write(tmp_path / "weights", bytes(5_000_000)), tmp_path / "link"
     link.symlink_to(path)
-    assert content_digest(path) == content_digest(path) == content_digest(link)
+    assert file_digest(path) == file_digest(path) == file_digest(link)
     assert read == [path]
 
 
 def test_equal_contents_have_equal_digests_and_others_of_equal_size_do_not(tmp_path: Path, read: list[Path]) -> None:
     one, same, other = (write(tmp_path / name, data) for name, data in (("1", b"ab"), ("2", b"ab"), ("3", b"ba")))
-    assert content_digest(one) == content_digest(same) != content_digest(other)
+    assert file_digest(one) == file_digest(same) != file_digest(other)
 
 
 def test_file_written_anew_is_read_again(tmp_path: Path, read: list[Path]) -> None:
     path = write(tmp_path / "weights", b"first")
-    first = content_digest(path)
+    first = file_digest(path)
     write(path, b"again", LONG_AGO_NS + 1)
-    assert content_digest(path) != first
+    assert file_digest(path) != first
     assert len(read) == 2
 
 
 def test_file_put_in_its_place_is_read_again_even_if_it_is_as_old_and_as_long(tmp_path: Path, read: list[Path]) -> None:
     path = write(tmp_path / "weights", b"first")
-    first = content_digest(path)
+    first = file_digest(path)
     write(tmp_path / "other", b"again").replace(path)
-    assert content_digest(path) != first
+    assert file_digest(path) != first
 
 
 def test_file_that_was_written_a_moment_ago_may_change_once_more(tmp_path: Path, read: list[Path]) -> None:
     path = tmp_path / "weights"
     path.write_bytes(b"first")
-    assert content_digest(path) == content_digest(path)
+    assert file_digest(path) == file_digest(path)
     assert read == [path, path]
 
 
@@ -79,24 +78,24 @@ def test_damaged_cache_is_made_again(
     content: bytes, tmp_path: Path, read: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "weights", b"first")
-    first = content_digest(path)
+    first = file_digest(path)
     kept(tmp_path).write_bytes(content)
-    assert content_digest(path) == first
+    assert file_digest(path) == first
     assert caplog.messages[0].startswith(f"{kept(tmp_path)} cannot be read and is made again: ")
-    assert content_digest(path) == first
+    assert file_digest(path) == first
     assert read == [path, path]
 
 
 def test_cache_of_another_file_does_not_count(tmp_path: Path, read: list[Path]) -> None:
     path = write(tmp_path / "weights", b"first")
-    content_digest(path)
+    file_digest(path)
     known = kept(tmp_path).read_bytes()
-    other = content_digest(write(tmp_path / "other", b"other"))
+    other = file_digest(write(tmp_path / "other", b"other"))
     for file in (tmp_path / "cache" / "resilient" / "digests").glob("*.json"):
         file.write_bytes(known)
-    assert content_digest(tmp_path / "other") == other
+    assert file_digest(tmp_path / "other") == other
 
 
 def test_file_that_is_gone_is_an_error(tmp_path: Path, read: list[Path]) -> None:
     with pytest.raises(FileNotFoundError, match=r"gone"):
-        content_digest(tmp_path / "gone")
+        file_digest(tmp_path / "gone")
