@@ -113,8 +113,8 @@ def test_random_numbers_in_collate_are_refused(name: str) -> None:
             return {**stack(samples), "jitter": torch.tensor(GENERATORS[name]())}
 
     message = (
-        "collate of Jittered must draw no random numbers, got some; draw them in __getitem__, for after a failure other "
-        "samples may be collated together"
+        "collate of Jittered must draw no random numbers, got some; draw them in __getitem__, for after a failure "
+        "other samples may be collated together"
     )
     with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
         reader(Jittered(lambda: 0.0)).read(1, 0, None)
