@@ -40,10 +40,10 @@ def _take_in(hashed: xxhash.xxh3_64, value: object) -> None:
         text, parts = f"{len(value)} entries", [part for item in value.items() for part in item]
     elif isinstance(value, list | tuple):
         text, parts = f"{len(value)} values", list(value)
+    elif isinstance(value, int | float | complex | str | bytes | None):
+        text = repr(value)
     else:
-        text = (
-            repr(value) if isinstance(value, int | float | complex | str | bytes | None) else type(value).__qualname__
-        )
+        text = type(value).__qualname__
     hashed.update(text.encode())
     hashed.update(content)
     for part in parts:

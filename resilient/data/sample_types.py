@@ -113,4 +113,4 @@ class NamedEntries(dict[str, Tensor]):
 
 
 class MissingEntryError(SampleError, KeyError):
-    """A layer or the loss asked for what the microbatch does not hold."""
+    """A layer or the loss asked for what the microbatch does not hold; one that can do without may catch a KeyError."""

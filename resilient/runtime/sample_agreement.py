@@ -58,10 +58,8 @@ class SampleAgreement:
             for entry, checksum in reading.batch.items():
                 holders = tuple(rank for rank in self._ranks(self._pipeline) if self._reads_entry(rank, entry))
                 if len(holders) > 1:
-                    placed = xxhash.xxh3_64_intdigest(
-                        f"{position} {entry} {checksum}".encode()
-                    )  # or swapped ones cancel out
-                    shares.add(placed, holders)
+                    placed = f"{position} {entry} {checksum}".encode()  # bare checksums, swapped, would cancel out
+                    shares.add(xxhash.xxh3_64_intdigest(placed), holders)
         return shares.total
 
     def difference(self, comm: Communicator, step: int, readings: Mapping[int, Reading]) -> SampleError:

@@ -120,10 +120,11 @@ def test_caches_may_change_and_constants_do_not(part: nn.Module, tmp_path: Path)
     assert len(train(part, tmp_path)) == 2
 
 
-@pytest.mark.parametrize(("make", "buffer"), CHANGING.values(), ids=CHANGING)
+@pytest.mark.parametrize("name", CHANGING)
 def test_buffer_that_changes_is_refused_in_the_first_steps_where_the_profile_is_known(
-    make: Any, buffer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    make, buffer = CHANGING[name]
     with monkeypatch.context() as patch:
         patch.setattr(profiler, "ConstantBuffers", Unchecked)
         patch.setattr(stage, "ConstantBuffers", Unchecked)
@@ -131,4 +132,6 @@ def test_buffer_that_changes_is_refused_in_the_first_steps_where_the_profile_is_
     torch.manual_seed(0)  # the part's own values
     with pytest.raises(ValueError, match=f"^{re.escape(f'buffer {buffer} {FIX}')}$"):
         train(make(), tmp_path)
-    assert not (tmp_path / "run").exists()
+    saved = [path.name for path in tmp_path.glob("run/checkpoints/*")]
+    is_settled = name == "of a parametrization"  # for the first values, so that the first step may be kept
+    assert saved == (["step-00000001"] if is_settled else [])
