@@ -17,7 +17,7 @@ from torch import Tensor
 from resilient.data.checksums import entry_checksum
 from resilient.data.dataset import Dataset, Sample, collate
 from resilient.data.lazy import Lazy
-from resilient.data.sample_types import check_sample
+from resilient.data.sample_types import check_types
 from resilient.data.sampler import StepSampler, microbatches
 from resilient.data.seeding import draw, generators_kept, seed_generators
 from resilient.errors import SampleError
@@ -155,7 +155,7 @@ class MicrobatchReader:
         started, seed, name = time.perf_counter(), self._sampler.seed, self.name(index)
         seed_generators(seed, epoch, index)
         sample = self._dataset[index]
-        check_sample(self._dataset, sample, name)
+        check_types(self._dataset, sample, name)
         loaded: dict[str, Any] = {}
         for entry, value in sample.items():
             seed_generators(seed, epoch, index, entry)

@@ -13,7 +13,7 @@ from resilient.data.lazy import Lazy
 from resilient.errors import SampleError
 
 
-def check_sample(dataset: object, sample: Any, name: str) -> None:
+def check_types(dataset: object, sample: Any, name: str) -> None:
     """Check that a sample maps names to what can be joined to a microbatch.
 
     Args:

@@ -12,6 +12,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import xxhash
 from torch import Tensor, nn
 
@@ -24,8 +25,8 @@ def code_text(value: Any) -> str:
 
     Args:
         value: The callable. An object counts with its attributes, a module with its parts. Of what is neither numbers,
-            text, tensors, collections of these nor called, the class alone counts; of functions of other modules the
-            name; of parameters, which may have been drawn, the shape.
+            text, tensors, arrays, collections of these nor called, the class alone counts; of functions of other
+            modules the name; of parameters, which may have been drawn, the shape.
     """
     return _text(value, frozenset())
 
@@ -35,7 +36,7 @@ def _text(value: Any, seen: frozenset[int]) -> str:
         return repr(value)
     if isinstance(value, nn.Parameter):
         return f"{value.dtype}{tuple(value.shape)}"
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | np.ndarray):
         return str(entry_checksum(value))
     if id(value) in seen:
         return "again"  # a function that calls itself
