@@ -166,6 +166,12 @@ def test_schedules_listed_are_those_a_job_can_choose() -> None:
     assert {kind for kind, jobs in rows.items() if jobs.strip()} == set(SCHEDULES)
 
 
+def test_every_option_of_the_trainer_is_explained() -> None:
+    named = {name for page in PAGES for name in re.findall(r"\b(\w+)=", page.read_text())}
+    options = {each.name for each in inspect.signature(Trainer).parameters.values() if each.default is not each.empty}
+    assert options - named == set()
+
+
 def test_every_command_is_documented() -> None:
     told = {tuple(words[1:3]) for page in PAGES for words in told_commands(page) if words[0] == "resilient"}
     named = told | {words[:1] for words in told}

@@ -26,7 +26,7 @@ from resilient.runtime.preflight import first_samples
 from resilient.state.layer_state import BufferLayout
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 
-PROFILER_VERSION = 2
+PROFILER_VERSION = 3
 """Of what is measured and verified, and how; profiles of another version are measured again."""
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 20
