@@ -10,6 +10,7 @@ import errno
 import gc
 import os
 import pickle
+import resource
 import signal
 import socket
 import struct
@@ -23,7 +24,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from resilient.common.processes import die_with_parent
+from resilient.common.processes import die_with_parent, open_files_anew
 from resilient.data import shared
 from resilient.data.reader import Microbatch, Reads
 from resilient.errors import DataProcessError
@@ -198,6 +199,9 @@ def _become(load: Load, connection: socket.socket, parent: int, inherited: list[
             signal.signal(number, signal.SIG_IGN)
         for each in inherited:
             each.close()
+        open_files_anew()  # a data set that keeps a file open seeks and reads in all processes at once
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # it limits the answers that nobody has taken yet, too
         gc.freeze()  # collections leave the pages alone that are shared with the worker
         torch.set_num_threads(1)
         _serve(load, connection)
