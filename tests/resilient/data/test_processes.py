@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -79,6 +80,20 @@ def test_a_file_that_a_data_set_keeps_open_is_read_by_each_process_at_its_own_pl
             tickets = [both.ask(1, position, None) for position in range(4)]
             read = [chr(int(both.take(ticket).batch["read"])) for ticket in tickets]
         assert (read, file.tell()) == (["b", "b", "c", "c"], 1)
+
+
+def test_a_low_limit_of_descriptors_leaves_room_for_answers_that_wait() -> None:
+    """The kernel counts them against it, for all processes of a user: with 40, four processes would block here."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        with started(
+            lambda step, position, reads: microbatch({"most": torch.tensor(resource.getrlimit(resource.RLIMIT_NOFILE))})
+        ) as processes:
+            found = processes.take(processes.ask(1, 0, None)).batch["most"].tolist()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found == [min(hard, 1 << 16), hard]
 
 
 def test_what_is_forgotten_is_not_read_any_more(tmp_path: Path) -> None:
