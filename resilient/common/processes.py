@@ -1,10 +1,13 @@
-"""Ties the life of a process to its parent's."""
+"""What a process that was forked does first: it dies with its parent, and has open files of its own."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import signal
+import stat
 
 _PR_SET_PDEATHSIG = 1
 
@@ -14,3 +17,26 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def open_files_anew() -> None:
+    """Open the files that this process has open once more, each at the place where it is.
+
+    Of what a fork copies, the place is shared: whoever seeks or reads moves it for the parent and all its children.
+    Standard streams and files that are only written stay as they are, and so does what cannot be opened again.
+    """
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2:
+            with contextlib.suppress(OSError):
+                _open_anew(number)
+
+
+def _open_anew(number: int) -> None:
+    flags = fcntl.fcntl(number, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_APPEND)
+    if not stat.S_ISREG(os.fstat(number).st_mode) or flags & os.O_ACCMODE == os.O_WRONLY:
+        return
+    place, is_inherited = os.lseek(number, 0, os.SEEK_CUR), os.get_inheritable(number)
+    anew = os.open(f"/proc/self/fd/{number}", flags)
+    os.lseek(anew, place, os.SEEK_SET)
+    os.dup2(anew, number, inheritable=is_inherited)
+    os.close(anew)

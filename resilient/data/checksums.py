@@ -12,7 +12,8 @@ from torch import Tensor
 
 def tensor_bytes(tensor: Tensor) -> Tensor:
     """Return a tensor's values as bytes, ``[num_bytes]`` on its device, without a copy where they lie together."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return values.reshape(-1).view(torch.uint8)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -34,6 +35,8 @@ def _take_in(hashed: xxhash.xxh3_64, value: object) -> None:
     text, content, parts = "", memoryview(b""), list[object]()
     if isinstance(value, Tensor):
         text, content = f"{value.dtype}{tuple(value.shape)}", bytes_of(value)
+    elif isinstance(value, np.ndarray) and value.dtype.hasobject:  # its bytes are addresses
+        text, parts = f"objects{value.shape}", value.ravel().tolist()
     elif isinstance(value, np.ndarray | np.generic):
         text, content = f"{value.dtype}{value.shape}", memoryview(value.tobytes())
     elif isinstance(value, Mapping):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -25,9 +26,11 @@ def data_processes(load: Load, wanted: int | None) -> Iterator[DataProcesses | N
 
     Args:
         load: Reads a microbatch.
-        wanted: How many; 0 for none, None to have the time decide that a first microbatch takes in one.
+        wanted: How many; 0 for none, None to have the time decide that a first microbatch takes in one, if a fork is
+            sure to have all that a data set needs.
     """
-    if wanted == 0 or (wanted is None and torch.cuda.is_initialized()):  # a data set may live there, and not fork
+    # a data set may live on the device, or have threads of its own read: neither is there after a fork
+    if wanted == 0 or (wanted is None and (torch.cuda.is_initialized() or threading.active_count() > 1)):
         yield None
         return
     processes = DataProcesses(load, wanted or 1)
@@ -69,22 +72,23 @@ class ReadAhead:
     def enter(self, positions: range, reads: Reads) -> None:
         """Begin to read other microbatches of each step, or other entries; what was asked for before is dropped."""
         if (positions, reads) != (self._positions, self._reads):
-            self.restart()
+            self._forget()
         self._positions, self._reads = positions, reads
-
-    def restart(self) -> None:
-        """Drop what was asked for: a step is read once more, which is more than may be asked for at once."""
-        self._processes.forget()
-        self._tickets.clear()
 
     def take(self, step: int, position: int) -> Microbatch:
         """Return a microbatch, and have the next ones read."""
+        if self._tickets and (step, position) not in self._tickets:
+            self._forget()  # a step is read once more; with what was asked for it would be more than fits
         num_processes = len(self._processes)
         most = min(max(len(self._positions), 2 * num_processes), MOST_ASKED * num_processes)
         for key in islice(self._keys_from(step, position), most + 1):
             if key not in self._tickets:
                 self._tickets[key] = self._processes.ask(*key, self._reads)
         return self._processes.take(self._tickets.pop((step, position)))
+
+    def _forget(self) -> None:
+        self._processes.forget()
+        self._tickets.clear()
 
     def _keys_from(self, step: int, position: int) -> Iterator[tuple[int, int]]:
         yield from ((step, each) for each in range(position, self._positions.stop))

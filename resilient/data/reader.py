@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from resilient.data.checksums import entry_checksum
@@ -87,7 +88,8 @@ class MicrobatchReader:
         self._sampler = sampler
         self._microbatch = microbatch
         self._declared = declared
-        self._checked: set[int] = set()
+        self._checked = np.zeros(sampler.num_samples, dtype=np.bool_)  # a byte a sample, a set would take a hundred
+        self._is_repeatable = False
         self._kind = type(dataset).__name__
         self._took_ms: list[float] = []
 
@@ -117,11 +119,11 @@ class MicrobatchReader:
         """Read and check the samples of a microbatch, as :meth:`read` does."""
         indices = microbatches(self._sampler.indices(step), self._microbatch)[position].tolist()
         epochs = microbatches(self._sampler.epochs(step), self._microbatch)[position].tolist()
-        is_first = not self._checked
         with generators_kept():
             samples = [self._sample(*each, reads) for each in zip(indices, epochs, strict=True)]
-            if is_first:
+            if not self._is_repeatable:
                 self._compare(indices[0], samples[0], self._sample(indices[0], epochs[0], reads), reads)
+                self._is_repeatable = True
         _leave_out_whole_entries(samples)
         return list(zip(indices, samples, strict=True))
 
@@ -161,9 +163,9 @@ class MicrobatchReader:
             seed_generators(seed, epoch, index, entry)
             loaded[entry] = _loaded(value, f"{name}: {entry!r}", self._skips(entry, reads))
         self._took_ms.append(1000 * (time.perf_counter() - started))
-        if index not in self._checked:
+        if not self._checked[index]:
             self._check(loaded, name)
-            self._checked.add(index)
+            self._checked[index] = True
         known = {entry: value for entry, value in loaded.items() if not any(map(_is_empty, _flat(value)))}
         self._check_always(index, known, name)
         return loaded
@@ -208,7 +210,13 @@ def _leave_out_whole_entries(samples: Sequence[dict[str, Any]]) -> None:
     for sample in samples:
         for entry in empty & sample.keys():
             value = sample[entry]
-            sample[entry] = value.to("meta") if isinstance(value, Tensor) else [each.to("meta") for each in value]
+            sample[entry] = _without_values(value)
+
+
+def _without_values(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_without_values(each) for each in value]
+    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 def _flat(value: Any) -> Sequence[Any]:

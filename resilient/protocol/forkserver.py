@@ -32,7 +32,7 @@ from typing import Literal
 
 import msgspec
 
-from resilient.common.processes import die_with_parent
+from resilient.common.processes import die_with_parent, open_files_anew
 
 # torch._dynamo: torch imports it on first use (0.7 s), which would otherwise be in every worker's first step.
 PRELOADED = ("torch", "torch._dynamo", "resilient.trainer")
@@ -150,6 +150,7 @@ def _run_child(request: Spawn, parent: int, inherited: list[int]) -> None:
         for fd in inherited:
             if fd >= 0:
                 os.close(fd)
+        open_files_anew()  # a module that was imported before may keep some
         gc.unfreeze()
         _enter(request)
         exit_code = _run_node(request) if request.kind == "node" else _run_worker(request)

@@ -113,11 +113,6 @@ class Batches:
         placed = {entry: self._place(value) for entry, value in batch.items()}
         return NamedEntries(placed, f"microbatches of {type(self._job.dataset).__name__}")
 
-    def restart(self) -> None:
-        """Begin to load a step once more, from its first microbatch."""
-        if self._ahead is not None:
-            self._ahead.restart()
-
     def told(self, step: int, position: int) -> str:
         """Return, in words, the samples of a microbatch."""
         indices = microbatches(self._sampler.indices(step), self._job.microbatch)[position]

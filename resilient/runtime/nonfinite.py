@@ -31,7 +31,7 @@ def find_nonfinite(
         work: The step's.
         outcome: Of the step.
         model: What is trained.
-        batches: Loads the step's, and names their samples.
+        batches: Name its samples.
 
     Returns:
         The error, on the one rank that is to raise it; None on all others.
@@ -40,7 +40,6 @@ def find_nonfinite(
         CommunicationError: A peer is gone; the step is to be redone.
     """
     watch = FiniteWatch(model)
-    batches.restart()
     session.executor.run(replace(work, watch=watch))
     end = len(model.layers) + 1
     # first come the microbatches, layer by layer, then the gradients, from the last layer to the first

@@ -25,3 +25,17 @@ def test_equal_entries_have_equal_checksums_however_they_lie_in_memory() -> None
     assert entry_checksum(grid.T) == entry_checksum(grid.T.contiguous().requires_grad_())
     assert entry_checksum((grid, 1)) == entry_checksum([grid.clone(), 1])
     assert entry_checksum(object()) == entry_checksum(object())
+
+
+def test_arrays_of_objects_count_by_what_they_hold() -> None:
+    def texts(end: str) -> np.ndarray:
+        return np.array([f"a {end}", {"number": len(end)}], dtype=object)
+
+    assert entry_checksum(texts("text")) == entry_checksum(texts("te" + "xt".lower()))
+    assert entry_checksum(texts("text")) != entry_checksum(texts("word"))
+
+
+def test_conjugates_count_by_their_values() -> None:
+    values = torch.tensor([1 + 2j, 3 - 1j])
+    assert entry_checksum(values.conj()) == entry_checksum(torch.tensor([1 - 2j, 3 + 1j]))
+    assert entry_checksum(values.conj().imag) == entry_checksum(torch.tensor([-2.0, 1.0]))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,6 +70,30 @@ def test_processes_take_turns_and_answers_are_taken_in_any_order() -> None:
     pids = [read[position][2] for position in range(4)]
     assert pids[:2] == pids[2:]
     assert len({*pids, os.getpid()}) == 3
+
+
+def test_a_file_that_a_data_set_keeps_open_is_read_by_each_process_at_its_own_place(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"abcdef")
+    with (tmp_path / "data").open("rb", buffering=0) as file:
+        file.seek(1)
+        with started(lambda step, position, reads: microbatch({"read": torch.tensor(ord(file.read(1)))}), 2) as both:
+            tickets = [both.ask(1, position, None) for position in range(4)]
+            read = [chr(int(both.take(ticket).batch["read"])) for ticket in tickets]
+        assert (read, file.tell()) == (["b", "b", "c", "c"], 1)
+
+
+def test_a_low_limit_of_descriptors_leaves_room_for_answers_that_wait() -> None:
+    """The kernel counts them against it, for all processes of a user: with 40, four processes would block here."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        with started(
+            lambda step, position, reads: microbatch({"most": torch.tensor(resource.getrlimit(resource.RLIMIT_NOFILE))})
+        ) as processes:
+            found = processes.take(processes.ask(1, 0, None)).batch["most"].tolist()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found == [min(hard, 1 << 16), hard]
 
 
 def test_what_is_forgotten_is_not_read_any_more(tmp_path: Path) -> None:
@@ -199,6 +225,19 @@ def test_how_many_there_are_follows_from_the_time_a_sample_takes(
     assert len(psutil.Process().children()) == before
 
 
+def test_a_script_with_threads_is_not_forked_unless_it_says_so() -> None:
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        for wanted, expected in ((None, None), (1, 1)):
+            with data_processes(lambda step, position, reads: microbatch({}, 5.0), wanted) as processes:
+                assert (None if processes is None else len(processes)) == expected
+    finally:
+        ended.set()
+        thread.join()
+
+
 class Asked:
     """Takes down what is asked of processes."""
 
@@ -242,3 +281,15 @@ def test_not_more_is_asked_for_than_fits() -> None:
     asked.asked.clear()
     ahead.take(1, 0)
     assert len(asked.asked) == 33
+
+
+def test_not_more_is_asked_for_than_fits_when_a_step_is_read_once_more() -> None:
+    asked = Asked(1)
+    ahead = ReadAhead(asked, num_steps=2)  # pyright: ignore[reportArgumentType]
+    ahead.enter(range(1000), None)
+    for position in range(400):
+        ahead.take(1, position)
+    ahead.enter(range(1000), None)
+    assert ahead.take(1, 0) == (1, 0)
+    forgotten = len(asked.asked) - 1 - asked.asked[::-1].index((0, 0))
+    assert asked.asked[forgotten + 1 :] == [(1, position) for position in range(33)]

@@ -181,6 +181,21 @@ def test_an_entry_that_is_lazy_in_some_samples_is_left_out_of_all() -> None:
     assert (batch["vision.pixels"].is_meta, list(batch["vision.pixels"].shape)) == (True, [6, 3, 4, 9])
 
 
+def test_an_entry_that_is_lazy_in_some_samples_may_be_missing_in_others() -> None:
+    class Some(Pictures):
+        def __getitem__(self, index: int) -> Sample:
+            sample = super().__getitem__(index)
+            return sample if index % 2 else {**sample, "vision.pixels": None}
+
+        def collate(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
+            pictures = [sample for sample in samples if sample["vision.pixels"] is not None]
+            return {"labels": stack([{"count": len(sample["labels"])} for sample in samples])["count"],
+                    "vision.pixels": collate_multimodal(pictures)["vision.pixels"]}  # fmt: skip
+
+    batch = reader(Some(), declared=PICTURES, microbatch=6).read(1, 0, frozenset({"labels"})).batch
+    assert (batch["vision.pixels"].is_meta, list(batch["vision.pixels"].shape)) == (True, [3, 3, 4, 9])
+
+
 def test_a_lazy_entry_of_another_shape_than_declared_is_refused() -> None:
     index = int(StepSampler(num_samples=6, global_batch=6, seed=5).indices(1)[0])
     message = (
