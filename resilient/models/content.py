@@ -44,7 +44,7 @@ def _text(value: Any, seen: frozenset[int]) -> str:
     elif isinstance(value, types.CodeType):
         parts = [value.co_code, value.co_names, value.co_varnames, value.co_consts]
     elif isinstance(value, types.MethodType):
-        parts = [value.__func__]
+        parts = [value.__func__, _called(value.__self__)]
     elif isinstance(value, types.FunctionType):
         parts = [value.__code__, value.__defaults__, value.__kwdefaults__, *_around(value)]
     elif isinstance(value, functools.partial):
@@ -54,8 +54,14 @@ def _text(value: Any, seen: frozenset[int]) -> str:
         return f"{named.__module__}.{named.__qualname__}"
     else:  # an object that is called, nn.CrossEntropyLoss(reduction="sum") for one
         simple = {name: each for name, each in vars(value).items() if isinstance(each, bool | int | float | str)}
-        parts = [type(value), getattr(type(value), "forward", type(value).__call__), simple]
+        parts = [type(value), getattr(type(value), "forward", type(value).__call__), simple, _called(value)]
     return f"({', '.join(_text(part, seen) for part in parts)})"
+
+
+def _called(owner: Any) -> dict[str, Any]:
+    """Return those attributes of an object that can be called, submodules too: a loss that it holds, for one."""
+    attributes = getattr(owner, "__dict__", {})
+    return {name: each for name, each in (attributes | attributes.get("_modules", {})).items() if callable(each)}
 
 
 def _around(function: types.FunctionType) -> list[Any]:
