@@ -115,14 +115,14 @@ class Drawing(nn.Module):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_layers_that_draw_from_python_and_numpy_draw_the_same_whatever_was_drawn_before(checkpointing: bool) -> None:
     options: dict[str, Any] = {"is_last": False, "device": CPU, "autocast": None, "seed": 3}
+    stage = Stage(TiedModel(), [StageLayer(index=1, module=Drawing())], checkpointing=checkpointing, **options)
     found = []
     for _ in range(2):
-        stage = Stage(TiedModel(), [StageLayer(index=1, module=Drawing())], checkpointing=checkpointing, **options)
         hidden = torch.ones(2, dtype=torch.float64, requires_grad=True)
         sent, _ = stage.forward(0, {"hidden": hidden}, {}, step=1, position=0, num_targets=1)
         found += [*sent["hidden"].tolist(), *stage.backward(0, {"hidden": torch.ones_like(hidden)})["hidden"].tolist()]
     assert found == [found[0]] * 8
-    sent, _ = stage.forward(0, {"hidden": hidden}, {}, step=1, position=1, num_targets=1)
+    sent, _ = stage.forward(0, {"hidden": torch.ones(2)}, {}, step=1, position=1, num_targets=1)
     assert sent["hidden"][0] != found[0]
 
 
