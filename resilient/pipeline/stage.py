@@ -23,8 +23,6 @@ from resilient.pipeline.finite_watch import FiniteWatch
 
 _MASK = (1 << 63) - 1
 _NUMPY_MASK = (1 << 32) - 1
-_CHECKED_STEPS = 2
-"""The second is the first with other parameters: what has settled for some, changes for others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +83,17 @@ class Stage:
         self._deferred.clear()
 
     def end(self) -> None:
-        """Finish a step; of the first ones, see that they leave the layers' buffers alone.
+        """Finish a step; of steps 1, 2, 4, 8, ... of a generation, see that the layers' buffers are as they were.
+
+        What begins to change later than in the first step is found in at most as many steps as it took.
 
         Raises:
             ArgumentError: They do not.
         """
-        for buffers in self._buffers:
-            buffers.check()
         self._num_steps += 1
-        if self._num_steps == _CHECKED_STEPS:
-            self._buffers.clear()
+        if self._num_steps.bit_count() == 1:
+            for buffers in self._buffers:
+                buffers.check()
 
     def forward(
         self,
