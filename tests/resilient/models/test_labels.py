@@ -75,7 +75,7 @@ def test_targets_of_labels_that_nobody_said_are_unshifted_may_be_counted_as_tran
 
     told = "a: num_targets(0) must be 5, the targets in the sample, got 4; have Copies.num_targets return 5 for it"
     fix = '; or, if labels are not shifted, as transformers wants them, pass MultimodalModule(labels="unshifted")'
-    for labels, message in ((None, told + fix), ("shifted", told)):
+    for model, message in ((text_model(None), told + fix), (text_model("shifted"), told)):
         with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
-            check_num_targets(text_model(labels), Copies(), 0, Copies()[0], "a")
+            check_num_targets(model, Copies(), 0, Copies()[0], "a")
     check_num_targets(text_model("unshifted"), Copies(), 0, Copies()[0], "a")
