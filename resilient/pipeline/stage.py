@@ -5,10 +5,12 @@ Owns the activations of the microbatches in flight. Knows nothing of processes: 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,8 +22,7 @@ from resilient.pipeline.backward_split import Deferred, differentiate_inputs
 from resilient.pipeline.finite_watch import FiniteWatch
 
 _MASK = (1 << 63) - 1
-_CHECKED_STEPS = 2
-"""The second is the first with other parameters: what has settled for some, changes for others."""
+_NUMPY_MASK = (1 << 32) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,8 @@ class Stage:
         is_last: Whether the model ends here.
         device: Where the layers are.
         autocast: Lower precision for matrix products, None for none.
-        seed: Of the job; random layers (dropout) draw from (seed, step, microbatch, layer), whatever the stage.
+        seed: Of the job; random layers (dropout) draw from (seed, step, microbatch, layer), whatever the stage; of
+            Python's, numpy's and torch's generators.
         checkpointing: Keep only the layers' inputs and run each layer again in the backward.
     """
 
@@ -81,16 +83,17 @@ class Stage:
         self._deferred.clear()
 
     def end(self) -> None:
-        """Finish a step; of the first ones, see that they leave the layers' buffers alone.
+        """Finish a step; of steps 1, 2, 4, 8, ... of a generation, see that the layers' buffers are as they were.
+
+        What begins to change later than in the first step is found in at most as many steps as it took.
 
         Raises:
             ArgumentError: They do not.
         """
-        for buffers in self._buffers:
-            buffers.check()
         self._num_steps += 1
-        if self._num_steps == _CHECKED_STEPS:
-            self._buffers.clear()
+        if self._num_steps.bit_count() == 1:
+            for buffers in self._buffers:
+                buffers.check()
 
     def forward(
         self,
@@ -200,6 +203,8 @@ class Stage:
         # three odd multipliers keep neighbouring (step, microbatch, layer) triples apart
         value = self._seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9
         value += position * 0x94D049BB133111EB + layer_index
+        random.seed(value & _MASK)
+        np.random.seed(value & _NUMPY_MASK)
         torch.default_generator.manual_seed(value & _MASK)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(value & _MASK)

@@ -19,6 +19,7 @@ from resilient.common.user_cache import cache_folder, one_at_a_time
 from resilient.models.digests import code_text
 from resilient.profiling import profiler
 from resilient.profiling.profiler import ProfiledBatch
+from resilient.profiling.user_code import settings_digest, sources_digest
 from resilient.runtime.job import Job
 from resilient.state.layer_state import BufferLayout
 from resilient.templates.inputs.profile import ModelProfile
@@ -31,7 +32,8 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         model: Its digest.
-        code: Hash of the loss's and of the data set's collate's code: they were verified together.
+        code: Hash of the loss's and of the data set's collate's code, of the modules' settings and of all sources of
+            the user's that are loaded: they were verified together.
         layouts: Hash of every layer's parameters, trainable or not, and of the number of optimizer slots.
         shapes: Hash of the shapes of the microbatches looked at.
         microbatch: Samples of a microbatch.
@@ -59,7 +61,12 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True):
         sizes = [(name, layout.num_trainable, layout.num_frozen) for name, layout in layouts.items()]
         return cls(
             model=job.model.digest(),
-            code=_hash(code_text(job.model.loss), code_text(getattr(type(job.dataset), "collate", None))),
+            code=_hash(
+                code_text(job.model.loss),
+                code_text(getattr(type(job.dataset), "collate", None)),
+                settings_digest(job.model.layers),
+                sources_digest(),
+            ),
             layouts=_hash(sizes, len(job.optimizer.slots)),
             shapes=_hash(*sorted((repr(sample.shapes), sample.count) for sample in samples)),
             microbatch=job.microbatch,

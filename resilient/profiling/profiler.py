@@ -6,6 +6,7 @@ remembered of it is :mod:`resilient.profiling.cache`'s.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,9 @@ from resilient.runtime.preflight import first_samples
 from resilient.state.layer_state import BufferLayout
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 
-PROFILER_VERSION = 3
+logger = logging.getLogger(__name__)
+
+PROFILER_VERSION = 4
 """Of what is measured and verified, and how; profiles of another version are measured again."""
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 20
@@ -184,7 +187,7 @@ def _measure_layer(
     loss: AdditivityCheck,
 ) -> _Measured:
     module = _materialise(job, spec, layouts)
-    buffers = ConstantBuffers(spec.name, module)
+    buffers, reached = ConstantBuffers(spec.name, module), _reached(module)
     trainable = any(parameter.requires_grad for parameter in module.parameters())
     is_last = spec.name == job.model.layers[-1].name
     passes = [_Pass(job, module, sample, is_last=is_last) for sample in samples]
@@ -199,10 +202,38 @@ def _measure_layer(
         if elapsed_ms >= _TOO_LONG_MS or (elapsed_ms >= _ENOUGH_MS and settled):
             break
     buffers.check()
+    _tell_untrained(spec.name, module, reached, seen)
     loss.advance(spec.name, module, is_last=is_last)
     for one in passes:
         one.advance()
     return _Measured(spec=spec, trainable=trainable, seen=seen, times=times)
+
+
+def _reached(module: nn.Module) -> set[str]:
+    """Return a set to which the name of each parameter is added that a gradient reaches from now on."""
+    reached: set[str] = set()
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: reached.add(name))
+    return reached
+
+
+def _tell_untrained(layer: str, module: nn.Module, reached: set[str], seen: Sequence[_Seen]) -> None:
+    """Warn of what is to be trained and is not: it may be so for these samples alone, so that it is no error."""
+    missed = [name for name, each in module.named_parameters() if each.requires_grad and name not in reached]
+    if missed:
+        logger.warning(
+            "no gradient reaches %s of layer %r, which weight decay shrinks all the same; freeze with "
+            "requires_grad_(False) what is not to be trained",
+            ", ".join([*missed[:3], *(["..."] if missed[3:] else [])]),
+            layer,
+        )
+    if seen and all(each.input_gradient and not each.differentiates for each in seen):
+        logger.warning(
+            "layer %r passes no gradient back, so those before it are not trained; take out detach() or no_grad(), "
+            "or freeze them with requires_grad_(False)",
+            layer,
+        )
 
 
 def _layer_profile(job: Job, layout: BufferLayout, measured: _Measured, weights: Sequence[int]) -> LayerProfile:

@@ -140,4 +140,6 @@ def check_num_targets(model: Model, dataset: Dataset, index: int, sample: Sample
         fix = f"give {kind} a method num_targets(self, index) -> int that returns {found} for it"
     if isinstance(model, Chain):
         fix += "; or, if they are not the loss's targets, rename the sample's entry of labels or targets"
+    elif found == said + 1 and getattr(model, "labels", "shifted") is None:
+        fix += '; or, if labels are not shifted, as transformers wants them, pass MultimodalModule(labels="unshifted")'
     raise SampleError(f"{name}: num_targets({index}) must be {found}, the targets in the sample, got {got}; {fix}")

@@ -95,10 +95,10 @@ class BufferLayout:
         with torch.device("meta"):
             module = spec.build()
         for part in module.modules():
-            if isinstance(part, _BatchNorm) and part.track_running_stats:
+            if isinstance(part, _BatchNorm) and part.track_running_stats and part.training:
                 raise ValueError(
                     f"layer {spec.name!r} must not keep running statistics, got {type(part).__name__}; "
-                    "use LayerNorm or GroupNorm"
+                    "use LayerNorm or GroupNorm, or keep those it has with eval()"
                 )
         named = [(name, parameter) for name, parameter in module.named_parameters() if name not in spec.tied]
         trainable: dict[Rates, list[tuple[str, nn.Parameter]]] = {}

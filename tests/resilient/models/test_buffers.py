@@ -1,4 +1,4 @@
-"""Buffers that training changes are refused, as a job starts and again in each generation's first step."""
+"""Buffers that training changes are refused, as a job starts and again in each generation's steps 1, 2, 4, 8, ...."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class Counter(nn.Module):
         self.count += 1
 
 
-def train(part: nn.Module, folder: Path) -> dict[int, float]:
+def train(part: nn.Module, folder: Path, num_steps: int = 2) -> dict[int, float]:
     torch.manual_seed(0)
     layers = [nn.Linear(3, 3), nn.Sequential(nn.Tanh(), part)]
     model = Chain(layers, lambda output, batch: output.square().sum())
     trainer = rs.Trainer(model, Points(), optimizer=rs.SGD(lr=0.01), global_batch=8, microbatch=4, device="cpu")
-    return train_here(trainer, 2, directory=folder / "run")[1]
+    return train_here(trainer, num_steps, directory=folder / "run")[1]
 
 
 class Unchecked:
@@ -135,3 +135,28 @@ def test_buffer_that_changes_is_refused_in_the_first_steps_where_the_profile_is_
     saved = [path.name for path in tmp_path.glob("run/checkpoints/*")]
     is_settled = name == "of a parametrization"  # for the first values, so that the first step may be kept
     assert saved == (["step-00000001"] if is_settled else [])
+
+
+class Late(nn.Module):
+    """Begins to change a buffer in the third step, of two microbatches each."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.num_calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.num_calls += self.training
+        if self.num_calls > 4:
+            self.count += 1
+        return hidden
+
+
+def test_buffer_that_changes_later_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler, "ConstantBuffers", Unchecked)
+    train(Late(), tmp_path / "before", 2)
+    message = f"buffer 'module.1.count' of layer 'layer.1' (Late) {FIX}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        train(Late(), tmp_path, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from resilient.errors import SampleError
 from resilient.models.multimodal import MultimodalModule
+from resilient.runtime.batches import check_num_targets
 from tests.resilient.small import assemble
 
 CONFIG = LlamaConfig(
@@ -58,3 +60,22 @@ def test_unknown_convention_is_refused() -> None:
     message = r"^labels must be 'shifted', 'unshifted' or None, got 'both'; pass one of them$"
     with pytest.raises(ValueError, match=message):
         text_model("both")  # pyright: ignore[reportArgumentType]
+
+
+def test_targets_of_labels_that_nobody_said_are_unshifted_may_be_counted_as_transformers_does() -> None:
+    class Copies:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"input_ids": torch.arange(5), "labels": torch.arange(5)}
+
+        def num_targets(self, index: int) -> int:
+            return 4
+
+    told = "a: num_targets(0) must be 5, the targets in the sample, got 4; have Copies.num_targets return 5 for it"
+    fix = '; or, if labels are not shifted, as transformers wants them, pass MultimodalModule(labels="unshifted")'
+    for model, message in ((text_model(None), told + fix), (text_model("shifted"), told)):
+        with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
+            check_num_targets(model, Copies(), 0, Copies()[0], "a")
+    check_num_targets(text_model("unshifted"), Copies(), 0, Copies()[0], "a")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -101,6 +103,27 @@ def test_dropout_differs_by_step_microbatch_and_layer() -> None:
         stage._seed_layer(1, 0, layer)
         draws.add(torch.rand(()).item())
     assert len(draws) == 4
+
+
+class Drawing(nn.Module):
+    """Multiplies by numbers of Python's and numpy's generators."""
+
+    def forward(self, activations: dict[str, Tensor], batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"hidden": activations["hidden"] * random.random() * float(np.random.random())}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_layers_that_draw_from_python_and_numpy_draw_the_same_whatever_was_drawn_before(checkpointing: bool) -> None:
+    options: dict[str, Any] = {"is_last": False, "device": CPU, "autocast": None, "seed": 3}
+    stage = Stage(TiedModel(), [StageLayer(index=1, module=Drawing())], checkpointing=checkpointing, **options)
+    found = []
+    for _ in range(2):
+        hidden = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        sent, _ = stage.forward(0, {"hidden": hidden}, {}, step=1, position=0, num_targets=1)
+        found += [*sent["hidden"].tolist(), *stage.backward(0, {"hidden": torch.ones_like(hidden)})["hidden"].tolist()]
+    assert found == [found[0]] * 8
+    sent, _ = stage.forward(0, {"hidden": torch.ones(2)}, {}, step=1, position=1, num_targets=1)
+    assert sent["hidden"][0] != found[0]
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

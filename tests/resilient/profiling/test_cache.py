@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from resilient.errors import ArgumentError
 from resilient.models.chain import Chain
 from resilient.optim import SGD
 from resilient.profiling import profiler
@@ -80,6 +83,71 @@ def test_key_tells_frozen_from_trained_where_the_models_digest_does_not() -> Non
 
     assert chain(True).digest() == chain(False).digest()
     assert key(model=chain(True), dataset=Inputs()) != key(model=chain(False), dataset=Inputs())
+
+
+class Rows(Tokens):
+    """Three features."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input": torch.full((3,), float(index)), "target": torch.ones(3)}
+
+
+class Centred(nn.Module):
+    """Mixes samples, if it is told to."""
+
+    def __init__(self, *, centres: bool) -> None:
+        super().__init__()
+        self.centres = centres
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden - hidden.mean(0) if self.centres else hidden
+
+
+class Criterion:
+    """Holds what computes the loss."""
+
+    def __init__(self, reduction: str) -> None:
+        self.error = nn.MSELoss(reduction=reduction)
+
+    def __call__(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return self.error(output, batch["target"])
+
+    def method(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return self.error(output, batch["target"])
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_loss_that_an_object_holds_is_verified_again_when_it_is_another(bound: bool) -> None:
+    def chain(reduction: str) -> Chain:
+        criterion = Criterion(reduction)
+        return Chain([lambda: nn.Linear(3, 3)], criterion.method if bound else criterion)
+
+    assert len(announced(model=chain("sum"), dataset=Rows())) == 1
+    assert announced(model=chain("sum"), dataset=Rows()) == []
+    with pytest.raises(ArgumentError, match=r"^loss must be summed over the microbatch's targets, got a mean "):
+        announced(model=chain("mean"), dataset=Rows())
+
+
+def test_layer_is_verified_again_when_it_is_told_to_mix_samples() -> None:
+    def chain(centres: bool) -> Chain:
+        return Chain([lambda: nn.Linear(3, 3), Centred(centres=centres)], Criterion("sum"))
+
+    assert len(announced(model=chain(False), dataset=Rows())) == 1
+    with pytest.raises(ArgumentError, match=r"^a sample's loss must not depend on the other samples of its microbatch"):
+        announced(model=chain(True), dataset=Rows())
+
+
+def test_code_of_a_module_of_the_users_is_verified_again_when_it_is_edited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("users_losses")
+    module.__file__ = str(tmp_path / "users_losses.py")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    Path(module.__file__).write_text("REDUCTION = 'sum'")
+    assert announced() == [MESSAGE]
+    assert announced() == []
+    Path(module.__file__).write_text("REDUCTION = 'mean'")
+    assert announced() == [MESSAGE]
 
 
 def test_key_knows_threads_torch_device_and_profiler(monkeypatch: pytest.MonkeyPatch) -> None:

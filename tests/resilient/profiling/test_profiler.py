@@ -338,3 +338,37 @@ def test_layer_that_fails_while_it_is_measured_is_named() -> None:
         profile(model=model, dataset=Points())
     assert str(raised.value) == "gradient is nan"
     assert vars(raised.value)["__notes__"] == ["while measuring layer 'layer.1'"]
+
+
+class Unused(nn.Module):
+    """Has a matrix that it does not use, and may cut off what is before it."""
+
+    def __init__(self, *, detaches: bool) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(OUT, OUT), nn.Linear(OUT, OUT)
+        self.detaches = detaches
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.used(hidden.detach() if self.detaches else hidden)
+
+
+@pytest.mark.parametrize("detaches", [False, True])
+def test_what_no_gradient_reaches_is_told(detaches: bool, caplog: pytest.LogCaptureFixture) -> None:
+    layers = [lambda: nn.Linear(IN, OUT), lambda: Unused(detaches=detaches), lambda: nn.Linear(OUT, 1)]
+    model = Chain(layers, lambda output, batch: (output - batch["target"]).square().sum())
+    profile(model=model, dataset=Points())
+    unused = (
+        "no gradient reaches module.unused.weight, module.unused.bias of layer 'layer.1', which weight decay shrinks "
+        "all the same; freeze with requires_grad_(False) what is not to be trained"
+    )
+    cut = (
+        "layer 'layer.1' passes no gradient back, so those before it are not trained; take out detach() or "
+        "no_grad(), or freeze them with requires_grad_(False)"
+    )
+    assert caplog.messages == [unused, *([cut] if detaches else [])]
+
+
+def test_models_that_are_trained_or_frozen_are_told_nothing_of(caplog: pytest.LogCaptureFixture) -> None:
+    for frozen in [(), (0,), (1,), (0, 1), (2,)]:
+        profile(model=chain(*frozen), dataset=Points())
+    assert caplog.messages == []

@@ -40,10 +40,14 @@ def test_layout_puts_trainable_parameters_first_and_leaves_out_tied_ones() -> No
 
 
 def test_layout_refuses_running_statistics() -> None:
-    message = "layer 'layer' must not keep running statistics, got BatchNorm1d; use LayerNorm or GroupNorm"
+    message = (
+        "layer 'layer' must not keep running statistics, got BatchNorm1d; use LayerNorm or GroupNorm, or keep those it "
+        "has with eval()"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         BufferLayout.of(spec_of(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
     assert BufferLayout.of(spec_of(nn.BatchNorm1d(2, track_running_stats=False))).num_trainable == 4
+    assert BufferLayout.of(spec_of(nn.BatchNorm1d(2).eval())).num_trainable == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
