@@ -87,7 +87,7 @@ def make_worker(client: ScriptedClient, num_steps: int = 3, **changes: Any) -> W
 
 
 def test_undisturbed_job_runs_to_its_end(tmp_path: Path) -> None:
-    client = ScriptedClient(tmp_path, generation(), Finish())
+    client = ScriptedClient(tmp_path, generation(), Finish(is_main=True))
     worker = make_worker(client, checkpoint_every=2)
     worker.run()
     assert client.kinds() == ["Ready", "Installed", "StepDone", "StepDone", "Saved", "StepDone", "Saved", "Finished"]
