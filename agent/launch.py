@@ -139,6 +139,7 @@ class Launcher:
         self._spawner: Spawner | None = None
         self._nodes: set[int] = set()
         self._num_started = 0
+        self._is_signalled = False
         self._nodes_gone = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -163,8 +164,14 @@ class Launcher:
         self._feed(ev.Interrupted(reason=reason))
 
     @contextmanager
-    def signals(self) -> Iterator[None]:
-        """Have SIGINT, SIGTERM and SIGHUP interrupt the job while it runs, and do nothing inside once it has ended."""
+    def signals(self, *, for_good: bool = False) -> Iterator[None]:
+        """Have SIGINT, SIGTERM and SIGHUP interrupt the job while it runs, and do nothing once it has ended.
+
+        :meth:`run` does so by itself; around it and what follows, none comes between.
+
+        Args:
+            for_good: This process ends with the job: after a signal, later ones do nothing to its very end.
+        """
         if threading.current_thread() is not threading.main_thread():  # signals are not its own
             yield
             return
@@ -176,11 +183,12 @@ class Launcher:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if for_good and self._is_signalled else handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._coordinator is None:
             raise KeyboardInterrupt
+        self._is_signalled = True
         with contextlib.suppress(RuntimeError):  # the loop is closed: the job has ended
             self.interrupt(signal.Signals(number).name)
 
@@ -196,7 +204,8 @@ class Launcher:
             ValueError: There is no such checkpoint, the address cannot be listened on, or the folder of the run cannot
                 be written.
         """
-        return asyncio.run(self._run())
+        with self.signals():
+            return asyncio.run(self._run())
 
     async def _run(self) -> int:
         self._loop = asyncio.get_running_loop()
@@ -349,9 +358,8 @@ def _dashed(name: str) -> str:
 
 
 def launch(options: LaunchOptions, *callbacks: Callable[[dict[str, Any]], None]) -> int:
-    """Run a job that signals interrupt, giving its events to the callbacks; return the exit code."""
+    """Run a job, giving its events to the callbacks; return the exit code (see :meth:`Launcher.run`)."""
     launcher = Launcher(options)
     for callback in callbacks:
         launcher.subscribe(callback)
-    with launcher.signals():
-        return launcher.run()
+    return launcher.run()

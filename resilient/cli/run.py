@@ -54,8 +54,8 @@ def run(
         float,
         typer.Option(help="Time from the first Ctrl-C or SIGTERM to the end, for the running step and a checkpoint."),
     ] = 120.0,
-    wait_for_nodes: Annotated[
-        float, typer.Option(help="Seconds in which others may join when too few nodes are left; 0: stop at once.")
+    wait_for_nodes_s: Annotated[
+        float, typer.Option(help="Time for others to join when too few nodes are left; 0 for stopping at once.")
     ] = 10.0,
     inject: Annotated[
         list[str] | None, typer.Option(help='A failure to cause, "node=2,step=15,phase=backward[,worker]"; repeatable.')
@@ -90,24 +90,24 @@ def run(
             failure_interval_s=failure_interval_s,
             heartbeat_s=heartbeat_s,
             grace_s=grace_s,
-            wait_for_nodes_s=wait_for_nodes,
+            wait_for_nodes_s=wait_for_nodes_s,
             injections=tuple(parse_injection(text) for text in inject or ()),
             domains=tuple(label.strip() for label in domains.split(",") if label.strip()),
             trace_steps=trace_steps,
             validate=os.environ.get("RESILIENT_VALIDATE", "") not in ("", "0"),
         )
         launcher = Launcher(options)
-        with launcher.signals():  # a second one does not keep the report from being written
+        with launcher.signals(for_good=True):  # a second one does not keep the report from being written
             with make_view(plain or None) as view:
                 launcher.subscribe(view.on_event)
                 exit_code = launcher.run()
             _conclude(run_directory, trace_steps)
+            with contextlib.suppress(OSError, SystemExit):  # rich's, when nobody reads any more
+                view.print_ending()
     except (ResilientError, ValueError) as error:
         said = told(error, context, {"run_directory": "--run-dir", "num_nodes": "--nodes"})
         console.print(f"error: {said}", markup=False, style="red", soft_wrap=True)
         raise typer.Exit(1) from None
-    with contextlib.suppress(OSError, SystemExit):  # rich's, when nobody reads any more: the job has ended as it has
-        view.print_ending()
     raise typer.Exit(exit_code)
 
 
