@@ -42,8 +42,8 @@ def test_last_step_that_nobody_told_of_is_saved_before_the_job_is_finished() -> 
     for worker in job.placed():
         job.say(worker, job.saved(1, 9, job.workers[worker].current))
     job.step(10, reported=False)
-    finish(job, 0, unsaved=range(5))
     job.lose(0)
+    finish(job, unsaved=range(5))
     assert job.machine.phase is Phase.AGREEING
     job.answer()
     assert [made.manifest.step for made in job.manifests] == [9, 10]
@@ -145,16 +145,23 @@ def test_loss_of_all_nodes_after_the_last_checkpoint_names_it() -> None:
     assert job.stop.reason == f"all nodes are lost, the last one (4) because of: node lost; {RUN_THE_END}"
 
 
-def test_main_node_that_leaves_ends_its_script_first() -> None:
-    job = started()
+def test_node_that_stood_by_speaks_for_the_job_if_all_others_are_lost_and_leaves_only_when_its_script_has_ended() -> (
+    None
+):
+    job = started(spec=job_spec(global_batch=4), num_nodes=9)
     job.step(10)
-    job.finish()
-    main = next(node for node, is_main in mains(job).items() if is_main)
-    job.feed(NodeLeaving(node=main, reason="spot notice"))
-    assert main in job.machine.members
+    for worker in job.placed():
+        job.say(worker, job.saved(1, 10, job.workers[worker].current))
+    (spare,) = set(range(9)) - set(job.plan.nodes)
+    job.lose(*job.plan.nodes)
+    while job.machine.phase is not Phase.FINISHED:
+        job._act((spare, 0), job.workers[spare, 0].inbox.pop(0))
+    assert mains(job) == {spare: True}
+    job.feed(NodeLeaving(node=spare, reason="spot notice"))
+    assert set(job.machine.members) == {spare}
     job.answer()
     assert job.stop is not None
-    assert job.stop.exit_code == 0
+    assert (job.stop.exit_code, job.stop.reason) == (0, "the job is finished")
 
 
 def test_joiner_whose_worker_never_gets_ready_is_given_up() -> None:
