@@ -7,7 +7,7 @@ from collections.abc import Collection
 import pytest
 
 from resilient.agent.membership.parts.context import Phase
-from resilient.agent.membership.parts.events import NodeLeaving, Tick, WriteManifest
+from resilient.agent.membership.parts.events import NodeLeaving, Tick
 from resilient.protocol.messages import Failed, Finish, Finished
 from tests.agent.membership.simulated import STATES, Job, job_spec, started
 
@@ -60,9 +60,6 @@ def test_another_worker_speaks_for_the_job_if_the_first_is_lost_while_the_others
     if at == "after all others have":
         finish(job, 0)
     job.lose(0)
-    for worker in job.placed():  # they hold everything, and write what node 0 would have
-        while job.machine.phase is not Phase.FINISHED and job.workers[worker].inbox:
-            job._act(worker, job.workers[worker].inbox.pop(0))
     while job.machine.phase is not Phase.FINISHED:
         for worker in job.placed():
             if job.machine.phase is not Phase.FINISHED and job.workers[worker].inbox:
@@ -139,15 +136,12 @@ def test_loss_of_all_nodes_after_the_last_checkpoint_names_it() -> None:
     job.step(10)
     for worker in job.placed():
         job.say(worker, job.saved(1, 10, job.workers[worker].current))
-    assert any(isinstance(made, WriteManifest) for made in job.manifests)
     job.lose(*range(5))
     assert job.stop is not None
     assert job.stop.reason == f"all nodes are lost, the last one (4) because of: node lost; {RUN_THE_END}"
 
 
-def test_node_that_stood_by_speaks_for_the_job_if_all_others_are_lost_and_leaves_only_when_its_script_has_ended() -> (
-    None
-):
+def test_node_that_stood_by_speaks_for_the_job_if_all_others_are_lost_and_ends_its_script_before_it_leaves() -> None:
     job = started(spec=job_spec(global_batch=4), num_nodes=9)
     job.step(10)
     for worker in job.placed():
