@@ -11,9 +11,12 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from resilient.agent.addresses import check_host
@@ -32,7 +35,16 @@ from resilient.templates.inputs.devices import network
 logger = logging.getLogger(__name__)
 
 _LINGER_S = 5.0
-_REPEATED = ("workers_per_node", "host", "port", "network_gbit_s", "failure_interval_s", "heartbeat_s", "grace_s")
+_REPEATED = (
+    "workers_per_node",
+    "host",
+    "port",
+    "network_gbit_s",
+    "failure_interval_s",
+    "heartbeat_s",
+    "grace_s",
+    "wait_for_nodes_s",
+)
 """Options that a job keeps when it is resumed, as they are; a test asks of each new one whether it is such."""
 
 
@@ -53,6 +65,8 @@ class LaunchOptions:
         failure_interval_s: Expected time between two failures, over which a reconfiguration must pay.
         heartbeat_s: Silence after which a node counts as lost.
         grace_s: From the first SIGINT, SIGTERM or SIGHUP to the end; a checkpoint is written meanwhile.
+        wait_for_nodes_s: How long a job of which too few nodes are left waits for others to connect, before it stops
+            with a checkpoint; 0 for not at all.
         injections: Failures to cause.
         domains: What the simulated nodes fail together with (zones, racks), in turn; empty for each by itself.
         trace_steps: Steps of which workers write down when they did what, as in "10" or "10-12"; "" for none.
@@ -73,6 +87,7 @@ class LaunchOptions:
     failure_interval_s: float = 3600.0
     heartbeat_s: float = 5.0
     grace_s: float = 120.0
+    wait_for_nodes_s: float = 10.0
     injections: tuple[Injection, ...] = ()
     domains: tuple[str, ...] = ()
     trace_steps: str = ""
@@ -96,6 +111,9 @@ class LaunchOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ArgumentError(name, "be > 0", f"{value:g}", "leave it out for the default")
+        if not self.wait_for_nodes_s >= 0:
+            fix = "give 0 for not waiting at all"
+            raise ArgumentError("wait_for_nodes_s", "be >= 0", f"{self.wait_for_nodes_s:g}", fix)
         parse_steps(self.trace_steps)
 
     def repeated(self) -> tuple[str, ...]:
@@ -121,6 +139,7 @@ class Launcher:
         self._spawner: Spawner | None = None
         self._nodes: set[int] = set()
         self._num_started = 0
+        self._is_signalled = False
         self._nodes_gone = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -144,6 +163,35 @@ class Launcher:
         """End the job after the running step, with a checkpoint; the second time at once. Any thread may call this."""
         self._feed(ev.Interrupted(reason=reason))
 
+    @contextmanager
+    def signals(self, *, for_good: bool = False) -> Iterator[None]:
+        """Have SIGINT, SIGTERM and SIGHUP interrupt the job while it runs, and do nothing once it has ended.
+
+        :meth:`run` does so by itself; around it and what follows, none comes between.
+
+        Args:
+            for_good: This process ends with the job: after a signal, later ones do nothing to its very end.
+        """
+        if threading.current_thread() is not threading.main_thread():  # signals are not its own
+            yield
+            return
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # with nohup the job is to outlive its terminal
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_IGN if for_good and self._is_signalled else handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._coordinator is None:
+            raise KeyboardInterrupt
+        self._is_signalled = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the job has ended
+            self.interrupt(signal.Signals(number).name)
+
     def stop(self, exit_code: int, reason: str) -> None:
         """End the job at once; any thread may call this."""
         self._feed(ev.StopWanted(exit_code=exit_code, reason=reason))
@@ -156,7 +204,8 @@ class Launcher:
             ValueError: There is no such checkpoint, the address cannot be listened on, or the folder of the run cannot
                 be written.
         """
-        return asyncio.run(self._run())
+        with self.signals():
+            return asyncio.run(self._run())
 
     async def _run(self) -> int:
         self._loop = asyncio.get_running_loop()
@@ -165,7 +214,6 @@ class Launcher:
         self._make_folder()
         coordinator = self._coordinator = Coordinator(settings, self._token, self._on_event)
         spawner: Spawner | None = None
-        self._handle_signals()
         try:
             await self._listen(coordinator)
             spawner = self._spawner = start_forkserver(
@@ -225,18 +273,10 @@ class Launcher:
             injections=options.injections,
             heartbeat_s=options.heartbeat_s,
             grace_s=options.grace_s,
+            wait_for_nodes_s=options.wait_for_nodes_s,
             trace=options.trace_steps,
             validate=options.validate,
         )
-
-    def _handle_signals(self) -> None:
-        assert self._loop is not None
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # with nohup the job is to outlive its terminal
-            numbers.append(signal.SIGHUP)
-        for number in numbers:
-            with contextlib.suppress(ValueError, RuntimeError):  # only the main thread may
-                self._loop.add_signal_handler(number, self.interrupt, number.name)
 
     def _start_node_soon(self) -> None:
         assert self._loop is not None

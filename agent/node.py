@@ -233,7 +233,7 @@ class NodeAgent:
     async def _obey(self, message: ToAgentMessage) -> None:
         assert self._pool is not None
         if isinstance(message, ToWorkers):
-            if isinstance(message.message, Generation):
+            if isinstance(message.message, Generation) and message.message.rank is not None:
                 self._stuck_since = None
             self._pool.deliver(message.local_rank, frame(encode(message.message)))
         elif isinstance(message, Welcome):
@@ -258,6 +258,7 @@ class NodeAgent:
         self._pool.kill(self._spawner)
         try:
             await self._pool.start(self._spawner, welcome)
+            self._stuck_since = asyncio.get_running_loop().time()  # until it has a place, it is of use to nobody
         except (SpawnError, OSError) as error:
             raise ResilientError(f"cannot start workers: {error}") from error
 

@@ -101,6 +101,7 @@ def run_job(
     failures: Sequence[Injection] = (),
     resume: Path | str | None = None,
     heartbeat_s: float = 5.0,
+    wait_for_nodes_s: float = 10.0,
     act: Callable[[Launcher, dict[str, Any]], None] | None = None,
 ) -> JobRun:
     """Run a job to its end as ``resilient run`` does: real processes, one for each worker of each simulated node.
@@ -116,6 +117,7 @@ def run_job(
         failures: What to kill, and when (:func:`fail_at`).
         resume: A checkpoint folder to begin from.
         heartbeat_s: Seconds of silence after which a node counts as lost.
+        wait_for_nodes_s: Seconds in which others may join when too few nodes are left; 0 for stopping at once.
         act: Called with every event while the job runs, to add nodes, remove or interrupt; it must not block.
 
     Raises:
@@ -134,6 +136,7 @@ def run_job(
         run_directory=str(directory),
         resume=None if resume is None else str(resume),
         heartbeat_s=heartbeat_s,
+        wait_for_nodes_s=wait_for_nodes_s,
         injections=tuple(failures),
         validate=True,
     )

@@ -38,6 +38,30 @@ class Ends:
         if lost:
             self.stop_resumable(f"{reason}, and nobody holds {', '.join(lost)} at step {step}")
             return
+        self._save(agreement, reason)
+
+    def save_and_finish(self, agreement: Agreement) -> None:
+        """Finish the job, whose last step is agreed on, once that is saved; no further generation is needed for it."""
+        parts = self._parts
+        if parts.is_complete:
+            parts.progress.settle(agreement.version, agreement.roll_forward)
+            self.finish()
+        else:
+            self._save(agreement, "all steps are done")
+
+    def end_saved(self) -> None:
+        """End the job after the last checkpoint: with its last step, or before it."""
+        parts, last = self._parts, self._parts.last_checkpoint
+        assert last is not None
+        if last.step == parts.job.spec.num_steps:
+            self.finish()
+        else:
+            self.stop_resumable(last.reason)
+
+    def _save(self, agreement: Agreement, reason: str) -> None:
+        """Have every state saved once by one of its holders."""
+        parts = self._parts
+        step, job = agreement.version, parts.job.spec
         shares, path = share_out(agreement, job.profile), parts.checkpoints.path(step)
         number = parts.context.next_generation()
         parts.phase, parts.change = Phase.SAVING, None
@@ -53,17 +77,19 @@ class Ends:
             parts.context.send(worker, save)
 
     def finish(self) -> None:
-        """Let all scripts go on after the last step."""
+        """Let all scripts go on after the last step, each knowing whether it speaks for the job."""
         parts = self._parts
-        if parts.ending.interruption is not None:
-            self.stop_resumable(parts.ending.interruption.reason)
+        if parts.ending.reason:
+            self.stop_resumable(parts.ending.reason)
             return
-        parts.phase, parts.change = Phase.FINISHED, None
+        parts.phase, parts.change, parts.last_checkpoint = Phase.FINISHED, None, None
+        parts.participants.choose_main()
         step = parts.progress.step
         parts.context.record("finished", step=step, path=parts.checkpoints.path(step))
         for member in list(parts.context.members.values()):
             if member.admitted:
-                parts.context.send_node(member.node, Finish())
+                for worker in member.workers:
+                    parts.context.send(worker, Finish(is_main=worker == parts.participants.main))
             else:
                 parts.dismiss(member, "the job is finished")
 
@@ -72,8 +98,10 @@ class Ends:
         parts = self._parts
         if not parts.context.members:
             failure = parts.ending.failure
-            code, reason = (EXIT_FAILED, failure) if failure else (EXIT_DONE, "the job is finished")
-            self.stop(code, reason, parts.checkpoints.newest_path)
+            if failure:
+                self.stop(EXIT_FAILED, f"{failure}{parts.how_to_resume}", parts.checkpoints.newest_path)
+            else:
+                self.stop(EXIT_DONE, "the job is finished", parts.checkpoints.newest_path)
 
     def stop_resumable(self, reason: str) -> None:
         """Stop before the last step; the exit code tells whether the job can go on."""

@@ -75,7 +75,12 @@ class Handlers:
             ),
         )
         member = context.members[event.node] = Member(
-            node=event.node, host=event.host, pid=event.pid, num_workers=event.num_workers, domain=event.domain
+            node=event.node,
+            host=event.host,
+            pid=event.pid,
+            num_workers=event.num_workers,
+            domain=event.domain,
+            connected_at=context.now,
         )
         if event.num_workers != settings.workers_per_node:
             reason = f"workers per node must be {settings.workers_per_node} in this job, got {event.num_workers}"
@@ -139,11 +144,11 @@ class Handlers:
         member = self._context.members.get(event.node)
         if member is None:
             return
-        if event.exit_code <= 0:
-            member.done.add(event.local_rank)
         if event.exit_code != 0:
             self.on_worker_ended(event)
-        elif member.is_done:
+            return
+        member.done.add(event.local_rank)
+        if member.is_done:
             self._parts.dismiss(member, "the job is finished")
             self._ends.stop_when_all_are_gone()
 
@@ -190,9 +195,19 @@ class Handlers:
         if parts.ending.interruption is not None:
             lifecycle.end_interrupted_in_time(parts.ending.interruption)
         self._regrouping.begin_stall()
+        self._evict_late_joiners()
         if parts.change is not None and not parts.change.at_boundary:
             for node, cause in parts.change.silent(parts.awaiting).items():
                 lifecycle.evict(node, cause)
+        if parts.change is not None and parts.change.waits_for_nodes:
+            lifecycle.proceed()
+
+    def _evict_late_joiners(self) -> None:
+        limit_s = self._context.settings.start_timeout_s
+        for member in list(self._context.members.values()):
+            if not member.is_up and self._context.now - member.connected_at >= limit_s:
+                log = log_path(self._context.settings.run_directory, (member.node, 0))
+                self._lifecycle.evict(member.node, f"not ready within {limit_s:g} s of joining; see {log}")
 
     def on_tick_while_saving(self, event: Tick) -> None:
         parts = self._parts
@@ -303,8 +318,10 @@ class Handlers:
         if message.generation != self._context.generation:
             return
         parts.participants.note_finished(worker)
-        if parts.checkpoints.has(parts.progress.step) and parts.participants.is_finished:
-            self._ends.finish()  # otherwise a part died with its writer: the next generation writes it again
+        num_steps = parts.job.spec.num_steps
+        is_saved = parts.progress.step == num_steps and parts.checkpoints.has(num_steps)
+        if is_saved and parts.participants.is_finished:
+            self._ends.finish()  # otherwise somebody died who had still to tell: the survivors are asked
 
     def on_failed(self, message: Failed, worker: WorkerId) -> None:
         if not message.is_sound:

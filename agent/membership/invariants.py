@@ -111,7 +111,8 @@ def _of_change(machine: JobParts) -> Iterator[str]:
     gone = sorted({node for node, _ in machine.awaiting} - members.keys())
     if gone:
         yield f"nodes {gone} are waited for and are gone"
-    if machine.phase in (Phase.AGREEING, Phase.SAVING) and not machine.awaiting:
+    is_waiting = machine.change is not None and machine.change.waits_for_nodes
+    if machine.phase in (Phase.AGREEING, Phase.SAVING) and not machine.awaiting and not is_waiting:
         yield f"nobody is waited for while {machine.phase.value}"
     if machine.change is not None:
         if machine.change.generation != machine.context.generation + 1:
@@ -123,16 +124,17 @@ def _of_change(machine: JobParts) -> Iterator[str]:
 
 
 def _of_end(machine: JobParts) -> Iterator[str]:
-    """A job that is to end forms no generation; one that is finished has its checkpoint and all its workers."""
+    """A job that is to end forms no generation; one that is finished has done and saved its last step."""
     if machine.ending.failure and machine.phase in (Phase.STARTING, Phase.INSTALLING, Phase.RUNNING):
         yield f"the job has failed and is {machine.phase.value}"
     paths = [checkpoint.path for checkpoint in machine.checkpoints.whole]
     if len(paths) != len(set(paths)):
         yield "a checkpoint is counted twice"
     if machine.phase is Phase.FINISHED:
-        if not machine.checkpoints.has(machine.progress.step):
-            yield f"the job is finished without a checkpoint of step {machine.progress.step}"
-        if not machine.participants.is_finished:
-            yield "the job is finished before all its workers are"
+        num_steps = machine.job.spec.num_steps
+        if machine.progress.step != num_steps:
+            yield f"the job is finished at step {machine.progress.step} of {num_steps}"
+        if not machine.checkpoints.has(num_steps):
+            yield f"the job is finished without a checkpoint of step {num_steps}"
     if machine.phase in (*TRAINING, Phase.SAVING) and not machine.context.members:
         yield f"no node is left while {machine.phase.value}"

@@ -59,11 +59,18 @@ class JobParts:
     def how_to_resume(self) -> str:
         """What to add to the reason of a stop."""
         path, step = self.checkpoints.newest_path, self.progress.step
-        return self.ending.how_to_resume(path, has_job=self.job.is_known, step=step)
+        return self.ending.how_to_resume(path, has_job=self.job.is_known, step=step, is_complete=self.is_complete)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the checkpoint of the last step is whole."""
+        return self.job.is_known and self.checkpoints.has(self.job.spec.num_steps)
 
     def is_needed(self, node: int) -> bool:
         """Return whether others may still want what a node holds: it trains, or a change is under way."""
         changing = self.phase in (Phase.AGREEING, Phase.INSTALLING, Phase.SAVING)
+        if self.phase is Phase.FINISHED and self.participants.main[0] == node:
+            return True
         return self.participants.is_placed(node) or (changing and self.context.members[node].admitted)
 
     def dismiss(self, member: Member, reason: str, exit_code: int = EXIT_DONE) -> None:

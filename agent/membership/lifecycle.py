@@ -21,6 +21,9 @@ from resilient.agent.membership.parts.ending import Interruption
 from resilient.agent.membership.regrouping import Regrouping
 from resilient.protocol.messages import Shutdown
 
+_ONE_WISH_S = 1.0
+"""Supervisors send a signal to each process of a group, and some twice: what comes so soon is the same wish."""
+
 
 class Lifecycle:
     """Moves the job from phase to phase as nodes and workers come, go on, are lost and fail.
@@ -58,8 +61,7 @@ class Lifecycle:
             self._regrouping.note_unreported_step(agreement.outcome)
             self._regrouping.publish_next(agreement)
         elif parts.phase is Phase.SAVING and not parts.awaiting:
-            assert parts.last_checkpoint is not None
-            self._ends.stop_resumable(parts.last_checkpoint.reason)
+            self._ends.end_saved()
 
     def _begin_when_complete(self) -> None:
         """Publish the first generation once all expected nodes can be given a place, or stop if they never can."""
@@ -105,7 +107,8 @@ class Lifecycle:
         parts.context.record("node_lost", node=node, cause=cause)
         parts.forget(node)
         if parts.phase is Phase.FINISHED:
-            if parts.participants.speaks(node) and not member.is_done:
+            main_node, main_rank = parts.participants.main
+            if node == main_node and main_rank not in member.done:  # the others' scripts know that they are not main
                 text = f"node {node}, which speaks for the job, was lost before its script ended ({cause})"
                 parts.ending.note_failure(text)
             self._ends.stop_when_all_are_gone()
@@ -140,12 +143,16 @@ class Lifecycle:
         if parts.phase in TRAINING and parts.participants.placed():
             self._regrouping.begin(at_boundary=False, cause="failure")
         elif parts.phase is not Phase.SAVING:
-            self._ends.stop(EXIT_FAILED, parts.ending.failure, parts.checkpoints.newest_path)
+            how = parts.how_to_resume if parts.phase is Phase.FINISHED else ""
+            self._ends.stop(EXIT_FAILED, f"{parts.ending.failure}{how}", parts.checkpoints.newest_path)
 
     def interrupt(self, reason: str) -> None:
-        """End the job after the running step, with a checkpoint; at once when that is asked for again."""
+        """End the job after the running step, with a checkpoint; at once when that is asked for again, later."""
         parts = self._parts
-        is_second = parts.ending.interruption is not None
+        before = parts.ending.interruption
+        if before is not None and parts.context.now - before.at < _ONE_WISH_S:
+            return
+        is_second = before is not None
         if is_second or parts.phase not in (*TRAINING, Phase.SAVING):
             text = f"interrupted {'twice ' if is_second else ''}({reason})"
             self._ends.stop(EXIT_INTERRUPTED, f"{text}{parts.how_to_resume}", parts.checkpoints.newest_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from resilient.agent.membership.ends import Ends
 from resilient.agent.membership.job_parts import JobParts
-from resilient.agent.membership.next_generation.agreement import Agreement
+from resilient.agent.membership.next_generation.agreement import Agreement, uncovered
 from resilient.agent.membership.next_generation.forming import (
     NextGeneration,
     describe,
@@ -50,6 +50,8 @@ class Regrouping:
     def begin_stall(self) -> None:
         """Have all workers report when none has advanced for too long: who hangs does not."""
         parts = self._parts
+        if parts.change is not None and parts.change.waits_for_nodes:
+            return
         for_step = parts.change.at_boundary if parts.change else parts.phase in (Phase.INSTALLING, Phase.RUNNING)
         if not for_step:
             return
@@ -85,6 +87,11 @@ class Regrouping:
         if parts.ending.reason:
             self._ends.save_and_stop(agreement, parts.ending.reason)
             return
+        if change is not None and self._is_last(agreement):
+            self._ends.save_and_finish(agreement)
+            return
+        if change is not None and self._waits_for_nodes(change):
+            return
         if change is not None and change.cause == "failure":
             parts.stalls.note_failure(change)
         plan, problem = parts.participants.plan, parts.job.problem
@@ -104,6 +111,28 @@ class Regrouping:
                 self._ends.save_and_stop(agreement, why_in_vain(change))
             else:
                 self._publish(formed, agreement.begun)
+
+    def _is_last(self, agreement: Agreement) -> bool:
+        """Return whether all steps are done, and their result is saved or can be: nobody has to train for it."""
+        parts, job = self._parts, self._parts.job.spec
+        is_held = not uncovered(job.profile, agreement.holders())
+        return agreement.version == job.num_steps and (parts.is_complete or is_held)
+
+    def _waits_for_nodes(self, change: Change) -> bool:
+        """Return whether too few nodes are there and more may come in time; record once who is waited for.
+
+        The survivors hold the states meanwhile, out of all communication.
+        """
+        parts, wait_s = self._parts, self._parts.context.settings.wait_for_nodes_s
+        members = parts.context.members.values()
+        num_missing = parts.ending.needed_nodes - len(available(members))
+        if num_missing <= 0 or not wait_s:
+            return False
+        coming = [member.node for member in members if not member.is_ready and not member.leaving]
+        if not change.waits_for_nodes:
+            change.wait_for_nodes(parts.context.now + wait_s)
+            parts.context.record("too_few", num_missing=num_missing, coming=coming, wait_s=wait_s)
+        return not change.has_waited or len(coming) >= num_missing
 
     def note_unreported_step(self, outcome: StepOutcome | None) -> None:
         """Record a step whose reporter died between committing it and saying so."""

@@ -54,6 +54,9 @@ def run(
         float,
         typer.Option(help="Time from the first Ctrl-C or SIGTERM to the end, for the running step and a checkpoint."),
     ] = 120.0,
+    wait_for_nodes_s: Annotated[
+        float, typer.Option(help="Time for others to join when too few nodes are left; 0 for stopping at once.")
+    ] = 10.0,
     inject: Annotated[
         list[str] | None, typer.Option(help='A failure to cause, "node=2,step=15,phase=backward[,worker]"; repeatable.')
     ] = None,
@@ -67,7 +70,7 @@ def run(
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
     old_trace: Annotated[str | None, renamed("--trace", "--trace-steps")] = None,
 ) -> None:
-    from resilient.agent.launch import LaunchOptions, launch
+    from resilient.agent.launch import Launcher, LaunchOptions
     from resilient.observability.live_view import make_view
 
     script_options.hint(context, arguments or ())
@@ -87,23 +90,24 @@ def run(
             failure_interval_s=failure_interval_s,
             heartbeat_s=heartbeat_s,
             grace_s=grace_s,
+            wait_for_nodes_s=wait_for_nodes_s,
             injections=tuple(parse_injection(text) for text in inject or ()),
             domains=tuple(label.strip() for label in domains.split(",") if label.strip()),
             trace_steps=trace_steps,
             validate=os.environ.get("RESILIENT_VALIDATE", "") not in ("", "0"),
         )
-        with make_view(plain or None) as view:
-            exit_code = launch(options, view.on_event)
+        launcher = Launcher(options)
+        with launcher.signals(for_good=True):  # a second one does not keep the report from being written
+            with make_view(plain or None) as view:
+                launcher.subscribe(view.on_event)
+                exit_code = launcher.run()
+            _conclude(run_directory, trace_steps)
+            with contextlib.suppress(OSError, SystemExit):  # rich's, when nobody reads any more
+                view.print_ending()
     except (ResilientError, ValueError) as error:
         said = told(error, context, {"run_directory": "--run-dir", "num_nodes": "--nodes"})
         console.print(f"error: {said}", markup=False, style="red", soft_wrap=True)
         raise typer.Exit(1) from None
-    if (run_directory / "events.jsonl").exists():
-        _try_to_write("report", run_directory, lambda: _write_report(run_directory))
-        if trace_steps:
-            _try_to_write("trace", run_directory, lambda: _write_trace(run_directory, trace_steps))
-    with contextlib.suppress(OSError, SystemExit):  # rich's, when nobody reads any more: the job has ended as it has
-        view.print_ending()
     raise typer.Exit(exit_code)
 
 
@@ -134,6 +138,13 @@ def parse_injection(text: str) -> Injection:
     except (KeyError, ValueError):
         form, fix = '"node=2,step=15,phase=backward[,worker]"', f"phases are {', '.join(PHASES)}"
         raise ArgumentError("inject", f"look like {form}", repr(text), fix) from None
+
+
+def _conclude(run_directory: Path, trace_steps: str) -> None:
+    if (run_directory / "events.jsonl").exists():
+        _try_to_write("report", run_directory, lambda: _write_report(run_directory))
+        if trace_steps:
+            _try_to_write("trace", run_directory, lambda: _write_trace(run_directory, trace_steps))
 
 
 def _try_to_write(what: str, run_directory: Path, write: Callable[[], None]) -> None:

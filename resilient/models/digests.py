@@ -64,12 +64,6 @@ def _text(value: Any, seen: frozenset[int]) -> str:
     return f"({', '.join(_text(part, seen) for part in parts)})"
 
 
-def _called(owner: Any) -> dict[str, Any]:
-    """Return those attributes of an object that can be called, submodules too: a loss that it holds, for one."""
-    attributes = getattr(owner, "__dict__", {})
-    return {name: each for name, each in (attributes | attributes.get("_modules", {})).items() if callable(each)}
-
-
 def _around(function: types.FunctionType) -> list[Any]:
     """Return what a function uses of the variables around it; functions of other modules by their names."""
     around = inspect.getclosurevars(function)

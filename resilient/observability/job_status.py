@@ -156,6 +156,11 @@ class JobStatus:
         if late:
             yield "note", f"still waiting, after {event['waited_s']} s, for {' and '.join(late)}; see the logs"
 
+    def _on_too_few(self, event: Event) -> Iterator[tuple[str, str]]:
+        missing = counted(event["num_missing"], "more node")
+        coming = f" ({_nodes(event['coming'])} getting ready)" if event["coming"] else ""
+        yield "bad", f"too few nodes are left: waiting {event['wait_s']:g} s for {missing}{coming}"
+
     def _on_interrupted(self, event: Event) -> Iterator[tuple[str, str]]:
         self.phase = "changing"
         yield (

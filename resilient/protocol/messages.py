@@ -281,7 +281,9 @@ class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The job is done: ``fit`` returns."""
+    """The job is done, or over: ``fit`` returns. ``is_main``: this worker speaks for the job from now on."""
+
+    is_main: bool = False
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True, tag=True):

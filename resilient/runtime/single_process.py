@@ -129,7 +129,7 @@ class SingleProcessClient:
         elif isinstance(message, Report):
             self._inbox.append(self._save(message))
         elif isinstance(message, Finished):
-            self._inbox.append(Finish())
+            self._inbox.append(Finish(is_main=True))
         elif isinstance(message, Failed):
             self._inbox.append(self._after_failure())
         elif not isinstance(message, Installed | Suspect):  # of those nothing follows where there is nobody else

@@ -140,6 +140,7 @@ class Worker:
                 self._leave()
                 if self._failure is not None:
                     raise self._failure
+                self.is_main = message.is_main
                 return
             if isinstance(message, Regroup):
                 self._leave(broken=not message.at_boundary)
@@ -229,7 +230,7 @@ class Worker:
             every = self._job.checkpoint_every
             if every and self._ledger.version % every == 0 and self._ledger.version < self._job.num_steps:
                 self._try_checkpoint(session)
-            if paused:
+            if paused and self._ledger.version < self._job.num_steps:
                 return
         self._checkpoint(session)
         self._client.send(Finished(generation=session.generation))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import sys
@@ -58,6 +59,7 @@ class Coordinator:
         self.folder = folder
         self.connections: asyncio.Queue[web.WebSocketResponse] = asyncio.Queue()
         self.done = asyncio.Event()
+        self.site: web.TCPSite | None = None
         (folder / "script.py").write_text(_SCRIPT)
 
     async def serve(self, request: web.Request) -> web.WebSocketResponse:
@@ -66,6 +68,10 @@ class Coordinator:
         await self.connections.put(connection)
         await self.done.wait()
         return connection
+
+    async def stop_listening(self) -> None:
+        assert self.site is not None
+        await self.site.stop()
 
     async def accept(self, node: int) -> tuple[web.WebSocketResponse, Hello]:
         connection = await self.connections.get()
@@ -104,21 +110,34 @@ class Coordinator:
         return psutil.Process(int(await self.note(connection)))
 
 
-def play(folder: Path, scenario: Callable[[Coordinator], Awaitable[None]], exit_code: int) -> None:
+def play(
+    folder: Path,
+    scenario: Callable[[Coordinator], Awaitable[None]],
+    exit_code: int,
+    *,
+    connect_timeout_s: float = 60.0,
+) -> None:
     async def run() -> int:
         coordinator = Coordinator(folder)
         app = web.Application()
         app.add_routes([web.get("/agent", coordinator.serve)])
         runner = web.AppRunner(app)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        coordinator.site = web.TCPSite(runner, "127.0.0.1", 0)
+        await coordinator.site.start()
+        (address,) = runner.addresses
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = ("-m", "resilient.protocol.forkserver", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()))
         forkserver = await asyncio.create_subprocess_exec(sys.executable, *command, pass_fds=[theirs.fileno()])
         theirs.close()
-        host, port = runner.addresses[0][:2]
+        host, port = address[:2]
         options = NodeOptions(
-            coordinator=f"{host}:{port}", token="t", spawner_fd=ours.detach(), max_restarts=1, domain="zone-a"
+            coordinator=f"{host}:{port}",
+            token="t",
+            spawner_fd=ours.detach(),
+            max_restarts=1,
+            connect_timeout_s=connect_timeout_s,
+            domain="zone-a",
         )
 
         async def act() -> None:
@@ -172,6 +191,22 @@ def test_workers_go_on_without_a_coordinator_and_are_fenced_off_when_it_is_back(
         await coordinator.tell(connection, Shutdown(exit_code=0, reason="done"))
 
     play(tmp_path, scenario, 0)
+
+
+def test_joiner_whose_coordinator_is_gone_before_it_has_a_place_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(coordinator: Coordinator) -> None:
+        connection, _ = await coordinator.accept(node=0)
+        worker = await coordinator.worker(connection)
+        await coordinator.stop_listening()
+        await connection.close()
+        while not has_ended(worker):
+            await asyncio.sleep(0.01)
+
+    play(tmp_path, scenario, 1, connect_timeout_s=0.1)
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert re.fullmatch(r"node 0: a coordinator must listen at \S+, got no answer for 0\.1 s .*", record.getMessage())
 
 
 def test_worker_that_does_not_answer_shows_in_its_log_where_it_hangs(tmp_path: Path) -> None:

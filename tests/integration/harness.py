@@ -100,6 +100,7 @@ def run_job(
     inject: Sequence[str | Injection] = (),
     resume: str | None = None,
     heartbeat_s: float = 5.0,
+    wait_for_nodes_s: float = 0.0,
     act: Callable[[Launcher, Event], None] | None = None,
 ) -> Run:
     """Run a job to its end in this process; no process of it may be left, and its decisions can be taken again.
@@ -123,6 +124,7 @@ def run_job(
         failures=[parse_injection(failure) if isinstance(failure, str) else failure for failure in inject],
         resume=resume,
         heartbeat_s=heartbeat_s,
+        wait_for_nodes_s=wait_for_nodes_s,
         act=on_event,
     )
     left = processes.left()

@@ -18,6 +18,7 @@ class Member:
 
     Args:
         domain: What it fails together with (a zone, a rack); "" when it is not known.
+        connected_at: When it introduced itself.
         ready: Its workers that are up, by local rank.
         done: Its workers that have ended as they should.
         leaving: It has announced that it goes away.
@@ -30,6 +31,7 @@ class Member:
     pid: int
     num_workers: int
     domain: str = ""
+    connected_at: float = 0.0
     ready: dict[int, Ready] = field(default_factory=dict[int, Ready])
     done: set[int] = field(default_factory=set[int])
     leaving: bool = False

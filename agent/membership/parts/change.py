@@ -36,6 +36,7 @@ class Change:
         self._damaged: set[int] = set()
         self._stalled_s = 0.0
         self._stacks_shown = False
+        self._waits_until = before._waits_until if before is not None else None
 
     @property
     def reports(self) -> Mapping[WorkerId, WorkerProgress]:
@@ -56,6 +57,20 @@ class Change:
     def stalled_s(self) -> float:
         """How long no step had been done when it began, if it began for that."""
         return self._stalled_s
+
+    @property
+    def waits_for_nodes(self) -> bool:
+        """Whether everybody has reported, and are too few: others may come."""
+        return self._waits_until is not None
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether no time is left for others to come."""
+        return self._waits_until is not None and self._context.now >= self._waits_until
+
+    def wait_for_nodes(self, until: float) -> None:
+        """Give others until then to come; a further loss does not prolong it."""
+        self._waits_until = until
 
     def hear(self, worker: WorkerId, progress: WorkerProgress) -> None:
         """Take in a report."""

@@ -32,7 +32,8 @@ class Settings:
         injections: Failures to arm as soon as their node is up.
         heartbeat_s: Silence after which a node counts as lost.
         grace_s: From an interruption to the end; half of it for the running step, the rest for the checkpoint.
-        start_timeout_s: How long nodes may take to get ready before the job begins without them.
+        start_timeout_s: How long nodes may take to get ready before the job begins, or goes on, without them.
+        wait_for_nodes_s: How long a job of which too few nodes are left waits for others to connect; 0 for not at all.
         report_timeout_s: How long a worker may take to get out of its generation before its node is evicted.
         save_timeout_s: How long writing the last checkpoint may take.
         trace: Steps of which workers write down when they did what; "" for none.
@@ -54,6 +55,7 @@ class Settings:
     heartbeat_s: float = 5.0
     grace_s: float = 120.0
     start_timeout_s: float = 1800.0
+    wait_for_nodes_s: float = 10.0
     report_timeout_s: float = 60.0
     save_timeout_s: float = 600.0
     trace: str = ""

@@ -10,9 +10,10 @@ from resilient.agent.membership.parts.context import EXIT_FAILED, EXIT_INTERRUPT
 
 @dataclass(frozen=True, kw_only=True)
 class Interruption:
-    """Why the job ends early, and until when the running step may end and the checkpoint may be written."""
+    """Why the job ends early, since when, and until when the running step and the checkpoint may take."""
 
     reason: str
+    at: float
     step_deadline: float
     deadline: float
 
@@ -43,6 +44,11 @@ class Ending:
         return self._interruption
 
     @property
+    def needed_nodes(self) -> int:
+        """How many nodes the job needs to go on, as far as it is known."""
+        return self._needed_nodes
+
+    @property
     def reason(self) -> str:
         """Why no further generation is to begin; "" if one may."""
         return self._failure or (self._interruption.reason if self._interruption is not None else "")
@@ -59,7 +65,7 @@ class Ending:
         """Give the running step and the checkpoint until now; return how long they have."""
         now, grace_s = self._context.now, self._context.settings.grace_s
         self._interruption = Interruption(
-            reason=f"interrupted ({reason})", step_deadline=now + grace_s / 2, deadline=now + grace_s
+            reason=f"interrupted ({reason})", at=now, step_deadline=now + grace_s / 2, deadline=now + grace_s
         )
         self._needed_nodes = max(self._needed_nodes, self._context.settings.num_nodes)
         self._context.record("interrupted", reason=reason, grace_s=grace_s)
@@ -84,13 +90,14 @@ class Ending:
             exit_code, why = EXIT_RESUMABLE if is_saved else EXIT_LOST, ""
         return exit_code, reason if reason.startswith(why) else f"{why}; {reason}"
 
-    def how_to_resume(self, checkpoint: str | None, *, has_job: bool, step: int) -> str:
+    def how_to_resume(self, checkpoint: str | None, *, has_job: bool, step: int, is_complete: bool) -> str:
         """Return what to add to the reason of a stop: the command that goes on, or begins again.
 
         Args:
             checkpoint: Folder of the newest.
             has_job: It is known what is trained.
             step: The last committed one.
+            is_complete: The checkpoint is of the job's last step: only the script's end is left.
         """
         if checkpoint is None and not has_job:
             return ""
@@ -99,6 +106,8 @@ class Ending:
         if checkpoint is not None:
             command += ["--resume", checkpoint]
         words = shlex.join([*command, settings.script, *settings.arguments])
+        if is_complete:
+            return f"; all steps are done and saved in {checkpoint}; run the end of the script with: {words}"
         if checkpoint is not None:
             return f"; resume with: {words}"
         return f"{'; there is no checkpoint' if step else ''}; start again with: {words}"

@@ -26,6 +26,7 @@ class Participants:
         self._installed: set[WorkerId] = set()
         self._finished: set[WorkerId] = set()
         self._senders: set[WorkerId] = set()
+        self._main: WorkerId | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -72,9 +73,19 @@ class Participants:
         """Return whether a node without a place still has states to send."""
         return node in {sender for sender, _ in self._senders}
 
-    def speaks(self, node: int) -> bool:
-        """Return whether a node's worker speaks for the job."""
-        return self._plan is not None and self._plan.slots[0].node == node
+    @property
+    def main(self) -> WorkerId:
+        """The worker that speaks for the job after its last step; to be read only then."""
+        assert self._main is not None
+        return self._main
+
+    def choose_main(self) -> None:
+        """Have a live worker speak for the job: the first of the plan, as it did in training, if it is one."""
+        assert self._plan is not None
+        placed = self.placed()
+        in_order = [(slot.node, slot.local_rank) for slot in self._plan.slots]
+        standing_by = [worker for worker in self._context.ready_workers() if self._context.members[worker[0]].admitted]
+        self._main = next(worker for worker in (*in_order, *standing_by) if worker in placed or worker in standing_by)
 
     def enter(self, formed: NextGeneration) -> None:
         """Go over to the next generation, that nobody has installed yet."""

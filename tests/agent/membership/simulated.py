@@ -89,7 +89,13 @@ def job_spec(**changes: Any) -> JobSpec:
 
 
 def settings(**changes: Any) -> Settings:
-    fields: dict[str, Any] = {"script": "train.py", "directory": "/work", "run_directory": "/runs/x", "num_nodes": 5}
+    fields: dict[str, Any] = {
+        "script": "train.py",
+        "directory": "/work",
+        "run_directory": "/runs/x",
+        "num_nodes": 5,
+        "wait_for_nodes_s": 0.0,
+    }
     return Settings(**{**fields, **changes})
 
 

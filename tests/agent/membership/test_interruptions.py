@@ -70,6 +70,10 @@ def test_second_interruption_ends_at_once_and_says_what_is_left() -> None:
     job = started()
     job.step(3)
     interrupt(job)
+    job.now += 0.9
+    interrupt(job)
+    assert (job.stop, job.kinds().count("interrupted")) == (None, 1), "so soon it is the same wish"
+    job.now += 0.1
     interrupt(job)
     assert job.manifests == []
     assert job.stop is not None
@@ -181,7 +185,13 @@ def test_last_step_of_an_interrupted_job_is_its_checkpoint() -> None:
     interrupt(job)
     job.finish()
     job.answer()
-    check_interrupted(job, 10)
+    assert [made.path for made in job.manifests] == [path_of(10)]
+    assert job.stop is not None
+    assert job.stop.exit_code == 130
+    assert job.stop.reason == (
+        f"interrupted (SIGTERM); all steps are done and saved in {path_of(10)}; run the end of the script with: "
+        f"resilient run --nodes 5 --resume {path_of(10)} train.py"
+    )
 
 
 def test_loss_of_all_nodes_after_the_interruption_is_told_with_it() -> None:

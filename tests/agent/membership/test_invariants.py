@@ -202,7 +202,7 @@ def lose_the_checkpoint(parts: JobParts) -> None:
 
 
 def finish_too_early(parts: JobParts) -> None:
-    parts.participants._finished.remove((3, 0))
+    parts.progress._outcome = outcome(9)
 
 
 CASES: tuple[tuple[Callable[[], Job], Callable[[JobParts], None], str], ...] = (
@@ -251,8 +251,12 @@ CASES: tuple[tuple[Callable[[], Job], Callable[[JobParts], None], str], ...] = (
     (saving, save_an_older_step, "step 1 is saved after step 3"),
     (running, have_failed, "the job has failed and is running"),
     (running, count_a_checkpoint_twice, "a checkpoint is counted twice"),
+    (
+        finished,
+        finish_too_early,
+        "the job is finished at step 9 of 10; step 9 follows 10, and is not what a new generation loads",
+    ),
     (finished, lose_the_checkpoint, "the job is finished without a checkpoint of step 10"),
-    (finished, finish_too_early, "the job is finished before all its workers are"),
     (
         running,
         forget_all_nodes,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -51,13 +54,35 @@ def test_job_told_again_ends_at_once(tmp_path: Path) -> None:
     with started(tmp_path / "run", "--hold-in", STEP, "--gate", tmp_path / "never", nodes=NODES) as job:
         job.wait_for_step(STEP - 1)
         job.processes.take_in_children(job.popen.pid)
-        job.popen.send_signal(signal.SIGTERM)
-        job.wait_for(is_told)
-        job.popen.send_signal(signal.SIGTERM)
+        while job.popen.poll() is None:  # those within a second of the first are one with it
+            job.popen.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.popen.wait(0.4)
         run = job.wait()
     assert run.exit_code == 130
     assert run.reason.startswith("interrupted twice (SIGTERM); there is no checkpoint; start again with: resilient run")
     assert "Traceback" not in job.output
+
+
+def test_signal_that_a_supervisor_sends_twice_counts_once_and_none_keeps_the_report_from_being_written(
+    tmp_path: Path,
+) -> None:
+    with started(tmp_path / "run", "--change-after", STEP, nodes=NODES) as job:
+        job.wait_for_step(STEP - 1)
+        job.processes.take_in_children(job.popen.pid)
+        job.popen.send_signal(signal.SIGTERM)
+        job.popen.send_signal(signal.SIGTERM)
+        job.wait_for(lambda event: event["kind"] == "stopped")
+        while job.popen.poll() is None:
+            job.popen.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.popen.wait(0.05)
+        run = job.wait()
+    assert run.exit_code == 130
+    checkpoint = run.directory / "checkpoints" / f"step-{STEP:08d}"
+    assert run.reason.startswith(f"interrupted (SIGTERM); resume with: resilient run --nodes {NODES} ")
+    assert json.loads((run.directory / "report.json").read_text())["exit"]["checkpoint"] == str(checkpoint)
+    assert job.output.splitlines()[-1] == f"stopped with exit code 130: {run.reason}"
 
 
 def test_job_whose_workers_all_hang_ends_in_the_time_it_is_given(tmp_path: Path) -> None:

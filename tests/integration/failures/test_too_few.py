@@ -41,6 +41,16 @@ def test_too_few_nodes_save_and_resume(phase: str, reference: Run, tmp_path: Pat
     check_resumed(run, words, reference, tmp_path / "resumed")
 
 
+def test_worker_that_is_killed_and_comes_back_is_waited_for(reference: Run, tmp_path: Path) -> None:
+    """No node can be spared; its agent starts another worker, which takes longer than agreeing does."""
+    inject = [f"node=1,step={STEP},phase=backward,worker"]
+    run = run_job(tmp_path / "run", nodes=NODES, inject=inject, wait_for_nodes_s=60)
+    check_recovered(run, reference)
+    (too_few,) = run.of_kind("too_few")
+    assert (too_few["num_missing"], too_few["wait_s"]) == (1, 60)
+    assert run.generations[-1]["nodes"] == [0, 2, 3, NODES]
+
+
 def test_second_node_dies_while_the_last_checkpoint_is_agreed_on(reference: Run, tmp_path: Path) -> None:
     """Two of four nodes, one of each pipeline: whatever the two left hold is enough, as redundancy is complete."""
     pipelines = [pipeline["nodes"] for pipeline in reference.generations[0]["pipelines"]]

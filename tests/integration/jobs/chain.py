@@ -179,6 +179,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--breaks", choices=("output", "gradient", "loss"), default="", help="what is not finite then")
     parser.add_argument("--on-nonfinite", default="stop")
     parser.add_argument("--comm-timeout-s", type=float, default=30.0)
+    parser.add_argument("--stay-until", type=Path, metavar="FILE", help="when the main script ends")
     parser.add_argument("--slow-node", type=int, metavar="NODE", help="computes slowly")
     return parser.parse_args()
 
@@ -231,6 +232,8 @@ def main() -> None:
     result = trainer.fit(num_steps=args.steps)
     if result.is_main:
         print(f"trained {result.step} steps")  # noqa: T201
+        while args.stay_until is not None and not args.stay_until.exists():
+            time.sleep(0.005)
 
 
 if __name__ == "__main__":

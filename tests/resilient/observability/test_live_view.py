@@ -39,6 +39,8 @@ def every_kind() -> list[dict[str, Any]]:
     run = failure_and_join()
     run.add(5000, "node_leaving", node=1, reason="spot notice: 120 s")
     run.add(5000, "waiting", nodes=[3, 4], num_missing=1, waited_s=60)
+    run.add(5000, "too_few", num_missing=2, coming=[], wait_s=10.0)
+    run.add(5000, "too_few", num_missing=1, coming=[6], wait_s=10.0)
     run.add(5000, "checkpoint_failed", step=38, node=3, error="/c cannot be written", newest=None)
     run.add(5000, "checkpoint_failed", step=39, node=None, error="/d cannot be written", newest="/b")
     run.add(5000, "interrupted", reason="SIGTERM", grace_s=120.0)
@@ -210,6 +212,8 @@ def test_plain_view_renders_every_kind_of_event() -> None:
     assert f"no checkpoint of step 38 on node 3: /c cannot be written; {going_on}" in text
     going_on = "training goes on, the newest checkpoint is /b"
     assert f"no checkpoint of step 39: /d cannot be written; {going_on}" in text
+    assert "too few nodes are left: waiting 10 s for 2 more nodes\n" in text
+    assert "too few nodes are left: waiting 10 s for 1 more node (node 6 getting ready)\n" in text
     assert "line 3, in f" in text
     assert "the script failed on node 4: ValueError: sample 17 has no image" in text
 

@@ -87,7 +87,7 @@ def make_worker(client: ScriptedClient, num_steps: int = 3, **changes: Any) -> W
 
 
 def test_undisturbed_job_runs_to_its_end(tmp_path: Path) -> None:
-    client = ScriptedClient(tmp_path, generation(), Finish())
+    client = ScriptedClient(tmp_path, generation(), Finish(is_main=True))
     worker = make_worker(client, checkpoint_every=2)
     worker.run()
     assert client.kinds() == ["Ready", "Installed", "StepDone", "StepDone", "Saved", "StepDone", "Saved", "Finished"]
@@ -226,6 +226,19 @@ def test_worker_that_only_sends_says_when_it_is_done_and_keeps_its_states(tmp_pa
     assert client.last(Installed).generation == 2
     progress = client.last(Report).progress
     assert (progress.version, progress.current, set(progress.retained)) == (1, (), NAMES)
+
+
+def test_change_at_the_boundary_after_the_last_step_does_not_keep_it_from_being_saved(tmp_path: Path) -> None:
+    client = ScriptedClient(tmp_path, generation())
+
+    def pause(message: FromWorkerMessage) -> None:
+        if isinstance(message, Installed):
+            client.announce(Regroup(generation=2, at_boundary=True))
+            client.inbox.append(Finish(is_main=True))
+
+    client.hears = pause
+    make_worker(client, num_steps=1).run()
+    assert client.kinds() == ["Ready", "Installed", "StepDone", "Saved", "Finished", "Report"]
 
 
 def test_states_are_saved_on_demand(tmp_path: Path) -> None:
