@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from resilient.protocol.job_config import JobConfig
+from resilient.state.manifest import SavedState
 from resilient.state.recipe import Recipe
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.templates.inputs.profile import ModelProfile
@@ -175,15 +176,14 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """This worker's part of the checkpoint of ``step`` is on disk: by state, its file and the file's SHA-256.
+    """This worker's part of the checkpoint of ``step`` is on disk, by state.
 
     ``skipped``: steps that were skipped up to it.
     """
 
     generation: int
     step: int
-    files: dict[str, str]
-    sha256: dict[str, str]
+    states: dict[str, SavedState]
     skipped: SkippedSteps = NONE_SKIPPED
 
 

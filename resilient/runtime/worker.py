@@ -334,7 +334,6 @@ class Worker:
                 generation=generation,
                 step=self._ledger.version,
                 skipped=self._ledger.skipped,
-                files={name: item.file for name, item in saved.items()},
-                sha256={name: item.sha256 for name, item in saved.items()},
+                states=saved,
             )
         )

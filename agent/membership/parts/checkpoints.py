@@ -18,17 +18,20 @@ class Parts:
     """What workers have saved so far, by step."""
 
     def __init__(self) -> None:
-        self._states: dict[int, dict[str, SavedState]] = {}
+        self._states: dict[int, dict[str, tuple[SavedState, int]]] = {}
 
-    def add(self, message: Saved) -> None:
-        """Take in one worker's part."""
+    def add(self, message: Saved, node: int) -> None:
+        """Take in the part of one of a node's workers."""
         states = self._states.setdefault(message.step, {})
-        for name, file in message.files.items():
-            states[name] = SavedState(file=file, sha256=message.sha256[name])
+        states.update({name: (saved, node) for name, saved in message.states.items()})
 
     def states(self, step: int) -> dict[str, SavedState]:
         """Return what is saved of a step."""
-        return self._states.get(step, {})
+        return {name: saved for name, (saved, _) in self._states.get(step, {}).items()}
+
+    def nodes(self, step: int) -> dict[str, int]:
+        """Return who has saved the states of a step."""
+        return {name: node for name, (_, node) in self._states.get(step, {}).items()}
 
     def drop(self, step: int) -> None:
         """Forget a step that is whole, and those before it that never will be."""
@@ -100,10 +103,10 @@ class Checkpoints:
         """Forget the parts of those that are not whole: the next generation writes them again."""
         self._parts = Parts()
 
-    def add(self, message: Saved, job: JobSpec, last: LastCheckpoint | None) -> None:
-        """Take in one worker's part, of the last checkpoint if there is to be one; complete what it completes."""
+    def add(self, message: Saved, node: int, job: JobSpec, last: LastCheckpoint | None) -> None:
+        """Take in what a node has written, for the last checkpoint if there is one; complete what it completes."""
         parts = self._parts if last is None else last.parts
-        parts.add(message)
+        parts.add(message, node)
         if not uncovered(job.profile, parts.states(message.step)):
             self._complete(message.step, message.skipped, parts, job)
 
@@ -113,7 +116,7 @@ class Checkpoints:
         path = self.path(step)
         self._whole.append(Checkpoint(step=step, path=path, skipped=skipped))
         manifest = Manifest(step=step, recipe=job.recipe, states=parts.states(step), skipped=skipped)
-        self._context.do(WriteManifest(path=path, manifest=manifest))
+        self._context.do(WriteManifest(path=path, manifest=manifest, nodes=parts.nodes(step)))
         self._context.record("checkpoint", step=step, path=path)
         parts.drop(step)
 
