@@ -255,6 +255,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         transfers: Copies between ranks of this generation.
         source: Where states without a transfer that a worker lacks come from: ``INIT`` or a checkpoint folder.
         store_address: host:port of the store to meet in (rank 0's).
+        checkpoint_due: The generation before was to write a checkpoint of ``version`` and could not: this one does.
     """
 
     generation: int
@@ -267,6 +268,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     store_address: str
     num_sources: int = 0
     skipped: SkippedSteps = NONE_SKIPPED
+    checkpoint_due: bool = False
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):

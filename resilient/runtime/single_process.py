@@ -121,7 +121,7 @@ class SingleProcessClient:
         elif isinstance(message, Saved):
             self._finish_checkpoint(message)
         elif isinstance(message, NotSaved):
-            logger.warning("training goes on; the newest checkpoint is %s", self._saved or self._resume or "none")
+            logger.warning("the newest checkpoint is %s", self._saved or self._resume or "none")
         elif isinstance(message, Note):
             logger.info("%s: %s", message.name, message.value)
         elif isinstance(message, Output):

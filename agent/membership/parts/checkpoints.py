@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from resilient.agent.membership.next_generation.agreement import uncovered
-from resilient.agent.membership.next_generation.forming import Checkpoint
+from resilient.agent.membership.next_generation.forming import Checkpoint, source_at
 from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.agent.membership.parts.context import Context
 from resilient.agent.membership.parts.events import WriteManifest
@@ -76,6 +76,7 @@ class Checkpoints:
         self._context = context
         self._whole: list[Checkpoint] = []
         self._parts = Parts()
+        self._missed: set[int] = set()
         if context.settings.resume is not None:
             path, manifest = context.settings.resume
             self._whole.append(Checkpoint(step=manifest.step, path=path, skipped=manifest.skipped))
@@ -99,9 +100,24 @@ class Checkpoints:
         """Return whether this run's checkpoint of a step is whole."""
         return any(checkpoint.path == self.path(step) for checkpoint in self._whole)
 
-    def enter_generation(self) -> None:
-        """Forget the parts of those that are not whole: the next generation writes them again."""
+    def is_due(self, step: int, job: JobSpec) -> bool:
+        """Return whether there is to be a checkpoint of a step, on the way, and is none."""
+        every = job.checkpoint_every
+        is_wanted = every > 0 and step % every == 0 and 0 < step < job.num_steps
+        return is_wanted and not source_at(step, self._whole)
+
+    def enter_generation(self, before: int, version: int, job: JobSpec) -> None:
+        """Forget the parts of those that are not whole: the next generation writes that of its first step again.
+
+        Args:
+            before: The step that the generation before began from.
+            version: The step that the next one begins from; there will be no checkpoint of steps between the two.
+            job: What is trained.
+        """
         self._parts = Parts()
+        for step in range(before, version):
+            if step not in self._missed and self.is_due(step, job):
+                self.note_missed(step, None, "the job was regrouped before all parts were written")
 
     def add(self, message: Saved, node: int, job: JobSpec, last: LastCheckpoint | None) -> None:
         """Take in what a node has written, for the last checkpoint if there is one; complete what it completes."""
@@ -132,4 +148,5 @@ class Checkpoints:
 
     def note_missed(self, step: int, node: int | None, error: str) -> None:
         """Record that there will be no checkpoint of a step, because of a node or, None, of its manifest."""
+        self._missed.add(step)
         self._context.record("checkpoint_failed", step=step, node=node, error=error, newest=self.newest_path)

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from resilient.comm import Communicator
@@ -122,8 +123,35 @@ def test_last_checkpoint_that_cannot_be_written_fails_the_job(tmp_path: Path) ->
     client = ScriptedClient(tmp_path, generation(), Finish())
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"step-00000002 cannot be written \(\[Errno 20\] Not a directory: "):
-        make_worker(client, num_steps=2, checkpoint_every=1).run()
+        make_worker(client, num_steps=2, checkpoint_every=1, comm_timeout_s=1.0).run()
     assert client.kinds() == ["Ready", "Installed", "StepDone", "NotSaved", "StepDone", "Failed"]
+
+
+def test_last_checkpoint_is_tried_again_until_there_is_room(tmp_path: Path) -> None:
+    client = ScriptedClient(tmp_path, generation(), Finish())
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.write_text("in the way")
+
+    def make_room(message: FromWorkerMessage) -> None:
+        if isinstance(message, NotSaved):
+            checkpoints.unlink()
+
+    client.hears = make_room
+    make_worker(client, num_steps=1).run()
+    assert client.kinds() == ["Ready", "Installed", "StepDone", "NotSaved", "Saved", "Finished"]
+    path = folder(tmp_path, 1)
+    message = (
+        rf"{path} cannot be written \(\[Errno 20\] Not a directory: '{path}'\); make room "
+        r"there, or choose another folder; trying again for (600|599) s"
+    )
+    assert re.fullmatch(message, client.last(NotSaved).error)
+
+
+def test_checkpoint_that_is_due_is_written_before_the_next_step(tmp_path: Path) -> None:
+    client = ScriptedClient(tmp_path, msgspec.structs.replace(generation(), checkpoint_due=True), Finish())
+    make_worker(client, num_steps=1).run()
+    assert client.kinds() == ["Ready", "Installed", "Saved", "StepDone", "Saved", "Finished"]
+    assert [message.step for message in client.sent if isinstance(message, Saved)] == [0, 1]
 
 
 def test_worker_pauses_at_the_boundary_and_goes_on_without_losing_the_step(tmp_path: Path) -> None:
