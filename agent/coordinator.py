@@ -180,7 +180,7 @@ class Coordinator:
                 self._do(instruction)
             except CheckpointError as error:
                 assert isinstance(instruction, ev.WriteManifest)
-                self._handle(ev.ManifestFailed(path=instruction.path, error=str(error)))
+                self._handle(ev.ManifestFailed(path=instruction.path, error=str(error), node=error.node))
                 break  # what follows counts on the checkpoint
 
     def _fail(self, reason: str) -> None:
@@ -216,8 +216,8 @@ class Coordinator:
                 if kind in ("detected", "node_lost"):
                     self._write_injections("injected", self._injections.read())
                 self._write_event({"time": time.time(), "kind": kind, "generation": generation, **fields})
-            case ev.WriteManifest(path=path, manifest=manifest):
-                write_manifest(path, manifest)
+            case ev.WriteManifest(path=path, manifest=manifest, nodes=nodes):
+                write_manifest(path, manifest, nodes)
             case ev.PreparePlans(problem=problem, num_nodes=num_nodes):
                 self._spawn(self._prepare(problem, num_nodes))
             case ev.Stop(exit_code=exit_code, reason=reason):

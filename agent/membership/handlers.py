@@ -173,7 +173,7 @@ class Handlers:
         """Go on without a checkpoint on the way."""
         checkpoints = self._parts.checkpoints
         if checkpoints.step_of(event.path) < self._parts.job.spec.num_steps:
-            checkpoints.note_missed(checkpoints.take_back(event.path), None, event.error)
+            checkpoints.note_missed(checkpoints.take_back(event.path), event.node, event.error)
         else:
             self.on_last_manifest_failed(event)
 
@@ -305,7 +305,7 @@ class Handlers:
         if message.generation < self._context.generation:
             return
         last = parts.last_checkpoint
-        parts.checkpoints.add(message, parts.job.spec, last)
+        parts.checkpoints.add(message, worker[0], parts.job.spec, last)
         if last is not None:
             last.note_answer(worker)
             lifecycle.proceed()

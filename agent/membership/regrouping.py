@@ -153,9 +153,9 @@ class Regrouping:
         cause = parts.change.cause if parts.change else ("resume" if parts.context.settings.resume else "start")
         number = parts.context.next_generation()
         parts.phase, parts.change = Phase.INSTALLING, None
+        parts.checkpoints.enter_generation(parts.progress.version, formed.version, parts.job.spec)
         parts.progress.enter(formed, begun=begun)
         parts.participants.enter(formed)
-        parts.checkpoints.enter_generation()
         parts.stalls.advance()
         parts.ending.need(formed.needed_nodes)
         if formed.lost:
@@ -163,12 +163,12 @@ class Regrouping:
                 "output", text=f"nobody holds {', '.join(formed.lost)}: everybody loads {formed.source}"
             )
         self.let_go()
-        members = parts.context.members
+        members, checkpoint_due = parts.context.members, parts.checkpoints.is_due(formed.version, parts.job.spec)
         description = describe(formed, members, parts.speeds.slowdowns)
         parts.context.record("generation", cause=cause, lost_steps=int(parts.progress.redoing), **description)
         for worker in parts.context.ready_workers():
             members[worker[0]].admitted = True
-            parts.context.send(worker, message_for(worker, number, formed, members))
+            parts.context.send(worker, message_for(worker, number, formed, members, checkpoint_due=checkpoint_due))
         parts.job.ask(len(available(members.values())))
 
     def let_go(self) -> None:

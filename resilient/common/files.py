@@ -1,14 +1,47 @@
-"""Writes files so that a reader finds all of them or what was there before: to another name, then in its place."""
+"""Writes files so that a reader finds all of them or what was there before, even after the power was cut.
+
+To another name first, down to the disk, then in their place.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 _PIECE_BYTES = 4 << 20
+
+
+@contextlib.contextmanager
+def partial_file(path: str | Path) -> Iterator[Path]:
+    """Give a file to write beside another one, to be put somewhere by :func:`put`; it goes when the block ends.
+
+    Args:
+        path: A file in the folder, which must be there; the name given is like its name, and nobody else's.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # processes of two machines may have one number
+    try:
+        yield partial
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+def put(partial: Path, path: Path) -> None:
+    """Put a file that is written in the place of another one of its folder, once all of it is on the disk.
+
+    That it has its new name is on the disk after :func:`sync` of the folder.
+
+    Raises:
+        OSError: It cannot be put there.
+    """
+    sync(partial)
+    partial.replace(path)
 
 
 @contextlib.contextmanager
@@ -24,14 +57,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
         OSError: The file cannot be put there.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with partial_file(path) as partial:
         yield partial
-        partial.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
+        put(partial, path)
+        sync(path.parent)
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
@@ -54,6 +83,22 @@ class Hash(Protocol):
     def update(self, data: bytes, /) -> None: ...
 
     def hexdigest(self) -> str: ...
+
+
+def sync(path: str | Path) -> None:
+    """Wait until a file's contents, or a folder's list of files, are on the disk.
+
+    Raises:
+        OSError: The disk does not take them.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not Path(path).is_dir():
+            raise  # some network file systems write lists of files at once, and know no other way
+    finally:
+        os.close(descriptor)
 
 
 def hash_file(path: str | Path, digest: Hash) -> str:

@@ -250,7 +250,7 @@ class JobStatus:
     def _on_checkpoint_failed(self, event: Event) -> Iterator[tuple[str, str]]:
         where = "" if event["node"] is None else f" on node {event['node']}"
         newest = f"the newest checkpoint is {event['newest']}" if event["newest"] else "there is no checkpoint"
-        yield "bad", f"no checkpoint of step {event['step']}{where}: {event['error']}; training goes on, {newest}"
+        yield "bad", f"no checkpoint of step {event['step']}{where}: {event['error']}; {newest}"
 
     def _on_note(self, event: Event) -> Iterator[tuple[str, str]]:
         value = event["value"]

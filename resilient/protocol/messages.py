@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from resilient.protocol.job_config import JobConfig
+from resilient.state.manifest import SavedState
 from resilient.state.recipe import Recipe
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.templates.inputs.profile import ModelProfile
@@ -175,15 +176,14 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """This worker's part of the checkpoint of ``step`` is on disk: by state, its file and the file's SHA-256.
+    """This worker's part of the checkpoint of ``step`` is on disk, by state.
 
     ``skipped``: steps that were skipped up to it.
     """
 
     generation: int
     step: int
-    files: dict[str, str]
-    sha256: dict[str, str]
+    states: dict[str, SavedState]
     skipped: SkippedSteps = NONE_SKIPPED
 
 
@@ -255,6 +255,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         transfers: Copies between ranks of this generation.
         source: Where states without a transfer that a worker lacks come from: ``INIT`` or a checkpoint folder.
         store_address: host:port of the store to meet in (rank 0's).
+        checkpoint_due: The generation before was to write a checkpoint of ``version`` and could not: this one does.
     """
 
     generation: int
@@ -267,6 +268,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     store_address: str
     num_sources: int = 0
     skipped: SkippedSteps = NONE_SKIPPED
+    checkpoint_due: bool = False
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -32,7 +32,7 @@ from resilient.protocol.messages import (
     Suspect,
     ToWorkerMessage,
 )
-from resilient.state.manifest import Manifest, SavedState, check_recipe, folder, read_resumed, write_manifest
+from resilient.state.manifest import Manifest, check_recipe, folder, read_resumed, write_manifest
 from resilient.state.recipe import Recipe
 from resilient.state.skipped import NONE_SKIPPED
 from resilient.templates.inputs.cluster import Cluster
@@ -121,7 +121,7 @@ class SingleProcessClient:
         elif isinstance(message, Saved):
             self._finish_checkpoint(message)
         elif isinstance(message, NotSaved):
-            logger.warning("training goes on; the newest checkpoint is %s", self._saved or self._resume or "none")
+            logger.warning("the newest checkpoint is %s", self._saved or self._resume or "none")
         elif isinstance(message, Note):
             logger.info("%s: %s", message.name, message.value)
         elif isinstance(message, Output):
@@ -195,10 +195,11 @@ class SingleProcessClient:
         )
 
     def _finish_checkpoint(self, message: Saved) -> None:
-        states = {name: SavedState(file=file, sha256=message.sha256[name]) for name, file in message.files.items()}
         assert self._recipe is not None
         path = folder(self.run_directory, message.step)
-        write_manifest(path, Manifest(step=message.step, recipe=self._recipe, states=states, skipped=message.skipped))
+        write_manifest(
+            path, Manifest(step=message.step, recipe=self._recipe, states=message.states, skipped=message.skipped)
+        )
         self._saved = str(path)
         if message.generation > _GENERATION:
             self._inbox.append(Finish())

@@ -63,6 +63,10 @@ from resilient.templates.inputs.profile import ModelProfile
 
 logger = logging.getLogger(__name__)
 
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 15.0
+"""Between two tries of the last checkpoint."""
+
 
 class Client(Protocol):
     """The worker's way to the coordinator: the agent's client, or a stand-in in one process."""
@@ -168,7 +172,7 @@ class Worker:
             self._close_left()
             self._client.send(installed)
             self._batches.enter(self._session.positions, self._session.sample_agreement.reads)
-            self._train(self._session)
+            self._train(self._session, checkpoint_due=message.checkpoint_due)
         except CommunicationError as error:
             node = self._session.slot.node if self._session is not None else None
             error.locate(node=node, generation=message.generation)
@@ -221,7 +225,9 @@ class Worker:
             self._left.close()
             self._left = None
 
-    def _train(self, session: Session) -> None:
+    def _train(self, session: Session, *, checkpoint_due: bool) -> None:
+        if checkpoint_due:
+            self._try_checkpoint(session)
         while self._ledger.version < self._job.num_steps:
             done = self._ledger.version
             paused = self._traced_step(session)
@@ -232,7 +238,8 @@ class Worker:
                 self._try_checkpoint(session)
             if paused and self._ledger.version < self._job.num_steps:
                 return
-        self._checkpoint(session)
+        session.replicas.check(self._ledger.version)
+        self._write_last(session.generation, *self._part(session), session.comm.check)
         self._client.send(Finished(generation=session.generation))
 
     def _traced_step(self, session: Session) -> bool:
@@ -315,18 +322,44 @@ class Worker:
     def _checkpoint(self, session: Session) -> None:
         """Write this rank's part of the checkpoint of the committed step, of which all copies are equal."""
         session.replicas.check(self._ledger.version)
+        self._write(session.generation, *self._part(session))
+
+    def _part(self, session: Session) -> tuple[list[LayerState], Path]:
+        """Return what this rank writes of a checkpoint, and where."""
         chosen = manifest.writers(session.plan, self._spec.profile)
         mine = [state for name, state in self._ledger.current.items() if chosen[name] == session.slot.rank]
-        path = manifest.folder(self._client.run_directory, self._ledger.version)
-        self._write(session.generation, mine, path)
+        return mine, manifest.folder(self._client.run_directory, self._ledger.version)
 
     def _save_and_stop(self, message: Save) -> None:
         self._leave()
         self._ledger.begin_install(message.version, message.roll_forward, message.skipped)
         held = self._ledger.retained
-        self._write(message.generation, [held[name] for name in message.states], Path(message.path))
+        self._write_last(message.generation, [held[name] for name in message.states], Path(message.path))
         if self._failure is not None:
             raise self._failure
+
+    def _write_last(
+        self, generation: int, states: list[LayerState], path: Path, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write a part of the last checkpoint, again and again for as long as one waits for a peer: room may be made.
+
+        ``check`` raises when this worker is wanted elsewhere.
+        """
+        deadline, pause_s = time.monotonic() + self._job.comm_timeout_s, _FIRST_PAUSE_S
+        while True:
+            try:
+                self._write(generation, states, path)
+                return
+            except CheckpointError as error:
+                left_s = deadline - time.monotonic()
+                if left_s < pause_s:
+                    raise
+                told = f"{error}; trying again for {left_s:.0f} s"
+                logger.warning("no checkpoint of step %d: %s", self._ledger.version, told)
+                self._client.send(NotSaved(step=self._ledger.version, error=told))
+            time.sleep(pause_s)
+            check()
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _write(self, generation: int, states: list[LayerState], path: Path) -> None:
         saved = checkpoint.save(path, states)
@@ -335,7 +368,6 @@ class Worker:
                 generation=generation,
                 step=self._ledger.version,
                 skipped=self._ledger.skipped,
-                files={name: item.file for name, item in saved.items()},
-                sha256={name: item.sha256 for name, item in saved.items()},
+                states=saved,
             )
         )

@@ -1,6 +1,6 @@
 """Reads and writes the manifest: written last, it makes a folder of layer states a checkpoint.
 
-    step-00000120/ manifest.json  llm.block.0.safetensors  llm.head.safetensors  ...
+    step-00000120/ manifest.json  llm.block.0.8a1f5c27b0e3.safetensors  llm.head.03bd9c44a1f6.safetensors  ...
 
 Any worker can write or read any state, so a checkpoint does not know the plan it was written under. The coordinator
 writes the manifest once all parts are on disk: a folder without one is no checkpoint. Must not import torch; the files
@@ -9,27 +9,34 @@ themselves are :mod:`resilient.state.checkpoint`'s.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from resilient.common.files import write_whole
+from resilient.common.files import hash_file, sync, write_whole
 from resilient.errors import ArgumentError, CheckpointError
 from resilient.state.recipe import Recipe
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan
 
+logger = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
 
-FORMAT = 2
-"""Of manifests. Those of format 1 do not say it, and have a weak checksum of each state as it lay in memory."""
+FORMAT = 3
+"""Of manifests. Format 1 had a weak checksum of each state as it lay in memory, format 2 no digest of the manifest."""
 
 
 class SavedState(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer state of a checkpoint: its file, and the SHA-256 of the file's bytes."""
+    """One layer state of a checkpoint: its file, that file's size, and the SHA-256 of its bytes."""
 
     file: str
+    num_bytes: int
     sha256: str
 
 
@@ -47,16 +54,31 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     recipe: Recipe
     states: dict[str, SavedState]
     skipped: SkippedSteps = NONE_SKIPPED
-    format: int = FORMAT
 
 
 class _Format(msgspec.Struct):
     format: int = 1
 
 
+class _Sealed(msgspec.Struct, kw_only=True):
+    """The contents of a manifest's file: the manifest, and the SHA-256 of it as JSON without white space."""
+
+    format: int = FORMAT
+    sha256: str
+    manifest: msgspec.Raw
+
+
+class _DamageError(Exception):
+    """A checkpoint is not what was written; another one may be."""
+
+
 def folder(run_directory: str | Path, step: int) -> Path:
     """Return the folder of a step's checkpoint."""
-    return Path(run_directory) / "checkpoints" / f"step-{step:08d}"
+    return Path(run_directory) / "checkpoints" / _name(step)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def writers(plan: Plan, profile: ModelProfile) -> dict[str, int]:
@@ -69,16 +91,60 @@ def writers(plan: Plan, profile: ModelProfile) -> dict[str, int]:
     return chosen
 
 
-def write_manifest(path: str | Path, manifest: Manifest) -> None:
-    """Make the folder a checkpoint: all files the manifest names are on disk.
+def write_manifest(path: str | Path, manifest: Manifest, nodes: Mapping[str, int] | None = None) -> None:
+    """Make the folder a checkpoint, and clear it of files that its manifest does not name.
+
+    Args:
+        path: The folder.
+        manifest: Of files that are all on disk.
+        nodes: Who says so, by state.
 
     Raises:
-        CheckpointError: It cannot be written; the folder is no checkpoint.
+        CheckpointError: A file is not there, or the manifest cannot be written; the folder is no checkpoint.
     """
+    path = Path(path)
+    for name, saved in manifest.states.items():
+        lacking = why_unlike(path, saved)
+        if lacking:
+            fix = "have all nodes write to the same folder, at the same path"
+            raise CheckpointError(f"{lacking}; {fix}", node=(nodes or {}).get(name))
+    content = msgspec.json.encode(manifest)
+    sealed = _Sealed(sha256=_digest(content), manifest=msgspec.Raw(content))
     try:
-        write_whole(Path(path) / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+        for parent in (path, path.parent, path.parent.parent):  # the folders may be as new as the files
+            sync(parent)
+        write_whole(path / MANIFEST, msgspec.json.format(msgspec.json.encode(sealed)))
     except OSError as error:
         raise unwritable(path, error) from error
+    _clear(path, {saved.file for saved in manifest.states.values()})
+
+
+def _clear(path: Path, named: set[str]) -> None:
+    """Remove what writers left that were killed or that the job went on without."""
+    with contextlib.suppress(OSError):  # it is in nobody's way
+        for file in list(path.iterdir()):
+            if file.name not in named and (file.suffix == ".safetensors" or file.name.startswith(".")):
+                file.unlink()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def why_unlike(path: str | Path, saved: SavedState, *, with_digest: bool = False) -> str:
+    """Return how a file is not what its writer said it is; "" if it is."""
+    file = Path(path) / saved.file
+    try:
+        num_bytes = file.stat().st_size
+        if num_bytes != saved.num_bytes:
+            return f"{file} must have {saved.num_bytes} bytes, got {num_bytes}"
+        if with_digest and hash_file(file, hashlib.sha256()) != saved.sha256:
+            return f"{file} is damaged (its SHA-256 differs)"
+    except FileNotFoundError:
+        return f"{file} must have {saved.num_bytes} bytes, got no such file"
+    except OSError as error:
+        return f"{file} cannot be read ({error})"
+    return ""
 
 
 def unwritable(path: str | Path, error: Exception) -> CheckpointError:
@@ -110,23 +176,35 @@ def read_resumed(path: str | Path) -> Manifest:
 
     Raises:
         ArgumentError: There is no checkpoint.
-        CheckpointError: It cannot be read.
+        CheckpointError: It cannot be read, or a file is not of the size it was written with.
     """
     path = Path(path)
     if not (path / MANIFEST).exists():
         found = f"a folder without {MANIFEST}" if path.is_dir() else "a file" if path.exists() else "nothing there"
         constraint = f"be a finished checkpoint, a folder step-* with {MANIFEST}"
         raise ArgumentError("resume", constraint, f"{path} ({found})", "choose one from the checkpoints/ of a run")
-    return read_manifest(path)
+    manifest = read_manifest(path)
+    for saved in manifest.states.values():
+        lacking = why_unlike(path, saved)
+        if lacking:
+            raise CheckpointError(f"{lacking}; {instead(path)}")
+    return manifest
 
 
 def read_manifest(path: str | Path) -> Manifest:
     """Read a checkpoint's manifest.
 
     Raises:
-        CheckpointError: There is none, it cannot be read, or another version wrote it.
+        CheckpointError: There is none, it is damaged or another checkpoint's, or another version wrote it.
     """
-    file = Path(path) / MANIFEST
+    try:
+        return _read(Path(path))
+    except _DamageError as damage:
+        raise CheckpointError(f"{damage}; {instead(path)}") from damage
+
+
+def _read(path: Path) -> Manifest:
+    file = path / MANIFEST
     try:
         data = file.read_bytes()
         written = msgspec.json.decode(data, type=_Format).format
@@ -134,6 +212,26 @@ def read_manifest(path: str | Path) -> Manifest:
             raise CheckpointError(
                 f"{file} must be of format {FORMAT}, got {written}; go on with the version of resilient that wrote it"
             )
-        return msgspec.json.decode(data, type=Manifest)
+        sealed = msgspec.json.decode(data, type=_Sealed)
+        content = msgspec.json.format(bytes(sealed.manifest), indent=-1)
+        manifest = msgspec.json.decode(content, type=Manifest)
     except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); use another checkpoint") from error
+        raise _DamageError(f"{file} cannot be read ({error})") from error
+    if _digest(content) != sealed.sha256:
+        raise _DamageError(f"{file} is damaged (its SHA-256 differs)")
+    if path.resolve().name != _name(manifest.step):
+        raise _DamageError(f"{path} must be named {_name(manifest.step)}, as its manifest is of step {manifest.step}")
+    return manifest
+
+
+def instead(path: str | Path) -> str:
+    """Return what to use instead of a damaged checkpoint: the newest one of its run of which all bytes are right."""
+    path = Path(path).resolve()
+    others = sorted((other for other in path.parent.glob("step-*") if other.name != path.name), reverse=True)
+    logger.warning("%s is damaged; looking for another checkpoint", path)
+    for other in others:
+        with contextlib.suppress(_DamageError, CheckpointError):
+            states = _read(other).states.values()
+            if not any(why_unlike(other, saved, with_digest=True) for saved in states):
+                return f"use {other}"
+    return f"{path.parent} holds no other checkpoint that is whole, so begin without one"

@@ -262,7 +262,7 @@ def test_full_disk_keeps_the_log_from_growing_and_not_the_job_from_ending(tmp_pa
 def test_checkpoint_without_its_manifest_is_not_counted_on(tmp_path: Path) -> None:
     """What the machine wanted done after it, is not."""
     path = str(tmp_path / "nowhere")
-    write = WriteManifest(path=path, manifest=Manifest(step=1, recipe=RECIPE, states={}))
+    write = WriteManifest(path=path, manifest=Manifest(step=1, recipe=RECIPE, states={}), nodes={})
 
     async def scenario(served: Served) -> None:
         ends = [[write, Stop(exit_code=130, reason="resume")], [Stop(exit_code=1, reason="no checkpoint")]]

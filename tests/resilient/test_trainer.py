@@ -114,15 +114,15 @@ def test_checkpoint_that_cannot_be_written_ends_the_training_only_if_it_is_the_l
     checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "step-00000002" / "manifest.json").mkdir(parents=True)  # a part can be written, the manifest cannot
     make_trainer(checkpoint_every=1).fit(3)
-    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert messages == [
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [re.sub(r"json\.[0-9a-f]{8}'", "json.*'", message) for message in warnings] == [
         f"no checkpoint of step 2: {checkpoints / 'step-00000002'} cannot be written ([Errno 21] Is a directory: "
-        f"'{checkpoints / 'step-00000002'}/.manifest.json.{os.getpid()}' -> "
+        f"'{checkpoints / 'step-00000002'}/.manifest.json.*' -> "
         f"'{checkpoints / 'step-00000002' / 'manifest.json'}'); make room there, or choose another folder",
-        f"training goes on; the newest checkpoint is {checkpoints / 'step-00000001'}",
+        f"the newest checkpoint is {checkpoints / 'step-00000001'}",
     ]
     with pytest.raises(CheckpointError, match=r"step-00000002 cannot be written"):
-        make_trainer().fit(2)
+        make_trainer(comm_timeout_s=1.0).fit(2)
 
 
 class Interrupting(Tokens):

@@ -171,7 +171,9 @@ def _copies(
     return renumbered, lost, tuple(others[rank - len(placed)] for rank in sending)
 
 
-def message_for(worker: WorkerId, generation: int, formed: NextGeneration, members: Mapping[int, Member]) -> Generation:
+def message_for(
+    worker: WorkerId, generation: int, formed: NextGeneration, members: Mapping[int, Member], *, checkpoint_due: bool
+) -> Generation:
     """Return the announcement for one worker."""
     first = formed.plan.slots[0]
     return Generation(
@@ -185,6 +187,7 @@ def message_for(worker: WorkerId, generation: int, formed: NextGeneration, membe
         store_address=members[first.node].ready[first.local_rank].store_address,
         num_sources=len(formed.senders),
         skipped=formed.skipped,
+        checkpoint_due=checkpoint_due,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from resilient.agent.membership.next_generation.agreement import uncovered
-from resilient.agent.membership.next_generation.forming import Checkpoint
+from resilient.agent.membership.next_generation.forming import Checkpoint, source_at
 from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.agent.membership.parts.context import Context
 from resilient.agent.membership.parts.events import WriteManifest
@@ -18,17 +18,20 @@ class Parts:
     """What workers have saved so far, by step."""
 
     def __init__(self) -> None:
-        self._states: dict[int, dict[str, SavedState]] = {}
+        self._states: dict[int, dict[str, tuple[SavedState, int]]] = {}
 
-    def add(self, message: Saved) -> None:
-        """Take in one worker's part."""
+    def add(self, message: Saved, node: int) -> None:
+        """Take in the part of one of a node's workers."""
         states = self._states.setdefault(message.step, {})
-        for name, file in message.files.items():
-            states[name] = SavedState(file=file, sha256=message.sha256[name])
+        states.update({name: (saved, node) for name, saved in message.states.items()})
 
     def states(self, step: int) -> dict[str, SavedState]:
         """Return what is saved of a step."""
-        return self._states.get(step, {})
+        return {name: saved for name, (saved, _) in self._states.get(step, {}).items()}
+
+    def nodes(self, step: int) -> dict[str, int]:
+        """Return who has saved the states of a step."""
+        return {name: node for name, (_, node) in self._states.get(step, {}).items()}
 
     def drop(self, step: int) -> None:
         """Forget a step that is whole, and those before it that never will be."""
@@ -73,6 +76,7 @@ class Checkpoints:
         self._context = context
         self._whole: list[Checkpoint] = []
         self._parts = Parts()
+        self._missed: set[int] = set()
         if context.settings.resume is not None:
             path, manifest = context.settings.resume
             self._whole.append(Checkpoint(step=manifest.step, path=path, skipped=manifest.skipped))
@@ -96,14 +100,29 @@ class Checkpoints:
         """Return whether this run's checkpoint of a step is whole."""
         return any(checkpoint.path == self.path(step) for checkpoint in self._whole)
 
-    def enter_generation(self) -> None:
-        """Forget the parts of those that are not whole: the next generation writes them again."""
-        self._parts = Parts()
+    def is_due(self, step: int, job: JobSpec) -> bool:
+        """Return whether there is to be a checkpoint of a step, on the way, and is none."""
+        every = job.checkpoint_every
+        is_wanted = every > 0 and step % every == 0 and 0 < step < job.num_steps
+        return is_wanted and not source_at(step, self._whole)
 
-    def add(self, message: Saved, job: JobSpec, last: LastCheckpoint | None) -> None:
-        """Take in one worker's part, of the last checkpoint if there is to be one; complete what it completes."""
+    def enter_generation(self, before: int, version: int, job: JobSpec) -> None:
+        """Forget the parts of those that are not whole: the next generation writes that of its first step again.
+
+        Args:
+            before: The step that the generation before began from.
+            version: The step that the next one begins from; there will be no checkpoint of steps between the two.
+            job: What is trained.
+        """
+        self._parts = Parts()
+        for step in range(before, version):
+            if step not in self._missed and self.is_due(step, job):
+                self.note_missed(step, None, "the job was regrouped before all parts were written")
+
+    def add(self, message: Saved, node: int, job: JobSpec, last: LastCheckpoint | None) -> None:
+        """Take in what a node has written, for the last checkpoint if there is one; complete what it completes."""
         parts = self._parts if last is None else last.parts
-        parts.add(message)
+        parts.add(message, node)
         if not uncovered(job.profile, parts.states(message.step)):
             self._complete(message.step, message.skipped, parts, job)
 
@@ -113,7 +132,7 @@ class Checkpoints:
         path = self.path(step)
         self._whole.append(Checkpoint(step=step, path=path, skipped=skipped))
         manifest = Manifest(step=step, recipe=job.recipe, states=parts.states(step), skipped=skipped)
-        self._context.do(WriteManifest(path=path, manifest=manifest))
+        self._context.do(WriteManifest(path=path, manifest=manifest, nodes=parts.nodes(step)))
         self._context.record("checkpoint", step=step, path=path)
         parts.drop(step)
 
@@ -129,4 +148,5 @@ class Checkpoints:
 
     def note_missed(self, step: int, node: int | None, error: str) -> None:
         """Record that there will be no checkpoint of a step, because of a node or, None, of its manifest."""
+        self._missed.add(step)
         self._context.record("checkpoint_failed", step=step, node=node, error=error, newest=self.newest_path)

@@ -92,11 +92,12 @@ class Interrupted:
 class ManifestFailed:
     """What :class:`WriteManifest` asked for could not be done; nothing that followed it was done either.
 
-    ``error`` names the path.
+    ``error`` names the path; ``node``: whose file is not there, if that is why.
     """
 
     path: str
     error: str
+    node: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +156,14 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteManifest:
-    """Make a folder a checkpoint; the instructions that follow count on it (:class:`ManifestFailed`)."""
+    """Make a folder a checkpoint; the instructions that follow count on it (:class:`ManifestFailed`).
+
+    ``nodes``: who has written the files, by state.
+    """
 
     path: str
     manifest: Manifest
+    nodes: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)

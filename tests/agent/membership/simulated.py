@@ -41,6 +41,7 @@ from resilient.protocol.messages import (
     StepOutcome,
     WorkerProgress,
 )
+from resilient.state.manifest import SavedState
 from resilient.state.recipe import Recipe
 from resilient.state.skipped import NONE_SKIPPED
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
@@ -298,9 +299,9 @@ class Job:
             self.end_worker(worker, 0)
 
     def saved(self, generation: int, step: int, states: Iterable[str]) -> Saved:
-        files = {name: f"{name}.safetensors" for name in states}
+        saved = {name: SavedState(file=f"{name}.safetensors", num_bytes=1, sha256="f") for name in states}
         skipped = outcome(step, self.skipping).skipped
-        return Saved(generation=generation, step=step, files=files, sha256=dict.fromkeys(files, "f"), skipped=skipped)
+        return Saved(generation=generation, step=step, states=saved, skipped=skipped)
 
     def _install(self, worker: WorkerId, message: Generation) -> None:
         state = self.workers[worker]

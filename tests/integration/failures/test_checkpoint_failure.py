@@ -47,9 +47,9 @@ def test_last_checkpoint_that_cannot_be_written_ends_the_job_with_the_reason(tmp
     directory = tmp_path / "run"
     directory.mkdir()
     (directory / "checkpoints").write_text("in the way")
-    run = run_job(directory, "--steps", "4", "--checkpoint-every", "2", nodes=NODES)
+    run = run_job(directory, "--steps", "4", "--checkpoint-every", "2", "--comm-timeout-s", "5", nodes=NODES)
     assert run.exit_code == 1
-    assert {event["step"] for event in run.of_kind("checkpoint_failed")} == {2}
+    assert {event["step"] for event in run.of_kind("checkpoint_failed")} == {2, 4}
     assert max(run.losses) == 4
     assert "CheckpointError: " in run.reason
     assert (

@@ -140,12 +140,14 @@ def test_checkpoint_of_another_job_is_refused_by_what_differs(reference: Run, tm
 
 def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     first = run_job(tmp_path / "first", "--steps", "2", nodes=NODES)
-    damaged = tmp_path / "damaged"
+    damaged = tmp_path / "step-00000002"
     shutil.copytree(first.directory / "checkpoints" / "step-00000002", damaged)
-    victim = damaged / "layer.3.safetensors"
+    (victim,) = damaged.glob("layer.3.*.safetensors")
     data = bytearray(victim.read_bytes())
     data[-5] ^= 0x10
     victim.write_bytes(data)
     run = run_job(tmp_path / "run", nodes=NODES, resume=str(damaged))
     assert run.exit_code == 1
-    assert "layer.3.safetensors is damaged (its SHA-256 differs); use an older checkpoint" in run.reason
+    assert (
+        f"{victim} is damaged (its SHA-256 differs); {tmp_path} holds no other checkpoint that is whole" in run.reason
+    )

@@ -208,9 +208,9 @@ def test_plain_view_renders_every_kind_of_event() -> None:
     text = plain_text(every_kind())
     assert "node 1 left, training paused for" in text
     assert "failure suspected: communication failed: peer closed" in text
-    going_on = "training goes on, there is no checkpoint"
+    going_on = "there is no checkpoint"
     assert f"no checkpoint of step 38 on node 3: /c cannot be written; {going_on}" in text
-    going_on = "training goes on, the newest checkpoint is /b"
+    going_on = "the newest checkpoint is /b"
     assert f"no checkpoint of step 39: /d cannot be written; {going_on}" in text
     assert "too few nodes are left: waiting 10 s for 2 more nodes\n" in text
     assert "too few nodes are left: waiting 10 s for 1 more node (node 6 getting ready)\n" in text

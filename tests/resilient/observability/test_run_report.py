@@ -269,7 +269,8 @@ def write_run(folder: Path, weight: list[float], losses: tuple[float, ...] = (4.
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in run.events))
     tensors = {"weight": np.array(weight), "bias": np.zeros(2), "optimizer/exp_avg": np.array([slot])}
     save_file(tensors, checkpoint / "head.safetensors")
-    saved = {"llm.head": SavedState(file="head.safetensors", sha256="")}
+    num_bytes = (checkpoint / "head.safetensors").stat().st_size
+    saved = {"llm.head": SavedState(file="head.safetensors", num_bytes=num_bytes, sha256="")}
     write_manifest(checkpoint, Manifest(step=2, recipe=make_job().recipe(), states=saved))
     return folder
 

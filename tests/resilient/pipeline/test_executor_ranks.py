@@ -29,7 +29,7 @@ from resilient.runtime.install import WorkerContext, install
 from resilient.runtime.job import Job
 from resilient.state import checkpoint
 from resilient.state.layer_state import LayerState, bind
-from resilient.state.manifest import Manifest, write_manifest
+from resilient.state.manifest import Manifest, folder, write_manifest
 from resilient.templates.plan import Plan
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
@@ -80,7 +80,7 @@ def installed(job: Job, plan: Plan, rank: int, address: str, path: Path) -> Plac
     session, report = install(
         context,
         Generation(generation=1, rank=rank, plan=plan, version=STEP - 1, roll_forward=None, transfers=(),
-                   source=str(path), store_address=address)
+                   source=str(folder(path, STEP - 1)), store_address=address)
     )  # fmt: skip
     assert report.bytes_copied == 0
     return Place(
@@ -102,7 +102,7 @@ def interleaved(job: Job, cut: Sequence[int], num_rows: int, rank: int, address:
     ledger.version = STEP - 1
     for name in sorted(held):
         ledger.current[name] = LayerState(job.layer(name), layouts[name], job.optimizer.slots, job.dtype, CPU)
-    checkpoint.load(path, ledger.current.values())
+    checkpoint.load(folder(path, STEP - 1), ledger.current.values())
     ledger.start()
     index_of = {name: profile.index(name) for name in held if layouts[name].num_trainable}
     sync = GradientSync(
@@ -214,9 +214,10 @@ def in_one_process(job: Job, batches: Batches) -> tuple[WholeModel, float]:
     return whole, total.item()
 
 
-def write_initial(job: Job, path: Path) -> None:
+def write_initial(job: Job, directory: Path) -> None:
     """Ranks that are threads share torch's random state: their initial values come from files."""
     states = [LayerState(job.layer(n), at, job.optimizer.slots, job.dtype, CPU) for n, at in job.layouts().items()]
     for state in states:
         state.initialize(job.seed)
+    path = folder(directory, STEP - 1)
     write_manifest(path, Manifest(step=STEP - 1, recipe=job.recipe(), states=checkpoint.save(path, states)))

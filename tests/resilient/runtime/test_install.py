@@ -33,7 +33,7 @@ from resilient.runtime.install import (
 from resilient.runtime.job import Job
 from resilient.state import checkpoint
 from resilient.state.layer_state import LayerState
-from resilient.state.manifest import Manifest, write_manifest
+from resilient.state.manifest import Manifest, folder, write_manifest
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.transfer import Transfer, plan_transfers
 from resilient.templates.schedules.kind import ScheduleKind
@@ -97,11 +97,12 @@ def one_process(job: Job, num_steps: int) -> WholeModel:
     return whole
 
 
-def start_from_files(job: Job, path: Path) -> str:
+def start_from_files(job: Job, directory: Path) -> str:
     """Ranks that are threads share torch's random state: their initial values come from files."""
     states = [LayerState(job.layer(n), at, job.optimizer.slots, job.dtype, CPU) for n, at in job.layouts().items()]
     for state in states:
         state.initialize(job.seed)
+    path = folder(directory, 0)
     write_manifest(path, Manifest(step=0, recipe=job.recipe(), states=checkpoint.save(path, states)))
     return str(path)
 

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from resilient.comm import Communicator
@@ -36,7 +37,7 @@ from resilient.protocol.messages import (
 )
 from resilient.runtime.job import Job
 from resilient.runtime.worker import Worker
-from resilient.state.manifest import Manifest, SavedState, folder, write_manifest
+from resilient.state.manifest import Manifest, folder, write_manifest
 from tests.resilient.ranks import HOST, join
 from tests.resilient.small import Tokens, make_job, make_plan, make_profile
 
@@ -95,7 +96,7 @@ def test_undisturbed_job_runs_to_its_end(tmp_path: Path) -> None:
     steps = [message for message in client.sent if isinstance(message, StepDone)]
     assert [message.outcome.step for message in steps] == [1, 2, 3]
     assert [message.step for message in client.sent if isinstance(message, Saved)] == [2, 3]
-    assert set(client.last(Saved).files) == NAMES
+    assert set(client.last(Saved).states) == NAMES
     assert client.last(Ready).store_address.startswith(f"{HOST}:")
     assert client.last(Installed).generation == client.last(Finished).generation == 1
 
@@ -122,8 +123,35 @@ def test_last_checkpoint_that_cannot_be_written_fails_the_job(tmp_path: Path) ->
     client = ScriptedClient(tmp_path, generation(), Finish())
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"step-00000002 cannot be written \(\[Errno 20\] Not a directory: "):
-        make_worker(client, num_steps=2, checkpoint_every=1).run()
+        make_worker(client, num_steps=2, checkpoint_every=1, comm_timeout_s=1.0).run()
     assert client.kinds() == ["Ready", "Installed", "StepDone", "NotSaved", "StepDone", "Failed"]
+
+
+def test_last_checkpoint_is_tried_again_until_there_is_room(tmp_path: Path) -> None:
+    client = ScriptedClient(tmp_path, generation(), Finish())
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.write_text("in the way")
+
+    def make_room(message: FromWorkerMessage) -> None:
+        if isinstance(message, NotSaved):
+            checkpoints.unlink()
+
+    client.hears = make_room
+    make_worker(client, num_steps=1).run()
+    assert client.kinds() == ["Ready", "Installed", "StepDone", "NotSaved", "Saved", "Finished"]
+    path = folder(tmp_path, 1)
+    message = (
+        rf"{path} cannot be written \(\[Errno 20\] Not a directory: '{path}'\); make room "
+        r"there, or choose another folder; trying again for (600|599) s"
+    )
+    assert re.fullmatch(message, client.last(NotSaved).error)
+
+
+def test_checkpoint_that_is_due_is_written_before_the_next_step(tmp_path: Path) -> None:
+    client = ScriptedClient(tmp_path, msgspec.structs.replace(generation(), checkpoint_due=True), Finish())
+    make_worker(client, num_steps=1).run()
+    assert client.kinds() == ["Ready", "Installed", "Saved", "StepDone", "Saved", "Finished"]
+    assert [message.step for message in client.sent if isinstance(message, Saved)] == [0, 1]
 
 
 def test_worker_pauses_at_the_boundary_and_goes_on_without_losing_the_step(tmp_path: Path) -> None:
@@ -247,8 +275,8 @@ def test_states_are_saved_on_demand(tmp_path: Path) -> None:
     client = ScriptedClient(tmp_path, generation(), Regroup(generation=2), save, Finish())
     make_worker(client).run()
     saved = client.last(Saved)
-    assert (saved.generation, saved.step, set(saved.files)) == (2, 3, {"embed", "head"})
-    assert (path / "embed.safetensors").exists()
+    assert (saved.generation, saved.step, set(saved.states)) == (2, 3, {"embed", "head"})
+    assert list(path.glob("embed.*.safetensors"))
 
 
 def test_failure_of_the_script_is_told_with_its_traceback_and_raised(tmp_path: Path) -> None:
@@ -278,7 +306,7 @@ def test_worker_whose_script_failed_saves_what_it_holds_first(tmp_path: Path) ->
     client.hears = save_what_is_reported
     with pytest.raises(ValueError, match=r"^sample 7 of Tokens"):
         make_worker(client, dataset=Tokens(bad=7)).run()
-    assert set(client.last(Saved).files) == NAMES
+    assert set(client.last(Saved).states) == NAMES
     assert client.kinds()[-3:] == ["Failed", "Report", "Saved"]
 
 
@@ -287,11 +315,10 @@ def test_states_come_from_a_checkpoint_when_told(tmp_path: Path) -> None:
     make_worker(first, num_steps=2).run()
     saved = first.last(Saved)
     path = folder(tmp_path, 2)
-    states = {name: SavedState(file=f, sha256=saved.sha256[name]) for name, f in saved.files.items()}
-    write_manifest(path, Manifest(step=2, recipe=make_job().recipe(), states=states))
+    write_manifest(path, Manifest(step=2, recipe=make_job().recipe(), states=saved.states))
     second = ScriptedClient(tmp_path / "second", generation(version=2, source=str(path)), Finish())
     make_worker(second, num_steps=3).run()
     assert [message.outcome.step for message in second.sent if isinstance(message, StepDone)] == [3]
     through = ScriptedClient(tmp_path / "through", generation(), Finish())
     make_worker(through, num_steps=3).run()
-    assert second.last(Saved).sha256 == through.last(Saved).sha256
+    assert second.last(Saved).states == through.last(Saved).states

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import resource
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from resilient.common.files import hash_file
 from resilient.errors import ArgumentError, CheckpointError
 from resilient.models.layer import LayerSpec
-from resilient.optim import AdamW, ParameterGroup, WarmupCosine
 from resilient.state import checkpoint
 from resilient.state.layer_state import BufferLayout, LayerState
 from resilient.state.manifest import (
     MANIFEST,
     Manifest,
-    SavedState,
-    check_recipe,
     folder,
     read_manifest,
     read_resumed,
     write_manifest,
     writers,
 )
-from tests.resilient.small import CPU, TiedModel, Tokens, make_job, make_plan, make_profile
+from tests.resilient.small import CPU, TiedModel, make_job, make_plan, make_profile
 
 RECIPE = make_job().recipe()
 
@@ -35,6 +35,22 @@ RECIPE = make_job().recipe()
 def states_of(num_blocks: int = 1, dtype: torch.dtype = torch.float32, frozen: tuple[str, ...] = ("block.0",)) -> dict:
     specs = TiedModel(num_blocks=num_blocks, frozen=frozen).layers
     return {spec.name: LayerState(spec, BufferLayout.of(spec), ("exp_avg", "exp_avg_sq"), dtype, CPU) for spec in specs}
+
+
+NO_OTHER = "holds no other checkpoint that is whole, so begin without one"
+
+
+def file_of(path: Path, name: str) -> Path:
+    """Return the file of a state in a checkpoint."""
+    (file,) = path.glob(f"{name}.*.safetensors")
+    return file
+
+
+def flip(file: Path) -> None:
+    """Change one bit."""
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
 
 
 @pytest.fixture
@@ -60,17 +76,20 @@ def test_states_come_back_as_they_were(saved: tuple[Path, dict[str, LayerState]]
     for name, state in loaded.items():
         assert torch.equal(state.buffer, states[name].buffer)
     assert read_manifest(path).step == 12
-    assert sorted(file.name for file in path.iterdir()) == sorted(
-        [MANIFEST, *(f"{name}.safetensors" for name in states)]
-    )
+    files = {saved.file: saved.sha256 for saved in read_manifest(path).states.values()}
+    assert sorted(file.name for file in path.iterdir()) == sorted([MANIFEST, *files])
+    assert set(files) == {
+        f"{name}.{hash_file(file_of(path, name), hashlib.sha256())[:12]}.safetensors" for name in states
+    }
 
 
 def test_layer_without_state_is_saved_and_loaded(tmp_path: Path) -> None:
     spec = LayerSpec(name="relu", unit="chain", build=nn.ReLU, initialize=lambda _: None)
     state = LayerState(spec, BufferLayout.of(spec), ("exp_avg",), torch.float32, CPU)
-    write_manifest(tmp_path, Manifest(step=1, recipe=RECIPE, states=checkpoint.save(tmp_path, [state])))
-    checkpoint.load(tmp_path, [state])
-    assert list(read_manifest(tmp_path).states) == ["relu"]
+    path = folder(tmp_path, 1)
+    write_manifest(path, Manifest(step=1, recipe=RECIPE, states=checkpoint.save(path, [state])))
+    checkpoint.load(path, [state])
+    assert list(read_manifest(path).states) == ["relu"]
     assert state.buffer.numel() == 0
 
 
@@ -122,17 +141,22 @@ def test_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_manifest_of_another_form_is_refused(tmp_path: Path) -> None:
-    (tmp_path / MANIFEST).write_text('{"format": 2, "step": "twelve"}')
-    message = f"{tmp_path / MANIFEST} cannot be read (Expected `int`, got `str` - at `$.step`); use another checkpoint"
+    (tmp_path / MANIFEST).write_text('{"format": 3, "sha256": "0", "manifest": {"step": "twelve"}}')
+    message = (
+        f"{tmp_path / MANIFEST} cannot be read (Expected `int`, got `str` - at `$.step`); {tmp_path.parent} holds no "
+        "other checkpoint that is whole, so begin without one"
+    )
     with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
         read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize(("text", "written"), [('{"step": 3, "states": {}}', 1), ('{"format": 7, "new": 1}', 7)])
+@pytest.mark.parametrize(
+    ("text", "written"), [('{"step": 3}', 1), ('{"format": 2, "step": 3}', 2), ('{"format": 7}', 7)]
+)
 def test_manifest_of_another_version_is_refused_by_name(tmp_path: Path, text: str, written: int) -> None:
     (tmp_path / MANIFEST).write_text(text)
     message = (
-        f"{tmp_path / MANIFEST} must be of format 2, got {written}; go on with the version of resilient that wrote it"
+        f"{tmp_path / MANIFEST} must be of format 3, got {written}; go on with the version of resilient that wrote it"
     )
     with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
         read_manifest(tmp_path)
@@ -141,25 +165,23 @@ def test_manifest_of_another_version_is_refused_by_name(tmp_path: Path, text: st
 def test_any_changed_byte_is_noticed_before_a_value_counts(saved: tuple[Path, dict[str, LayerState]]) -> None:
     """In the header, too: names and shapes are read from there."""
     path, _ = saved
-    file = path / "embed.safetensors"
+    file = file_of(path, "embed")
     whole = file.read_bytes()
     for position in (0, 12, len(whole) // 2, len(whole) - 1):
         data = bytearray(whole)
         data[position] ^= 1
         file.write_bytes(data)
         loaded = states_of()
-        with pytest.raises(CheckpointError, match=r"embed\.safetensors is damaged \(its SHA-256 differs\)"):
+        with pytest.raises(CheckpointError, match=rf"^{re.escape(str(file))} is damaged \(its SHA-256 differs\); "):
             checkpoint.load(path, loaded.values())
         assert not loaded["embed"].buffer.any()
 
 
 def test_changed_value_is_noticed(saved: tuple[Path, dict[str, LayerState]]) -> None:
     path, _ = saved
-    file = path / "embed.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 1
-    file.write_bytes(data)
-    message = f"{path}: embed.safetensors is damaged (its SHA-256 differs); use an older checkpoint"
+    file = file_of(path, "embed")
+    flip(file)
+    message = f"{file} is damaged (its SHA-256 differs); {path.parent} {NO_OTHER}"
     with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
         checkpoint.load(path, states_of().values())
 
@@ -167,17 +189,24 @@ def test_changed_value_is_noticed(saved: tuple[Path, dict[str, LayerState]]) -> 
 @pytest.mark.parametrize("num_bytes", [0, 4, 200])
 def test_file_cut_short_is_noticed(saved: tuple[Path, dict[str, LayerState]], num_bytes: int) -> None:
     path, _ = saved
-    file = path / "head.safetensors"
-    file.write_bytes(file.read_bytes()[:num_bytes])
-    with pytest.raises(CheckpointError, match=f"^{re.escape(str(path))}: "):
-        checkpoint.load(path, states_of().values())
+    file = file_of(path, "head")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:num_bytes])
+    message = f"{file} must have {len(whole)} bytes, got {num_bytes}; {path.parent} {NO_OTHER}"
+    for read in (read_resumed, lambda path: checkpoint.load(path, states_of().values())):
+        with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+            read(path)
 
 
 def test_file_that_is_gone_is_named(saved: tuple[Path, dict[str, LayerState]]) -> None:
     path, _ = saved
-    (path / "head.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"head\.safetensors"):
-        checkpoint.load(path, states_of().values())
+    file = file_of(path, "head")
+    num_bytes = file.stat().st_size
+    file.unlink()
+    message = f"{file} must have {num_bytes} bytes, got no such file; {path.parent} {NO_OTHER}"
+    for read in (read_resumed, lambda path: checkpoint.load(path, states_of().values())):
+        with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+            read(path)
 
 
 def test_state_of_another_model_is_missing(saved: tuple[Path, dict[str, LayerState]]) -> None:
@@ -197,64 +226,6 @@ def test_other_precision_is_not_called_damage(saved: tuple[Path, dict[str, Layer
         checkpoint.load(path, states_of(dtype=torch.float64).values())
 
 
-def test_checkpoint_of_the_same_job_is_accepted_whatever_may_change(tmp_path: Path) -> None:
-    may_change = {
-        "microbatch": 4,
-        "max_failures": 0,
-        "min_pipeline_nodes": 3,
-        "num_steps": 99,
-        "checkpoint_every": 7,
-        "on_nonfinite": "skip",
-        "schedule": "gpipe",
-        "comm_timeout_s": 1.0,
-        "optimizer": AdamW(lr=0.01, lr_schedule=WarmupCosine(1, 99)),
-    }
-    manifest = Manifest(step=3, recipe=RECIPE, states={})
-    check_recipe(tmp_path, manifest, make_job(**may_change).recipe())
-
-
-@pytest.mark.parametrize(
-    ("changes", "difference"),
-    [
-        ({"seed": 4}, "seed 3, now 4"),
-        ({"global_batch": 32}, "global_batch 16, now 32"),
-        ({"precision": "fp32"}, "precision fp64, now fp32"),
-        ({"clip_grad_norm": 1.0}, "clip_grad_norm None, now 1.0"),
-        ({"dataset": Tokens(num_samples=25)}, "num_samples 24, now 25"),
-        (
-            {"optimizer": AdamW(lr=0.02)},
-            "optimizer AdamW(betas=(0.9, 0.999), eps=1e-08, groups=(), lr=0.01, weight_decay=0.01), "
-            "now AdamW(betas=(0.9, 0.999), eps=1e-08, groups=(), lr=0.02, weight_decay=0.01)",
-        ),
-        (
-            {"optimizer": AdamW(lr=0.01, groups=[ParameterGroup("*.bias", lr=0.1)])},
-            "optimizer AdamW(betas=(0.9, 0.999), eps=1e-08, groups=(), lr=0.01, weight_decay=0.01), now AdamW("
-            "betas=(0.9, 0.999), eps=1e-08, groups=(ParameterGroup(pattern='*.bias', lr=0.1, weight_decay=None),), "
-            "lr=0.01, weight_decay=0.01)",
-        ),
-        (
-            {"model": TiedModel(dropout=0.5), "seed": 0},
-            f"model {TiedModel().digest()[:12]}, now {TiedModel(dropout=0.5).digest()[:12]}; seed 3, now 0",
-        ),
-        (
-            {"model": TiedModel(num_blocks=5)},
-            f"model {TiedModel().digest()[:12]}, now {TiedModel(num_blocks=5).digest()[:12]}; num_layers 6, now 7; "
-            "num_parameters 245, now 287",
-        ),
-    ],
-)
-def test_checkpoint_of_another_job_is_refused_with_all_that_differs(
-    changes: dict[str, Any], difference: str, tmp_path: Path
-) -> None:
-    message = (
-        f"resume must be a checkpoint of this job, got {tmp_path}, written with {difference}; use the script and the "
-        "arguments that wrote it, or begin without a checkpoint"
-    )
-    manifest = Manifest(step=3, recipe=RECIPE, states={})
-    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
-        check_recipe(tmp_path, manifest, make_job(**changes).recipe())
-
-
 def test_each_state_has_one_writer_among_its_holders_and_the_load_is_spread() -> None:
     job = make_job()
     profile = make_profile(job)
@@ -267,6 +238,125 @@ def test_each_state_has_one_writer_among_its_holders_and_the_load_is_spread() ->
 
 
 def test_manifest_keeps_what_it_was_given(tmp_path: Path) -> None:
-    manifest = Manifest(step=3, recipe=RECIPE, states={"a": SavedState(file="a.safetensors", sha256="12ab")})
-    write_manifest(tmp_path, manifest)
-    assert read_manifest(tmp_path) == manifest
+    path = folder(tmp_path, 3)
+    manifest = Manifest(step=3, recipe=RECIPE, states=checkpoint.save(path, states_of().values()))
+    write_manifest(path, manifest)
+    assert read_manifest(path) == manifest
+
+
+def test_manifest_is_not_written_of_files_that_are_not_there(tmp_path: Path) -> None:
+    """A node without the shared folder writes its files somewhere else."""
+    here, elsewhere = folder(tmp_path / "here", 3), folder(tmp_path / "elsewhere", 3)
+    states = states_of()
+    parts = checkpoint.save(here, [states["embed"], states["block.0"]]) | checkpoint.save(elsewhere, [states["head"]])
+    lacking, num_bytes = here / parts["head"].file, parts["head"].num_bytes
+    fix = "have all nodes write to the same folder, at the same path (node 7)"
+    for found in ("no such file", "2"):
+        message = f"{lacking} must have {num_bytes} bytes, got {found}; {fix}"
+        with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$") as raised:
+            write_manifest(here, Manifest(step=3, recipe=RECIPE, states=parts), {"embed": 1, "block.0": 1, "head": 7})
+        assert raised.value.node == 7
+        assert not (here / MANIFEST).exists()
+        lacking.write_bytes(b"no")
+
+
+def test_manifest_changed_by_hand_is_refused(saved: tuple[Path, dict[str, LayerState]]) -> None:
+    path, _ = saved
+    file = path / MANIFEST
+    text = file.read_text()
+    for old, new in (('"step": 12', '"step": 11'), ('"seed": 3', '"seed": 4'), ('"total": 0', '"total": 0, "n": 1')):
+        assert text.count(old) == 1
+        file.write_text(text.replace(old, new))
+        message = f"{file} is damaged (its SHA-256 differs); {path.parent} {NO_OTHER}"
+        with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+            read_resumed(path)
+    file.write_text(text.replace("  ", "\t"))
+    assert read_resumed(path).step == 12
+
+
+def test_folder_of_another_step_is_refused(saved: tuple[Path, dict[str, LayerState]]) -> None:
+    path, _ = saved
+    other = path.rename(path.with_name("step-00000011"))
+    message = f"{other} must be named {path.name}, as its manifest is of step 12; {path.parent} {NO_OTHER}"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        read_resumed(other)
+    link = other.with_name("newest")
+    link.symlink_to(other.rename(path))
+    assert read_resumed(link).step == 12
+
+
+def test_swapped_files_are_refused(tmp_path: Path) -> None:
+    """Two blocks alike: sizes and shapes are the same."""
+    states = states_of(num_blocks=2, frozen=())
+    for i, state in enumerate(states.values()):
+        state.buffer.fill_(i)
+    path = folder(tmp_path, 1)
+    write_manifest(path, Manifest(step=1, recipe=RECIPE, states=checkpoint.save(path, states.values())))
+    one, other = file_of(path, "block.0"), file_of(path, "block.1")
+    first, second = one.read_bytes(), other.read_bytes()
+    assert len(first) == len(second)
+    one.write_bytes(second)
+    other.write_bytes(first)
+    message = f"{one} is damaged (its SHA-256 differs); {path.parent} {NO_OTHER}"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        checkpoint.load(path, states_of(num_blocks=2, frozen=()).values())
+
+
+def test_newest_sound_checkpoint_is_offered_for_a_damaged_one(tmp_path: Path) -> None:
+    """Of which every byte is looked at: step 5 has a flipped bit, 4 lacks a file, 3 its manifest."""
+    for step in range(1, 7):
+        path = folder(tmp_path, step)
+        write_manifest(path, Manifest(step=step, recipe=RECIPE, states=checkpoint.save(path, states_of().values())))
+    damaged = folder(tmp_path, 6)
+    file = file_of(damaged, "head")
+    file.write_bytes(b"")
+    flip(file_of(folder(tmp_path, 5), "head"))
+    file_of(folder(tmp_path, 4), "embed").unlink()
+    (folder(tmp_path, 3) / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=rf"got 0; use {re.escape(str(folder(tmp_path, 2)))}$"):
+        read_resumed(damaged)
+
+
+def test_late_writer_changes_no_file_that_a_manifest_names(saved: tuple[Path, dict[str, LayerState]]) -> None:
+    """A worker that the job went on without has other values, as sums of another order come out."""
+    path, states = saved
+    late = states_of()
+    late["head"].buffer.fill_(0.5)
+    checkpoint.save(path, [late["head"], states["embed"]])
+    loaded = states_of()
+    checkpoint.load(path, loaded.values())
+    assert all(torch.equal(loaded[name].buffer, state.buffer) for name, state in states.items())
+
+
+def test_manifest_clears_its_folder_of_what_killed_writers_left(tmp_path: Path) -> None:
+    path = folder(tmp_path, 3)
+    states = states_of()
+    checkpoint.save(path, [states["head"]])
+    states["head"].buffer.fill_(0.5)
+    for name in (".tmpAbC", ".head.1a2b3c4d"):
+        (path / name).write_bytes(b"half")
+    (path / "notes.txt").write_text("the user's")
+    parts = checkpoint.save(path, states.values())
+    write_manifest(path, Manifest(step=3, recipe=RECIPE, states=parts))
+    named = [saved.file for saved in parts.values()]
+    assert sorted(file.name for file in path.iterdir()) == sorted([MANIFEST, "notes.txt", *named])
+
+
+def test_all_is_on_the_disk_before_the_manifest_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel was told to write down, in its order; the files themselves are looked at as it is told."""
+    told: list[str] = []
+
+    def fsync(descriptor: int, fsync: Callable[[int], None] = os.fsync) -> None:
+        file = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        finished = (folder(tmp_path, 3) / MANIFEST).exists()
+        told.append(f"{file.relative_to(tmp_path).name or 'run'}{' finished' if finished else ''}")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path = folder(tmp_path, 3)
+    parts = checkpoint.save(path, [states_of()["embed"]])
+    write_manifest(path, Manifest(step=3, recipe=RECIPE, states=parts))
+    step = path.name
+    assert [re.sub(r"\.[0-9a-f]{8}$", "", name) for name in told] == [
+        ".embed", step, step, "checkpoints", "run", ".manifest.json", f"{step} finished",
+    ]  # fmt: skip

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from resilient.agent.membership.parts.context import Phase
-from resilient.agent.membership.parts.events import ManifestFailed, StopWanted
-from resilient.protocol.messages import NotSaved
-from tests.agent.membership.simulated import STATES, Job
+from resilient.agent.membership.parts.events import ManifestFailed, Send, StopWanted
+from resilient.protocol.messages import Generation, NotSaved
+from tests.agent.membership.simulated import STATES, Job, job_spec
 
 ERROR = "/runs/x/checkpoints/step-00000003 cannot be written ([Errno 28] No space left on device); make room there"
 
@@ -101,3 +101,52 @@ def test_checkpoint_before_a_stop_without_its_manifest_ends_the_job_with_that_as
     job.feed(ManifestFailed(path=path_of(3), error=ERROR))
     assert job.stop.exit_code == 1
     assert job.stop.reason == f"{ERROR}; there is no checkpoint; start again with: resilient run --nodes 4 train.py"
+
+
+def test_file_that_is_not_there_is_told_with_its_node() -> None:
+    job = started()
+    job.step(3)
+    save(job, 3)
+    (write,) = job.manifests
+    assert write.nodes.keys() == set(STATES)
+    assert set(write.nodes.values()) <= {node for node, _ in job.placed()}
+    job.feed(ManifestFailed(path=path_of(3), error=ERROR, node=2))
+    assert job.last("checkpoint_failed") == {"step": 3, "node": 2, "error": ERROR, "newest": None}
+
+
+def fail_at_checkpoint(num_steps_before: int) -> Job:
+    """A node is lost when a part of the checkpoint of step 3 is missing and so many steps are done."""
+    job = started(num_nodes=7, spec=job_spec(checkpoint_every=3))
+    job.step(3)
+    job.say(job.placed()[0], job.saved(1, 3, STATES[1:]))
+    for step in range(4, num_steps_before + 1):
+        job.step(step)
+    job.lose(job.placed()[-1][0])
+    return job
+
+
+def due(job: Job) -> set[bool]:
+    """Return what the workers are told about a checkpoint of the step that the next generation begins from."""
+    begun = len(job.history)
+    job.answer()
+    sent = [each.message for _, _, told in job.history[begun:] for each in told if isinstance(each, Send)]
+    return {message.checkpoint_due for message in sent if isinstance(message, Generation)}
+
+
+def test_checkpoint_of_the_step_that_a_failure_came_after_is_written_by_the_next_generation() -> None:
+    job = fail_at_checkpoint(3)
+    assert due(job) == {True}
+    assert "checkpoint_failed" not in job.kinds()
+    for worker in job.placed():
+        job.say(worker, job.saved(2, 3, job.workers[worker].current))
+    assert job.last("checkpoint") == {"step": 3, "path": path_of(3)}
+    job.lose(job.placed()[-1][0])
+    assert due(job) == {False}
+
+
+def test_checkpoint_that_a_failure_left_behind_is_told() -> None:
+    job = fail_at_checkpoint(4)
+    assert due(job) == {False}
+    assert [record.fields for record in job.records if record.kind == "checkpoint_failed"] == [
+        {"step": 3, "node": None, "error": "the job was regrouped before all parts were written", "newest": None}
+    ]
