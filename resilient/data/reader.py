@@ -91,7 +91,6 @@ class MicrobatchReader:
         self._checked = np.zeros(sampler.num_samples, dtype=np.bool_)  # a byte a sample, a set would take a hundred
         self._is_repeatable = False
         self._kind = type(dataset).__name__
-        self._took_ms: list[float] = []
 
     def read(self, step: int, position: int, reads: Reads) -> Microbatch:
         """Read microbatch ``position`` of a step, with those entries that some layers read.
@@ -101,8 +100,8 @@ class MicrobatchReader:
         Raises:
             SampleError: A sample cannot be trained on, or is no function of index, epoch and seed; it is named.
         """
-        self._took_ms.clear()
-        read = self.samples(step, position, reads)
+        took_ms: list[float] = []
+        read = self.samples(step, position, reads, took_ms)
         batch = {
             entry: value.contiguous() if reads is None or entry in reads else value.to("meta")
             for entry, value in self.join(read).items()
@@ -110,19 +109,20 @@ class MicrobatchReader:
         reading = Reading(
             indices=tuple(index for index, _ in read),
             samples=tuple(self._checksums(sample, reads) for _, sample in read),
-            batch={entry: entry_checksum(value) for entry, value in batch.items() if not value.is_meta},
-            sample_ms=median(self._took_ms),
+            batch=_checksums(batch),
+            sample_ms=median(took_ms),
         )
         return Microbatch(batch=batch, reading=reading)
 
-    def samples(self, step: int, position: int, reads: Reads) -> list[Read]:
-        """Read and check the samples of a microbatch, as :meth:`read` does."""
+    def samples(self, step: int, position: int, reads: Reads, took_ms: list[float] | None = None) -> list[Read]:
+        """Read and check the samples of a microbatch, as :meth:`read` does; ``took_ms`` gets how long each took."""
+        took_ms = [] if took_ms is None else took_ms
         indices = microbatches(self._sampler.indices(step), self._microbatch)[position].tolist()
         epochs = microbatches(self._sampler.epochs(step), self._microbatch)[position].tolist()
         with generators_kept():
-            samples = [self._sample(*each, reads) for each in zip(indices, epochs, strict=True)]
+            samples = [self._sample(*each, reads, took_ms) for each in zip(indices, epochs, strict=True)]
             if not self._is_repeatable:
-                self._compare(indices[0], samples[0], self._sample(indices[0], epochs[0], reads), reads)
+                self._compare(indices[0], samples[0], self._sample(indices[0], epochs[0], reads, took_ms), reads)
                 self._is_repeatable = True
         _leave_out_whole_entries(samples)
         return list(zip(indices, samples, strict=True))
@@ -134,26 +134,31 @@ class MicrobatchReader:
             SampleError: They cannot be collated, or only at random.
         """
         with generators_kept():
-            seed_generators("collate")
-            undrawn = draw()
-            seed_generators("collate")
-            try:
-                batch = collate(self._dataset, [sample for _, sample in read])
-            except SampleError as error:
-                raise SampleError(f"samples {[index for index, _ in read]} of {self._kind}: {error}") from None
-            has_drawn = draw() != undrawn
-        if has_drawn and hasattr(self._dataset, "collate"):
-            raise SampleError(
-                f"collate of {self._kind} must draw no random numbers, got some; draw them in __getitem__, for after a "
-                "failure other samples may be collated together"
-            )
+            batch, has_drawn = self._collated(read, "collate")
+            # what other threads draw meanwhile is not its own, and changes nothing
+            if has_drawn and _checksums(batch) != _checksums(self._collated(read, "collate again")[0]):
+                raise SampleError(
+                    f"collate of {self._kind} must draw no random numbers, got some; draw them in __getitem__, for "
+                    "after a failure other samples may be collated together"
+                )
         return batch
+
+    def _collated(self, read: Sequence[Read], seed: str) -> tuple[dict[str, Tensor], bool]:
+        """Collate samples; return what came of it, and whether anybody has drawn random numbers meanwhile."""
+        seed_generators(seed)
+        undrawn = draw()
+        seed_generators(seed)
+        try:
+            batch = collate(self._dataset, [sample for _, sample in read])
+        except SampleError as error:
+            raise SampleError(f"samples {[index for index, _ in read]} of {self._kind}: {error}") from None
+        return batch, draw() != undrawn
 
     def name(self, index: int) -> str:
         """Return what to call a sample in messages."""
         return f"sample {index} of {self._kind}"
 
-    def _sample(self, index: int, epoch: int, reads: Reads) -> dict[str, Any]:
+    def _sample(self, index: int, epoch: int, reads: Reads, took_ms: list[float]) -> dict[str, Any]:
         started, seed, name = time.perf_counter(), self._sampler.seed, self.name(index)
         seed_generators(seed, epoch, index)
         sample = self._dataset[index]
@@ -162,7 +167,7 @@ class MicrobatchReader:
         for entry, value in sample.items():
             seed_generators(seed, epoch, index, entry)
             loaded[entry] = _loaded(value, f"{name}: {entry!r}", self._skips(entry, reads))
-        self._took_ms.append(1000 * (time.perf_counter() - started))
+        took_ms.append(1000 * (time.perf_counter() - started))
         if not self._checked[index]:
             self._check(loaded, name)
             self._checked[index] = True
@@ -202,6 +207,10 @@ def _loaded(value: Any, name: str, skip: bool) -> Any:
             f"{list(tensor.shape)}; declare what is loaded"
         )
     return tensor
+
+
+def _checksums(batch: Mapping[str, Tensor]) -> dict[str, int]:
+    return {entry: entry_checksum(value) for entry, value in batch.items() if not value.is_meta}
 
 
 def _leave_out_whole_entries(samples: Sequence[dict[str, Any]]) -> None:

@@ -46,7 +46,7 @@ def test_what_is_not_in_the_table_is_refused_and_the_story_is_told() -> None:
         f"{reason}\n"
         "the last stimuli, the newest at the end:\n"
         "  1.500 s  generation 0, starting: Tick()\n"
-        "  2.000 s  generation 0, starting: ManifestFailed(path='/x', error='full')"
+        "  2.000 s  generation 0, starting: ManifestFailed(path='/x', error='full', node=None)"
     )
 
 

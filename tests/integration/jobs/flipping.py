@@ -6,13 +6,13 @@ import argparse
 import os
 import sys
 
+import chain
 import torch
 from torch import nn
 
 import resilient as rs
 from resilient.runtime import worker
 from resilient.runtime.commit import Ledger
-from tests.integration.jobs import chain
 
 PARTS = ("parameter", "frozen", "slot")
 
