@@ -10,7 +10,6 @@ size and answer length differ from sample to sample. The digits of the held-out 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -62,10 +61,6 @@ class DigitsDataset:
     def num_targets(self, index: int) -> int:
         """Return the answer's length: the digits and the end."""
         return len(self._chosen(index)) + 1
-
-    def collate(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
-        """Pad the samples to one microbatch."""
-        return collate_multimodal(samples)
 
     def _chosen(self, index: int) -> np.ndarray:
         generator = np.random.default_rng((*self._entropy, index))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,9 @@ from resilient.errors import SampleError
 
 Sample = Mapping[str, Any]
 """Entries by name: tensors, :class:`resilient.data.Lazy` ones, or whatever the data set's own ``collate`` takes."""
+
+Collate = Callable[[Sequence[Sample]], dict[str, Tensor]]
+"""Joins samples to one microbatch."""
 
 
 class Dataset(Protocol):
@@ -28,7 +32,7 @@ class Dataset(Protocol):
     entry that takes long to load may be :class:`resilient.data.Lazy`.
 
     Two more methods are optional: ``num_targets(i) -> int``, how many targets sample i has in the loss, known without
-    loading it (see :func:`num_targets`), and ``collate(samples) -> dict[str, Tensor]`` (see :func:`collate`), which
+    loading it (see :func:`num_targets`), and ``collate(samples) -> dict[str, Tensor]`` (see :func:`collate_of`), which
     must keep all samples, each once, and draw no random numbers.
     """
 
@@ -46,23 +50,27 @@ def num_targets(dataset: Dataset, index: int) -> int:
     return whole_number(f"num_targets({index}) of {type(dataset).__name__}", count(index), 0, fix)
 
 
-def collate(dataset: Dataset, samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Join samples to one microbatch: the data set's way, or by stacking every entry.
+def collate_of(dataset: Dataset, model: object = None) -> Collate:
+    """Return how samples are joined: in the data set's own way, else in the model's, else by :func:`stack`.
 
-    Raises:
-        SampleError: If samples of different entries or shapes are to be stacked, or its own way gives no tensors or
-            leaves samples out.
+    The first two raise ``SampleError`` if they give no tensors or leave samples out.
     """
-    own = getattr(dataset, "collate", None)
-    if own is None:
-        return stack(samples)
+    own: Collate | None = getattr(dataset, "collate", None) or getattr(model, "collate", None)
+    return stack if own is None else partial(_collate, own)
+
+
+def _collate(own: Collate, samples: Sequence[Sample]) -> dict[str, Tensor]:
     batch = own(samples)
     check_collated(batch, samples, "collate")
     return batch
 
 
 def stack(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Stack every entry of the samples along a new first dimension."""
+    """Stack every entry of the samples along a new first dimension.
+
+    Raises:
+        SampleError: They have different entries or shapes.
+    """
     batch: dict[str, Tensor] = {}
     for key in dict.fromkeys(key for sample in samples for key in sample):
         for sample in samples:

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from resilient.data.checksums import entry_checksum
-from resilient.data.dataset import Dataset, Sample, collate
+from resilient.data.dataset import Collate, Dataset, Sample, stack
 from resilient.data.lazy import Lazy
 from resilient.data.sample_types import check_types
 from resilient.data.sampler import StepSampler, microbatches
@@ -70,6 +70,7 @@ class MicrobatchReader:
         check_always: Likewise, with its index first; called whenever it is read, with those entries that have values.
         sampler: Says which samples a step trains on.
         microbatch: Samples of a microbatch.
+        collate: Joins them.
         declared: Entries that some layer says it reads: only those are left out where no layer here does.
     """
 
@@ -80,6 +81,7 @@ class MicrobatchReader:
         check_always: Callable[[int, Sample, str], None],
         sampler: StepSampler,
         microbatch: int,
+        collate: Collate,
         declared: frozenset[str] = frozenset(),
     ) -> None:
         self._dataset = dataset
@@ -87,6 +89,7 @@ class MicrobatchReader:
         self._check_always = check_always
         self._sampler = sampler
         self._microbatch = microbatch
+        self._collate = collate
         self._declared = declared
         self._checked = np.zeros(sampler.num_samples, dtype=np.bool_)  # a byte a sample, a set would take a hundred
         self._is_repeatable = False
@@ -149,7 +152,7 @@ class MicrobatchReader:
         undrawn = draw()
         seed_generators(seed)
         try:
-            batch = collate(self._dataset, [sample for _, sample in read])
+            batch = self._collate([sample for _, sample in read])
         except SampleError as error:
             raise SampleError(f"samples {[index for index, _ in read]} of {self._kind}: {error}") from None
         return batch, draw() != undrawn
@@ -162,7 +165,7 @@ class MicrobatchReader:
         started, seed, name = time.perf_counter(), self._sampler.seed, self.name(index)
         seed_generators(seed, epoch, index)
         sample = self._dataset[index]
-        check_types(self._dataset, sample, name)
+        check_types(sample, name, is_stacked=self._collate is stack)
         loaded: dict[str, Any] = {}
         for entry, value in sample.items():
             seed_generators(seed, epoch, index, entry)

@@ -13,13 +13,13 @@ from resilient.data.lazy import Lazy
 from resilient.errors import SampleError
 
 
-def check_types(dataset: object, sample: Any, name: str) -> None:
+def check_types(sample: Any, name: str, *, is_stacked: bool) -> None:
     """Check that a sample maps names to what can be joined to a microbatch.
 
     Args:
-        dataset: It returned the sample; a ``collate`` of its own may make tensors of anything.
         sample: Before it is collated.
         name: What to call it in the message.
+        is_stacked: Samples are stacked as they are: only a ``collate`` of its own makes tensors of anything.
 
     Raises:
         SampleError: It does not.
@@ -27,7 +27,7 @@ def check_types(dataset: object, sample: Any, name: str) -> None:
     if not isinstance(sample, Mapping):
         fix = "return a dict such as {'input': ..., 'target': ...}"
         raise SampleError(f"{name}: must map names to tensors, got {described(sample)}; {fix}")
-    if getattr(dataset, "collate", None) is not None:
+    if not is_stacked:
         return
     for entry, value in sample.items():
         if not isinstance(value, Tensor | Lazy) and not _is_numeric(value):

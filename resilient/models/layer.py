@@ -59,8 +59,9 @@ class LayerSpec:
 class Model(Protocol):
     """A model the runtime can train; see :class:`resilient.models.chain.Chain` for the smallest.
 
-    Three more methods are optional. ``num_targets(sample) -> int | None`` counts the targets that a sample adds to
-    the loss, None where that cannot be told: what the data set says of its samples is compared with it.
+    Four more methods are optional. ``collate(samples) -> dict[str, Tensor]`` joins samples to a microbatch where the
+    data set does not. ``num_targets(sample) -> int | None`` counts the targets that a sample adds to the loss, None
+    where that cannot be told: what the data set says of its samples is compared with it.
     ``check_first(samples)`` raises :class:`resilient.errors.SampleError` for what only several samples show, given
     those of the first microbatches by name. ``values_digest() -> str`` is a content hash of initial values that come
     with the model and are not drawn: they must be equal on all workers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from resilient.common.arguments import described, kind_of, whole_number
-from resilient.data.multimodal import IGNORED_LABEL, LARGEST_PIXEL, images_of
+from resilient.data.multimodal import IGNORED_LABEL, LARGEST_PIXEL, collate_multimodal, images_of
 from resilient.data.sample_types import check_tensor
 from resilient.errors import ArgumentError, SampleError, literal
 from resilient.models import language, vision
@@ -83,8 +83,8 @@ class MultimodalModule:
     """Encoders, their projectors and a language model as one chain of layers.
 
     A sample holds ``input_ids [seq]``, ``labels [seq]`` and, for each encoder, ``{name}.pixels``: one image
-    ``[channels, height, width]`` of normalised values or a sequence of images. Join samples with
-    :func:`resilient.data.collate_multimodal`.
+    ``[channels, height, width]`` of normalised values or a sequence of images. Samples are joined by
+    :func:`resilient.data.collate_multimodal`, unless the data set has a ``collate`` of its own.
 
     Args:
         encoders: By name, in the order they run; empty for a plain language model.
@@ -147,6 +147,10 @@ class MultimodalModule:
             reduction="sum",
         )
 
+    def collate(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Join samples to a microbatch, padded: :func:`resilient.data.collate_multimodal`."""
+        return collate_multimodal(samples)
+
     def num_targets(self, sample: Mapping[str, Any]) -> int | None:
         """Return how many tokens of a sample are predicted; None without labels."""
         labels = sample.get("labels")
@@ -172,9 +176,12 @@ class MultimodalModule:
             token = encoder.options.placeholder_id
             num_placeholders = int((sample["input_ids"] == token).sum())
             if num_features != num_placeholders:
+                entry, fix = f"{unit}.pixels", "make both equal"
+                if entry not in sample:
+                    fix = f"put its images into the entry {entry!r}, of which there is none beside {sorted(sample)}"
                 raise SampleError(
                     f"{name}: {unit} gives {num_features} features but input_ids holds {num_placeholders} placeholder "
-                    f"tokens (id {token}); make both equal"
+                    f"tokens (id {token}); {fix}"
                 )
 
     def check_first(self, samples: Mapping[str, Mapping[str, Any]]) -> None:

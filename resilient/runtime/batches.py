@@ -7,7 +7,7 @@ from functools import partial, reduce
 
 from torch import Tensor
 
-from resilient.data.dataset import Dataset, Sample, num_targets
+from resilient.data.dataset import Dataset, Sample, collate_of, num_targets
 from resilient.data.processes import DataProcesses
 from resilient.data.read_ahead import ReadAhead
 from resilient.data.reader import MicrobatchReader, Read, Reading, Reads
@@ -28,7 +28,10 @@ def reader_of(job: Job) -> MicrobatchReader:
     """Return what reads the job's microbatches."""
     declared = frozenset[str]().union(*(spec.reads for spec in job.model.layers if spec.reads is not None))
     check_always = partial(check_num_targets, job.model, job.dataset)
-    return MicrobatchReader(job.dataset, job.model.check, check_always, sampler_of(job), job.microbatch, declared)
+    collate = collate_of(job.dataset, job.model)
+    return MicrobatchReader(
+        job.dataset, job.model.check, check_always, sampler_of(job), job.microbatch, collate, declared
+    )
 
 
 def reads_of(layers: tuple[LayerSpec, ...]) -> Reads:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from resilient.data import collate
+from resilient.data import collate_of
 from resilient.examples import text_chain as example
 from tests.resilient.small import assemble
 
@@ -78,7 +78,7 @@ def test_few_steps_beat_guessing_by_frequency() -> None:
     dataset = example.TextDataset(text, "train", 2400, window=32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(80):
-        batch = collate(dataset, [dataset[i] for i in range(30 * step, 30 * step + 30)])
+        batch = collate_of(dataset)([dataset[i] for i in range(30 * step, 30 * step + 30)])
         optimizer.zero_grad()
         (model.loss(batch) / batch["target"].numel()).backward()
         optimizer.step()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from resilient.data import Sample, collate, num_targets
+from resilient.data import Sample, collate_of, num_targets
 from resilient.errors import SampleError
 
 
@@ -30,7 +30,7 @@ class Rich(Plain):
 
 def test_defaults_stack_entries_and_weigh_each_sample_once() -> None:
     dataset = Plain()
-    batch = collate(dataset, [dataset[i] for i in (2, 0)])
+    batch = collate_of(dataset)([dataset[i] for i in (2, 0)])
     assert num_targets(dataset, 2) == 1
     assert batch["input"].tolist() == [[2.0, 2.0], [0.0, 0.0]]
     assert batch["target"].tolist() == [2, 0]
@@ -39,13 +39,13 @@ def test_defaults_stack_entries_and_weigh_each_sample_once() -> None:
 def test_the_data_sets_own_methods_are_used() -> None:
     dataset = Rich()
     assert num_targets(dataset, 2) == 20
-    assert collate(dataset, [dataset[1], dataset[2]])["input"].tolist() == [1.0, 1.0, 2.0, 2.0]
+    assert collate_of(dataset)([dataset[1], dataset[2]])["input"].tolist() == [1.0, 1.0, 2.0, 2.0]
 
 
 def test_entry_that_a_sample_lacks_is_named() -> None:
     message = r"^entry 'target' must be in all samples, got one of \['input'\]; add it$"
     with pytest.raises(SampleError, match=message):
-        collate(Plain(), [Plain()[0], {"input": torch.zeros(2)}])
+        collate_of(Plain())([Plain()[0], {"input": torch.zeros(2)}])
 
 
 def test_samples_of_different_shape_need_a_collate() -> None:
@@ -54,4 +54,4 @@ def test_samples_of_different_shape_need_a_collate() -> None:
         r"a collate\(samples\) that pads$"
     )
     with pytest.raises(SampleError, match=message):
-        collate(Plain(), [{"input": torch.zeros(1)}, {"input": torch.zeros(2)}])
+        collate_of(Plain())([{"input": torch.zeros(1)}, {"input": torch.zeros(2)}])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from resilient.data import IGNORED_LABEL, Lazy, Sample, StepSampler, collate_multimodal, stack
+from resilient.data import IGNORED_LABEL, Lazy, Sample, StepSampler, collate_multimodal, collate_of, stack
 from resilient.data.reader import MicrobatchReader
 from resilient.data.seeding import draw, seed_generators
 from resilient.errors import SampleError
@@ -46,7 +46,13 @@ def reader(
 ) -> MicrobatchReader:
     sampler = StepSampler(num_samples=len(dataset), global_batch=len(dataset), seed=seed)
     return MicrobatchReader(
-        dataset, lambda sample, name: None, lambda index, sample, name: None, sampler, microbatch, declared
+        dataset,
+        lambda sample, name: None,
+        lambda index, sample, name: None,
+        sampler,
+        microbatch,
+        collate_of(dataset),
+        declared,
     )
 
 
@@ -84,7 +90,7 @@ def test_a_step_that_crosses_epochs_reads_each_sample_in_its_own() -> None:
     sampler = StepSampler(num_samples=6, global_batch=4, seed=5)
     dataset = Drawn(random.random)
     crossing = (
-        MicrobatchReader(dataset, lambda sample, name: None, lambda index, sample, name: None, sampler, 4)
+        MicrobatchReader(dataset, lambda sample, name: None, lambda index, sample, name: None, sampler, 4, stack)
         .read(2, 0, None)
         .batch["input"]
         .tolist()
@@ -220,7 +226,7 @@ def test_a_sample_is_checked_once() -> None:
         checked.append(name)
 
     sampler = StepSampler(num_samples=6, global_batch=6, seed=5)
-    read = MicrobatchReader(Drawn(random.random), check, lambda index, sample, name: None, sampler, 6)
+    read = MicrobatchReader(Drawn(random.random), check, lambda index, sample, name: None, sampler, 6, stack)
     read.read(1, 0, None)
     read.read(2, 0, None)
     assert sorted(checked) == [f"sample {index} of Drawn" for index in range(6)]

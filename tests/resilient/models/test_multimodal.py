@@ -283,7 +283,8 @@ GOOD = sample(1, 2, 5)
         ),
         (
             {key: value for key, value in GOOD.items() if key != "vision.pixels"},
-            "vision gives 0 features but input_ids holds 2 placeholder tokens (id 3); make both equal",
+            "vision gives 0 features but input_ids holds 2 placeholder tokens (id 3); put its images into the entry "
+            "'vision.pixels', of which there is none beside ['input_ids', 'labels']",
         ),
         (
             replace(GOOD, vision_pixels=torch.zeros(1, 4, 16)),

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, ViTConfig
 
 import resilient as rs
-from resilient.data import collate_multimodal
 from resilient.data.sampler import StepSampler
 from resilient.testing import train_here
 
@@ -45,9 +44,6 @@ class Counted(Made):
 
     def num_targets(self, index: int) -> int:
         return self._num_targets
-
-    def collate(self, samples: Any) -> dict[str, Tensor]:
-        return collate_multimodal(samples)
 
 
 def train(model: Any, dataset: Any, folder: Path, **changes: Any) -> dict[int, float]:
