@@ -26,13 +26,19 @@ from resilient.errors import SampleError
 Reads = frozenset[str] | None
 """Entries of microbatches that some layers read; None for all."""
 
-Read = tuple[int, Sample]
-"""A sample as it was read, after its index."""
-
 REPEATABLE = (
     "have __getitem__ depend on the index and on what it draws from the global generators of random, numpy and torch "
     "alone, not on generators of its own, the time or the order of a set"
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """A sample as it was read: its index, its entries, and how long that took."""
+
+    index: int
+    sample: dict[str, Any]
+    ms: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,32 +109,30 @@ class MicrobatchReader:
         Raises:
             SampleError: A sample cannot be trained on, or is no function of index, epoch and seed; it is named.
         """
-        took_ms: list[float] = []
-        read = self.samples(step, position, reads, took_ms)
+        read = self.samples(step, position, reads)
         batch = {
             entry: value.contiguous() if reads is None or entry in reads else value.to("meta")
             for entry, value in self.join(read).items()
         }
         reading = Reading(
-            indices=tuple(index for index, _ in read),
-            samples=tuple(self._checksums(sample, reads) for _, sample in read),
+            indices=tuple(each.index for each in read),
+            samples=tuple(self._checksums(each.sample, reads) for each in read),
             batch=_checksums(batch),
-            sample_ms=median(took_ms),
+            sample_ms=median(each.ms for each in read),
         )
         return Microbatch(batch=batch, reading=reading)
 
-    def samples(self, step: int, position: int, reads: Reads, took_ms: list[float] | None = None) -> list[Read]:
-        """Read and check the samples of a microbatch, as :meth:`read` does; ``took_ms`` gets how long each took."""
-        took_ms = [] if took_ms is None else took_ms
+    def samples(self, step: int, position: int, reads: Reads) -> list[Read]:
+        """Read and check the samples of a microbatch, as :meth:`read` does."""
         indices = microbatches(self._sampler.indices(step), self._microbatch)[position].tolist()
         epochs = microbatches(self._sampler.epochs(step), self._microbatch)[position].tolist()
         with generators_kept():
-            samples = [self._sample(*each, reads, took_ms) for each in zip(indices, epochs, strict=True)]
+            read = [self._sample(*each, reads) for each in zip(indices, epochs, strict=True)]
             if not self._is_repeatable:
-                self._compare(indices[0], samples[0], self._sample(indices[0], epochs[0], reads, took_ms), reads)
+                self._compare(read[0], self._sample(indices[0], epochs[0], reads), reads)
                 self._is_repeatable = True
-        _leave_out_whole_entries(samples)
-        return list(zip(indices, samples, strict=True))
+        _leave_out_whole_entries([each.sample for each in read])
+        return read
 
     def join(self, read: Sequence[Read]) -> dict[str, Tensor]:
         """Collate samples.
@@ -152,16 +156,16 @@ class MicrobatchReader:
         undrawn = draw()
         seed_generators(seed)
         try:
-            batch = self._collate([sample for _, sample in read])
+            batch = self._collate([each.sample for each in read])
         except SampleError as error:
-            raise SampleError(f"samples {[index for index, _ in read]} of {self._kind}: {error}") from None
+            raise SampleError(f"samples {[each.index for each in read]} of {self._kind}: {error}") from None
         return batch, draw() != undrawn
 
     def name(self, index: int) -> str:
         """Return what to call a sample in messages."""
         return f"sample {index} of {self._kind}"
 
-    def _sample(self, index: int, epoch: int, reads: Reads, took_ms: list[float]) -> dict[str, Any]:
+    def _sample(self, index: int, epoch: int, reads: Reads) -> Read:
         started, seed, name = time.perf_counter(), self._sampler.seed, self.name(index)
         seed_generators(seed, epoch, index)
         sample = self._dataset[index]
@@ -170,22 +174,22 @@ class MicrobatchReader:
         for entry, value in sample.items():
             seed_generators(seed, epoch, index, entry)
             loaded[entry] = _loaded(value, f"{name}: {entry!r}", self._skips(entry, reads))
-        took_ms.append(1000 * (time.perf_counter() - started))
+        took_ms = 1000 * (time.perf_counter() - started)
         if not self._checked[index]:
             self._check(loaded, name)
             self._checked[index] = True
         known = {entry: value for entry, value in loaded.items() if not any(map(_is_empty, _flat(value)))}
         self._check_always(index, known, name)
-        return loaded
+        return Read(index=index, sample=loaded, ms=took_ms)
 
-    def _compare(self, index: int, first: Sample, second: Sample, reads: Reads) -> None:
+    def _compare(self, first: Read, second: Read, reads: Reads) -> None:
         """Refuse a data set that is no function of index, epoch and seed, where reading a sample twice shows it."""
-        before, after = self._checksums(first, reads), self._checksums(second, reads)
+        before, after = self._checksums(first.sample, reads), self._checksums(second.sample, reads)
         for entry in {**before, **after}:
             if before.get(entry) != after.get(entry):
                 raise SampleError(
-                    f"{self.name(index)}: {entry!r} must be the same whenever it is read, got another the second time; "
-                    f"{REPEATABLE}"
+                    f"{self.name(first.index)}: {entry!r} must be the same whenever it is read, got another the "
+                    f"second time; {REPEATABLE}"
                 )
 
     def _skips(self, entry: str, reads: Reads) -> bool:

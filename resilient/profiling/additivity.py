@@ -97,7 +97,7 @@ class AdditivityCheck:
         count = getattr(self._job.model, "num_targets", None)
         if count is None:
             return
-        found, counts = count(self._batches[0]), [count(sample) for _, sample in self._samples]
+        found, counts = count(self._batches[0]), [count(each.sample) for each in self._samples]
         if found is None or None in counts:
             return
         expected = sum(counts)
@@ -130,7 +130,7 @@ class AdditivityCheck:
     def _is_mean(self, together: float, alone: Sequence[float]) -> bool:
         """Whether a loss is the mean over samples, or over the targets of samples of unequal length."""
         count = getattr(self._job.model, "num_targets", lambda sample: 1)
-        weights = [count(sample) or 1 for _, sample in self._samples]
+        weights = [count(each.sample) or 1 for each in self._samples]
         over_targets = fsum(loss * weight for loss, weight in zip(alone, weights, strict=True)) / sum(weights)
         over_samples = fsum(alone) / len(alone)
         return any(self._is_close(together, mean, abs(mean)) for mean in (over_samples, over_targets))

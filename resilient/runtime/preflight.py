@@ -35,5 +35,5 @@ def first_samples(job: Job) -> list[list[Read]]:
     read = [batches.samples(1, position) for position in range(num_microbatches)]
     check = getattr(job.model, "check_first", None)
     if check is not None:
-        check({batches.name(index): sample for microbatch in read for index, sample in microbatch})
+        check({batches.name(each.index): each.sample for microbatch in read for each in microbatch})
     return read

@@ -1,11 +1,12 @@
-"""Ranks of a generation for tests: as threads of one process (nothing is aborted) or as real processes (some die)."""
+"""Ranks of a generation for tests: as threads of one process or as real processes (some die)."""
 
 from __future__ import annotations
 
 import multiprocessing
 import queue
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -18,6 +19,8 @@ from resilient.comm import Communicator, Group, StoreClient, StoreHost, connect
 HOST = "127.0.0.1"
 Result = TypeVar("Result")
 Started = tuple[BaseProcess, Connection]
+_joined: defaultdict[str, list[Communicator]] = defaultdict(list)
+"""By store."""
 
 
 def join(
@@ -29,7 +32,7 @@ def join(
     num_sources: int = 0,
     store_client: StoreClient | None = None,
 ) -> Communicator:
-    return connect(
+    comm = connect(
         generation=generation,
         rank=rank,
         size=size,
@@ -42,13 +45,23 @@ def join(
         device=torch.device("cpu"),
         num_sources=num_sources,
     )
+    _joined[address].append(comm)
+    return comm
 
 
 def as_threads(size: int, work: Callable[[int, str], Result]) -> list[Result]:
-    """Call ``work(rank, store address)`` on all ranks at once; return the results by rank."""
+    """Call ``work(rank, store address)`` on all ranks at once; return the results by rank.
+
+    Where one fails, what the others have got by :func:`join` is aborted, so that they do not wait for it.
+    """
     store = StoreHost(HOST)
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(work, range(size), [store.address] * size))
+        running = [pool.submit(work, rank, store.address) for rank in range(size)]
+        failed = [each for each in wait(running, return_when=FIRST_EXCEPTION).done if each.exception() is not None]
+        for comm in _joined.pop(store.address, []):
+            if failed:
+                comm.abort()
+        return [each.result() for each in [*failed, *running]][len(failed) :]
 
 
 _context = multiprocessing.get_context("forkserver")
