@@ -136,12 +136,12 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The worker has dropped its copies of these states of the committed ``step``: they were not those of most of its
-    peers. Asks for a new generation, which gives it new ones."""
+    """Copies of states of the committed ``step`` were not those of most witnesses, among them the sender's, who has
+    dropped its own. Asks for a new generation, which gives new ones. ``odd``: the states, by holder as a witness."""
 
     generation: int
     step: int
-    states: tuple[str, ...]
+    odd: dict[int, tuple[str, ...]]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -181,7 +181,7 @@ class Worker:
             self._client.send(Suspect(generation=message.generation, reason=str(error)))
         except OddCopiesError as found:
             self._leave()  # in good order: a peer may still be in the comparison
-            self._drop(found.odd_of(message.rank), message.generation)
+            self._drop(found, message.generation)
         except Exception as error:  # the job's own code: data set, model, disk
             told, is_sound = self._told(error, message), not isinstance(error, ReplicaError)
             self._leave(broken=is_sound)
@@ -189,11 +189,11 @@ class Worker:
             where = "" if isinstance(error, NonFiniteError) else traceback.format_exc()  # it came from no line of code
             self._client.send(Failed(error=told, traceback=where, is_sound=is_sound))
 
-    def _drop(self, names: tuple[str, ...], generation: int) -> None:
-        """Drop these copies; the next generation, which whoever drops some asks for, copies them anew."""
-        if names:
-            self._ledger.drop(names)
-            self._client.send(Dropped(generation=generation, step=self._ledger.version, states=names))
+    def _drop(self, found: OddCopiesError, generation: int) -> None:
+        """Drop the odd copies; the next generation, which whoever drops some asks for, copies them anew."""
+        if found.own:
+            self._ledger.drop(found.own)
+            self._client.send(Dropped(generation=generation, step=self._ledger.version, odd=found.odd))
 
     def _told(self, error: Exception, message: Generation) -> str:
         """Return what ended this worker, and where in the job it was."""
