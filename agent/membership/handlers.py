@@ -314,10 +314,10 @@ class Handlers:
         lifecycle = self._lifecycle
         if message.generation < self._context.generation:
             return
-        last = parts.last_checkpoint
-        parts.checkpoints.add(message, worker[0], parts.job.spec, last)
-        if last is not None:
-            last.note_answer(worker)
+        if parts.last_checkpoint is None:
+            parts.checkpoints.add(message, worker[0], parts.job.spec)
+        else:
+            parts.last_checkpoint.hear(message, worker)
             lifecycle.proceed()
 
     def on_not_saved(self, message: NotSaved, worker: WorkerId) -> None:

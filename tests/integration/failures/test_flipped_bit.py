@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
-from resilient.state.manifest import read_manifest
+from resilient.state.manifest import MANIFEST, read_manifest
 from tests.integration.harness import (
     Run,
     check_equal,
+    check_resumed,
     check_survivors,
     resume_command,
     run_job,
+    started,
 )
 
 FLIPPING = Path(__file__).parents[1] / "jobs" / "flipping.py"
@@ -115,3 +118,39 @@ def test_damaged_copy_and_the_one_made_of_it_do_not_outvote_the_last_witness(tmp
         r"3\); there is no checkpoint; start again with: resilient run .*"
     )
     assert re.fullmatch(message, run.reason), run.reason
+
+
+def interrupted(directory: Path, *, nodes: int) -> Run:
+    """Return a job that is interrupted in step 5, in which what node 0 writes of a checkpoint is damaged."""
+    copies = ("--max-failures", str(nodes - 1), "--checkpoint-every", "3")
+    flip = ("--flip-node", "0", "--flip-step", "5", "--flip-part", "slot", "--flip-bit", "52")
+    with started(directory, *ALONE, *copies, *flip, "--change-after", 5, script=FLIPPING, nodes=nodes) as job:
+        job.wait_for_step(4)
+        job.processes.take_in_children(job.popen.pid)
+        job.popen.send_signal(signal.SIGTERM)
+        return job.wait()
+
+
+def test_checkpoint_of_an_interruption_is_written_of_the_copy_that_two_others_agree_with(
+    reference: Run, tmp_path: Path
+) -> None:
+    run = interrupted(tmp_path / "run", nodes=3)
+    assert run.exit_code == 130
+    assert run.report["dropped_replicas"] == [{"step": 5, "node": 0, "states": ["layer.0"]}]
+    words = resume_command(run.reason)
+    assert words[words.index("--resume") + 1] == str(run.directory / "checkpoints" / "step-00000005")
+    check_resumed(run, words, reference, tmp_path / "resumed")
+
+
+def test_interruption_with_two_copies_that_differ_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    run = interrupted(tmp_path, nodes=2)
+    assert run.exit_code == 130
+    checkpoints = run.directory / "checkpoints"
+    message = (
+        "interrupted (SIGTERM), and there is no checkpoint of step 5: all copies of a layer's state must be equal, got "
+        "different ones after step 5 (layer.0 on nodes 0, 1) and no majority to tell which is right; check the memory "
+        "of these nodes, and keep three copies (max_failures=2) or more for most to decide; resume with: resilient run "
+        f"--nodes 2 --resume {checkpoints / 'step-00000003'} "
+    )
+    assert run.reason.startswith(message), run.reason
+    assert [folder.name for folder in checkpoints.iterdir() if (folder / MANIFEST).exists()] == ["step-00000003"]
