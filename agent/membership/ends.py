@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from resilient.agent.membership.job_parts import JobParts
 from resilient.agent.membership.next_generation.agreement import Agreement, share_out, uncovered
 from resilient.agent.membership.next_generation.forming import (
     source_at,
 )
-from resilient.agent.membership.parts.checkpoints import LastCheckpoint
+from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.agent.membership.parts.context import (
     EXIT_DONE,
     EXIT_FAILED,
     Phase,
 )
 from resilient.agent.membership.parts.events import Stop
+from resilient.agent.membership.parts.last_checkpoint import LastCheckpoint
 from resilient.protocol.messages import Finish, Save
+from resilient.state.witnesses import why_undecided
 
 
 class Ends:
@@ -50,31 +54,55 @@ class Ends:
             self._save(agreement, "all steps are done")
 
     def end_saved(self) -> None:
-        """End the job after the last checkpoint: with its last step, or before it."""
-        parts, last = self._parts, self._parts.last_checkpoint
+        """End the job after the last checkpoint, with its last step or before it, if what was saved is right.
+
+        What was written of a damaged copy is written again, of one of the others.
+        """
+        parts, last, job = self._parts, self._parts.last_checkpoint, self._parts.job.spec
         assert last is not None
-        if last.step == parts.job.spec.num_steps:
-            self.finish()
+        differences = last.differences()
+        undecided = [difference for difference in differences if not difference.odd]
+        if undecided:
+            why = why_undecided(undecided, last.step)
+            self.stop_resumable(f"{last.reason}, and there is no checkpoint of step {last.step}: {why}")
+            return
+        for (node, local_rank), states in last.drop(differences).items():
+            parts.context.record("replica_dropped", node=node, local_rank=local_rank, states=states, step=last.step)
+        lacking = uncovered(job.profile, last.parts.states(last.step))
+        holders = last.holders(lacking, parts.context.ready_workers())
+        if holders:
+            self._ask({worker: states for worker, states in share_out(holders, job.profile).items() if states})
+        elif lacking:
+            self.stop_resumable(f"{last.reason}, and nobody holds {', '.join(lacking)} at step {last.step}")
         else:
-            self.stop_resumable(last.reason)
+            parts.checkpoints.complete(last.step, last.save.skipped, last.parts, job)
+            if last.step == job.num_steps:
+                self.finish()
+            else:
+                self.stop_resumable(last.reason)
 
     def _save(self, agreement: Agreement, reason: str) -> None:
-        """Have every state saved once by one of its holders."""
-        parts = self._parts
-        step, job = agreement.version, parts.job.spec
-        shares, path = share_out(agreement, job.profile), parts.checkpoints.path(step)
-        number = parts.context.next_generation()
+        """Have every state saved once by one of its holders, and all of them tell what they hold."""
+        parts, step = self._parts, agreement.version
+        save = Save(
+            generation=parts.context.next_generation(),
+            version=step,
+            roll_forward=agreement.roll_forward,
+            states=(),
+            path=parts.checkpoints.path(step),
+            skipped=agreement.skipped,
+        )
         parts.phase, parts.change = Phase.SAVING, None
         parts.progress.settle(step, agreement.roll_forward)
         parts.participants.leave()
         deadline = parts.context.now + parts.context.settings.save_timeout_s
-        parts.last_checkpoint = LastCheckpoint(step=step, path=path, reason=reason, deadline=deadline, shares=shares)
-        for worker, states in shares.items():
-            roll_forward, skipped = agreement.roll_forward, agreement.skipped
-            save = Save(
-                generation=number, version=step, skipped=skipped, roll_forward=roll_forward, states=states, path=path
-            )
-            parts.context.send(worker, save)
+        parts.last_checkpoint = LastCheckpoint(save=save, reason=reason, deadline=deadline)
+        self._ask(share_out(agreement.held, parts.job.spec.profile))
+
+    def _ask(self, shares: Mapping[WorkerId, tuple[str, ...]]) -> None:
+        assert self._parts.last_checkpoint is not None
+        for worker, save in self._parts.last_checkpoint.ask(shares).items():
+            self._parts.context.send(worker, save)
 
     def finish(self) -> None:
         """Let all scripts go on after the last step, each knowing whether it speaks for the job."""

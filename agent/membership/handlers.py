@@ -40,6 +40,7 @@ from resilient.protocol.messages import (
     Suspect,
     Welcome,
 )
+from resilient.state.witnesses import worker_of
 
 
 class Handlers:
@@ -253,14 +254,23 @@ class Handlers:
             self._regrouping.begin_failure([], f"communication failed: {message.reason}")
 
     def on_dropped(self, message: Dropped, worker: WorkerId) -> None:
+        """Do without all the odd copies that one holder tells of: the others' comparison may be cut short by this."""
+        change = self._parts.change
         if message.generation != self._context.generation:
             return
-        node, states, step = worker[0], list(message.states), message.step
-        self._context.record("replica_dropped", node=node, local_rank=worker[1], states=states, step=step)
-        cause = f"copies on node {node} differed from those of most others after step {step}: {', '.join(states)}"
+        odd = {worker_of(number): list(states) for number, states in message.odd.items()}
+        new = {holder: odd[holder] for holder in sorted(odd) if change is None or holder not in change.damaged}
+        if not new:
+            return
+        for (node, local_rank), states in new.items():
+            self._context.record("replica_dropped", node=node, local_rank=local_rank, states=states, step=message.step)
+        nodes = [str(node) for node in dict.fromkeys(node for node, _ in new)]
+        layers = dict.fromkeys(name for states in new.values() for name in states)
+        where = f"copies on node{'s' if len(nodes) > 1 else ''} {', '.join(nodes)}"
+        cause = f"{where} differed from those of most others after step {message.step}: {', '.join(layers)}"
         self._regrouping.begin_failure([], cause)
         assert self._parts.change is not None
-        self._parts.change.note_damage(node)
+        self._parts.change.note_damage(new)
 
     def on_report(self, message: Report, worker: WorkerId) -> None:
         change = self._parts.change
@@ -304,10 +314,10 @@ class Handlers:
         lifecycle = self._lifecycle
         if message.generation < self._context.generation:
             return
-        last = parts.last_checkpoint
-        parts.checkpoints.add(message, worker[0], parts.job.spec, last)
-        if last is not None:
-            last.note_answer(worker)
+        if parts.last_checkpoint is None:
+            parts.checkpoints.add(message, worker[0], parts.job.spec)
+        else:
+            parts.last_checkpoint.hear(message, worker)
             lifecycle.proceed()
 
     def on_not_saved(self, message: NotSaved, worker: WorkerId) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from resilient.agent.membership.next_generation.members import Member, WorkerId
 from resilient.agent.membership.next_generation.speeds import NodeSpeeds
 from resilient.agent.membership.parts.change import Change
-from resilient.agent.membership.parts.checkpoints import Checkpoints, LastCheckpoint
+from resilient.agent.membership.parts.checkpoints import Checkpoints
 from resilient.agent.membership.parts.context import (
     EXIT_DONE,
     Context,
@@ -14,6 +14,7 @@ from resilient.agent.membership.parts.context import (
 )
 from resilient.agent.membership.parts.ending import Ending
 from resilient.agent.membership.parts.injections import Injections
+from resilient.agent.membership.parts.last_checkpoint import LastCheckpoint
 from resilient.agent.membership.parts.planned_job import PlannedJob
 from resilient.agent.membership.parts.stalls import Stalls
 from resilient.agent.membership.parts.start_up import StartUp

@@ -148,7 +148,7 @@ class JobStatus:
 
     def _on_replica_dropped(self, event: Event) -> Iterator[tuple[str, str]]:
         layers = textwrap.shorten(", ".join(event["states"]), _MAX_CAUSE)
-        yield "bad", f"node {event['node']} has dropped damaged copies, and gets new ones, of {layers}"
+        yield "bad", f"node {event['node']} has dropped damaged copies of {layers}"
 
     def _on_waiting(self, event: Event) -> Iterator[tuple[str, str]]:
         missing = counted(event["num_missing"], "node") + " that did not connect" if event["num_missing"] else ""

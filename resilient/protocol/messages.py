@@ -18,13 +18,13 @@ from resilient.protocol.job_config import JobConfig
 from resilient.state.manifest import SavedState
 from resilient.state.recipe import Recipe
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
+from resilient.state.witnesses import HeldCopy
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan
 from resilient.templates.replan.transfer import Transfer
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Larger messages are refused, on every connection."""
-
 
 INIT = "init"
 """The source of states that are still at their initial values."""
@@ -136,12 +136,12 @@ class Suspect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The worker has dropped its copies of these states of the committed ``step``: they were not those of most of its
-    peers. Asks for a new generation, which gives it new ones."""
+    """Copies of states of the committed ``step`` were not those of most witnesses, among them the sender's, who has
+    dropped its own. Asks for a new generation, which gives new ones. ``odd``: the states, by holder as a witness."""
 
     generation: int
     step: int
-    states: tuple[str, ...]
+    odd: dict[int, tuple[str, ...]]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -178,13 +178,14 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """This worker's part of the checkpoint of ``step`` is on disk, by state.
 
-    ``skipped``: steps that were skipped up to it.
+    ``skipped``: steps that were skipped up to it. ``held``: all states held here, of an answer to ``Save``.
     """
 
     generation: int
     step: int
     states: dict[str, SavedState]
     skipped: SkippedSteps = NONE_SKIPPED
+    held: dict[str, HeldCopy] = {}
 
 
 class NotSaved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -272,7 +273,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The job ends early: roll forward if told, write these states to ``path``, answer ``Saved``, then wait."""
+    """The job ends early: roll forward if told, write these states to ``path``, if any, answer ``Saved``, then wait."""
 
     generation: int
     version: int

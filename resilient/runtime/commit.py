@@ -10,6 +10,7 @@ counts on, the states stay as they are. Source: three-phase commit, with the bar
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -120,10 +121,11 @@ class Ledger:
         self.retained.update(self.current)
         self.current.clear()
 
-    def drop(self, names: tuple[str, ...]) -> None:
+    def drop(self, names: Iterable[str]) -> None:
         """Drop states that are damaged: others hold them."""
         for name in names:
-            del self.current[name]
+            self.current.pop(name, None)
+            self.retained.pop(name, None)
 
     def keep(self, names: tuple[str, ...]) -> None:
         """Move those of the retained states that the new plan needs here back to current."""

@@ -28,6 +28,7 @@ from resilient.state import checkpoint
 from resilient.state.layer_state import BufferLayout, LayerState, bind
 from resilient.state.peer_copy import copy_states
 from resilient.state.replicas import Replicas
+from resilient.state.witnesses import witness
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Pipeline, Plan, Slot
 from resilient.templates.template import StageSpec
@@ -187,10 +188,13 @@ def gather_states(context: WorkerContext, message: Generation, slot: Slot, comm:
     """
     ledger = context.ledger
     needed = slot.states(context.profile)
+    copied = {transfer.state for transfer in message.transfers if transfer.target == slot.rank}
+    ledger.drop(copied)  # odd ones may still be here, if the regroup for others' cut the comparison short
     ledger.keep(needed)
     missing = {name: _allocate(context, name) for name in needed if name not in ledger.current}
-    copied = {transfer.state for transfer in message.transfers if transfer.target == slot.rank}
     made = [state for name, state in missing.items() if name not in copied and state.buffer.numel()]
+    for state in made:
+        state.origin = witness(slot.node, slot.local_rank)
     if message.source == INIT:
         for state in made:
             state.initialize(context.job.seed)

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -56,9 +56,11 @@ from resilient.runtime.install import Session, WorkerContext, install, supply
 from resilient.runtime.job import Job
 from resilient.runtime.nonfinite import find_nonfinite
 from resilient.state import checkpoint, manifest
+from resilient.state.fingerprint import fingerprint
 from resilient.state.layer_state import LayerState
 from resilient.state.replicas import OddCopiesError
 from resilient.state.skipped import MOST_IN_A_ROW
+from resilient.state.witnesses import HeldCopy
 from resilient.templates.inputs.profile import ModelProfile
 
 logger = logging.getLogger(__name__)
@@ -181,7 +183,7 @@ class Worker:
             self._client.send(Suspect(generation=message.generation, reason=str(error)))
         except OddCopiesError as found:
             self._leave()  # in good order: a peer may still be in the comparison
-            self._drop(found.odd_of(message.rank), message.generation)
+            self._drop(found, message.generation)
         except Exception as error:  # the job's own code: data set, model, disk
             told, is_sound = self._told(error, message), not isinstance(error, ReplicaError)
             self._leave(broken=is_sound)
@@ -189,11 +191,11 @@ class Worker:
             where = "" if isinstance(error, NonFiniteError) else traceback.format_exc()  # it came from no line of code
             self._client.send(Failed(error=told, traceback=where, is_sound=is_sound))
 
-    def _drop(self, names: tuple[str, ...], generation: int) -> None:
-        """Drop these copies; the next generation, which whoever drops some asks for, copies them anew."""
-        if names:
-            self._ledger.drop(names)
-            self._client.send(Dropped(generation=generation, step=self._ledger.version, states=names))
+    def _drop(self, found: OddCopiesError, generation: int) -> None:
+        """Drop the odd copies; the next generation, which whoever drops some asks for, copies them anew."""
+        if found.own:
+            self._ledger.drop(found.own)
+            self._client.send(Dropped(generation=generation, step=self._ledger.version, odd=found.odd))
 
     def _told(self, error: Exception, message: Generation) -> str:
         """Return what ended this worker, and where in the job it was."""
@@ -333,13 +335,22 @@ class Worker:
     def _save_and_stop(self, message: Save) -> None:
         self._leave()
         self._ledger.begin_install(message.version, message.roll_forward, message.skipped)
-        held = self._ledger.retained
-        self._write_last(message.generation, [held[name] for name in message.states], Path(message.path))
+        retained, kind = self._ledger.retained, self._job.device_name
+        held = {
+            name: HeldCopy(fingerprint=fingerprint(state.bytes), origin=state.origin, device=kind)
+            for name, state in retained.items()
+        }
+        self._write_last(message.generation, [retained[name] for name in message.states], Path(message.path), held=held)
         if self._failure is not None:
             raise self._failure
 
     def _write_last(
-        self, generation: int, states: list[LayerState], path: Path, check: Callable[[], None] = lambda: None
+        self,
+        generation: int,
+        states: list[LayerState],
+        path: Path,
+        check: Callable[[], None] = lambda: None,
+        held: Mapping[str, HeldCopy] | None = None,
     ) -> None:
         """Write a part of the last checkpoint, again and again for as long as one waits for a peer: room may be made.
 
@@ -348,7 +359,7 @@ class Worker:
         deadline, pause_s = time.monotonic() + self._job.comm_timeout_s, _FIRST_PAUSE_S
         while True:
             try:
-                self._write(generation, states, path)
+                self._write(generation, states, path, held)
                 return
             except CheckpointError as error:
                 left_s = deadline - time.monotonic()
@@ -361,13 +372,16 @@ class Worker:
             check()
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _write(self, generation: int, states: list[LayerState], path: Path) -> None:
-        saved = checkpoint.save(path, states)
+    def _write(
+        self, generation: int, states: list[LayerState], path: Path, held: Mapping[str, HeldCopy] | None = None
+    ) -> None:
+        saved = checkpoint.save(path, states) if states else {}
         self._client.send(
             Saved(
                 generation=generation,
                 step=self._ledger.version,
                 skipped=self._ledger.skipped,
                 states=saved,
+                held=dict(held or {}),
             )
         )

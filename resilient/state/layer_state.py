@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from resilient.models.layer import LayerSpec, initialize_layer, tie
+from resilient.state.witnesses import SEVERAL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +146,9 @@ class UpdatedWindow:
 class LayerState:
     """The state of one layer on this worker, at one version at a time.
 
+    ``origin`` tells whose it was when its copies were last found equal, or when it was made (see
+    :mod:`resilient.state.witnesses`); whoever fills it says so.
+
     Args:
         spec: The layer.
         layout: Its :class:`BufferLayout`.
@@ -158,6 +162,7 @@ class LayerState:
     ) -> None:
         self.spec = spec
         self.layout = layout
+        self.origin = SEVERAL
         self.buffer = torch.zeros(layout.numel(len(slots)), dtype=dtype, device=device)
         self.grad = torch.zeros(layout.num_trainable, dtype=dtype, device=device)
         first_slot = layout.num_trainable + layout.num_frozen

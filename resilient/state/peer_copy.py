@@ -1,4 +1,7 @@
-"""Copies layer states between the ranks of a generation, and verifies them before they count."""
+"""Copies layer states between the ranks of a generation, and verifies them before they count.
+
+A copy has the origin of what it was made of (:mod:`resilient.state.witnesses`), which the sender tells.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from resilient.comm import Communicator, Pending
 from resilient.errors import CommunicationError
 from resilient.state.fingerprint import fingerprint
 from resilient.state.layer_state import LayerState
+from resilient.state.witnesses import joint_origin
 from resilient.templates.replan.transfer import Transfer
 
 CHUNK_BYTES = 4 << 20
@@ -35,11 +39,12 @@ def copy_states(comm: Communicator, transfers: Sequence[Transfer], states: Mappi
         CommunicationError: A peer is gone, or bytes arrived damaged.
     """
     pieces = [(tag, piece) for tag, piece in enumerate(_pieces(transfers), start=_FIRST_TAG)]
+    origins: dict[str, set[int]] = {}
     incoming: deque[tuple[Transfer, Tensor, Tensor, Pending, Pending]] = deque()
     for tag, piece in pieces:
         if piece.target == comm.rank:
             window = states[piece.state].bytes[piece.first_byte : piece.end_byte]
-            expected = torch.zeros(1, dtype=torch.int64)
+            expected = torch.zeros(2, dtype=torch.int64)
             data = comm.recv(window, piece.source, 2 * tag)
             proof = comm.recv(expected, piece.source, 2 * tag + 1)
             incoming.append((piece, window, expected, data, proof))
@@ -48,16 +53,20 @@ def copy_states(comm: Communicator, transfers: Sequence[Transfer], states: Mappi
         if piece.source == comm.rank:
             window = states[piece.state].bytes[piece.first_byte : piece.end_byte]
             outgoing.append(comm.send(window, piece.target, 2 * tag))
-            sent = torch.tensor([_fingerprint(comm, window)])
+            sent = torch.tensor([_fingerprint(comm, window), states[piece.state].origin])
             outgoing.append(comm.send(sent, piece.target, 2 * tag + 1))
     num_bytes = 0
     while incoming:
         piece, window, expected, data, proof = incoming.popleft()
         data.wait()
         proof.wait()
-        if _fingerprint(comm, window) != int(expected):
+        proven, origin = expected.tolist()
+        if _fingerprint(comm, window) != proven:
             raise CommunicationError(f"state {piece.state!r} arrived damaged from rank {piece.source}")
+        origins.setdefault(piece.state, set()).add(origin)
         num_bytes += window.numel()
+    for state, found in origins.items():
+        states[state].origin = joint_origin(found)
     for work in outgoing:
         work.wait()
     return num_bytes

@@ -7,9 +7,7 @@ its own and not in the barrier's: a checkpoint has no barrier, and this one says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
 import xxhash
@@ -20,41 +18,25 @@ from resilient.errors import ReplicaError
 from resilient.state.fingerprint import fingerprint
 from resilient.state.layer_state import LayerState
 from resilient.state.sketch import NUM_SLICES, is_close, sketch
-from resilient.templates.common.words import counted
+from resilient.state.witnesses import SEVERAL, Difference, find_differences, why_undecided, witness
 from resilient.templates.plan import Plan
-
-_MOST_NAMED = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """A state of which not all copies are equal.
-
-    Args:
-        state: Its name.
-        holders: The ranks that hold it.
-        odd: Those whose copy is not that of most holders; none where no copy is.
-    """
-
-    state: str
-    holders: Group
-    odd: Group
 
 
 class OddCopiesError(Exception):
-    """Some copies are not those of most holders: they are to be dropped and made anew, in another generation.
+    """Some copies are not those of most witnesses: they are to be dropped and made anew, in another generation.
 
     Args:
         differences: Which, the same on all ranks.
+        own: This rank, as a witness.
     """
 
-    def __init__(self, differences: Sequence[Difference]) -> None:
+    def __init__(self, differences: Sequence[Difference], own: int) -> None:
         super().__init__()
-        self._differences = differences
-
-    def odd_of(self, rank: int) -> tuple[str, ...]:
-        """Return the states whose copy a rank has to drop."""
-        return tuple(difference.state for difference in self._differences if rank in difference.odd)
+        self.odd: dict[int, tuple[str, ...]] = {}
+        for difference in differences:
+            for holder in difference.odd:
+                self.odd[holder] = (*self.odd.get(holder, ()), difference.state)
+        self.own = self.odd.get(own, ())
 
 
 class Replicas:
@@ -80,8 +62,11 @@ class Replicas:
         every: int,
     ) -> None:
         self._comm = comm
-        self._plan = plan
-        self._shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
+        self._witnesses = [witness(slot.node, slot.local_rank) for slot in plan.slots]
+        self._own = self._witnesses[comm.rank]
+        self._shared = {
+            name: [self._witnesses[rank] for rank in ranks] for name, ranks in holders.items() if len(ranks) > 1
+        }
         self._states = states
         self._kind = xxhash.xxh3_64_intdigest(device_name.encode()) >> 1
         self._every = every
@@ -91,7 +76,7 @@ class Replicas:
         """Compare all copies, if they are to be in this step; all ranks call this before they commit it.
 
         Raises:
-            OddCopiesError: Some differ, from most; all ranks raise the same.
+            OddCopiesError: Some differ, from most; all ranks raise it.
             ReplicaError: Some differ, and nobody can tell which is right; likewise.
             CommunicationError: A peer is gone.
         """
@@ -110,87 +95,50 @@ class Replicas:
         found = self._compare(exactly=version == 0) if self._shared else []
         undecided = [difference for difference in found if not difference.odd]
         if undecided:
-            raise ReplicaError(self._told(undecided, version))
+            raise ReplicaError(why_undecided(undecided, version))
+        for name in self._shared.keys() & self._states.keys():
+            self._states[name].origin = self._own  # equal to all others that stay: from here on it is its holder's
         if found:
-            raise OddCopiesError(found)
+            raise OddCopiesError(found, self._own)
 
     def _compare(self, *, exactly: bool) -> list[Difference]:
         """Find the differences, in the last bits between devices of different kinds only if ``exactly``."""
-        held = [fingerprint(self._bytes(name)) if name in self._states else 0 for name in self._shared]
-        kinds, *columns = self._exchange(torch.tensor([self._kind, *held])).T.tolist()
-        prints = dict(zip(self._shared, columns, strict=True))
+        row_of = {name: row for row, name in enumerate(self._shared, start=1)}
+        states = [self._states.get(name) for name in self._shared]
+        held = [(fingerprint(self._bytes(state)), state.origin) if state else (0, SEVERAL) for state in states]
+        tables = self._exchange(torch.tensor([(self._kind, 0), *held]))
+        told = {number: table.tolist() for number, table in tables.items()}
         unequal = {
-            name: ranks for name, ranks in self._shared.items() if len({prints[name][rank] for rank in ranks}) > 1
+            name: {number: told[number][row_of[name]][1] for number in holders}
+            for name, holders in self._shared.items()
+            if len({told[number][row_of[name]][0] for number in holders}) > 1
         }
 
         def is_equal(name: str, one: int, other: int) -> bool:
-            return prints[name][one] == prints[name][other]
+            return told[one][row_of[name]][0] == told[other][row_of[name]][0]
 
-        if exactly or all(len({kinds[rank] for rank in ranks}) == 1 for ranks in unequal.values()):
+        if exactly or all(len({told[number][0][0] for number in copies}) == 1 for copies in unequal.values()):
             return find_differences(unequal, is_equal)
         none = torch.zeros(2, NUM_SLICES, dtype=torch.float64)
         drawn = [sketch(self._states[name].buffer) if name in self._states else none for name in unequal]
-        sketches = dict(zip(unequal, self._exchange(torch.stack(drawn)).unbind(1), strict=True))
+        sketches = self._exchange(torch.stack(drawn))
+        index_of = {name: index for index, name in enumerate(unequal)}
         dtype = next(iter(self._states.values())).buffer.dtype
 
         def is_alike(name: str, one: int, other: int) -> bool:
-            if kinds[one] == kinds[other]:
+            if told[one][0] == told[other][0]:
                 return is_equal(name, one, other)
-            return is_close(sketches[name][one], sketches[name][other], dtype)
+            return is_close(sketches[one][index_of[name]], sketches[other][index_of[name]], dtype)
 
         return find_differences(unequal, is_alike)
 
-    def _bytes(self, name: str) -> Tensor:
-        data = self._states[name].bytes
-        return data if self._comm.on_devices else data.cpu()  # peers that have no GPU find another fingerprint there
+    def _bytes(self, state: LayerState) -> Tensor:
+        """Return a state's bytes where all ranks find the same fingerprint of them: some may have no GPU."""
+        return state.bytes if self._comm.on_devices else state.bytes.cpu()
 
-    def _exchange(self, own: Tensor) -> Tensor:
-        """Return what every rank brings, by rank."""
+    def _exchange(self, own: Tensor) -> dict[int, Tensor]:
+        """Return what every rank brings, by its number as a witness."""
         table = torch.zeros(self._comm.size, *own.shape, dtype=own.dtype)
         table[self._comm.rank] = own
         self._comm.all_reduce(table, tuple(range(self._comm.size))).wait()
-        return table
-
-    def _told(self, undecided: Sequence[Difference], version: int) -> str:
-        slots = self._plan.slots
-        places = [
-            f"{difference.state} on nodes {', '.join(str(slots[rank].node) for rank in difference.holders)}"
-            for difference in undecided[:_MOST_NAMED]
-        ]
-        more = len(undecided) - len(places)
-        named = "; ".join([*places, *([counted(more, "more layer")] if more else [])])
-        return (
-            f"all copies of a layer's state must be equal, got different ones after step {version} ({named}) and no "
-            "majority to tell which is right; check the memory of these nodes, and keep three copies (max_failures=2) "
-            "for most to decide"
-        )
-
-
-def find_differences(holders: Mapping[str, Group], is_equal: Callable[[str, int, int], bool]) -> list[Difference]:
-    """Return the states of which not all copies are equal.
-
-    Args:
-        holders: Per state, the ranks that hold it.
-        is_equal: Whether two ranks' copies of a state are equal.
-    """
-    found: list[Difference] = []
-    for state, ranks in holders.items():
-        largest, *others = sorted(_groups(ranks, partial(is_equal, state)), key=len, reverse=True)
-        if len(largest) == len(ranks):
-            continue
-        is_most = 2 * len(largest) > len(ranks) and all(len(group) < len(largest) for group in others)
-        odd = tuple(rank for rank in ranks if rank not in largest) if is_most else ()
-        found.append(Difference(state=state, holders=ranks, odd=odd))
-    return found
-
-
-def _groups(ranks: Group, is_equal: Callable[[int, int], bool]) -> set[Group]:
-    """Return sets of ranks all equal to each other; a rank is in two of them if it is close to ranks that are not."""
-    groups: set[Group] = set()
-    for one in ranks:
-        group = [one]
-        for other in ranks:
-            if other != one and all(is_equal(other, member) for member in group):
-                group.append(other)
-        groups.add(tuple(sorted(group)))
-    return groups
+        return dict(zip(self._witnesses, table, strict=True))

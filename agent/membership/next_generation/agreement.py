@@ -88,17 +88,25 @@ def agree(
     )
 
 
-def share_out(agreement: Agreement, profile: ModelProfile) -> dict[WorkerId, tuple[str, ...]]:
-    """Choose one holder for each state that is to be saved, such that the bytes are spread evenly."""
-    load = dict.fromkeys(agreement.held, 0)
-    shares: dict[WorkerId, list[str]] = {worker: [] for worker in agreement.held}
-    holders = agreement.holders()
+def share_out(held: Mapping[WorkerId, tuple[str, ...]], profile: ModelProfile) -> dict[WorkerId, tuple[str, ...]]:
+    """Choose one holder for each state that is to be saved, such that the bytes are spread evenly.
+
+    Args:
+        held: Who holds which states.
+        profile: Of the model.
+
+    Returns:
+        What each is to save: nothing, too, of those who hold states that others save.
+    """
+    load = {worker: 0 for worker, states in held.items() if states}
+    shares: dict[WorkerId, list[str]] = {worker: [] for worker in load}
     for layer in sorted(profile.layers, key=lambda layer: -layer.state_bytes):
-        if layer.name in holders:
-            worker = min(holders[layer.name], key=lambda worker: (load[worker], worker))
+        holders = [worker for worker in load if layer.name in held[worker]]
+        if holders:
+            worker = min(holders, key=lambda worker: (load[worker], worker))
             load[worker] += layer.state_bytes
             shares[worker].append(layer.name)
-    return {worker: tuple(states) for worker, states in shares.items() if states}
+    return {worker: tuple(states) for worker, states in shares.items()}
 
 
 def uncovered(profile: ModelProfile, states: Mapping[str, object]) -> tuple[str, ...]:

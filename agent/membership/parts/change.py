@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import msgspec
+
 from resilient.agent.membership.next_generation.members import WorkerId, log_path
 from resilient.agent.membership.parts.context import Context
 from resilient.protocol.messages import ShowStacks, WorkerProgress
@@ -31,17 +33,17 @@ class Change:
         self.cause = cause
         self._began = context.now
         self._deadline = deadline
-        self._reports = dict(before.reports) if before is not None else {}
+        self._reports = dict(before._reports) if before is not None else {}
         self._lost_nodes = False
-        self._damaged: set[int] = set()
+        self._damaged = dict(before.damaged) if before is not None else {}
         self._stalled_s = 0.0
         self._stacks_shown = False
         self._waits_until = before._waits_until if before is not None else None
 
     @property
     def reports(self) -> Mapping[WorkerId, WorkerProgress]:
-        """What was reported by whom."""
-        return self._reports
+        """What was reported by whom, but for damaged copies."""
+        return {worker: _without(self._damaged.get(worker, ()), said) for worker, said in self._reports.items()}
 
     @property
     def lost_nodes(self) -> bool:
@@ -49,9 +51,9 @@ class Change:
         return self._lost_nodes
 
     @property
-    def damaged(self) -> tuple[int, ...]:
-        """Nodes that had to drop copies of states."""
-        return tuple(sorted(self._damaged))
+    def damaged(self) -> Mapping[WorkerId, Collection[str]]:
+        """The states whose copies workers have to drop."""
+        return self._damaged
 
     @property
     def stalled_s(self) -> float:
@@ -84,9 +86,9 @@ class Change:
         """Take in that nodes were lost, if any."""
         self._lost_nodes |= bool(nodes)
 
-    def note_damage(self, node: int) -> None:
-        """Take in that it is for copies that a node had to drop."""
-        self._damaged.add(node)
+    def note_damage(self, damaged: Mapping[WorkerId, Collection[str]]) -> None:
+        """Take in that it is for copies that these workers have to drop."""
+        self._damaged.update(damaged)
 
     def note_stall(self, stalled_s: float, deadline: float) -> None:
         """Take in that it is for a stall: who hangs will not report."""
@@ -121,3 +123,11 @@ class Change:
             node: f"{cause} {' and '.join(str(log) for worker, log in logs.items() if worker[0] == node)}"
             for node in dict.fromkeys(node for node, _ in waiting)
         }
+
+
+def _without(names: Collection[str], progress: WorkerProgress) -> WorkerProgress:
+    """Return a report that does not tell of these states."""
+    if not names:
+        return progress
+    current, retained = (tuple(n for n in held if n not in names) for held in (progress.current, progress.retained))
+    return msgspec.structs.replace(progress, current=current, retained=retained)

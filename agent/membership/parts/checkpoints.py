@@ -1,12 +1,9 @@
-"""Checkpoints: the whole ones, the parts of those to come, and the last one that a stop waits for."""
+"""Checkpoints: the whole ones, and the parts of those to come."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-
 from resilient.agent.membership.next_generation.agreement import uncovered
 from resilient.agent.membership.next_generation.forming import Checkpoint, source_at
-from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.agent.membership.parts.context import Context
 from resilient.agent.membership.parts.events import WriteManifest
 from resilient.protocol.messages import JobSpec, Saved
@@ -33,40 +30,13 @@ class Parts:
         """Return who has saved the states of a step."""
         return {name: node for name, (_, node) in self._states.get(step, {}).items()}
 
+    def take_back(self, step: int, state: str) -> None:
+        """Forget what was saved of a state."""
+        self._states[step].pop(state, None)
+
     def drop(self, step: int) -> None:
         """Forget a step that is whole, and those before it that never will be."""
         self._states = {later: states for later, states in self._states.items() if later > step}
-
-
-class LastCheckpoint:
-    """Collects the parts of the checkpoint that the job waits for before it stops.
-
-    Args:
-        step: What it is of.
-        path: Its folder.
-        reason: Why the job stops after it.
-        deadline: When it is waited for no longer.
-        shares: Who is to save which states.
-    """
-
-    def __init__(
-        self, *, step: int, path: str, reason: str, deadline: float, shares: Mapping[WorkerId, Collection[str]]
-    ) -> None:
-        self.step = step
-        self.path = path
-        self.reason = reason
-        self.deadline = deadline
-        self.parts = Parts()
-        self._awaiting = set(shares)
-
-    @property
-    def awaiting(self) -> frozenset[WorkerId]:
-        """Workers whose part is still to come."""
-        return frozenset(self._awaiting)
-
-    def note_answer(self, worker: WorkerId) -> None:
-        """Wait for a worker no longer: it has saved its part."""
-        self._awaiting.discard(worker)
 
 
 class Checkpoints:
@@ -119,14 +89,14 @@ class Checkpoints:
             if step not in self._missed and self.is_due(step, job):
                 self.note_missed(step, None, "the job was regrouped before all parts were written")
 
-    def add(self, message: Saved, node: int, job: JobSpec, last: LastCheckpoint | None) -> None:
-        """Take in what a node has written, for the last checkpoint if there is one; complete what it completes."""
-        parts = self._parts if last is None else last.parts
-        parts.add(message, node)
-        if not uncovered(job.profile, parts.states(message.step)):
-            self._complete(message.step, message.skipped, parts, job)
+    def add(self, message: Saved, node: int, job: JobSpec) -> None:
+        """Take in what a node has written on the way; complete what it completes."""
+        self._parts.add(message, node)
+        if not uncovered(job.profile, self._parts.states(message.step)):
+            self.complete(message.step, message.skipped, self._parts, job)
 
-    def _complete(self, step: int, skipped: SkippedSteps, parts: Parts, job: JobSpec) -> None:
+    def complete(self, step: int, skipped: SkippedSteps, parts: Parts, job: JobSpec) -> None:
+        """Make a checkpoint of parts that are all there, unless there is one."""
         if self.has(step):
             return
         path = self.path(step)

@@ -65,7 +65,7 @@ class Stalls:
 def why_in_vain(change: Change | None) -> str:
     """Return why the same members are regrouped again and again."""
     if change is not None and change.damaged:
-        nodes = ", ".join(map(str, change.damaged))
+        nodes = ", ".join(str(node) for node in sorted({node for node, _ in change.damaged}))
         return f"copies of states keep getting damaged (nodes {nodes}); check the memory of these, and leave them out"
     if change is None or not change.stalled_s:
         return "communication keeps failing between live nodes; check the network"

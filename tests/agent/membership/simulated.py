@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from resilient.agent.membership.machine import Membership
 from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.agent.membership.parts.context import Phase, Settings
@@ -44,6 +46,7 @@ from resilient.protocol.messages import (
 from resilient.state.manifest import SavedState
 from resilient.state.recipe import Recipe
 from resilient.state.skipped import NONE_SKIPPED
+from resilient.state.witnesses import HeldCopy, witness
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Plan
 
@@ -110,7 +113,7 @@ def outcome(step: int, skipping: Collection[int] = ()) -> StepOutcome:
 
 @dataclass
 class SimulatedWorker:
-    """What a worker remembers."""
+    """What a worker remembers; ``damaged`` are fingerprints that are not 0, ``made_of`` nodes whose copies it got."""
 
     version: int = -1
     begun: bool = False
@@ -120,6 +123,9 @@ class SimulatedWorker:
     retained: tuple[str, ...] = ()
     generation: int = 0
     stage_ms: float = 0.0
+    device: str = "abacus"
+    damaged: dict[str, int] = field(default_factory=dict[str, int])
+    made_of: dict[str, int] = field(default_factory=dict[str, int])
     inbox: list[Any] = field(default_factory=list)
 
     def progress(self) -> WorkerProgress:
@@ -132,6 +138,12 @@ class SimulatedWorker:
             retained=self.retained,
             stage_ms=self.stage_ms,
         )
+
+
+def copy_of(worker: WorkerId, state: SimulatedWorker, name: str) -> HeldCopy:
+    """Return what a worker tells of its copy of a state."""
+    origin = witness(state.made_of.get(name, worker[0]), worker[1])
+    return HeldCopy(fingerprint=state.damaged.get(name, 0), origin=origin, device=state.device)
 
 
 class Job:
@@ -294,7 +306,9 @@ class Job:
             self._install(worker, message)
         elif isinstance(message, Save):
             state.version = message.version
-            self.say(worker, self.saved(message.generation, message.version, message.states))
+            saved = self.saved(message.generation, message.version, message.states)
+            held = {name: copy_of(worker, state, name) for name in (*state.current, *state.retained)}
+            self.say(worker, msgspec.structs.replace(saved, held=held))
         elif isinstance(message, Finish):
             self.end_worker(worker, 0)
 

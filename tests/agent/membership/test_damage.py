@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from resilient.agent.membership.parts.context import Phase
-from resilient.protocol.messages import Dropped, Failed, Save
+from resilient.protocol.messages import Dropped, Failed, Generation, Report, Save
+from resilient.state.witnesses import witness
 from tests.agent.membership.simulated import STATES, Job, job_spec, started
 
 
@@ -18,7 +19,7 @@ def three_copies() -> Job:
 def drop(job: Job, node: int, *names: str) -> None:
     state = job.workers[node, 0]
     state.current = tuple(name for name in state.current if name not in names)
-    message = Dropped(generation=job.machine.generation, step=state.version, states=names)
+    message = Dropped(generation=job.machine.generation, step=state.version, odd={witness(node, 0): names})
     job.say((node, 0), message)
 
 
@@ -47,6 +48,33 @@ def test_copies_dropped_by_two_nodes_are_each_told_and_one_generation_follows() 
     assert job.kinds().count("replica_dropped") == 2
     job.answer()
     assert (job.machine.generation, job.last("generation")["transfers"]) == (2, 2)
+
+
+def test_odd_copy_of_which_only_another_holder_tells_is_made_anew_too() -> None:
+    """Whoever drops first cuts the others' comparison short: node 2 has not heard that its copy is odd."""
+    job = started(4, spec=job_spec(max_failures=3, min_pipeline_nodes=1))
+    job.step(1)
+    job.workers[1, 0].current = tuple(name for name in STATES if name != "layer.1")
+    odd = {witness(1, 0): ("layer.1",), witness(2, 0): ("layer.1", "layer.2")}
+    job.say((1, 0), Dropped(generation=1, step=1, odd=odd))
+    job.say((2, 0), Dropped(generation=1, step=1, odd=odd))
+    dropped = [record.fields for record in job.records if record.kind == "replica_dropped"]
+    assert [(fields["node"], fields["states"]) for fields in dropped] == [
+        (1, ["layer.1"]),
+        (2, ["layer.1", "layer.2"]),
+    ]
+    assert job.last("detected")["cause"] == (
+        "copies on nodes 1, 2 differed from those of most others after step 1: layer.1, layer.2"
+    )
+    for worker in list(job.workers):
+        job.workers[worker].inbox.clear()
+        job.say(worker, Report(generation=2, progress=job.workers[worker].progress()))
+    (message,) = [message for message in job.workers[0, 0].inbox if isinstance(message, Generation)]
+    slots = message.plan.slots
+    copies = [(slots[transfer.target].node, transfer.state) for transfer in message.transfers]
+    assert sorted(copies) == [(1, "layer.1"), (2, "layer.1"), (2, "layer.2")]
+    sources = [(witness(slots[transfer.source].node, 0), transfer.state) for transfer in message.transfers]
+    assert not any(state in odd.get(source, ()) for source, state in sources)
 
 
 def test_dropped_copy_does_not_wait_for_the_boundary_that_others_wait_for() -> None:

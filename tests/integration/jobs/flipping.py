@@ -24,6 +24,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--flip-step", type=int, default=3)
     parser.add_argument("--flip-layer", default="layer.0")
     parser.add_argument("--flip-part", choices=PARTS, default="parameter")
+    parser.add_argument("--flip-bit", type=int, default=0, help="of a number of 64; 52 doubles or halves it")
     args, others = parser.parse_known_args()
     sys.argv[1:] = others
     return args
@@ -43,7 +44,7 @@ class FlippingLedger(Ledger):
             state = self.current[self.args.flip_layer]
             trainable, frozen = state.layout.num_trainable, state.layout.num_frozen
             position = {"parameter": 1, "frozen": trainable, "slot": trainable + frozen + 1}[self.args.flip_part]
-            state.buffer.view(torch.int64)[position] ^= 1
+            state.buffer.view(torch.int64)[position] ^= 1 << self.args.flip_bit
 
 
 def half_frozen() -> nn.Module:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from resilient.comm import SingleProcessCommunicator, StoreHost
+from resilient.comm import Pending, SingleProcessCommunicator, StoreHost
 from resilient.errors import CommunicationError
 from resilient.models.layer import WholeModel
 from resilient.observability.trace_events import ACTION
@@ -34,6 +35,7 @@ from resilient.runtime.job import Job
 from resilient.state import checkpoint
 from resilient.state.layer_state import LayerState
 from resilient.state.manifest import Manifest, folder, write_manifest
+from resilient.state.witnesses import witness
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.transfer import Transfer, plan_transfers
 from resilient.templates.schedules.kind import ScheduleKind
@@ -226,6 +228,31 @@ def test_copies_come_from_states_the_new_plan_does_not_give_the_sender(tmp_path:
     assert as_threads(2, work) == [(["embed"], ["block.0", "head"]), (["block.0", "embed", "head"], [])]
 
 
+def test_copy_replaces_what_its_receiver_holds_and_is_no_witness_of_its_own(tmp_path: Path) -> None:
+    """Its holder had not heard that its copy was odd."""
+    job = make_job(model=TiedModel(num_blocks=1), dataset=Tokens())
+    start, store = start_from_files(job, tmp_path), StoreHost(HOST)
+    plan = make_plan(((0, 3), 4), ((0, 3), 4))
+    num_bytes = job.layouts()["embed"].numel(2) * 8
+    transfers = (Transfer(state="embed", source=0, target=1, first_byte=0, end_byte=num_bytes),)
+
+    def work(rank: int, address: str) -> tuple[list[float], dict[str, int]]:
+        member = Member(job, tmp_path)
+        session, _ = install(member.context, message(plan, rank, address, start))
+        member.leave(session)
+        member.ledger.current["embed"].buffer.fill_(rank)
+        session, _ = install(member.context, message(plan, rank, store.address, generation=2, transfers=transfers))
+        member.leave(session)
+        states = member.ledger.current
+        return states["embed"].buffer.unique().tolist(), {name: state.origin for name, state in states.items()}
+
+    first, second = (witness(slot.node, slot.local_rank) for slot in plan.slots)
+    assert as_threads(2, work) == [
+        ([0.0], {"embed": first, "block.0": first, "head": first}),
+        ([0.0], {"embed": first, "block.0": second, "head": second}),
+    ]
+
+
 def test_worker_without_a_place_sends_what_it_holds_and_is_not_needed_any_more(tmp_path: Path) -> None:
     job = make_job()
     start, store = start_from_files(job, tmp_path), StoreHost(HOST)
@@ -281,6 +308,26 @@ def test_gathering_takes_what_is_here_and_makes_the_rest(tmp_path: Path) -> None
     gather_states(member.context, second, second.plan.slots[0], comm)
     assert set(member.ledger.current) == set(member.job.layouts())
     assert member.ledger.current["embed"] is kept
+
+
+class Unreachable(SingleProcessCommunicator):
+    """A rank whose peers are gone."""
+
+    def recv(self, tensor: Tensor, source: int, tag: int) -> Pending:
+        raise CommunicationError("gone")
+
+
+def test_odd_copy_is_not_held_any_more_when_what_replaces_it_does_not_arrive(tmp_path: Path) -> None:
+    member, plan = Member(make_job(), tmp_path), make_plan(((0, 6), 8))
+    member.ledger.begin_install(0, None)
+    gather_states(member.context, message(plan, 0, ""), plan.slots[0], SingleProcessCommunicator())
+    member.ledger.begin_install(0, None)
+    copy = Transfer(state="embed", source=1, target=0, first_byte=0, end_byte=8)
+    again = message(plan, 0, "", generation=2, transfers=(copy,))
+    with pytest.raises(CommunicationError, match=r"^gone$"):
+        gather_states(member.context, again, plan.slots[0], Unreachable())
+    progress = member.ledger.progress()
+    assert {*progress.current, *progress.retained} == member.job.layouts().keys() - {"embed"}
 
 
 def test_connecting_puts_the_groups_under_the_guard(tmp_path: Path) -> None:

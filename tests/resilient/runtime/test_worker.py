@@ -37,7 +37,9 @@ from resilient.protocol.messages import (
 )
 from resilient.runtime.job import Job
 from resilient.runtime.worker import Worker
+from resilient.state.fingerprint import fingerprint
 from resilient.state.manifest import Manifest, folder, write_manifest
+from resilient.state.witnesses import HeldCopy, witness
 from tests.resilient.ranks import HOST, join
 from tests.resilient.small import Tokens, make_job, make_plan, make_profile
 
@@ -277,6 +279,27 @@ def test_states_are_saved_on_demand(tmp_path: Path) -> None:
     saved = client.last(Saved)
     assert (saved.generation, saved.step, set(saved.states)) == (2, 3, {"embed", "head"})
     assert list(path.glob("embed.*.safetensors"))
+
+
+def test_all_that_is_held_is_told_with_what_is_saved_of_it(tmp_path: Path) -> None:
+    client = ScriptedClient(tmp_path, generation(), Regroup(generation=2))
+
+    def save_nothing(message: FromWorkerMessage) -> None:
+        if isinstance(message, Report):
+            path = str(tmp_path / "nothing")
+            client.inbox.append(Save(generation=2, version=3, roll_forward=None, states=(), path=path))
+            client.inbox.append(Finish())
+
+    client.hears = save_nothing
+    worker = make_worker(client)
+    worker.run()
+    saved, states = client.last(Saved), worker._ledger.retained  # pyright: ignore[reportPrivateUsage]
+    assert (saved.states, saved.held.keys()) == ({}, NAMES)
+    assert saved.held == {
+        name: HeldCopy(fingerprint=fingerprint(state.bytes), origin=witness(0, 0), device=make_job().device_name)
+        for name, state in states.items()
+    }
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_failure_of_the_script_is_told_with_its_traceback_and_raised(tmp_path: Path) -> None:

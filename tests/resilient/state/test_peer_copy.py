@@ -11,6 +11,7 @@ from resilient.models.layer import LayerSpec
 from resilient.state import peer_copy as copying
 from resilient.state.layer_state import BufferLayout, LayerState
 from resilient.state.peer_copy import copy_states
+from resilient.state.witnesses import SEVERAL
 from resilient.templates.replan.transfer import Transfer
 from tests.resilient.ranks import as_threads, join
 
@@ -52,6 +53,18 @@ def test_states_arrive_from_several_senders_in_several_pieces(monkeypatch: pytes
         return num_bytes, all(torch.equal(s.buffer, make_state(n, fills[n]).buffer) for n, s in states.items())
 
     assert as_threads(4, work) == [(4 * NUMEL, True)] * 4
+
+
+@pytest.mark.parametrize(("origins", "copied"), [((7, 8), SEVERAL), ((7, 7), 7), ((7, SEVERAL), SEVERAL)])
+def test_copy_has_the_origin_of_all_that_it_is_made_of(origins: tuple[int, int], copied: int) -> None:
+    def work(rank: int, address: str) -> list[int]:
+        states = {name: make_state(name, 5) for name in "ab"}
+        for state in states.values():
+            state.origin = 9 if rank == 2 else origins[rank % 2]
+        copy_states(join(address, rank, 4), TRANSFERS, states)
+        return [states["a"].origin, states["b"].origin]
+
+    assert as_threads(4, work) == [[origins[0], 9], [origins[1], 9], [copied, 9], [copied, origins[1]]]
 
 
 def test_rank_without_copies_has_nothing_to_do() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -10,13 +10,15 @@ import torch
 from resilient.comm import SingleProcessCommunicator
 from resilient.errors import ReplicaError
 from resilient.state.layer_state import BufferLayout, LayerState
-from resilient.state.replicas import Difference, OddCopiesError, Replicas, find_differences
+from resilient.state.replicas import OddCopiesError, Replicas
+from resilient.state.witnesses import witness
 from resilient.templates.plan import Plan
 from tests.resilient.ranks import as_threads, join
 from tests.resilient.small import CPU, TiedModel, make_job, make_plan, make_profile
 
 SPECS = {spec.name: spec for spec in TiedModel(frozen=("block.1",)).layers}
 SLOTS = ("exp_avg", "exp_avg_sq")
+FOUR = make_plan(((0, 6), 2), ((0, 6), 2), ((0, 6), 2), ((0, 6), 2))
 THREE = make_plan(((0, 6), 2), ((0, 6), 2), ((0, 6), 4))
 TWO = make_plan(((0, 6), 4), ((0, 6), 4))
 
@@ -37,6 +39,7 @@ def told(
     plan: Plan,
     flips: Sequence[tuple[int, str, int, int]],
     *,
+    made_of: Mapping[int, int] | None = None,
     step: int = 5,
     every: int = 1,
     devices: Sequence[str] = (),
@@ -47,6 +50,7 @@ def told(
     Args:
         plan: Of the generation.
         flips: Rank, layer, position in its buffer, bit.
+        made_of: The node whose copies a rank's were made of since the last comparison, if they were.
         step: In which copies are compared.
         every: As the job says.
         devices: Kinds, by rank; all equal by default.
@@ -56,6 +60,8 @@ def told(
 
     def work(rank: int, address: str) -> object:
         states = {name: state_of(name, dtype) for name, ranks in holders.items() if rank in ranks}
+        for state in states.values():
+            state.origin = witness((made_of or {}).get(rank, plan.slots[rank].node), 0)
         for at, name, position, bit in flips:
             if at == rank:
                 flip(states[name], position, bit)
@@ -65,7 +71,7 @@ def told(
         try:
             replicas.check_in_step(step)
         except OddCopiesError as found:
-            return found.odd_of(rank)
+            return found.own
         except ReplicaError as error:
             return str(error)
         return None
@@ -102,8 +108,8 @@ def test_several_ranks_drop_each_its_own() -> None:
 def test_two_copies_do_not_tell_which_is_right() -> None:
     message = (
         "all copies of a layer's state must be equal, got different ones after step 4 (block.2 on nodes 0, 1) and no "
-        "majority to tell which is right; check the memory of these nodes, and keep three copies (max_failures=2) for "
-        "most to decide"
+        "majority to tell which is right; check the memory of these nodes, and keep three copies (max_failures=2) or "
+        "more for most to decide"
     )
     assert told(TWO, [(1, "block.2", 7, 9)]) == [message] * 2
 
@@ -167,22 +173,41 @@ def test_before_the_first_step_is_committed_all_kinds_of_devices_hold_the_same()
     assert told(THREE, [(1, "block.0", 2, 0)], devices=KINDS, step=1) == [(), ("block.0",), ()]
 
 
-@pytest.mark.parametrize(
-    ("copies", "odd"),
-    [
-        ("aaa", None),
-        ("aab", (2,)),
-        ("baa", (0,)),
-        ("ab", ()),
-        ("abc", ()),
-        ("aabb", ()),
-        ("aaabb", (3, 4)),
-        ("aabbc", ()),
-        ("aabca", (2, 3)),
-    ],
-)
-def test_most_holders_decide(copies: str, odd: tuple[int, ...] | None) -> None:
-    holders = {"layer": tuple(range(len(copies)))}
-    found = find_differences(holders, lambda _, one, other: copies[one] == copies[other])
-    expected = [] if odd is None else [Difference(state="layer", holders=holders["layer"], odd=odd)]
-    assert found == expected
+def test_damaged_copy_wins_nothing_by_being_copied() -> None:
+    flips = [(0, "embed", 3, 0), (1, "embed", 3, 0)]
+    message = (
+        "all copies of a layer's state must be equal, got different ones after step 4 (embed on nodes 0 (made of node "
+        "1's), 1, 2) and no majority to tell which is right; check the memory of these nodes, and keep three copies "
+        "(max_failures=2) or more for most to decide"
+    )
+    assert told(THREE, flips, made_of={0: 1}) == [message] * 3
+    assert told(THREE, flips) == [(), (), ("embed",)]
+
+
+def test_two_nodes_that_bear_witness_heal_a_damaged_copy_and_what_was_made_of_it() -> None:
+    flips = [(0, "embed", 3, 0), (1, "embed", 3, 0)]
+    assert told(FOUR, flips, made_of={0: 1}) == [("embed",), ("embed",), (), ()]
+
+
+def test_copies_found_equal_bear_witness_from_then_on() -> None:
+    def work(rank: int, address: str) -> object:
+        states = {"embed": state_of("embed", torch.float64)}
+        states["embed"].origin = witness(1, 0)
+        replicas = Replicas(
+            comm=join(address, rank, 3),
+            plan=THREE,
+            holders={"embed": (0, 1, 2)},
+            states=states,
+            device_name="abacus",
+            every=1,
+        )
+        replicas.check(4)
+        if rank < 2:
+            flip(states["embed"], 3)
+        try:
+            replicas.check(5)
+        except OddCopiesError as found:
+            return found.own
+        return None
+
+    assert as_threads(3, work) == [(), (), ("embed",)]

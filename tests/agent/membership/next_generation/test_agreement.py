@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient.agent.membership.next_generation.agreement import NOTHING, Agreement, agree, share_out, uncovered
+from resilient.agent.membership.next_generation.agreement import NOTHING, agree, share_out, uncovered
 from resilient.protocol.messages import WorkerProgress
 from resilient.state.skipped import SkippedSteps
 from tests.agent.membership.simulated import PROFILE, STATES, outcome
@@ -73,18 +73,15 @@ def test_nobody_goes_back_behind_the_generation() -> None:
 
 @given(st.dictionaries(st.tuples(st.integers(0, 5), st.just(0)), st.sets(st.sampled_from(STATES))))
 def test_every_held_state_is_saved_exactly_once(held: dict[tuple[int, int], set[str]]) -> None:
-    agreement = Agreement(
-        version=1, outcome=None, roll_forward=None, held={worker: tuple(names) for worker, names in held.items()}
-    )
-    shares = share_out(agreement, PROFILE)
+    shares = share_out({worker: tuple(names) for worker, names in held.items()}, PROFILE)
+    assert shares.keys() == {worker for worker, names in held.items() if names}
     saved = [name for names in shares.values() for name in names]
     assert sorted(saved) == sorted(set().union(*held.values()))
     assert all(set(names) <= held[worker] for worker, names in shares.items())
 
 
 def test_saving_is_spread_evenly() -> None:
-    agreement = Agreement(version=1, outcome=None, roll_forward=None, held={(0, 0): STATES, (1, 0): STATES})
-    assert [len(names) for names in share_out(agreement, PROFILE).values()] == [2, 2]
+    assert [len(names) for names in share_out({(0, 0): STATES, (1, 0): STATES}, PROFILE).values()] == [2, 2]
 
 
 def test_uncovered_states_come_in_layer_order() -> None:
