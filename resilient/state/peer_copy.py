@@ -56,7 +56,8 @@ def copy_states(comm: Communicator, transfers: Sequence[Transfer], states: Mappi
         data.wait()
         proof.wait()
         if _fingerprint(comm, window) != int(expected):
-            raise CommunicationError(f"state {piece.state!r} arrived damaged from rank {piece.source}")
+            damaged = f"state {piece.state!r} arrived damaged from rank {piece.source}"
+            raise CommunicationError(damaged, peer=piece.source)
         num_bytes += window.numel()
     for work in outgoing:
         work.wait()
