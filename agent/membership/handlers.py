@@ -251,9 +251,12 @@ class Handlers:
         parts = self._parts
         if message.generation != self._context.generation:
             return
+        where = ""
         if message.peer is not None and (parts.change is None or parts.change.at_boundary):
-            parts.suspicions.suspect(worker[0], parts.participants.node_at(message.peer))
-        self._regrouping.begin_failure([], f"communication failed: {message.reason}")
+            node, other = worker[0], parts.participants.node_at(message.peer)
+            parts.suspicions.suspect(node, other)
+            where = f" between nodes {node} and {other}"
+        self._regrouping.begin_failure([], f"communication{where} failed: {message.reason}")
 
     def on_dropped(self, message: Dropped, worker: WorkerId) -> None:
         if message.generation != self._context.generation:

@@ -264,3 +264,60 @@ def test_abort_ends_running_and_future_operations_and_spares_other_connections()
             )
             assert failures[1:] == ["the generation was aborted (generation 1)"] * 3
             assert received == b"still"
+
+
+def accuser(rank: int, parent: Connection, operation: str) -> None:
+    """Tell whose connection broke, after rank 2 has died or, where it is only late, at the timeout."""
+    host = StoreHost(HOST)
+    parent.send(host.address)
+    comm = join(parent.recv(), rank, 3, groups=[(0, 2)], timeout_s=1.0 if operation == "late" else 600.0)
+    everybody = (0, 1, 2)
+    comm.all_reduce(torch.ones(1), everybody).wait()
+    parent.send("met")
+    if rank == 2 or (rank == 1 and operation == "pair"):
+        signal.pause()
+    value = torch.ones(1)
+    waits = {
+        "recv": lambda: comm.recv(value, 2, 1),
+        "late": lambda: comm.recv(value, 2, 1),
+        "pair": lambda: comm.all_reduce(value, (0, 2)),
+    }
+    with pytest.raises(CommunicationError) as error:
+        waits[operation]().wait()
+    parent.send(error.value.peer)
+    parent.recv()
+
+
+@pytest.mark.parametrize(("operation", "peers"), [("recv", [2, 2]), ("pair", [2]), ("late", [None, None])])
+def test_broken_connection_names_the_peer_and_a_long_wait_does_not(operation: str, peers: list[int | None]) -> None:
+    with processes(accuser, 3, operation) as started:
+        connections = [connection for _, connection in started]
+        addresses = [connection.recv() for connection in connections]
+        for connection in connections:
+            connection.send(addresses[0])
+        assert [connection.recv() for connection in connections] == ["met"] * 3
+        if operation != "late":
+            started[2][0].kill()
+        assert [connection.recv() for connection in connections[: len(peers)]] == peers
+
+
+def absent(rank: int, parent: Connection) -> None:
+    """Publish where this rank can be reached, and wait for the others."""
+    join(parent.recv(), rank + 1, 2)
+
+
+def test_groups_that_cannot_be_built_name_the_peer_that_cannot_be_reached() -> None:
+    host = StoreHost(HOST)
+    store = TCPStore(HOST, int(host.address.rpartition(":")[2]), is_master=False, wait_for_workers=False)
+    with processes(absent, 1) as started:
+        ((process, connection),) = started
+        PrefixStore("g1", store).set("rank/0", "nowhere ")
+        before = store.num_keys()
+        connection.send(host.address)
+        while store.num_keys() < before + 2:  # its listener, for us, and what gloo wants to know of it
+            assert process.is_alive()
+        process.kill()
+        process.join()
+        with pytest.raises(CommunicationError, match=r"^rank 0: groups were not built: .*Connection refused") as error:
+            join(host.address, 0, 2)
+        assert error.value.peer == 1

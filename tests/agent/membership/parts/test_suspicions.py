@@ -44,7 +44,8 @@ def test_node_that_everybody_suspects_is_let_go() -> None:
 def test_of_a_single_link_the_higher_node_is_let_go_the_second_time() -> None:
     job = trained(6)
     break_link(job, 1, 2)
-    assert job.last("detected") == {"nodes": [], "cause": "communication failed: reset", "step": 1}
+    cause = "communication between nodes 1 and 2 failed: reset"
+    assert job.last("detected") == {"nodes": [], "cause": cause, "step": 1}
     break_link(job, 1, 2)
     cause = "its connections to node 1 keep failing, and no step is done"
     assert job.last("node_lost") == {"node": 2, "cause": cause}
