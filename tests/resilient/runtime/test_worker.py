@@ -320,7 +320,7 @@ def test_error_that_this_node_alone_may_have_is_told_with_its_kind(tmp_path: Pat
             return super().__getitem__(index)
 
     client = ScriptedClient(tmp_path, generation(), Finish())
-    with pytest.raises(OSError, match=r"^disk gone$"):
+    with pytest.raises(OSError, match=r"^disk gone"):
         make_worker(client, dataset=Unreadable()).run()
     line = Unreadable.__getitem__.__code__.co_firstlineno + 2
     assert client.last(Failed).kind == f"OSError at {__file__}:{line}"
