@@ -130,7 +130,17 @@ class ResilientError(Exception):
 
 
 class CommunicationError(ResilientError):
-    """A peer of this generation is gone, or the generation was aborted; the worker goes into recovery."""
+    """A peer of this generation is gone, or the generation was aborted; the worker goes into recovery.
+
+    Args:
+        message: What happened.
+        generation: The generation.
+        peer: Global rank at the other end of the connection that broke, where that is known.
+    """
+
+    def __init__(self, message: str = "", *, generation: int | None = None, peer: int | None = None) -> None:
+        super().__init__(message, generation=generation)
+        self.peer = peer
 
 
 class CheckpointError(ResilientError):

@@ -132,9 +132,8 @@ class Handlers:
         elif event.exit_code > 0:
             cause = f"worker ended with exit code {event.exit_code}"
             log = log_path(self._context.settings.run_directory, worker)
-            self._lifecycle.fail(
-                event.node, event.error or f"a worker ended with exit code {event.exit_code}; see {log}"
-            )
+            kind = event.error.partition(":")[0] or cause
+            self._lifecycle.err(event.node, event.error or f"a {cause}; see {log}", kind)
         else:
             cause = "a worker ended before the job was finished"
             self._lifecycle.fail(event.node, f"{cause}; the script must reach Trainer.fit's end")
@@ -250,8 +249,15 @@ class Handlers:
             lifecycle.proceed()
 
     def on_suspect(self, message: Suspect, worker: WorkerId) -> None:
-        if message.generation == self._context.generation:
-            self._regrouping.begin_failure([], f"communication failed: {message.reason}")
+        parts = self._parts
+        if message.generation != self._context.generation:
+            return
+        where = ""
+        if message.peer is not None and (parts.change is None or parts.change.at_boundary):
+            node, other = worker[0], parts.participants.node_at(message.peer)
+            parts.suspicions.suspect(node, other)
+            where = f" between nodes {node} and {other}"
+        self._regrouping.begin_failure([], f"communication{where} failed: {message.reason}")
 
     def on_dropped(self, message: Dropped, worker: WorkerId) -> None:
         """Do without all the odd copies that one holder tells of: the others' comparison may be cut short by this."""
@@ -298,7 +304,8 @@ class Handlers:
         if message.generation != self._context.generation:
             return
         self._parts.progress.commit(message.outcome)
-        self._parts.stalls.note_step()
+        self._parts.suspicions.note_step()
+        self._parts.own_errors.note_step()
         self._context.record(
             "step",
             time=message.at,
@@ -336,7 +343,10 @@ class Handlers:
     def on_failed(self, message: Failed, worker: WorkerId) -> None:
         if not message.is_sound:
             self._parts.ending.note_damage()
-        self._lifecycle.fail(worker[0], message.error, message.traceback)
+        if message.kind:
+            self._lifecycle.err(worker[0], message.error, message.kind, message.traceback)
+        else:
+            self._lifecycle.fail(worker[0], message.error, message.traceback)
 
     def on_output(self, message: Output, worker: WorkerId) -> None:
         self._context.record("output", text=message.text)

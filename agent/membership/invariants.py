@@ -89,8 +89,10 @@ def _of_generation(machine: JobParts) -> Iterator[str]:
         strangers = sorted(node for node in members.keys() & set(participants.plan.nodes) if not members[node].admitted)
         if strangers:
             yield f"nodes {strangers} have a place and were not told"
-        if machine.stalls.is_in_vain:
-            yield f"a generation follows {machine.stalls.suspicions} suspicions without a step"
+        if machine.suspicions.is_in_vain:
+            yield f"a generation follows {machine.suspicions.count} suspicions without a step"
+        if erring := sorted(machine.own_errors.erring):
+            yield f"nodes {erring} are to be let go, and generation {machine.context.generation} goes on"
     if participants.senders and phase not in (Phase.INSTALLING, Phase.FINISHED, Phase.STOPPED):
         yield f"{sorted(participants.senders)} still have states to send while {phase.value}"
     if participants.senders & slots:

@@ -15,9 +15,11 @@ from resilient.agent.membership.parts.context import (
 from resilient.agent.membership.parts.ending import Ending
 from resilient.agent.membership.parts.injections import Injections
 from resilient.agent.membership.parts.last_checkpoint import LastCheckpoint
+from resilient.agent.membership.parts.own_errors import OwnErrors
 from resilient.agent.membership.parts.planned_job import PlannedJob
 from resilient.agent.membership.parts.stalls import Stalls
 from resilient.agent.membership.parts.start_up import StartUp
+from resilient.agent.membership.parts.suspicions import Suspicions
 from resilient.agent.membership.parts.training import Participants, Progress
 
 
@@ -38,6 +40,8 @@ class JobParts:
         self.progress = Progress(settings.resume[1] if settings.resume else None)
         self.speeds = NodeSpeeds()
         self.stalls = Stalls(self.context)
+        self.suspicions = Suspicions(self.context)
+        self.own_errors = OwnErrors()
         self.checkpoints = Checkpoints(self.context)
         self.injections = Injections(self.context)
         self.ending = Ending(self.context)

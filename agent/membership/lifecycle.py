@@ -128,6 +128,35 @@ class Lifecycle:
             return node in {waited for waited, _ in parts.awaiting}  # otherwise it has done its part
         return parts.participants.is_placed(node) or parts.participants.sends(node)
 
+    def err(self, node: int, error: str, kind: str, traceback: str = "") -> None:
+        """Do without a node that had an error, as soon as all have reported; end the job if it can only be the job's.
+
+        Args:
+            node: Whose error it is.
+            error: What happened.
+            kind: What tells it from others.
+            traceback: Where in the code.
+        """
+        parts = self._parts
+        if node in parts.own_errors.erring:
+            return  # another of its workers, or the end of the one
+        why = parts.own_errors.why_of_the_job(node, kind) if self._may_spare(node) else ""
+        if why is not None:
+            self.fail(node, f"{error}{why}", traceback)
+            return
+        parts.own_errors.take(node, kind, error)
+        parts.context.record("node_failed", node=node, error=error, traceback=traceback)
+        self._regrouping.begin_failure([node], error)
+
+    def _may_spare(self, node: int) -> bool:
+        """Return whether the job trains on that node, and enough others are left, as far as is known."""
+        parts = self._parts
+        member = parts.context.members.get(node)
+        if parts.phase not in TRAINING or member is None or not member.admitted or parts.ending.failure:
+            return False
+        left = set(available(parts.context.members.values())) - {node, *parts.own_errors.erring}
+        return parts.ending.interruption is not None or len(left) >= parts.ending.needed_nodes
+
     def fail(self, node: int, error: str, traceback: str = "") -> None:
         """End the job because its own code failed, after saving what it has done so far."""
         parts = self._parts

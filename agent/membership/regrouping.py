@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from resilient.agent.membership.ends import Ends
 from resilient.agent.membership.job_parts import JobParts
 from resilient.agent.membership.next_generation.agreement import Agreement, uncovered
@@ -18,7 +20,6 @@ from resilient.agent.membership.parts.context import (
     EXIT_FAILED,
     Phase,
 )
-from resilient.agent.membership.parts.stalls import why_in_vain
 from resilient.agent.membership.parts.training import step_fields
 from resilient.errors import StateLostError
 from resilient.protocol.messages import Regroup, StepOutcome
@@ -84,6 +85,8 @@ class Regrouping:
         """Publish the generation that was agreed on, or stop if there can be none."""
         parts = self._parts
         change, members = parts.change, parts.context.members
+        if not parts.ending.reason:
+            agreement = self._without_erring(agreement)
         if parts.ending.reason:
             self._ends.save_and_stop(agreement, parts.ending.reason)
             return
@@ -93,7 +96,8 @@ class Regrouping:
         if change is not None and self._waits_for_nodes(change):
             return
         if change is not None and change.cause == "failure":
-            parts.stalls.note_failure(change)
+            parts.suspicions.note_failure(change)
+            agreement = self._without_suspect(agreement)
         plan, problem = parts.participants.plan, parts.job.problem
         if plan is not None and change is not None:
             parts.speeds.observe(problem.profile, plan, change.reports)
@@ -107,10 +111,47 @@ class Regrouping:
         except ValueError as error:
             self._ends.stop(EXIT_FAILED, str(error), parts.checkpoints.newest_path)
         else:
-            if parts.stalls.is_in_vain:
-                self._ends.save_and_stop(agreement, why_in_vain(change))
+            if parts.suspicions.is_in_vain:
+                self._ends.save_and_stop(agreement, parts.suspicions.why_in_vain(change))
             else:
                 self._publish(formed, agreement.begun)
+
+    def _without_erring(self, agreement: Agreement) -> Agreement:
+        """Let the nodes go that had errors of their own; the job has failed if it cannot go on without them."""
+        parts = self._parts
+        erring = parts.own_errors.erring
+        if erring and not self._can_spare(erring, agreement):
+            node, error = next(iter(erring.items()))
+            parts.context.record("failed", node=node, error=error, traceback="")
+            parts.ending.note_failure(f"node {node}: {error}")
+            return agreement
+        for node, error in erring.items():
+            self._send_away(node, error)
+        return agreement.without(erring)
+
+    def _without_suspect(self, agreement: Agreement) -> Agreement:
+        """Let the node go whose links end one generation after the other, if there is one that can be spared."""
+        parts = self._parts
+        suspect = parts.suspicions.worst(parts.context.members)
+        if suspect is None or parts.suspicions.is_in_vain or not self._can_spare([suspect], agreement):
+            return agreement
+        cause = f"its connections to {parts.suspicions.links_of(suspect)} keep failing, and no step is done"
+        self._send_away(suspect, cause)
+        return agreement.without([suspect])
+
+    def _can_spare(self, nodes: Collection[int], agreement: Agreement) -> bool:
+        """Return whether the job can go on without some nodes, and loses no state with them."""
+        parts, profile = self._parts, self._parts.job.spec.profile
+        left = [node for node in available(parts.context.members.values()) if node not in nodes]
+        lost = uncovered(profile, agreement.without(nodes).holders())
+        return len(left) >= parts.ending.needed_nodes and lost == uncovered(profile, agreement.holders())
+
+    def _send_away(self, node: int, cause: str) -> None:
+        """Let a node go that does not do its part, between two generations."""
+        parts = self._parts
+        if node in parts.context.members:
+            parts.context.record("node_lost", node=node, cause=cause)
+            parts.dismiss(parts.context.members[node], cause, EXIT_FAILED)
 
     def _is_last(self, agreement: Agreement) -> bool:
         """Return whether all steps are done, and their result is saved or can be: nobody has to train for it."""
@@ -156,6 +197,7 @@ class Regrouping:
         parts.checkpoints.enter_generation(parts.progress.version, formed.version, parts.job.spec)
         parts.progress.enter(formed, begun=begun)
         parts.participants.enter(formed)
+        parts.own_errors.enter_generation()
         parts.stalls.advance()
         parts.ending.need(formed.needed_nodes)
         if formed.lost:

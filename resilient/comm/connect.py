@@ -139,5 +139,8 @@ def connect(
     left_behind.set()
     for comm in met:  # kernels that wait for a peer would stay on the device
         comm.abort()
+    peer = None
+    if isinstance(result, CommunicationError):
+        peer, result = result.peer, result.__cause__ or result
     reason = (f"{result}".strip() or repr(result)).splitlines()[0]
-    raise CommunicationError(f"rank {rank}: groups were not built: {reason}", generation=generation)
+    raise CommunicationError(f"rank {rank}: groups were not built: {reason}", generation=generation, peer=peer)

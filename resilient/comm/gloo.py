@@ -15,11 +15,13 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +34,9 @@ from resilient.errors import CommunicationError
 _creating_device = threading.Lock()
 _SLICE = timedelta(milliseconds=50)
 _DROP_S = 0.1
+_TIMED_OUT = "Timed out"
+_ADDRESS = re.compile(r"\[(?P<host>\S+)\]:(?P<port>\d+)")
+"""As gloo writes those of sockets in its errors."""
 
 
 class _GlooPending:
@@ -129,15 +134,18 @@ class GlooCommunicator:
             (self._address,) = _listeners() - listeners
         store.set(f"rank/{rank}", f"{self._address} {gpu}")
         self._world = tuple(range(self.num_ranks))
-        self._groups = {
-            group: self._build(PrefixStore("-".join(map(str, group)), store), group, timeout_s)
-            for group in dict.fromkeys([self._world, tuple(range(size)), *groups])
-            if rank in group
-        }
-        known = [store.get(f"rank/{peer}").decode().partition(" ") for peer in self._world]
-        self._peers = {address for peer, (address, _, _) in enumerate(known) if peer != rank}
-        gpus = {name for _, _, name in known}
+        known = {peer: store.get(f"rank/{peer}").decode().partition(" ") for peer in self._world}
+        self.peers = {address: peer for peer, (address, _, _) in known.items() if peer != rank}
+        gpus = {name for _, _, name in known.values()}
         self.own_gpus = "" not in gpus and len(gpus) == self.num_ranks
+        try:
+            self._groups = {
+                group: self._build(PrefixStore("-".join(map(str, group)), store), group, timeout_s)
+                for group in dict.fromkeys([self._world, tuple(range(size)), *groups])
+                if rank in group
+            }
+        except RuntimeError as error:
+            raise self.failed(error) from error
 
     def _build(self, store: Store, group: Group, timeout_s: float) -> ProcessGroupGloo:
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
@@ -153,45 +161,64 @@ class GlooCommunicator:
         if self._aborted.is_set():
             raise CommunicationError("the generation was aborted", generation=self._generation)
 
-    def failed(self, error: RuntimeError) -> CommunicationError:
-        """Turn a backend's error into ours."""
-        reason = str(error).strip().splitlines()
-        what = f"rank {self.rank}: {reason[0] if reason else 'failed'}"
-        return CommunicationError(what, generation=self._generation)
+    def failed(self, error: RuntimeError, group: Group = ()) -> CommunicationError:
+        """Turn a backend's error into ours, which names the peer whose connection broke, if that can be known.
+
+        Args:
+            error: The backend's.
+            group: Who took part.
+        """
+        text = str(error).strip()
+        what = f"rank {self.rank}: {text.splitlines()[0] if text else 'failed'}"
+        others = [peer for peer in group if peer != self.rank]
+        peer = others[0] if len(others) == 1 else self._named(text)
+        # who is waited for too long may itself wait for another; who has left says nothing of connections
+        is_known = _TIMED_OUT not in text and not self._aborted.is_set()
+        return CommunicationError(what, generation=self._generation, peer=peer if is_known else None)
+
+    def _named(self, text: str) -> int | None:
+        """Return the rank whose listener an error of gloo names, at whatever end the connection was made."""
+        for found in _ADDRESS.finditer(text):
+            port = int(found["port"])
+            swapped = int.from_bytes(port.to_bytes(2, "big"), "little")  # gloo 2.13 writes them as they are sent
+            for number in (port, swapped):
+                if (peer := self.peers.get(f"{found['host']}:{number}")) is not None:
+                    return peer
+        return None
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Pending:
         staged = tensor.cpu()
-        work = self._issue(lambda: self._group(self._world).send([staged], target, tag))
-        return _GlooPending(self._wait_for_transfer, work, staged, None)
+        work = self._issue(lambda: self._group(self._world).send([staged], target, tag), (target,))
+        return _GlooPending(partial(self._wait_for_transfer, target), work, staged, None)
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> Pending:
         staged = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
         landing = None if staged is tensor else tensor
-        work = self._issue(lambda: self._group(self._world).recv([staged], source, tag))
-        return _GlooPending(self._wait_for_transfer, work, staged, landing)
+        work = self._issue(lambda: self._group(self._world).recv([staged], source, tag), (source,))
+        return _GlooPending(partial(self._wait_for_transfer, source), work, staged, landing)
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
         staged = tensor.cpu()
         landing = None if staged is tensor else tensor
-        work = self._issue(lambda: self._group(group).allreduce([staged]))
-        return _GlooPending(self._wait_for_collective, work, staged, landing)
+        work = self._issue(lambda: self._group(group).allreduce([staged]), group)
+        return _GlooPending(partial(self._wait_for_collective, group), work, staged, landing)
 
-    def _issue(self, start: Callable[[], object]) -> object:
+    def _issue(self, start: Callable[[], object], group: Group) -> object:
         self.check()
         try:
             return start()
         except RuntimeError as error:
-            raise self.failed(error) from error
+            raise self.failed(error, group) from error
 
-    def _wait_for_transfer(self, work: Any) -> None:
+    def _wait_for_transfer(self, peer: int, work: Any) -> None:
         self.check()
         try:
             self._waiter.wait(work)
         except RuntimeError as error:
-            raise self.failed(error) from error
+            raise self.failed(error, (peer,)) from error
         self.check()
 
-    def _wait_for_collective(self, work: Any) -> None:
+    def _wait_for_collective(self, group: Group, work: Any) -> None:
         self.check()
         while not work.is_completed():
             with contextlib.suppress(RuntimeError):  # it failed, which is asked below, or the slice is over
@@ -200,13 +227,13 @@ class GlooCommunicator:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self.failed(error) from error
+            raise self.failed(error, group) from error
         # a collective of an aborted generation can end without error on some ranks: its result must not count
         self.check()
 
     def abort(self) -> None:
         self._aborted.set()
-        _shut_down_connections(self._address, self._peers)
+        _shut_down_connections(self._address, self.peers.keys())
         self._waiter.give_up()
 
     def close(self) -> None:
@@ -241,7 +268,7 @@ def _listeners() -> set[str]:
     return found
 
 
-def _shut_down_connections(own: str, peers: set[str]) -> None:
+def _shut_down_connections(own: str, peers: Collection[str]) -> None:
     """Shut down connections accepted on ``own`` or made to ``peers``; never a listener: that kills gloo."""
     for sock in _sockets():
         with sock:

@@ -24,6 +24,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
+from resilient.common.places import place_of
 from resilient.common.processes import die_with_parent, open_files_anew
 from resilient.data import shared
 from resilient.data.reader import Microbatch, Reads
@@ -42,7 +43,16 @@ _WAIT_S = 0.01
 
 
 class RemoteTracebackError(Exception):
-    """Where in a data process an error was raised."""
+    """Where in a data process an error was raised.
+
+    Args:
+        text: The traceback.
+        place: Its line of code (:func:`resilient.common.places.place_of`).
+    """
+
+    def __init__(self, text: str, place: str) -> None:
+        super().__init__(text)
+        self.place = place
 
     def __str__(self) -> str:
         return f"in a data process:\n{self.args[0]}"
@@ -102,7 +112,7 @@ class DataProcesses:
         """
         answer = self._of(ticket).take(ticket)
         if isinstance(answer, shared.Raised):
-            raise answer.error from RemoteTracebackError(answer.traceback)
+            raise answer.error from RemoteTracebackError(answer.traceback, answer.place)
         return answer
 
     def forget(self) -> None:
@@ -245,7 +255,7 @@ def _read(load: Load, request: _Request) -> Microbatch | shared.Raised:
     try:
         return load(request.step, request.position, None if request.reads is None else frozenset(request.reads))
     except Exception as error:
-        return shared.Raised(_told_as(error), traceback.format_exc())
+        return shared.Raised(_told_as(error), traceback.format_exc(), place_of(error))
 
 
 def _told_as(error: Exception) -> Exception:

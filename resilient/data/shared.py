@@ -30,6 +30,7 @@ class Raised:
 
     error: Exception
     traceback: str
+    place: str
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,10 @@ class JobStatus:
         for node in event["nodes"]:
             yield from self._lose(node, event["cause"])
 
+    def _on_node_failed(self, event: Event) -> Iterator[tuple[str, str]]:
+        for tone, text in self._lose(event["node"], event["error"]):
+            yield tone, f"{text}; the others go on without it"
+
     def _on_node_lost(self, event: Event) -> Iterator[tuple[str, str]]:
         yield from self._lose(event["node"], event["cause"])
 

@@ -129,10 +129,11 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Suspect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Communication of this generation failed here; asks for a new generation."""
+    """Communication of this generation failed here, with the rank ``peer`` if it is known; asks for a new one."""
 
     generation: int
     reason: str
+    peer: int | None = None
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -202,14 +203,16 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The script raised: the job cannot go on anywhere. ``error`` is a one-paragraph message.
+    """This worker cannot go on. ``error`` is a one-paragraph message.
 
-    ``is_sound``: the states are right as far as is known, and worth a checkpoint.
+    ``is_sound``: the states are right as far as is known, and worth a checkpoint. ``kind``: type and place in the code
+    of an error that this node alone may have; "" for one that can only be the job's.
     """
 
     error: str
     traceback: str = ""
     is_sound: bool = True
+    kind: str = ""
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, tag=True):

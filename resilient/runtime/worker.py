@@ -55,6 +55,7 @@ from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.install import Session, WorkerContext, install, supply
 from resilient.runtime.job import Job
 from resilient.runtime.nonfinite import find_nonfinite
+from resilient.runtime.own_errors import error_kind
 from resilient.state import checkpoint, manifest
 from resilient.state.fingerprint import fingerprint
 from resilient.state.layer_state import LayerState
@@ -133,7 +134,7 @@ class Worker:
         """Train the job to its end.
 
         Raises:
-            Exception: What the job's own code raised; the coordinator was told, and the job stops.
+            Exception: What was raised here; the coordinator was told, and does without this node, or ends the job.
         """
         self._client.on_regroup = self._guard.announce
         self._client.on_arm = lambda message: self._faults.arm(message.injection)
@@ -179,17 +180,18 @@ class Worker:
             node = self._session.slot.node if self._session is not None else None
             error.locate(node=node, generation=message.generation)
             logger.info("left a generation: %s", error)
+            # told before it is left: to peers, that looks like a connection that broke
+            self._client.send(Suspect(generation=message.generation, reason=str(error), peer=error.peer))
             self._leave(broken=True)
-            self._client.send(Suspect(generation=message.generation, reason=str(error)))
         except OddCopiesError as found:
             self._leave()  # in good order: a peer may still be in the comparison
             self._drop(found, message.generation)
-        except Exception as error:  # the job's own code: data set, model, disk
+        except Exception as error:  # the job's own code, or this node's disk, memory, device
             told, is_sound = self._told(error, message), not isinstance(error, ReplicaError)
-            self._leave(broken=is_sound)
             self._failure = error  # raised once the job's progress, of which this worker may hold a part, is saved
             where = "" if isinstance(error, NonFiniteError) else traceback.format_exc()  # it came from no line of code
-            self._client.send(Failed(error=told, traceback=where, is_sound=is_sound))
+            self._client.send(Failed(error=told, traceback=where, is_sound=is_sound, kind=error_kind(error)))
+            self._leave(broken=is_sound)
 
     def _drop(self, found: OddCopiesError, generation: int) -> None:
         """Drop the odd copies; the next generation, which whoever drops some asks for, copies them anew."""

@@ -62,7 +62,8 @@ def copy_states(comm: Communicator, transfers: Sequence[Transfer], states: Mappi
         proof.wait()
         proven, origin = expected.tolist()
         if _fingerprint(comm, window) != proven:
-            raise CommunicationError(f"state {piece.state!r} arrived damaged from rank {piece.source}")
+            damaged = f"state {piece.state!r} arrived damaged from rank {piece.source}"
+            raise CommunicationError(damaged, peer=piece.source)
         origins.setdefault(piece.state, set()).add(origin)
         num_bytes += window.numel()
     for state, found in origins.items():

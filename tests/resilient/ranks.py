@@ -31,6 +31,7 @@ def join(
     generation: int = 1,
     num_sources: int = 0,
     store_client: StoreClient | None = None,
+    timeout_s: float = 600.0,  # beyond the time limit of a test
 ) -> Communicator:
     comm = connect(
         generation=generation,
@@ -40,7 +41,7 @@ def join(
         store_address=address,
         store_client=store_client or StoreClient(),
         host=HOST,
-        timeout_s=600.0,  # beyond the time limit of a test
+        timeout_s=timeout_s,
         interrupted=queue.SimpleQueue(),
         device=torch.device("cpu"),
         num_sources=num_sources,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.protocol.messages import StepOutcome, WorkerProgress
@@ -38,6 +38,11 @@ class Agreement:
     def of_the_start(cls, version: int, skipped: SkippedSteps) -> Agreement:
         """Return what there is to agree on before the first generation: nobody holds anything."""
         return cls(version=version, outcome=None, roll_forward=None, held={}, skipped=skipped)
+
+    def without(self, nodes: Collection[int]) -> Agreement:
+        """Return what is left of it without what some nodes hold."""
+        held = {worker: states for worker, states in self.held.items() if worker[0] not in nodes}
+        return replace(self, held=held)
 
     def holders(self) -> dict[str, list[WorkerId]]:
         """Return, per state, the workers that hold it."""

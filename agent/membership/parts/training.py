@@ -26,6 +26,7 @@ class Participants:
         self._installed: set[WorkerId] = set()
         self._finished: set[WorkerId] = set()
         self._senders: set[WorkerId] = set()
+        self._nodes: dict[int, int] = {}
         self._main: WorkerId | None = None
 
     @property
@@ -73,6 +74,10 @@ class Participants:
         """Return whether a node without a place still has states to send."""
         return node in {sender for sender, _ in self._senders}
 
+    def node_at(self, rank: int) -> int:
+        """Return the node, dead or alive, of a global rank."""
+        return self._nodes[rank]
+
     @property
     def main(self) -> WorkerId:
         """The worker that speaks for the job after its last step; to be read only then."""
@@ -90,6 +95,7 @@ class Participants:
     def enter(self, formed: NextGeneration) -> None:
         """Go over to the next generation, that nobody has installed yet."""
         self._plan, self._senders = formed.plan, set(formed.senders)
+        self._nodes = {rank: node for (node, _), rank in formed.ranks.items()}
         self._installed, self._finished = set(), set()
 
     def leave(self) -> None:

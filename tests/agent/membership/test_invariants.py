@@ -140,7 +140,7 @@ def admit_nobody(parts: JobParts) -> None:
 
 
 def suspect_too_often(parts: JobParts) -> None:
-    parts.stalls._suspicions = 4
+    parts.suspicions._count = 4
 
 
 def send_on(parts: JobParts) -> None:
@@ -149,6 +149,10 @@ def send_on(parts: JobParts) -> None:
 
 def send_from_a_place(parts: JobParts) -> None:
     parts.participants._senders = {(0, 0)}
+
+
+def err_unnoticed(parts: JobParts) -> None:
+    parts.own_errors.take(3, "OSError", "no")
 
 
 def install_unnoticed(parts: JobParts) -> None:
@@ -238,6 +242,7 @@ CASES: tuple[tuple[Callable[[], Job], Callable[[JobParts], None], str], ...] = (
     (running, forget_a_node, "nodes [4] take part in generation 1 and are gone"),
     (running, admit_nobody, "nodes [0] have a place and were not told"),
     (running, suspect_too_often, "a generation follows 4 suspicions without a step"),
+    (running, err_unnoticed, "nodes [3] are to be let go, and generation 1 goes on"),
     (agreeing, send_on, "[(9, 0)] still have states to send while agreeing"),
     (installing, send_from_a_place, "[(0, 0)] send states as if they had no place"),
     (installing, install_unnoticed, "everybody has installed the generation, and it does not run"),

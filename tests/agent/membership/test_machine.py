@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from msgspec.structs import replace
 
 from resilient.agent.membership.parts.context import Phase
@@ -185,19 +184,6 @@ def test_script_exception_before_training_stops_at_once() -> None:
     job.say((0, 0), Failed(error="ValueError: no"))
     assert job.stop is not None
     assert (job.stop.exit_code, job.stop.reason) == (1, "node 0: ValueError: no")
-
-
-@pytest.mark.parametrize(("exit_code", "error"), [(1, "KeyError: 'x'"), (7, "")])
-def test_worker_ending_by_itself_stops_everything(exit_code: int, error: str) -> None:
-    job = started()
-    job.step(3)
-    job.end_worker((1, 0), exit_code, error)
-    del job.workers[1, 0]
-    job.answer()
-    assert job.stop is not None
-    assert job.stop.exit_code == 1
-    assert (error or "exit code 7") in job.stop.reason
-    assert job.manifests[-1].path == "/runs/x/checkpoints/step-00000003"
 
 
 def test_batch_that_cannot_be_split_is_refused_with_a_recommendation() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from resilient.agent.membership.machine import Membership
 from resilient.agent.membership.parts.context import Phase
 from resilient.agent.membership.parts.events import Interrupted, NodeLeaving, Tick
-from resilient.protocol.messages import Suspect
+from resilient.protocol.messages import Failed, Suspect
 from tests.agent.membership.simulated import Job, job_spec
 
 _ACTIONS = (
@@ -17,6 +17,8 @@ _ACTIONS = (
     "lose",
     "kill worker",
     "suspect",
+    "suspect a node",
+    "err",
     "join",
     "leave",
     "answer one",
@@ -60,6 +62,16 @@ def _act(job: Job, action: str, choice: int) -> None:
         job.end_worker((node, 0), -9)
     elif action == "suspect":
         job.say((node, 0), Suspect(generation=machine.generation, reason="reset"))
+    elif action == "suspect a node":
+        if machine.generation:
+            peer = choice % len(job.plan.slots)
+            job.say((node, 0), Suspect(generation=machine.generation, reason="reset", peer=peer))
+    elif action == "err":
+        kind = f"OSError at data.py:{len(job.history) % 3}"
+        job.workers = {worker: state for worker, state in job.workers.items() if worker[0] != node or choice % 2}
+        job.say((node, 0), Failed(error="OSError: disk gone", kind=kind))
+        if not choice % 2:
+            job.end_worker((node, 0), 1)
     elif action == "leave":
         job.feed(NodeLeaving(node=node, reason="drain"))
     else:

@@ -179,6 +179,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--breaks", choices=("output", "gradient", "loss"), default="", help="what is not finite then")
     parser.add_argument("--on-nonfinite", default="stop")
     parser.add_argument("--comm-timeout-s", type=float, default=30.0)
+    parser.add_argument("--num-workers", type=int, default=0, help="none where samples wait for what a worker is told")
     parser.add_argument("--stay-until", type=Path, metavar="FILE", help="when the main script ends")
     parser.add_argument("--slow-node", type=int, metavar="NODE", help="computes slowly")
     return parser.parse_args()
@@ -227,7 +228,7 @@ def main() -> None:
         compare_replicas_every=args.compare_replicas_every,
         schedule=args.schedule,
         comm_timeout_s=args.comm_timeout_s,
-        num_workers=0,  # samples wait for what the worker is told
+        num_workers=args.num_workers,
     )
     result = trainer.fit(num_steps=args.steps)
     if result.is_main:

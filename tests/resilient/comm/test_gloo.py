@@ -264,3 +264,55 @@ def test_abort_ends_running_and_future_operations_and_spares_other_connections()
             )
             assert failures[1:] == ["the generation was aborted (generation 1)"] * 3
             assert received == b"still"
+
+
+def accuser(rank: int, parent: Connection, operation: str) -> None:
+    """Tell whose connection broke, after rank 2 has died or, where it is only late, at the timeout."""
+    host = StoreHost(HOST)
+    parent.send(host.address)
+    comm = join(parent.recv(), rank, 3, groups=[(0, 2)], timeout_s=1.0 if operation == "late" else 600.0)
+    everybody = (0, 1, 2)
+    comm.all_reduce(torch.ones(1), everybody).wait()
+    parent.send("met")
+    if rank == 2 or (rank == 1 and operation == "pair"):
+        signal.pause()
+    value = torch.ones(1)
+    waits = {
+        "recv": lambda: comm.recv(value, 2, 1),
+        "late": lambda: comm.recv(value, 2, 1),
+        "pair": lambda: comm.all_reduce(value, (0, 2)),
+    }
+    with pytest.raises(CommunicationError) as error:
+        waits[operation]().wait()
+    parent.send(error.value.peer)
+    parent.recv()
+
+
+@pytest.mark.parametrize(("operation", "peers"), [("recv", [2, 2]), ("pair", [2]), ("late", [None, None])])
+def test_broken_connection_names_the_peer_and_a_long_wait_does_not(operation: str, peers: list[int | None]) -> None:
+    with processes(accuser, 3, operation) as started:
+        connections = [connection for _, connection in started]
+        addresses = [connection.recv() for connection in connections]
+        for connection in connections:
+            connection.send(addresses[0])
+        assert [connection.recv() for connection in connections] == ["met"] * 3
+        if operation != "late":
+            started[2][0].kill()
+        assert [connection.recv() for connection in connections[: len(peers)]] == peers
+
+
+def test_address_in_an_error_of_gloo_names_the_peer_that_listens_there() -> None:
+    """gloo 2.13 writes ports with their bytes swapped; who could not be connected to is in no group yet."""
+
+    def work(rank: int, address: str) -> list[int | None]:
+        comm = join(address, rank, 3)
+        assert isinstance(comm, gloo.GlooCommunicator)
+        named: list[int | None] = []
+        for peer in sorted(comm.peers, key=lambda each: comm.peers[each]):
+            port = int(peer.rpartition(":")[2])
+            for number in (port, port % 256 * 256 + port // 256):
+                refused = f"timed out connecting: SO_ERROR: Connection refused, remote=[{HOST}]:{number}${rank}"
+                named.append(comm.failed(RuntimeError(refused)).peer)
+        return [*named, comm.failed(RuntimeError(f"Connection closed by peer [{HOST}]:1")).peer]
+
+    assert as_threads(3, work) == [[1, 1, 2, 2, None], [0, 0, 2, 2, None], [0, 0, 1, 1, None]]

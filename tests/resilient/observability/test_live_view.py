@@ -48,6 +48,7 @@ def every_kind() -> list[dict[str, Any]]:
     run.generation(5010, 4, "leave", 40, [0, 3, 4], standby=[5])
     run.installed(5020, 5030)
     run.step(5100, 41)
+    run.add(5105, "node_failed", node=3, error="OSError: disk gone", traceback="line 3, in f")
     run.detected(5110, [], 5, cause="communication failed: peer closed")
     run.generation(5120, 5, "failure", 41, [0, 3, 4])
     run.installed(5130, 5140)
@@ -176,6 +177,15 @@ def test_plain_view_prints_output_verbatim() -> None:
     run = Run()
     run.add(0, "output", text="[bold]0.5[/bold] " + "x" * 300)
     assert plain_text(run.events, width=80).splitlines()[-1] == "[bold]0.5[/bold] " + "x" * 300
+
+
+def test_plain_view_tells_of_an_error_of_one_node_once() -> None:
+    run = failure_and_join()
+    run.add(5000, "node_failed", node=4, error="OSError: disk gone", traceback="line 3, in f")
+    run.detected(5000, [4], 4, cause="OSError: disk gone")
+    run.add(5010, "node_lost", node=4, cause="OSError: disk gone")
+    (told,) = [line for line in plain_text(run.events).splitlines() if "disk gone" in line]
+    assert told.endswith("node 4 failed: OSError: disk gone; the others go on without it")
 
 
 def test_views_tell_of_skipped_steps() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from torch import Tensor
 
 from resilient.comm import Communicator
 from resilient.errors import CheckpointError
@@ -309,6 +310,7 @@ def test_failure_of_the_script_is_told_with_its_traceback_and_raised(tmp_path: P
         make_worker(client, dataset=Tokens(bad=7)).run()
     failed = client.last(Failed)
     assert failed.error.startswith(f"SampleError: {message}")
+    assert failed.kind == "", "it can only be the job's"
     assert re.search(r"; fix the data \(generation 1, step \d+, action 0F\d of row 0\)$", failed.error), failed.error
     assert "in check" in failed.traceback
     if sys.version_info >= (3, 11):
@@ -331,6 +333,20 @@ def test_worker_whose_script_failed_saves_what_it_holds_first(tmp_path: Path) ->
         make_worker(client, dataset=Tokens(bad=7)).run()
     assert set(client.last(Saved).states) == NAMES
     assert client.kinds()[-3:] == ["Failed", "Report", "Saved"]
+
+
+def test_error_that_this_node_alone_may_have_is_told_with_its_kind(tmp_path: Path) -> None:
+    class Unreadable(Tokens):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            if index == 7:
+                raise OSError("disk gone")
+            return super().__getitem__(index)
+
+    client = ScriptedClient(tmp_path, generation(), Finish())
+    with pytest.raises(OSError, match=r"^disk gone"):
+        make_worker(client, dataset=Unreadable()).run()
+    line = Unreadable.__getitem__.__code__.co_firstlineno + 2
+    assert client.last(Failed).kind == f"OSError at {__file__}:{line}"
 
 
 def test_states_come_from_a_checkpoint_when_told(tmp_path: Path) -> None:
