@@ -1,7 +1,7 @@
 """The node agent: one per machine; starts the workers, relays their messages, dies and comes back as one.
 
 Owns the node's processes and its two kinds of connections: one to the coordinator (WebSocket), one from each worker
-(Unix-domain socket in a private folder). Decides nothing about membership. Must not import torch.
+(Unix-domain socket). Decides nothing about membership. Must not import torch.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import logging
 import os
 import signal
 import socket
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -53,9 +51,6 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE = 6
 """A coordinator that stands still is waited for this much longer than one waits for a node: training goes on."""
-
-_MAX_FOLDER_BYTES = 70
-"""What is left of a socket's address when the names of its own folder and of the socket have been added."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,24 +99,18 @@ class NodeAgent:
         self._ended = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
-        with tempfile.TemporaryDirectory(prefix="resilient-", dir=_folder_of_sockets()) as folder:
-            self._pool = WorkerPool(
-                address=str(Path(folder) / "agent.sock"),
-                num_workers=self._options.num_workers,
-                send=self._relay,
-                on_exit=self._on_worker_exit,
-            )
-            await self._pool.listen()
-            connecting = loop.create_task(self._stay_connected())
-            connecting.add_done_callback(self._on_task_done)
-            try:
-                return await self._ended
-            finally:
-                connecting.cancel()
-                await asyncio.gather(connecting, return_exceptions=True)
-                await self._pool.close()
-                if self._spawner is not None:
-                    await self._spawner.close()
+        self._pool = WorkerPool(num_workers=self._options.num_workers, send=self._relay, on_exit=self._on_worker_exit)
+        await self._pool.listen()
+        connecting = loop.create_task(self._stay_connected())
+        connecting.add_done_callback(self._on_task_done)
+        try:
+            return await self._ended
+        finally:
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+            await self._pool.close()
+            if self._spawner is not None:
+                await self._spawner.close()
 
     def _end(self, exit_code: int) -> None:
         if self._ended is not None and not self._ended.done():
@@ -323,12 +312,6 @@ def _what_is_missing(welcome: Welcome) -> str:
     else:
         return ""
     return f"{missing} on {socket.gethostname()}; copy it there"
-
-
-def _folder_of_sockets() -> str:
-    """Return the folder for temporary files, or /tmp where a socket's address (107 bytes) cannot hold its path."""
-    folder = tempfile.gettempdir()
-    return folder if len(os.fsencode(folder)) <= _MAX_FOLDER_BYTES else "/tmp"
 
 
 def main(arguments: list[str]) -> int:

@@ -156,9 +156,9 @@ def play(
 
 
 def test_messages_are_relayed_both_ways_until_shutdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = tmp_path / (100 * "x")  # a socket's address may have 107 bytes
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
     async def scenario(coordinator: Coordinator) -> None:
         connection, hello = await coordinator.accept(node=0)
@@ -166,6 +166,7 @@ def test_messages_are_relayed_both_ways_until_shutdown(tmp_path: Path, monkeypat
         worker = await coordinator.worker(connection)
         await coordinator.tell(connection, ToWorkers(message=Regroup(generation=7)))
         assert await coordinator.note(connection) == 7
+        assert list(temporary.iterdir()) == [], "who is killed could not remove it"
         await coordinator.tell(connection, Shutdown(exit_code=3, reason="too few nodes"))
         while not has_ended(worker):
             await asyncio.sleep(0.01)
