@@ -11,7 +11,9 @@ from resilient.agent.membership.parts.events import (
     FailureWanted,
     Interrupted,
     ManifestFailed,
+    NodeBack,
     NodeConnected,
+    NodeCutOff,
     NodeLeaving,
     NodeLost,
     PlansPrepared,
@@ -65,7 +67,6 @@ class Handlers:
             event.node,
             Welcome(
                 node=event.node,
-                fresh=True,
                 script=settings.script,
                 arguments=settings.arguments,
                 directory=settings.directory,
@@ -94,6 +95,24 @@ class Handlers:
 
     def send_away(self, event: NodeConnected) -> None:
         self._context.tell(event.node, Shutdown(exit_code=EXIT_DONE, reason="the job is over"))
+
+    def on_node_cut_off(self, event: NodeCutOff) -> None:
+        """Wait for it, unless the others are leaving a step that they could not do: then that was the reason."""
+        member, change = self._context.members.get(event.node), self._parts.change
+        if member is None:
+            return
+        member.cut_off = True
+        if change is not None and not change.at_boundary:
+            self._lose_who_is_cut_off()
+
+    def _lose_who_is_cut_off(self) -> None:
+        for member in list(self._context.members.values()):
+            if member.cut_off:
+                self._lifecycle.lose(member.node, "node lost")
+
+    def on_node_back(self, event: NodeBack) -> None:
+        if event.node in self._context.members:
+            self._context.members[event.node].cut_off = False
 
     def on_node_lost(self, event: NodeLost) -> None:
         self._lifecycle.lose(event.node, event.cause)
@@ -252,6 +271,7 @@ class Handlers:
         parts = self._parts
         if message.generation != self._context.generation:
             return
+        self._lose_who_is_cut_off()  # by the coordinator and by its peers
         where = ""
         if message.peer is not None and (parts.change is None or parts.change.at_boundary):
             node, other = worker[0], parts.participants.node_at(message.peer)

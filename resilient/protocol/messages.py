@@ -304,10 +304,11 @@ ToWorkerMessage = Regroup | Generation | Save | Finish | Arm
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """First message of an agent.
+    """First message of an agent on each of its connections; it counts as none of the conversation's.
 
     Args:
-        node: Its number before, when it reconnects after the connection broke.
+        node: Its number before, when it comes back.
+        num_heard: Messages it has heard of the conversation that it goes on with; 0 to begin anew.
         domain: What the node fails together with (a zone, a rack); "" when it is not known.
     """
 
@@ -315,16 +316,16 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pid: int
     num_workers: int
     node: int | None = None
+    num_heard: int = 0
     domain: str = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to ``Hello``: the node's number and what to start. ``fresh``: workers from before are turned away,
-    the agent kills them and starts new ones. ``num_nodes``: nodes the job was started with. ``trace``: steps of which
-    workers write down when they did what (:func:`resilient.observability.step_trace.parse_steps`)."""
+    """The node's number and what to start; workers from before are killed. ``num_nodes``: nodes the job was started
+    with. ``trace``: steps of which workers write down when they did what
+    (:func:`resilient.observability.step_trace.parse_steps`)."""
 
     node: int
-    fresh: bool
     script: str
     arguments: tuple[str, ...]
     directory: str

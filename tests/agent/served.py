@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
+from resilient.agent.conversation import Attached, decode_attached
 from resilient.agent.coordinator import Coordinator
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
@@ -48,8 +50,16 @@ class Served:
     async def connect(self) -> aiohttp.ClientWebSocketResponse[bool]:
         socket = await self.open()
         await socket.send_bytes(encode(HELLO))
+        assert decode_attached(await socket.receive_bytes()) == Attached(is_new=True, num_heard=0)
         welcome = decode_to_agent(await socket.receive_bytes())
         assert isinstance(welcome, Welcome)
+        return socket
+
+    async def resume(self, node: int, num_heard: int) -> aiohttp.ClientWebSocketResponse[bool]:
+        """Go on with a conversation, of which nothing that this end said was heard."""
+        socket = await self.open()
+        await socket.send_bytes(encode(msgspec.structs.replace(HELLO, node=node, num_heard=num_heard)))
+        assert decode_attached(await socket.receive_bytes()) == Attached(is_new=False, num_heard=0)
         return socket
 
     async def event(self, kind: str) -> dict[str, Any]:

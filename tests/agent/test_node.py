@@ -16,6 +16,7 @@ import psutil
 import pytest
 from aiohttp import WSMsgType, web
 
+from resilient.agent.conversation import GOODBYE, Attached
 from resilient.agent.membership.next_generation.members import log_path
 from resilient.agent.node import NodeAgent, NodeOptions
 from resilient.protocol.messages import (
@@ -79,13 +80,13 @@ class Coordinator:
         assert isinstance(hello, Hello)
         welcome = Welcome(
             node=node,
-            fresh=True,
             script=str(self.folder / "script.py"),
             arguments=(),
             directory=str(self.folder),
             run_directory=str(self.folder),
             heartbeat_s=5.0,
         )
+        await connection.send_bytes(encode(Attached(is_new=True, num_heard=0)))
         await self.tell(connection, welcome)
         return connection, hello
 
@@ -182,7 +183,7 @@ def test_workers_go_on_without_a_coordinator_and_are_fenced_off_when_it_is_back(
         again = await coordinator.connections.get()
         hello = decode_from_agent(await again.receive_bytes())
         assert isinstance(hello, Hello)
-        assert hello.node == 0
+        assert (hello.node, hello.num_heard) == (0, 1)
         assert not has_ended(worker)
         await again.close()
         connection, _ = await coordinator.accept(node=4)
@@ -231,7 +232,8 @@ def test_killed_worker_is_reported_and_the_node_comes_back_as_often_as_it_may(tm
             (await coordinator.worker(connection)).kill()
             exited = await coordinator.hear(connection)
             assert exited == WorkerExited(local_rank=0, exit_code=-9)
-            assert (await connection.receive()).type is WSMsgType.CLOSE
+            closing = await connection.receive()
+            assert (closing.type, closing.data) == (WSMsgType.CLOSE, GOODBYE)
 
     play(tmp_path, scenario, 1)
 
@@ -257,7 +259,8 @@ def test_leaving_node_that_was_counted_as_lost_ends(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert await coordinator.hear(connection) == Leaving(reason="SIGTERM")
         await connection.close()
-        await coordinator.connections.get()
+        again = await coordinator.connections.get()
+        await again.send_bytes(encode(Attached(is_new=True, num_heard=0)))
 
     play(tmp_path, scenario, 1)
 

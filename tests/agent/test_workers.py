@@ -23,7 +23,7 @@ def make_pool(send: Callable[[FromWorker], None]) -> Iterator[tuple[WorkerPool, 
     """Return the pool of one worker, and what it starts workers with."""
     with tempfile.TemporaryDirectory() as folder:
         welcome = Welcome(
-            node=0, fresh=True, script="job.py", arguments=(), directory=folder, run_directory=folder, heartbeat_s=5.0
+            node=0, script="job.py", arguments=(), directory=folder, run_directory=folder, heartbeat_s=5.0
         )
         yield WorkerPool(num_workers=1, send=send, on_exit=Mock()), welcome
 
