@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from resilient.agent.conversation import GOODBYE, Attached, Conversation
+from resilient.agent.conversation import GOODBYE, Attached, Conversation, Hello, decode_hello
 from resilient.agent.membership.parts import events as ev
 from resilient.errors import ControlError
 from resilient.protocol.messages import (
@@ -23,11 +23,9 @@ from resilient.protocol.messages import (
     FromAgentMessage,
     FromWorker,
     Health,
-    Hello,
     Leaving,
     ToAgentMessage,
     WorkerExited,
-    decode_from_agent,
     encode,
 )
 
@@ -120,13 +118,12 @@ class Agents:
         socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, heartbeat=self._heartbeat_s)
         await socket.prepare(request)
         try:
-            hello = decode_from_agent(await socket.receive_bytes(timeout=_HELLO_TIMEOUT_S))
+            hello = decode_hello(await socket.receive_bytes(timeout=_HELLO_TIMEOUT_S))
         except (msgspec.DecodeError, TypeError, asyncio.TimeoutError, aiohttp.ClientError) as error:
             logger.warning("an agent did not introduce itself: %s", error)
             await socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION)
             return socket
-        if isinstance(hello, Hello):
-            await self._converse(socket, hello)
+        await self._converse(socket, hello)
         await socket.close()
         return socket
 
@@ -144,7 +141,8 @@ class Agents:
         cause = ""
         try:
             await socket.send_bytes(encode(Attached(is_new=is_new, num_heard=agent.conversation.num_heard)))
-            await agent.conversation.carry(socket, hello.num_heard, lambda said: self._hear(agent, said))
+            num_heard_there = 0 if is_new else hello.num_heard
+            await agent.conversation.carry(socket, num_heard_there, lambda said: self._hear(agent, said))
         except ConnectionError:
             pass
         except msgspec.DecodeError as error:
@@ -191,8 +189,6 @@ class Agents:
                 self._feed(ev.NodeLeaving(node=node, reason=reason))
             case WorkerExited(local_rank=local_rank, exit_code=exit_code, error=error):
                 self._feed(ev.WorkerEnded(node=node, local_rank=local_rank, exit_code=exit_code, error=error))
-            case Hello():
-                raise ControlError("an agent must introduce itself once on a connection, got a second Hello")
 
     def _cut_off(self, agent: _Agent) -> None:
         loop = asyncio.get_running_loop()

@@ -28,8 +28,25 @@ HEARD_EVERY = 64
 _Message = TypeVar("_Message")
 
 
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What an agent says first on each of its connections.
+
+    Args:
+        node: Its number before, when it comes back.
+        num_heard: Messages it has heard of the conversation that it goes on with; 0 to begin anew.
+        domain: What the node fails together with (a zone, a rack); "" when it is not known.
+    """
+
+    host: str
+    pid: int
+    num_workers: int
+    node: int | None = None
+    num_heard: int = 0
+    domain: str = ""
+
+
 class Attached(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The coordinator's answer to an agent's ``Hello``: a conversation begins, or goes on.
+    """The coordinator's answer to :class:`Hello`: a conversation begins, or goes on.
 
     Args:
         is_new: It begins, with a ``Welcome``; of what was said before nothing is known any more.
@@ -46,6 +63,7 @@ class Heard(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_messages: int
 
 
+decode_hello = msgspec.msgpack.Decoder(Hello).decode
 decode_attached = msgspec.msgpack.Decoder(Attached).decode
 
 Connection: TypeAlias = "web.WebSocketResponse | aiohttp.ClientWebSocketResponse[bool]"

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 import psutil
 
-from resilient.agent.conversation import GOODBYE, Conversation, decode_attached
+from resilient.agent.conversation import GOODBYE, Conversation, Hello, decode_attached
 from resilient.agent.process import Spawner, SpawnError, start_forkserver
 from resilient.agent.workers import WorkerPool
 from resilient.errors import ControlError, ResilientError
@@ -32,7 +32,6 @@ from resilient.protocol.messages import (
     FromWorker,
     Generation,
     Health,
-    Hello,
     Injection,
     Kill,
     Leaving,

@@ -23,7 +23,6 @@ from resilient.agent.membership.parts.events import (
     WorkerSaid,
 )
 from resilient.agent.membership.parts.stalls import ADVANCES
-from resilient.agent.membership.parts.training import step_fields
 from resilient.agent.membership.regrouping import Regrouping
 from resilient.errors import CheckpointError
 from resilient.protocol.messages import (
@@ -301,7 +300,7 @@ class Handlers:
     def on_report(self, message: Report, worker: WorkerId) -> None:
         change = self._parts.change
         if change is not None and message.generation == change.generation:
-            change.hear(worker, message.progress)
+            change.hear(worker, message)
             self._lifecycle.proceed()
 
     def on_installed(self, message: Installed, worker: WorkerId) -> None:
@@ -323,17 +322,9 @@ class Handlers:
     def on_step_done(self, message: StepDone, worker: WorkerId) -> None:
         if message.generation != self._context.generation:
             return
-        self._parts.progress.commit(message.outcome)
         self._parts.suspicions.note_step()
         self._parts.own_errors.note_step()
-        self._context.record(
-            "step",
-            time=message.at,
-            **step_fields(message.outcome),
-            num_samples=message.num_samples,
-            step_ms=message.step_ms,
-            learning_rate=message.learning_rate,
-        )
+        self._parts.note_step(message)
 
     def on_saved(self, message: Saved, worker: WorkerId) -> None:
         """A part of a checkpoint on the way, or of the last one."""

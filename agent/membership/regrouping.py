@@ -20,9 +20,8 @@ from resilient.agent.membership.parts.context import (
     EXIT_FAILED,
     Phase,
 )
-from resilient.agent.membership.parts.training import step_fields
 from resilient.errors import StateLostError
-from resilient.protocol.messages import Regroup, StepOutcome
+from resilient.protocol.messages import Regroup
 from resilient.templates.search.template_sizes import TooFewNodes
 
 
@@ -76,7 +75,8 @@ class Regrouping:
         )
         parts.phase, parts.last_checkpoint = Phase.AGREEING, None
         parts.participants.stop_sending()
-        message = Regroup(generation=parts.change.generation, at_boundary=at_boundary)
+        heard_step = parts.progress.step
+        message = Regroup(generation=parts.change.generation, at_boundary=at_boundary, heard_step=heard_step)
         for member in parts.context.members.values():
             if member.admitted:
                 parts.context.send_node(member.node, message)
@@ -175,19 +175,14 @@ class Regrouping:
             parts.context.record("too_few", num_missing=num_missing, coming=coming, wait_s=wait_s)
         return not change.has_waited or len(coming) >= num_missing
 
-    def note_unreported_step(self, outcome: StepOutcome | None) -> None:
-        """Record a step whose reporter died between committing it and saying so."""
+    def note_untold_steps(self, version: int) -> None:
+        """Record the steps, up to the one agreed on, whose reporter was lost before it could tell."""
         parts = self._parts
-        if outcome is None or outcome.step <= parts.progress.step:
-            return
-        parts.progress.learn(outcome)
-        parts.context.record(
-            "step",
-            **step_fields(outcome),
-            num_samples=parts.job.spec.global_batch,
-            step_ms=None,
-            learning_rate=None,
-        )
+        assert parts.change is not None
+        for step in range(parts.progress.step + 1, version + 1):
+            done = parts.change.done(step)
+            if done is not None:
+                parts.note_step(done)
 
     def _publish(self, formed: NextGeneration, begun: bool) -> None:
         parts = self._parts

@@ -10,20 +10,22 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from resilient.agent.conversation import Attached, decode_attached
+from resilient.agent.conversation import Attached, Hello, decode_attached
 from resilient.agent.coordinator import Coordinator
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
+    FromAgentMessage,
     FromWorker,
-    Hello,
     Ready,
+    ToAgentMessage,
     Welcome,
-    decode_to_agent,
     encode,
 )
 from tests.agent.membership.simulated import job_spec, settings
 
 TOKEN = "secret"
+decode_from_agent = msgspec.msgpack.Decoder(FromAgentMessage).decode
+decode_to_agent = msgspec.msgpack.Decoder(ToAgentMessage).decode
 HELLO = Hello(host="h", pid=1, num_workers=1)
 LIMIT_S = 150
 """Somewhat less than a test may take: what was started is ended."""

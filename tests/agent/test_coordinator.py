@@ -16,26 +16,24 @@ import aiohttp
 import pytest
 
 from resilient.agent import coordinator
-from resilient.agent.conversation import GOODBYE, Attached, Heard, decode_attached
+from resilient.agent.conversation import GOODBYE, Attached, Heard, Hello, decode_attached
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.membership import regrouping
 from resilient.agent.membership.parts.events import FailureWanted, ManifestFailed, Stop, StopWanted, Tick, WriteManifest
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     FromWorker,
-    Hello,
     Injection,
     Kill,
     Ready,
     Shutdown,
     Welcome,
-    decode_to_agent,
     encode,
 )
 from resilient.state.manifest import Manifest
 from resilient.templates.plan import PlanningProblem
 from tests.agent.membership.simulated import RECIPE, job_spec, settings
-from tests.agent.served import HELLO, TOKEN, Served, make_ready, with_coordinator
+from tests.agent.served import HELLO, TOKEN, Served, decode_to_agent, make_ready, with_coordinator
 
 CLOSINGS = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED)
 
@@ -72,7 +70,7 @@ def test_address_that_others_can_reach_is_told(tmp_path: Path) -> None:
     assert [event["kind"] for event in asyncio.run(play())] == ["listening"]
 
 
-@pytest.mark.parametrize("data", [b"\xc1", b"", encode(Shutdown(exit_code=0, reason="not an agent's"))])
+@pytest.mark.parametrize("data", [b"\xc1", b"", encode(HELLO), encode(Shutdown(exit_code=0, reason=""))])
 def test_nonsense_costs_a_connection_and_said_again_the_node(tmp_path: Path, data: bytes) -> None:
     async def scenario(served: Served) -> None:
         good, bad = await served.connect(), await served.connect()
@@ -89,7 +87,7 @@ def test_nonsense_costs_a_connection_and_said_again_the_node(tmp_path: Path, dat
     with_coordinator(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("data", [encode(HELLO), encode(Heard(num_messages=2)), encode(Heard(num_messages=-1))])
+@pytest.mark.parametrize("data", [encode(Heard(num_messages=2)), encode(Heard(num_messages=-1))])
 def test_agent_that_speaks_out_of_turn_is_lost(tmp_path: Path, data: bytes) -> None:
     async def scenario(served: Served) -> None:
         good, bad = await served.connect(), await served.connect()

@@ -16,14 +16,13 @@ import psutil
 import pytest
 from aiohttp import WSMsgType, web
 
-from resilient.agent.conversation import GOODBYE, Attached
+from resilient.agent.conversation import GOODBYE, Attached, Hello, decode_hello
 from resilient.agent.membership.next_generation.members import log_path
 from resilient.agent.node import NodeAgent, NodeOptions
 from resilient.protocol.messages import (
     FromAgentMessage,
     FromWorker,
     Health,
-    Hello,
     Leaving,
     Note,
     Regroup,
@@ -33,10 +32,10 @@ from resilient.protocol.messages import (
     ToWorkers,
     Welcome,
     WorkerExited,
-    decode_from_agent,
     encode,
 )
-from tests.agent.processes import has_ended
+from tests.agent.served import decode_from_agent
+from tests.processes import has_ended
 
 LIMIT_S = 150
 """Somewhat less than a test may take: what was started is ended."""
@@ -76,8 +75,7 @@ class Coordinator:
 
     async def accept(self, node: int) -> tuple[web.WebSocketResponse, Hello]:
         connection = await self.connections.get()
-        hello = decode_from_agent(await connection.receive_bytes())
-        assert isinstance(hello, Hello)
+        hello = decode_hello(await connection.receive_bytes())
         welcome = Welcome(
             node=node,
             script=str(self.folder / "script.py"),
@@ -181,8 +179,7 @@ def test_workers_go_on_without_a_coordinator_and_are_fenced_off_when_it_is_back(
         worker = await coordinator.worker(connection)
         await connection.close()
         again = await coordinator.connections.get()
-        hello = decode_from_agent(await again.receive_bytes())
-        assert isinstance(hello, Hello)
+        hello = decode_hello(await again.receive_bytes())
         assert (hello.node, hello.num_heard) == (0, 1)
         assert not has_ended(worker)
         await again.close()

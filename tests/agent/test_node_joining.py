@@ -14,7 +14,8 @@ from aiohttp import web
 
 from resilient.agent.conversation import Attached
 from resilient.agent.node import NodeAgent, NodeOptions
-from resilient.protocol.messages import Health, Shutdown, Welcome, WorkerExited, decode_from_agent, encode
+from resilient.protocol.messages import Health, Shutdown, Welcome, WorkerExited, encode
+from tests.agent.served import decode_from_agent
 
 
 @pytest.fixture

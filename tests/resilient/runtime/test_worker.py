@@ -392,3 +392,20 @@ def test_generation_that_was_left_is_freed_without_the_collector(tmp_path: Path,
         gc.enable()
     assert ("Suspect" in client.kinds()) is broken
     assert alive == [False, False]
+
+
+def test_report_tells_of_the_steps_that_were_not_heard_of_and_still_count(tmp_path: Path) -> None:
+    client = ScriptedClient(tmp_path, generation())
+    told: list[list[tuple[int, int]]] = []
+
+    def change(message: FromWorkerMessage) -> None:
+        if isinstance(message, StepDone) and message.outcome.step == 2:
+            heard_step = 1 if message.generation == 1 else 0
+            client.announce(Regroup(generation=message.generation + 1, at_boundary=True, heard_step=heard_step))
+        elif isinstance(message, Report):
+            told.append([(done.generation, done.outcome.step) for done in message.steps])
+            client.inbox.append(generation(2) if len(told) == 1 else Finish())  # first, all is to be done again
+
+    client.hears = change
+    make_worker(client, num_steps=5).run()
+    assert told == [[(1, 2), (1, 3)], [(2, 1), (2, 2), (2, 3)]]
