@@ -27,6 +27,10 @@ class Connection:
         self.num_held_bytes = 0
 
     @property
+    def agent_port(self) -> int:
+        return self.agent.get_extra_info("peername")[1]
+
+    @property
     def is_open(self) -> bool:
         return not self.agent.is_closing() and not self.coordinator.is_closing()
 

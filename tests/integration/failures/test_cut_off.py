@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from resilient.agent.launch import Launcher
@@ -16,6 +17,8 @@ STEPS = range(1, 13)
 DAMAGED_AFTER = (2, 5, 9)
 HELD_BYTES = 400
 """A few steps' worth of what their reporter says."""
+HELD_STEPS = 4
+"""More than were heard of before, and the one that any survivor knows the outcome of."""
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +82,31 @@ def test_steps_done_while_nothing_comes_through_are_told_once_it_does(
     run = run_job(tmp_path, nodes=NODES, act=act)
     check_untouched(run, reference)
     assert len(proxy.connections) == 2 * NODES
+
+
+def test_steps_that_a_lost_node_was_to_tell_are_told_by_the_others(
+    proxy: Proxy, reference: Run, tmp_path: Path
+) -> None:
+    """Nothing of it comes through any more, while the job trains on."""
+    agents: dict[int, int] = {}
+
+    def act(launcher: Launcher, event: Event) -> None:
+        if event["kind"] == "node_connected":
+            agents[event["node"]] = event["pid"]
+        elif event["kind"] == "step" and event["step"] == STEPS[1]:
+            reporter = launched[0]["pipelines"][0]["nodes"][0]
+            ports = {connection.laddr.port for connection in psutil.Process(agents[reporter]).net_connections()}
+            for connection in proxy.connections:
+                if connection.agent_port in ports:
+                    connection.hold()
+        elif event["kind"] == "generation":
+            launched.append(event)
+
+    launched: list[Event] = []
+    run = run_job(tmp_path, nodes=NODES, heartbeat_s=2.0, act=act)
+    check_equal(run, reference)
+    (lost,) = run.of_kind("node_lost")
+    assert (lost["node"], lost["cause"]) == (launched[0]["pipelines"][0]["nodes"][0], "heartbeat missed")
+    assert [event["step"] for event in run.of_kind("step")] == list(STEPS)
+    assert sum(event["generation"] == 1 for event in run.of_kind("step")) > HELD_STEPS
+    assert all(event["step_ms"] > 0 for event in run.of_kind("step"))
