@@ -152,7 +152,8 @@ def test_node_killed_from_outside(victim: str, reference: Run, tmp_path: Path, m
     run = run_job(tmp_path / "run", "--hold-in", str(STEP + 1), "--gate", str(gate), nodes=NODES, act=act)
     check_recovered(run, reference)
     assert run.report["recoveries"][0]["nodes"] == [3]
-    assert list(temporary.iterdir()) == [], "who is killed cannot remove what it has made"
+    left = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # torch's own
+    assert left == [], "who is killed cannot remove what it has made"
     assert list(run.directory.rglob(".*")) == []
 
 
