@@ -175,14 +175,16 @@ class Regrouping:
             parts.context.record("too_few", num_missing=num_missing, coming=coming, wait_s=wait_s)
         return not change.has_waited or len(coming) >= num_missing
 
-    def note_untold_steps(self, version: int) -> None:
+    def note_untold_steps(self, agreement: Agreement) -> None:
         """Record the steps, up to the one agreed on, whose reporter was lost before it could tell."""
-        parts = self._parts
+        parts, outcome = self._parts, agreement.outcome
         assert parts.change is not None
-        for step in range(parts.progress.step + 1, version + 1):
+        for step in range(parts.progress.step + 1, agreement.version + 1):
             done = parts.change.done(step)
             if done is not None:
                 parts.note_step(done)
+        if outcome is not None and outcome.step > parts.progress.step:  # who did it failed before it noted when
+            parts.progress.commit(outcome)
 
     def _publish(self, formed: NextGeneration, begun: bool) -> None:
         parts = self._parts

@@ -341,3 +341,14 @@ def test_steps_told_before_a_second_loss_count() -> None:
     job.lose(second)
     job.answer()
     assert steps(job) == [(1, number, number) for number in range(1, 6)]
+
+
+def test_job_goes_on_from_a_step_of_which_nobody_tells_more_than_its_outcome() -> None:
+    job = started()
+    job.step(1)
+    job.step(2, reported=False)
+    job.lose(job.plan.slots[0].node)
+    for worker in job.placed():
+        job.say(worker, Report(generation=2, progress=job.workers[worker].progress()))
+    assert [step for _, step, _ in steps(job)] == [1]
+    assert job.last("generation")["version"] == job.machine.status()["step"] == 2
