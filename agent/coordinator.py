@@ -20,10 +20,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 from aiohttp import web
 
+from resilient.agent.agents import Agents
 from resilient.agent.injection_log import InjectionLog
 from resilient.agent.membership.machine import Membership, MembershipError
 from resilient.agent.membership.parts import events as ev
@@ -32,20 +32,11 @@ from resilient.agent.stimulus_log import StimulusLog, append_whole
 from resilient.common.files import replacing
 from resilient.errors import ArgumentError, CheckpointError
 from resilient.protocol.messages import (
-    MAX_MESSAGE_BYTES,
     PHASES,
     Departure,
-    FromWorker,
-    Health,
-    Hello,
     Injection,
-    Leaving,
     Shutdown,
-    ToAgentMessage,
     ToWorkers,
-    WorkerExited,
-    decode_from_agent,
-    encode,
 )
 from resilient.state.manifest import write_manifest
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
@@ -54,7 +45,6 @@ from resilient.templates.replan.replan import prepare
 
 logger = logging.getLogger(__name__)
 
-_HELLO_TIMEOUT_S = 10.0
 _FAREWELL_TIMEOUT_S = 10.0
 _TICK_S = 0.5
 _MAX_BODY_BYTES = 1 << 20
@@ -77,9 +67,7 @@ class Coordinator:
         self._token = token
         self._on_event = on_event
         self._machine = Membership(settings)
-        self._connections: dict[int, _Connection] = {}
-        self._num_nodes_seen = 0
-        self._health: dict[int, Health] = {}
+        self._agents = Agents(settings.heartbeat_s, self.feed, lambda node: node in self._machine.members)
         self._log = Path(settings.run_directory) / "events.jsonl"
         self._stimuli = StimulusLog(Path(settings.run_directory) / "stimuli.jsonl", settings)
         self._injections = InjectionLog(self._log.with_name("injections.jsonl"), settings.injections)
@@ -91,8 +79,12 @@ class Coordinator:
 
     @property
     def has_nodes(self) -> bool:
-        """Whether any agent is connected."""
-        return bool(self._connections)
+        """Whether any agent is connected, or may be back."""
+        return bool(self._agents.nodes)
+
+    def note_agent_ended(self, pid: int) -> None:
+        """Take in that the process of an agent on this machine has ended."""
+        self._agents.note_ended(pid)
 
     # ------------------------------------------------------------ life
 
@@ -101,7 +93,7 @@ class Coordinator:
         app = web.Application(middlewares=[self._authenticate], client_max_size=_MAX_BODY_BYTES)
         app.add_routes(
             [
-                web.get("/agent", self._serve_agent),
+                web.get("/agent", self._agents.serve),
                 web.post("/inject", self._serve_inject),
                 web.post("/leave", self._serve_leave),
                 web.get("/status", self._serve_status),
@@ -131,7 +123,7 @@ class Coordinator:
         """Serve until the job is over; return its exit code."""
         exit_code = await asyncio.shield(self._stopped)
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._everybody_gone(), _FAREWELL_TIMEOUT_S)
+            await asyncio.wait_for(self._agents.all_gone(), _FAREWELL_TIMEOUT_S)
         self._write_injections("injected", self._injections.read())
         self._write_injections("not_injected", self._injections.missed())
         return exit_code
@@ -141,6 +133,7 @@ class Coordinator:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._agents.close()
         if self._runner is not None:
             await self._runner.cleanup()
         self._stimuli.flush()
@@ -196,9 +189,6 @@ class Coordinator:
             await asyncio.sleep(_TICK_S)
             self.feed(ev.Tick())
 
-    async def _everybody_gone(self) -> None:
-        await asyncio.gather(*(connection.closed.wait() for connection in self._connections.values()))
-
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -209,9 +199,9 @@ class Coordinator:
     def _do(self, instruction: ev.Instruction) -> None:
         match instruction:
             case ev.Send(node=node, local_rank=local_rank, message=message):
-                self._tell(node, ToWorkers(message=message, local_rank=local_rank))
+                self._agents.tell(node, ToWorkers(message=message, local_rank=local_rank))
             case ev.Tell(node=node, message=message):
-                self._tell(node, message)
+                self._agents.tell(node, message)
             case ev.Record(kind=kind, generation=generation, fields=fields):
                 if kind in ("detected", "node_lost"):
                     self._write_injections("injected", self._injections.read())
@@ -225,8 +215,8 @@ class Coordinator:
 
     def _stop(self, exit_code: int, reason: str) -> None:
         if not self._stopped.done():
-            for node in list(self._connections):
-                self._tell(node, Shutdown(exit_code=exit_code, reason=reason))
+            for node in self._agents.nodes:
+                self._agents.tell(node, Shutdown(exit_code=exit_code, reason=reason))
             self._stopped.set_result(exit_code)
 
     async def _prepare(self, problem: PlanningProblem, num_nodes: int) -> None:
@@ -237,11 +227,6 @@ class Coordinator:
         except Exception:
             logger.exception("plans for %d nodes could not be prepared", num_nodes)
         self.feed(ev.PlansPrepared(num_nodes=num_nodes))
-
-    def _tell(self, node: int, message: ToAgentMessage) -> None:
-        connection = self._connections.get(node)
-        if connection is not None:
-            connection.outbox.put_nowait(encode(message))
 
     def _write_event(self, event: dict[str, Any]) -> None:
         try:
@@ -266,7 +251,7 @@ class Coordinator:
         return await handler(request)
 
     async def _serve_status(self, request: web.Request) -> web.Response:
-        health = {str(node): msgspec.to_builtins(health) for node, health in self._health.items()}
+        health = {str(node): msgspec.to_builtins(health) for node, health in self._agents.health.items()}
         return web.json_response({**self._machine.status(), "health": health})
 
     async def _serve_inject(self, request: web.Request) -> web.Response:
@@ -287,89 +272,6 @@ class Coordinator:
         if node not in self._machine.members:
             live = sorted(self._machine.members)
             raise web.HTTPNotFound(text=f"node must be one of the live nodes {live}, got {node}")
-
-    # ------------------------------------------------------------ agents
-
-    async def _serve_agent(self, request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, heartbeat=self._settings.heartbeat_s)
-        await socket.prepare(request)
-        try:
-            hello = decode_from_agent(await socket.receive_bytes(timeout=_HELLO_TIMEOUT_S))
-        except (msgspec.DecodeError, TypeError, asyncio.TimeoutError, aiohttp.ClientError) as error:
-            logger.warning("an agent did not introduce itself: %s", error)
-            await socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION)
-            return socket
-        if isinstance(hello, Hello):
-            await self._converse(socket, hello)
-        await socket.close()
-        return socket
-
-    async def _converse(self, socket: web.WebSocketResponse, hello: Hello) -> None:
-        if hello.node is not None:
-            # It came back before its old connection was seen to break: the old one is dead in any case.
-            self._drop(hello.node, "node lost")
-        node = self._num_nodes_seen
-        self._num_nodes_seen += 1
-        connection = _Connection(socket)
-        self._connections[node] = connection
-        writer = asyncio.get_running_loop().create_task(connection.write())
-        self.feed(
-            ev.NodeConnected(
-                node=node, host=hello.host, pid=hello.pid, num_workers=hello.num_workers, domain=hello.domain
-            )
-        )
-        try:
-            await self._listen(node, socket)
-        except msgspec.DecodeError as error:
-            logger.warning("node %d sent nonsense: %s", node, error)
-        finally:
-            writer.cancel()
-            cause = "heartbeat missed" if isinstance(socket.exception(), asyncio.TimeoutError) else "node lost"
-            self._drop(node, cause)
-
-    async def _listen(self, node: int, socket: web.WebSocketResponse) -> None:
-        async for message in socket:
-            if message.type is not aiohttp.WSMsgType.BINARY or node not in self._connections:
-                return
-            said = decode_from_agent(message.data)
-            if isinstance(said, Hello):
-                logger.warning("node %d introduced itself twice", node)
-                return
-            if isinstance(said, Health):
-                self._health[node] = said
-            else:
-                self.feed(self._event_of(node, said))
-
-    def _event_of(self, node: int, message: FromWorker | WorkerExited | Leaving) -> ev.Stimulus:
-        match message:
-            case FromWorker(local_rank=local_rank, message=inner):
-                return ev.WorkerSaid(node=node, local_rank=local_rank, message=inner)
-            case Leaving(reason=reason):
-                return ev.NodeLeaving(node=node, reason=reason)
-            case WorkerExited(local_rank=local_rank, exit_code=exit_code, error=error):
-                return ev.WorkerEnded(node=node, local_rank=local_rank, exit_code=exit_code, error=error)
-
-    def _drop(self, node: int, cause: str) -> None:
-        connection = self._connections.pop(node, None)
-        self._health.pop(node, None)
-        if connection is not None:
-            connection.closed.set()
-            self.feed(ev.NodeLost(node=node, cause=cause))
-
-
-class _Connection:
-    """The sending side of an agent's WebSocket."""
-
-    def __init__(self, socket: web.WebSocketResponse) -> None:
-        self.outbox: asyncio.Queue[bytes] = asyncio.Queue()
-        self.closed = asyncio.Event()
-        self._socket = socket
-
-    async def write(self) -> None:
-        """Send what is put into the outbox, for ever."""
-        with contextlib.suppress(ConnectionError):  # the reading side notices it as well
-            while True:
-                await self._socket.send_bytes(await self.outbox.get())
 
 
 def _warm_up() -> None:

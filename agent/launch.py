@@ -314,6 +314,8 @@ class Launcher:
         self._nodes_gone.clear()
 
     def _on_exit(self, pid: int, exit_code: int) -> None:
+        assert self._coordinator is not None
+        self._coordinator.note_agent_ended(pid)
         self._nodes.discard(pid)
         if not self._nodes:
             self._nodes_gone.set()

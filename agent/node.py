@@ -1,7 +1,7 @@
 """The node agent: one per machine; starts the workers, relays their messages, dies and comes back as one.
 
 Owns the node's processes and its two kinds of connections: one to the coordinator (WebSocket), one from each worker
-(Unix-domain socket in a private folder). Decides nothing about membership. Must not import torch.
+(Unix-domain socket). Decides nothing about membership. Must not import torch.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import logging
 import os
 import signal
 import socket
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import aiohttp
 import msgspec
 import psutil
 
+from resilient.agent.conversation import GOODBYE, Conversation, Hello, decode_attached
 from resilient.agent.process import Spawner, SpawnError, start_forkserver
 from resilient.agent.workers import WorkerPool
-from resilient.errors import ResilientError
+from resilient.errors import ControlError, ResilientError
 from resilient.protocol import fault_injection as faults
 from resilient.protocol.agent_client import frame
 from resilient.protocol.messages import (
@@ -33,7 +32,6 @@ from resilient.protocol.messages import (
     FromWorker,
     Generation,
     Health,
-    Hello,
     Injection,
     Kill,
     Leaving,
@@ -45,7 +43,6 @@ from resilient.protocol.messages import (
     ToWorkers,
     Welcome,
     WorkerExited,
-    decode_to_agent,
     encode,
 )
 
@@ -53,9 +50,6 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE = 6
 """A coordinator that stands still is waited for this much longer than one waits for a node: training goes on."""
-
-_MAX_FOLDER_BYTES = 70
-"""What is left of a socket's address when the names of its own folder and of the socket have been added."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +84,7 @@ class NodeAgent:
         self._options = options
         self._node: int | None = None
         self._run_directory = ""
-        self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._conversation = _conversation()
         self._spawner: Spawner | None = None
         self._ended: asyncio.Future[int] | None = None
         self._num_restarts = 0
@@ -104,24 +98,18 @@ class NodeAgent:
         self._ended = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
-        with tempfile.TemporaryDirectory(prefix="resilient-", dir=_folder_of_sockets()) as folder:
-            self._pool = WorkerPool(
-                address=str(Path(folder) / "agent.sock"),
-                num_workers=self._options.num_workers,
-                send=self._relay,
-                on_exit=self._on_worker_exit,
-            )
-            await self._pool.listen()
-            connecting = loop.create_task(self._stay_connected())
-            connecting.add_done_callback(self._on_task_done)
-            try:
-                return await self._ended
-            finally:
-                connecting.cancel()
-                await asyncio.gather(connecting, return_exceptions=True)
-                await self._pool.close()
-                if self._spawner is not None:
-                    await self._spawner.close()
+        self._pool = WorkerPool(num_workers=self._options.num_workers, send=self._relay, on_exit=self._on_worker_exit)
+        await self._pool.listen()
+        connecting = loop.create_task(self._stay_connected())
+        connecting.add_done_callback(self._on_task_done)
+        try:
+            return await self._ended
+        finally:
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+            await self._pool.close()
+            if self._spawner is not None:
+                await self._spawner.close()
 
     def _end(self, exit_code: int) -> None:
         if self._ended is not None and not self._ended.done():
@@ -141,9 +129,6 @@ class NodeAgent:
         async with aiohttp.ClientSession(headers=headers) as session:
             while True:
                 async with await self._connect(session) as connection:
-                    if self._is_leaving:  # counted as lost by now: nothing is left to announce
-                        self._end(1)
-                        return
                     if self._pool is not None:  # peers reach the workers where the coordinator reaches this machine
                         self._pool.host = connection.get_extra_info("sockname")[0]
                     await self._converse(connection)
@@ -183,38 +168,42 @@ class NodeAgent:
                     f"its job runs, was started with --host and --port of this address, and can be reached from here"
                 )
             await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, 5.0)
+            delay_s = min(2 * delay_s, self._options.heartbeat_s / 4)  # to be back in time
 
     async def _converse(self, connection: aiohttp.ClientWebSocketResponse[bool]) -> None:
-        self._outbox = asyncio.Queue()
-        self._send(
-            Hello(
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                num_workers=self._options.num_workers,
-                node=self._node,
-                domain=self._options.domain,
-            )
-        )
-        tasks = [asyncio.create_task(self._write(connection)), asyncio.create_task(self._report_health())]
+        """Go on with the conversation over a new connection, or begin one if the coordinator knows of none."""
+        reporting = asyncio.create_task(self._report_health())
         try:
-            async for message in connection:
-                if message.type is not aiohttp.WSMsgType.BINARY:
-                    break
-                await self._obey(decode_to_agent(message.data))
-        except msgspec.DecodeError as error:
+            await connection.send_bytes(encode(self._hello()))
+            attached = decode_attached(await connection.receive_bytes(timeout=_PATIENCE * self._options.heartbeat_s))
+            if attached.is_new:
+                if self._is_leaving:  # counted as lost by now: nothing is left to announce
+                    self._end(1)
+                self._conversation = _conversation()
+            self._conversation.connect(connection)
+            await self._conversation.carry(connection, attached.num_heard, self._obey)
+        except (msgspec.DecodeError, ControlError) as error:
             logger.warning("node %s: the coordinator sent nonsense: %s", self._node, error)
-        except (aiohttp.ClientError, ConnectionError) as error:  # answering a ping can find the connection broken
+        except (aiohttp.ClientError, ConnectionError, TypeError, asyncio.TimeoutError) as error:
             logger.info("node %s: the connection broke: %s", self._node, error)
+        except asyncio.CancelledError:
+            await connection.close(code=GOODBYE)
+            raise
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
+        if self._conversation.is_over:
+            self._conversation = _conversation()
 
-    async def _write(self, connection: aiohttp.ClientWebSocketResponse[bool]) -> None:
-        while (data := await self._outbox.get()) is not None:
-            await connection.send_bytes(data)
-        await connection.close()
+    def _hello(self) -> Hello:
+        return Hello(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            num_workers=self._options.num_workers,
+            node=self._node,
+            num_heard=self._conversation.num_heard,
+            domain=self._options.domain,
+        )
 
     async def _report_health(self) -> None:
         while True:
@@ -228,7 +217,7 @@ class NodeAgent:
         self._send(message)
 
     def _send(self, message: FromAgentMessage) -> None:
-        self._outbox.put_nowait(encode(message))
+        self._conversation.say(encode(message))
 
     async def _obey(self, message: ToAgentMessage) -> None:
         assert self._pool is not None
@@ -248,8 +237,6 @@ class NodeAgent:
     async def _begin(self, welcome: Welcome) -> None:
         assert self._pool is not None
         self._node, self._run_directory = welcome.node, welcome.run_directory
-        if not welcome.fresh and self._pool.is_running:
-            return
         if error := _what_is_missing(welcome):
             self._send(WorkerExited(local_rank=0, exit_code=1, error=error))
             return
@@ -304,7 +291,7 @@ class NodeAgent:
             logger.error("node %s: workers were killed %d times", self._node, self._num_restarts)
             self._end(1)
         else:
-            self._outbox.put_nowait(None)
+            self._conversation.end()
 
     def _on_signal(self, name: str) -> None:
         """Announce the departure; a second signal ends the node at once."""
@@ -312,6 +299,10 @@ class NodeAgent:
             self._end(1)
         self._is_leaving = True
         self._send(Leaving(reason=name))
+
+
+def _conversation() -> Conversation[ToAgentMessage]:
+    return Conversation(ToAgentMessage)
 
 
 def _what_is_missing(welcome: Welcome) -> str:
@@ -323,12 +314,6 @@ def _what_is_missing(welcome: Welcome) -> str:
     else:
         return ""
     return f"{missing} on {socket.gethostname()}; copy it there"
-
-
-def _folder_of_sockets() -> str:
-    """Return the folder for temporary files, or /tmp where a socket's address (107 bytes) cannot hold its path."""
-    folder = tempfile.gettempdir()
-    return folder if len(os.fsencode(folder)) <= _MAX_FOLDER_BYTES else "/tmp"
 
 
 def main(arguments: list[str]) -> int:

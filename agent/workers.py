@@ -8,6 +8,8 @@ import logging
 import os
 import secrets
 import signal
+import socket
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,11 +18,14 @@ import msgspec
 from resilient.agent.membership.next_generation.members import log_path
 from resilient.agent.process import Spawner
 from resilient.errors import ControlError
-from resilient.protocol.agent_client import HEADER_BYTES, decode_attach, frame_size
+from resilient.protocol.agent_client import HEADER_BYTES, decode_attach, frame_size, socket_address
 from resilient.protocol.forkserver import Spawn
 from resilient.protocol.messages import FromWorker, Welcome, WorkerExited, decode_from_worker
 
 logger = logging.getLogger(__name__)
+
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group, as the kernel tells them."""
 
 
 class _ErrorText(msgspec.Struct):
@@ -35,7 +40,6 @@ class WorkerPool:
     """Starts the workers, serves their socket, and turns away those of earlier incarnations.
 
     Args:
-        address: Path of the socket to serve.
         num_workers: Workers of the node.
         send: Called with every message of a worker.
         on_exit: Called when a worker process of the present incarnation ends.
@@ -44,12 +48,11 @@ class WorkerPool:
     def __init__(
         self,
         *,
-        address: str,
         num_workers: int,
         send: Callable[[FromWorker], None],
         on_exit: Callable[[WorkerExited], None],
     ) -> None:
-        self._address = address
+        self._socket_name = f"resilient-{secrets.token_hex(8)}"
         self._token = secrets.token_hex(16)  # of the present incarnation's workers alone
         self._num_workers = num_workers
         self._send = send
@@ -69,7 +72,7 @@ class WorkerPool:
 
     async def listen(self) -> None:
         """Begin to serve the socket."""
-        self._server = await asyncio.start_unix_server(self._serve, self._address)
+        self._server = await asyncio.start_unix_server(self._serve, socket_address(self._socket_name))
 
     async def close(self) -> None:
         """Stop serving; workers that are still connected die of it."""
@@ -150,7 +153,7 @@ class WorkerPool:
             "GROUP_RANK": str(welcome.node),
             "TORCHELASTIC_RUN_ID": Path(welcome.run_directory).name,
             "TORCHELASTIC_ERROR_FILE": str(error_file),
-            "RESILIENT_AGENT": self._address,
+            "RESILIENT_AGENT": self._socket_name,
             "RESILIENT_HOST": self.host,
             "RESILIENT_TOKEN": self._token,
             "RESILIENT_NODE": str(welcome.node),
@@ -174,6 +177,8 @@ class WorkerPool:
         incarnation = self._incarnation
         local_rank: int | None = None
         try:
+            if _user_of(writer) != os.geteuid():
+                raise ControlError("a worker must be of the agent's own user")
             attach = decode_attach(await _read_frame(reader))
             known = hmac.compare_digest(attach.token, self._token) and 0 <= attach.local_rank < self._num_workers
             if not known or attach.local_rank in self._writers:
@@ -193,6 +198,14 @@ class WorkerPool:
             if local_rank is not None and self._writers.get(local_rank) is writer:
                 del self._writers[local_rank]
             writer.close()
+
+
+def _user_of(writer: asyncio.StreamWriter) -> int:
+    """Return who is at the other end: the socket has no file whose rights would say who may come."""
+    connection: socket.socket = writer.get_extra_info("socket")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return user
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> bytes:

@@ -11,7 +11,9 @@ from resilient.agent.membership.parts.events import (
     FailureWanted,
     Interrupted,
     ManifestFailed,
+    NodeBack,
     NodeConnected,
+    NodeCutOff,
     NodeLeaving,
     NodeLost,
     PlansPrepared,
@@ -21,7 +23,6 @@ from resilient.agent.membership.parts.events import (
     WorkerSaid,
 )
 from resilient.agent.membership.parts.stalls import ADVANCES
-from resilient.agent.membership.parts.training import step_fields
 from resilient.agent.membership.regrouping import Regrouping
 from resilient.errors import CheckpointError
 from resilient.protocol.messages import (
@@ -65,7 +66,6 @@ class Handlers:
             event.node,
             Welcome(
                 node=event.node,
-                fresh=True,
                 script=settings.script,
                 arguments=settings.arguments,
                 directory=settings.directory,
@@ -94,6 +94,24 @@ class Handlers:
 
     def send_away(self, event: NodeConnected) -> None:
         self._context.tell(event.node, Shutdown(exit_code=EXIT_DONE, reason="the job is over"))
+
+    def on_node_cut_off(self, event: NodeCutOff) -> None:
+        """Wait for it, unless the others are leaving a step that they could not do: then that was the reason."""
+        member, change = self._context.members.get(event.node), self._parts.change
+        if member is None:
+            return
+        member.cut_off = True
+        if change is not None and not change.at_boundary:
+            self._lose_who_is_cut_off()
+
+    def _lose_who_is_cut_off(self) -> None:
+        for member in list(self._context.members.values()):
+            if member.cut_off:
+                self._lifecycle.lose(member.node, "node lost")
+
+    def on_node_back(self, event: NodeBack) -> None:
+        if event.node in self._context.members:
+            self._context.members[event.node].cut_off = False
 
     def on_node_lost(self, event: NodeLost) -> None:
         self._lifecycle.lose(event.node, event.cause)
@@ -252,6 +270,7 @@ class Handlers:
         parts = self._parts
         if message.generation != self._context.generation:
             return
+        self._lose_who_is_cut_off()  # by the coordinator and by its peers
         where = ""
         if message.peer is not None and (parts.change is None or parts.change.at_boundary):
             node, other = worker[0], parts.participants.node_at(message.peer)
@@ -281,7 +300,7 @@ class Handlers:
     def on_report(self, message: Report, worker: WorkerId) -> None:
         change = self._parts.change
         if change is not None and message.generation == change.generation:
-            change.hear(worker, message.progress)
+            change.hear(worker, message)
             self._lifecycle.proceed()
 
     def on_installed(self, message: Installed, worker: WorkerId) -> None:
@@ -303,17 +322,9 @@ class Handlers:
     def on_step_done(self, message: StepDone, worker: WorkerId) -> None:
         if message.generation != self._context.generation:
             return
-        self._parts.progress.commit(message.outcome)
         self._parts.suspicions.note_step()
         self._parts.own_errors.note_step()
-        self._context.record(
-            "step",
-            time=message.at,
-            **step_fields(message.outcome),
-            num_samples=message.num_samples,
-            step_ms=message.step_ms,
-            learning_rate=message.learning_rate,
-        )
+        self._parts.note_step(message)
 
     def on_saved(self, message: Saved, worker: WorkerId) -> None:
         """A part of a checkpoint on the way, or of the last one."""

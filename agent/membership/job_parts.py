@@ -20,7 +20,8 @@ from resilient.agent.membership.parts.planned_job import PlannedJob
 from resilient.agent.membership.parts.stalls import Stalls
 from resilient.agent.membership.parts.start_up import StartUp
 from resilient.agent.membership.parts.suspicions import Suspicions
-from resilient.agent.membership.parts.training import Participants, Progress
+from resilient.agent.membership.parts.training import Participants, Progress, step_fields
+from resilient.protocol.messages import StepDone
 
 
 class JobParts:
@@ -77,6 +78,19 @@ class JobParts:
         if self.phase is Phase.FINISHED and self.participants.main[0] == node:
             return True
         return self.participants.is_placed(node) or (changing and self.context.members[node].admitted)
+
+    def note_step(self, done: StepDone) -> None:
+        """Take in that a step was committed, and record it."""
+        self.progress.commit(done.outcome)
+        self.context.record(
+            "step",
+            generation=done.generation,
+            time=done.at,
+            **step_fields(done.outcome),
+            num_samples=done.num_samples,
+            step_ms=done.step_ms,
+            learning_rate=done.learning_rate,
+        )
 
     def dismiss(self, member: Member, reason: str, exit_code: int = EXIT_DONE) -> None:
         """Let a node go; it is no loss."""

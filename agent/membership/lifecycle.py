@@ -58,7 +58,7 @@ class Lifecycle:
             reports = {w: parts.change.reports.get(w, NOTHING) for w in parts.context.ready_workers()}
             progress = parts.progress
             agreement = agree(reports, progress.outcome, progress.version, progress.skipped)
-            self._regrouping.note_unreported_step(agreement.outcome)
+            self._regrouping.note_untold_steps(agreement)
             self._regrouping.publish_next(agreement)
         elif parts.phase is Phase.SAVING and not parts.awaiting:
             self._ends.end_saved()

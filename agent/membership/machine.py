@@ -22,7 +22,9 @@ from resilient.agent.membership.parts.events import (
     Instruction,
     Interrupted,
     ManifestFailed,
+    NodeBack,
     NodeConnected,
+    NodeCutOff,
     NodeLeaving,
     NodeLost,
     PlansPrepared,
@@ -61,6 +63,8 @@ ROWS: tuple[tuple[type, str, tuple[Phase, ...]], ...] = (
     (NodeConnected, "on_node_connected", (STARTING, *TRAINING)),
     (NodeConnected, "on_late_node", (SAVING, FINISHED)),
     (NodeConnected, "send_away", (STOPPED,)),  # it was on its way when the job stopped
+    (NodeCutOff, "on_node_cut_off", LIVE),
+    (NodeBack, "on_node_back", LIVE),
     (NodeLost, "on_node_lost", LIVE),
     (NodeLeaving, "on_early_leave", (STARTING,)),
     (NodeLeaving, "on_node_leaving", (*TRAINING, SAVING, FINISHED)),
@@ -94,6 +98,8 @@ ROWS: tuple[tuple[type, str, tuple[Phase, ...]], ...] = (
 
 IGNORED: tuple[tuple[type, tuple[Phase, ...], str], ...] = (
     # what happens      in which phases     why nothing is done about it
+    (NodeCutOff, (STOPPED,), "everybody is being shut down"),
+    (NodeBack, (STOPPED,), "everybody is being shut down"),
     (NodeLost, (STOPPED,), "everybody is being shut down"),
     (NodeLeaving, (STOPPED,), "everybody is being shut down"),
     (WorkerEnded, (STOPPED,), "everybody is being shut down"),

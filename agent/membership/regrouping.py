@@ -20,9 +20,8 @@ from resilient.agent.membership.parts.context import (
     EXIT_FAILED,
     Phase,
 )
-from resilient.agent.membership.parts.training import step_fields
 from resilient.errors import StateLostError
-from resilient.protocol.messages import Regroup, StepOutcome
+from resilient.protocol.messages import Regroup
 from resilient.templates.search.template_sizes import TooFewNodes
 
 
@@ -76,7 +75,8 @@ class Regrouping:
         )
         parts.phase, parts.last_checkpoint = Phase.AGREEING, None
         parts.participants.stop_sending()
-        message = Regroup(generation=parts.change.generation, at_boundary=at_boundary)
+        heard_step = parts.progress.step
+        message = Regroup(generation=parts.change.generation, at_boundary=at_boundary, heard_step=heard_step)
         for member in parts.context.members.values():
             if member.admitted:
                 parts.context.send_node(member.node, message)
@@ -175,19 +175,16 @@ class Regrouping:
             parts.context.record("too_few", num_missing=num_missing, coming=coming, wait_s=wait_s)
         return not change.has_waited or len(coming) >= num_missing
 
-    def note_unreported_step(self, outcome: StepOutcome | None) -> None:
-        """Record a step whose reporter died between committing it and saying so."""
-        parts = self._parts
-        if outcome is None or outcome.step <= parts.progress.step:
-            return
-        parts.progress.learn(outcome)
-        parts.context.record(
-            "step",
-            **step_fields(outcome),
-            num_samples=parts.job.spec.global_batch,
-            step_ms=None,
-            learning_rate=None,
-        )
+    def note_untold_steps(self, agreement: Agreement) -> None:
+        """Record the steps, up to the one agreed on, whose reporter was lost before it could tell."""
+        parts, outcome = self._parts, agreement.outcome
+        assert parts.change is not None
+        for step in range(parts.progress.step + 1, agreement.version + 1):
+            done = parts.change.done(step)
+            if done is not None:
+                parts.note_step(done)
+        if outcome is not None and outcome.step > parts.progress.step:  # who did it failed before it noted when
+            parts.progress.commit(outcome)
 
     def _publish(self, formed: NextGeneration, begun: bool) -> None:
         parts = self._parts

@@ -59,7 +59,8 @@ class _Waiter:
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+        # texts: an error would keep, by its traceback, all that the waiting thread holds
+        self._results: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=_serve_waits, args=(self._works, self._results), name="gloo-wait", daemon=True).start()
         # nobody closes groups that were left behind half built
         weakref.finalize(self, self._works.put, None).atexit = False
@@ -67,9 +68,9 @@ class _Waiter:
     def wait(self, work: Any) -> None:
         """Wait for the work to end, or for :meth:`give_up`."""
         self._works.put(work)
-        error = self._results.get()
-        if error is not None:
-            raise error
+        reason = self._results.get()
+        if reason is not None:
+            raise RuntimeError(reason)
 
     def give_up(self) -> None:
         """End a wait, the one under way or the next."""
@@ -80,13 +81,13 @@ class _Waiter:
         self._works.put(None)
 
 
-def _serve_waits(works: queue.SimpleQueue[Any], results: queue.SimpleQueue[RuntimeError | None]) -> None:
+def _serve_waits(works: queue.SimpleQueue[Any], results: queue.SimpleQueue[str | None]) -> None:
     while (work := works.get()) is not None:
         result = None
         try:
             work.wait()
         except RuntimeError as error:
-            result = error
+            result = str(error)
         del work  # its tensors are the caller's to keep
         results.put(result)
 

@@ -109,17 +109,6 @@ class Executor:
         reads = (Op.RECV_F, Op.FORWARD, Op.SEND_F)
         self._last_read = {action.index: action for action in self._actions if action.op in reads}
         self._next_receipt = dict(pairwise(action for action in self._actions if action.op is Op.RECV_F))
-        self._run = {
-            Op.FORWARD: self._forward,
-            Op.BACKWARD: self._backward,
-            Op.BACKWARD_INPUT: self._backward,
-            Op.BACKWARD_WEIGHT: self._backward_weight,
-            Op.SEND_F: self._send_f,
-            Op.RECV_F: self._recv_f,
-            Op.SEND_B: self._send_b,
-            Op.RECV_B: self._recv_b,
-            Op.REDUCE: self._reduce,
-        }
 
     def run(self, work: StepWork) -> Tensor:
         """Run the step up to the reduced gradients; return the loss summed over this row's microbatches.
@@ -154,7 +143,7 @@ class Executor:
                 self._comm.check()  # a step that is given up is not worth another microbatch
                 named = record_function(str(action)) if profiled else _NOT_RECORDED
                 with self.span_recorder.during(action), named:
-                    self._run[action.op](action)
+                    _RUN[action.op](self, action)
             except Exception as error:
                 self._tell_where(error, action)
                 raise
@@ -254,3 +243,17 @@ class Executor:
 
     def _shapes(self, microbatch: int) -> Signature:
         return signature(self._batch(microbatch))
+
+
+_RUN: Mapping[Op, Callable[[Executor, Action], None]] = {
+    Op.FORWARD: Executor._forward,
+    Op.BACKWARD: Executor._backward,
+    Op.BACKWARD_INPUT: Executor._backward,
+    Op.BACKWARD_WEIGHT: Executor._backward_weight,
+    Op.SEND_F: Executor._send_f,
+    Op.RECV_F: Executor._recv_f,
+    Op.SEND_B: Executor._send_b,
+    Op.RECV_B: Executor._recv_b,
+    Op.REDUCE: Executor._reduce,
+}
+"""How each action is run. Bound methods, kept by the executor, would keep it and its generation's groups alive."""

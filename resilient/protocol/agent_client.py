@@ -36,6 +36,14 @@ class Attach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     local_rank: int
 
 
+def socket_address(name: str) -> str:
+    """Return the address of the socket that an agent calls ``name``.
+
+    It is one without a file: an agent that is killed leaves nothing behind.
+    """
+    return f"\0{name}"
+
+
 decode_attach = msgspec.msgpack.Decoder(Attach).decode
 
 
@@ -71,7 +79,7 @@ class AgentClient:
     message is there; they must be quick and must not raise.
 
     Args:
-        address: Path of the agent's socket.
+        name: Of the agent's socket (:func:`socket_address`).
         token: What the agent gave this worker.
         node: Number of this node.
         local_rank: Which of the node's workers this is.
@@ -85,7 +93,7 @@ class AgentClient:
 
     def __init__(
         self,
-        address: str,
+        name: str,
         *,
         token: str,
         node: int,
@@ -104,11 +112,11 @@ class AgentClient:
         self._closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.connect(address)
+            self._socket.connect(socket_address(name))
             self._socket.sendall(frame(encode(Attach(token=token, local_rank=local_rank))))
         except OSError as error:
             self._socket.close()
-            raise ControlError(f"cannot reach the node agent at {address}: {error}") from error
+            raise ControlError(f"cannot reach the node agent at {name}: {error}") from error
         self._reader = threading.Thread(target=self._read, name="agent-reader", daemon=True)
         self._reader.start()
 

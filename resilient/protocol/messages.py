@@ -145,11 +145,26 @@ class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     odd: dict[int, tuple[str, ...]]
 
 
+class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A step was committed; sent by global rank 0."""
+
+    generation: int
+    outcome: StepOutcome
+    num_samples: int
+    step_ms: float
+    learning_rate: float
+    at: float
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answers ``Regroup`` once the worker is out of all communication."""
+    """Answers ``Regroup`` once the worker is out of all communication.
+
+    ``steps``: those committed here that the coordinator has not heard of: who should have told it may be lost.
+    """
 
     generation: int
     progress: WorkerProgress
+    steps: tuple[StepDone, ...] = ()
 
 
 class Installed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -163,17 +178,6 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     regrouped_at: float
     installed_at: float
     bytes_copied: int
-
-
-class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A step was committed; sent by global rank 0."""
-
-    generation: int
-    outcome: StepOutcome
-    num_samples: int
-    step_ms: float
-    learning_rate: float
-    at: float
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -240,10 +244,12 @@ class Regroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     ``at_boundary``: finish the running step first (joins, announced departures): all workers agree on the
     boundary through the prepare barrier, no work is lost. Otherwise abort communication at once.
+    ``heard_step``: the last step the coordinator has heard of.
     """
 
     generation: int
     at_boundary: bool = False
+    heard_step: int = 0
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -303,28 +309,12 @@ ToWorkerMessage = Regroup | Generation | Save | Finish | Arm
 # ---------------------------------------------------------------- agent <-> coordinator
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """First message of an agent.
-
-    Args:
-        node: Its number before, when it reconnects after the connection broke.
-        domain: What the node fails together with (a zone, a rack); "" when it is not known.
-    """
-
-    host: str
-    pid: int
-    num_workers: int
-    node: int | None = None
-    domain: str = ""
-
-
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to ``Hello``: the node's number and what to start. ``fresh``: workers from before are turned away,
-    the agent kills them and starts new ones. ``num_nodes``: nodes the job was started with. ``trace``: steps of which
-    workers write down when they did what (:func:`resilient.observability.step_trace.parse_steps`)."""
+    """The node's number and what to start; workers from before are killed. ``num_nodes``: nodes the job was started
+    with. ``trace``: steps of which workers write down when they did what
+    (:func:`resilient.observability.step_trace.parse_steps`)."""
 
     node: int
-    fresh: bool
     script: str
     arguments: tuple[str, ...]
     directory: str
@@ -386,7 +376,7 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-FromAgentMessage = Hello | FromWorker | WorkerExited | Leaving | Health
+FromAgentMessage = FromWorker | WorkerExited | Leaving | Health
 ToAgentMessage = Welcome | ToWorkers | Kill | ShowStacks | Shutdown
 
 _encoder = msgspec.msgpack.Encoder()
@@ -399,5 +389,3 @@ def encode(message: msgspec.Struct) -> bytes:
 
 decode_from_worker = msgspec.msgpack.Decoder(FromWorkerMessage).decode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorkerMessage).decode
-decode_from_agent = msgspec.msgpack.Decoder(FromAgentMessage).decode
-decode_to_agent = msgspec.msgpack.Decoder(ToAgentMessage).decode

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -70,6 +71,9 @@ _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 15.0
 """Between two tries of the last checkpoint."""
 
+_KEPT_STEPS = 4096
+"""More than are done until it is noticed that who tells of them is cut off."""
+
 
 class Client(Protocol):
     """The worker's way to the coordinator: the agent's client, or a stand-in in one process."""
@@ -128,6 +132,7 @@ class Worker:
         self._left: Communicator | None = None
         self._failure: Exception | None = None
         self._stage_ms = 0.0  # measured in the generation that ended last
+        self._steps: deque[StepDone] = deque(maxlen=_KEPT_STEPS)
         self.is_main = False
 
     def run(self) -> None:
@@ -152,7 +157,8 @@ class Worker:
             if isinstance(message, Regroup):
                 self._leave(broken=not message.at_boundary)
                 progress = msgspec.structs.replace(self._ledger.progress(), stage_ms=self._stage_ms)
-                self._client.send(Report(generation=message.generation, progress=progress))
+                steps = tuple(done for done in self._steps if done.outcome.step > message.heard_step)
+                self._client.send(Report(generation=message.generation, progress=progress, steps=steps))
             elif isinstance(message, Save):
                 self._save_and_stop(message)
             elif isinstance(message, Generation):
@@ -162,6 +168,8 @@ class Worker:
         self._leave()
         self._stage_ms = 0.0
         self.is_main = message.rank == 0
+        while self._steps and self._steps[-1].outcome.step > message.version:
+            self._steps.pop()  # the job goes back behind them
         if message.rank is None:  # stand by; a failure before the others' next commit may need the states held here
             self._ledger.begin_install(message.version, message.roll_forward, message.skipped)
             return
@@ -297,17 +305,18 @@ class Worker:
         with session.executor.span_recorder.during("commit"):
             ledger.apply(verdict.outcome)
             session.stage_timer.end_step()
-        if session.slot.rank == 0:
-            self._client.send(
-                StepDone(
-                    generation=session.generation,
-                    outcome=verdict.outcome,
-                    num_samples=self._job.global_batch,
-                    step_ms=1000 * (time.perf_counter() - started),
-                    learning_rate=learning_rate(self._job.optimizer, step),
-                    at=time.time(),
-                )
+        self._steps.append(
+            StepDone(
+                generation=session.generation,
+                outcome=verdict.outcome,
+                num_samples=self._job.global_batch,
+                step_ms=1000 * (time.perf_counter() - started),
+                learning_rate=learning_rate(self._job.optimizer, step),
+                at=time.time(),
             )
+        )
+        if session.slot.rank == 0:
+            self._client.send(self._steps[-1])
         return verdict.pause
 
     def _ends_with(self, outcome: StepOutcome) -> bool:

@@ -8,20 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
+from resilient.agent.conversation import Attached, Hello, decode_attached
 from resilient.agent.coordinator import Coordinator
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
+    FromAgentMessage,
     FromWorker,
-    Hello,
     Ready,
+    ToAgentMessage,
     Welcome,
-    decode_to_agent,
     encode,
 )
 from tests.agent.membership.simulated import job_spec, settings
 
 TOKEN = "secret"
+decode_from_agent = msgspec.msgpack.Decoder(FromAgentMessage).decode
+decode_to_agent = msgspec.msgpack.Decoder(ToAgentMessage).decode
 HELLO = Hello(host="h", pid=1, num_workers=1)
 LIMIT_S = 150
 """Somewhat less than a test may take: what was started is ended."""
@@ -48,8 +52,16 @@ class Served:
     async def connect(self) -> aiohttp.ClientWebSocketResponse[bool]:
         socket = await self.open()
         await socket.send_bytes(encode(HELLO))
+        assert decode_attached(await socket.receive_bytes()) == Attached(is_new=True, num_heard=0)
         welcome = decode_to_agent(await socket.receive_bytes())
         assert isinstance(welcome, Welcome)
+        return socket
+
+    async def resume(self, node: int, num_heard: int) -> aiohttp.ClientWebSocketResponse[bool]:
+        """Go on with a conversation, of which nothing that this end said was heard."""
+        socket = await self.open()
+        await socket.send_bytes(encode(msgspec.structs.replace(HELLO, node=node, num_heard=num_heard)))
+        assert decode_attached(await socket.receive_bytes()) == Attached(is_new=False, num_heard=0)
         return socket
 
     async def event(self, kind: str) -> dict[str, Any]:

@@ -16,25 +16,24 @@ import aiohttp
 import pytest
 
 from resilient.agent import coordinator
+from resilient.agent.conversation import GOODBYE, Attached, Heard, Hello, decode_attached
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.membership import regrouping
 from resilient.agent.membership.parts.events import FailureWanted, ManifestFailed, Stop, StopWanted, Tick, WriteManifest
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     FromWorker,
-    Hello,
     Injection,
     Kill,
     Ready,
     Shutdown,
     Welcome,
-    decode_to_agent,
     encode,
 )
 from resilient.state.manifest import Manifest
 from resilient.templates.plan import PlanningProblem
 from tests.agent.membership.simulated import RECIPE, job_spec, settings
-from tests.agent.served import HELLO, TOKEN, Served, make_ready, with_coordinator
+from tests.agent.served import HELLO, TOKEN, Served, decode_to_agent, make_ready, with_coordinator
 
 CLOSINGS = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED)
 
@@ -71,16 +70,31 @@ def test_address_that_others_can_reach_is_told(tmp_path: Path) -> None:
     assert [event["kind"] for event in asyncio.run(play())] == ["listening"]
 
 
-@pytest.mark.parametrize("data", [b"\xc1", b"", encode(Shutdown(exit_code=0, reason="not an agent's")), encode(HELLO)])
-def test_nonsense_closes_that_connection_only(tmp_path: Path, data: bytes) -> None:
+@pytest.mark.parametrize("data", [b"\xc1", b"", encode(HELLO), encode(Shutdown(exit_code=0, reason=""))])
+def test_nonsense_costs_a_connection_and_said_again_the_node(tmp_path: Path, data: bytes) -> None:
+    async def scenario(served: Served) -> None:
+        good, bad = await served.connect(), await served.connect()
+        await bad.send_bytes(data)
+        assert (await bad.receive()).type in CLOSINGS
+        again = await served.resume(node=1, num_heard=1)
+        await again.send_bytes(data)
+        assert (await served.event("node_lost"))["node"] == 1
+        assert (await again.receive()).type in CLOSINGS
+        ready = Ready(job=job_spec(), store_address="h:1", pid=5, device="cpu")
+        await good.send_bytes(encode(FromWorker(local_rank=0, message=ready)))
+        assert (await served.event("node_ready"))["node"] == 0
+
+    with_coordinator(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("data", [encode(Heard(num_messages=2)), encode(Heard(num_messages=-1))])
+def test_agent_that_speaks_out_of_turn_is_lost(tmp_path: Path, data: bytes) -> None:
     async def scenario(served: Served) -> None:
         good, bad = await served.connect(), await served.connect()
         await bad.send_bytes(data)
         assert (await served.event("node_lost"))["node"] == 1
         assert (await bad.receive()).type in CLOSINGS
-        ready = Ready(job=job_spec(), store_address="h:1", pid=5, device="cpu")
-        await good.send_bytes(encode(FromWorker(local_rank=0, message=ready)))
-        assert (await served.event("node_ready"))["node"] == 0
+        assert not good.closed
 
     with_coordinator(tmp_path, scenario)
 
@@ -90,7 +104,7 @@ def test_oversize_message_closes_that_connection_only(tmp_path: Path) -> None:
         good, bad = await served.connect(), await served.connect()
         with contextlib.suppress(ConnectionError):  # the header alone is enough to be refused
             await bad.send_bytes(bytes(MAX_MESSAGE_BYTES + 1))
-        assert (await served.event("node_lost"))["node"] == 1
+        assert (await bad.receive()).type in CLOSINGS
         assert not good.closed
 
     with_coordinator(tmp_path, scenario)
@@ -119,14 +133,15 @@ def test_text_where_bytes_belong_closes_the_connection(tmp_path: Path) -> None:
     with_coordinator(tmp_path, scenario)
 
 
-def test_returning_agent_gets_a_new_number_and_its_old_connection_is_dead(tmp_path: Path) -> None:
+def test_agent_that_begins_anew_gets_a_new_number_and_its_old_connection_is_dead(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         await served.connect()
         again = await served.open()
         await again.send_bytes(encode(Hello(host="h", pid=1, num_workers=1, node=0)))
+        assert decode_attached(await again.receive_bytes()) == Attached(is_new=True, num_heard=0)
         welcome = decode_to_agent(await again.receive_bytes())
         assert isinstance(welcome, Welcome)
-        assert (welcome.node, welcome.fresh) == (1, True)
+        assert welcome.node == 1
         assert (await served.event("node_lost"))["node"] == 0
 
     with_coordinator(tmp_path, scenario)
@@ -243,7 +258,7 @@ def test_stop_tells_everybody_and_gives_the_exit_code(tmp_path: Path) -> None:
         served.coordinator.feed(StopWanted(exit_code=130, reason="interrupted"))
         message = decode_to_agent(await socket.receive_bytes())
         assert message == Shutdown(exit_code=130, reason="interrupted")
-        await socket.close()
+        await socket.close(code=GOODBYE)
         assert await served.coordinator.wait() == 130
 
     with_coordinator(tmp_path, scenario)
@@ -291,7 +306,7 @@ def test_events_and_injections_of_the_dead_are_written_down(tmp_path: Path) -> N
         socket = await served.connect()
         line = {"time": 1.5, "node": 0, "phase": None, "step": None, "worker_only": False}
         (tmp_path / "injections.jsonl").write_text(json.dumps(line) + "\n")
-        await socket.close()
+        await socket.close(code=GOODBYE)
         await served.event("node_lost")
         events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
         assert [event["kind"] for event in events] == ["node_connected", "injected", "node_lost"]
@@ -309,7 +324,7 @@ def test_injections_that_never_came_to_it_are_written_down_at_the_end(tmp_path: 
         (tmp_path / "injections.jsonl").write_text(json.dumps(line) + "\n")
         served.coordinator.feed(StopWanted(exit_code=1, reason="enough"))
         for socket in served.sockets:
-            await socket.close()
+            await socket.close(code=GOODBYE)
         assert await served.coordinator.wait() == 1
         missed = await served.event("not_injected")
         del missed["time"]

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from resilient.agent.launch import _REPEATED, Launcher, LaunchOptions, launch
-from tests.agent.processes import has_ended
+from tests.processes import has_ended
 
 _WAITING = """
 import threading

@@ -16,13 +16,13 @@ import psutil
 import pytest
 from aiohttp import WSMsgType, web
 
+from resilient.agent.conversation import GOODBYE, Attached, Hello, decode_hello
 from resilient.agent.membership.next_generation.members import log_path
 from resilient.agent.node import NodeAgent, NodeOptions
 from resilient.protocol.messages import (
     FromAgentMessage,
     FromWorker,
     Health,
-    Hello,
     Leaving,
     Note,
     Regroup,
@@ -32,10 +32,10 @@ from resilient.protocol.messages import (
     ToWorkers,
     Welcome,
     WorkerExited,
-    decode_from_agent,
     encode,
 )
-from tests.agent.processes import has_ended
+from tests.agent.served import decode_from_agent
+from tests.processes import has_ended
 
 LIMIT_S = 150
 """Somewhat less than a test may take: what was started is ended."""
@@ -75,17 +75,16 @@ class Coordinator:
 
     async def accept(self, node: int) -> tuple[web.WebSocketResponse, Hello]:
         connection = await self.connections.get()
-        hello = decode_from_agent(await connection.receive_bytes())
-        assert isinstance(hello, Hello)
+        hello = decode_hello(await connection.receive_bytes())
         welcome = Welcome(
             node=node,
-            fresh=True,
             script=str(self.folder / "script.py"),
             arguments=(),
             directory=str(self.folder),
             run_directory=str(self.folder),
             heartbeat_s=5.0,
         )
+        await connection.send_bytes(encode(Attached(is_new=True, num_heard=0)))
         await self.tell(connection, welcome)
         return connection, hello
 
@@ -156,9 +155,9 @@ def play(
 
 
 def test_messages_are_relayed_both_ways_until_shutdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = tmp_path / (100 * "x")  # a socket's address may have 107 bytes
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
     async def scenario(coordinator: Coordinator) -> None:
         connection, hello = await coordinator.accept(node=0)
@@ -166,6 +165,7 @@ def test_messages_are_relayed_both_ways_until_shutdown(tmp_path: Path, monkeypat
         worker = await coordinator.worker(connection)
         await coordinator.tell(connection, ToWorkers(message=Regroup(generation=7)))
         assert await coordinator.note(connection) == 7
+        assert list(temporary.iterdir()) == [], "who is killed could not remove it"
         await coordinator.tell(connection, Shutdown(exit_code=3, reason="too few nodes"))
         while not has_ended(worker):
             await asyncio.sleep(0.01)
@@ -179,9 +179,8 @@ def test_workers_go_on_without_a_coordinator_and_are_fenced_off_when_it_is_back(
         worker = await coordinator.worker(connection)
         await connection.close()
         again = await coordinator.connections.get()
-        hello = decode_from_agent(await again.receive_bytes())
-        assert isinstance(hello, Hello)
-        assert hello.node == 0
+        hello = decode_hello(await again.receive_bytes())
+        assert (hello.node, hello.num_heard) == (0, 1)
         assert not has_ended(worker)
         await again.close()
         connection, _ = await coordinator.accept(node=4)
@@ -230,7 +229,8 @@ def test_killed_worker_is_reported_and_the_node_comes_back_as_often_as_it_may(tm
             (await coordinator.worker(connection)).kill()
             exited = await coordinator.hear(connection)
             assert exited == WorkerExited(local_rank=0, exit_code=-9)
-            assert (await connection.receive()).type is WSMsgType.CLOSE
+            closing = await connection.receive()
+            assert (closing.type, closing.data) == (WSMsgType.CLOSE, GOODBYE)
 
     play(tmp_path, scenario, 1)
 
@@ -256,7 +256,8 @@ def test_leaving_node_that_was_counted_as_lost_ends(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert await coordinator.hear(connection) == Leaving(reason="SIGTERM")
         await connection.close()
-        await coordinator.connections.get()
+        again = await coordinator.connections.get()
+        await again.send_bytes(encode(Attached(is_new=True, num_heard=0)))
 
     play(tmp_path, scenario, 1)
 

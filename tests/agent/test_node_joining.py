@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from resilient.agent.conversation import Attached
 from resilient.agent.node import NodeAgent, NodeOptions
-from resilient.protocol.messages import Health, Shutdown, Welcome, WorkerExited, decode_from_agent, encode
+from resilient.protocol.messages import Health, Shutdown, Welcome, WorkerExited, encode
+from tests.agent.served import decode_from_agent
 
 
 @pytest.fixture
@@ -54,13 +56,13 @@ def test_machine_that_lacks_what_the_job_needs_says_so(name: str, missing: str, 
         await connection.receive_bytes()
         welcome = Welcome(
             node=3,
-            fresh=True,
             script=str(paths["script"]),
             directory=str(paths["directory"]),
             arguments=(),
             run_directory=str(tmp_path),
             heartbeat_s=5.0,
         )
+        await connection.send_bytes(encode(Attached(is_new=True, num_heard=0)))
         await connection.send_bytes(encode(welcome))
         while isinstance(message := decode_from_agent(await connection.receive_bytes()), Health):
             pass

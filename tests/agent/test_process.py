@@ -16,7 +16,7 @@ import pytest
 
 from resilient.agent.process import Spawner, SpawnError, start_forkserver
 from resilient.protocol.forkserver import Spawn, script_imports
-from tests.agent.processes import has_ended
+from tests.processes import has_ended
 
 LIMIT_S = 150
 """Somewhat less than a test may take: what was started is ended."""

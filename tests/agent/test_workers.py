@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
+import pytest
+
 from resilient.agent.workers import WorkerPool
-from resilient.protocol.agent_client import Attach, frame
+from resilient.protocol.agent_client import Attach, frame, socket_address
 from resilient.protocol.messages import FromWorker, Note, Welcome, encode
 
 NOTE = Note(name="pid", value=4711)
 
 
 @contextmanager
-def make_pool(send: Callable[[FromWorker], None]) -> Iterator[tuple[WorkerPool, str, Welcome]]:
-    """Return the pool of one worker, the address that it serves, and what it starts workers with."""
+def make_pool(send: Callable[[FromWorker], None]) -> Iterator[tuple[WorkerPool, Welcome]]:
+    """Return the pool of one worker, and what it starts workers with."""
     with tempfile.TemporaryDirectory() as folder:
-        address = str(Path(folder) / "agent.sock")
         welcome = Welcome(
-            node=0, fresh=True, script="job.py", arguments=(), directory=folder, run_directory=folder, heartbeat_s=5.0
+            node=0, script="job.py", arguments=(), directory=folder, run_directory=folder, heartbeat_s=5.0
         )
-        yield WorkerPool(address=address, num_workers=1, send=send, on_exit=Mock()), address, welcome
+        yield WorkerPool(num_workers=1, send=send, on_exit=Mock()), welcome
 
 
-async def attach(address: str, spawner: Mock) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def attach(spawner: Mock) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect as the worker that was started last."""
-    reader, writer = await asyncio.open_unix_connection(address)
-    token = spawner.spawn.call_args.args[0].env["RESILIENT_TOKEN"]
-    writer.write(frame(encode(Attach(token=token, local_rank=0))) + frame(encode(NOTE)))
+    environment = spawner.spawn.call_args.args[0].env
+    reader, writer = await asyncio.open_unix_connection(socket_address(environment["RESILIENT_AGENT"]))
+    writer.write(frame(encode(Attach(token=environment["RESILIENT_TOKEN"], local_rank=0))) + frame(encode(NOTE)))
     return reader, writer
 
 
@@ -39,13 +40,13 @@ def test_worker_that_speaks_before_its_start_is_confirmed_is_running() -> None:
     async def play() -> None:
         heard: asyncio.Queue[FromWorker] = asyncio.Queue()
         confirmed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        with make_pool(heard.put_nowait) as (pool, address, welcome):
+        with make_pool(heard.put_nowait) as (pool, welcome):
             await pool.listen()
             spawner = Mock(spawn=Mock(return_value=confirmed))
             starting = asyncio.create_task(pool.start(spawner, welcome))
             await asyncio.sleep(0)
             assert not pool.is_running
-            _, worker = await attach(address, spawner)
+            _, worker = await attach(spawner)
             assert (await heard.get()).message == NOTE
             assert pool.is_running
             confirmed.set_result(4711)
@@ -62,18 +63,39 @@ def test_connection_of_a_worker_that_was_killed_is_not_taken_for_that_of_the_nex
 
     async def play() -> None:
         heard: asyncio.Queue[FromWorker] = asyncio.Queue()
-        with make_pool(heard.put_nowait) as (pool, address, welcome):
+        with make_pool(heard.put_nowait) as (pool, welcome):
             await pool.listen()
             spawner = Mock(spawn=AsyncMock(return_value=4711))
             await pool.start(spawner, welcome)
             pool.kill(spawner)
-            reader, killed = await attach(address, spawner)
+            reader, killed = await attach(spawner)
             assert await reader.read() == b""
             await pool.start(spawner, welcome)
-            _, worker = await attach(address, spawner)
+            _, worker = await attach(spawner)
             assert (await heard.get()).message == NOTE
             for writer in (killed, worker):
                 writer.close()
             await pool.close()
 
     asyncio.run(play())
+
+
+def test_process_of_another_user_is_not_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play() -> None:
+        with make_pool(Mock()) as (pool, welcome):
+            await pool.listen()
+            spawner = Mock(spawn=AsyncMock(return_value=4711))
+            await pool.start(spawner, welcome)
+            monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+            name = spawner.spawn.call_args.args[0].env["RESILIENT_AGENT"]
+            reader, worker = await asyncio.open_unix_connection(socket_address(name))
+            assert await reader.read() == b""
+            worker.close()
+            await pool.close()
+
+    asyncio.run(play())
+    assert [record.getMessage() for record in caplog.records if record.name == "resilient.agent.workers"] == [
+        "closed a worker's connection: a worker must be of the agent's own user"
+    ]

@@ -21,6 +21,7 @@ class Member:
         connected_at: When it introduced itself.
         ready: Its workers that are up, by local rank.
         done: Its workers that have ended as they should.
+        cut_off: Its connection broke a moment ago.
         leaving: It has announced that it goes away.
         admitted: It was told of the current generation, with a place in it or without.
         lacks_plans: Plans for as many nodes as there are with it are still being prepared.
@@ -34,6 +35,7 @@ class Member:
     connected_at: float = 0.0
     ready: dict[int, Ready] = field(default_factory=dict[int, Ready])
     done: set[int] = field(default_factory=set[int])
+    cut_off: bool = False
     leaving: bool = False
     admitted: bool = False
     lacks_plans: bool = False

@@ -8,7 +8,7 @@ import msgspec
 
 from resilient.agent.membership.next_generation.members import WorkerId, log_path
 from resilient.agent.membership.parts.context import Context
-from resilient.protocol.messages import ShowStacks, WorkerProgress
+from resilient.protocol.messages import Report, ShowStacks, StepDone, WorkerProgress
 
 
 class Change:
@@ -34,6 +34,7 @@ class Change:
         self._began = context.now
         self._deadline = deadline
         self._reports = dict(before._reports) if before is not None else {}
+        self._steps = dict(before._steps) if before is not None else {}
         self._lost_nodes = False
         self._damaged = dict(before.damaged) if before is not None else {}
         self._stalled_s = 0.0
@@ -74,9 +75,14 @@ class Change:
         """Give others until then to come; a further loss does not prolong it."""
         self._waits_until = until
 
-    def hear(self, worker: WorkerId, progress: WorkerProgress) -> None:
+    def hear(self, worker: WorkerId, report: Report) -> None:
         """Take in a report."""
-        self._reports[worker] = progress
+        self._reports[worker] = report.progress
+        self._steps.update({done.outcome.step: done for done in report.steps})
+
+    def done(self, step: int) -> StepDone | None:
+        """Return what was reported of a step that was committed."""
+        return self._steps.get(step)
 
     def forget(self, node: int) -> None:
         """Drop what a node that is gone has reported."""

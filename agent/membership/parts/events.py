@@ -33,8 +33,22 @@ class NodeConnected:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeCutOff:
+    """The connection to a node's agent broke. It is back in time (:class:`NodeBack`), or lost (:class:`NodeLost`)."""
+
+    node: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeBack:
+    """An agent that was cut off goes on where it was: nothing that it said is missing."""
+
+    node: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeLost:
-    """The connection to a node's agent broke, or its heartbeats stopped."""
+    """A node's agent is gone, was cut off for too long, or its heartbeats stopped."""
 
     node: int
     cause: str
@@ -115,6 +129,8 @@ class Tick:
 
 Stimulus = (
     NodeConnected
+    | NodeCutOff
+    | NodeBack
     | NodeLost
     | WorkerSaid
     | WorkerEnded

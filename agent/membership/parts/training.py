@@ -163,10 +163,6 @@ class Progress:
         """Take in that a step was committed."""
         self._outcome, self._redoing = outcome, False
 
-    def learn(self, outcome: StepOutcome) -> None:
-        """Take in from the survivors that a step was committed before the loss that is being handled."""
-        self._outcome = outcome
-
     def enter(self, formed: NextGeneration, *, begun: bool) -> None:
         """Go on from where the next generation begins; ``begun``: somebody has begun the step after it before."""
         self._redoing = begun or (self._redoing and formed.version <= self._version)

@@ -239,15 +239,17 @@ class Job:
 
     def report_step(self, number: int) -> None:
         slot = self.plan.slots[0]
-        done = StepDone(
-            generation=self.machine.generation,
+        self.say((slot.node, slot.local_rank), self.done(number, self.machine.generation))
+
+    def done(self, number: int, generation: int) -> StepDone:
+        return StepDone(
+            generation=generation,
             outcome=outcome(number, self.skipping),
             num_samples=24,
             step_ms=1.0,
             learning_rate=0.1,
             at=float(number),
         )
-        self.say((slot.node, slot.local_rank), done)
 
     def answer(self, workers: Iterable[WorkerId] | None = None) -> None:
         """Have workers (all by default) act on everything that was sent to them, until nothing is left to do."""
@@ -301,7 +303,9 @@ class Job:
         state = self.workers[worker]
         if isinstance(message, Regroup):
             state.begun = state.begun and not message.at_boundary
-            self.say(worker, Report(generation=message.generation, progress=state.progress()))
+            newest = state.passed.step if state.passed is not None else 0
+            steps = [self.done(number, state.generation) for number in range(message.heard_step + 1, newest + 1)]
+            self.say(worker, Report(generation=message.generation, progress=state.progress(), steps=tuple(steps)))
         elif isinstance(message, Generation):
             self._install(worker, message)
         elif isinstance(message, Save):

@@ -50,7 +50,9 @@ def test_job_stops_after_the_running_step_with_a_checkpoint() -> None:
     job.step(3)
     interrupt(job)
     assert job.last("interrupted") == {"reason": "SIGTERM", "grace_s": GRACE_S}
-    assert [state.inbox for state in job.workers.values()] == [[Regroup(generation=2, at_boundary=True)]] * 5
+    assert [state.inbox for state in job.workers.values()] == [
+        [Regroup(generation=2, at_boundary=True, heard_step=3)]
+    ] * 5
     job.step(4)
     job.answer()
     check_interrupted(job, 4)
@@ -144,7 +146,7 @@ def test_step_that_takes_too_long_is_dropped_for_the_checkpoint() -> None:
     job.step(3)
     interrupt(job)
     pass_time(job, GRACE_S / 2)
-    assert all(state.inbox[-1] == Regroup(generation=2, at_boundary=False) for state in job.workers.values())
+    assert all(state.inbox[-1] == Regroup(generation=2, heard_step=3) for state in job.workers.values())
     job.answer()
     check_interrupted(job, 3)
 

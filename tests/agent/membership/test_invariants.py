@@ -15,7 +15,7 @@ from resilient.agent.membership.machine import MembershipError
 from resilient.agent.membership.next_generation.forming import Checkpoint
 from resilient.agent.membership.parts.context import Phase
 from resilient.agent.membership.parts.events import Interrupted
-from resilient.protocol.messages import WorkerProgress
+from resilient.protocol.messages import Report, WorkerProgress
 from tests.agent.membership.simulated import Job, job_spec, outcome, started
 
 PROGRESS = WorkerProgress(version=3, complete=False)
@@ -175,7 +175,7 @@ def advance_in_the_future(parts: JobParts) -> None:
 def report_for_all(parts: JobParts) -> None:
     assert parts.change is not None
     for worker in parts.awaiting:
-        parts.change.hear(worker, PROGRESS)
+        parts.change.hear(worker, Report(generation=2, progress=PROGRESS))
 
 
 def form_a_later_generation(parts: JobParts) -> None:
@@ -185,7 +185,7 @@ def form_a_later_generation(parts: JobParts) -> None:
 
 def hear_the_dead(parts: JobParts) -> None:
     assert parts.change is not None
-    parts.change.hear((2, 0), PROGRESS)
+    parts.change.hear((2, 0), Report(generation=2, progress=PROGRESS))
 
 
 def save_an_older_step(parts: JobParts) -> None:

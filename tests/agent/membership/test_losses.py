@@ -17,7 +17,7 @@ from resilient.protocol.messages import (
     Shutdown,
     Suspect,
 )
-from tests.agent.membership.simulated import STATES, Job, outcome, regroups, started
+from tests.agent.membership.simulated import STATES, Job, job_spec, outcome, regroups, started
 
 # ---------------------------------------------------------------- failures
 
@@ -114,7 +114,7 @@ def test_second_failure_after_publication_begins_another_generation() -> None:
         job.say(worker, Report(generation=message.generation, progress=job.workers[worker].progress()))
     assert (job.machine.phase, job.machine.generation) == (Phase.INSTALLING, 2)
     job.lose(4)
-    assert regroups(job, 0) == [Regroup(generation=3)]
+    assert regroups(job, 0) == [Regroup(generation=3, heard_step=1)]
     job.answer()
     assert (job.machine.phase, job.machine.generation) == (Phase.RUNNING, 3)
     assert job.last("generation")["lost_steps"] == 1  # of the first failure: still to be redone
@@ -302,3 +302,53 @@ def test_last_checkpoint_not_written_in_time_is_an_end() -> None:
     job.feed(Tick())
     assert job.stop is not None
     assert "was not written in time" in job.stop.reason
+
+
+# ---------------------------------------------------------------- steps that were done and not told
+
+
+def steps(job: Job) -> list[tuple[int, int, float]]:
+    """Return generation and number of all steps recorded, and when they were done, in order."""
+    return [(each.generation, each.fields["step"], each.fields["time"]) for each in job.records if each.kind == "step"]
+
+
+@pytest.mark.parametrize("reporter_is_lost", [True, False])
+def test_steps_that_were_not_told_are_recorded_once_and_in_order(reporter_is_lost: bool) -> None:
+    job = started()
+    job.step(1)
+    for number in range(2, 6):
+        job.step(number, reported=False)
+    job.lose(job.plan.slots[0 if reporter_is_lost else -1].node)
+    if not reporter_is_lost:  # it tells late, before it reports like the others
+        for number in range(2, 6):
+            job.report_step(number)
+    job.answer()
+    assert steps(job) == [(1, number, number) for number in range(1, 6)]
+    assert job.last("generation")["version"] == 5
+    job.step(6)
+    assert steps(job)[-1] == (2, 6, 6)
+    assert len(steps(job)) == 6
+
+
+def test_steps_told_before_a_second_loss_count() -> None:
+    job = started(num_nodes=6, spec=job_spec(max_failures=2, min_pipeline_nodes=1))
+    job.step(1)
+    for number in range(2, 6):
+        job.step(number, reported=False)
+    first, second = job.plan.slots[0].node, job.plan.slots[-1].node
+    job.lose(first)
+    job.answer([(second, 0)])
+    job.lose(second)
+    job.answer()
+    assert steps(job) == [(1, number, number) for number in range(1, 6)]
+
+
+def test_job_goes_on_from_a_step_of_which_nobody_tells_more_than_its_outcome() -> None:
+    job = started()
+    job.step(1)
+    job.step(2, reported=False)
+    job.lose(job.plan.slots[0].node)
+    for worker in job.placed():
+        job.say(worker, Report(generation=2, progress=job.workers[worker].progress()))
+    assert [step for _, step, _ in steps(job)] == [1]
+    assert job.last("generation")["version"] == job.machine.status()["step"] == 2

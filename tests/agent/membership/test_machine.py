@@ -234,7 +234,7 @@ def test_joiners_ready_together_share_one_boundary() -> None:
     assert job.machine.phase is Phase.RUNNING
     job.ready(first)
     job.ready(second)
-    assert regroups(job, 0) == [Regroup(generation=2, at_boundary=True)]
+    assert regroups(job, 0) == [Regroup(generation=2, at_boundary=True, heard_step=1)]
     assert regroups(job, first) == []
     job.step(2)
     job.answer()
@@ -251,7 +251,10 @@ def test_failure_during_a_pending_boundary_upgrades_the_same_generation() -> Non
     job.ready(joiner)
     job.answer([(0, 0)])
     job.lose(2)
-    assert regroups(job, 1) == [Regroup(generation=2, at_boundary=True), Regroup(generation=2)]
+    assert regroups(job, 1) == [
+        Regroup(generation=2, at_boundary=True, heard_step=1),
+        Regroup(generation=2, heard_step=1),
+    ]
     job.answer()
     generation = job.last("generation")
     assert (job.machine.generation, generation["cause"]) == (2, "failure")

@@ -86,7 +86,7 @@ def test_joiner_that_no_plans_are_prepared_for_disturbs_nobody_until_they_are() 
     assert (job.machine.phase, regroups(job, 0)) == (Phase.RUNNING, [])
     job.step(1)
     job.prepare_plans()
-    assert regroups(job, 0) == [Regroup(generation=2, at_boundary=True)]
+    assert regroups(job, 0) == [Regroup(generation=2, at_boundary=True, heard_step=1)]
     job.answer()
     assert joiner in job.last("generation")["nodes"]
 

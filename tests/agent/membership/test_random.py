@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from resilient.agent.membership.machine import Membership
 from resilient.agent.membership.parts.context import Phase
-from resilient.agent.membership.parts.events import Interrupted, NodeLeaving, Tick
+from resilient.agent.membership.parts.events import Interrupted, NodeBack, NodeCutOff, NodeLeaving, Tick
 from resilient.protocol.messages import Failed, Suspect
 from tests.agent.membership.simulated import Job, job_spec
 
@@ -15,6 +15,8 @@ _ACTIONS = (
     "step",
     "half step",
     "lose",
+    "cut off",
+    "back",
     "kill worker",
     "suspect",
     "suspect a node",
@@ -57,15 +59,24 @@ def _act(job: Job, action: str, choice: int) -> None:
         return
     elif action == "lose":
         job.lose(node)
+    elif action == "cut off":
+        job.feed(NodeCutOff(node=node))
+        job.workers = {worker: state for worker, state in job.workers.items() if worker[0] in machine.members}
+    elif action == "back":
+        job.feed(NodeBack(node=node))
     elif action == "kill worker":
         job.workers = {worker: state for worker, state in job.workers.items() if worker[0] != node}
         job.end_worker((node, 0), -9)
     elif action == "suspect":
+        job.feed(NodeBack(node=node))
         job.say((node, 0), Suspect(generation=machine.generation, reason="reset"))
+        job.workers = {worker: state for worker, state in job.workers.items() if worker[0] in machine.members}
     elif action == "suspect a node":
         if machine.generation:
+            job.feed(NodeBack(node=node))
             peer = choice % len(job.plan.slots)
             job.say((node, 0), Suspect(generation=machine.generation, reason="reset", peer=peer))
+            job.workers = {worker: state for worker, state in job.workers.items() if worker[0] in machine.members}
     elif action == "err":
         kind = f"OSError at data.py:{len(job.history) % 3}"
         job.workers = {worker: state for worker, state in job.workers.items() if worker[0] != node or choice % 2}

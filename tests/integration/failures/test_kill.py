@@ -133,9 +133,11 @@ def test_node_killed_at_every_end_of_a_pipeline(place: str, reference: Run, tmp_
 
 
 @pytest.mark.parametrize("victim", ["the whole node", "the agent alone"])
-def test_node_killed_from_outside(victim: str, reference: Run, tmp_path: Path) -> None:
+def test_node_killed_from_outside(victim: str, reference: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody in the job knows of this one beforehand. The next step waits until the loss is known."""
-    gate = tmp_path / "gate"
+    gate, temporary = tmp_path / "gate", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     agents: dict[int, int] = {}
 
     def act(launcher: Launcher, event: Event) -> None:
@@ -150,6 +152,9 @@ def test_node_killed_from_outside(victim: str, reference: Run, tmp_path: Path) -
     run = run_job(tmp_path / "run", "--hold-in", str(STEP + 1), "--gate", str(gate), nodes=NODES, act=act)
     check_recovered(run, reference)
     assert run.report["recoveries"][0]["nodes"] == [3]
+    left = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # torch's own
+    assert left == [], "who is killed cannot remove what it has made"
+    assert list(run.directory.rglob(".*")) == []
 
 
 def test_kills_one_after_another_until_the_smallest_job_is_left(reference: Run, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import queue
 import time
@@ -182,6 +183,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=0, help="none where samples wait for what a worker is told")
     parser.add_argument("--stay-until", type=Path, metavar="FILE", help="when the main script ends")
     parser.add_argument("--slow-node", type=int, metavar="NODE", help="computes slowly")
+    parser.add_argument("--no-collector", action="store_true", help="what refers to itself stays in memory")
     return parser.parse_args()
 
 
@@ -189,6 +191,8 @@ def main() -> None:
     """Train."""
     args = parse_arguments()
     torch.set_num_threads(1)
+    if args.no_collector:
+        gc.disable()
     worker.GenerationGuard = KnownGuard
     sampler = StepSampler(num_samples=NUM_SAMPLES, global_batch=max(args.batch, 1), seed=0)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import re
 import signal
 import socket
 import threading
+import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -316,3 +318,32 @@ def test_address_in_an_error_of_gloo_names_the_peer_that_listens_there() -> None
         return [*named, comm.failed(RuntimeError(f"Connection closed by peer [{HOST}]:1")).peer]
 
     assert as_threads(3, work) == [[1, 1, 2, 2, None], [0, 0, 2, 2, None], [0, 0, 1, 1, None]]
+
+
+class LostWork:
+    """An operation whose peer is gone."""
+
+    def wait(self) -> None:
+        raise RuntimeError("the peer is gone")
+
+
+def test_failed_wait_keeps_nothing_alive_without_the_collector() -> None:
+    waiter = gloo._Waiter()
+
+    def wait(work: LostWork) -> str:
+        try:
+            waiter.wait(work)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    gc.disable()
+    try:
+        work = LostWork()
+        reference = weakref.ref(work)
+        assert wait(work) == "the peer is gone"
+        del work
+        assert reference() is None
+    finally:
+        gc.enable()
+        waiter.close()

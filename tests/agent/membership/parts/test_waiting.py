@@ -25,7 +25,8 @@ def stall(job: Job) -> None:
     assert job.machine.phase is not Phase.AGREEING or job.workers[0, 0].inbox[-1].at_boundary
     pass_time(job, job.now + 1)
     assert job.machine.phase is Phase.AGREEING
-    assert all(state.inbox[-1] == Regroup(generation=2) for state in job.workers.values())
+    regroup = Regroup(generation=2, heard_step=job.machine.status()["step"])
+    assert all(state.inbox[-1] == regroup for state in job.workers.values())
 
 
 def shown(job: Job) -> list[tuple[int, int]]:

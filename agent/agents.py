@@ -1,0 +1,203 @@
+"""The node agents as the coordinator sees them: who is connected, cut off, back or gone.
+
+A connection that breaks is not yet a node that is lost: its agent comes back with the same conversation, or is given
+up after ``heartbeat_s``. Owns the agents' WebSockets. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Mapping
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from resilient.agent.conversation import GOODBYE, Attached, Conversation, Hello, decode_hello
+from resilient.agent.membership.parts import events as ev
+from resilient.errors import ControlError
+from resilient.protocol.messages import (
+    MAX_MESSAGE_BYTES,
+    FromAgentMessage,
+    FromWorker,
+    Health,
+    Leaving,
+    ToAgentMessage,
+    WorkerExited,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+_HELLO_TIMEOUT_S = 10.0
+_LOST = "node lost"
+
+
+class _Agent:
+    """One agent, connected or cut off."""
+
+    def __init__(self, node: int, hello: Hello) -> None:
+        self.node = node
+        self.conversation = Conversation[FromAgentMessage](FromAgentMessage)
+        self.socket: web.WebSocketResponse | None = None
+        self.gone = asyncio.Event()
+        self.num_heard_before_nonsense: int | None = None
+        self.lost_soon: asyncio.TimerHandle | None = None
+        self._process = (hello.host, hello.pid)
+
+    def runs_here_as(self, pid: int) -> bool:
+        """Return whether it is this process of this machine."""
+        return self._process == (socket.gethostname(), pid)
+
+    def stop_waiting(self) -> bool:
+        """Give it up no more when its time is over; return whether that would have been."""
+        waited, self.lost_soon = self.lost_soon, None
+        if waited is not None:
+            waited.cancel()
+        return waited is not None
+
+
+class Agents:
+    """Serves the agents' connections and tells the machine what comes of them.
+
+    Args:
+        heartbeat_s: Silence after which an agent counts as lost.
+        feed: Gives the machine a stimulus.
+        is_member: Returns whether the machine counts on a node.
+    """
+
+    def __init__(
+        self, heartbeat_s: float, feed: Callable[[ev.Stimulus], None], is_member: Callable[[int], bool]
+    ) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._feed = feed
+        self._is_member = is_member
+        self._agents: dict[int, _Agent] = {}
+        self._num_seen = 0
+        self._ended: set[int] = set()
+        self._health: dict[int, Health] = {}
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The numbers of all that are not gone."""
+        return tuple(self._agents)
+
+    @property
+    def health(self) -> Mapping[int, Health]:
+        """What each said last of its machine."""
+        return self._health
+
+    def tell(self, node: int, message: ToAgentMessage) -> None:
+        """Have a message sent, now or when the agent is back; to one that is gone, none is."""
+        agent = self._agents.get(node)
+        if agent is not None:
+            agent.conversation.say(encode(message))
+
+    def note_ended(self, pid: int) -> None:
+        """Take in that a process of this machine has ended: if it was an agent, it does not come back."""
+        self._ended.add(pid)
+        for agent in list(self._agents.values()):
+            if agent.lost_soon is not None and agent.runs_here_as(pid):
+                self._drop(agent, _LOST)
+
+    async def all_gone(self) -> None:
+        """Wait until all that are there now are gone."""
+        await asyncio.gather(*(agent.gone.wait() for agent in self._agents.values()))
+
+    def close(self) -> None:
+        """Wait for nobody any more."""
+        for agent in self._agents.values():
+            agent.stop_waiting()
+
+    # ------------------------------------------------------------ connections
+
+    async def serve(self, request: web.Request) -> web.WebSocketResponse:
+        """Serve one connection of an agent, from its ``Hello`` on."""
+        socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, heartbeat=self._heartbeat_s)
+        await socket.prepare(request)
+        try:
+            hello = decode_hello(await socket.receive_bytes(timeout=_HELLO_TIMEOUT_S))
+        except (msgspec.DecodeError, TypeError, asyncio.TimeoutError, aiohttp.ClientError) as error:
+            logger.warning("an agent did not introduce itself: %s", error)
+            await socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION)
+            return socket
+        await self._converse(socket, hello)
+        await socket.close()
+        return socket
+
+    async def _converse(self, socket: web.WebSocketResponse, hello: Hello) -> None:
+        agent = self._agents.get(hello.node) if hello.node is not None else None
+        is_new = agent is None or hello.num_heard == 0 or not self._is_member(agent.node)
+        if agent is None or is_new:
+            if agent is not None:  # it begins anew: what it was before is gone in any case
+                self._drop(agent, _LOST)
+            agent = self._begin(hello)
+        agent.socket = socket
+        agent.conversation.connect(socket)
+        if agent.stop_waiting():
+            self._feed(ev.NodeBack(node=agent.node))
+        cause = ""
+        try:
+            await socket.send_bytes(encode(Attached(is_new=is_new, num_heard=agent.conversation.num_heard)))
+            num_heard_there = 0 if is_new else hello.num_heard
+            await agent.conversation.carry(socket, num_heard_there, lambda said: self._hear(agent, said))
+        except ConnectionError:
+            pass
+        except msgspec.DecodeError as error:
+            cause = self._cause_of_nonsense(agent, agent.conversation.num_heard, error)
+        except ControlError as error:
+            logger.warning("node %d: %s", agent.node, error)
+            cause = _LOST
+        if agent.socket is not socket or self._agents.get(agent.node) is not agent:
+            return  # it is back over another connection, or gone
+        if isinstance(socket.exception(), asyncio.TimeoutError):
+            cause = "heartbeat missed"
+        if socket.close_code == GOODBYE or any(map(agent.runs_here_as, self._ended)):
+            cause = _LOST
+        if cause:
+            self._drop(agent, cause)
+        else:
+            self._cut_off(agent)
+
+    def _begin(self, hello: Hello) -> _Agent:
+        node = self._num_seen
+        self._num_seen += 1
+        agent = self._agents[node] = _Agent(node, hello)
+        self._feed(
+            ev.NodeConnected(
+                node=node, host=hello.host, pid=hello.pid, num_workers=hello.num_workers, domain=hello.domain
+            )
+        )
+        return agent
+
+    def _cause_of_nonsense(self, agent: _Agent, num_heard: int, error: msgspec.DecodeError) -> str:
+        """Return why to do without the agent, "" if it may say it again: it can have been damaged on its way."""
+        logger.warning("node %d sent nonsense: %s", agent.node, error)
+        is_same, agent.num_heard_before_nonsense = agent.num_heard_before_nonsense == num_heard, num_heard
+        return _LOST if is_same else ""
+
+    async def _hear(self, agent: _Agent, said: FromAgentMessage) -> None:
+        node = agent.node
+        match said:
+            case Health():
+                self._health[node] = said
+            case FromWorker(local_rank=local_rank, message=message):
+                self._feed(ev.WorkerSaid(node=node, local_rank=local_rank, message=message))
+            case Leaving(reason=reason):
+                self._feed(ev.NodeLeaving(node=node, reason=reason))
+            case WorkerExited(local_rank=local_rank, exit_code=exit_code, error=error):
+                self._feed(ev.WorkerEnded(node=node, local_rank=local_rank, exit_code=exit_code, error=error))
+
+    def _cut_off(self, agent: _Agent) -> None:
+        loop = asyncio.get_running_loop()
+        agent.lost_soon = loop.call_later(self._heartbeat_s, self._drop, agent, _LOST)
+        self._feed(ev.NodeCutOff(node=agent.node))
+
+    def _drop(self, agent: _Agent, cause: str) -> None:
+        agent.stop_waiting()
+        del self._agents[agent.node]
+        self._health.pop(agent.node, None)
+        agent.gone.set()
+        self._feed(ev.NodeLost(node=agent.node, cause=cause))

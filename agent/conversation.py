@@ -1,0 +1,177 @@
+"""A conversation that outlives its connections: all that is said arrives, in order and once.
+
+Messages are counted, not numbered: a connection keeps their order, and begins with how many each end has heard. So each
+end knows what the other one lacks, and says that first. Used by both ends of an agent's WebSocket. Must not import
+torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from resilient.errors import ControlError
+from resilient.protocol.messages import MAX_MESSAGE_BYTES, encode
+
+GOODBYE = 4000
+"""Code of a WebSocket that is closed because the conversation is over, and not to be continued on another one."""
+
+HEARD_EVERY = 64
+"""Messages after which the other end is told that it need not keep them."""
+
+_Message = TypeVar("_Message")
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What an agent says first on each of its connections.
+
+    Args:
+        node: Its number before, when it comes back.
+        num_heard: Messages it has heard of the conversation that it goes on with; 0 to begin anew.
+        domain: What the node fails together with (a zone, a rack); "" when it is not known.
+    """
+
+    host: str
+    pid: int
+    num_workers: int
+    node: int | None = None
+    num_heard: int = 0
+    domain: str = ""
+
+
+class Attached(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The coordinator's answer to :class:`Hello`: a conversation begins, or goes on.
+
+    Args:
+        is_new: It begins, with a ``Welcome``; of what was said before nothing is known any more.
+        num_heard: Messages the coordinator has heard of it.
+    """
+
+    is_new: bool
+    num_heard: int
+
+
+class Heard(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """So many messages were heard; said between them, it counts as none."""
+
+    num_messages: int
+
+
+decode_hello = msgspec.msgpack.Decoder(Hello).decode
+decode_attached = msgspec.msgpack.Decoder(Attached).decode
+
+Connection: TypeAlias = "web.WebSocketResponse | aiohttp.ClientWebSocketResponse[bool]"
+
+
+class Conversation(Generic[_Message]):
+    """One end of it.
+
+    Args:
+        messages: The union of what the other end may say.
+    """
+
+    def __init__(self, messages: Any) -> None:
+        self._decode: Callable[[bytes], _Message | Heard] = msgspec.msgpack.Decoder(messages | Heard).decode
+        self._num_heard = 0
+        self._said: deque[bytes] = deque()  # what the other end may not have heard
+        self._num_heard_there = 0
+        self._more = asyncio.Event()
+        self._connection: Connection | None = None
+        self._is_over = False
+
+    @property
+    def num_heard(self) -> int:
+        """How many messages were heard."""
+        return self._num_heard
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to be said."""
+        return self._is_over
+
+    def say(self, message: bytes) -> None:
+        """Have a message sent, over this connection or a later one.
+
+        Raises:
+            ControlError: It is larger than the other end takes.
+        """
+        if len(message) > MAX_MESSAGE_BYTES:
+            size = len(message)
+            raise ControlError(f"a message must be at most {MAX_MESSAGE_BYTES} bytes, got {size}; send less at once")
+        self._said.append(message)
+        self._more.set()
+
+    def end(self) -> None:
+        """Close the connection once all is sent."""
+        self._is_over = True
+        self._more.set()
+
+    def connect(self, connection: Connection) -> None:
+        """Go over to this connection: nothing more is heard of an earlier one."""
+        self._connection = connection
+
+    async def carry(
+        self, connection: Connection, num_heard_there: int, hear: Callable[[_Message], Awaitable[None]]
+    ) -> None:
+        """Talk until the connection ends, or another one takes its place.
+
+        Args:
+            connection: The one of :meth:`connect`.
+            num_heard_there: How many messages the other end had heard when it began.
+            hear: Called with each message.
+
+        Raises:
+            msgspec.DecodeError: What came is no message, and counts as not heard. Close the connection.
+            ControlError: The other end has heard what was never said. Close the connection.
+        """
+        self._forget(num_heard_there)
+        writing = asyncio.create_task(self._write(connection))
+        try:
+            async for packet in connection:
+                if packet.type is not aiohttp.WSMsgType.BINARY or self._connection is not connection:
+                    return
+                message = self._decode(packet.data)
+                if isinstance(message, Heard):
+                    self._forget(message.num_messages)
+                    continue
+                self._num_heard += 1
+                if self._num_heard % HEARD_EVERY == 0:
+                    self._more.set()
+                await hear(message)
+        except (aiohttp.ClientError, ConnectionError):  # answering a ping can find the connection broken
+            return
+        finally:
+            if not self._is_over:  # otherwise it is what ends the connection
+                writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+
+    async def _write(self, connection: Connection) -> None:
+        position, told = self._num_heard_there, self._num_heard
+        while True:
+            self._more.clear()
+            while position < self._num_heard_there + len(self._said):
+                await connection.send_bytes(self._said[position - self._num_heard_there])
+                position += 1
+            if self._num_heard - told >= HEARD_EVERY:
+                told = self._num_heard
+                await connection.send_bytes(encode(Heard(num_messages=told)))
+            if self._is_over:
+                await connection.close(code=GOODBYE)
+                return
+            await self._more.wait()
+
+    def _forget(self, num_heard_there: int) -> None:
+        """Keep nothing that was heard."""
+        newly_heard = num_heard_there - self._num_heard_there
+        if not 0 <= newly_heard <= len(self._said):
+            least, most = self._num_heard_there, self._num_heard_there + len(self._said)
+            raise ControlError(f"messages heard must be {least} to {most} of those said, got {num_heard_there}")
+        for _ in range(newly_heard):
+            self._said.popleft()
+        self._num_heard_there = num_heard_there

@@ -1,0 +1,19 @@
+"""Whoever lives through many recoveries keeps nothing of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.integration.recoveries import recover
+
+RECOVERIES = 15
+LARGEST_GROWTH_MB = 6
+"""Over ten recoveries: among the first ones allocators still fill up."""
+
+
+def test_survivors_keep_no_threads_descriptors_and_memory_of_recoveries(tmp_path: Path) -> None:
+    for node, usages in recover(tmp_path / "run", RECOVERIES).items():
+        early, late = usages[3:6], usages[-4:]  # a thread that drops groups may still be at it in any one of them
+        assert min(usage.threads for usage in late) <= max(usage.threads for usage in early), (node, usages)
+        assert min(usage.descriptors for usage in late) <= max(usage.descriptors for usage in early), (node, usages)
+        assert late[-1].memory_mb - early[-1].memory_mb < LARGEST_GROWTH_MB, (node, usages)

@@ -1,0 +1,106 @@
+"""Kills a node, has another join, over and over, and shows what the survivors keep of it.
+
+``python -m tests.integration.recoveries --recoveries 200`` prints threads, descriptors and memory of two workers that
+live through all of them. They run without the collector of cycles, so that whatever it would have to find stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from resilient import testing
+from resilient.agent.launch import Launcher
+from resilient.protocol.messages import Injection
+from tests.integration.harness import CHAIN, Event
+
+NODES = 4
+SURVIVORS = (0, 1)
+_FIRST_STEPS = 3
+
+
+class Usage(NamedTuple):
+    """What a worker has, while nothing changes."""
+
+    threads: int
+    descriptors: int
+    memory_mb: float
+
+
+class Recoveries:
+    """Has one node too many killed, and one too few join, each after some steps of the generation before.
+
+    Args:
+        count: Recoveries after which the job is interrupted.
+
+    Attributes:
+        usages: By survivor, what it had after each recovery.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.usages: dict[int, list[Usage]] = {node: [] for node in SURVIVORS}
+        self._count = count
+        self._pids: dict[int, int] = {}
+        self._nodes: list[int] = []
+        self._steps = 0
+
+    def on_event(self, launcher: Launcher, event: Event) -> None:
+        """Take in an event of the job; ask for the next change when it is time."""
+        if event["kind"] == "node_ready":
+            self._pids[event["node"]] = event["pids"][0]
+        elif event["kind"] == "generation":
+            self._nodes, self._steps = event["nodes"], 0
+        elif event["kind"] == "step":
+            self._steps += 1
+            if self._steps == _FIRST_STEPS:
+                self._change(launcher)
+
+    def _change(self, launcher: Launcher) -> None:
+        if len(self._nodes) > NODES:
+            launcher.inject(Injection(node=max(self._nodes)))
+            return
+        for node, usages in self.usages.items():
+            usages.append(_usage(self._pids[node]))
+        if len(self.usages[SURVIVORS[0]]) > self._count:
+            launcher.interrupt("enough")
+        else:
+            launcher.add_node()
+
+
+def _usage(pid: int) -> Usage:
+    process = psutil.Process(pid)
+    return Usage(process.num_threads(), process.num_fds(), process.memory_full_info().uss / 2**20)
+
+
+def recover(directory: Path, count: int) -> dict[int, list[Usage]]:
+    """Run a job of ``count`` recoveries; return by survivor what it had before the first and after each."""
+    recoveries = Recoveries(count)
+    arguments = ("--steps", "1000000", "--no-collector")
+    run = testing.run_job(CHAIN, *arguments, directory=directory, nodes=NODES, act=recoveries.on_event)
+    assert run.reason.startswith("interrupted (enough)"), run.reason
+    return recoveries.usages
+
+
+def main() -> int:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recoveries", type=int, default=200)
+    options = parser.parse_args()
+    table = Table("recoveries", "node", *Usage._fields)
+    for node, usages in recover(Path(tempfile.mkdtemp(prefix="recoveries-")), options.recoveries).items():
+        for number in range(0, len(usages), max(1, options.recoveries // 10)):
+            usage = usages[number]
+            table.add_row(*map(str, (number, node, usage.threads, usage.descriptors)), f"{usage.memory_mb:.1f}")
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
