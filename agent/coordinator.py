@@ -313,11 +313,8 @@ class Coordinator:
         connection = _Connection(socket)
         self._connections[node] = connection
         writer = asyncio.get_running_loop().create_task(connection.write())
-        self.feed(
-            ev.NodeConnected(
-                node=node, host=hello.host, pid=hello.pid, num_workers=hello.num_workers, domain=hello.domain
-            )
-        )
+        told = {"host": hello.host, "pid": hello.pid, "domain": hello.domain, "alike": hello.alike}
+        self.feed(ev.NodeConnected(node=node, num_workers=hello.num_workers, **told))
         try:
             await self._listen(node, socket)
         except msgspec.DecodeError as error:

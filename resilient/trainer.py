@@ -21,10 +21,12 @@ from resilient.models.layer import Model, WholeModel
 from resilient.observability.step_trace import parse_steps
 from resilient.optim import Optimizer
 from resilient.profiling.cache import job_profile
+from resilient.profiling.profiler import draw_samples
 from resilient.protocol.agent_client import AgentClient
 from resilient.protocol.foreign_launchers import check_started_once
 from resilient.protocol.job_config import training_schedule
 from resilient.protocol.messages import Note, Output
+from resilient.runtime.alike import alike
 from resilient.runtime.batches import reader_of
 from resilient.runtime.job import Job
 from resilient.runtime.malloc import keep_freed_memory
@@ -185,9 +187,12 @@ class Trainer:
         client = self._client = agent or SingleProcessClient(
             _single_process_directory(), str(resume) if resume else None
         )
-        profile = job_profile(job, lambda text: client.send(Output(text=text)))
+        samples = draw_samples(job)
+        told = alike(job, [read for each in samples for read in each.samples]) if agent is not None else {}
+        profile = job_profile(job, samples, lambda text: client.send(Output(text=text)))
+        del samples  # they may be large
         host, traced_steps = os.environ.get("RESILIENT_HOST", "127.0.0.1"), os.environ.get("RESILIENT_TRACE", "")
-        self._worker = Worker(job, profile, client, host, parse_steps(traced_steps), processes)
+        self._worker = Worker(job, profile, client, host, parse_steps(traced_steps), processes, told)
         if isinstance(client, AgentClient):
             sys.stdout = _ForwardedOutput(sys.stdout, client, self._worker)
             self._worker.run()

@@ -61,6 +61,18 @@ class Handlers:
     def on_node_connected(self, event: NodeConnected) -> None:
         settings, context = self._context.settings, self._context
         context.record("node_connected", node=event.node, host=event.host, pid=event.pid, domain=event.domain)
+        member = context.members[event.node] = Member(
+            node=event.node,
+            host=event.host,
+            pid=event.pid,
+            num_workers=event.num_workers,
+            domain=event.domain,
+            connected_at=context.now,
+        )
+        unlike = self._parts.likeness.why_unlike(event.node, event.alike)
+        if unlike:
+            self._lifecycle.fail(event.node, unlike)
+            return
         context.tell(
             event.node,
             Welcome(
@@ -74,14 +86,6 @@ class Handlers:
                 num_nodes=settings.num_nodes,
                 trace=settings.trace,
             ),
-        )
-        member = context.members[event.node] = Member(
-            node=event.node,
-            host=event.host,
-            pid=event.pid,
-            num_workers=event.num_workers,
-            domain=event.domain,
-            connected_at=context.now,
         )
         if event.num_workers != settings.workers_per_node:
             reason = f"workers per node must be {settings.workers_per_node} in this job, got {event.num_workers}"
@@ -236,9 +240,9 @@ class Handlers:
             except (ValueError, CheckpointError) as error:
                 self._ends.stop(EXIT_FAILED, str(error), None)
                 return
-        unlike = parts.job.why_unlike(message.job)
-        if unlike:
-            lifecycle.fail(member.node, unlike)
+        reason = parts.likeness.why_unlike(member.node, message.job.alike) or parts.job.why_too_small(message.job)
+        if reason:
+            lifecycle.fail(member.node, reason)
             return
         member.ready[worker[1]] = message
         if member.is_up:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from resilient.protocol.alike import Alike
 from resilient.protocol.job_config import JobConfig
 from resilient.state.manifest import SavedState
 from resilient.state.recipe import Recipe
@@ -39,18 +40,14 @@ class JobSpec(JobConfig):
         recipe: What a checkpoint must have been written under to be resumed.
         num_steps: Steps of the whole job.
         memory_bytes: What training may use of a device's memory; None for no limit.
-        digest: Of what must be equal on all workers of a job.
-        values_digest: Of initial values that are not drawn but come with the model; equal on all workers, too.
-        files: Digests of the contents of the files the model takes values from, by name.
+        alike: What must be equal on all workers of a job, as it is on this one.
     """
 
     profile: ModelProfile
     recipe: Recipe
     num_steps: int
     memory_bytes: int | None = None
-    digest: str = ""
-    values_digest: str = ""
-    files: dict[str, str] = field(default_factory=dict)
+    alike: Alike = field(default_factory=Alike)
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -309,6 +306,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     Args:
         node: Its number before, when it reconnects after the connection broke.
         domain: What the node fails together with (a zone, a rack); "" when it is not known.
+        alike: What must be equal on all nodes, as it is on this one.
     """
 
     host: str
@@ -316,6 +314,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_workers: int
     node: int | None = None
     domain: str = ""
+    alike: Alike = msgspec.field(default_factory=Alike)
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):

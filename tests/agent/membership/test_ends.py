@@ -197,7 +197,7 @@ def test_joiner_that_fails_disturbs_nobody() -> None:
     other = job.connect()
     job.end_worker((other, 0), 1, "ImportError: no")
     another = job.connect()
-    job.ready(another, job_spec(digest="other"))
+    job.ready(another, job_spec(alike={"job": {"model": "another"}}))
     assert (job.machine.phase, job.machine.generation, job.stop) == (Phase.RUNNING, 1, None)
     assert set(job.machine.members) == set(range(5))
 
