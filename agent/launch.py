@@ -29,7 +29,7 @@ from resilient.observability.step_trace import parse_steps
 from resilient.protocol.alike import ALLOWABLE
 from resilient.protocol.forkserver import Spawn
 from resilient.protocol.messages import Injection
-from resilient.state.manifest import read_resumed
+from resilient.state.manifest import read_resumed, resumed_folder
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.inputs.devices import network
 
@@ -60,7 +60,7 @@ class LaunchOptions:
         num_nodes: Simulated nodes to start.
         workers_per_node: Workers of each.
         run_directory: Folder of the run; made if it is not there.
-        resume: Checkpoint folder to begin from.
+        resume: Checkpoint folder to begin from, or folder of a run for its newest sound one.
         host: Address to listen on.
         port: Port to listen on; 0 for any that is free.
         network_gbit_s: Between two nodes, for each worker; None where it is too fast to matter.
@@ -266,7 +266,7 @@ class Launcher:
         options = self._options
         resume = None
         if options.resume is not None:
-            path = Path(options.resume).resolve()
+            path = resumed_folder(options.resume).resolve()
             resume = (str(path), read_resumed(path))
         return Settings(
             script=str(Path(options.script).resolve()),

@@ -146,8 +146,8 @@ class Trainer:
 
         Args:
             num_steps: Steps of the whole job, those before a resumed checkpoint included.
-            resume: A checkpoint folder to begin from, for a script run by itself; under ``resilient run`` its
-                ``--resume`` says so for all workers.
+            resume: A checkpoint folder to begin from, or that of a run for its newest sound one, for a script run by
+                itself; under ``resilient run`` its ``--resume`` says so for all workers.
 
         Returns:
             The result, after the last step is committed and the final checkpoint is written.
@@ -180,6 +180,7 @@ class Trainer:
         num_steps, agent = job.num_steps, AgentClient.from_environment()
         if agent is not None and resume is not None:
             raise ValueError(f"resume must be None under `resilient run`, got {resume}; use `resilient run --resume`")
+        resume = None if resume is None else manifest.resumed_folder(resume)
         if resume is not None and manifest.read_resumed(resume).step > num_steps:
             raise ValueError(
                 f"num_steps must be >= the resumed checkpoint's step, got {num_steps} for {resume}; train longer"

@@ -347,6 +347,8 @@ class Handlers:
     def on_failed(self, message: Failed, worker: WorkerId) -> None:
         if not message.is_sound:
             self._parts.ending.note_damage()
+        if message.damaged:
+            self._parts.checkpoints.note_damaged(message.damaged, message.instead)
         if message.kind:
             self._lifecycle.err(worker[0], message.error, message.kind, message.traceback)
         else:

@@ -38,7 +38,7 @@ def run(
     arguments: Annotated[list[str] | None, typer.Argument(help=script_options.ARGUMENTS_HELP)] = None,
     nodes: Annotated[int, typer.Option(callback=within(1), help="Nodes to start.")] = 1,
     workers_per_node: Annotated[int, typer.Option(callback=within(1), help="Workers of each node.")] = 1,
-    resume: Annotated[Path | None, typer.Option(help="Checkpoint folder to begin from.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Checkpoint to begin from, or a run for its newest.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<time> by default.")] = None,
     host: Annotated[str, typer.Option(help="This machine's address, for other machines to join.")] = "127.0.0.1",
     port: Annotated[

@@ -203,13 +203,16 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """This worker cannot go on. ``error`` is a one-paragraph message.
 
     ``is_sound``: the states are right as far as is known, and worth a checkpoint. ``kind``: type and place in the code
-    of an error that this node alone may have; "" for one that can only be the job's.
+    of an error that this node alone may have; "" for one that can only be the job's. ``damaged``: a checkpoint;
+    ``instead``: a sound one.
     """
 
     error: str
     traceback: str = ""
     is_sound: bool = True
     kind: str = ""
+    damaged: str = ""
+    instead: str = ""
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, tag=True):

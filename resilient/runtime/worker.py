@@ -193,7 +193,10 @@ class Worker:
             told, is_sound = self._told(error, message), not isinstance(error, ReplicaError)
             self._failure = error  # raised once the job's progress, of which this worker may hold a part, is saved
             where = "" if isinstance(error, NonFiniteError) else traceback.format_exc()  # it came from no line of code
-            self._client.send(Failed(error=told, traceback=where, is_sound=is_sound, kind=error_kind(error)))
+            failed = Failed(error=told, traceback=where, is_sound=is_sound, kind=error_kind(error))
+            if isinstance(error, CheckpointError):
+                failed = msgspec.structs.replace(failed, damaged=error.damaged, instead=error.sound)
+            self._client.send(failed)
             self._leave(broken=is_sound)
 
     def _drop(self, found: OddCopiesError, generation: int) -> None:

@@ -7,8 +7,8 @@ from resilient.agent.membership.next_generation.forming import Checkpoint, sourc
 from resilient.agent.membership.parts.context import Context
 from resilient.agent.membership.parts.events import WriteManifest
 from resilient.protocol.messages import JobSpec, Saved
-from resilient.state.manifest import Manifest, SavedState, folder
-from resilient.state.skipped import SkippedSteps
+from resilient.state.manifest import Manifest, SavedState, folder, step_of_folder
+from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 
 
 class Parts:
@@ -115,6 +115,12 @@ class Checkpoints:
         missed = self.step_of(path)
         self._whole = [checkpoint for checkpoint in self._whole if checkpoint.path != path]
         return missed
+
+    def note_damaged(self, path: str, instead: str) -> None:
+        """Count no longer on a checkpoint that is not what was written; ``instead``: the newest sound one beside it."""
+        self._whole = [checkpoint for checkpoint in self._whole if checkpoint.path not in (path, instead)]
+        if instead:
+            self._whole.append(Checkpoint(step=step_of_folder(instead), path=instead, skipped=NONE_SKIPPED))
 
     def note_missed(self, step: int, node: int | None, error: str) -> None:
         """Record that there will be no checkpoint of a step, because of a node or, None, of its manifest."""

@@ -6,8 +6,9 @@ from typing import Any
 
 from resilient.agent.membership.parts.context import Phase
 from resilient.agent.membership.parts.events import ManifestFailed, Send, StopWanted
-from resilient.protocol.messages import Generation, NotSaved
-from tests.agent.membership.simulated import STATES, Job, job_spec
+from resilient.protocol.messages import Failed, Generation, NotSaved
+from resilient.state.manifest import Manifest
+from tests.agent.membership.simulated import RECIPE, STATES, Job, job_spec
 
 ERROR = "/runs/x/checkpoints/step-00000003 cannot be written ([Errno 28] No space left on device); make room there"
 
@@ -150,3 +151,30 @@ def test_checkpoint_that_a_failure_left_behind_is_told() -> None:
     assert [record.fields for record in job.records if record.kind == "checkpoint_failed"] == [
         {"step": 3, "node": None, "error": "the job was regrouped before all parts were written", "newest": None}
     ]
+
+
+def resumed_from_damaged(instead: str) -> Job:
+    manifest = Manifest(step=6, recipe=RECIPE, states={})
+    job = Job(num_nodes=4, resume=("/runs/y/checkpoints/step-00000006", manifest))
+    job.start()
+    job.say((1, 0), Failed(error="damaged", damaged="/runs/y/checkpoints/step-00000006", instead=instead))
+    return job
+
+
+def test_newest_sound_checkpoint_is_named_for_a_damaged_one() -> None:
+    sound = "/runs/y/checkpoints/step-00000004"
+    job = resumed_from_damaged(sound)
+    assert stop(job) == f"enough; resume with: resilient run --nodes 4 --resume {sound} train.py"
+    assert job.last("stopped")["path"] == sound
+
+
+def test_job_whose_only_checkpoint_is_damaged_is_started_again() -> None:
+    again = "start again with: resilient run --nodes 4 train.py"
+    assert stop(resumed_from_damaged("")) == f"enough; there is no checkpoint; {again}"
+
+
+def test_checkpoint_that_is_written_after_a_damaged_one_was_found_is_the_newest() -> None:
+    job = resumed_from_damaged("/runs/y/checkpoints/step-00000004")
+    job.answer()
+    assert job.stop is not None
+    assert job.stop.reason == f"node 1: damaged; resume with: resilient run --nodes 4 --resume {path_of(6)} train.py"
