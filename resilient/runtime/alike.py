@@ -41,12 +41,12 @@ def alike(job: Job, samples: Iterable[Read]) -> Alike:
         "values": {"initial values": short(values())} if values is not None else {},
         "schedule": {"code": _code(job.optimizer.lr_schedule)},
         "loss": {"code": _code(getattr(model, "loss_function", model.loss))},
-        "data": {f"sample {index}": f"{entry_checksum(sample):016x}" for index, sample in _few(samples)},
+        "data": {f"sample {read.index}": f"{entry_checksum(read.sample):016x}" for read in _few(samples)},
     }
 
 
 def _few(samples: Iterable[Read]) -> list[Read]:
-    return sorted(samples, key=lambda read: read[0])[:_MOST_SAMPLES]
+    return sorted(samples, key=lambda read: read.index)[:_MOST_SAMPLES]
 
 
 def _classes(model: Model) -> dict[str, str]:

@@ -139,7 +139,7 @@ def test_code_of_the_users_layers_counts() -> None:
 
 
 def test_sample_that_differs_is_told_by_its_index() -> None:
-    index = next(iter(first_samples(make_job(model=chain(squared), dataset=Rows()))))[0][0]
+    index = next(iter(first_samples(make_job(model=chain(squared), dataset=Rows()))))[0].index
     one, other = (told(model=chain(squared), dataset=Rows(offset, index)) for offset in (0.0, 1.0))
     assert different(one, other) == {"data": [f"sample {index}"]}
     assert 0 < len(one["data"]) <= 8
