@@ -6,7 +6,7 @@ from resilient.agent.membership.ends import Ends
 from resilient.agent.membership.job_parts import JobParts
 from resilient.agent.membership.lifecycle import Lifecycle
 from resilient.agent.membership.next_generation.members import Member, WorkerId, log_path
-from resilient.agent.membership.parts.context import EXIT_DONE, EXIT_FAILED, Phase
+from resilient.agent.membership.parts.context import EXIT_DONE, EXIT_FAILED, TRAINING, Phase
 from resilient.agent.membership.parts.events import (
     FailureWanted,
     Interrupted,
@@ -174,12 +174,14 @@ class Handlers:
         self._ends.stop(event.exit_code, reason, self._parts.checkpoints.newest_path)
 
     def on_manifest_failed(self, event: ManifestFailed) -> None:
-        """Go on without a checkpoint on the way."""
-        checkpoints = self._parts.checkpoints
-        if checkpoints.step_of(event.path) < self._parts.job.spec.num_steps:
-            checkpoints.note_missed(checkpoints.take_back(event.path), event.node, event.error)
-        else:
+        """Go on without the checkpoint, and try again; not where a node's files are not there."""
+        checkpoints, job = self._parts.checkpoints, self._parts.job.spec
+        is_last = checkpoints.step_of(event.path) == job.num_steps
+        is_put_off = event.node is None and checkpoints.put_off(event.path, job.comm_timeout_s)
+        if is_last and not is_put_off:
             self.on_last_manifest_failed(event)
+        else:
+            checkpoints.note_missed(checkpoints.take_back(event.path), event.node, event.error)
 
     def on_last_manifest_failed(self, event: ManifestFailed) -> None:
         parts = self._parts
@@ -205,6 +207,9 @@ class Handlers:
                 lifecycle.evict(node, cause)
         if parts.change is not None and parts.change.waits_for_nodes:
             lifecycle.proceed()
+        self._finish_if_saved()
+        if parts.phase in TRAINING:
+            parts.checkpoints.try_again()
 
     def _evict_late_joiners(self) -> None:
         limit_s = self._context.settings.start_timeout_s
@@ -339,9 +344,13 @@ class Handlers:
         if message.generation != self._context.generation:
             return
         parts.participants.note_finished(worker)
+        self._finish_if_saved()
+
+    def _finish_if_saved(self) -> None:
+        parts = self._parts
         num_steps = parts.job.spec.num_steps
         is_saved = parts.progress.step == num_steps and parts.checkpoints.has(num_steps)
-        if is_saved and parts.participants.is_finished:
+        if parts.phase in TRAINING and is_saved and parts.participants.is_finished:
             self._ends.finish()  # otherwise somebody died who had still to tell: the survivors are asked
 
     def on_failed(self, message: Failed, worker: WorkerId) -> None:
