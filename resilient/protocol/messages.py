@@ -202,9 +202,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """This worker cannot go on. ``error`` is a one-paragraph message.
 
-    ``is_sound``: the states are right as far as is known, and worth a checkpoint. ``kind``: type and place in the code
-    of an error that this node alone may have; "" for one that can only be the job's. ``damaged``: a checkpoint;
-    ``instead``: a sound one.
+    ``is_sound``: the states are worth a checkpoint. ``kind``: type and place in the code of an error that this node
+    alone may have; "" for one of the job. ``damaged``: a checkpoint; ``instead``: a sound one.
     """
 
     error: str
@@ -391,14 +390,7 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 FromAgentMessage = Hello | FromWorker | WorkerExited | Leaving | Health
 ToAgentMessage = Welcome | ToWorkers | Kill | ShowStacks | Shutdown
 
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """Encode any message of this module."""
-    return _encoder.encode(message)
-
-
+encode = msgspec.msgpack.encode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorkerMessage).decode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorkerMessage).decode
 decode_from_agent = msgspec.msgpack.Decoder(FromAgentMessage).decode
