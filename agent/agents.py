@@ -167,7 +167,12 @@ class Agents:
         agent = self._agents[node] = _Agent(node, hello)
         self._feed(
             ev.NodeConnected(
-                node=node, host=hello.host, pid=hello.pid, num_workers=hello.num_workers, domain=hello.domain
+                node=node,
+                host=hello.host,
+                pid=hello.pid,
+                num_workers=hello.num_workers,
+                domain=hello.domain,
+                alike=hello.alike,
             )
         )
         return agent

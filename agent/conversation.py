@@ -17,6 +17,7 @@ import msgspec
 from aiohttp import web
 
 from resilient.errors import ControlError
+from resilient.protocol.alike import Alike
 from resilient.protocol.messages import MAX_MESSAGE_BYTES, encode
 
 GOODBYE = 4000
@@ -35,6 +36,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         node: Its number before, when it comes back.
         num_heard: Messages it has heard of the conversation that it goes on with; 0 to begin anew.
         domain: What the node fails together with (a zone, a rack); "" when it is not known.
+        alike: What must be equal on all nodes, as it is on this one.
     """
 
     host: str
@@ -43,6 +45,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     node: int | None = None
     num_heard: int = 0
     domain: str = ""
+    alike: Alike = msgspec.field(default_factory=Alike)
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -26,9 +26,10 @@ from resilient.agent.membership.parts.context import EXIT_FAILED, Settings
 from resilient.agent.process import Spawner, start_forkserver
 from resilient.errors import ArgumentError
 from resilient.observability.step_trace import parse_steps
+from resilient.protocol.alike import ALLOWABLE
 from resilient.protocol.forkserver import Spawn
 from resilient.protocol.messages import Injection
-from resilient.state.manifest import read_resumed
+from resilient.state.manifest import read_resumed, resumed_folder
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.inputs.devices import network
 
@@ -44,6 +45,7 @@ _REPEATED = (
     "heartbeat_s",
     "grace_s",
     "wait_for_nodes_s",
+    "allow_different",
 )
 """Options that a job keeps when it is resumed, as they are; a test asks of each new one whether it is such."""
 
@@ -58,7 +60,7 @@ class LaunchOptions:
         num_nodes: Simulated nodes to start.
         workers_per_node: Workers of each.
         run_directory: Folder of the run; made if it is not there.
-        resume: Checkpoint folder to begin from.
+        resume: Checkpoint folder to begin from, or folder of a run for its newest sound one.
         host: Address to listen on.
         port: Port to listen on; 0 for any that is free.
         network_gbit_s: Between two nodes, for each worker; None where it is too fast to matter.
@@ -70,6 +72,7 @@ class LaunchOptions:
         injections: Failures to cause.
         domains: What the simulated nodes fail together with (zones, racks), in turn; empty for each by itself.
         trace_steps: Steps of which workers write down when they did what, as in "10" or "10-12"; "" for none.
+        allow_different: What may differ between nodes: of :data:`resilient.protocol.alike.ALLOWABLE`.
         validate: Check after everything that happens that the membership is consistent; a job of a thousand nodes
             feels it.
         environment: Further environment variables for nodes and workers.
@@ -91,6 +94,7 @@ class LaunchOptions:
     injections: tuple[Injection, ...] = ()
     domains: tuple[str, ...] = ()
     trace_steps: str = ""
+    allow_different: tuple[str, ...] = ()
     validate: bool = False
     environment: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -115,6 +119,10 @@ class LaunchOptions:
             fix = "give 0 for not waiting at all"
             raise ArgumentError("wait_for_nodes_s", "be >= 0", f"{self.wait_for_nodes_s:g}", fix)
         parse_steps(self.trace_steps)
+        for kind in self.allow_different:
+            if kind not in ALLOWABLE:
+                fix = "what else differs trains another job"
+                raise ArgumentError("allow_different", f"be one of {', '.join(ALLOWABLE)}", repr(kind), fix)
 
     def repeated(self) -> tuple[str, ...]:
         """Return the options of ``resilient run`` that start the job again as it was, but for nodes and checkpoint."""
@@ -122,7 +130,8 @@ class LaunchOptions:
         for option in fields(self):
             value = getattr(self, option.name)
             if option.name in _REPEATED and value != option.default:
-                words += [f"--{_dashed(option.name)}", f"{value:g}" if isinstance(value, float) else str(value)]
+                for each in value if isinstance(value, tuple) else (value,):
+                    words += [f"--{_dashed(option.name)}", f"{each:g}" if isinstance(each, float) else str(each)]
         return (*words, "--domains", ",".join(self.domains)) if self.domains else tuple(words)
 
 
@@ -257,7 +266,7 @@ class Launcher:
         options = self._options
         resume = None
         if options.resume is not None:
-            path = Path(options.resume).resolve()
+            path = resumed_folder(options.resume).resolve()
             resume = (str(path), read_resumed(path))
         return Settings(
             script=str(Path(options.script).resolve()),
@@ -275,6 +284,7 @@ class Launcher:
             grace_s=options.grace_s,
             wait_for_nodes_s=options.wait_for_nodes_s,
             trace=options.trace_steps,
+            allow_different=options.allow_different,
             validate=options.validate,
         )
 

@@ -25,6 +25,7 @@ from resilient.agent.workers import WorkerPool
 from resilient.errors import ControlError, ResilientError
 from resilient.protocol import fault_injection as faults
 from resilient.protocol.agent_client import frame
+from resilient.protocol.alike import installed
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     Finished,
@@ -115,10 +116,13 @@ class NodeAgent:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(exit_code)
 
+    @property
+    def _name(self) -> str:
+        return "this node" if self._node is None else f"node {self._node}"
+
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            who = "this node" if self._node is None else f"node {self._node}"
-            logger.error("%s: %s", who, error, exc_info=None if isinstance(error, ResilientError) else error)
+            logger.error("%s: %s", self._name, error, exc_info=None if isinstance(error, ResilientError) else error)
             self._end(1)
 
     # ------------------------------------------------------------ coordinator
@@ -203,6 +207,7 @@ class NodeAgent:
             node=self._node,
             num_heard=self._conversation.num_heard,
             domain=self._options.domain,
+            alike=installed(),
         )
 
     async def _report_health(self) -> None:
@@ -259,7 +264,7 @@ class NodeAgent:
         return Spawner(connection, on_exit=self._pool.on_process_exit, on_lost=lambda: self._end(1))
 
     def _shut_down(self, message: Shutdown) -> None:
-        logger.info("node %s: %s", self._node, message.reason)
+        logger.info("%s: %s", self._name, message.reason)
         self._end(message.exit_code)
 
     # ------------------------------------------------------------ failures

@@ -146,6 +146,11 @@ class CommunicationError(ResilientError):
 class CheckpointError(ResilientError):
     """A checkpoint cannot be read or does not fit the job."""
 
+    damaged = ""
+    """Its folder, if it is not what was written."""
+    sound = ""
+    """Folder of the newest checkpoint beside a damaged one of which all bytes are right."""
+
 
 class ReplicaError(ResilientError):
     """The copies of a layer's state differ, and nobody can tell which is right: the job stops, and saves none."""

@@ -21,10 +21,12 @@ from resilient.models.layer import Model, WholeModel
 from resilient.observability.step_trace import parse_steps
 from resilient.optim import Optimizer
 from resilient.profiling.cache import job_profile
+from resilient.profiling.profiler import draw_samples
 from resilient.protocol.agent_client import AgentClient
 from resilient.protocol.foreign_launchers import check_started_once
 from resilient.protocol.job_config import training_schedule
 from resilient.protocol.messages import Note, Output
+from resilient.runtime.alike import alike
 from resilient.runtime.batches import reader_of
 from resilient.runtime.job import Job
 from resilient.runtime.malloc import keep_freed_memory
@@ -144,8 +146,8 @@ class Trainer:
 
         Args:
             num_steps: Steps of the whole job, those before a resumed checkpoint included.
-            resume: A checkpoint folder to begin from, for a script run by itself; under ``resilient run`` its
-                ``--resume`` says so for all workers.
+            resume: A checkpoint folder to begin from, or that of a run for its newest sound one, for a script run by
+                itself; under ``resilient run`` its ``--resume`` says so for all workers.
 
         Returns:
             The result, after the last step is committed and the final checkpoint is written.
@@ -178,6 +180,7 @@ class Trainer:
         num_steps, agent = job.num_steps, AgentClient.from_environment()
         if agent is not None and resume is not None:
             raise ValueError(f"resume must be None under `resilient run`, got {resume}; use `resilient run --resume`")
+        resume = None if resume is None else manifest.resumed_folder(resume)
         if resume is not None and manifest.read_resumed(resume).step > num_steps:
             raise ValueError(
                 f"num_steps must be >= the resumed checkpoint's step, got {num_steps} for {resume}; train longer"
@@ -185,9 +188,12 @@ class Trainer:
         client = self._client = agent or SingleProcessClient(
             _single_process_directory(), str(resume) if resume else None
         )
-        profile = job_profile(job, lambda text: client.send(Output(text=text)))
+        samples = draw_samples(job)
+        told = alike(job, [read for each in samples for read in each.samples]) if agent is not None else {}
+        profile = job_profile(job, samples, lambda text: client.send(Output(text=text)))
+        del samples  # they may be large
         host, traced_steps = os.environ.get("RESILIENT_HOST", "127.0.0.1"), os.environ.get("RESILIENT_TRACE", "")
-        self._worker = Worker(job, profile, client, host, parse_steps(traced_steps), processes)
+        self._worker = Worker(job, profile, client, host, parse_steps(traced_steps), processes, told)
         if isinstance(client, AgentClient):
             sys.stdout = _ForwardedOutput(sys.stdout, client, self._worker)
             self._worker.run()

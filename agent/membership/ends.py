@@ -131,6 +131,12 @@ class Ends:
             else:
                 self.stop(EXIT_DONE, "the job is finished", parts.checkpoints.newest_path)
 
+    def stop_without_script(self) -> None:
+        """Stop after the last step: it is saved, but nobody is left to run the end of the script."""
+        parts = self._parts
+        reason = f"all nodes were lost before the script ended{parts.how_to_resume}"
+        self.stop(EXIT_FAILED, reason, parts.checkpoints.newest_path)
+
     def stop_resumable(self, reason: str) -> None:
         """Stop before the last step; the exit code tells whether the job can go on."""
         parts = self._parts

@@ -6,7 +6,7 @@ from resilient.agent.membership.ends import Ends
 from resilient.agent.membership.job_parts import JobParts
 from resilient.agent.membership.lifecycle import Lifecycle
 from resilient.agent.membership.next_generation.members import Member, WorkerId, log_path
-from resilient.agent.membership.parts.context import EXIT_DONE, EXIT_FAILED, Phase
+from resilient.agent.membership.parts.context import EXIT_DONE, EXIT_FAILED, TRAINING, Phase
 from resilient.agent.membership.parts.events import (
     FailureWanted,
     Interrupted,
@@ -62,6 +62,18 @@ class Handlers:
     def on_node_connected(self, event: NodeConnected) -> None:
         settings, context = self._context.settings, self._context
         context.record("node_connected", node=event.node, host=event.host, pid=event.pid, domain=event.domain)
+        member = context.members[event.node] = Member(
+            node=event.node,
+            host=event.host,
+            pid=event.pid,
+            num_workers=event.num_workers,
+            domain=event.domain,
+            connected_at=context.now,
+        )
+        unlike = self._parts.likeness.why_unlike(event.node, event.alike)
+        if unlike:
+            self._lifecycle.fail(event.node, unlike)
+            return
         context.tell(
             event.node,
             Welcome(
@@ -74,14 +86,6 @@ class Handlers:
                 num_nodes=settings.num_nodes,
                 trace=settings.trace,
             ),
-        )
-        member = context.members[event.node] = Member(
-            node=event.node,
-            host=event.host,
-            pid=event.pid,
-            num_workers=event.num_workers,
-            domain=event.domain,
-            connected_at=context.now,
         )
         if event.num_workers != settings.workers_per_node:
             reason = f"workers per node must be {settings.workers_per_node} in this job, got {event.num_workers}"
@@ -188,12 +192,14 @@ class Handlers:
         self._ends.stop(event.exit_code, reason, self._parts.checkpoints.newest_path)
 
     def on_manifest_failed(self, event: ManifestFailed) -> None:
-        """Go on without a checkpoint on the way."""
-        checkpoints = self._parts.checkpoints
-        if checkpoints.step_of(event.path) < self._parts.job.spec.num_steps:
-            checkpoints.note_missed(checkpoints.take_back(event.path), event.node, event.error)
-        else:
+        """Go on without the checkpoint, and try again; not where a node's files are not there."""
+        checkpoints, job = self._parts.checkpoints, self._parts.job.spec
+        is_last = checkpoints.step_of(event.path) == job.num_steps
+        is_put_off = event.node is None and checkpoints.put_off(event.path, job.comm_timeout_s)
+        if is_last and not is_put_off:
             self.on_last_manifest_failed(event)
+        else:
+            checkpoints.note_missed(checkpoints.take_back(event.path), event.node, event.error)
 
     def on_last_manifest_failed(self, event: ManifestFailed) -> None:
         parts = self._parts
@@ -219,6 +225,9 @@ class Handlers:
                 lifecycle.evict(node, cause)
         if parts.change is not None and parts.change.waits_for_nodes:
             lifecycle.proceed()
+        self._finish_if_saved()
+        if parts.phase in TRAINING:
+            parts.checkpoints.try_again()
 
     def _evict_late_joiners(self) -> None:
         limit_s = self._context.settings.start_timeout_s
@@ -254,9 +263,9 @@ class Handlers:
             except (ValueError, CheckpointError) as error:
                 self._ends.stop(EXIT_FAILED, str(error), None)
                 return
-        unlike = parts.job.why_unlike(message.job)
-        if unlike:
-            lifecycle.fail(member.node, unlike)
+        reason = parts.likeness.why_unlike(member.node, message.job.alike) or parts.job.why_too_small(message.job)
+        if reason:
+            lifecycle.fail(member.node, reason)
             return
         member.ready[worker[1]] = message
         if member.is_up:
@@ -346,14 +355,20 @@ class Handlers:
         if message.generation != self._context.generation:
             return
         parts.participants.note_finished(worker)
+        self._finish_if_saved()
+
+    def _finish_if_saved(self) -> None:
+        parts = self._parts
         num_steps = parts.job.spec.num_steps
         is_saved = parts.progress.step == num_steps and parts.checkpoints.has(num_steps)
-        if is_saved and parts.participants.is_finished:
+        if parts.phase in TRAINING and is_saved and parts.participants.is_finished:
             self._ends.finish()  # otherwise somebody died who had still to tell: the survivors are asked
 
     def on_failed(self, message: Failed, worker: WorkerId) -> None:
         if not message.is_sound:
             self._parts.ending.note_damage()
+        if message.damaged:
+            self._parts.checkpoints.note_damaged(message.damaged, message.instead)
         if message.kind:
             self._lifecycle.err(worker[0], message.error, message.kind, message.traceback)
         else:

@@ -15,6 +15,7 @@ from resilient.agent.membership.parts.context import (
 from resilient.agent.membership.parts.ending import Ending
 from resilient.agent.membership.parts.injections import Injections
 from resilient.agent.membership.parts.last_checkpoint import LastCheckpoint
+from resilient.agent.membership.parts.likeness import Likeness
 from resilient.agent.membership.parts.own_errors import OwnErrors
 from resilient.agent.membership.parts.planned_job import PlannedJob
 from resilient.agent.membership.parts.stalls import Stalls
@@ -36,6 +37,7 @@ class JobParts:
     def __init__(self, settings: Settings) -> None:
         self.context = Context(settings)
         self.start_up = StartUp(self.context)
+        self.likeness = Likeness(self.context)
         self.job = PlannedJob(self.context)
         self.participants = Participants(self.context)
         self.progress = Progress(settings.resume[1] if settings.resume else None)

@@ -115,6 +115,8 @@ class Lifecycle:
             return
         if parts.phase is Phase.STARTING:
             parts.start_up.expect_one_less()
+        elif not members and parts.is_complete and not parts.ending.reason:
+            self._ends.stop_without_script()
         elif not members:
             self._ends.stop_resumable(f"all nodes are lost, the last one ({node}) because of: {cause}")
         elif self._takes_part(node):

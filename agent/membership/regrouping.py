@@ -90,6 +90,9 @@ class Regrouping:
         if parts.ending.reason:
             self._ends.save_and_stop(agreement, parts.ending.reason)
             return
+        if change is not None and parts.is_complete and not any(member.admitted for member in members.values()):
+            self._ends.stop_without_script()
+            return
         if change is not None and self._is_last(agreement):
             self._ends.save_and_finish(agreement)
             return

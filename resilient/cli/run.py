@@ -22,6 +22,7 @@ from resilient.cli.shared.renamed_options import renamed
 from resilient.cli.shared.run_folder import new_run_directory
 from resilient.common.files import write_whole
 from resilient.errors import ArgumentError, ResilientError
+from resilient.protocol.alike import ALLOWABLE
 from resilient.protocol.foreign_launchers import check_started_once
 from resilient.protocol.messages import PHASES, Injection
 
@@ -37,7 +38,7 @@ def run(
     arguments: Annotated[list[str] | None, typer.Argument(help=script_options.ARGUMENTS_HELP)] = None,
     nodes: Annotated[int, typer.Option(callback=within(1), help="Nodes to start.")] = 1,
     workers_per_node: Annotated[int, typer.Option(callback=within(1), help="Workers of each node.")] = 1,
-    resume: Annotated[Path | None, typer.Option(help="Checkpoint folder to begin from.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Checkpoint to begin from, or a run for its newest.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<time> by default.")] = None,
     host: Annotated[str, typer.Option(help="This machine's address, for other machines to join.")] = "127.0.0.1",
     port: Annotated[
@@ -67,6 +68,13 @@ def run(
     trace_steps: Annotated[
         str, typer.Option(metavar="STEPS", help='Write what each worker did when in these steps: "10" or "10-12".')
     ] = "",
+    allow_different: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"What may differ between nodes, which is refused otherwise: {', '.join(ALLOWABLE)}; repeatable.",
+        ),
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
     old_trace: Annotated[str | None, renamed("--trace", "--trace-steps")] = None,
 ) -> None:
@@ -94,6 +102,7 @@ def run(
             injections=tuple(parse_injection(text) for text in inject or ()),
             domains=tuple(label.strip() for label in domains.split(",") if label.strip()),
             trace_steps=trace_steps,
+            allow_different=tuple(allow_different or ()),
             validate=os.environ.get("RESILIENT_VALIDATE", "") not in ("", "0"),
         )
         launcher = Launcher(options)

@@ -69,7 +69,7 @@ class Chain:
         given = {name: item for name, item in zip(names, items, strict=True) if isinstance(item, nn.Module)}
         check_given(given)
         self._given = {name: GivenModule(module) for name, module in given.items()}
-        self._loss = loss
+        self.loss_function = loss
         self.layers = tuple(
             _spec(
                 name,
@@ -82,7 +82,7 @@ class Chain:
 
     def loss(self, activations: Activations, batch: Batch) -> Tensor:
         """Return the summed loss of the chain's output."""
-        return self._loss(activations["hidden"], batch)
+        return self.loss_function(activations["hidden"], batch)
 
     def check(self, sample: Mapping[str, Any], name: str) -> None:
         """Raise :class:`SampleError` if the sample has no ``input``."""
@@ -115,13 +115,20 @@ class Chain:
 
     def digest(self) -> str:
         """Return a content hash of structure, parameter shapes and the loss's code."""
-        text = [code_text(self._loss)]
+        return hashlib.sha256(f"{code_text(self.loss_function)}\n{self._structure()}".encode()).hexdigest()
+
+    def structure_digest(self) -> str:
+        """Return a content hash of structure and parameter shapes."""
+        return hashlib.sha256(self._structure().encode()).hexdigest()
+
+    def _structure(self) -> str:
+        text: list[str] = []
         for spec in self.layers:
             with torch.device("meta"):
                 module = spec.build()
             shapes = [(name, tuple(tensor.shape)) for name, tensor in module.state_dict().items()]
             text.append(f"{spec.name} {module} {shapes}")
-        return hashlib.sha256("\n".join(text).encode()).hexdigest()
+        return "\n".join(text)
 
     def values_digest(self) -> str:
         """Return a content hash of the values that modules came with."""

@@ -154,6 +154,9 @@ class JobStatus:
         layers = textwrap.shorten(", ".join(event["states"]), _MAX_CAUSE)
         yield "bad", f"node {event['node']} has dropped damaged copies of {layers}"
 
+    def _on_difference_allowed(self, event: Event) -> Iterator[tuple[str, str]]:
+        yield "note", f"another {event['what']} is allowed on node {event['node']}: {event['difference']}"
+
     def _on_waiting(self, event: Event) -> Iterator[tuple[str, str]]:
         missing = counted(event["num_missing"], "node") + " that did not connect" if event["num_missing"] else ""
         late = [text for text in (_nodes(event["nodes"]) if event["nodes"] else "", missing) if text]

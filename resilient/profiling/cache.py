@@ -87,17 +87,15 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     profile: ModelProfile
 
 
-def job_profile(job: Job, announce: Callable[[str], None]) -> ModelProfile:
+def job_profile(job: Job, samples: Sequence[ProfiledBatch], announce: Callable[[str], None]) -> ModelProfile:
     """Return the profile of a job on this device, measured now if it never was.
 
     Args:
         job: The job.
+        samples: Of :func:`resilient.profiling.profiler.draw_samples`; they may end up at the model's end.
         announce: Told, in words, that it takes a moment.
-
-    Raises:
-        SampleError: One of the samples looked at cannot be trained on.
     """
-    layouts, samples = job.layouts(), profiler.draw_samples(job)
+    layouts = job.layouts()
     folder, key = cache_folder("profiles"), ProfileKey.of(job, layouts, samples)
     with one_at_a_time(key.file(folder)):
         known = load_profile(folder, key)

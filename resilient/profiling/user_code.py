@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import sys
-import sysconfig
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 
+from resilient.common.sources import user_sources
 from resilient.models.layer import LayerSpec
-
-_STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-_INSTALLED = {"site-packages", "dist-packages"}
 
 
 def sources_digest() -> str:
     """Return a hash of the source of every module loaded that is neither installed nor a part of resilient."""
-    digest = hashlib.sha256()
-    for name, module in sorted(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or name.partition(".")[0] == "resilient":
-            continue
-        if file.startswith(_STANDARD) or not _INSTALLED.isdisjoint(Path(file).parts):
-            continue
-        try:
-            source = Path(file).read_bytes()
-        except OSError:  # within an archive, or made up: as good as installed
-            continue
-        digest.update(f"{name} {len(source)}\n".encode() + source)
-    return digest.hexdigest()
+    return hashlib.sha256(repr(user_sources()).encode()).hexdigest()
 
 
 def settings_digest(layers: Iterable[LayerSpec]) -> str:

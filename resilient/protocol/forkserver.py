@@ -33,6 +33,7 @@ from typing import Literal
 import msgspec
 
 from resilient.common.processes import die_with_parent, open_files_anew
+from resilient.common.sources import keep_sources
 
 # torch._dynamo: torch imports it on first use (0.7 s), which would otherwise be in every worker's first step.
 PRELOADED = ("torch", "torch._dynamo", "resilient.trainer")
@@ -264,6 +265,7 @@ def preload(script: str) -> None:
     for module in modules:
         with contextlib.suppress(Exception, SystemExit):
             importlib.import_module(module)
+    keep_sources()
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from resilient.protocol.alike import Alike
 from resilient.protocol.job_config import JobConfig
 from resilient.state.manifest import SavedState
 from resilient.state.recipe import Recipe
@@ -39,18 +40,14 @@ class JobSpec(JobConfig):
         recipe: What a checkpoint must have been written under to be resumed.
         num_steps: Steps of the whole job.
         memory_bytes: What training may use of a device's memory; None for no limit.
-        digest: Of what must be equal on all workers of a job.
-        values_digest: Of initial values that are not drawn but come with the model; equal on all workers, too.
-        files: Digests of the contents of the files the model takes values from, by name.
+        alike: What must be equal on all workers of a job, as it is on this one.
     """
 
     profile: ModelProfile
     recipe: Recipe
     num_steps: int
     memory_bytes: int | None = None
-    digest: str = ""
-    values_digest: str = ""
-    files: dict[str, str] = field(default_factory=dict)
+    alike: Alike = field(default_factory=Alike)
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,14 +206,16 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """This worker cannot go on. ``error`` is a one-paragraph message.
 
-    ``is_sound``: the states are right as far as is known, and worth a checkpoint. ``kind``: type and place in the code
-    of an error that this node alone may have; "" for one that can only be the job's.
+    ``is_sound``: the states are worth a checkpoint. ``kind``: type and place in the code of an error that this node
+    alone may have; "" for one of the job. ``damaged``: a checkpoint; ``instead``: a sound one.
     """
 
     error: str
     traceback: str = ""
     is_sound: bool = True
     kind: str = ""
+    damaged: str = ""
+    instead: str = ""
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -379,13 +378,6 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 FromAgentMessage = FromWorker | WorkerExited | Leaving | Health
 ToAgentMessage = Welcome | ToWorkers | Kill | ShowStacks | Shutdown
 
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """Encode any message of this module."""
-    return _encoder.encode(message)
-
-
+encode = msgspec.msgpack.encode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorkerMessage).decode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorkerMessage).decode

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from resilient.data.dataset import Dataset
 from resilient.errors import ArgumentError
-from resilient.models.layer import FromFiles, LayerSpec, Model
+from resilient.models.layer import LayerSpec, Model
 from resilient.optim import Optimizer, check_groups
+from resilient.protocol.alike import Alike
 from resilient.protocol.job_config import JobConfig
 from resilient.protocol.messages import JobSpec
 from resilient.runtime.job_arguments import check_dataset, check_model, check_optimizer
@@ -108,22 +107,20 @@ class Job(JobConfig):
             if entry.trainable
         )
 
-    def spec(self, profile: ModelProfile) -> JobSpec:
+    def spec(self, profile: ModelProfile, alike: Alike) -> JobSpec:
         """Describe the job to the coordinator.
 
         Args:
             profile: Of the model, on this device.
+            alike: What must be equal on all workers, as it is here.
         """
-        recipe = self.recipe()
         return JobSpec(
             **self.config(),
             profile=profile,
-            recipe=recipe,
+            recipe=self.recipe(),
             num_steps=self.num_steps,
             memory_bytes=_memory_bytes(self.device),
-            digest=self._digest(recipe),
-            values_digest=values() if (values := getattr(self.model, "values_digest", None)) else "",
-            files=self.model.contents() if isinstance(self.model, FromFiles) else {},
+            alike=alike,
         )
 
     def recipe(self) -> Recipe:
@@ -141,21 +138,6 @@ class Job(JobConfig):
             precision=self.precision,
             clip_grad_norm=self.clip_grad_norm,
         )
-
-    def _digest(self, recipe: Recipe) -> str:
-        """Hash what must be equal on all workers for their steps to be those of one job."""
-        parts: tuple[Any, ...] = (
-            recipe,
-            self.microbatch,
-            self.on_nonfinite,
-            self.max_failures,
-            self.min_pipeline_nodes,
-            self.schedule.value,
-            self.num_chunks,
-            self.num_steps,
-            self.compare_replicas_every,
-        )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _memory_bytes(device: torch.device) -> int | None:

@@ -30,6 +30,7 @@ from resilient.errors import (
 )
 from resilient.observability.step_trace import TracedStep
 from resilient.optim import learning_rate
+from resilient.protocol.alike import Alike
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.messages import (
     Arm,
@@ -97,6 +98,7 @@ class Worker:
         host: This machine's address for its peers.
         traced_steps: Steps of which it writes down when it did what.
         processes: What reads samples ahead of time; None to read them when they are needed.
+        alike: What must be equal on all workers of a job of several.
     """
 
     def __init__(
@@ -107,13 +109,14 @@ class Worker:
         host: str,
         traced_steps: range = range(0),
         processes: DataProcesses | None = None,
+        alike: Alike | None = None,
     ) -> None:
         if job.device.type == "cuda":
             torch.cuda.set_device(job.device)  # seeds and timing events are the current device's
         self._job = job
         self._client = client
         self._traced_steps = traced_steps
-        self._spec = job.spec(profile)
+        self._spec = job.spec(profile, alike or {})
         self._guard = GenerationGuard()
         self._faults = Faults(client.run_directory)
         self._ledger = Ledger(job.optimizer, job.clip_grad_norm)
@@ -198,7 +201,10 @@ class Worker:
             told, is_sound = self._told(error, message), not isinstance(error, ReplicaError)
             self._failure = error  # raised once the job's progress, of which this worker may hold a part, is saved
             where = "" if isinstance(error, NonFiniteError) else traceback.format_exc()  # it came from no line of code
-            self._client.send(Failed(error=told, traceback=where, is_sound=is_sound, kind=error_kind(error)))
+            failed = Failed(error=told, traceback=where, is_sound=is_sound, kind=error_kind(error))
+            if isinstance(error, CheckpointError):
+                failed = msgspec.structs.replace(failed, damaged=error.damaged, instead=error.sound)
+            self._client.send(failed)
             self._leave(broken=is_sound)
 
     def _drop(self, found: OddCopiesError, generation: int) -> None:

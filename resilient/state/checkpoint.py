@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from resilient.common.files import hash_file, partial_file, put, sync
 from resilient.errors import CheckpointError
 from resilient.state.layer_state import LayerState
-from resilient.state.manifest import SavedState, instead, read_manifest, unwritable, why_unlike
+from resilient.state.manifest import SavedState, damaged, read_manifest, unwritable, why_unlike
 
 _DIGITS = 12
 """Of a file's digest in its name."""
@@ -62,7 +62,7 @@ def load(path: str | Path, states: Iterable[LayerState]) -> None:
             raise CheckpointError(f"{path} holds no state {name!r}; the checkpoint belongs to another model")
         damage = why_unlike(path, saved, with_digest=True)
         if damage:
-            raise CheckpointError(f"{damage}; {instead(path)}")
+            raise damaged(path, damage)
         try:
             state.load(load_file(Path(path) / saved.file))
         except (ValueError, OSError, SafetensorError) as error:

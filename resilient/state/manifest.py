@@ -77,6 +77,11 @@ def folder(run_directory: str | Path, step: int) -> Path:
     return Path(run_directory) / "checkpoints" / _name(step)
 
 
+def step_of_folder(path: str | Path) -> int:
+    """Return the step that a checkpoint's folder is named after."""
+    return int(Path(path).name.removeprefix("step-"))
+
+
 def _name(step: int) -> str:
     return f"step-{step:08d}"
 
@@ -171,6 +176,24 @@ def check_recipe(path: str | Path, manifest: Manifest, recipe: Recipe) -> None:
         )
 
 
+def resumed_folder(path: str | Path) -> Path:
+    """Return the checkpoint that a job is to go on from: the one that is named, or of a run the newest sound one.
+
+    Args:
+        path: Of a checkpoint, which is not looked at, or of a run, all bytes of whose newest checkpoint are.
+
+    Raises:
+        CheckpointError: The run has no checkpoint that is whole.
+    """
+    checkpoints = Path(path) / "checkpoints"
+    if not checkpoints.is_dir():
+        return Path(path)
+    sound = newest_sound(checkpoints, "")
+    if sound is None:
+        raise CheckpointError(f"{checkpoints} holds no checkpoint that is whole; begin without one")
+    return sound
+
+
 def read_resumed(path: str | Path) -> Manifest:
     """Read the manifest of the checkpoint that a job is to go on from.
 
@@ -187,7 +210,7 @@ def read_resumed(path: str | Path) -> Manifest:
     for saved in manifest.states.values():
         lacking = why_unlike(path, saved)
         if lacking:
-            raise CheckpointError(f"{lacking}; {instead(path)}")
+            raise damaged(path, lacking)
     return manifest
 
 
@@ -200,7 +223,7 @@ def read_manifest(path: str | Path) -> Manifest:
     try:
         return _read(Path(path))
     except _DamageError as damage:
-        raise CheckpointError(f"{damage}; {instead(path)}") from damage
+        raise damaged(path, str(damage)) from damage
 
 
 def _read(path: Path) -> Manifest:
@@ -224,14 +247,38 @@ def _read(path: Path) -> Manifest:
     return manifest
 
 
-def instead(path: str | Path) -> str:
-    """Return what to use instead of a damaged checkpoint: the newest one of its run of which all bytes are right."""
+def damaged(path: str | Path, damage: str) -> CheckpointError:
+    """Return the error of a damaged checkpoint, which says what to use instead."""
     path = Path(path).resolve()
-    others = sorted((other for other in path.parent.glob("step-*") if other.name != path.name), reverse=True)
-    logger.warning("%s is damaged; looking for another checkpoint", path)
-    for other in others:
-        with contextlib.suppress(_DamageError, CheckpointError):
-            states = _read(other).states.values()
-            if not any(why_unlike(other, saved, with_digest=True) for saved in states):
-                return f"use {other}"
-    return f"{path.parent} holds no other checkpoint that is whole, so begin without one"
+    sound = newest_sound(path.parent, path.name)
+    fix = f"{path.parent} holds no other checkpoint that is whole, so begin without one"
+    error = CheckpointError(f"{damage}; {fix if sound is None else f'use {sound}'}")
+    error.damaged, error.sound = str(path), "" if sound is None else str(sound)
+    return error
+
+
+def newest_sound(checkpoints: Path, aside: str) -> Path | None:
+    """Return the newest checkpoint in a folder of which all bytes are right; others are told of in the log.
+
+    Args:
+        checkpoints: The folder.
+        aside: Name of one that is known to be damaged.
+    """
+    if aside:
+        logger.warning("%s is damaged; looking for another checkpoint", checkpoints / aside)
+    for path in sorted(checkpoints.glob("step-*"), reverse=True):
+        if path.name != aside:
+            damage = _damage(path)
+            if not damage:
+                return path.resolve()
+            logger.warning("%s; looking for another checkpoint", damage)
+    return None
+
+
+def _damage(path: Path) -> str:
+    """Return what is wrong with any byte of a checkpoint; "" if nothing is."""
+    try:
+        states = _read(path).states.values()
+    except (_DamageError, CheckpointError) as error:
+        return str(error)
+    return next((damage for saved in states if (damage := why_unlike(path, saved, with_digest=True))), "")

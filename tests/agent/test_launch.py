@@ -86,8 +86,10 @@ def test_options_that_start_the_job_again_are_those_that_were_given(train: str, 
         domains=("east", "west"),
         resume="checkpoint",
         trace_steps="3",
+        allow_different=("script", "data"),
     )
-    words = "--workers-per-node 2 --network-gbit-s 12.5 --grace-s 30 --domains east,west"
+    words = "--workers-per-node 2 --network-gbit-s 12.5 --grace-s 30"
+    words += " --allow-different script --allow-different data --domains east,west"
     assert " ".join(options.repeated()) == words
     assert LaunchOptions(script=train, run_directory=str(tmp_path)).repeated() == ()
 
@@ -158,6 +160,15 @@ def test_whoever_shows_the_events_and_cannot_any_more_does_not_end_the_job(
 def test_missing_script_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"script must be a file, got 'nothing\.py'"):
         LaunchOptions(script="nothing.py", run_directory=str(tmp_path))
+
+
+def test_what_may_not_differ_is_named(train: str, tmp_path: Path) -> None:
+    message = (
+        "allow_different must be one of versions, package, script, model, schedule, loss, data, got 'job'; what else "
+        "differs trains another job"
+    )
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        LaunchOptions(script=train, run_directory=str(tmp_path), allow_different=("job",))
 
 
 def test_wildcard_host_is_refused_because_workers_could_not_be_reached_there(tmp_path: Path) -> None:

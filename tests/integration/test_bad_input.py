@@ -102,8 +102,9 @@ def test_node_with_other_weights_is_refused_and_the_file_is_named(tmp_path: Path
     )
     run = run_job(tmp_path / "run", str(tmp_path), script=script, nodes=2)
     message = (
-        r"node \d: all workers must build the same job, got other contents of language_model/model\.safetensors than "
-        "on the first worker; copy the same files to all nodes"
+        r"node (\d): files and job must be the same on all nodes, got language_model/model\.safetensors [0-9a-f]{12} "
+        r"on node \1 \(\S+\) and [0-9a-f]{12} on node \d \(\S+\); model [0-9a-f]{12} on node \1 \(\S+\) and "
+        r"[0-9a-f]{12} on node \d \(\S+\); copy the same files to all nodes"
     )
     assert run.exit_code == 1
     assert re.fullmatch(message, run.reason), run.reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.integration.harness import (
     check_equals_one_process,
     run_alone,
     run_job,
+    started,
 )
 
 AUGMENTED = Path(__file__).parent / "jobs" / "augmented.py"
@@ -71,9 +73,23 @@ def test_a_generator_of_its_own_is_refused_in_one_process(workers: str, tmp_path
     )
 
 
-def test_what_differs_from_node_to_node_is_refused(tmp_path: Path) -> None:
+def test_what_differs_from_node_to_node_is_refused_at_the_start(tmp_path: Path) -> None:
     arguments = ("--added", "node", "--max-failures", "0", "--record", str(tmp_path / "record"))
     run = run_job(tmp_path / "run", *arguments, script=AUGMENTED, nodes=2)
+    assert (run.exit_code, run.generations) == (1, [])
+    message = (
+        r"node (\d): data must be the same on all nodes, got sample \d+ [0-9a-f]{16} on node \1 \(\S+\) and "
+        r"[0-9a-f]{16} on node \d \(\S+\), .* and 5 more; give the data set the same samples on all nodes, or start "
+        "the job with --allow-different data"
+    )
+    assert re.fullmatch(message, run.reason), run.reason
+
+
+def test_what_differs_between_stages_is_refused_in_the_step(tmp_path: Path) -> None:
+    arguments = ("--added", "node", "--max-failures", "0", "--record", tmp_path / "record")
+    options = "--allow-different data"  # or it would be refused before
+    with started(tmp_path / "run", *arguments, script=AUGMENTED, nodes=2, options=options) as job:
+        run = job.wait()
     assert (run.exit_code, run.losses) == (1, {})
     (pipeline,) = run.generations[0]["pipelines"]
     first, last = (stage["node"] for stage in pipeline["stages"])

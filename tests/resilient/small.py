@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from resilient.errors import SampleError
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec, Model, WholeModel, initialize_layer
 from resilient.optim import AdamW
+from resilient.profiling.cache import job_profile
+from resilient.profiling.profiler import draw_samples
 from resilient.runtime.job import Job
 from resilient.state.layer_state import BufferLayout
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
@@ -136,6 +138,11 @@ def make_job(**changes: Any) -> Job:
         **changes,
     }
     return Job(**arguments)
+
+
+def profiled(job: Job, announce: Callable[[str], None]) -> ModelProfile:
+    """Measure a job's profile, or find it, as training does."""
+    return job_profile(job, draw_samples(job), announce)
 
 
 def make_profile(job: Job) -> ModelProfile:

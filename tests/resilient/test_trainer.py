@@ -21,10 +21,9 @@ from resilient.errors import ArgumentError, CheckpointError, DataProcessError, S
 from resilient.models.layer import Activations, Batch
 from resilient.optim import SGD, AdamW, Optimizer, WarmupCosine
 from resilient.pipeline import stage
-from resilient.profiling.cache import job_profile
 from resilient.runtime.batches import Batches
 from resilient.trainer import Trainer
-from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job, split_decay
+from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job, profiled, split_decay
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -184,7 +183,7 @@ def test_model_that_fits_with_checkpointing_only_trains_with_it_to_the_same_bits
     model = TiedModel(num_blocks=6, dropout=0.3)
     roomy = make_trainer(model=model)
     roomy.fit(3)
-    layers = job_profile(roomy._job, lambda _: None).layers
+    layers = profiled(roomy._job, lambda _: None).layers
     states = sum(layer.state_bytes + layer.gradient_bytes for layer in layers)
     kept = [layer.costs[0].activation_bytes for layer in layers]
     inputs = sum(layer.input_bytes for layer in layers)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from resilient.agent.membership.next_generation.agreement import uncovered
 from resilient.agent.membership.next_generation.forming import Checkpoint, source_at
 from resilient.agent.membership.parts.context import Context
 from resilient.agent.membership.parts.events import WriteManifest
 from resilient.protocol.messages import JobSpec, Saved
-from resilient.state.manifest import Manifest, SavedState, folder
-from resilient.state.skipped import SkippedSteps
+from resilient.state.manifest import Manifest, SavedState, folder, step_of_folder
+from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
+
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 15.0
+"""Between two tries to write a manifest."""
 
 
 class Parts:
@@ -39,6 +45,16 @@ class Parts:
         self._states = {later: states for later, states in self._states.items() if later > step}
 
 
+@dataclass(kw_only=True)
+class _Unwritten:
+    """A manifest, since when it could not be written, and when it is tried once more; None for not at all."""
+
+    write: WriteManifest
+    failed_at: float | None = None
+    try_at: float | None = None
+    pause_s: float = _FIRST_PAUSE_S
+
+
 class Checkpoints:
     """Knows the checkpoints there are, and makes one of the parts that workers save on the way."""
 
@@ -47,6 +63,7 @@ class Checkpoints:
         self._whole: list[Checkpoint] = []
         self._parts = Parts()
         self._missed: set[int] = set()
+        self._unwritten: dict[str, _Unwritten] = {}
         if context.settings.resume is not None:
             path, manifest = context.settings.resume
             self._whole.append(Checkpoint(step=manifest.step, path=path, skipped=manifest.skipped))
@@ -100,11 +117,19 @@ class Checkpoints:
         if self.has(step):
             return
         path = self.path(step)
-        self._whole.append(Checkpoint(step=step, path=path, skipped=skipped))
         manifest = Manifest(step=step, recipe=job.recipe, states=parts.states(step), skipped=skipped)
-        self._context.do(WriteManifest(path=path, manifest=manifest, nodes=parts.nodes(step)))
-        self._context.record("checkpoint", step=step, path=path)
+        write = WriteManifest(path=path, manifest=manifest, nodes=parts.nodes(step))
+        self._unwritten[path] = _Unwritten(write=write)
+        self._write(self._unwritten[path])
         parts.drop(step)
+
+    def _write(self, unwritten: _Unwritten) -> None:
+        """Have a manifest written, and count on it unless that is heard to have failed."""
+        path, manifest = unwritten.write.path, unwritten.write.manifest
+        unwritten.try_at = None
+        self._whole.append(Checkpoint(step=manifest.step, path=path, skipped=manifest.skipped))
+        self._context.do(unwritten.write)
+        self._context.record("checkpoint", step=manifest.step, path=path)
 
     def step_of(self, path: str) -> int:
         """Return which step the checkpoint in a folder is of."""
@@ -115,6 +140,34 @@ class Checkpoints:
         missed = self.step_of(path)
         self._whole = [checkpoint for checkpoint in self._whole if checkpoint.path != path]
         return missed
+
+    def put_off(self, path: str, limit_s: float) -> bool:
+        """Have a manifest written once more, later; return whether the time that this may take is not over yet."""
+        unwritten, now = self._unwritten[path], self._context.now
+        if unwritten.failed_at is None:
+            unwritten.failed_at = now
+        if now - unwritten.failed_at >= limit_s:
+            return False
+        unwritten.try_at = now + unwritten.pause_s
+        unwritten.pause_s = min(2 * unwritten.pause_s, _LONGEST_PAUSE_S)
+        return True
+
+    def try_again(self) -> None:
+        """Have the manifests written whose time has come; nothing else may be done after it that counts on them."""
+        for unwritten in list(self._unwritten.values()):
+            if unwritten.try_at is None or self._context.now < unwritten.try_at:
+                continue
+            if self.has(unwritten.write.manifest.step):  # written of parts that another generation has saved again
+                unwritten.try_at = None
+                continue
+            self._write(unwritten)
+            return  # what follows a manifest that cannot be written is not done
+
+    def note_damaged(self, path: str, instead: str) -> None:
+        """Count no longer on a checkpoint that is not what was written; ``instead``: the newest sound one beside it."""
+        self._whole = [checkpoint for checkpoint in self._whole if checkpoint.path not in (path, instead)]
+        if instead:
+            self._whole.append(Checkpoint(step=step_of_folder(instead), path=instead, skipped=NONE_SKIPPED))
 
     def note_missed(self, step: int, node: int | None, error: str) -> None:
         """Record that there will be no checkpoint of a step, because of a node or, None, of its manifest."""

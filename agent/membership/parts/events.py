@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from resilient.protocol.alike import Alike
 from resilient.protocol.messages import (
     FromWorkerMessage,
     Injection,
@@ -30,6 +31,7 @@ class NodeConnected:
     pid: int
     num_workers: int
     domain: str = ""
+    alike: Alike = field(default_factory=Alike)
 
 
 @dataclass(frozen=True, kw_only=True)

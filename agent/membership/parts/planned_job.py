@@ -13,7 +13,7 @@ from resilient.templates.plan import PlanningProblem
 
 
 class PlannedJob:
-    """Takes the first worker's job as the job, holds every other worker's against it, and has plans prepared."""
+    """Takes the first worker's job as the job, and has plans of it prepared."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -81,24 +81,8 @@ class PlannedJob:
             raise ArgumentError("num_steps", constraint, job.num_steps, "train for more steps")
         check_recipe(*settings.resume, job.recipe)
 
-    def why_unlike(self, job: JobSpec) -> str:
-        """Return why another worker's job cannot be trained together with the first's; "" if it can."""
-        others = [name for name, digest in self.spec.files.items() if job.files.get(name, digest) != digest]
-        if others:
-            return (
-                f"all workers must build the same job, got other contents of {', '.join(others)} than on the first "
-                "worker; copy the same files to all nodes"
-            )
-        if job.digest != self.spec.digest:
-            return (
-                "all workers must build the same job, got another model, batch or number of steps than on the first "
-                "worker; start the same script with the same arguments and code on all nodes"
-            )
-        if job.values_digest != self.spec.values_digest:
-            return (
-                "all workers must give the model the same initial values, got others than on the first worker; read "
-                "them from the same files, or draw them from the same seed (torch.manual_seed) on all nodes"
-            )
+    def why_too_small(self, job: JobSpec) -> str:
+        """Return why a worker's device cannot train what is planned for the first's; "" if it can."""
         needed, own = self.spec.memory_bytes, job.memory_bytes
         if needed is not None and own is not None and own < needed:
             return (

@@ -26,6 +26,7 @@ from resilient.agent.membership.parts.events import (
     WorkerSaid,
     WriteManifest,
 )
+from resilient.protocol.alike import Alike
 from resilient.protocol.messages import (
     Finish,
     Finished,
@@ -87,7 +88,7 @@ def job_spec(**changes: Any) -> JobSpec:
         "min_pipeline_nodes": 2,
         "num_steps": 10,
         "comm_timeout_s": 120.0,
-        "digest": "job",
+        "alike": {"job": {"model": "m"}},
     }
     return JobSpec(**{**fields, **changes})
 
@@ -195,13 +196,15 @@ class Job:
     def say(self, worker: WorkerId, message: FromWorkerMessage) -> list[Instruction]:
         return self.feed(WorkerSaid(node=worker[0], local_rank=worker[1], message=message))
 
-    def connect(self, domain: str = "") -> int:
+    def connect(self, domain: str = "", alike: Alike | None = None) -> int:
         node = self.next_node
         self.next_node += 1
         num_workers = self.machine.settings.workers_per_node
         for local_rank in range(num_workers):
             self.workers[node, local_rank] = SimulatedWorker()
-        self.feed(NodeConnected(node=node, host="h", pid=node, num_workers=num_workers, domain=domain))
+        self.feed(
+            NodeConnected(node=node, host="h", pid=node, num_workers=num_workers, domain=domain, alike=alike or {})
+        )
         return node
 
     def ready(self, node: int, spec: JobSpec | None = None) -> list[Instruction]:

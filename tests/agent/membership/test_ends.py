@@ -131,16 +131,6 @@ def test_error_in_the_end_of_the_script_names_the_checkpoint() -> None:
     assert (job.stop.exit_code, job.stop.reason) == (1, f"node 3: ZeroDivisionError: 1/0; {RUN_THE_END}")
 
 
-def test_loss_of_all_nodes_after_the_last_checkpoint_names_it() -> None:
-    job = started()
-    job.step(10)
-    for worker in job.placed():
-        job.say(worker, job.saved(1, 10, job.workers[worker].current))
-    job.lose(*range(5))
-    assert job.stop is not None
-    assert job.stop.reason == f"all nodes are lost, the last one (4) because of: node lost; {RUN_THE_END}"
-
-
 def test_node_that_stood_by_speaks_for_the_job_if_all_others_are_lost_and_ends_its_script_before_it_leaves() -> None:
     job = started(spec=job_spec(global_batch=4), num_nodes=9)
     job.step(10)
@@ -189,6 +179,21 @@ def test_job_is_not_finished_while_a_part_of_its_last_checkpoint_is_missing() ->
     assert job.last("finished")["step"] == 10
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_all_nodes_lost_between_the_last_manifest_and_the_end_is_no_lack_of_nodes(again: bool) -> None:
+    """The nodes may be back, with new workers, before the last of the old ones is found to be lost."""
+    job = started()
+    job.step(10)
+    for worker in job.placed():
+        job.say(worker, job.saved(1, 10, job.workers[worker].current))
+    before = list(job.machine.members)
+    if again:
+        job.connect()
+    job.lose(*before)
+    assert job.stop is not None
+    assert (job.stop.exit_code, job.stop.reason) == (1, f"all nodes were lost before the script ended; {RUN_THE_END}")
+
+
 def test_joiner_that_fails_disturbs_nobody() -> None:
     job = started()
     node = job.connect()
@@ -197,7 +202,7 @@ def test_joiner_that_fails_disturbs_nobody() -> None:
     other = job.connect()
     job.end_worker((other, 0), 1, "ImportError: no")
     another = job.connect()
-    job.ready(another, job_spec(digest="other"))
+    job.ready(another, job_spec(alike={"job": {"model": "another"}}))
     assert (job.machine.phase, job.machine.generation, job.stop) == (Phase.RUNNING, 1, None)
     assert set(job.machine.members) == set(range(5))
 

@@ -111,46 +111,6 @@ def test_checkpoint_of_another_job_is_refused() -> None:
     )
 
 
-def test_worker_with_another_job_stops_everything_and_is_named() -> None:
-    job = Job(num_nodes=4)
-    for _ in range(4):
-        job.connect()
-    job.ready(0)
-    job.ready(2, job_spec(digest="other"))
-    assert job.stop is not None
-    assert job.stop.exit_code == 1
-    assert job.stop.reason.startswith("node 2: all workers must build the same job")
-
-
-def test_worker_with_other_initial_values_stops_everything_and_is_named() -> None:
-    job = Job(num_nodes=4)
-    for _ in range(4):
-        job.connect()
-    job.ready(0, job_spec(values_digest="these"))
-    job.ready(2, job_spec(values_digest="those"))
-    assert job.stop is not None
-    assert job.stop.exit_code == 1
-    assert job.stop.reason == (
-        "node 2: all workers must give the model the same initial values, got others than on the first worker; read "
-        "them from the same files, or draw them from the same seed (torch.manual_seed) on all nodes"
-    )
-
-
-def test_worker_with_other_weights_stops_everything_and_the_files_are_named() -> None:
-    job = Job(num_nodes=4)
-    for _ in range(4):
-        job.connect()
-    files = {"language_model/a": "1", "vision/b": "2", "vision/c": "3"}
-    job.ready(0, job_spec(files=files))
-    job.ready(2, job_spec(files={**files, "language_model/a": "4", "vision/c": "5"}, digest="other"))
-    assert job.stop is not None
-    assert (job.stop.exit_code, job.stop.reason) == (
-        1,
-        "node 2: all workers must build the same job, got other contents of language_model/a, vision/c than on the "
-        "first worker; copy the same files to all nodes",
-    )
-
-
 def test_script_exception_saves_what_is_done_and_stops_everything() -> None:
     job = started()
     job.step(3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -138,16 +137,17 @@ def test_checkpoint_of_another_job_is_refused_by_what_differs(reference: Run, tm
     )
 
 
-def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
-    first = run_job(tmp_path / "first", "--steps", "2", nodes=NODES)
-    damaged = tmp_path / "step-00000002"
-    shutil.copytree(first.directory / "checkpoints" / "step-00000002", damaged)
+def test_damaged_checkpoint_is_refused_and_the_newest_sound_one_named(tmp_path: Path) -> None:
+    first = run_job(tmp_path / "first", "--steps", "4", "--checkpoint-every", "2", nodes=NODES)
+    sound, damaged = (first.directory / "checkpoints" / f"step-0000000{step}" for step in (2, 4))
     (victim,) = damaged.glob("layer.3.*.safetensors")
     data = bytearray(victim.read_bytes())
     data[-5] ^= 0x10
     victim.write_bytes(data)
     run = run_job(tmp_path / "run", nodes=NODES, resume=str(damaged))
     assert run.exit_code == 1
-    assert (
-        f"{victim} is damaged (its SHA-256 differs); {tmp_path} holds no other checkpoint that is whole" in run.reason
-    )
+    assert f"{victim} is damaged (its SHA-256 differs); use {sound}" in run.reason
+    words = resume_command(run.reason)
+    assert words[words.index("--resume") + 1] == str(sound)
+    resumed = run_job(tmp_path / "resumed", "--steps", "4", nodes=NODES, resume=str(first.directory))
+    assert (resumed.exit_code, list(resumed.losses)) == (0, [3, 4])

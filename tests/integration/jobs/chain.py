@@ -28,6 +28,8 @@ BREAKING_LAYER = 4
 BREAKING_POSITION = 9
 """Of the sample, within its step."""
 DELAY_S = 0.02
+UNLIKE = os.environ.get("UNLIKE", "")
+"""What this process does otherwise than the others, as if its code or files were others: data, schedule or loss."""
 
 
 class Waves:
@@ -57,7 +59,7 @@ class Waves:
             raise RuntimeError(f"sample {index} is not to be had")
         while not all(is_over() for is_over in self._held.get(index, ())):
             time.sleep(0.005)
-        point = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+        point = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index)) + (UNLIKE == "data")
         breaks = torch.tensor([float(index in self._breaking)])
         return {"input": point, "target": point.sum().sin()[None], "breaks": breaks}
 
@@ -95,6 +97,11 @@ class Delay(nn.Module):
 def squared_error(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the loss summed over the samples."""
     return ((output - batch["target"]) ** 2).sum()
+
+
+def absolute_error(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return another loss summed over the samples."""
+    return (output - batch["target"]).abs().sum()
 
 
 def infinite_error(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -140,7 +147,8 @@ def build_model(num_layers: int, slow_node: int | None = None, breaks: str = "")
         )
         for i in range(num_layers - 1)
     ]
-    chain = rs.Chain([*hidden, lambda: nn.Linear(WIDTH, 1)], infinite_error if breaks == "loss" else squared_error)
+    loss = infinite_error if breaks == "loss" else absolute_error if UNLIKE == "loss" else squared_error
+    chain = rs.Chain([*hidden, lambda: nn.Linear(WIDTH, 1)], loss)
     if breaks in ("output", "gradient"):
         layers = list(chain.layers)
         layers[BREAKING_LAYER] = breaking(layers[BREAKING_LAYER], breaks)
@@ -209,7 +217,7 @@ def main() -> None:
     }
     groups = [rs.ParameterGroup("*.bias", weight_decay=0.1), rs.ParameterGroup("layer.[0-4].*", lr=1e-3)]
     optimizers = {
-        "adamw": rs.AdamW(lr=3e-3),
+        "adamw": rs.AdamW(lr=3e-3, lr_schedule=(lambda step: 2.0) if UNLIKE == "schedule" else None),
         "sgd": rs.SGD(lr=1e-2, momentum=0.9),
         "groups": rs.AdamW(lr=3e-3, groups=groups),
     }

@@ -13,10 +13,10 @@ from typer.testing import CliRunner, Result
 
 from resilient.cli.app import app
 from resilient.cli.profile import table
-from resilient.profiling.cache import job_profile
 from resilient.runtime.job import Job
 from resilient.runtime.script import job_of
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
+from tests.resilient.small import profiled
 
 SCRIPT = """
     import argparse
@@ -97,7 +97,7 @@ def test_run_uses_what_the_command_measured(script: Path, tmp_path: Path) -> Non
     written = tmp_path / "profile.json"
     assert run("--json", written, script).exit_code == 0
     told: list[str] = []
-    assert job_profile(job_of(str(script), []), told.append) == ModelProfile.from_json(written.read_bytes())
+    assert profiled(job_of(str(script), []), told.append) == ModelProfile.from_json(written.read_bytes())
     assert told == []
 
 

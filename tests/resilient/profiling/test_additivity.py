@@ -14,10 +14,9 @@ from torch.nn import functional
 
 from resilient.models.chain import Chain
 from resilient.models.layer import Batch
-from resilient.profiling.cache import job_profile
 from resilient.profiling.profiler import draw_samples, measure
 from resilient.runtime.job import Job
-from tests.resilient.small import TiedModel, Tokens, make_job
+from tests.resilient.small import TiedModel, Tokens, make_job, profiled
 
 NOT_VERIFIED = "that the loss is a sum over its samples cannot be verified: "
 DEPENDS = "a sample's loss must not depend on the other samples of its microbatch, got "
@@ -194,7 +193,7 @@ def test_a_loss_is_verified_again_when_its_code_has_changed(tmp_path: Path, monk
         def loss(self, activations: Any, batch: Any) -> Tensor:
             return super().loss(activations, batch) / batch["labels"].numel()
 
-    job_profile(make_job(model=TiedModel(num_blocks=1)), lambda _: None)
+    profiled(make_job(model=TiedModel(num_blocks=1)), lambda _: None)
     assert Mean(num_blocks=1).digest() == TiedModel(num_blocks=1).digest()
     with pytest.raises(ValueError, match=r"^loss must be summed over the microbatch's targets, got a mean "):
-        job_profile(make_job(model=Mean(num_blocks=1)), lambda _: None)
+        profiled(make_job(model=Mean(num_blocks=1)), lambda _: None)

@@ -18,10 +18,10 @@ from resilient.errors import ArgumentError
 from resilient.models.chain import Chain
 from resilient.optim import SGD
 from resilient.profiling import profiler
-from resilient.profiling.cache import ProfileKey, job_profile, keep, load_profile
+from resilient.profiling.cache import ProfileKey, keep, load_profile
 from resilient.profiling.profiler import draw_samples
 from resilient.runtime.job import Job
-from tests.resilient.small import TiedModel, Tokens, make_job, make_profile
+from tests.resilient.small import TiedModel, Tokens, make_job, make_profile, profiled
 
 MESSAGE = "profiling 6 layers (first run of this model here)"
 
@@ -39,14 +39,14 @@ def key(**changes: Any) -> ProfileKey:
 
 def announced(**changes: Any) -> list[str]:
     told: list[str] = []
-    job_profile(make_job(**changes), told.append)
+    profiled(make_job(**changes), told.append)
     return told
 
 
 def test_second_run_measures_nothing(folder: Path) -> None:
     told: list[str] = []
-    first = job_profile(make_job(), told.append)
-    assert job_profile(make_job(), told.append) == first
+    first = profiled(make_job(), told.append)
+    assert profiled(make_job(), told.append) == first
     assert told == [MESSAGE]
     assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".lock"]
 
@@ -212,6 +212,6 @@ def test_half_written_file_is_never_seen(folder: Path, monkeypatch: pytest.Monke
 def test_workers_that_start_at_once_measure_once() -> None:
     told: list[str] = []
     with ThreadPoolExecutor(4) as workers:  # a lock is its open file's: threads wait as processes do
-        profiles = list(workers.map(lambda _: job_profile(make_job(), told.append), range(8)))
+        profiles = list(workers.map(lambda _: profiled(make_job(), told.append), range(8)))
     assert told == [MESSAGE]
     assert profiles == [profiles[0]] * 8

@@ -24,6 +24,7 @@ from resilient.state.manifest import (
     folder,
     read_manifest,
     read_resumed,
+    resumed_folder,
     write_manifest,
     writers,
 )
@@ -313,8 +314,32 @@ def test_newest_sound_checkpoint_is_offered_for_a_damaged_one(tmp_path: Path) ->
     flip(file_of(folder(tmp_path, 5), "head"))
     file_of(folder(tmp_path, 4), "embed").unlink()
     (folder(tmp_path, 3) / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match=rf"got 0; use {re.escape(str(folder(tmp_path, 2)))}$"):
+    with pytest.raises(CheckpointError, match=rf"got 0; use {re.escape(str(folder(tmp_path, 2)))}$") as raised:
         read_resumed(damaged)
+    assert (raised.value.damaged, raised.value.sound) == (str(damaged), str(folder(tmp_path, 2)))
+
+
+def test_newest_sound_checkpoint_of_a_run_is_resumed_and_the_damaged_ones_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in range(1, 5):
+        path = folder(tmp_path, step)
+        write_manifest(path, Manifest(step=step, recipe=RECIPE, states=checkpoint.save(path, states_of().values())))
+    assert resumed_folder(tmp_path) == folder(tmp_path, 4)
+    assert caplog.messages == []
+    flip(file_of(folder(tmp_path, 4), "head"))
+    (folder(tmp_path, 3) / MANIFEST).write_text("{")
+    assert resumed_folder(tmp_path) == folder(tmp_path, 2)
+    assert caplog.messages[0] == (
+        f"{file_of(folder(tmp_path, 4), 'head')} is damaged (its SHA-256 differs); looking for another checkpoint"
+    )
+    assert caplog.messages[1].startswith(f"{folder(tmp_path, 3) / MANIFEST} cannot be read (")
+    for step in (1, 2):
+        (folder(tmp_path, step) / MANIFEST).unlink()
+    message = f"{tmp_path / 'checkpoints'} holds no checkpoint that is whole; begin without one"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        resumed_folder(tmp_path)
+    assert resumed_folder(folder(tmp_path, 4)) == folder(tmp_path, 4), "a checkpoint that is named is the one"
 
 
 def test_late_writer_changes_no_file_that_a_manifest_names(saved: tuple[Path, dict[str, LayerState]]) -> None:

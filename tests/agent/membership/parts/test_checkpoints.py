@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from resilient.agent.membership.parts.context import Phase
-from resilient.agent.membership.parts.events import ManifestFailed, Send, StopWanted
-from resilient.protocol.messages import Generation, NotSaved
-from tests.agent.membership.simulated import STATES, Job, job_spec
+from resilient.agent.membership.parts.events import ManifestFailed, Send, StopWanted, Tick
+from resilient.protocol.messages import Failed, Finished, Generation, NotSaved
+from resilient.state.manifest import Manifest
+from tests.agent.membership.simulated import RECIPE, STATES, Job, job_spec
 
 ERROR = "/runs/x/checkpoints/step-00000003 cannot be written ([Errno 28] No space left on device); make room there"
 
@@ -79,16 +80,84 @@ def test_states_that_nobody_holds_come_from_the_newest_whole_checkpoint() -> Non
     assert f"everybody loads {path_of(3)}" in job.last("output")["text"]
 
 
-def test_last_checkpoint_without_its_manifest_ends_the_job() -> None:
+def fail_manifest(job: Job, step: int) -> None:
+    job.feed(ManifestFailed(path=path_of(step), error=ERROR))
+
+
+def tick_at(job: Job, now: float) -> None:
+    job.now = now
+    job.feed(Tick())
+
+
+def written(job: Job) -> list[str]:
+    return [made.path for made in job.manifests]
+
+
+def test_manifest_on_the_way_is_tried_again_and_counts_once_it_is_written() -> None:
     job = started()
     job.step(3)
     save(job, 3)
+    fail_manifest(job, 3)
+    tick_at(job, 0.5)
+    assert written(job) == [path_of(3)]
+    tick_at(job, 1.0)
+    fail_manifest(job, 3)
+    assert job.kinds().count("checkpoint_failed") == 2
+    for now in (2.5, 3.0, 3.5):
+        tick_at(job, now)
+    assert written(job) == [path_of(3)] * 3, "the pauses are a second, then two"
+    assert job.last("checkpoint") == {"step": 3, "path": path_of(3)}
+    assert stop(job) == f"enough; resume with: resilient run --nodes 4 --resume {path_of(3)} train.py"
+
+
+def end(job: Job) -> None:
+    """Have all workers finish the job's last step, of which the manifest cannot be written at first."""
     job.step(10)
-    save(job, 10)
-    job.feed(ManifestFailed(path=path_of(10), error=ERROR))
+    generation = job.machine.generation
+    for worker in job.placed():
+        job.say(worker, job.saved(generation, 10, job.workers[worker].current))
+    fail_manifest(job, 10)
+    for worker in job.placed():
+        job.say(worker, Finished(generation=generation))
+    assert job.machine.phase is Phase.RUNNING
+
+
+def test_last_manifest_is_tried_again_and_the_job_finishes_once_it_is_written() -> None:
+    job = started()
+    end(job)
+    tick_at(job, 1.0)
+    assert written(job) == [path_of(10)] * 2
+    tick_at(job, 1.5)
+    assert job.last("finished") == {"step": 10, "path": path_of(10)}
+    job.answer()
     assert job.stop is not None
+    assert job.stop.exit_code == 0
+
+
+def test_last_manifest_that_cannot_be_written_for_as_long_as_files_ends_the_job() -> None:
+    job = started()
+    job.step(3)
+    save(job, 3)
+    end(job)
+    now = 0.0
+    while job.stop is None:
+        now += 0.5
+        before = len(job.manifests)
+        tick_at(job, now)
+        if len(job.manifests) > before:
+            fail_manifest(job, 10)
+    assert 120 <= now < 140
     assert job.stop.exit_code == 1
     assert job.stop.reason == f"{ERROR}; resume with: resilient run --nodes 4 --resume {path_of(3)} train.py"
+
+
+def test_files_that_are_not_there_are_not_waited_for() -> None:
+    job = started()
+    job.step(10)
+    save(job, 10)
+    job.feed(ManifestFailed(path=path_of(10), error=ERROR, node=2))
+    assert job.stop is not None
+    assert job.stop.exit_code == 1
 
 
 def test_checkpoint_before_a_stop_without_its_manifest_ends_the_job_with_that_as_the_reason() -> None:
@@ -150,3 +219,30 @@ def test_checkpoint_that_a_failure_left_behind_is_told() -> None:
     assert [record.fields for record in job.records if record.kind == "checkpoint_failed"] == [
         {"step": 3, "node": None, "error": "the job was regrouped before all parts were written", "newest": None}
     ]
+
+
+def resumed_from_damaged(instead: str) -> Job:
+    manifest = Manifest(step=6, recipe=RECIPE, states={})
+    job = Job(num_nodes=4, resume=("/runs/y/checkpoints/step-00000006", manifest))
+    job.start()
+    job.say((1, 0), Failed(error="damaged", damaged="/runs/y/checkpoints/step-00000006", instead=instead))
+    return job
+
+
+def test_newest_sound_checkpoint_is_named_for_a_damaged_one() -> None:
+    sound = "/runs/y/checkpoints/step-00000004"
+    job = resumed_from_damaged(sound)
+    assert stop(job) == f"enough; resume with: resilient run --nodes 4 --resume {sound} train.py"
+    assert job.last("stopped")["path"] == sound
+
+
+def test_job_whose_only_checkpoint_is_damaged_is_started_again() -> None:
+    again = "start again with: resilient run --nodes 4 train.py"
+    assert stop(resumed_from_damaged("")) == f"enough; there is no checkpoint; {again}"
+
+
+def test_checkpoint_that_is_written_after_a_damaged_one_was_found_is_the_newest() -> None:
+    job = resumed_from_damaged("/runs/y/checkpoints/step-00000004")
+    job.answer()
+    assert job.stop is not None
+    assert job.stop.reason == f"node 1: damaged; resume with: resilient run --nodes 4 --resume {path_of(6)} train.py"
