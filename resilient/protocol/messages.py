@@ -165,10 +165,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Installed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The worker has its groups and all its states for this generation, or has sent what it was to send.
-
-    Times are Unix seconds.
-    """
+    """The worker has its groups and states for this generation, or has sent what it was to. Times are Unix seconds."""
 
     generation: int
     started_at: float
