@@ -204,7 +204,8 @@ class Regrouping:
             parts.context.record(
                 "output", text=f"nobody holds {', '.join(formed.lost)}: everybody loads {formed.source}"
             )
-        self.let_go()
+        if not formed.transfers:
+            self.let_go()
         members, checkpoint_due = parts.context.members, parts.checkpoints.is_due(formed.version, parts.job.spec)
         description = describe(formed, members, parts.speeds.slowdowns)
         parts.context.record("generation", cause=cause, lost_steps=int(parts.progress.redoing), **description)
@@ -214,7 +215,7 @@ class Regrouping:
         parts.job.ask(len(available(members.values())))
 
     def let_go(self) -> None:
-        """Dismiss the nodes that leave, once nothing is taken from them any more."""
+        """Dismiss the nodes that leave: once all copies have arrived, for until then what they hold may be the last."""
         parts = self._parts
         for member in list(parts.context.members.values()):
             node = member.node

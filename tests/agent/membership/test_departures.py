@@ -114,6 +114,21 @@ def test_leaver_stays_until_all_are_installed() -> None:
     assert (job.machine.phase, dismissed(job)) == (Phase.RUNNING, [0])
 
 
+@pytest.mark.parametrize("lost", [0, 1, 2, 3])
+def test_leaver_that_sends_nothing_is_kept_until_the_copies_of_what_it_holds_have_arrived(lost: int) -> None:
+    job = started(num_nodes=5)
+    job.step(3)
+    leave(job, 4)
+    published(job)
+    assert (job.last("generation")["transfers"], job.last("generation")["senders"]) == (2, [])
+    interrupt_copies(job)
+    job.lose(lost)
+    job.answer()
+    assert job.stop is not None
+    assert job.stop.exit_code == 3, "three nodes are too few, and what they and the leaver hold is saved"
+    assert job.manifests[-1].manifest.step == 3
+
+
 def test_training_does_not_begin_before_the_leaver_has_sent_what_it_holds() -> None:
     job = started(num_nodes=3, spec=ALONE)
     job.step(3)

@@ -1,0 +1,1 @@
+"""Mistakes that the membership machine could have; are they told?"""

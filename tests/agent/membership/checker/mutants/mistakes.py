@@ -1,0 +1,306 @@
+"""The mistakes: what in the machine's source is replaced by what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mistake.
+
+    Args:
+        name: What is wrong.
+        file: In ``agent/membership/``.
+        right: Occurs there once.
+        wrong: Stands there instead.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+
+    def make(self, folder: Path) -> None:
+        """Make it in a copy of ``agent/membership/``.
+
+        Raises:
+            ValueError: The source is another than the mistake was made for.
+        """
+        path = folder / self.file
+        source = path.read_text()
+        if source.count(self.right) != 1:
+            found = source.count(self.right)
+            raise ValueError(f"mistake {self.name!r} must replace what is once in {self.file}, found it {found} times")
+        path.write_text(source.replace(self.right, self.wrong))
+
+
+_AGREEMENT = "next_generation/agreement.py"
+_FORMING = "next_generation/forming.py"
+_MEMBERS = "next_generation/members.py"
+_CHANGE = "parts/change.py"
+_CHECKPOINTS = "parts/checkpoints.py"
+_TRAINING = "parts/training.py"
+
+MISTAKES = (
+    # ------------------------------------------------------------ agreement
+    Mistake(
+        "agreement on the oldest version",
+        _AGREEMENT,
+        "agreed = max([version, *outcomes, *(progress.version for progress in reports.values())])",
+        "agreed = min([p.version for p in reports.values() if p.version >= 0], default=version)",
+    ),
+    Mistake(
+        "nobody is rolled forward",
+        _AGREEMENT,
+        "roll_forward=outcome if behind else None",
+        "roll_forward=None",
+    ),
+    Mistake(
+        "what those behind retained counts as held",
+        _AGREEMENT,
+        "held[worker] = progress.current\n",
+        "held[worker] = (*progress.current, *progress.retained)\n",
+    ),
+    Mistake(
+        "states of any version count as held",
+        _AGREEMENT,
+        "if progress.version == agreed:",
+        "if progress.version >= 0:",
+    ),
+    Mistake(
+        "a step that only a dead worker told of is forgotten",
+        _AGREEMENT,
+        "outcomes.setdefault(newest.step, newest)",
+        "pass",
+    ),
+    Mistake(
+        "retained states are no sources",
+        _AGREEMENT,
+        "held[worker] = tuple(dict.fromkeys((*progress.current, *progress.retained)))",
+        "held[worker] = progress.current",
+    ),
+    Mistake(
+        "a joiner is taken to hold what another holds",
+        "lifecycle.py",
+        "parts.change.reports.get(w, NOTHING)",
+        "parts.change.reports.get(w) or next(iter(parts.change.reports.values()), NOTHING)",
+    ),
+    Mistake(
+        "agreement before all have reported",
+        "lifecycle.py",
+        "elif parts.phase is Phase.AGREEING and not parts.awaiting:",
+        "elif parts.phase is Phase.AGREEING and parts.change is not None and parts.change.reports:",
+    ),
+    Mistake(
+        "who stands by is not asked",
+        "job_parts.py",
+        "return (self.participants.placed() | standing_by) - self.change.reports.keys()",
+        "return self.participants.placed() - self.change.reports.keys()",
+    ),
+    Mistake(
+        "reports of nodes that are gone count",
+        "job_parts.py",
+        "            self.change.forget(node)",
+        "            pass",
+    ),
+    # ------------------------------------------------------------ fencing
+    Mistake(
+        "reports for older generations count",
+        "handlers.py",
+        "if change is not None and message.generation == change.generation:",
+        "if change is not None:",
+    ),
+    Mistake(
+        "installations of older generations count",
+        "handlers.py",
+        "        if message.generation != self._context.generation:\n            return\n"
+        '        self._context.record(\n            "installed"',
+        '        self._context.record(\n            "installed"',
+    ),
+    Mistake(
+        "steps of older generations count",
+        "handlers.py",
+        "        if message.generation != self._context.generation:\n            return\n"
+        "        self._parts.suspicions.note_step",
+        "        self._parts.suspicions.note_step",
+    ),
+    Mistake(
+        "parts of checkpoints of older generations count",
+        "handlers.py",
+        "if message.generation < self._context.generation:",
+        "if message.generation < 0:",
+    ),
+    Mistake(
+        "suspicions of older generations count",
+        "handlers.py",
+        "        if message.generation != self._context.generation:\n            return\n        self._lose_who",
+        "        self._lose_who",
+    ),
+    Mistake(
+        "nodes that are gone are listened to",
+        "machine.py",
+        "return self.phase is not STOPPED and node in self.members",
+        "return self.phase is not STOPPED",
+    ),
+    # ------------------------------------------------------------ losses, joins, departures
+    Mistake(
+        "who suspects is given up",
+        "handlers.py",
+        'self._regrouping.begin_failure([], f"communication{where} failed: {message.reason}")',
+        "self._lifecycle.evict(worker[0], message.reason)",
+    ),
+    Mistake(
+        "nobody who does not report is given up",
+        _CHANGE,
+        "if now < self._deadline:",
+        'if now < float("inf"):',
+    ),
+    Mistake(
+        "stalls are not seen",
+        "regrouping.py",
+        "        if stalled_s:\n",
+        "        if stalled_s < 0:\n",
+    ),
+    Mistake(
+        "a loss while all go to a boundary waits for it",
+        "regrouping.py",
+        "if parts.change is None or parts.change.at_boundary:",
+        "if parts.change is None:",
+    ),
+    Mistake(
+        "the loss of a sender is no loss",
+        "lifecycle.py",
+        "return parts.participants.is_placed(node) or parts.participants.sends(node)",
+        "return parts.participants.is_placed(node)",
+    ),
+    Mistake(
+        "the loss of who saves is no loss",
+        "lifecycle.py",
+        "return node in {waited for waited, _ in parts.awaiting}",
+        "return False",
+    ),
+    Mistake(
+        "joins and departures leave the step under way",
+        "lifecycle.py",
+        'self._regrouping.begin(at_boundary=True, cause="join" if joining else "leave")',
+        'self._regrouping.begin(at_boundary=False, cause="join" if joining else "leave")',
+    ),
+    Mistake(
+        "who leaves is let go at once",
+        "handlers.py",
+        "if not self._parts.is_needed(event.node):",
+        "if event.node >= 0:",
+    ),
+    Mistake(
+        "who leaves gets a place",
+        _MEMBERS,
+        "member.is_ready and not member.leaving",
+        "member.is_ready",
+    ),
+    Mistake(
+        "workers are counted where nodes are meant",
+        "regrouping.py",
+        "num_missing = parts.ending.needed_nodes - len(available(members))",
+        "num_missing = parts.ending.needed_nodes - len(parts.context.ready_workers())",
+    ),
+    Mistake(
+        "nobody is waited for when nodes are too few",
+        "regrouping.py",
+        "return not change.has_waited or len(coming) >= num_missing",
+        "return False",
+    ),
+    # ------------------------------------------------------------ checkpoints
+    Mistake(
+        "a checkpoint is whole with its first part",
+        _CHECKPOINTS,
+        "if not uncovered(job.profile, self._parts.states(message.step)):",
+        "if self._parts.states(message.step):",
+    ),
+    Mistake(
+        "a checkpoint is made of parts of two steps",
+        _CHECKPOINTS,
+        "return {name: saved for name, (saved, _) in self._states.get(step, {}).items()}",
+        "return {name: saved for states in self._states.values() for name, (saved, _) in states.items()}",
+    ),
+    Mistake(
+        "a checkpoint is made of parts of two generations",
+        _CHECKPOINTS,
+        "        self._parts = Parts()\n        for step in",
+        "        for step in",
+    ),
+    Mistake(
+        "a checkpoint without a manifest counts",
+        "handlers.py",
+        "checkpoints.note_missed(checkpoints.take_back(event.path), event.node, event.error)",
+        "checkpoints.note_missed(checkpoints.step_of(event.path), event.node, event.error)",
+    ),
+    Mistake(
+        "lost states are made anew",
+        _FORMING,
+        "source = source_at(agreement.version, checkpoints)",
+        "source = source_at(agreement.version, checkpoints) or INIT",
+    ),
+    Mistake(
+        "the oldest checkpoint is gone back to",
+        _FORMING,
+        "newest = max(checkpoints, key",
+        "newest = min(checkpoints, key",
+    ),
+    Mistake(
+        "skipped steps are forgotten",
+        _TRAINING,
+        "self._version, self._skipped = formed.version, formed.skipped",
+        "self._version = formed.version",
+    ),
+    # ------------------------------------------------------------ ends
+    Mistake(
+        "finished without a checkpoint",
+        "handlers.py",
+        "is_saved = parts.progress.step == num_steps and parts.checkpoints.has(num_steps)",
+        "is_saved = True",
+    ),
+    Mistake(
+        "a last step that nobody holds is not trained again",
+        "regrouping.py",
+        "agreement.version == job.num_steps and (parts.is_complete or is_held)",
+        "agreement.version == job.num_steps",
+    ),
+    Mistake(
+        "the last checkpoint may lack what nobody holds",
+        "ends.py",
+        "        if lost:\n",
+        "        if lost and step < 0:\n",
+    ),
+    Mistake(
+        "a generation follows an interruption",
+        "regrouping.py",
+        "        if parts.ending.reason:\n",
+        "        if parts.ending.failure:\n",
+    ),
+    Mistake(
+        "the end does not wait for the main worker",
+        "lifecycle.py",
+        "if node == main_node and main_rank not in member.done:",
+        "if node < 0 and main_rank == main_node:",
+    ),
+    Mistake(
+        "several workers speak for the job",
+        "ends.py",
+        "Finish(is_main=worker == parts.participants.main)",
+        "Finish(is_main=worker[1] == parts.participants.main[1])",
+    ),
+    Mistake(
+        "an interruption waits for ever for its checkpoint",
+        "lifecycle.py",
+        "if now >= interruption.deadline:",
+        'if now >= float("inf"):',
+    ),
+    Mistake(
+        "the last checkpoint is waited for for ever",
+        "handlers.py",
+        "if last is not None and self._context.now >= last.deadline:",
+        'if last is not None and self._context.now >= float("inf"):',
+    ),
+)

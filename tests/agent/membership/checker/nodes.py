@@ -1,0 +1,157 @@
+"""Nodes with their agents, and the links between them and the coordinator.
+
+What goes over a link keeps its order and takes any time. When a node dies, or is cut off, a part of what was on its way
+still arrives. A node that is cut off goes on: what it then says reaches the machine as well, which must not listen.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+from typing import TYPE_CHECKING
+
+from resilient.agent.membership.parts.events import (
+    NodeConnected,
+    NodeLeaving,
+    NodeLost,
+    Stimulus,
+    WorkerEnded,
+    WorkerSaid,
+)
+from resilient.protocol.messages import (
+    Dropped,
+    Finished,
+    FromWorkerMessage,
+    Installed,
+    Report,
+    Saved,
+    Shutdown,
+    StepDone,
+    Suspect,
+    ToWorkerMessage,
+)
+from tests.agent.membership.checker.worker import At, Worker
+
+if TYPE_CHECKING:
+    from tests.agent.membership.checker.world import World
+
+Downward = tuple[int | None, ToWorkerMessage] | Shutdown
+
+
+def is_of_the_past(message: FromWorkerMessage, generation: int) -> bool:
+    """Return whether a message is of a generation before this one, or answers the wish for it."""
+    if isinstance(message, Report):
+        return message.generation <= generation
+    return isinstance(message, Suspect | Dropped | Installed | StepDone | Saved | Finished) and (
+        message.generation < generation
+    )
+
+
+class Node:
+    """A node.
+
+    Attributes:
+        is_alive: Its processes run.
+        is_linked: What is sent to it arrives.
+        is_leaving: Its agent has announced that it goes.
+        up: What is on its way to the coordinator; ``down``: to the node.
+        speed: How readily something of it happens: slow ones are far behind the others.
+    """
+
+    def __init__(self, world: World, number: int, random: Random) -> None:
+        self.world, self.number = world, number
+        self.is_alive = self.is_linked = True
+        self.is_leaving = self.is_disk_full = False
+        self.writes_elsewhere = False
+        self.speed = random.choice((1.0, 1.0, 0.3, 0.05))
+        self.up: deque[Stimulus] = deque()
+        self.down: deque[Downward] = deque()
+        self._said: list[tuple[int, FromWorkerMessage]] = []
+        num_workers = world.job.shape.workers_per_node
+        self.workers = [Worker(world, self, local_rank) for local_rank in range(num_workers)]
+        self.up.append(NodeConnected(node=number, host="host", pid=number, num_workers=num_workers))
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether one of its workers makes no progress."""
+        return self.is_alive and any(worker.is_hung for worker in self.workers)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether nothing has happened to it."""
+        return self.is_alive and self.is_linked and not self.is_hung
+
+    def pass_on(self, local_rank: int, message: FromWorkerMessage) -> None:
+        """Send what a worker says."""
+        self._said.append((local_rank, message))
+        self.up.append(WorkerSaid(node=self.number, local_rank=local_rank, message=message))
+
+    def take(self) -> str:
+        """Have the agent take in the next message; return what it was."""
+        message = self.down.popleft()
+        if isinstance(message, Shutdown):
+            self.stop()
+            self._disconnect("node lost")
+            return "is shut down"
+        local_rank, inner = message
+        for worker in self.workers:
+            if local_rank in (None, worker.id[1]) and worker.at is not At.ENDED:
+                worker.inbox.append(inner)
+        return f"gets {type(inner).__name__}"
+
+    def stop(self) -> None:
+        """End all its processes."""
+        self.is_alive = False
+        for worker in self.workers:
+            if worker.at is not At.ENDED:
+                self.world.forget(worker)
+                worker.at = At.ENDED
+
+    # ------------------------------------------------------------ what can happen to it
+
+    def die(self, random: Random) -> None:
+        """Lose power: a part of what it has sent arrives, and then it is lost."""
+        self.stop()
+        self.is_linked = False
+        self._lose_some(self.up, random)
+        self.down.clear()
+        self._disconnect("node lost")
+
+    def cut_off(self, random: Random) -> None:
+        """Lose the link to the coordinator; its workers and their peers notice nothing."""
+        self.is_linked = False
+        self._lose_some(self.up, random)
+        self._lose_some(self.down, random)
+        self._disconnect("heartbeat missed")
+
+    def end_worker(self, worker: Worker, exit_code: int) -> None:
+        """Have a worker's process end before its script does; the agent ends the others and starts anew."""
+        self.stop()
+        self.up.append(WorkerEnded(node=self.number, local_rank=worker.id[1], exit_code=exit_code))
+        self._disconnect("node lost")
+
+    def worker_ended(self, worker: Worker, exit_code: int) -> None:
+        """Say that a worker's script has come to its end."""
+        self.up.append(WorkerEnded(node=self.number, local_rank=worker.id[1], exit_code=exit_code))
+
+    def repeat(self, random: Random) -> None:
+        """Say something of a generation that was left once more: by a thread that was left behind, or by a link."""
+        now = max((worker.fabric.number for worker in self.workers if worker.fabric is not None), default=0)
+        old = [said for said in self._said if is_of_the_past(said[1], now)]
+        if old:
+            local_rank, message = random.choice(old)
+            self.up.append(WorkerSaid(node=self.number, local_rank=local_rank, message=message))
+
+    def announce_leave(self) -> None:
+        """Say that the node goes away soon."""
+        self.is_leaving = True
+        self.up.append(NodeLeaving(node=self.number, reason="spot notice"))
+
+    def _disconnect(self, cause: str) -> None:
+        self.is_linked = False
+        self.up.append(NodeLost(node=self.number, cause=cause))
+
+    @staticmethod
+    def _lose_some(queue: deque[object] | deque[Stimulus] | deque[Downward], random: Random) -> None:
+        for _ in range(random.randint(0, len(queue))):
+            queue.pop()
