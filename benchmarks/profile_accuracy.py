@@ -41,8 +41,8 @@ from resilient.observability.step_trace import recorded_trace
 from resilient.observability.trace_events import ACTION, Trace
 from resilient.profiling import profiler
 from resilient.profiling.cache import fresh_profile
+from resilient.profiling.script import job_of
 from resilient.runtime.job import Job
-from resilient.runtime.script import job_of
 from resilient.templates.common.arrays import Floats
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.schedules.generators import generate

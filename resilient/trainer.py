@@ -13,6 +13,7 @@ from typing import TextIO
 import torch
 
 from resilient.common.arguments import described
+from resilient.common.malloc import keep_freed_memory
 from resilient.data.dataset import Dataset
 from resilient.data.processes import DataProcesses
 from resilient.data.read_ahead import data_processes
@@ -22,6 +23,7 @@ from resilient.observability.step_trace import parse_steps
 from resilient.optim import Optimizer
 from resilient.profiling.cache import job_profile
 from resilient.profiling.profiler import draw_samples
+from resilient.profiling.script import leave_description
 from resilient.protocol.agent_client import AgentClient
 from resilient.protocol.foreign_launchers import check_started_once
 from resilient.protocol.job_config import training_schedule
@@ -29,9 +31,7 @@ from resilient.protocol.messages import Note, Output
 from resilient.runtime.alike import alike
 from resilient.runtime.batches import reader_of
 from resilient.runtime.job import Job
-from resilient.runtime.malloc import keep_freed_memory
 from resilient.runtime.preflight import check_trainable
-from resilient.runtime.script import leave_description
 from resilient.runtime.single_process import SingleProcessClient
 from resilient.runtime.worker import Worker
 from resilient.state import checkpoint, manifest

@@ -33,11 +33,11 @@ ROOMS: dict[str, str] = {
     "observability": "state templates errors common",
     "pipeline": "comm models state protocol observability templates errors",
     "runtime": "comm data models state optim protocol observability pipeline templates errors common",
-    "profiling": "errors models state pipeline runtime templates common",
+    "profiling": "errors models state pipeline runtime protocol templates common",
     "trainer": "data models state optim protocol observability runtime profiling errors common",
     "agent": "state protocol observability templates errors common",
     "testing": "agent trainer protocol observability errors",
-    "cli": "agent planners simulation profiling runtime protocol observability templates errors common",
+    "cli": "agent planners simulation profiling protocol observability templates errors common",
 }
 """Each room of the package, a folder or a file at its top, and the rooms it may import, itself aside."""
 

@@ -43,7 +43,7 @@ def profile(
     import torch
 
     from resilient.profiling.cache import fresh_profile
-    from resilient.runtime.script import job_of
+    from resilient.profiling.script import job_of
 
     console = Console(highlight=False, emoji=False)
     hint(context, arguments or ())

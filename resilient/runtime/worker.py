@@ -11,7 +11,7 @@ import os
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -40,12 +40,10 @@ from resilient.protocol.messages import (
     Finished,
     FromWorkerMessage,
     Generation,
-    NotSaved,
     Ready,
     Regroup,
     Report,
     Save,
-    Saved,
     StepDone,
     StepOutcome,
     Suspect,
@@ -58,7 +56,8 @@ from resilient.runtime.install import Session, WorkerContext, install, supply
 from resilient.runtime.job import Job
 from resilient.runtime.nonfinite import find_nonfinite
 from resilient.runtime.own_errors import error_kind
-from resilient.state import checkpoint, manifest
+from resilient.runtime.saver import Saver
+from resilient.state import manifest
 from resilient.state.fingerprint import fingerprint
 from resilient.state.layer_state import LayerState
 from resilient.state.replicas import OddCopiesError
@@ -68,9 +67,6 @@ from resilient.templates.inputs.profile import ModelProfile
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S = 1.0
-_LONGEST_PAUSE_S = 15.0
-"""Between two tries of the last checkpoint."""
 
 _KEPT_STEPS = 4096
 """More than are done until it is noticed that who tells of them is cut off."""
@@ -120,6 +116,7 @@ class Worker:
         self._guard = GenerationGuard()
         self._faults = Faults(client.run_directory)
         self._ledger = Ledger(job.optimizer, job.clip_grad_norm)
+        self._saver = Saver(client.send, self._ledger, job.comm_timeout_s)
         self._batches = Batches(job, processes)
         self._store = StoreHost(host)
         self._context = WorkerContext(
@@ -257,7 +254,7 @@ class Worker:
             if paused and self._ledger.version < self._job.num_steps:
                 return
         session.replicas.check(self._ledger.version)
-        self._write_last(session.generation, *self._part(session), session.comm.check)
+        self._saver.write_last(session.generation, *self._part(session), check=session.comm.check)
         self._client.send(Finished(generation=session.generation))
 
     def _traced_step(self, session: Session) -> bool:
@@ -331,17 +328,9 @@ class Worker:
         return is_last_straw and not outcome.is_finite
 
     def _try_checkpoint(self, session: Session) -> None:
-        """Write this rank's part of a checkpoint on the way, without which training goes on."""
-        try:
-            self._checkpoint(session)
-        except CheckpointError as error:
-            logger.warning("no checkpoint of step %d: %s", self._ledger.version, error)
-            self._client.send(NotSaved(step=self._ledger.version, error=str(error)))
-
-    def _checkpoint(self, session: Session) -> None:
-        """Write this rank's part of the checkpoint of the committed step, of which all copies are equal."""
+        """Write this rank's part of a checkpoint on the way, of which all copies are equal."""
         session.replicas.check(self._ledger.version)
-        self._write(session.generation, *self._part(session))
+        self._saver.try_write(session.generation, *self._part(session))
 
     def _part(self, session: Session) -> tuple[list[LayerState], Path]:
         """Return what this rank writes of a checkpoint, and where."""
@@ -357,48 +346,7 @@ class Worker:
             name: HeldCopy(fingerprint=fingerprint(state.bytes), origin=state.origin, device=kind)
             for name, state in retained.items()
         }
-        self._write_last(message.generation, [retained[name] for name in message.states], Path(message.path), held=held)
+        states = [retained[name] for name in message.states]
+        self._saver.write_last(message.generation, states, Path(message.path), held=held)
         if self._failure is not None:
             raise self._failure
-
-    def _write_last(
-        self,
-        generation: int,
-        states: list[LayerState],
-        path: Path,
-        check: Callable[[], None] = lambda: None,
-        held: Mapping[str, HeldCopy] | None = None,
-    ) -> None:
-        """Write a part of the last checkpoint, again and again for as long as one waits for a peer: room may be made.
-
-        ``check`` raises when this worker is wanted elsewhere.
-        """
-        deadline, pause_s = time.monotonic() + self._job.comm_timeout_s, _FIRST_PAUSE_S
-        while True:
-            try:
-                self._write(generation, states, path, held)
-                return
-            except CheckpointError as error:
-                left_s = deadline - time.monotonic()
-                if left_s < pause_s:
-                    raise
-                told = f"{error}; trying again for {left_s:.0f} s"
-                logger.warning("no checkpoint of step %d: %s", self._ledger.version, told)
-                self._client.send(NotSaved(step=self._ledger.version, error=told))
-            time.sleep(pause_s)
-            check()
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    def _write(
-        self, generation: int, states: list[LayerState], path: Path, held: Mapping[str, HeldCopy] | None = None
-    ) -> None:
-        saved = checkpoint.save(path, states) if states else {}
-        self._client.send(
-            Saved(
-                generation=generation,
-                step=self._ledger.version,
-                skipped=self._ledger.skipped,
-                states=saved,
-                held=dict(held or {}),
-            )
-        )

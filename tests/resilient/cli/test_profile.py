@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 
 from resilient.cli.app import app
 from resilient.cli.profile import table
+from resilient.profiling.script import job_of
 from resilient.runtime.job import Job
-from resilient.runtime.script import job_of
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from tests.resilient.small import profiled
 

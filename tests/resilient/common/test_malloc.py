@@ -9,12 +9,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from resilient.runtime.malloc import keep_freed_memory
+from resilient.common.malloc import keep_freed_memory
 
 STEPS = """
 import resource
 import numpy as np
-from resilient.runtime.malloc import keep_freed_memory
+from resilient.common.malloc import keep_freed_memory
 
 def pages():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from resilient.models.chain import Chain
-from resilient.runtime.script import job_of
+from resilient.profiling.script import job_of
 
 TRAINS = """
     import torch
