@@ -19,13 +19,13 @@ from resilient.comm import Communicator, Pending
 from resilient.errors import CommunicationError, note, place_text
 from resilient.models.layer import Activations, Batch
 from resilient.observability.step_trace import SpanRecorder
-from resilient.pipeline.action_table import action_table
 from resilient.pipeline.finite_watch import FiniteWatch
 from resilient.pipeline.gradient_sync import GradientSync
 from resilient.pipeline.p2p import Downstream, Signature, Upstream, signature
 from resilient.pipeline.stage import Stage
 from resilient.pipeline.stage_timer import StageTimer
 from resilient.protocol.fault_injection import Faults
+from resilient.templates.schedules.action_table import action_table
 from resilient.templates.schedules.schedule import Action, Op, Schedule
 
 _Pass = tuple[int, int]
@@ -161,7 +161,9 @@ class Executor:
             error.locate(generation=generation, step=step, action=self.failed_action)
             return
         place = place_text(generation=generation, step=step, action=self.failed_action)
-        note(error, f"while training{place}:\n{action_table(self._schedule, self._row, action)}")
+        note(
+            error, f"while training{place}:\n{action_table(self._schedule, [(self._row, self._actions.index(action))])}"
+        )
 
     def _forward(self, action: Action) -> None:
         self._faults.reach("forward", self._work.step)

@@ -7,60 +7,100 @@ It shares nothing with what makes schedules, so that each checks the other. The 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from resilient.templates.schedules.schedule import Action, Op, Schedule
+from resilient.templates.schedules.action_table import action_table
+from resilient.templates.schedules.graph import Backward
+from resilient.templates.schedules.schedule import Op, Schedule
 
-_FIELDS = 6
-"""Numbers by which a problem is told."""
-
-_CONTEXT = 6
-"""Positions shown before and after a failing one."""
+if TYPE_CHECKING:
+    from resilient.templates.schedules.validator_loops import Wanted
 
 
 class ScheduleError(ValueError):
-    """A schedule cannot run. The message shows rows (side by side) by position, failing actions as ``>2F0<``."""
+    """A schedule cannot run. The message shows rows by time around the failing actions, which are in brackets."""
 
     def __init__(self, problem: str, schedule: Schedule, failing: Sequence[tuple[int, int]]) -> None:
-        super().__init__(f"{problem}\n{_table(schedule, set(failing))}")
+        super().__init__(f"{problem}\n{action_table(schedule, failing)}" if failing else problem)
 
 
 def validate(schedule: Schedule, max_in_flight: Sequence[int] | None = None) -> None:
     """Check that a schedule can run and computes a whole step (or, without any backward, a whole evaluation).
 
-    Each stage is in one row and runs every microbatch once: forward before backward, whole or in two parts, each
-    computation after its receive and before its send. Gradients are summed after a row's last backward, in descending
-    order of states. Every message that is received was sent, over each border in the same order; and a dry run with
-    blocking receives ends.
+    Each stage runs every cell of its lane that has samples: the forward when all that it needs is there, the backward
+    part by part, each whole or in two halves, when its gradient is. Gradients are summed after a row's last backward,
+    in descending order of states. Every message that is received was sent, over each border of a lane in the same
+    order; between units messages may overtake each other. A dry run with blocking receives ends.
 
     Args:
         schedule: The schedule.
-        max_in_flight: Per row, the most (stage, microbatch) pairs that may wait for their backward at once.
+        max_in_flight: Per row, the most (stage, cell) pairs that may wait for their backward at once.
 
     Raises:
         ScheduleError: It cannot; the message shows where.
     """
-    from resilient.templates.schedules.validator_loops import check
+    from resilient.templates.schedules.validator_loops import NUM_FOUND, Seen, check
 
-    _check_numbers(schedule)
-    limits = np.full(len(schedule.ends), len(schedule.codes)) if max_in_flight is None else np.asarray(max_in_flight)
-    found = np.zeros(_FIELDS, dtype=np.int64)
-    positions = np.zeros(len(schedule.ends), dtype=np.int64)
-    row_of, ends = np.asarray(schedule.row_of, dtype=np.int64), np.asarray(schedule.ends, dtype=np.int64)
-    codes = schedule.codes.astype(np.int64)
-    check(codes, ends, row_of, schedule.num_microbatches, limits.astype(np.int64), positions, found)
+    graph = schedule.graph
+    for stage, row in enumerate(graph.row_of):
+        if row < 0:
+            lane, number = graph.stages[stage]
+            raise ScheduleError(f"stage {f'{lane}:' if lane.unit else ''}{number} is in no row", schedule, [])
+    limits = np.full(graph.num_rows, len(schedule.codes)) if max_in_flight is None else np.asarray(max_in_flight)
+    wanted = _wanted(schedule)
+    found = np.zeros(NUM_FOUND, dtype=np.int64)
+    positions = np.zeros(graph.num_rows, dtype=np.int64)
+    ends, codes = np.asarray(schedule.ends, dtype=np.int64), schedule.codes.astype(np.int64)
+    seen = Seen(np.zeros(wanted.actions.shape, np.int64), np.zeros(wanted.messages.shape, np.int64))
+    check(codes, ends, graph.tables, wanted, seen, limits.astype(np.int64), positions, found)
     _raise(schedule, *found.tolist())
     check_ended(schedule, positions.tolist())
 
 
-def _raise(schedule: Schedule, problem: int, row: int, position: int, op: int, stage: int, index: int) -> None:
-    """Say in words what was found, if anything; the last three numbers are the other action that it is about."""
+def _wanted(schedule: Schedule) -> Wanted:
+    """Return the actions that the step has; a backward that stands in two halves somewhere is to be in two."""
+    from resilient.templates.schedules.validator_loops import Wanted
+
+    tables, codes = schedule.graph.tables, schedule.codes
+    row_of, backward_of, lane_of = tables.row_of, tables.backward_of, tables.lane_of
+    of_cell = tables.parts[lane_of]
+    num_parts = int(of_cell.max(initial=1))
+    some, each = of_cell > 0, np.arange(num_parts) < of_cell[:, :, None]
+    split = np.zeros(each.shape, bool)
+    halves = codes[(codes[:, 0] == Op.BACKWARD_INPUT) | (codes[:, 0] == Op.BACKWARD_WEIGHT)]
+    split[halves[:, 1], halves[:, 2], halves[:, 3]] = True
+    crossed = (lane_of[1:] == lane_of[:-1]) & (row_of[1:] != row_of[:-1])
+    before, after = np.append(False, crossed)[:, None], np.append(crossed, False)[:, None]
+    trained = (backward_of > Backward.NONE)[:, None]
+    trained_before = np.append(False, trained[:-1])[:, None]
+    whole, inputs = ((backward_of == kind)[:, None, None] for kind in (Backward.ALL, Backward.INPUTS))
+    actions = np.zeros((len(row_of), Op.REDUCE, *each.shape[1:]), bool)
+    actions[:, Op.FORWARD, :, 0] = some
+    actions[:, Op.BACKWARD] = each & whole & ~split
+    actions[:, Op.BACKWARD_INPUT] = each & (inputs | whole & split)
+    actions[:, Op.BACKWARD_WEIGHT] = each & whole & split
+    actions[:, Op.RECV_F, :, 0] = some & before
+    actions[:, Op.SEND_F, :, 0] = some & after
+    actions[:, Op.RECV_B] = each & (after & trained)[:, :, None]
+    actions[:, Op.SEND_B] = each & (before & trained_before)[:, :, None]
+    flows = tables.flows
+    apart = row_of[flows[:, 0]] != row_of[flows[:, 3]]
+    returns = apart & (backward_of[flows[:, 0]] > Backward.NONE)
+    messages = np.zeros((Op.REDUCE, len(flows)), bool)
+    messages[[Op.SEND_F, Op.RECV_F]], messages[[Op.SEND_B, Op.RECV_B]] = apart, returns
+    return Wanted(actions, messages)
+
+
+def _raise(
+    schedule: Schedule, problem: int, row: int, position: int, op: int, stage: int, index: int, part: int, flow: int
+) -> None:
+    """Say in words what was found, if anything; the last five numbers are the other action that it is about."""
     from resilient.templates.schedules import validator_loops as loops
 
-    length = len(schedule.row(row))
-    action = schedule.row(row)[position] if position < length else None
-    other = Action(stage, Op(op), index)
+    actions = schedule.row(row)
+    action = actions[position] if position < len(actions) else None
     here = [(row, position)]
     if problem == loops.TWICE:
         raise ScheduleError(f"{action} stands twice", schedule, [(row, index), *here])
@@ -69,14 +109,15 @@ def _raise(schedule: Schedule, problem: int, row: int, position: int, op: int, s
     if problem == loops.STRANGE:
         raise ScheduleError(f"{action} has no place in row {row}", schedule, here)
     if problem == loops.EARLY:
-        raise ScheduleError(f"{action} must come after {other}", schedule, here)
+        raise ScheduleError(f"{action} must come after {schedule.named(op, stage, index, part, flow)}", schedule, here)
     if problem == loops.MISSING:
-        raise ScheduleError(f"{other} is missing", schedule, here)
+        raise ScheduleError(f"{schedule.named(op, stage, index, part, flow)} is missing", schedule, here)
     if problem == loops.FULL:
         text = f"row {row} must keep at most {stage} microbatches in flight, got {index}"
         raise ScheduleError(text, schedule, here)
     if problem == loops.OVERTAKEN:
-        raise ScheduleError(f"{action} comes when microbatch {index} was sent before it", schedule, here)
+        sent = f"{index}.{part}" if part else index
+        raise ScheduleError(f"{action} comes when microbatch {sent} was sent before it", schedule, here)
 
 
 def check_ended(schedule: Schedule, positions: Sequence[int]) -> None:
@@ -94,36 +135,3 @@ def check_ended(schedule: Schedule, positions: Sequence[int]) -> None:
     if blocked:
         waiting = ", ".join(str(schedule.rows[row][position]) for row, position in blocked)
         raise ScheduleError(f"deadlock: {waiting} wait for messages that are never sent", schedule, blocked)
-
-
-def _check_numbers(schedule: Schedule) -> None:
-    """Check what the other checks take for granted: each stage and each microbatch has an action."""
-    if not len(schedule.codes):
-        raise ScheduleError("a schedule must have actions, got none", schedule, [(0, 0)])
-    indices = np.where(schedule.codes[:, 0] == Op.REDUCE, 0, schedule.codes[:, 2])
-    large = np.flatnonzero(np.maximum(schedule.codes[:, 1], indices) >= len(schedule.codes))
-    if large.size:
-        row = int(np.searchsorted(schedule.ends, large[0], side="right"))
-        position = int(large[0]) - (0, *schedule.ends)[row]
-        action = schedule.row(row)[position]
-        problem = f"{action} must have numbers below {len(schedule.codes)}, as many as there are actions"
-        raise ScheduleError(problem, schedule, [(row, position)])
-
-
-def _table(schedule: Schedule, failing: set[tuple[int, int]]) -> str:
-    """Return rows (side by side) by position as text, near the failing positions, which are marked."""
-    length = max([len(actions) for actions in schedule.rows] + [position + 1 for _, position in failing])
-    shown = [i for i in range(length) if any(abs(i - position) <= _CONTEXT for _, position in failing)]
-    lines = [["", *(f"row {row}" for row in range(len(schedule.rows)))]]
-    for before, i in zip([-1, *shown], shown, strict=False):
-        if i != before + 1:
-            lines.append(["..."])
-        cells = [str(actions[i]) if i < len(actions) else "" for actions in schedule.rows]
-        marked = (f">{cell}<" if (row, i) in failing else f" {cell} " for row, cell in enumerate(cells))
-        lines.append([str(i), *marked])
-    if shown[-1] + 1 < length:
-        lines.append(["..."])
-    widths = [max(len(line[column]) for line in lines if column < len(line)) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines
-    )

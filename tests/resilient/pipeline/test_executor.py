@@ -100,8 +100,8 @@ class RecordedBorder:
 
 
 def recorded(schedule: Schedule, row: int, comm: Communicator, faults: Faults) -> tuple[Executor, Recorder]:
-    recorder, last = Recorder(), len(schedule.row_of) - 1
-    mine = [stage for stage, at in enumerate(schedule.row_of) if at == row]
+    recorder, last = Recorder(), len(schedule.graph.row_of) - 1
+    mine = [stage for stage, at in enumerate(schedule.graph.row_of) if at == row]
     alone = len(schedule.rows) == 1
     parts: dict[str, Any] = {
         "stages": {s: RecordedStage(recorder, s, s == last) for s in mine},
@@ -111,7 +111,7 @@ def recorded(schedule: Schedule, row: int, comm: Communicator, faults: Faults) -
             s: RecordedBorder(recorder, s, s + 1, "SEND_F", "RECV_B") for s in mine if s < last and not alone
         },
     }
-    stage_timer = StageTimer(CPU, schedule.num_microbatches)
+    stage_timer = StageTimer(CPU, schedule.graph.num_cells)
     parts |= {"schedule": schedule, "row": row, "generation": 3, "comm": comm, "faults": faults}
     return Executor(**parts, stage_timer=stage_timer), recorder
 
