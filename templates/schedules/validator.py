@@ -7,16 +7,12 @@ It shares nothing with what makes schedules, so that each checks the other. The 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from resilient.templates.schedules.action_table import action_table
-from resilient.templates.schedules.graph import Backward
-from resilient.templates.schedules.schedule import Op, Schedule
-
-if TYPE_CHECKING:
-    from resilient.templates.schedules.validator_loops import Wanted
+from resilient.templates.schedules.requirements import Requirements, requirements
+from resilient.templates.schedules.schedule import Schedule
 
 
 class ScheduleError(ValueError):
@@ -41,82 +37,67 @@ def validate(schedule: Schedule, max_in_flight: Sequence[int] | None = None) -> 
     Raises:
         ScheduleError: It cannot; the message shows where.
     """
-    from resilient.templates.schedules.validator_loops import NUM_FOUND, Seen, check
+    from resilient.templates.schedules import validator_loops as loops
 
-    graph = schedule.graph
+    graph, tables = schedule.graph, schedule.graph.tables
     for stage, row in enumerate(graph.row_of):
         if row < 0:
             lane, number = graph.stages[stage]
             raise ScheduleError(f"stage {f'{lane}:' if lane.unit else ''}{number} is in no row", schedule, [])
-    limits = np.full(graph.num_rows, len(schedule.codes)) if max_in_flight is None else np.asarray(max_in_flight)
-    wanted = _wanted(schedule)
-    found = np.zeros(NUM_FOUND, dtype=np.int64)
-    positions = np.zeros(graph.num_rows, dtype=np.int64)
+    asked = requirements(schedule)
     ends, codes = np.asarray(schedule.ends, dtype=np.int64), schedule.codes.astype(np.int64)
-    seen = Seen(np.zeros(wanted.actions.shape, np.int64), np.zeros(wanted.messages.shape, np.int64))
-    check(codes, ends, graph.tables, wanted, seen, limits.astype(np.int64), positions, found)
-    _raise(schedule, *found.tolist())
+    found = np.zeros(loops.NUM_FOUND, dtype=np.int64)
+    loops.check_rows(
+        codes,
+        ends,
+        tables.backward_of,
+        tables.row_of,
+        asked.number,
+        asked.row,
+        asked.needs,
+        asked.first_more,
+        asked.more,
+        asked.computes,
+        found,
+    )
+    _raise(schedule, asked, *found.tolist())
+    if max_in_flight is not None:
+        most = np.asarray(max_in_flight, dtype=np.int64)
+        loops.check_memory(codes, ends, tables.backward_of, tables.parts[tables.lane_of], most, found)
+        _raise(schedule, asked, *found.tolist())
+    positions = np.zeros(graph.num_rows, dtype=np.int64)
+    num_stages, _, num_cells, num_parts = asked.shape
+    loops.run(codes, ends, num_stages, num_cells, num_parts, asked.num_flows, positions, found)
+    _raise(schedule, asked, *found.tolist())
     check_ended(schedule, positions.tolist())
 
 
-def _wanted(schedule: Schedule) -> Wanted:
-    """Return the actions that the step has; a backward that stands in two halves somewhere is to be in two."""
-    from resilient.templates.schedules.validator_loops import Wanted
-
-    tables, codes = schedule.graph.tables, schedule.codes
-    row_of, backward_of, lane_of = tables.row_of, tables.backward_of, tables.lane_of
-    of_cell = tables.parts[lane_of]
-    num_parts = int(of_cell.max(initial=1))
-    some, each = of_cell > 0, np.arange(num_parts) < of_cell[:, :, None]
-    split = np.zeros(each.shape, bool)
-    halves = codes[(codes[:, 0] == Op.BACKWARD_INPUT) | (codes[:, 0] == Op.BACKWARD_WEIGHT)]
-    split[halves[:, 1], halves[:, 2], halves[:, 3]] = True
-    crossed = (lane_of[1:] == lane_of[:-1]) & (row_of[1:] != row_of[:-1])
-    before, after = np.append(False, crossed)[:, None], np.append(crossed, False)[:, None]
-    trained = (backward_of > Backward.NONE)[:, None]
-    trained_before = np.append(False, trained[:-1])[:, None]
-    whole, inputs = ((backward_of == kind)[:, None, None] for kind in (Backward.ALL, Backward.INPUTS))
-    actions = np.zeros((len(row_of), Op.REDUCE, *each.shape[1:]), bool)
-    actions[:, Op.FORWARD, :, 0] = some
-    actions[:, Op.BACKWARD] = each & whole & ~split
-    actions[:, Op.BACKWARD_INPUT] = each & (inputs | whole & split)
-    actions[:, Op.BACKWARD_WEIGHT] = each & whole & split
-    actions[:, Op.RECV_F, :, 0] = some & before
-    actions[:, Op.SEND_F, :, 0] = some & after
-    actions[:, Op.RECV_B] = each & (after & trained)[:, :, None]
-    actions[:, Op.SEND_B] = each & (before & trained_before)[:, :, None]
-    flows = tables.flows
-    apart = row_of[flows[:, 0]] != row_of[flows[:, 3]]
-    returns = apart & (backward_of[flows[:, 0]] > Backward.NONE)
-    messages = np.zeros((Op.REDUCE, len(flows)), bool)
-    messages[[Op.SEND_F, Op.RECV_F]], messages[[Op.SEND_B, Op.RECV_B]] = apart, returns
-    return Wanted(actions, messages)
-
-
 def _raise(
-    schedule: Schedule, problem: int, row: int, position: int, op: int, stage: int, index: int, part: int, flow: int
+    schedule: Schedule, asked: Requirements, problem: int, row: int, position: int, number: int, other: int
 ) -> None:
-    """Say in words what was found, if anything; the last five numbers are the other action that it is about."""
+    """Say in words what was found, if anything."""
     from resilient.templates.schedules import validator_loops as loops
 
+    if not problem:
+        return
     actions = schedule.row(row)
     action = actions[position] if position < len(actions) else None
     here = [(row, position)]
     if problem == loops.TWICE:
-        raise ScheduleError(f"{action} stands twice", schedule, [(row, index), *here])
+        raise ScheduleError(f"{action} stands twice", schedule, [(row, number), *here])
     if problem == loops.UNORDERED:
-        raise ScheduleError(f"{action} must come before state {index}'s", schedule, here)
+        raise ScheduleError(f"{action} must come before state {number}'s", schedule, here)
     if problem == loops.STRANGE:
         raise ScheduleError(f"{action} has no place in row {row}", schedule, here)
     if problem == loops.EARLY:
-        raise ScheduleError(f"{action} must come after {schedule.named(op, stage, index, part, flow)}", schedule, here)
+        raise ScheduleError(f"{action} must come after {asked.action(schedule, number)}", schedule, here)
     if problem == loops.MISSING:
-        raise ScheduleError(f"{schedule.named(op, stage, index, part, flow)} is missing", schedule, here)
+        raise ScheduleError(f"{asked.action(schedule, number)} is missing", schedule, here)
     if problem == loops.FULL:
-        text = f"row {row} must keep at most {stage} microbatches in flight, got {index}"
+        text = f"row {row} must keep at most {number} microbatches in flight, got {other}"
         raise ScheduleError(text, schedule, here)
     if problem == loops.OVERTAKEN:
-        sent = f"{index}.{part}" if part else index
+        sent = f"{number}.{other}" if other else number
         raise ScheduleError(f"{action} comes when microbatch {sent} was sent before it", schedule, here)
 
 
