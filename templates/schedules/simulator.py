@@ -184,11 +184,11 @@ def _table(name: str, values: Values, shape: tuple[int, int, int], num_parts: In
 def _whole(name: str, values: Values, shape: tuple[int, ...], unit: float) -> Ints:
     """Return a cost as whole units, in a shape of which it may have the first dimensions."""
     array = np.asarray(values)
-    known = [shape[:length] for length in range(1, len(shape) + 1) if length < 3 or shape[2] > 1]
-    if array.shape not in ((), *known):
+    if array.shape not in ((), *(shape[:length] for length in range(1, len(shape) + 1))):
+        told = [shape[:length] for length in range(1, len(shape) + 1) if length < 3 or shape[2] > 1]
         raise ArgumentError(
             name,
-            f"be one number, {' or '.join(' x '.join(map(str, each)) for each in known)} numbers",
+            f"be one number, {' or '.join(' x '.join(map(str, each)) for each in told)} numbers",
             array.shape,
             "give one for all, one for each stage (border), or one for each of its microbatches",
         )

@@ -57,10 +57,9 @@ def measured(
 
 def test_orders_times_and_memory_of_chains_are_those_recorded() -> None:
     recorded = json.loads(RECORDED.read_text())
-    names = {
-        f"{kind.value} rows={rows} microbatches={count} chunks={chunks}{'' if limits is None else ' limited'}": measured(
-            kind, rows, count, chunks, limits
-        )
-        for kind, rows, count, chunks, limits in grid()
-    }
-    assert names == recorded
+    found: dict[str, list[object]] = {}
+    for kind, rows, count, chunks, limits in grid():
+        limited = "" if limits is None else " limited"
+        name = f"{kind.value} rows={rows} microbatches={count} chunks={chunks}{limited}"
+        found[name] = measured(kind, rows, count, chunks, limits)
+    assert found == recorded
