@@ -71,13 +71,11 @@ def _forward_turns(graph: StepGraph, pace: int, units: Sequence[str]) -> Ints:
         if unit > pace:
             mine = tables.flows[(targets == number) & (np.take(unit_of, sources) >= pace)]
             np.maximum.at(turns[number], mine[:, 4], turns[lane_of[mine[:, 0]], mine[:, 1]])
-            turns[number] = np.maximum.accumulate(turns[number])
     for number, unit in reversed(list(enumerate(unit_of))):
         if unit < pace:
             mine = tables.flows[sources == number]
             turns[number] = last
             np.minimum.at(turns[number], mine[:, 1], turns[lane_of[mine[:, 3]], mine[:, 4]])
-            turns[number] = np.minimum.accumulate(turns[number, ::-1])[::-1]  # cells run in their order
     return turns
 
 

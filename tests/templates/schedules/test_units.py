@@ -203,7 +203,8 @@ def test_frozen_encoder_has_no_backward_and_frozen_language_model_none_for_weigh
 def test_actions_are_sorted_by_unit_lane_stage_cell_and_part() -> None:
     ordered = ["vision.0:0F2", "vision.0:0F10", "vision.0:0B10.1", "vision.0:1F0", "vision.1:0F0", "llm.0:0F0"]
     actions = [Action.parse(text) for text in ordered]
-    assert sorted(actions[::-1], key=lambda action: action.order(["vision", "llm"])) == actions
+    given = actions[::-1]
+    assert sorted(given, key=lambda action: action.order(["vision", "llm"])) == actions
 
 
 @pytest.mark.parametrize(
