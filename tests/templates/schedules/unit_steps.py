@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-
-from hypothesis import strategies as st
+from random import Random
 
 from resilient.templates.schedules.graph import Backward, Flow, LaneName, StepGraph, UnitLane
 from resilient.templates.schedules.schedule import Action, Op, Peer, Schedule
+from resilient.templates.schedules.unit_generator import generate_units
 
 UNITS = ("vision", "audio", "llm", "diffusion")
 
 
-@st.composite
-def graphs(draw: st.DrawFn) -> StepGraph:
-    """Encoders of several lanes, a language model, a generator; stages on any rows, cells with gaps, any flows."""
-    trains = draw(st.booleans()) or draw(st.booleans())
-    chosen = draw(st.lists(st.sampled_from(UNITS), min_size=1, max_size=3, unique=True))
-    num_rows = draw(st.integers(1, 4))
+def random_graph(rng: Random) -> StepGraph:
+    """Return a step of up to three units; stages are on any rows, cells have gaps, and flows join any."""
+    trains = rng.random() < 0.9
+    units = sorted(rng.sample(UNITS, rng.randint(1, 3)), key=UNITS.index)
+    num_rows = rng.randint(1, 4)
     shapes = [
-        (LaneName(unit, number), draw(st.integers(1, 3)), sorted(draw(st.sets(st.integers(0, 5), max_size=4))))
-        for unit in sorted(chosen, key=UNITS.index)
-        for number in range(draw(st.integers(1, 2)))
+        (LaneName(unit, number), rng.randint(1, 3), sorted(rng.sample(range(6), rng.choice((0, 1, 2, 2, 3, 4)))))
+        for unit in units
+        for number in range(rng.randint(1, 2))
     ]
     possible = [
         Flow(source, cell, target, target_cell)
@@ -33,49 +32,58 @@ def graphs(draw: st.DrawFn) -> StepGraph:
         if UNITS.index(source.unit) < UNITS.index(target.unit)
         for target_cell in target_cells
     ]
-    kept = draw(st.sets(st.sampled_from(possible), max_size=8)) if possible else set[Flow]()
-    flows = tuple(flow for flow in possible if flow in kept)
+    share = rng.random()
+    flows = tuple(flow for flow in possible if rng.random() < share)
     lanes: list[UnitLane] = []
     for name, num_stages, cells in reversed(shapes):
         fed = {flow.target for flow in flows if flow.source == name}
         feeds_frozen = any(lane.name in fed and not lane.backwards[0] for lane in lanes)
         kinds = [Backward.NONE] * num_stages
         if trains and not feeds_frozen:
-            first = draw(st.integers(0, num_stages))
-            kinds[first:] = [draw(st.sampled_from((Backward.ALL, Backward.INPUTS))) for _ in kinds[first:]]
-        rows = tuple(draw(st.integers(0, num_rows - 1)) for _ in range(num_stages))
+            first = rng.choice((0, 0, rng.randint(0, num_stages)))
+            kinds[first:] = [rng.choice((Backward.ALL, Backward.ALL, Backward.INPUTS)) for _ in kinds[first:]]
+        rows = tuple(rng.randrange(num_rows) for _ in range(num_stages))
         lanes.insert(0, UnitLane(name=name, rows=rows, cells=tuple(cells), backwards=tuple(kinds)))
     return StepGraph(lanes=tuple(lanes), flows=flows, num_rows=num_rows)
 
 
-@st.composite
-def split(draw: st.DrawFn, schedule: Schedule) -> Schedule:
-    """The same with some backwards in two halves, the one for weights as late as it may be or sooner."""
+def random_schedule(rng: Random) -> Schedule:
+    """Return a generated schedule of a random graph that sums a state of each stage and one of all."""
+    graph = random_graph(rng)
+    states = [
+        [stage, 99] if kind is Backward.ALL else []
+        for stage, kind in enumerate(kind for lane in graph.lanes for kind in lane.backwards)
+    ]
+    pace = rng.choice([None, *(lane.name.unit for lane in graph.lanes)])
+    return generate_units(graph, pace=pace, lead=rng.randint(1, 2), states=states)
+
+
+def halved(schedule: Schedule, rng: Random) -> Schedule:
+    """Return the same with some backwards in two halves, the one for weights as late as it may be or sooner."""
     rows: list[list[Action]] = []
     for actions in schedule.rows:
         row = list(actions)
         for action in actions:
-            if action.op is Op.BACKWARD and draw(st.booleans()):
+            if action.op is Op.BACKWARD and rng.random() < 0.5:
                 position = row.index(action)
                 row[position] = replace(action, op=Op.BACKWARD_INPUT)
                 end = next((i for i, each in enumerate(row) if each.op is Op.REDUCE), len(row))
-                row.insert(draw(st.integers(position + 1, end)), replace(action, op=Op.BACKWARD_WEIGHT))
+                row.insert(rng.randint(position + 1, end), replace(action, op=Op.BACKWARD_WEIGHT))
         rows.append(row)
     return Schedule.of(rows, schedule.graph)
 
 
-@st.composite
-def corrupted(draw: st.DrawFn, schedule: Schedule) -> Schedule:
-    """The same with a few actions swapped, left out, doubled or put elsewhere."""
+def corrupted(schedule: Schedule, rng: Random) -> Schedule:
+    """Return the same with a few actions swapped, left out, doubled or put elsewhere."""
     rows = [list(row) for row in schedule.rows]
-    for _ in range(draw(st.integers(1, 2))):
-        row, other = draw(st.sampled_from(rows)), draw(st.sampled_from(rows))
+    for _ in range(rng.randint(1, 2)):
+        row, other = rng.choice([row for row in rows if row] or rows), rng.choice(rows)
         if not row:
             continue
-        position, place = draw(st.integers(0, len(row) - 1)), draw(st.integers(0, len(other)))
-        change = draw(st.sampled_from(["swap", "drop", "duplicate", "move"]))
-        if change == "swap":
-            near = draw(st.integers(0, len(row) - 1))
+        position, place = rng.randrange(len(row)), rng.randint(0, len(other))
+        change = rng.choice(["swap", "turn", "turn", "drop", "duplicate", "move"])
+        if change == "swap" or change == "turn":
+            near = rng.randrange(len(row)) if change == "swap" else max(0, position - 1)
             row[position], row[near] = row[near], row[position]
         elif change == "duplicate":
             other.insert(place, row[position])
