@@ -59,12 +59,12 @@ class RowActions:
         self._from: dict[tuple[int, int], list[Link]] = {}
         ends = graph.tables.ends_of.tolist()
         self._first, self._last = {first for first, _ in ends}, {end - 1 for _, end in ends}
-        for source, cell, part, target, target_cell in graph.tables.flows.tolist():
-            if part or cell != target_cell:
+        for flow, (source, cell, part, target, _) in zip(graph.flows, graph.tables.flows.tolist(), strict=True):
+            if part or cell != flow.target_cell:
                 raise ArgumentError(
                     "schedule",
                     "feed a unit's cell from cells of the same number, each to one lane",
-                    f"cell {cell} of stage {source} for cell {target_cell} of stage {target}",
+                    f"{flow.source}:{cell} for {flow.target}:{flow.target_cell}",
                     "place the samples of a microbatch together in every unit",
                 )
             link = Link(source, target, cell)
