@@ -54,4 +54,4 @@ def stages_text(stages: Iterable[tuple[LaneName, int]]) -> str:
         numbers = [str(number) for _, number in group]
         name = f"{lane} " if lane.unit else ""
         texts.append(f"{name}stage{'s' * (len(numbers) > 1)} {', '.join(numbers)}")
-    return "; ".join(texts)
+    return "; ".join(texts) or "no stage"

@@ -133,7 +133,9 @@ def _check(
 
 
 def _codes(op: Op, stages: Ints, indices: Ints) -> NDArray[np.int32]:
-    return np.stack(np.broadcast_arrays(int(op), stages, indices, 0, -1), axis=1).astype(np.int32)
+    codes = np.zeros((len(stages), 5), np.int32)
+    codes[:, 0], codes[:, 1], codes[:, 2], codes[:, 4] = op, stages, indices, -1
+    return codes
 
 
 def _in_turn(

@@ -198,6 +198,10 @@ class StepGraph:
             parts.append(parts[-1] + 1 if before is not None and before[:2] == flow[:2] else 0)
         return tuple(parts)
 
+    def end_of(self, flow: int, source: bool) -> int:
+        """Return the stage that a flow comes from, or the one it goes to."""
+        return int(self.tables.flows[flow, 0 if source else 3])
+
     @cached_property
     def tables(self) -> GraphTables:
         """The same as arrays."""

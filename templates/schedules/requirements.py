@@ -16,7 +16,7 @@ class Requirements:
     """The actions of a step but the sums, numbered: those of each stage, then the messages between units.
 
     Args:
-        number: Of each action of the schedule; -1 for sums, and for messages between units at wrong stages.
+        number: Of each action of the schedule; -1 for sums.
         row: In which each belongs, -1 where the step has none such. ``[num_numbers]``
         needs: Up to two that must come before each in its row, -1 for none. ``[num_numbers, 2]``
         first_more: Where in ``more`` each one's further ones begin, and where the last one's end. ``[num_numbers + 1]``
@@ -107,10 +107,7 @@ def requirements(schedule: Schedule) -> Requirements:
     num_numbers = own.size + messages.size
     number = ((codes[:, 1] * shape[1] + codes[:, 0]) * shape[2] + codes[:, 2]) * shape[3] + codes[:, 3]
     ends = codes[:, 4] >= 0
-    chosen = flows[codes[ends, 4]]
-    at_source = np.isin(codes[ends, 0], (Op.SEND_F, Op.RECV_B))
-    right = codes[ends, 1] == np.where(at_source, chosen[:, 0], chosen[:, 3])
-    number[ends] = np.where(right, own.size + codes[ends, 0] * len(flows) + codes[ends, 4], -1)
+    number[ends] = own.size + codes[ends, 0] * len(flows) + codes[ends, 4]
     return Requirements(
         number=np.where(codes[:, 0] == Op.REDUCE, -1, number),
         row=np.append(np.where(wanted, row_of[:, None, None, None], -1).ravel(), rows.ravel()),

@@ -234,7 +234,7 @@ class Schedule:
         """Return the row that a message goes to."""
         graph, back = self.graph, send.op is Op.SEND_B
         if send.flow is not None:
-            return graph.row_of[graph.tables.flows[graph.flow_number[send.flow], 0 if back else 3]]
+            return graph.row_of[graph.end_of(graph.flow_number[send.flow], back)]
         return graph.row_of[graph.first_stage[send.lane] + send.stage + (-1 if back else 1)]
 
 
@@ -242,12 +242,14 @@ def _code(action: Action, graph: StepGraph) -> tuple[int, int, int, int, int]:
     stage = graph.first_stage.get(action.lane, graph.num_stages) + action.stage
     most = (graph.num_cells, max(graph.part_of, default=0) + 1)
     known = stage < graph.num_stages and graph.stages[stage][0] == action.lane
-    if not known or (action.op is not Op.REDUCE and (action.index >= most[0] or action.part >= most[1])):
+    if action.op is Op.REDUCE:
+        most = (action.index + 1, 1)
+    if not known or action.index >= most[0] or action.part >= most[1]:
         raise ArgumentError("an action", "be of a stage and a cell of the graph", action, "add it, or drop the action")
     if action.flow is None:
         return action.op, stage, action.index, action.part, -1
-    flow = graph.flow_number.get(action.flow, -1)
-    if flow < 0 or action.part != graph.part_of[flow]:
+    flow = graph.flow_number.get(action.flow)
+    if flow is None or (stage, action.part) != (graph.end_of(flow, _has_features(action.op)), graph.part_of[flow]):
         raise ArgumentError("a message between units", "be of a flow of the graph", action, "add it, or drop both ends")
     return action.op, stage, action.index, action.part, flow
 

@@ -104,7 +104,7 @@ class _Actions:
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
         self.rows = graph.tables.row_of
-        self._parts: list[Ints] = []
+        self._added: list[Ints] = []
 
     def add(
         self,
@@ -131,12 +131,12 @@ class _Actions:
         backward = op not in (Op.FORWARD, Op.RECV_F, Op.SEND_F)
         after = _COMPUTE if op.computes else _RECEIVE if op in (Op.RECV_F, Op.RECV_B) else _SEND
         columns = (int(op), stage, index, part, flow, 2 * turn + backward, beside, after)
-        self._parts.append(np.stack(np.broadcast_arrays(*columns)).reshape(len(columns), -1).astype(np.int64))
+        self._added.append(np.stack(np.broadcast_arrays(*columns)).reshape(len(columns), -1).astype(np.int64))
 
     def in_order(self, states: Sequence[Sequence[int]]) -> Schedule:
         """Return all of them in order, and behind each row's the sums of its gradients."""
         graph = self.graph
-        op, stage, index, part, flow, turn, beside, after = np.concatenate(self._parts, axis=1)
+        op, stage, index, part, flow, turn, beside, after = np.concatenate(self._added, axis=1)
         lane = graph.tables.lane_of[stage]
         back = turn % 2 == 1
         # of one turn: lanes, their cells, parts, and stages; lanes and stages from the last one where it is a backward
@@ -179,17 +179,17 @@ def _add_backwards(actions: _Actions, number: int, turns: Ints, lead: int) -> No
     tables = actions.graph.tables
     start, end = tables.ends_of[number]
     cells, part, turn = turns
-    for stage in range(start, end):
-        backward = tables.backward_of[stage]
-        if backward == Backward.NONE:
-            continue
-        op = Op.BACKWARD if backward == Backward.ALL else Op.BACKWARD_INPUT
-        late = turn + lead * (end - 1 - stage)
-        actions.add(op, stage, cells, part=part, turn=late, beside=part)
-        if stage + 1 < end and actions.rows[stage] != actions.rows[stage + 1]:
-            actions.add(Op.RECV_B, stage, cells, part=part, turn=late, beside=part)
-        if stage > start and tables.backward_of[stage - 1] and actions.rows[stage] != actions.rows[stage - 1]:
-            actions.add(Op.SEND_B, stage, cells, part=part, turn=late, beside=part)
+
+    def late(stage: Ints | int) -> Ints:
+        return turn + lead * (end - 1 - stage)
+
+    for op, backward in ((Op.BACKWARD, Backward.ALL), (Op.BACKWARD_INPUT, Backward.INPUTS)):
+        stages = start + np.flatnonzero(tables.backward_of[start:end] == backward)[:, None]
+        actions.add(op, stages, cells, part=part, turn=late(stages), beside=part)
+    returned = (tables.backward_of[start : end - 1] > Backward.NONE) & (np.diff(actions.rows[start:end]) != 0)
+    crossed = 1 + start + np.flatnonzero(returned)[:, None]  # stages that send gradients to another row
+    actions.add(Op.SEND_B, crossed, cells, part=part, turn=late(crossed), beside=part)
+    actions.add(Op.RECV_B, crossed - 1, cells, part=part, turn=late(crossed - 1), beside=part)
     first = np.cumsum(tables.parts[number]) - tables.parts[number]
     numbers, flows = _apart(actions, 0, end - 1, trained=True)
     there = turn[first[flows[:, 1]] + flows[:, 2]]
@@ -197,8 +197,8 @@ def _add_backwards(actions: _Actions, number: int, turns: Ints, lead: int) -> No
     numbers, flows = _apart(actions, 3, start, trained=True)
     order = np.lexsort((part, turn, cells))
     last = order[np.cumsum(tables.parts[number])[flows[:, 4]] - 1]  # of the parts of each cell
-    late = turn[last] + lead * (end - 1 - start)
-    actions.add(Op.SEND_B, start, flows[:, 4], part=flows[:, 2], flow=numbers, turn=late, beside=part[last])
+    there = late(start)[last]
+    actions.add(Op.SEND_B, start, flows[:, 4], part=flows[:, 2], flow=numbers, turn=there, beside=part[last])
 
 
 def _apart(actions: _Actions, column: int, stage: int, *, trained: bool = False) -> tuple[Ints, Ints]:

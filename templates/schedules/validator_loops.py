@@ -83,7 +83,7 @@ def check_rows(
                 lowest = index
                 continue
             own = number[here]
-            if own < 0 or rows[own] != row:
+            if rows[own] != row:
                 found[0] = STRANGE
                 return
             if at[own]:

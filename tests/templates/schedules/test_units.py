@@ -262,6 +262,8 @@ GOOD = DEFERRED.lanes[1]
          "got llm.0:2F0; add it, or drop the action"),
         (lambda: Schedule.parse("vision.0:1SEND_F0.1>llm.0:0\n\n\n", DEFERRED), "a message between units must be of a "
          "flow of the graph, got vision.0:1SEND_F0.1>llm.0:0; add it, or drop both ends"),
+        (lambda: Schedule.parse("vision.0:0SEND_F0>llm.0:0\n\n\n", DEFERRED), "a message between units must be of a "
+         "flow of the graph, got vision.0:0SEND_F0>llm.0:0; add it, or drop both ends"),
     ],
 )  # fmt: skip
 def test_what_is_no_step_of_units_is_refused(make: Callable[[], object], message: str) -> None:
