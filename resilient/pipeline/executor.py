@@ -21,7 +21,7 @@ from resilient.observability.step_trace import SpanRecorder
 from resilient.pipeline.finite_watch import FiniteWatch
 from resilient.pipeline.gradient_sync import GradientSync
 from resilient.pipeline.p2p import Downstream, Signature, Upstream, signature
-from resilient.pipeline.row_actions import Link, RowActions
+from resilient.pipeline.row_actions import RowActions, StageLink
 from resilient.pipeline.stage import Stage
 from resilient.pipeline.stage_timer import StageTimer
 from resilient.protocol.fault_injection import Faults
@@ -113,14 +113,14 @@ class Executor:
         self._of_row = of_row = self._taken
         self.span_recorder.clear()
         self._batches: dict[int, Batch] = {}
-        self._received: dict[Link, Activations] = {}
-        self._names: dict[Link, tuple[str, ...]] = {}
-        self._sent: dict[Link, Activations] = {}
-        self._gradients_in: dict[Link, dict[str, Tensor]] = {}
-        self._gradients_out: dict[Link, dict[str, Tensor]] = {}
+        self._received: dict[StageLink, Activations] = {}
+        self._names: dict[StageLink, tuple[str, ...]] = {}
+        self._sent: dict[StageLink, Activations] = {}
+        self._gradients_in: dict[StageLink, dict[str, Tensor]] = {}
+        self._gradients_out: dict[StageLink, dict[str, Tensor]] = {}
         # Nobody waits for a send: what is kept here stays untouched until the receiver has shown that it has it, by
         # the gradient it returns or by passing the prepare barrier of this step.
-        self._activation_sends: dict[Link, list[Pending]] = {}
+        self._activation_sends: dict[StageLink, list[Pending]] = {}
         self._gradient_sends: list[Pending] = []
         self._loss = torch.zeros((), dtype=torch.float64)
         with self.span_recorder.during("begin"):

@@ -14,7 +14,7 @@ from resilient.templates.schedules.graph import Backward
 from resilient.templates.schedules.schedule import Action, Op, Schedule
 
 
-class Link(NamedTuple):
+class StageLink(NamedTuple):
     """A cell's activations on their way from one stage to the next, or to a unit that they feed; gradients come back.
 
     Args:
@@ -55,8 +55,8 @@ class RowActions:
         graph = self._graph = schedule.graph
         self.schedule = schedule
         self.actions = schedule.row(row)
-        self._into: dict[tuple[int, int], list[Link]] = {}
-        self._from: dict[tuple[int, int], list[Link]] = {}
+        self._into: dict[tuple[int, int], list[StageLink]] = {}
+        self._from: dict[tuple[int, int], list[StageLink]] = {}
         ends = graph.tables.ends_of.tolist()
         self._first, self._last = {first for first, _ in ends}, {end - 1 for _, end in ends}
         for flow, (source, cell, part, target, _) in zip(graph.flows, graph.tables.flows.tolist(), strict=True):
@@ -67,7 +67,7 @@ class RowActions:
                     f"{flow.source}:{cell} for {flow.target}:{flow.target_cell}",
                     "place the samples of a microbatch together in every unit",
                 )
-            link = Link(source, target, cell)
+            link = StageLink(source, target, cell)
             self._into.setdefault((target, cell), []).append(link)
             self._from.setdefault((source, cell), []).append(link)
         self.states: dict[int, list[int]] = {}
@@ -84,19 +84,19 @@ class RowActions:
         """Return the number of an action's stage."""
         return self._graph.first_stage[action.lane] + action.stage
 
-    def inputs(self, stage: int, cell: int) -> list[Link]:
+    def inputs(self, stage: int, cell: int) -> list[StageLink]:
         """Return where what a stage's forward needs comes from."""
-        return self._into.get((stage, cell), []) if stage in self._first else [Link(stage - 1, stage, cell)]
+        return self._into.get((stage, cell), []) if stage in self._first else [StageLink(stage - 1, stage, cell)]
 
-    def outputs(self, stage: int, cell: int) -> list[Link]:
+    def outputs(self, stage: int, cell: int) -> list[StageLink]:
         """Return where what it makes goes."""
-        return self._from.get((stage, cell), []) if stage in self._last else [Link(stage, stage + 1, cell)]
+        return self._from.get((stage, cell), []) if stage in self._last else [StageLink(stage, stage + 1, cell)]
 
-    def crosses(self, link: Link) -> bool:
+    def crosses(self, link: StageLink) -> bool:
         """Return whether its ends are in different rows."""
         return self._graph.row_of[link.source] != self._graph.row_of[link.target]
 
-    def link(self, message: Action) -> Link:
+    def link(self, message: Action) -> StageLink:
         """Return what a message is sent or received over."""
         stage = self.stage(message)
         comes_in = message.op in (Op.RECV_F, Op.SEND_B)

@@ -130,7 +130,7 @@ def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
         ScheduleError: A deadlock.
         ValueError: A cost is negative or does not fit the numbers of stages and microbatches.
     """
-    from resilient.templates.schedules.simulator_loops import StepCosts, run
+    from resilient.templates.schedules.simulator_loops import StepCosts, run_timed
 
     graph, tables = schedule.graph, schedule.graph.tables
     cells = (graph.num_cells, int(tables.parts.max(initial=1)))
@@ -138,7 +138,7 @@ def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
     stages, borders, flows = (graph.num_stages, *cells), (graph.num_stages - 1, *cells), (len(graph.flows),)
     positions, peaks = np.zeros((2, graph.num_rows), np.int64)
     start_ns, end_ns = np.zeros((2, len(schedule.codes)), np.int64)
-    run(
+    run_timed(
         schedule.codes,
         np.array(schedule.ends),
         tables,

@@ -31,7 +31,7 @@ class StepCosts(NamedTuple):
 
 
 @compiled
-def run(
+def run_timed(
     codes: NDArray[np.int32],
     ends: Ints,
     graph: GraphTables,

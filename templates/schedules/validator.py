@@ -67,7 +67,7 @@ def validate(schedule: Schedule, max_in_flight: Sequence[int] | None = None) -> 
         _raise(schedule, asked, *found.tolist())
     positions = np.zeros(graph.num_rows, dtype=np.int64)
     num_stages, _, num_cells, num_parts = asked.shape
-    loops.run(codes, ends, num_stages, num_cells, num_parts, asked.num_flows, positions, found)
+    loops.run_dry(codes, ends, num_stages, num_cells, num_parts, asked.num_flows, positions, found)
     _raise(schedule, asked, *found.tolist())
     check_ended(schedule, positions.tolist())
 

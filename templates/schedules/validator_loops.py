@@ -134,7 +134,7 @@ def check_memory(codes: Ints, ends: Ints, backward_of: Ints, parts: Ints, most: 
 
 
 @compiled
-def run(
+def run_dry(
     codes: Ints,
     ends: Ints,
     num_stages: int,
