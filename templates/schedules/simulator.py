@@ -190,7 +190,9 @@ def _whole(name: str, values: Values, shape: tuple[int, ...], unit: float) -> In
             name,
             f"be one number, {' or '.join(' x '.join(map(str, each)) for each in told)} numbers",
             array.shape,
-            "give one for all, one for each stage (border), or one for each of its microbatches",
+            "give one for all, one for each stage (border), or one for each of its microbatches"
+            if len(shape) > 1
+            else "give one for all, or one for each flow",
         )
     if array.size and not array.min() >= 0:
         raise ArgumentError(name, "be >= 0", array.min(), "give times and sizes")

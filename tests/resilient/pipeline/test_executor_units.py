@@ -151,10 +151,11 @@ def test_gradients_of_units_equal_those_of_one_process_in_every_step(
         trained = {stage: own[NAMES[stage]] for stage in mine if NAMES[stage] not in frozen}
         sync = GradientSync(comm, trained, dict.fromkeys(trained, (rank,)))
         crossing = [(index, *pair) for index, pair in enumerate(borders) if rows[pair[0]] != rows[pair[1]]]
+        stages = {stage: real_stage(model, stage, own) for stage in mine}
         executor = Executor(
             row=rank,
             generation=1,
-            stages={stage: real_stage(model, stage, own) for stage in mine},
+            stages=stages,
             gradient_sync=sync,
             comm=comm,
             upstream={
@@ -175,6 +176,8 @@ def test_gradients_of_units_equal_those_of_one_process_in_every_step(
             work = StepWork(step=1, schedule=schedule, num_targets=TARGETS, first_position=0, batch=load)
             loss = executor.run(work).item()
             comm.all_reduce(torch.zeros(1), tuple(range(comm.size))).wait()  # the barrier of every step
+            kept = [(stage._in_flight, stage._deferred) for stage in stages.values()]
+            assert kept == [({}, {})] * len(kept), "what has no backward, or no second half of one, is not kept for it"
             found.append((loss, {NAMES[stage]: state.grad.clone() for stage, state in trained.items()}))
         sync.close()
         return found

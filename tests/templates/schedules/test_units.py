@@ -226,7 +226,7 @@ def test_text_that_is_no_action_of_a_unit_is_refused(text: str) -> None:
         Action.parse(text)
 
 
-GOOD = DEFERRED.lanes[1]
+GOOD, ORDERED = DEFERRED.lanes[1], generate_units(DEFERRED)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +264,11 @@ GOOD = DEFERRED.lanes[1]
          "flow of the graph, got vision.0:1SEND_F0.1>llm.0:0; add it, or drop both ends"),
         (lambda: Schedule.parse("vision.0:0SEND_F0>llm.0:0\n\n\n", DEFERRED), "a message between units must be of a "
          "flow of the graph, got vision.0:0SEND_F0>llm.0:0; add it, or drop both ends"),
+        (lambda: simulate(ORDERED, ActionCosts(forward_ms=1, backward_input_ms=1, flow_latency_ms=[1])),
+         "flow_latency_ms must be one number, 3 numbers, got (1,); give one for all, or one for each flow"),
+        (lambda: simulate(ORDERED, ActionCosts(forward_ms=[1], backward_input_ms=1)),
+         "forward_ms must be one number, 4 or 4 x 3 or 4 x 3 x 2 numbers, got (1,); give one for all, one for each "
+         "stage (border), or one for each of its microbatches"),
     ],
 )  # fmt: skip
 def test_what_is_no_step_of_units_is_refused(make: Callable[[], object], message: str) -> None:
