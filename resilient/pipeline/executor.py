@@ -58,7 +58,7 @@ class Executor:
     Args:
         row: The row that is run here.
         generation: The generation it is of, for messages.
-        stages: The row's stages, by number.
+        stages: The row's stages, by number, lane after lane.
         gradient_sync: Sums gradients.
         comm: The generation's groups.
         upstream: By the two stages, the borders over which this row receives activations from another worker.

@@ -1,6 +1,6 @@
 """Times tasks that wait for each other on rows that run one task at a time, in a fixed order.
 
-:mod:`resilient.templates.schedules.simulator` times the schedule of one pipeline, with its messages on their links. Here
+:mod:`resilient.templates.schedules.simulator` times the schedule of one pipeline, with messages that share links. Here
 a task may wait for any others, of all pipelines: a language model's microbatch for those of several encoders that its
 samples were in, wherever these are, an encoder's backward for the microbatches that its samples went to.
 """
