@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from random import Random
 
 import numpy as np
@@ -106,6 +107,11 @@ def test_everything_of_a_step_happens_as_soon_as_what_it_waits_for(seed: int) ->
 def test_a_step_is_refused_exactly_when_running_it_breaks_a_rule(seed: int) -> None:
     rng = Random(seed)
     schedule = corrupted(halved(random_schedule(rng), rng), rng)
+    check_alike(schedule)
+
+
+def check_alike(schedule: Schedule) -> bool:
+    """Check that validator and plain executor come to the same conclusion; return whether that is a refusal."""
     broken = refused = None
     try:
         PlainExecutor(schedule).run()
@@ -116,6 +122,7 @@ def test_a_step_is_refused_exactly_when_running_it_breaks_a_rule(seed: int) -> N
     except ScheduleError as error:
         refused = str(error)
     assert (broken is None) == (refused is None), f"{broken}, {refused}\n{schedule}"
+    return refused is not None
 
 
 VISION, LLM = LaneName("vision"), LaneName("llm")
@@ -145,6 +152,29 @@ llm.0:0RECV_B2 llm.0:0B2 llm.0:0SEND_B2>vision.0:0.1 llm.0:0SEND_B2>vision.0:2
 llm.0:1RECV_F0 llm.0:1F0 llm.0:1B0 llm.0:1SEND_B0 llm.0:1RECV_F1 llm.0:1F1 llm.0:1B1 llm.0:1SEND_B1 \
 llm.0:1RECV_F2 llm.0:1F2 llm.0:1B2 llm.0:1SEND_B2"""
     assert str(generate_units(DEFERRED)) == golden
+
+
+@pytest.mark.parametrize("rows", [(0, 1, 2, 3), (0, 1, 0, 1), (1, 0, 0, 1)])
+def test_all_that_one_change_can_break_is_refused(rows: tuple[int, ...]) -> None:
+    """Every action is left out, is doubled, and changes places with every other of its row."""
+    encoder, llm = DEFERRED.lanes
+    lanes = (replace(encoder, rows=rows[:2]), replace(llm, rows=rows[2:]))
+    graph = replace(DEFERRED, lanes=lanes, num_rows=max(rows) + 1)
+    schedule = generate_units(graph, states=[[0], [1], [2], [3, 0]])
+    refused = 0
+    for row, actions in enumerate(schedule.rows):
+        changed = [(*actions[:at], *actions[at + 1 :]) for at in range(len(actions))]
+        changed += [(*actions[: at + 1], *actions[at:]) for at in range(len(actions))]
+        swaps = combinations(range(len(actions)), 2)
+        changed += [
+            (*actions[:one], actions[two], *actions[one + 1 : two], actions[one], *actions[two + 1 :])
+            for one, two in swaps
+        ]
+        for each in changed:
+            others = list(schedule.rows)
+            others[row] = each
+            refused += check_alike(Schedule.of(others, graph))
+    assert refused > 2 * len(schedule.codes), "what is left out or doubled at least"
 
 
 def test_parts_share_evenly_what_is_said_of_their_cell() -> None:
