@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from resilient.observability.wording import stages_text
 from resilient.templates.common.interval import Interval
-from resilient.templates.schedules.schedule import Op
+from resilient.templates.schedules.graph import CHAIN
+from resilient.templates.schedules.schedule import Action, Op
 from resilient.templates.schedules.simulator import Span, Timeline
 
 ACTION, STEP, PART, RECOVERY = "action", "step", "part", "recovery"
@@ -156,7 +158,7 @@ def simulated_trace(timelines: Mapping[str, Timeline]) -> Trace:
                 category=ACTION,
                 start_ns=span.start_ns,
                 end_ns=span.end_ns,
-                args={"stage": span.action.stage, _index_name(span): span.action.index},
+                args=_args(span.action),
             )
             for span in _spans(timeline)
         ]
@@ -170,17 +172,13 @@ _ITSELF, _SUMS, _FIRST_LINK = 0, 1, 2
 
 def _lanes(timeline: Timeline) -> dict[_Lane, str]:
     """Return the lanes there is anything on, with their names; a row's own always."""
-    stages_of = [
-        ", ".join(str(stage) for stage, at in enumerate(timeline.schedule.row_of) if at == row)
-        for row in range(len(timeline.schedule.ends))
-    ]
+    graph = timeline.schedule.graph
     used = {_lane(span, timeline) for span in _spans(timeline)}
-    used.update((row, _ITSELF) for row in range(len(stages_of)))
+    used.update((row, _ITSELF) for row in range(graph.num_rows))
     names: dict[_Lane, str] = {}
     for row, what in sorted(used):
-        plural = "s" if "," in stages_of[row] else ""
         if what == _ITSELF:
-            names[row, what] = f"worker {row}: stage{plural} {stages_of[row]}"
+            names[row, what] = f"worker {row}: {stages_text(graph.stages_of(row))}"
         elif what == _SUMS:
             names[row, what] = f"worker {row}: gradient sums"
         else:
@@ -193,8 +191,7 @@ def _lane(span: Span, timeline: Timeline) -> _Lane:
     if action.op is Op.REDUCE:
         return span.row, _SUMS
     if action.op in (Op.SEND_F, Op.SEND_B):
-        target = action.stage + (1 if action.op is Op.SEND_F else -1)
-        return span.row, _FIRST_LINK + timeline.schedule.row_of[target]
+        return span.row, _FIRST_LINK + timeline.schedule.target_row(action)
     return span.row, _ITSELF
 
 
@@ -202,5 +199,9 @@ def _spans(timeline: Timeline) -> Sequence[Span]:
     return [span for span in timeline.spans if span.length_ns > 0]
 
 
-def _index_name(span: Span) -> str:
-    return "state" if span.action.op is Op.REDUCE else "microbatch"
+def _args(action: Action) -> dict[str, int]:
+    if action.op is Op.REDUCE:
+        return {"stage": action.stage, "state": action.index}
+    if action.lane == CHAIN:
+        return {"stage": action.stage, "microbatch": action.index}
+    return {"lane": action.lane.number, "stage": action.stage, "cell": action.index, "part": action.part}

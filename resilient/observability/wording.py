@@ -1,12 +1,14 @@
-"""Writes times and recoveries for people: in the live view, in tables and in pictures alike."""
+"""Writes times, recoveries and stages for people: in the live view, in tables and in pictures alike."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 from resilient.observability.run_report import RECOVERY_PARTS
 from resilient.templates.common.words import counted
+from resilient.templates.schedules.graph import LaneName
 
 _ROUNDED_UP = 999.5
 """From here on three digits are no fraction, and ``g`` would write an exponent."""
@@ -39,3 +41,17 @@ def lost_work(recovery: Mapping[str, Any]) -> str:
         recovery: One of a report's ``recoveries``.
     """
     return f"{counted(recovery['lost_steps'], 'step')} redone" if recovery["lost_steps"] else "no work lost"
+
+
+def stages_text(stages: Iterable[tuple[LaneName, int]]) -> str:
+    """Return stages as ``stages 0, 3``, of units as ``vision.0 stage 1; llm.0 stage 0``.
+
+    Args:
+        stages: The lane of each, and its number there; those of a lane follow each other.
+    """
+    texts: list[str] = []
+    for lane, group in groupby(stages, key=lambda stage: stage[0]):
+        numbers = [str(number) for _, number in group]
+        name = f"{lane} " if lane.unit else ""
+        texts.append(f"{name}stage{'s' * (len(numbers) > 1)} {', '.join(numbers)}")
+    return "; ".join(texts) or "no stage"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,17 +18,15 @@ from resilient.comm import Communicator, Pending
 from resilient.errors import CommunicationError, note, place_text
 from resilient.models.layer import Activations, Batch
 from resilient.observability.step_trace import SpanRecorder
-from resilient.pipeline.action_table import action_table
 from resilient.pipeline.finite_watch import FiniteWatch
 from resilient.pipeline.gradient_sync import GradientSync
 from resilient.pipeline.p2p import Downstream, Signature, Upstream, signature
+from resilient.pipeline.row_actions import RowActions, StageLink
 from resilient.pipeline.stage import Stage
 from resilient.pipeline.stage_timer import StageTimer
 from resilient.protocol.fault_injection import Faults
+from resilient.templates.schedules.action_table import action_table
 from resilient.templates.schedules.schedule import Action, Op, Schedule
-
-_Pass = tuple[int, int]
-"""Stage and microbatch."""
 
 _NOT_RECORDED = nullcontext()
 
@@ -40,6 +37,7 @@ class StepWork:
 
     Args:
         step: Its number, 1 for the first.
+        schedule: What the pipeline's rows do, which may differ from step to step.
         num_targets: Loss-bearing targets of the global batch.
         first_position: Index, within the step's microbatches, of this pipeline's first.
         batch: Loads the collated microbatch at a position, on the stage's device.
@@ -47,6 +45,7 @@ class StepWork:
     """
 
     step: int
+    schedule: Schedule
     num_targets: int
     first_position: int
     batch: Callable[[int], Batch]
@@ -57,14 +56,13 @@ class Executor:
     """Runs the actions of one row, step after step.
 
     Args:
-        schedule: Of the whole pipeline.
         row: The row that is run here.
         generation: The generation it is of, for messages.
-        stages: The row's stages, by index.
+        stages: The row's stages, by number, lane after lane.
         gradient_sync: Sums gradients.
         comm: The generation's groups.
-        upstream: By stage, the border to the stage before, where that is another worker's.
-        downstream: By stage, the border to the stage after, where that is another worker's.
+        upstream: By the two stages, the borders over which this row receives activations from another worker.
+        downstream: By the two stages, those over which it sends them to another worker.
         faults: Told of every phase.
         stage_timer: Runs while a stage computes.
 
@@ -76,21 +74,18 @@ class Executor:
     def __init__(
         self,
         *,
-        schedule: Schedule,
         row: int,
         generation: int,
         stages: Mapping[int, Stage],
         gradient_sync: GradientSync,
         comm: Communicator,
-        upstream: Mapping[int, Upstream],
-        downstream: Mapping[int, Downstream],
+        upstream: Mapping[tuple[int, int], Upstream],
+        downstream: Mapping[tuple[int, int], Downstream],
         faults: Faults,
         stage_timer: StageTimer,
     ) -> None:
-        self._schedule = schedule
         self._row = row
         self._generation = generation
-        self._actions = schedule.row(row)
         self._stages = stages
         self._gradient_sync = gradient_sync
         self._comm = comm
@@ -100,15 +95,7 @@ class Executor:
         self._stage_timer = stage_timer
         self.span_recorder = SpanRecorder()
         self.failed_action: str | None = None
-        self._states: dict[int, list[int]] = {stage: [] for stage in stages}
-        for action in self._actions:
-            if action.op is Op.REDUCE:
-                self._states[action.stage].append(action.index)
-        ends = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
-        self._last_backward = {action.stage: action for action in self._actions if action.op in ends}
-        reads = (Op.RECV_F, Op.FORWARD, Op.SEND_F)
-        self._last_read = {action.index: action for action in self._actions if action.op in reads}
-        self._next_receipt = dict(pairwise(action for action in self._actions if action.op is Op.RECV_F))
+        self._taken: RowActions | None = None
 
     def run(self, work: StepWork) -> Tensor:
         """Run the step up to the reduced gradients; return the loss summed over this row's microbatches.
@@ -121,15 +108,19 @@ class Executor:
                 names the action and shows what the rows did around it.
         """
         self._work = work
+        if self._taken is None or self._taken.schedule is not work.schedule:
+            self._taken = RowActions(work.schedule, self._row)
+        self._of_row = of_row = self._taken
         self.span_recorder.clear()
         self._batches: dict[int, Batch] = {}
-        self._received: dict[_Pass, Activations] = {}
-        self._sent: dict[_Pass, Activations] = {}
-        self._gradients_in: dict[_Pass, dict[str, Tensor]] = {}
-        self._gradients_out: dict[_Pass, dict[str, Tensor]] = {}
+        self._received: dict[StageLink, Activations] = {}
+        self._names: dict[StageLink, tuple[str, ...]] = {}
+        self._sent: dict[StageLink, Activations] = {}
+        self._gradients_in: dict[StageLink, dict[str, Tensor]] = {}
+        self._gradients_out: dict[StageLink, dict[str, Tensor]] = {}
         # Nobody waits for a send: what is kept here stays untouched until the receiver has shown that it has it, by
         # the gradient it returns or by passing the prepare barrier of this step.
-        self._activation_sends: dict[_Pass, list[Pending]] = {}
+        self._activation_sends: dict[StageLink, list[Pending]] = {}
         self._gradient_sends: list[Pending] = []
         self._loss = torch.zeros((), dtype=torch.float64)
         with self.span_recorder.during("begin"):
@@ -138,7 +129,7 @@ class Executor:
             self._gradient_sync.begin()
         # record_function takes 5 us also where nobody listens, the question 0.03
         profiled = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-        for action in self._actions:
+        for action in of_row.actions:
             try:
                 self._comm.check()  # a step that is given up is not worth another microbatch
                 named = record_function(str(action)) if profiled else _NOT_RECORDED
@@ -147,7 +138,7 @@ class Executor:
             except Exception as error:
                 self._tell_where(error, action)
                 raise
-            if action is self._last_read.get(action.index):
+            if action is of_row.last_read.get(action.index):
                 del self._batches[action.index]
         for stage in self._stages.values():
             stage.end()
@@ -161,79 +152,91 @@ class Executor:
             error.locate(generation=generation, step=step, action=self.failed_action)
             return
         place = place_text(generation=generation, step=step, action=self.failed_action)
-        note(error, f"while training{place}:\n{action_table(self._schedule, self._row, action)}")
+        table = action_table(self._work.schedule, [(self._row, self._of_row.actions.index(action))])
+        note(error, f"while training{place}:\n{table}")
 
     def _forward(self, action: Action) -> None:
         self._faults.reach("forward", self._work.step)
-        batch = self._batch(action.index)
+        batch, number = self._batch(action.index), self._of_row.stage(action)
+        received: Activations = {}
+        for link in self._of_row.inputs(number, action.index):
+            arrived = self._received.pop(link)
+            self._names[link] = tuple(arrived)
+            received |= arrived
         with self._stage_timer:
-            activations, loss = self._stages[action.stage].forward(
+            activations, loss = self._stages[number].forward(
                 action.index,
-                self._received.pop((action.stage, action.index), {}),
+                received,
                 batch,
                 step=self._work.step,
                 position=self._work.first_position + action.index,
                 num_targets=self._work.num_targets,
                 watch=self._work.watch,
             )
+        if not self._of_row.has_backward(number):
+            self._stages[number].forget(action.index)
         if loss is not None:
             self._loss += loss.double().cpu()
-        elif action.stage in self._downstream:
-            self._sent[action.stage, action.index] = activations
-        else:
-            handed = {
-                name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in activations.items()
-            }
-            self._received[action.stage + 1, action.index] = handed
+        for link in self._of_row.outputs(number, action.index):
+            if self._of_row.crosses(link):
+                self._sent[link] = activations
+            else:
+                self._received[link] = {
+                    name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in activations.items()
+                }
 
     def _backward(self, action: Action) -> None:
         self._faults.reach("backward", self._work.step)
         self._arm(action)
-        stage = self._stages[action.stage]
-        differentiate = stage.backward if action.op is Op.BACKWARD else stage.backward_input
-        gradients = self._gradients_in.pop((action.stage, action.index), {})
+        number, cell = self._of_row.stage(action), action.index
+        stage = self._stages[number]
+        differentiate = stage.backward_input if self._of_row.is_split(action) else stage.backward
+        gradients: dict[str, Tensor] = {}
+        for link in self._of_row.outputs(number, cell):
+            gradients |= self._gradients_in.pop(link)
         with self._stage_timer:
-            found = differentiate(action.index, gradients)
-        if action.stage in self._upstream:
-            self._gradients_out[action.stage, action.index] = found
-        elif action.stage > 0:
-            self._gradients_in[action.stage - 1, action.index] = found
+            found = differentiate(cell, gradients)
+        for link in self._of_row.inputs(number, cell):
+            returned = {name: found[name] for name in self._names.pop(link) if name in found}
+            (self._gradients_out if self._of_row.crosses(link) else self._gradients_in)[link] = returned
 
     def _backward_weight(self, action: Action) -> None:
         self._faults.reach("backward", self._work.step)
         self._arm(action)
         with self._stage_timer:
-            self._stages[action.stage].backward_weight(action.index)
+            self._stages[self._of_row.stage(action)].backward_weight(action.index)
 
     def _send_f(self, action: Action) -> None:
-        activations = self._sent.pop((action.stage, action.index))
-        sends = self._downstream[action.stage].send(activations, action.index, self._shapes(action.index))
-        self._activation_sends[action.stage, action.index] = sends
+        link = self._of_row.link(action)
+        sends = self._downstream[link.border].send(self._sent.pop(link), link.cell, self._shapes(link.cell))
+        self._activation_sends[link] = sends
 
     def _recv_f(self, action: Action) -> None:
-        activations = self._upstream[action.stage].receive(action.index, self._shapes(action.index))
-        self._received[action.stage, action.index] = activations
-        following = self._next_receipt.get(action)
+        link = self._of_row.link(action)
+        self._received[link] = self._upstream[link.border].receive(link.cell, self._shapes(link.cell))
+        following = self._of_row.next_receipt.get(action)
         if following is not None:
-            self._upstream[following.stage].post(following.index, self._shapes(following.index))
+            link = self._of_row.link(following)
+            self._upstream[link.border].post(link.cell, self._shapes(link.cell))
 
     def _send_b(self, action: Action) -> None:
-        gradients = self._gradients_out.pop((action.stage, action.index))
-        self._gradient_sends += self._upstream[action.stage].send(gradients, action.index)
+        link = self._of_row.link(action)
+        self._gradient_sends += self._upstream[link.border].send(self._gradients_out.pop(link), link.cell)
 
     def _recv_b(self, action: Action) -> None:
-        gradients = self._downstream[action.stage].receive(action.index)
-        self._gradients_in[action.stage, action.index] = gradients
+        link = self._of_row.link(action)
+        gradients = self._gradients_in[link] = self._downstream[link.border].receive(link.cell)
         if gradients:
-            del self._activation_sends[action.stage, action.index]
+            del self._activation_sends[link]
 
     def _reduce(self, action: Action) -> None:
         self._faults.reach("reduce", self._work.step)
         self._gradient_sync.wait(action.index)
 
     def _arm(self, action: Action) -> None:
-        if action is self._last_backward[action.stage]:
-            self._gradient_sync.arm(self._states[action.stage])
+        stage = self._of_row.stage(action)
+        if action is self._of_row.last_backward.get(stage):
+            self._gradient_sync.arm(self._of_row.states.get(stage, []))
 
     def _batch(self, microbatch: int) -> Batch:
         if microbatch not in self._batches:

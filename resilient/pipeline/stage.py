@@ -134,6 +134,10 @@ class Stage:
         self._in_flight[microbatch] = _InFlight(received=received, sent=sent, loss=scaled)
         return sent, None if loss is None else loss.detach()
 
+    def forget(self, microbatch: int) -> None:
+        """Drop what the backward of a microbatch would need: it has none."""
+        del self._in_flight[microbatch]
+
     def backward(self, microbatch: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Differentiate one microbatch; parameter gradients are added up.
 

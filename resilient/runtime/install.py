@@ -31,6 +31,7 @@ from resilient.state.replicas import Replicas
 from resilient.state.witnesses import witness
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Pipeline, Plan, Slot
+from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.template import StageSpec
 
 
@@ -42,6 +43,7 @@ class Session:
         generation: Its number.
         plan: Its plan.
         slot: This worker's place.
+        schedule: Of its pipeline.
         comm: Its groups.
         executor: Runs the steps up to the reduced gradients.
         gradient_sync: Sums them.
@@ -53,6 +55,7 @@ class Session:
     generation: int
     plan: Plan
     slot: Slot
+    schedule: Schedule
     comm: Communicator
     executor: Executor
     gradient_sync: GradientSync
@@ -67,7 +70,13 @@ class Session:
 
     def work(self, step: int, num_targets: int, batch: Callable[[int], Batch]) -> StepWork:
         """Return what the step is for this worker's pipeline; ``batch`` loads a microbatch by position."""
-        return StepWork(step=step, num_targets=num_targets, first_position=self.positions.start, batch=batch)
+        return StepWork(
+            step=step,
+            schedule=self.schedule,
+            num_targets=num_targets,
+            first_position=self.positions.start,
+            batch=batch,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,12 +232,12 @@ def build_session(
     first_rank = slot.rank - slot.row_index
     ranks = [first_rank + stage % num_rows for stage in range(num_stages)]
     upstream = {
-        stage: Upstream(comm, ranks[stage - 1], job.device, Channel(stage, num_stages))
+        (stage - 1, stage): Upstream(comm, ranks[stage - 1], job.device, Channel(stage, num_stages))
         for stage in indices
         if stage > 0 and ranks[stage - 1] != slot.rank
     }
     downstream = {
-        stage: Downstream(comm, ranks[stage + 1], Channel(stage + 1, num_stages))
+        (stage, stage + 1): Downstream(comm, ranks[stage + 1], Channel(stage + 1, num_stages))
         for stage in indices
         if stage < num_stages - 1 and ranks[stage + 1] != slot.rank
     }
@@ -241,7 +250,6 @@ def build_session(
     )
     stage_timer = StageTimer(job.device, pipeline.num_microbatches)
     executor = Executor(
-        schedule=message.plan.schedule(slot.pipeline_index, _trained_states(context, pipeline)),
         row=slot.row_index,
         generation=message.generation,
         stages={index: _stage(context, spec) for index, spec in zip(indices, slot.stages, strict=True)},
@@ -256,6 +264,7 @@ def build_session(
         generation=message.generation,
         plan=message.plan,
         slot=slot,
+        schedule=message.plan.schedule(slot.pipeline_index, _trained_states(context, pipeline)),
         comm=comm,
         executor=executor,
         gradient_sync=gradient_sync,

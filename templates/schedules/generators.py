@@ -1,4 +1,4 @@
-"""Makes schedules: GPipe, 1F1B and its eager and interleaved forms, zero-bubble orders, and forwards alone.
+"""Makes schedules of chains: GPipe, 1F1B, its eager and interleaved forms, zero-bubble orders, and forwards alone.
 
 All of them are one pattern. A row runs its forwards and its backwards each in a fixed order, some forwards first (the
 warm-up), then a forward and a backward in turn, then the backwards that are left. Where the backward is split, the part
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
+from resilient.templates.schedules.graph import Backward, chain_graph
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Op, Schedule
 
@@ -95,7 +96,9 @@ def generate(
         order = sorted(held, reverse=True)
         reduces = _codes(Op.REDUCE, np.array([held[state] for state in order], int), np.array(order, int))
         tables.append(np.concatenate([_with_messages(computations, num_rows, num_stages), reduces]))
-    return Schedule(np.concatenate(tables), tuple(np.cumsum([len(table) for table in tables]).tolist()))
+    backward = Backward.NONE if kind is ScheduleKind.FORWARD_ONLY else Backward.ALL
+    graph = chain_graph([stage % num_rows for stage in range(num_stages)], num_rows, num_microbatches, backward)
+    return Schedule(graph, np.concatenate(tables), tuple(np.cumsum([len(table) for table in tables]).tolist()))
 
 
 def _check(
@@ -130,7 +133,9 @@ def _check(
 
 
 def _codes(op: Op, stages: Ints, indices: Ints) -> NDArray[np.int32]:
-    return np.stack([np.full(len(stages), op), stages, indices], axis=1).astype(np.int32)
+    codes = np.zeros((len(stages), 5), np.int32)
+    codes[:, 0], codes[:, 1], codes[:, 2], codes[:, 4] = op, stages, indices, -1
+    return codes
 
 
 def _in_turn(

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
-from resilient.templates.common.compiled import compiled
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.common.interval import Interval
 from resilient.templates.schedules.schedule import Action, Op, Schedule
@@ -22,11 +21,11 @@ from resilient.templates.schedules.validator import check_ended
 
 _NS = 1e6
 _MOST = 1 << 50  # of one action, in whole units: 13 days, or a petabyte; sums of many still fit 64 bits
-# the compiled code knows plain numbers
-_FORWARD, _BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT, _SEND_F, _RECV_F, _SEND_B, _RECV_B, _ = map(int, Op)
 
 Values = float | Sequence[float] | NDArray[Any]
-"""One number for all, one per stage (or border), or ``[stages, microbatches]``."""
+"""One number for all, one per stage (or border), ``[stages, cells]``, or ``[stages, cells, parts]``.
+
+Stages are numbered lane after lane. What is said of a cell alone its parts share evenly."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,17 +33,19 @@ class ActionCosts:
     """Times and memory of the actions of a pipeline.
 
     Args:
-        forward_ms: Of a microbatch on a stage.
+        forward_ms: Of a cell on a stage.
         backward_input_ms: Backward for what the stage received. A whole backward takes as long as its parts together.
         backward_weight_ms: Backward for the parameters.
         latency_ms: Per border between two stages, from the end of a message's transfer to its receipt.
         transfer_ms: Per border, how long a message occupies the link; messages from one row to another follow each
             other. Those within a row cost nothing. Borders are numbered by the stage before them.
+        flow_latency_ms: The same of messages between units: one number, or one per flow.
+        flow_transfer_ms: Likewise.
         reduce_ms: By state, how long the sum of its gradient takes. A row's sums follow each other.
         layer_backward_ms: By state, the part of a whole backward that computes its gradient. Layers are
             differentiated from the last to the first, so a state's gradient is final before the end of its stage's last
             backward by as much as the states with lower indices take: then its sum starts.
-        activation_bytes: What a microbatch keeps on a stage from its forward to the end of its backward.
+        activation_bytes: What a cell keeps on a stage from its forward to the end of its backward, where it has one.
     """
 
     forward_ms: Values
@@ -52,6 +53,8 @@ class ActionCosts:
     backward_weight_ms: Values = 0.0
     latency_ms: Values = 0.0
     transfer_ms: Values = 0.0
+    flow_latency_ms: Values = 0.0
+    flow_transfer_ms: Values = 0.0
     reduce_ms: Mapping[int, float] = field(default_factory=dict[int, float])
     layer_backward_ms: Mapping[int, float] = field(default_factory=dict[int, float])
     activation_bytes: Values = 0
@@ -127,21 +130,28 @@ def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
         ScheduleError: A deadlock.
         ValueError: A cost is negative or does not fit the numbers of stages and microbatches.
     """
-    codes, ends = schedule.codes, np.array(schedule.ends)
-    num_stages, num_microbatches = len(schedule.row_of), schedule.num_microbatches
-    stages, borders = (num_stages, num_microbatches), (num_stages - 1, num_microbatches)
-    positions, peaks = np.zeros((2, len(ends)), np.int64)
-    start_ns, end_ns = np.zeros((2, len(codes)), np.int64)
-    compiled(_run)(
-        codes,
-        ends,
-        np.array(schedule.row_of),
-        _table("forward_ms", costs.forward_ms, stages, _NS),
-        _table("backward_input_ms", costs.backward_input_ms, stages, _NS),
-        _table("backward_weight_ms", costs.backward_weight_ms, stages, _NS),
-        _table("latency_ms", costs.latency_ms, borders, _NS),
-        _table("transfer_ms", costs.transfer_ms, borders, _NS),
-        _table("activation_bytes", costs.activation_bytes, stages, 1),
+    from resilient.templates.schedules.simulator_loops import StepCosts, run_timed
+
+    graph, tables = schedule.graph, schedule.graph.tables
+    cells = (graph.num_cells, int(tables.parts.max(initial=1)))
+    on_stages, on_borders = tables.parts[tables.lane_of], tables.parts[tables.lane_of[:-1]]
+    stages, borders, flows = (graph.num_stages, *cells), (graph.num_stages - 1, *cells), (len(graph.flows),)
+    positions, peaks = np.zeros((2, graph.num_rows), np.int64)
+    start_ns, end_ns = np.zeros((2, len(schedule.codes)), np.int64)
+    run_timed(
+        schedule.codes,
+        np.array(schedule.ends),
+        tables,
+        StepCosts(
+            forward=_table("forward_ms", costs.forward_ms, stages, on_stages, _NS),
+            inputs=_table("backward_input_ms", costs.backward_input_ms, stages, on_stages, _NS),
+            weights=_table("backward_weight_ms", costs.backward_weight_ms, stages, on_stages, _NS),
+            latency=_table("latency_ms", costs.latency_ms, borders, None, _NS),
+            transfer=_table("transfer_ms", costs.transfer_ms, borders, on_borders, _NS),
+            held=_table("activation_bytes", costs.activation_bytes, stages, on_stages, 1),
+            flow_latency=_whole("flow_latency_ms", costs.flow_latency_ms, flows, _NS),
+            flow_transfer=_whole("flow_transfer_ms", costs.flow_transfer_ms, flows, _NS),
+        ),
         positions,
         start_ns,
         end_ns,
@@ -153,93 +163,51 @@ def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
     return Timeline(schedule, start_ns, end_ns, tuple(peaks.tolist()))
 
 
-def _table(name: str, values: Values, shape: tuple[int, int], unit: float) -> Ints:
-    """Return a cost as whole units for each stage (border) and microbatch."""
+def _table(name: str, values: Values, shape: tuple[int, int, int], num_parts: Ints | None, unit: float) -> Ints:
+    """Return a cost as whole units for each stage (border), cell and part.
+
+    Args:
+        name: Of the cost.
+        values: As they are given.
+        shape: Stages (borders), cells, and most parts.
+        num_parts: Parts of each cell, which share what is given for the cell; None where each costs the same.
+        unit: Units in one.
+    """
+    whole = _whole(name, values, shape, unit)
+    if np.ndim(values) == 3 or num_parts is None or shape[2] == 1:
+        return np.ascontiguousarray(whole)
+    share, rest = np.divmod(whole, np.maximum(num_parts, 1)[:, :, None])
+    part = np.arange(shape[2])
+    return np.where(part < num_parts[:, :, None], share + np.where(part == 0, rest, 0), 0)
+
+
+def _whole(name: str, values: Values, shape: tuple[int, ...], unit: float) -> Ints:
+    """Return a cost as whole units, in a shape of which it may have the first dimensions."""
     array = np.asarray(values)
-    if array.shape not in ((), shape[:1], shape):
+    if array.shape not in ((), *(shape[:length] for length in range(1, len(shape) + 1))):
+        told = [shape[:length] for length in range(1, len(shape) + 1) if length < 3 or shape[2] > 1]
         raise ArgumentError(
             name,
-            f"be one number, {shape[0]} or {shape[0]} x {shape[1]} numbers",
+            f"be one number, {' or '.join(' x '.join(map(str, each)) for each in told)} numbers",
             array.shape,
-            "give one for all, one for each stage (border), or one for each of its microbatches",
+            "give one for all, one for each stage (border), or one for each of its microbatches"
+            if len(shape) > 1
+            else "give one for all, or one for each flow",
         )
     if array.size and not array.min() >= 0:
         raise ArgumentError(name, "be >= 0", array.min(), "give times and sizes")
     if array.size and array.max() * unit > _MOST:
         raise ArgumentError(name, f"be at most {_MOST / unit:.4g}", array.max(), "give times and sizes")
     whole = np.rint(array * unit).astype(np.int64)
-    return np.ascontiguousarray(np.broadcast_to(whole[:, None] if array.ndim == 1 else whole, shape))
-
-
-def _run(
-    codes: NDArray[np.int32],
-    ends: Ints,
-    row_of: Ints,
-    forward: Ints,
-    inputs: Ints,
-    weights: Ints,
-    latency: Ints,
-    transfer: Ints,
-    held: Ints,
-    positions: Ints,
-    start_ns: Ints,
-    end_ns: Ints,
-    peaks: Ints,
-) -> None:
-    """Fill in the last four: how many actions of each row can run, their times, and the rows' peaks.
-
-    A link has one sender, so its messages follow each other in the order of that row: no event has to wait for
-    another to be handled first, and each row runs on until it needs a message that was not sent yet.
-    """
-    num_rows = len(ends)
-    clocks, in_use = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
-    free_at = np.zeros((num_rows, num_rows), np.int64)
-    arrivals = np.full((2, forward.shape[0], forward.shape[1]), -1)
-    progress = True
-    while progress:
-        progress = False
-        for row in range(num_rows):
-            first = ends[row - 1] if row else 0
-            clock = clocks[row]
-            position = first + positions[row]
-            while position < ends[row]:
-                op, stage, index = codes[position]
-                begin = clock
-                if op in (_RECV_F, _RECV_B):
-                    arrival = arrivals[int(op == _RECV_B), stage, index]
-                    if arrival < 0:
-                        break
-                    clock = max(clock, arrival)
-                elif op == _FORWARD:
-                    clock += forward[stage, index]
-                    in_use[row] += held[stage, index]
-                    peaks[row] = max(peaks[row], in_use[row])
-                elif op in (_BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT):
-                    if op != _BACKWARD_WEIGHT:
-                        clock += inputs[stage, index]
-                    if op != _BACKWARD_INPUT:
-                        clock += weights[stage, index]
-                        in_use[row] -= held[stage, index]
-                end = clock
-                if op in (_SEND_F, _SEND_B):
-                    target, border = (stage + 1, stage) if op == _SEND_F else (stage - 1, stage - 1)
-                    if not 0 <= border < len(transfer):
-                        break  # out of the arrays' bounds, which compiled code does not check
-                    begin = max(clock, free_at[row, row_of[target]])
-                    end = begin + transfer[border, index]
-                    free_at[row, row_of[target]] = end
-                    arrivals[int(op == _SEND_B), target, index] = end + latency[border, index]
-                start_ns[position], end_ns[position] = begin, end
-                position += 1
-                progress = True
-            clocks[row], positions[row] = clock, position - first
+    missing = len(shape) - array.ndim if array.ndim else 0
+    return np.broadcast_to(whole.reshape(array.shape + (1,) * missing), shape)
 
 
 def _sum_gradients(schedule: Schedule, costs: ActionCosts, start_ns: Ints, end_ns: Ints) -> None:
     """Fill in the times of the sums: they follow each other on every row, from the highest state to the lowest."""
     codes = schedule.codes
     rows = np.repeat(np.arange(len(schedule.ends)), np.diff(schedule.ends, prepend=0))
-    last_backward = np.zeros(len(schedule.row_of), np.int64)
+    last_backward = np.full(schedule.graph.num_stages, -1)
     backwards = np.flatnonzero((codes[:, 0] == Op.BACKWARD) | (codes[:, 0] == Op.BACKWARD_WEIGHT))
     last_backward[codes[backwards, 1]] = backwards  # of several positions numpy keeps the last
     sums = np.flatnonzero(codes[:, 0] == Op.REDUCE)
@@ -252,7 +220,8 @@ def _sum_gradients(schedule: Schedule, costs: ActionCosts, start_ns: Ints, end_n
             below = codes[sums[(codes[sums, 1] == stage) & (codes[sums, 2] < state)], 2].tolist()
             early = sum(nanoseconds(costs.layer_backward_ms.get(other, 0.0)) for other in below)
             last = last_backward[stage]
-            begin = max(begin, int(start_ns[last]), int(end_ns[last]) - early, free_at[rows[position]])
+            ready = max(int(start_ns[last]), int(end_ns[last]) - early) if last >= 0 else 0
+            begin = max(begin, ready, free_at[rows[position]])
         end = begin + nanoseconds(costs.reduce_ms.get(state, 0.0))
         start_ns[holders], end_ns[holders] = begin, end
         for position in holders:

@@ -10,73 +10,95 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from resilient.templates.schedules.schedule import Action, Op, Schedule
-
-_FIELDS = 6
-"""Numbers by which a problem is told."""
-
-_CONTEXT = 6
-"""Positions shown before and after a failing one."""
+from resilient.templates.schedules.action_table import action_table
+from resilient.templates.schedules.requirements import Requirements, requirements
+from resilient.templates.schedules.schedule import Schedule
 
 
 class ScheduleError(ValueError):
-    """A schedule cannot run. The message shows rows (side by side) by position, failing actions as ``>2F0<``."""
+    """A schedule cannot run. The message shows rows by time around the failing actions, which are in brackets."""
 
     def __init__(self, problem: str, schedule: Schedule, failing: Sequence[tuple[int, int]]) -> None:
-        super().__init__(f"{problem}\n{_table(schedule, set(failing))}")
+        super().__init__(f"{problem}\n{action_table(schedule, failing)}" if failing else problem)
 
 
 def validate(schedule: Schedule, max_in_flight: Sequence[int] | None = None) -> None:
     """Check that a schedule can run and computes a whole step (or, without any backward, a whole evaluation).
 
-    Each stage is in one row and runs every microbatch once: forward before backward, whole or in two parts, each
-    computation after its receive and before its send. Gradients are summed after a row's last backward, in descending
-    order of states. Every message that is received was sent, over each border in the same order; and a dry run with
-    blocking receives ends.
+    Each stage runs every cell of its lane that has samples: the forward when all that it needs is there, the backward
+    part by part, each whole or in two halves, when its gradient is. Gradients are summed after a row's last backward,
+    in descending order of states. Every message that is received was sent, over each border of a lane in the same
+    order; between units messages may overtake each other. A dry run with blocking receives ends.
 
     Args:
         schedule: The schedule.
-        max_in_flight: Per row, the most (stage, microbatch) pairs that may wait for their backward at once.
+        max_in_flight: Per row, the most (stage, cell) pairs that may wait for their backward at once.
 
     Raises:
         ScheduleError: It cannot; the message shows where.
     """
-    from resilient.templates.schedules.validator_loops import check
+    from resilient.templates.schedules import validator_loops as loops
 
-    _check_numbers(schedule)
-    limits = np.full(len(schedule.ends), len(schedule.codes)) if max_in_flight is None else np.asarray(max_in_flight)
-    found = np.zeros(_FIELDS, dtype=np.int64)
-    positions = np.zeros(len(schedule.ends), dtype=np.int64)
-    row_of, ends = np.asarray(schedule.row_of, dtype=np.int64), np.asarray(schedule.ends, dtype=np.int64)
-    codes = schedule.codes.astype(np.int64)
-    check(codes, ends, row_of, schedule.num_microbatches, limits.astype(np.int64), positions, found)
-    _raise(schedule, *found.tolist())
+    graph, tables = schedule.graph, schedule.graph.tables
+    for stage, row in enumerate(graph.row_of):
+        if row < 0:
+            lane, number = graph.stages[stage]
+            raise ScheduleError(f"stage {f'{lane}:' if lane.unit else ''}{number} is in no row", schedule, [])
+    asked = requirements(schedule)
+    ends, codes = np.asarray(schedule.ends, dtype=np.int64), schedule.codes.astype(np.int64)
+    found = np.zeros(loops.NUM_FOUND, dtype=np.int64)
+    loops.check_rows(
+        codes,
+        ends,
+        tables.backward_of,
+        tables.row_of,
+        asked.number,
+        asked.row,
+        asked.needs,
+        asked.first_more,
+        asked.more,
+        asked.computes,
+        found,
+    )
+    _raise(schedule, asked, *found.tolist())
+    if max_in_flight is not None:
+        most = np.asarray(max_in_flight, dtype=np.int64)
+        loops.check_memory(codes, ends, tables.backward_of, tables.parts[tables.lane_of], most, found)
+        _raise(schedule, asked, *found.tolist())
+    positions = np.zeros(graph.num_rows, dtype=np.int64)
+    num_stages, _, num_cells, num_parts = asked.shape
+    loops.run_dry(codes, ends, num_stages, num_cells, num_parts, asked.num_flows, positions, found)
+    _raise(schedule, asked, *found.tolist())
     check_ended(schedule, positions.tolist())
 
 
-def _raise(schedule: Schedule, problem: int, row: int, position: int, op: int, stage: int, index: int) -> None:
-    """Say in words what was found, if anything; the last three numbers are the other action that it is about."""
+def _raise(
+    schedule: Schedule, asked: Requirements, problem: int, row: int, position: int, number: int, other: int
+) -> None:
+    """Say in words what was found, if anything."""
     from resilient.templates.schedules import validator_loops as loops
 
-    length = len(schedule.row(row))
-    action = schedule.row(row)[position] if position < length else None
-    other = Action(stage, Op(op), index)
+    if not problem:
+        return
+    actions = schedule.row(row)
+    action = actions[position] if position < len(actions) else None
     here = [(row, position)]
     if problem == loops.TWICE:
-        raise ScheduleError(f"{action} stands twice", schedule, [(row, index), *here])
+        raise ScheduleError(f"{action} stands twice", schedule, [(row, number), *here])
     if problem == loops.UNORDERED:
-        raise ScheduleError(f"{action} must come before state {index}'s", schedule, here)
+        raise ScheduleError(f"{action} must come before state {number}'s", schedule, here)
     if problem == loops.STRANGE:
         raise ScheduleError(f"{action} has no place in row {row}", schedule, here)
     if problem == loops.EARLY:
-        raise ScheduleError(f"{action} must come after {other}", schedule, here)
+        raise ScheduleError(f"{action} must come after {asked.action(schedule, number)}", schedule, here)
     if problem == loops.MISSING:
-        raise ScheduleError(f"{other} is missing", schedule, here)
+        raise ScheduleError(f"{asked.action(schedule, number)} is missing", schedule, here)
     if problem == loops.FULL:
-        text = f"row {row} must keep at most {stage} microbatches in flight, got {index}"
+        text = f"row {row} must keep at most {number} microbatches in flight, got {other}"
         raise ScheduleError(text, schedule, here)
     if problem == loops.OVERTAKEN:
-        raise ScheduleError(f"{action} comes when microbatch {index} was sent before it", schedule, here)
+        sent = f"{number}.{other}" if other else number
+        raise ScheduleError(f"{action} comes when microbatch {sent} was sent before it", schedule, here)
 
 
 def check_ended(schedule: Schedule, positions: Sequence[int]) -> None:
@@ -94,36 +116,3 @@ def check_ended(schedule: Schedule, positions: Sequence[int]) -> None:
     if blocked:
         waiting = ", ".join(str(schedule.rows[row][position]) for row, position in blocked)
         raise ScheduleError(f"deadlock: {waiting} wait for messages that are never sent", schedule, blocked)
-
-
-def _check_numbers(schedule: Schedule) -> None:
-    """Check what the other checks take for granted: each stage and each microbatch has an action."""
-    if not len(schedule.codes):
-        raise ScheduleError("a schedule must have actions, got none", schedule, [(0, 0)])
-    indices = np.where(schedule.codes[:, 0] == Op.REDUCE, 0, schedule.codes[:, 2])
-    large = np.flatnonzero(np.maximum(schedule.codes[:, 1], indices) >= len(schedule.codes))
-    if large.size:
-        row = int(np.searchsorted(schedule.ends, large[0], side="right"))
-        position = int(large[0]) - (0, *schedule.ends)[row]
-        action = schedule.row(row)[position]
-        problem = f"{action} must have numbers below {len(schedule.codes)}, as many as there are actions"
-        raise ScheduleError(problem, schedule, [(row, position)])
-
-
-def _table(schedule: Schedule, failing: set[tuple[int, int]]) -> str:
-    """Return rows (side by side) by position as text, near the failing positions, which are marked."""
-    length = max([len(actions) for actions in schedule.rows] + [position + 1 for _, position in failing])
-    shown = [i for i in range(length) if any(abs(i - position) <= _CONTEXT for _, position in failing)]
-    lines = [["", *(f"row {row}" for row in range(len(schedule.rows)))]]
-    for before, i in zip([-1, *shown], shown, strict=False):
-        if i != before + 1:
-            lines.append(["..."])
-        cells = [str(actions[i]) if i < len(actions) else "" for actions in schedule.rows]
-        marked = (f">{cell}<" if (row, i) in failing else f" {cell} " for row, cell in enumerate(cells))
-        lines.append([str(i), *marked])
-    if shown[-1] + 1 < length:
-        lines.append(["..."])
-    widths = [max(len(line[column]) for line in lines if column < len(line)) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines
-    )

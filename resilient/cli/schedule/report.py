@@ -57,7 +57,7 @@ class ScheduleReport:
     @property
     def num_chunks(self) -> int:
         """Stages of each worker."""
-        return len(self.timeline.schedule.row_of) // len(self.timeline.schedule.ends)
+        return self.timeline.schedule.graph.num_stages // self.timeline.schedule.graph.num_rows
 
     @property
     def busy_ms(self) -> tuple[float, ...]:
@@ -169,8 +169,6 @@ def schedule_report(
         ScheduleError: The schedule cannot run.
     """
     made = work(num_workers * num_chunks)
-    if kind is ScheduleKind.FORWARD_ONLY:  # nothing waits for a backward
-        made = replace(made, costs=replace(made.costs, activation_bytes=0))
     limits = (
         _limits(made, num_workers, num_microbatches, memory_bytes, max_in_flight)
         if kind is ScheduleKind.EAGER
@@ -179,9 +177,7 @@ def schedule_report(
     schedule = generate(kind, num_workers, num_microbatches, num_chunks=num_chunks, max_in_flight=limits)
     validate(schedule)
     timeline = simulate(schedule, made.costs)
-    counts = simulate(
-        schedule, replace(made.costs, activation_bytes=int(kind is not ScheduleKind.FORWARD_ONLY))
-    ).peak_bytes
+    counts = simulate(schedule, replace(made.costs, activation_bytes=1)).peak_bytes
     workers = range(num_workers)
     held = [sum(made.held_bytes[worker::num_workers]) for worker in workers]
     return ScheduleReport(

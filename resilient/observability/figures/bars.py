@@ -5,13 +5,14 @@ Owns the way there from simulated timelines and from traces of real runs. Must n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from resilient.observability.trace_events import ACTION, PART, STEP, Slice, Trace
-from resilient.observability.wording import duration
+from resilient.observability.wording import duration, stages_text
 from resilient.templates.common.interval import Interval
+from resilient.templates.schedules.graph import CHAIN, LaneName
 from resilient.templates.schedules.schedule import Action, Op
 from resilient.templates.schedules.simulator import Timeline
 
@@ -33,7 +34,7 @@ class Bar(Interval):
     Args:
         row: The worker.
         kind: A key of :data:`COMPUTING` or :data:`OTHER`.
-        label: The microbatch, if it is of one.
+        label: The microbatch or cell, and the part of its backward, if it is of one.
         chunk: Which of the worker's stages it is of.
     """
 
@@ -72,10 +73,15 @@ class Chart:
 
 def simulated_chart(title: str, timeline: Timeline) -> Chart:
     """Return the chart of a simulated schedule."""
-    row_of = timeline.schedule.row_of
+    graph = timeline.schedule.graph
+    units = list(dict.fromkeys(lane.name.unit for lane in graph.lanes))
+    stages = [graph.stages_of(row) for row in range(graph.num_rows)]
     return Chart(
         title=title,
-        rows=tuple(f"worker {row}" for row in range(len(timeline.schedule.ends))),
+        rows=tuple(
+            f"worker {row}" if units == [CHAIN.unit] else f"worker {row}\n{stages_text(stages[row])}"
+            for row in range(graph.num_rows)
+        ),
         length_ns=timeline.iteration_ns,
         bars=tuple(
             Bar(
@@ -83,13 +89,27 @@ def simulated_chart(title: str, timeline: Timeline) -> Chart:
                 kind=span.action.op.text,
                 start_ns=span.start_ns,
                 end_ns=span.end_ns,
-                label=str(span.action.index),
-                chunk=row_of[: span.action.stage].count(span.row),
+                label=_label(span.action),
+                chunk=_chunk(span.action, stages[span.row], units),
             )
             for span in timeline.spans
             if span.action.op.computes and span.length_ns
         ),
+        odd_chunks=_odd_chunks(units),
     )
+
+
+def _label(action: Action) -> str:
+    return f"{action.index}.{action.part}" if action.part else str(action.index)
+
+
+def _chunk(action: Action, stages: Sequence[tuple[LaneName, int]], units: Sequence[str]) -> int:
+    """Return which of a row's stages an action is of; of units, whether it is another one than the last."""
+    return int(action.lane.unit != units[-1]) if len(units) > 1 else stages.index((action.lane, action.stage))
+
+
+def _odd_chunks(units: Sequence[str]) -> str:
+    return ", ".join(units[:-1]) or "every other stage"
 
 
 def recorded_chart(trace: Trace) -> Chart | None:
@@ -110,16 +130,18 @@ def recorded_chart(trace: Trace) -> Chart | None:
 def _recorded(trace: Trace, steps: list[Slice], number: int) -> Chart:
     steps.sort(key=lambda step: (step.args["pipeline"], step.args["row"]))
     start_ns, end_ns = min(step.start_ns for step in steps), max(step.end_ns for step in steps)
+    done = [_within(trace, step) for step in steps]
+    actions = [(each.start_ns, Action.parse(each.name)) for own in done for each in own if each.category == ACTION]
+    # a unit begins before those that it feeds
+    units = list(dict.fromkeys(action.lane.unit for _, action in sorted(actions, key=lambda action: action[0])))
     bars: list[Bar] = []
     rows: list[str] = []
-    for row, step in enumerate(steps):
-        slices = [each for category in (ACTION, PART) for each in trace.of(step.process, step.thread, category)]
-        own = [each for each in slices if each.start_ns >= step.start_ns and each.end_ns <= step.end_ns]
-        stages = sorted({Action.parse(each.name).stage for each in own if each.category == ACTION})
-        names = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-        rows.append(f"node {step.process}\npipeline {step.args['pipeline']}, {names}")
+    for row, (step, own) in enumerate(zip(steps, done, strict=True)):
+        run = sorted((Action.parse(each.name) for each in own if each.category == ACTION), key=lambda a: a.order(units))
+        stages = list(dict.fromkeys((action.lane, action.stage) for action in run))
+        rows.append(f"node {step.process}\npipeline {step.args['pipeline']}, {stages_text(stages)}")
         for each in own:
-            kind, label, chunk = _kind_of(each, stages)
+            kind, label, chunk = _kind_of(each, stages, units)
             if kind:
                 times = {"start_ns": each.start_ns - start_ns, "end_ns": each.end_ns - start_ns}
                 bars.append(Bar(row=row, kind=kind, label=label, chunk=chunk, **times))
@@ -128,15 +150,22 @@ def _recorded(trace: Trace, steps: list[Slice], number: int) -> Chart:
         rows=tuple(rows),
         length_ns=end_ns - start_ns,
         bars=tuple(bars),
+        odd_chunks=_odd_chunks(units),
     )
 
 
-def _kind_of(each: Slice, stages: list[int]) -> tuple[str, str, int]:
+def _within(trace: Trace, step: Slice) -> list[Slice]:
+    """Return what was done in a worker's step."""
+    slices = [each for category in (ACTION, PART) for each in trace.of(step.process, step.thread, category)]
+    return [each for each in slices if each.start_ns >= step.start_ns and each.end_ns <= step.end_ns]
+
+
+def _kind_of(each: Slice, stages: Sequence[tuple[LaneName, int]], units: Sequence[str]) -> tuple[str, str, int]:
     """Return the kind of bar, its label, and which of the worker's stages it is of; no kind for waiting or nothing."""
     if each.category == PART:
         name = each.name.partition(" ")[0]
         return (name if name in OTHER else ""), "", 0
     action = Action.parse(each.name)
     if action.op.computes:
-        return action.op.text, str(action.index), stages.index(action.stage)
+        return action.op.text, _label(action), _chunk(action, stages, units)
     return ("sum" if action.op is Op.REDUCE else ""), "", 0

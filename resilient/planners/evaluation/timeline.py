@@ -1,8 +1,8 @@
 """Times tasks that wait for each other on rows that run one task at a time, in a fixed order.
 
-:mod:`resilient.templates.schedules.simulator` times pipelines whose stages speak of the same microbatches. Here a task
-may wait for any others: a language model's microbatch for those of several encoders that its samples were in, an
-encoder's backward for the microbatches that its samples went to.
+:mod:`resilient.templates.schedules.simulator` times the schedule of one pipeline, with messages that share links. Here
+a task may wait for any others, of all pipelines: a language model's microbatch for those of several encoders that its
+samples were in, wherever these are, an encoder's backward for the microbatches that its samples went to.
 """
 
 from __future__ import annotations

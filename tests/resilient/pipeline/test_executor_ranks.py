@@ -33,6 +33,7 @@ from resilient.state.manifest import Manifest, folder, write_manifest
 from resilient.templates.plan import Plan
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.schedule import Schedule
 from tests.resilient.ranks import HOST, as_threads, join
 from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job, make_plan, make_profile
 
@@ -67,6 +68,7 @@ class Place:
     comm: Communicator
     ledger: Ledger
     first_position: int
+    schedule: Schedule
 
 
 def installed(job: Job, plan: Plan, rank: int, address: str, path: Path) -> Place:
@@ -85,7 +87,7 @@ def installed(job: Job, plan: Plan, rank: int, address: str, path: Path) -> Plac
     assert report.bytes_copied == 0
     return Place(
         executor=session.executor, gradient_sync=session.gradient_sync, comm=session.comm, ledger=ledger,
-        first_position=plan.microbatches(session.slot.pipeline_index).start,
+        first_position=plan.microbatches(session.slot.pipeline_index).start, schedule=session.schedule,
     )  # fmt: skip
 
 
@@ -121,14 +123,18 @@ def interleaved(job: Job, cut: Sequence[int], num_rows: int, rank: int, address:
         )
     states = [[profile.index(name) for name in of_stage if layouts[name].num_trainable] for of_stage in names]
     schedule = generate(ScheduleKind.INTERLEAVED, num_rows, 8, num_chunks=num_stages // num_rows, states=states)
-    before = {s: Upstream(comm, (s - 1) % num_rows, CPU, Channel(s, num_stages)) for s in stages if s > 0}
-    after = {s: Downstream(comm, (s + 1) % num_rows, Channel(s + 1, num_stages)) for s in stages if s < num_stages - 1}
+    before = {(s - 1, s): Upstream(comm, (s - 1) % num_rows, CPU, Channel(s, num_stages)) for s in stages if s > 0}
+    after = {
+        (s, s + 1): Downstream(comm, (s + 1) % num_rows, Channel(s + 1, num_stages))
+        for s in stages
+        if s < num_stages - 1
+    }
     executor = Executor(
-        schedule=schedule, row=rank, generation=1, stages=stages, gradient_sync=sync, comm=comm,
+        row=rank, generation=1, stages=stages, gradient_sync=sync, comm=comm,
         upstream=before if num_rows > 1 else {}, downstream=after if num_rows > 1 else {},
         faults=Faults(str(path)), stage_timer=StageTimer(CPU, 8),
     )  # fmt: skip
-    return Place(executor=executor, gradient_sync=sync, comm=comm, ledger=ledger, first_position=0)
+    return Place(executor=executor, gradient_sync=sync, comm=comm, ledger=ledger, first_position=0, schedule=schedule)
 
 
 def work_of(place: Place, batches: Batches, step: int) -> StepWork:
@@ -136,7 +142,13 @@ def work_of(place: Place, batches: Batches, step: int) -> StepWork:
         return batches.batch(step, position)
 
     num_targets = batches.num_targets(step)
-    return StepWork(step=step, num_targets=num_targets, first_position=place.first_position, batch=batch)
+    return StepWork(
+        step=step,
+        schedule=place.schedule,
+        num_targets=num_targets,
+        first_position=place.first_position,
+        batch=batch,
+    )
 
 
 def one_step(place: Place, batches: Batches) -> tuple[float, dict[str, LayerState]]:

@@ -100,8 +100,8 @@ def test_generated_schedules_are_valid_and_read_back(
     states = None if kind is ScheduleKind.FORWARD_ONLY else [[stage, 99] for stage in range(num_rows * num_chunks)]
     schedule = generate(kind, num_rows, num_microbatches, num_chunks=num_chunks, states=states)
     validate(schedule)
-    assert len(schedule.row_of) == num_rows * num_chunks
-    assert schedule.num_microbatches == num_microbatches
+    assert len(schedule.graph.row_of) == num_rows * num_chunks
+    assert schedule.graph.num_cells == num_microbatches
     assert Schedule.parse(str(schedule)) == schedule
 
 

@@ -1,0 +1,255 @@
+"""What one step of one pipeline consists of: lanes of units, their cells, and what flows from which cell to which.
+
+Owns the description; in which order it is done is a :class:`resilient.templates.schedules.schedule.Schedule`. A model
+that is one chain of stages is one unit with one lane (:func:`chain_graph`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from resilient.errors import ArgumentError
+from resilient.templates.common.arrays import Ints
+
+UNIT_NAME = r"[A-Za-z][A-Za-z0-9_-]*"
+
+
+class LaneName(NamedTuple):
+    """Which lane of which unit; the unit of a chain has no name. Prints as ``vision.0``."""
+
+    unit: str = ""
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.unit}.{self.number}" if self.unit else ""
+
+
+CHAIN = LaneName()
+"""The only lane of a chain."""
+
+
+class Backward(IntEnum):
+    """What a stage differentiates."""
+
+    NONE = 0  # a frozen stage behind which nothing is trained; every stage of an evaluation
+    INPUTS = 1  # a frozen stage: only what the one before it wants
+    ALL = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitLane:
+    """One replica of a unit in a pipeline: a chain of stages.
+
+    Args:
+        name: Of which unit, and which of its lanes.
+        rows: Of each stage, the row that runs it; -1 where none does, which no schedule can be valid for.
+        cells: Those that have samples, ascending: the others have no actions.
+        backwards: What each stage differentiates. Behind one that has a backward all have one.
+    """
+
+    name: LaneName = CHAIN
+    rows: tuple[int, ...]
+    cells: tuple[int, ...]
+    backwards: tuple[Backward, ...]
+
+    def __post_init__(self) -> None:
+        label = f"lane {self.name}" if self.name.unit else "the chain"
+        if self.name != CHAIN and (re.fullmatch(UNIT_NAME, self.name.unit) is None or self.name.number < 0):
+            raise ArgumentError(
+                "name", "be a word and a number >= 0", repr(tuple(self.name)), "begin units with a letter: vision, llm"
+            )
+        if not self.rows or len(self.rows) != len(self.backwards):
+            given = f"{len(self.rows)} rows and {len(self.backwards)} backwards"
+            raise ArgumentError(label, "have a row and a backward for each stage, 1 or more", given, "list each stage")
+        if any(before >= after for before, after in pairwise((-1, *self.cells))):
+            raise ArgumentError(f"cells of {label}", "be ascending and >= 0", list(self.cells), "list each once")
+        if any(before > Backward.NONE and not after for before, after in pairwise(self.backwards)):
+            given = ", ".join(each.name for each in self.backwards)
+            raise ArgumentError(
+                f"backwards of {label}", "go on to the last stage", given, "gradients come from there: INPUTS at least"
+            )
+
+
+class Flow(NamedTuple):
+    """What a cell of one unit makes for a cell of a later one: features one way, where trained gradients the other."""
+
+    source: LaneName
+    cell: int
+    target: LaneName
+    target_cell: int
+
+
+class GraphTables(NamedTuple):
+    """A graph as compiled loops take it. Stages are numbered lane after lane, flows as in the graph.
+
+    Args:
+        row_of: Of each stage, ``[num_stages]``.
+        backward_of: Of each stage.
+        lane_of: Of each stage.
+        ends_of: First stage of each lane and one past its last one, ``[num_lanes, 2]``.
+        parts: Of each cell's backward; 0 where there are no samples. ``[num_lanes, num_cells]``
+        flows: Last stage of the source, cell, part, first stage of the target, and its cell. ``[num_flows, 5]``
+        first_from: Flow of part 0 of each cell, -1 for none: that of part ``p`` comes ``p`` later. ``[num_lanes,
+            num_cells]``
+        into: Flows by target lane and cell.
+        first_into: Position in ``into`` of each cell's first, and past the last one. ``[num_lanes * num_cells + 1]``
+    """
+
+    row_of: Ints
+    backward_of: Ints
+    lane_of: Ints
+    ends_of: Ints
+    parts: Ints
+    flows: Ints
+    first_from: Ints
+    into: Ints
+    first_into: Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepGraph:
+    """One step of one pipeline.
+
+    A cell's backward has a part for each flow that leaves it, in the order of the flows: samples whose gradients come
+    back in different cells are differentiated apart. Without any it has one part.
+
+    Args:
+        lanes: Unit by unit; units that others get something from come before these.
+        flows: Sorted, each once, from an earlier unit to a later one.
+        num_rows: Of the pipeline.
+    """
+
+    lanes: tuple[UnitLane, ...]
+    flows: tuple[Flow, ...] = ()
+    num_rows: int
+
+    def __post_init__(self) -> None:
+        names = [lane.name for lane in self.lanes]
+        units = list(dict.fromkeys(name.unit for name in names))
+        if not names or names != sorted(set(names), key=lambda name: (units.index(name.unit), name.number)):
+            raise ArgumentError("lanes", "be 1 or more, each once, unit by unit", _list(names), "sort them")
+        rows = [row for lane in self.lanes for row in lane.rows]
+        if max(rows) >= self.num_rows:
+            raise ArgumentError("rows of stages", f"be below {self.num_rows}", max(rows), "number rows from 0")
+        position = {name: number for number, name in enumerate(names)}
+        for flow in self.flows:
+            ends = [(flow.source, flow.cell), (flow.target, flow.target_cell)]
+            if any(name not in position or cell not in self.lanes[position[name]].cells for name, cell in ends):
+                raise ArgumentError("flows", "join cells that have samples", _told(flow), "name lanes of the graph")
+            source, target = (self.lanes[position[name]] for name, _ in ends)
+            if units.index(source.name.unit) >= units.index(target.name.unit):
+                raise ArgumentError("flows", "lead to a later unit", _told(flow), f"units are {', '.join(units)}")
+            if source.backwards[-1] and not target.backwards[0]:
+                raise ArgumentError(
+                    "flows", "give a trained unit its gradient", _told(flow), f"{target.name} needs a backward: INPUTS"
+                )
+        keys = [(position[flow.source], flow.cell, position[flow.target], flow.target_cell) for flow in self.flows]
+        if any(before >= after for before, after in pairwise(keys)):
+            raise ArgumentError("flows", "be sorted by source and target, each once", _list(self.flows), "sort them")
+
+    @cached_property
+    def first_stage(self) -> dict[LaneName, int]:
+        """Number of each lane's first stage."""
+        before = np.cumsum([0, *(len(lane.rows) for lane in self.lanes)]).tolist()
+        return {lane.name: first for lane, first in zip(self.lanes, before, strict=False)}
+
+    @cached_property
+    def stages(self) -> tuple[tuple[LaneName, int], ...]:
+        """Of each stage, numbered lane after lane, its lane and its number in it."""
+        return tuple((lane.name, stage) for lane in self.lanes for stage in range(len(lane.rows)))
+
+    @cached_property
+    def row_of(self) -> tuple[int, ...]:
+        """The row of each stage, lane after lane."""
+        return tuple(row for lane in self.lanes for row in lane.rows)
+
+    def stages_of(self, row: int) -> list[tuple[LaneName, int]]:
+        """Return the stages that a row runs."""
+        return [stage for stage, at in zip(self.stages, self.row_of, strict=True) if at == row]
+
+    @property
+    def num_stages(self) -> int:
+        """Of all lanes."""
+        return len(self.row_of)
+
+    @property
+    def num_cells(self) -> int:
+        """One more than the highest cell of any lane."""
+        return max((lane.cells[-1] + 1 for lane in self.lanes if lane.cells), default=0)
+
+    @cached_property
+    def flow_number(self) -> dict[Flow, int]:
+        """The position of each flow."""
+        return {flow: number for number, flow in enumerate(self.flows)}
+
+    @cached_property
+    def part_of(self) -> tuple[int, ...]:
+        """Of each flow, the part of its source's backward that it brings the gradient for."""
+        parts: list[int] = []
+        for before, flow in zip((None, *self.flows), self.flows, strict=False):
+            parts.append(parts[-1] + 1 if before is not None and before[:2] == flow[:2] else 0)
+        return tuple(parts)
+
+    def end_of(self, flow: int, source: bool) -> int:
+        """Return the stage that a flow comes from, or the one it goes to."""
+        return int(self.tables.flows[flow, 0 if source else 3])
+
+    @cached_property
+    def tables(self) -> GraphTables:
+        """The same as arrays."""
+        sizes = np.array([len(lane.rows) for lane in self.lanes])
+        ends = np.cumsum(sizes, dtype=np.int64)
+        shape = (len(self.lanes), self.num_cells)
+        position = {lane.name: number for number, lane in enumerate(self.lanes)}
+        source = np.array([position[flow.source] for flow in self.flows], np.int64)
+        target = np.array([position[flow.target] for flow in self.flows], np.int64)
+        cells = np.array([(flow.cell, flow.target_cell) for flow in self.flows], np.int64).reshape(-1, 2)
+        parts, first_from = np.zeros(shape, np.int64), np.full(shape, -1)
+        for number, lane in enumerate(self.lanes):
+            parts[number, list(lane.cells)] = 1
+        part_of = np.array(self.part_of, np.int64)
+        np.maximum.at(parts, (source, cells[:, 0]), part_of + 1)
+        starts = np.flatnonzero(part_of == 0)
+        first_from[source[starts], cells[starts, 0]] = starts
+        into = np.argsort(target * shape[1] + cells[:, 1], kind="stable")
+        keys = (target * shape[1] + cells[:, 1])[into]
+        return GraphTables(
+            row_of=np.array(self.row_of, np.int64),
+            backward_of=np.array([each for lane in self.lanes for each in lane.backwards], np.int64),
+            lane_of=np.repeat(np.arange(shape[0]), sizes),
+            ends_of=np.stack([ends - sizes, ends], axis=1),
+            parts=parts,
+            flows=np.stack([ends[source] - 1, cells[:, 0], part_of, (ends - sizes)[target], cells[:, 1]], axis=1),
+            first_from=first_from,
+            into=into,
+            first_into=np.searchsorted(keys, np.arange(shape[0] * shape[1] + 1)),
+        )
+
+
+def chain_graph(rows: Sequence[int], num_rows: int, num_cells: int, backward: Backward = Backward.ALL) -> StepGraph:
+    """Return a step of a model that is one chain.
+
+    Args:
+        rows: Of each stage.
+        num_rows: Of the pipeline.
+        num_cells: Its microbatches.
+        backward: What every stage differentiates.
+    """
+    lane = UnitLane(rows=tuple(rows), cells=tuple(range(num_cells)), backwards=(backward,) * len(rows))
+    return StepGraph(lanes=(lane,), num_rows=num_rows)
+
+
+def _list(words: Sequence[object]) -> str:
+    return f"[{', '.join(_told(word) if isinstance(word, Flow) else str(word) for word in words)}]"
+
+
+def _told(flow: Flow) -> str:
+    return f"{flow.source}:{flow.cell}>{flow.target}:{flow.target_cell}"
