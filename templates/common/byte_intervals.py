@@ -7,7 +7,7 @@ size. Whoever makes intervals cuts between elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress, pairwise
 
@@ -46,6 +46,18 @@ class ByteIntervals:
         """How many bytes they have."""
         return sum(self.bounds[1::2]) - sum(self.bounds[::2])
 
+    def before(self, byte: int) -> int:
+        """Return how many of the bytes come before ``byte``."""
+        return sum(min(end, byte) - start for start, end in self if start < byte)
+
+    def positions(self, other: ByteIntervals) -> ByteIntervals:
+        """Return where the bytes of another set are in a buffer that has those of this one, one after the other."""
+        return _merged((self.before(start), self.before(end)) for start, end in other)
+
+    def first(self, num_bytes: int) -> ByteIntervals:
+        """Return the first so many bytes."""
+        return _merged((start, min(end, start + num_bytes - self.before(start))) for start, end in self)
+
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield start and end of each interval."""
         return zip(self.bounds[::2], self.bounds[1::2], strict=True)
@@ -56,6 +68,8 @@ class ByteIntervals:
     def __or__(self, other: ByteIntervals) -> ByteIntervals:
         if not other or self == other:
             return self
+        if not self:
+            return other
         bounds, (ours, theirs) = _cells((self, other))
         return _where(bounds, ours | theirs)
 
@@ -66,6 +80,8 @@ class ByteIntervals:
         return _where(bounds, ours & theirs)
 
     def __sub__(self, other: ByteIntervals) -> ByteIntervals:
+        if self == other:
+            return NO_BYTES
         if not other:
             return self
         bounds, (ours, theirs) = _cells((self, other))
@@ -91,15 +107,15 @@ class Piece:
 def common_pieces(holders: Mapping[int, ByteIntervals]) -> tuple[Piece, ...]:
     """Cut a state such that each piece is held whole or not at all by everybody.
 
-    There is one piece for each set of holders that occurs, by their first bytes: the same list for whoever asks.
+    There is one piece for each set of holders that occurs, by their first bytes: the same list for whoever asks. A
+    state without bytes is one piece of all who have it.
 
     Args:
         holders: By rank, what it holds of the state.
     """
     ranks_of: dict[ByteIntervals, list[int]] = {}
     for rank in sorted(holders):
-        if holders[rank]:
-            ranks_of.setdefault(holders[rank], []).append(rank)
+        ranks_of.setdefault(holders[rank], []).append(rank)
     if len(ranks_of) <= 1:
         return tuple(Piece(tuple(ranks), intervals) for intervals, ranks in ranks_of.items())
     bounds, inside = _cells(tuple(ranks_of))
@@ -110,6 +126,31 @@ def common_pieces(holders: Mapping[int, ByteIntervals]) -> tuple[Piece, ...]:
             ranks = chain.from_iterable(compress(ranks_of.values(), pattern))
             pieces.append(Piece(tuple(sorted(ranks)), _where(bounds, which.ravel() == index)))
     return tuple(sorted(pieces, key=lambda piece: piece.intervals.bounds))
+
+
+def redundancy(holders: Mapping[int, ByteIntervals], whole: ByteIntervals, place_of: Mapping[int, int]) -> int:
+    """Return in how many places the byte of a state is that is in the fewest.
+
+    Args:
+        holders: By rank, what it holds of the state.
+        whole: All that there is of it, at least a byte.
+        place_of: By rank, the node it is on, or the failure domain.
+    """
+    pieces = common_pieces(holders)
+    if sum(piece.intervals.size for piece in pieces) < whole.size:
+        return 0
+    return min(len({place_of[rank] for rank in piece.holders}) for piece in pieces)
+
+
+def _merged(intervals: Iterable[tuple[int, int]]) -> ByteIntervals:
+    """Return ascending intervals, of which some are empty or touch, as a set."""
+    bounds: list[int] = []
+    for start, end in intervals:
+        if start < end and bounds and bounds[-1] == start:
+            bounds[-1] = end
+        elif start < end:
+            bounds += start, end
+    return ByteIntervals(tuple(bounds))
 
 
 def _cells(sets: Sequence[ByteIntervals]) -> tuple[Ints, Flags]:

@@ -138,10 +138,10 @@ def test_what_is_executed_is_the_schedule(kind: ScheduleKind, row: int, tmp_path
         return {"x": torch.zeros(1)}
 
     executor, recorder = recorded(schedule, row, SingleProcessCommunicator(), faults)
-    loss = executor.run(StepWork(step=7, num_targets=4, first_position=10, batch=load))
+    loss = executor.run(StepWork(step=7, num_targets=4, positions=(4, 10, 31, 11), batch=load))
     actions = schedule.row(row)
     assert without_arms(recorder) == [f"REDUCE{a.index}" if a.op is Op.REDUCE else str(a) for a in actions]
-    assert sorted(loaded) == [10, 11, 12, 13], "each microbatch is loaded once, by its position in the step"
+    assert sorted(loaded) == [4, 10, 11, 31], "each microbatch is loaded once, by its position in the step"
     spans = executor.span_recorder.spans()
     assert [name for category, name, *_ in spans if category == ACTION] == [str(action) for action in actions]
     parts = [name for category, name, *_ in spans if category == PART]
@@ -161,7 +161,7 @@ def without_arms(recorder: Recorder) -> list[str]:
 def test_a_row_alone_hands_everything_on_by_itself(kind: ScheduleKind, tmp_path: Path) -> None:
     schedule = schedule_of(kind, 1)
     executor, recorder = recorded(schedule, 0, SingleProcessCommunicator(), Faults(str(tmp_path)))
-    executor.run(StepWork(step=1, num_targets=4, first_position=0, batch=lambda _: {"x": torch.zeros(1)}))
+    executor.run(StepWork(step=1, num_targets=4, positions=(0, 1, 2, 3), batch=lambda _: {"x": torch.zeros(1)}))
     computations = [str(action) for action in schedule.row(0) if action.op is not Op.REDUCE]
     assert without_arms(recorder)[: len(computations)] == computations
 
@@ -179,7 +179,7 @@ def test_sums_are_armed_before_the_last_backward_of_their_states(
     kind: ScheduleKind, row: int, armed: dict[str, list[int]], tmp_path: Path
 ) -> None:
     executor, recorder = recorded(schedule_of(kind, 3), row, SingleProcessCommunicator(), Faults(str(tmp_path)))
-    executor.run(StepWork(step=1, num_targets=4, first_position=0, batch=lambda _: {"x": torch.zeros(1)}))
+    executor.run(StepWork(step=1, num_targets=4, positions=(0, 1, 2, 3), batch=lambda _: {"x": torch.zeros(1)}))
     found = {recorder.events[at + 1]: event for at, event in enumerate(recorder.events) if event.startswith("arm")}
     assert found == {backward: f"arm {states}" for backward, states in armed.items()}
 
@@ -200,7 +200,7 @@ def test_step_of_an_aborted_generation_stops_before_the_next_action(tmp_path: Pa
     executor, recorder = recorded(generate(ScheduleKind.ONE_F_ONE_B, 1, 4), 0, AbortedAfter(3), Faults(str(tmp_path)))
     told = r"^the generation was aborted \(generation 3, step 1, action 0B1 of row 0\)$"
     with pytest.raises(CommunicationError, match=told) as raised:
-        executor.run(StepWork(step=1, num_targets=4, first_position=0, batch=lambda _: {"x": torch.zeros(1)}))
+        executor.run(StepWork(step=1, num_targets=4, positions=(0, 1, 2, 3), batch=lambda _: {"x": torch.zeros(1)}))
     assert not hasattr(raised.value, "__notes__"), "recovery does not wait for a table"
     assert recorder.events == ["0F0", "0B0", "0F1"]
     assert [span[1] for span in executor.span_recorder.spans() if span[0] == ACTION] == ["0F0", "0B0", "0F1"]
@@ -223,7 +223,7 @@ def test_error_of_a_layer_keeps_its_type_and_shows_what_the_rows_did_around_it(t
     executor, recorder = recorded(schedule, 1, SingleProcessCommunicator(), Faults(str(tmp_path)))
     executor._stages = {1: cast(Stage, Breaks(recorder, 1, is_last=False))}
     with pytest.raises(FloatingPointError) as raised:
-        executor.run(StepWork(step=17, num_targets=4, first_position=0, batch=lambda _: {"x": torch.zeros(1)}))
+        executor.run(StepWork(step=17, num_targets=4, positions=(0, 1, 2, 3), batch=lambda _: {"x": torch.zeros(1)}))
     assert str(raised.value) == "loss is nan"
     assert executor.failed_action == "1F1 of row 1"
     assert vars(raised.value)["__notes__"] == [
@@ -239,6 +239,6 @@ def test_profiler_sees_the_actions_by_their_names(tmp_path: Path) -> None:
     schedule = schedule_of(ScheduleKind.ZB_H1, 1)
     executor, _ = recorded(schedule, 0, SingleProcessCommunicator(), Faults(str(tmp_path)))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        executor.run(StepWork(step=1, num_targets=4, first_position=0, batch=lambda _: {"x": torch.zeros(1)}))
+        executor.run(StepWork(step=1, num_targets=4, positions=(0, 1, 2, 3), batch=lambda _: {"x": torch.zeros(1)}))
     found = sorted((event.time_range.start, event.name) for event in profiler.events() or () if event.name[0] == "0")
     assert [name for _, name in found] == [str(action) for action in schedule.row(0)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals, Piece, common_pieces
+from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals, Piece, common_pieces, redundancy
 
 NUMBERS = st.frozensets(st.integers(0, 30))
 
@@ -36,8 +36,37 @@ def test_union_intersection_and_difference_are_those_of_the_bytes(ours: frozense
     assert numbers_of(one) == ours
 
 
-@given(st.lists(NUMBERS, max_size=5).flatmap(lambda drawn: st.lists(st.sampled_from([*drawn, frozenset[int]()]))))
+@given(NUMBERS, NUMBERS)
+def test_positions_are_those_in_a_buffer_of_the_held_bytes(held: frozenset[int], asked: frozenset[int]) -> None:
+    buffer = sorted(held)
+    found = intervals_of(held).positions(intervals_of(asked))
+    assert numbers_of(found) == {buffer.index(number) for number in held & asked}
+
+
+@given(NUMBERS, st.integers(0, 40))
+def test_the_first_bytes_are_the_smallest(numbers: frozenset[int], count: int) -> None:
+    assert intervals_of(numbers).first(count) == intervals_of(frozenset(sorted(numbers)[:count]))
+    assert intervals_of(numbers).before(count) == len([number for number in numbers if number < count])
+
+
+HELD = st.lists(NUMBERS, min_size=1, max_size=5).flatmap(lambda drawn: st.lists(st.sampled_from(drawn), max_size=9))
+"""By rank; several hold the same."""
+
+
+@given(HELD, st.lists(st.integers(0, 2), min_size=9, max_size=9), st.integers(1, 6))
+def test_redundancy_is_that_of_the_byte_in_the_fewest_places(
+    held: list[frozenset[int]], places: list[int], size: int
+) -> None:
+    inside = [frozenset(number for number in numbers if number < size) for numbers in held]
+    expected = min(len({places[rank] for rank, has in enumerate(inside) if byte in has}) for byte in range(size))
+    holders = {rank: intervals_of(numbers) for rank, numbers in enumerate(inside)}
+    assert redundancy(holders, ByteIntervals.of(0, size), dict(enumerate(places))) == expected
+
+
+@given(HELD)
 def test_pieces_are_the_bytes_with_the_same_holders(held: list[frozenset[int]]) -> None:
+    if not any(held):
+        return
     by_holders: dict[tuple[int, ...], set[int]] = {}
     for number in frozenset[int]().union(*held):
         ranks = tuple(rank for rank, numbers in enumerate(held) if number in numbers)
@@ -60,7 +89,11 @@ def test_a_state_that_all_hold_whole_is_one_piece() -> None:
 
 def test_empty_interval_is_nothing() -> None:
     assert ByteIntervals.of(4, 4) == NO_BYTES
-    assert common_pieces({0: NO_BYTES}) == ()
+    assert common_pieces({0: NO_BYTES, 1: ByteIntervals.of(0, 4)}) == (Piece((1,), ByteIntervals.of(0, 4)),)
+
+
+def test_state_without_bytes_is_one_piece_of_all_who_have_it() -> None:
+    assert common_pieces({1: NO_BYTES, 0: NO_BYTES}) == (Piece((0, 1), NO_BYTES),)
 
 
 def test_intervals_come_through_a_message_as_they_were() -> None:
