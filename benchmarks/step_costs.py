@@ -23,6 +23,7 @@ from resilient.runtime.batches import Batches
 from resilient.runtime.commit import Ledger
 from resilient.runtime.job import Job
 from resilient.state.layer_state import LayerState
+from resilient.templates.common.byte_intervals import Piece
 
 HOST = "127.0.0.1"
 LOADS, STEPS, ROUNDS = 16, 7, 200
@@ -58,7 +59,9 @@ def commit_ms(job: Job, names: Sequence[str]) -> float:
         state.initialize(job.seed)
         ledger.current[name] = state
     trained = {i: state for i, state in enumerate(ledger.current.values()) if state.layout.num_trainable}
-    sync = GradientSync(SingleProcessCommunicator(), trained, dict.fromkeys(trained, (0,)))
+    sync = GradientSync(
+        SingleProcessCommunicator(), trained, {index: [Piece((0,), state.held)] for index, state in trained.items()}
+    )
     ledger.version = 0
     ledger.start()
 

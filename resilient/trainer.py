@@ -35,7 +35,8 @@ from resilient.runtime.preflight import check_trainable
 from resilient.runtime.single_process import SingleProcessClient
 from resilient.runtime.worker import Worker
 from resilient.state import checkpoint, manifest
-from resilient.state.layer_state import LayerState, bind
+from resilient.state.binding import bind
+from resilient.state.layer_state import LayerState
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from resilient.errors import ArgumentError
+from resilient.templates.common.byte_intervals import ByteIntervals, Piece, common_pieces, redundancy
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.schedules.generators import generate
+from resilient.templates.schedules.graph import CHAIN, LaneName
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.template import PipelineTemplate, StageSpec
@@ -107,6 +109,9 @@ class Pipeline:
     num_microbatches: int
 
 
+_LARGEST_ELEMENT_BYTES = 8
+
+
 @dataclass(frozen=True, kw_only=True)
 class Slot:
     """One worker's place in a plan.
@@ -116,6 +121,7 @@ class Slot:
         node: Its node.
         local_rank: Its device of the node.
         pipeline_index: Its pipeline.
+        lane: That its stages are of: of which unit, and which of its replicas in the pipeline.
         row_index: Of its row, within the pipeline's template.
         stages: What it runs: one stage, several under interleaved 1F1B.
         shard_index: Counts the devices of its stages.
@@ -128,13 +134,31 @@ class Slot:
     row_index: int
     stages: tuple[StageSpec, ...]
     shard_index: int = 0
+    lane: LaneName = CHAIN
 
-    def states(self, profile: ModelProfile) -> tuple[str, ...]:
-        """Return the names of the states it needs, in layer order."""
-        used = [profile.states(stage.first_layer, stage.end_layer) for stage in self.stages]
-        if len(used) == 1:
-            return used[0]
-        return tuple(layer.name for layer in profile.layers if any(layer.name in states for states in used))
+    def intervals(self, profile: ModelProfile) -> dict[str, ByteIntervals]:
+        """Return what it needs of each state that its stages use, in layer order.
+
+        One device of several has an equal part of the buffer, as planning counts it: what runs has one device a stage.
+        """
+        layers = (layer for stage in self.stages for layer in profile.layers[stage.first_layer : stage.end_layer])
+        used = {name for layer in layers for name in (layer.name, *layer.shares)}
+        degree = self.stages[0].num_devices
+        return {
+            layer.name: layer.whole if degree == 1 else _share(layer.state_bytes, self.shard_index, degree)
+            for layer in profile.layers
+            if layer.name in used
+        }
+
+
+def _share(num_bytes: int, index: int, degree: int) -> ByteIntervals:
+    num_elements = -(-num_bytes // _LARGEST_ELEMENT_BYTES)
+    first, end = (number * num_elements // degree * _LARGEST_ELEMENT_BYTES for number in (index, index + 1))
+    return ByteIntervals.of(first, min(end, num_bytes))
+
+
+Holdings = Mapping[str, Mapping[int, ByteIntervals]]
+"""By state and rank, what the rank holds of the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,18 +198,31 @@ class Plan:
         """All nodes, pipeline by pipeline."""
         return tuple(node for pipeline in self.pipelines for node in pipeline.nodes)
 
-    def microbatches(self, pipeline_index: int) -> range:
-        """Return the indices, within the step's microbatches, that a pipeline processes."""
+    def microbatches(self, pipeline_index: int) -> tuple[int, ...]:
+        """Return the positions, within the step's microbatches, of those that a pipeline processes, in its order."""
         start = sum(pipeline.num_microbatches for pipeline in self.pipelines[:pipeline_index])
-        return range(start, start + self.pipelines[pipeline_index].num_microbatches)
+        return tuple(range(start, start + self.pipelines[pipeline_index].num_microbatches))
 
-    def holders(self, profile: ModelProfile) -> dict[str, tuple[int, ...]]:
-        """Return, per state name in layer order, the ranks (ascending) that hold it, or a shard of it."""
-        holders: dict[str, list[int]] = {layer.name: [] for layer in profile.layers}
+    def holders(self, profile: ModelProfile) -> dict[str, dict[int, ByteIntervals]]:
+        """Return, per state name in layer order, which ranks (ascending) hold what of it."""
+        holders: dict[str, dict[int, ByteIntervals]] = {layer.name: {} for layer in profile.layers}
         for slot in self.slots:
-            for state in slot.states(profile):
-                holders[state].append(slot.rank)
-        return {state: tuple(ranks) for state, ranks in holders.items()}
+            for state, intervals in slot.intervals(profile).items():
+                holders[state][slot.rank] = intervals
+        return holders
+
+    def pieces(self, profile: ModelProfile) -> dict[str, tuple[Piece, ...]]:
+        """Return, per state name in layer order, what of it the same ranks hold: :func:`common_pieces`."""
+        return {state: common_pieces(ranks) for state, ranks in self.holders(profile).items()}
+
+    def redundancy(self, profile: ModelProfile) -> int:
+        """Return on how many nodes the byte of a state is that is on the fewest."""
+        node_of = {slot.rank: slot.node for slot in self.slots}
+        holders = self.holders(profile)
+        return min(
+            (redundancy(holders[layer.name], layer.whole, node_of) for layer in profile.layers if layer.state_bytes),
+            default=len(self.nodes),
+        )
 
     def schedule(self, pipeline_index: int, states: Sequence[Sequence[int]] | None = None) -> Schedule:
         """Return what a pipeline runs in a step, within the memory of its devices; the same on all workers.

@@ -68,7 +68,7 @@ class Ends:
             return
         for (node, local_rank), states in last.drop(differences).items():
             parts.context.record("replica_dropped", node=node, local_rank=local_rank, states=states, step=last.step)
-        lacking = uncovered(job.profile, last.parts.states(last.step))
+        lacking = last.parts.lacking(last.step, job.profile)
         holders = last.holders(lacking, parts.context.ready_workers())
         if holders:
             self._ask({worker: states for worker, states in share_out(holders, job.profile).items() if states})

@@ -56,7 +56,7 @@ def waiting_ms(num_workers: int) -> float:
         num_steps=STEPS,
         num_workers=num_workers,
     )
-    positions = range(SAMPLES // MICROBATCH)
+    positions = tuple(range(SAMPLES // MICROBATCH))
     waited: list[float] = []
     with data_processes(reader_of(job).read, num_workers) as processes:
         batches = Batches(job, processes)

@@ -65,11 +65,11 @@ class ReadAhead:
     def __init__(self, processes: DataProcesses, num_steps: int) -> None:
         self._processes = processes
         self._num_steps = num_steps
-        self._positions = range(0)
+        self._positions: tuple[int, ...] = ()
         self._reads: Reads = None
         self._tickets: dict[tuple[int, int], int] = {}
 
-    def enter(self, positions: range, reads: Reads) -> None:
+    def enter(self, positions: tuple[int, ...], reads: Reads) -> None:
         """Begin to read other microbatches of each step, or other entries; what was asked for before is dropped."""
         if (positions, reads) != (self._positions, self._reads):
             self._forget()
@@ -91,6 +91,6 @@ class ReadAhead:
         self._tickets.clear()
 
     def _keys_from(self, step: int, position: int) -> Iterator[tuple[int, int]]:
-        yield from ((step, each) for each in range(position, self._positions.stop))
+        yield from ((step, each) for each in self._positions[self._positions.index(position) :])
         for later in range(step + 1, self._num_steps + 1):
             yield from ((later, each) for each in self._positions)

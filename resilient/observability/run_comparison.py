@@ -6,6 +6,7 @@ Reads ``events.jsonl`` and the final checkpoints. Must not import torch.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors import deserialize
 
 from resilient.errors import CheckpointError
 from resilient.observability.event_log import loss_of, read_events, steps_of, was_skipped
-from resilient.state.manifest import MANIFEST, read_manifest
+from resilient.state.manifest import MANIFEST, SavedState, read_manifest
 
 NOT_COMPARED: dict[str, Any] = dict.fromkeys(
     ("max_param_abs_diff", "max_param_rel_diff", "max_loss_abs_diff", "same_steps_and_samples")
@@ -23,6 +24,9 @@ NOT_COMPARED: dict[str, Any] = dict.fromkeys(
 """What a report says of a run that has no reference."""
 
 _NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "BOOL": "?"}
+
+_INTERVAL = re.compile(r"(?P<name>.*)\[(?P<first>\d+):\d+\]")
+"""A part of a tensor, in the files of states that several workers held together."""
 
 
 def compare_runs(run_dir: Path | str, reference_dir: Path | str) -> dict[str, Any]:
@@ -73,9 +77,9 @@ def compare_parameters(run_dir: Path | str, reference_dir: Path | str) -> tuple[
     reference_states = read_manifest(reference_folder).states
     _must_match(folder, reference_folder, states.keys(), reference_states.keys())
     absolute, relative = [0.0], [0.0]
-    for name, state in states.items():
-        tensors = _parameters(folder / state.file)
-        reference = _parameters(reference_folder / reference_states[name].file)
+    for name, files in states.items():
+        tensors = _parameters(folder, files)
+        reference = _parameters(reference_folder, reference_states[name])
         _must_match(folder, reference_folder, tensors.keys(), reference.keys())
         for key, expected in reference.items():
             if expected.size:
@@ -94,19 +98,22 @@ def _must_match(folder: Path, reference_folder: Path, found: Iterable[str], expe
         )
 
 
-def _parameters(path: Path) -> dict[str, np.ndarray]:
-    """Load a state's parameters as float64 (the numpy loader of safetensors has no bfloat16)."""
-    tensors = {}
-    for key, tensor in deserialize(path.read_bytes()):
-        if key.startswith("optimizer/"):
-            continue
-        if tensor["dtype"] == "BF16":
-            bits = np.frombuffer(tensor["data"], dtype="<u2").astype(np.uint32) << 16
-            values = bits.view(np.float32)
-        else:
-            values = np.frombuffer(tensor["data"], dtype=_NUMPY_TYPES[tensor["dtype"]])
-        tensors[key] = values.reshape(tensor["shape"]).astype(np.float64)
-    return tensors
+def _parameters(folder: Path, files: Iterable[SavedState]) -> dict[str, np.ndarray]:
+    """Load a state's parameters as flat float64 (the numpy loader of safetensors has no bfloat16)."""
+    parts: dict[str, dict[int, np.ndarray]] = {}
+    for saved in files:
+        for key, tensor in deserialize((folder / saved.file).read_bytes()):
+            if key.startswith("optimizer/"):
+                continue
+            if tensor["dtype"] == "BF16":
+                bits = np.frombuffer(tensor["data"], dtype="<u2").astype(np.uint32) << 16
+                values = bits.view(np.float32)
+            else:
+                values = np.frombuffer(tensor["data"], dtype=_NUMPY_TYPES[tensor["dtype"]])
+            part = _INTERVAL.fullmatch(key)
+            name, first = (part["name"], int(part["first"])) if part else (key, 0)
+            parts.setdefault(name, {})[first] = values.astype(np.float64)
+    return {name: np.concatenate([of[first] for first in sorted(of)]) for name, of in parts.items()}
 
 
 def _worst(values: Sequence[float]) -> float:

@@ -39,7 +39,7 @@ class StepWork:
         step: Its number, 1 for the first.
         schedule: What the pipeline's rows do, which may differ from step to step.
         num_targets: Loss-bearing targets of the global batch.
-        first_position: Index, within the step's microbatches, of this pipeline's first.
+        positions: Index, within the step's microbatches, of each of this pipeline's.
         batch: Loads the collated microbatch at a position, on the stage's device.
         watch: Sees what every layer makes of it, where the step is repeated for that.
     """
@@ -47,7 +47,7 @@ class StepWork:
     step: int
     schedule: Schedule
     num_targets: int
-    first_position: int
+    positions: tuple[int, ...]
     batch: Callable[[int], Batch]
     watch: FiniteWatch | None = None
 
@@ -169,7 +169,7 @@ class Executor:
                 received,
                 batch,
                 step=self._work.step,
-                position=self._work.first_position + action.index,
+                position=self._work.positions[action.index],
                 num_targets=self._work.num_targets,
                 watch=self._work.watch,
             )
@@ -241,7 +241,7 @@ class Executor:
     def _batch(self, microbatch: int) -> Batch:
         if microbatch not in self._batches:
             with self.span_recorder.during(f"load {microbatch}"):
-                self._batches[microbatch] = self._work.batch(self._work.first_position + microbatch)
+                self._batches[microbatch] = self._work.batch(self._work.positions[microbatch])
         return self._batches[microbatch]
 
     def _shapes(self, microbatch: int) -> Signature:

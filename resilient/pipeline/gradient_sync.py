@@ -1,12 +1,13 @@
 """Sums gradients over all holders of each layer state, while the last backwards of a step still run.
 
 Owns when a sum starts and in which order: pipelines cut the model at different layers, so every holder must issue
-the sums in the same order, from the last layer to the first.
+the sums in the same order, from the last layer to the first, and of a layer from its first piece to its last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,22 @@ from torch.utils.hooks import RemovableHandle
 
 from resilient.comm import Communicator, Group, Pending
 from resilient.state.layer_state import LayerState
+from resilient.templates.common.byte_intervals import Piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Share:
+    """Gradients of a state that the same ranks hold: they are summed at once.
+
+    Args:
+        index: Of the state.
+        group: The ranks.
+        parts: Views of the gradients here.
+    """
+
+    index: int
+    group: Group
+    parts: list[Tensor]
 
 
 class GradientSync:
@@ -24,23 +41,33 @@ class GradientSync:
     Args:
         comm: The generation's groups.
         states: State index -> state, for the states this worker trains (each has trainable parameters).
-        groups: State index -> the ranks that hold it; a state with one holder needs no sum.
+        pieces: State index -> its pieces; one that a single rank holds needs no sum.
 
     Attributes:
-        squares: Sum of the squared gradients of the states waited for in this step that this rank counts: it is the
-            first of their holders, so that the sum over all ranks counts each state once.
+        squares: Sum of the squared gradients waited for in this step that this rank counts: those of pieces of which
+            it is the first holder, so that the sum over all ranks counts each gradient once.
     """
 
-    def __init__(self, comm: Communicator, states: Mapping[int, LayerState], groups: Mapping[int, Group]) -> None:
+    def __init__(
+        self, comm: Communicator, states: Mapping[int, LayerState], pieces: Mapping[int, Sequence[Piece]]
+    ) -> None:
         self._comm = comm
         self._states = states
-        self._groups = groups
+        self._shares = {
+            index: [
+                _Share(index=index, group=piece.holders, parts=parts)
+                for piece in pieces[index]
+                if (parts := states[index].gradients(piece.intervals))
+            ]
+            for index in sorted(states, reverse=True)
+        }
         self.squares = torch.zeros((), dtype=torch.float64)
-        self._order = [index for index in sorted(states, reverse=True) if len(groups[index]) > 1]
+        self._order = [share for shares in self._shares.values() for share in shares if len(share.group) > 1]
         self._missing: dict[int, int] = {}
         self._num_started = 0
-        self._pending: dict[int, Pending] = {}
-        self._handles = [handle for index in self._order for handle in self._watch(index, states[index])]
+        self._pending: dict[int, list[tuple[_Share, Tensor, Pending]]] = {}
+        summed = dict.fromkeys(share.index for share in self._order)
+        self._handles = [handle for index in summed for handle in self._watch(index, states[index])]
 
     def _watch(self, index: int, state: LayerState) -> Sequence[RemovableHandle]:
         def accumulated(_: Tensor) -> None:
@@ -67,14 +94,18 @@ class GradientSync:
             self._missing[index] = sum(parameter.requires_grad for parameter in parameters)
 
     def wait(self, index: int) -> None:
-        """Wait for the sum of one state; all backwards of the step must be done."""
+        """Wait for the sums of one state; all backwards of the step must be done."""
         while self._num_started < len(self._order):
             self._start_next()
-        pending = self._pending.pop(index, None)
-        if pending is not None:
+        for share, total, pending in self._pending.pop(index, ()):
             pending.wait()
-        if self._groups[index][0] == self._comm.rank:
-            self.squares = self.squares + torch.linalg.vector_norm(self._states[index].grad).double() ** 2
+            if len(share.parts) > 1:
+                for part, summed in zip(share.parts, total.split([len(part) for part in share.parts]), strict=True):
+                    part.copy_(summed)
+        for share in self._shares[index]:
+            if share.group[0] == self._comm.rank:
+                for part in share.parts:
+                    self.squares = self.squares + torch.linalg.vector_norm(part).double() ** 2
 
     def last_nonfinite(self) -> int | None:
         """Return the last state of this worker whose gradient, or its norm, is not finite, once all were waited for."""
@@ -87,10 +118,12 @@ class GradientSync:
             handle.remove()
 
     def _start_ready(self) -> None:
-        while self._num_started < len(self._order) and self._missing.get(self._order[self._num_started], 1) <= 0:
+        while self._num_started < len(self._order) and self._missing.get(self._order[self._num_started].index, 1) <= 0:
             self._start_next()
 
     def _start_next(self) -> None:
-        index = self._order[self._num_started]
+        share = self._order[self._num_started]
         self._num_started += 1
-        self._pending[index] = self._comm.all_reduce(self._states[index].grad, self._groups[index])
+        total = share.parts[0] if len(share.parts) == 1 else torch.cat(share.parts)
+        pending = self._comm.all_reduce(total, share.group)
+        self._pending.setdefault(share.index, []).append((share, total, pending))

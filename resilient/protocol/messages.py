@@ -16,7 +16,7 @@ import msgspec
 
 from resilient.protocol.alike import Alike
 from resilient.protocol.job_config import JobConfig
-from resilient.state.manifest import SavedState
+from resilient.state.manifest import SavedStates
 from resilient.state.recipe import Recipe
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.state.witnesses import HeldCopy
@@ -182,7 +182,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     generation: int
     step: int
-    states: dict[str, SavedState]
+    states: SavedStates
     skipped: SkippedSteps = NONE_SKIPPED
     held: dict[str, HeldCopy] = {}
 

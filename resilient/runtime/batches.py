@@ -60,7 +60,7 @@ class Batches:
         self._reads: Reads = None
         self.readings: dict[int, Reading] = {}
 
-    def enter(self, positions: range, reads: Reads) -> None:
+    def enter(self, positions: tuple[int, ...], reads: Reads) -> None:
         """Begin to load other microbatches of each step, or other entries: a generation's plan says which."""
         self._reads = reads
         self.readings.clear()

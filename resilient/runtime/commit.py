@@ -10,7 +10,7 @@ counts on, the states stay as they are. Source: three-phase commit, with the bar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from resilient.optim import Optimizer, set_learning_rates
 from resilient.protocol.messages import StepOutcome, WorkerProgress
 from resilient.state.layer_state import LayerState
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
+from resilient.templates.common.byte_intervals import ByteIntervals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +128,10 @@ class Ledger:
             self.current.pop(name, None)
             self.retained.pop(name, None)
 
-    def keep(self, names: tuple[str, ...]) -> None:
-        """Move those of the retained states that the new plan needs here back to current."""
-        for name in names:
-            if name in self.retained:
+    def keep(self, needed: Mapping[str, ByteIntervals]) -> None:
+        """Move those of the retained states back to current of which the new plan needs here just what is held."""
+        for name, intervals in needed.items():
+            if name in self.retained and self.retained[name].held == intervals:
                 self.current[name] = self.retained.pop(name)
 
     def start(self) -> None:

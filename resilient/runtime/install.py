@@ -25,10 +25,12 @@ from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.job import Job
 from resilient.runtime.sample_agreement import SampleAgreement
 from resilient.state import checkpoint
-from resilient.state.layer_state import BufferLayout, LayerState, bind
-from resilient.state.peer_copy import copy_states
+from resilient.state.binding import bind
+from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.state.peer_copy import copy_states, received_by
 from resilient.state.replicas import Replicas
 from resilient.state.witnesses import witness
+from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals, Piece
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Pipeline, Plan, Slot
 from resilient.templates.schedules.schedule import Schedule
@@ -64,18 +66,14 @@ class Session:
     replicas: Replicas
 
     @property
-    def positions(self) -> range:
+    def positions(self) -> tuple[int, ...]:
         """Positions, within a step's microbatches, of those of this worker's pipeline."""
         return self.plan.microbatches(self.slot.pipeline_index)
 
     def work(self, step: int, num_targets: int, batch: Callable[[int], Batch]) -> StepWork:
         """Return what the step is for this worker's pipeline; ``batch`` loads a microbatch by position."""
         return StepWork(
-            step=step,
-            schedule=self.schedule,
-            num_targets=num_targets,
-            first_position=self.positions.start,
-            batch=batch,
+            step=step, schedule=self.schedule, num_targets=num_targets, positions=self.positions, batch=batch
         )
 
 
@@ -104,8 +102,8 @@ class WorkerContext:
     store_client: StoreClient = field(default_factory=StoreClient)
 
 
-Holders = dict[str, tuple[int, ...]]
-"""Per state, the ranks that hold it (:meth:`resilient.templates.plan.Plan.holders`)."""
+Pieces = dict[str, tuple[Piece, ...]]
+"""Per state, what of it the same ranks hold (:meth:`resilient.templates.plan.Plan.pieces`)."""
 
 
 def install(context: WorkerContext, message: Generation) -> tuple[Session, Installed]:
@@ -119,14 +117,14 @@ def install(context: WorkerContext, message: Generation) -> tuple[Session, Insta
     """
     assert message.rank is not None, "a worker without a place stands by"
     slot = message.plan.slots[message.rank]
-    holders = message.plan.holders(context.profile)
+    pieces = message.plan.pieces(context.profile)
     started_at = time.time()
-    comm = connect_ranks(context, message, holders)
+    comm = connect_ranks(context, message, pieces)
     regrouped_at = time.time()
     context.faults.reach("copy", message.version + 1)
     bytes_copied = gather_states(context, message, slot, comm)
     context.ledger.start()
-    session = build_session(context, message, slot, comm, holders)
+    session = build_session(context, message, slot, comm, pieces)
     return session, _installed(message, started_at, regrouped_at, bytes_copied)
 
 
@@ -142,14 +140,14 @@ def supply(context: WorkerContext, message: Generation) -> Installed:
         CommunicationError: Membership changed again; the states stay.
     """
     started_at = time.time()
-    comm = connect_ranks(context, message, message.plan.holders(context.profile))
+    comm = connect_ranks(context, message, message.plan.pieces(context.profile))
     regrouped_at = time.time()
     context.faults.reach("copy", message.version + 1)
-    copy_states(comm, message.transfers, context.ledger.retained)
+    copy_states(comm, message.transfers, context.ledger.retained, {})
     return _installed(message, started_at, regrouped_at, bytes_copied=0)
 
 
-def connect_ranks(context: WorkerContext, message: Generation, holders: Holders) -> Communicator:
+def connect_ranks(context: WorkerContext, message: Generation, pieces: Pieces) -> Communicator:
     """Bring the states to the generation's version, and meet its other ranks, which call this, too.
 
     Returns:
@@ -161,7 +159,15 @@ def connect_ranks(context: WorkerContext, message: Generation, holders: Holders)
     assert message.rank is not None
     context.ledger.begin_install(message.version, message.roll_forward, message.skipped)
     context.faults.reach("regroup", message.version + 1)
-    summed = [ranks for name, ranks in holders.items() if context.layouts[name].num_trainable]
+    trained_bytes = {
+        name: layout.num_trainable * context.job.dtype.itemsize for name, layout in context.layouts.items()
+    }
+    summed = [
+        piece.holders
+        for name, of_state in pieces.items()
+        for piece in of_state
+        if piece.intervals.before(trained_bytes[name])
+    ]
     groups: list[Group] = [ranks for ranks in dict.fromkeys(summed) if len(ranks) > 1]
     pairs = [(transfer.source, transfer.target) for transfer in message.transfers]
     slots = message.plan.slots
@@ -196,12 +202,17 @@ def gather_states(context: WorkerContext, message: Generation, slot: Slot, comm:
         CheckpointError: The source is a checkpoint that cannot be read.
     """
     ledger = context.ledger
-    needed = slot.states(context.profile)
-    copied = {transfer.state for transfer in message.transfers if transfer.target == slot.rank}
-    ledger.drop(copied)  # odd ones may still be here, if the regroup for others' cut the comparison short
+    needed = slot.intervals(context.profile)
+    received = received_by(slot.rank, message.transfers)
+    # odd ones may still be here, if the regroup for others' cut the comparison short
+    ledger.drop(name for name in needed if received.get(name) == needed[name])
     ledger.keep(needed)
-    missing = {name: _allocate(context, name) for name in needed if name not in ledger.current}
-    made = [state for name, state in missing.items() if name not in copied and state.buffer.numel()]
+    held = {**ledger.retained, **ledger.current}
+    missing = {name: _allocate(context, name, needed[name]) for name in needed if name not in ledger.current}
+    here = {name: state.held for name, state in held.items()}
+    made = [
+        state for name, state in missing.items() if state.held - received.get(name, NO_BYTES) - here.get(name, NO_BYTES)
+    ]
     for state in made:
         state.origin = witness(slot.node, slot.local_rank)
     if message.source == INIT:
@@ -209,13 +220,13 @@ def gather_states(context: WorkerContext, message: Generation, slot: Slot, comm:
             state.initialize(context.job.seed)
     elif made:
         checkpoint.load(message.source, made)
-    num_bytes = copy_states(comm, message.transfers, {**ledger.retained, **ledger.current, **missing})
+    num_bytes = copy_states(comm, message.transfers, held, missing)
     ledger.current.update(missing)
     return num_bytes
 
 
 def build_session(
-    context: WorkerContext, message: Generation, slot: Slot, comm: Communicator, holders: Holders
+    context: WorkerContext, message: Generation, slot: Slot, comm: Communicator, pieces: Pieces
 ) -> Session:
     """Build what runs the steps of a slot, over the ledger's current states.
 
@@ -224,7 +235,7 @@ def build_session(
         message: The generation's.
         slot: This worker's place in its plan.
         comm: Its groups (:func:`connect_ranks`).
-        holders: Per state, the ranks that hold it: they sum its gradient.
+        pieces: Of each state: their holders sum its gradient.
     """
     job, states, pipeline = context.job, context.ledger.current, message.plan.pipelines[slot.pipeline_index]
     num_rows, num_stages = len(pipeline.template.rows), len(pipeline.template.stages)
@@ -246,7 +257,7 @@ def build_session(
     gradient_sync = GradientSync(
         comm,
         {index_of[name]: state for name, state in trained.items()},
-        {index_of[name]: holders[name] for name in trained},
+        {index_of[name]: pieces[name] for name in trained},
     )
     stage_timer = StageTimer(job.device, pipeline.num_microbatches)
     executor = Executor(
@@ -273,7 +284,7 @@ def build_session(
         replicas=Replicas(
             comm=comm,
             plan=message.plan,
-            holders=holders,
+            pieces=pieces,
             states=states,
             device_name=job.device_name,
             every=job.compare_replicas_every,
@@ -281,9 +292,9 @@ def build_session(
     )
 
 
-def _allocate(context: WorkerContext, name: str) -> LayerState:
+def _allocate(context: WorkerContext, name: str, held: ByteIntervals) -> LayerState:
     job = context.job
-    return LayerState(job.layer(name), context.layouts[name], job.optimizer.slots, job.dtype, job.device)
+    return LayerState(job.layer(name), context.layouts[name], job.optimizer.slots, job.dtype, job.device, held)
 
 
 def _stage(context: WorkerContext, spec: StageSpec) -> Stage:

@@ -11,7 +11,7 @@ from resilient.errors import CheckpointError
 from resilient.protocol.messages import FromWorkerMessage, NotSaved, Saved
 from resilient.runtime.commit import Ledger
 from resilient.state import checkpoint
-from resilient.state.layer_state import LayerState
+from resilient.state.checkpoint import HeldPart
 from resilient.state.witnesses import HeldCopy
 
 logger = logging.getLogger(__name__)
@@ -34,17 +34,17 @@ class Saver:
         self._ledger = ledger
         self._retry_s = retry_s
 
-    def try_write(self, generation: int, states: Sequence[LayerState], path: Path) -> None:
+    def try_write(self, generation: int, parts: Sequence[HeldPart], path: Path) -> None:
         """Write a part of a checkpoint on the way, without which training goes on."""
         try:
-            self._write(generation, states, path, {})
+            self._write(generation, parts, path, {})
         except CheckpointError as error:
             self._tell(str(error))
 
     def write_last(
         self,
         generation: int,
-        states: Sequence[LayerState],
+        parts: Sequence[HeldPart],
         path: Path,
         *,
         check: Callable[[], None] = lambda: None,
@@ -54,7 +54,7 @@ class Saver:
 
         Args:
             generation: That it is of.
-            states: What is written.
+            parts: What is written.
             path: The checkpoint's folder.
             check: Raises when this worker is wanted elsewhere.
             held: All states that are held here, where the coordinator compares them.
@@ -65,7 +65,7 @@ class Saver:
         deadline, pause_s = time.monotonic() + self._retry_s, _FIRST_PAUSE_S
         while True:
             try:
-                self._write(generation, states, path, held or {})
+                self._write(generation, parts, path, held or {})
                 return
             except CheckpointError as error:
                 left_s = deadline - time.monotonic()
@@ -80,7 +80,7 @@ class Saver:
         logger.warning("no checkpoint of step %d: %s", self._ledger.version, error)
         self._send(NotSaved(step=self._ledger.version, error=error))
 
-    def _write(self, generation: int, states: Sequence[LayerState], path: Path, held: Mapping[str, HeldCopy]) -> None:
-        saved = checkpoint.save(path, states) if states else {}
+    def _write(self, generation: int, parts: Sequence[HeldPart], path: Path, held: Mapping[str, HeldCopy]) -> None:
+        saved = checkpoint.save(path, parts) if parts else {}
         step, skipped = self._ledger.version, self._ledger.skipped
         self._send(Saved(generation=generation, step=step, skipped=skipped, states=saved, held=dict(held)))

@@ -58,8 +58,8 @@ from resilient.runtime.nonfinite import find_nonfinite
 from resilient.runtime.own_errors import error_kind
 from resilient.runtime.saver import Saver
 from resilient.state import manifest
+from resilient.state.checkpoint import HeldPart
 from resilient.state.fingerprint import fingerprint
-from resilient.state.layer_state import LayerState
 from resilient.state.replicas import OddCopiesError
 from resilient.state.skipped import MOST_IN_A_ROW
 from resilient.state.witnesses import HeldCopy
@@ -332,10 +332,11 @@ class Worker:
         session.replicas.check(self._ledger.version)
         self._saver.try_write(session.generation, *self._part(session))
 
-    def _part(self, session: Session) -> tuple[list[LayerState], Path]:
+    def _part(self, session: Session) -> tuple[list[HeldPart], Path]:
         """Return what this rank writes of a checkpoint, and where."""
         chosen = manifest.writers(session.plan, self._spec.profile)
-        mine = [state for name, state in self._ledger.current.items() if chosen[name] == session.slot.rank]
+        rank, current = session.slot.rank, self._ledger.current
+        mine = [(state, chosen[name][rank]) for name, state in current.items() if rank in chosen[name]]
         return mine, manifest.folder(self._client.run_directory, self._ledger.version)
 
     def _save_and_stop(self, message: Save) -> None:
@@ -346,7 +347,7 @@ class Worker:
             name: HeldCopy(fingerprint=fingerprint(state.bytes), origin=state.origin, device=kind)
             for name, state in retained.items()
         }
-        states = [retained[name] for name in message.states]
-        self._saver.write_last(message.generation, states, Path(message.path), held=held)
+        parts = [(retained[name], retained[name].held) for name in message.states]
+        self._saver.write_last(message.generation, parts, Path(message.path), held=held)
         if self._failure is not None:
             raise self._failure

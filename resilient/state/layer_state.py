@@ -1,27 +1,30 @@
 """Layer states: a layer's parameters and optimizer slots in one flat buffer.
 
-Owns the layout of that buffer and the binding of modules to it. A copy is then one large send, a gradient sum one
+Owns the layout of that buffer. A copy is then one large send, a gradient sum one
 all-reduce, a fingerprint one pass. Knows nothing of ranks or plans.
 
     buffer:  [ trainable parameters | frozen parameters | slot 0 | slot 1 | ... ]     slots as long as the first part
     grad:    [ trainable parameters ]
 
 Parameters that are updated at the same rates lie together: a window, which torch's optimizer sees as one parameter.
+
+This is the canonical buffer, that of a worker that holds the state alone. One that shares it holds intervals of it, one
+after the other: what lies together there lies together here. A parameter that is cut is stored with the dimension first
+in which it is cut, so that a part of it is one interval.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
-from resilient.models.layer import LayerSpec, initialize_layer, tie
+from resilient.models.layer import LayerSpec, initialize_layer
 from resilient.state.witnesses import SEVERAL
+from resilient.templates.common.byte_intervals import ByteIntervals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,36 +158,62 @@ class LayerState:
         slots: Names of the optimizer's slots.
         dtype: Of parameters, gradients and slots.
         device: Where they live.
+        held: What of the canonical buffer is here: some elements of the parameters, and of each slot those that belong
+            to them. None for all.
+
+    Attributes:
+        whole: All of the canonical buffer.
+        held: What of it is here.
+        buffer: What is held, ``[num_elements]``.
+        grad: The gradients of the trainable parameters, which the buffer begins with.
+        slots: The optimizer's, by name.
+        parameters: By name; one that is not here whole is flat.
+        windows: What the optimizer updates.
     """
 
     def __init__(
-        self, spec: LayerSpec, layout: BufferLayout, slots: tuple[str, ...], dtype: torch.dtype, device: torch.device
+        self,
+        spec: LayerSpec,
+        layout: BufferLayout,
+        slots: tuple[str, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        held: ByteIntervals | None = None,
     ) -> None:
         self.spec = spec
         self.layout = layout
         self.origin = SEVERAL
-        self.buffer = torch.zeros(layout.numel(len(slots)), dtype=dtype, device=device)
-        self.grad = torch.zeros(layout.num_trainable, dtype=dtype, device=device)
+        self.whole = ByteIntervals.of(0, layout.numel(len(slots)) * dtype.itemsize)
+        self.held = self.whole if held is None else held
+        self._itemsize = dtype.itemsize
+        self.buffer = torch.zeros(self.held.size // dtype.itemsize, dtype=dtype, device=device)
+        self.grad = torch.zeros(self._here(0, layout.num_trainable).stop, dtype=dtype, device=device)
         first_slot = layout.num_trainable + layout.num_frozen
         self.slots = {
-            name: self.buffer[first_slot + i * layout.num_trainable :][: layout.num_trainable]
+            name: self.buffer[self._here(first_slot + i * layout.num_trainable, layout.numel(i + 1))]
             for i, name in enumerate(slots)
         }
         self.parameters = {entry.name: self._parameter(entry) for entry in layout.entries}
-        self.windows = tuple(self._updated(window) for window in layout.windows if window.stop > window.start)
+        windows = (self._updated(window) for window in layout.windows)
+        self.windows = tuple(window for window in windows if window.parameter.numel())
+
+    def _here(self, start: int, stop: int) -> slice:
+        """Return where the elements ``start .. stop - 1`` of the canonical buffer lie here, as far as they are held."""
+        itemsize = self._itemsize
+        return slice(self.held.before(start * itemsize) // itemsize, self.held.before(stop * itemsize) // itemsize)
 
     def _updated(self, window: Window) -> UpdatedWindow:
-        elements = slice(window.start, window.stop)
+        elements = self._here(window.start, window.stop)
         parameter = nn.Parameter(self.buffer[elements])
         parameter.grad = self.grad[elements]
         slots = {name: slot[elements] for name, slot in self.slots.items()}
         return UpdatedWindow(rates=window.rates, parameter=parameter, slots=slots)
 
     def _parameter(self, entry: ParameterEntry) -> nn.Parameter:
-        window = slice(entry.offset, entry.offset + entry.numel)
-        parameter = nn.Parameter(self.buffer[window].view(entry.shape), requires_grad=entry.trainable)
+        elements = self._here(entry.offset, entry.offset + entry.numel)
+        parameter = nn.Parameter(_shaped(self.buffer[elements], entry), requires_grad=entry.trainable)
         if entry.trainable:
-            parameter.grad = self.grad[window].view(entry.shape)
+            parameter.grad = _shaped(self.grad[elements], entry)
         return parameter
 
     @property
@@ -192,75 +221,97 @@ class LayerState:
         """The buffer as bytes, ``[num_bytes]``; what is copied between workers."""
         return self.buffer.view(torch.uint8)
 
+    def window(self, start: int, end: int) -> Tensor:
+        """Return the bytes ``start .. end - 1`` of the canonical buffer, all of which are held."""
+        return self.bytes[self.held.before(start) : self.held.before(end)]
+
+    def values(self, intervals: ByteIntervals) -> Tensor:
+        """Return the elements of those of some bytes that are held, ``[num_elements]``: a view if they lie together."""
+        views = [self.buffer[elements] for elements in self._elements(intervals)]
+        return views[0] if len(views) == 1 else torch.cat([self.buffer[:0], *views])
+
+    def gradients(self, intervals: ByteIntervals) -> list[Tensor]:
+        """Return views of the gradients of what is held and trained among some bytes; what lies together is one."""
+        trainable = ByteIntervals.of(0, self.layout.num_trainable * self._itemsize)
+        return [self.grad[elements] for elements in self._elements(intervals & trainable)]
+
+    def _elements(self, intervals: ByteIntervals) -> list[slice]:
+        """Return where the elements of those of some bytes that are held lie here."""
+        return [slice(start // self._itemsize, end // self._itemsize) for start, end in self.held.positions(intervals)]
+
     def initialize(self, seed: int) -> None:
         """Fill in the initial values, which depend on (seed, layer name) alone, and zero the slots."""
         module = initialize_layer(self.spec, seed, self.buffer.dtype)
         self.buffer.zero_()
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(module.get_parameter(name))
+        for entry in self.layout.entries:
+            values = module.get_parameter(entry.name).detach().contiguous().view(-1).view(torch.uint8)
+            first = entry.offset * self._itemsize
+            for start, end in self.held & ByteIntervals.of(first, first + values.numel()):
+                self.window(start, end).copy_(values[start - first : end - first])
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return views of everything in the buffer by name, slots as ``optimizer/<slot>/<parameter>``."""
-        named = {name: parameter.detach() for name, parameter in self.parameters.items()}
-        trainable = [entry for entry in self.layout.entries if entry.trainable]
-        return named | {
-            f"optimizer/{name}/{entry.name}": slot[entry.offset : entry.offset + entry.numel].view(entry.shape)
-            for name, slot in self.slots.items()
-            for entry in trainable
+    def take(self, other: LayerState, wanted: ByteIntervals) -> bool:
+        """Copy in what another state of the same layer holds of some bytes; return whether there was any."""
+        found = wanted & other.held
+        for start, end in found:
+            self.window(start, end).copy_(other.window(start, end))
+        return bool(found)
+
+    def tensors(self, part: ByteIntervals | None = None) -> dict[str, Tensor]:
+        """Return views of everything in some held bytes by name, slots as ``optimizer/<slot>/<parameter>``.
+
+        Of what is not among them whole, each interval is flat, by its elements: ``weight[24:48]``.
+
+        Args:
+            part: The bytes; None for all that are held.
+        """
+        return {
+            name: self.window(start, end).view(self.buffer.dtype).view(shape)
+            for name, shape, start, end in self._named(self.held if part is None else part)
         }
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy in what :meth:`tensors` gave.
+    def load(self, tensors: Mapping[str, Tensor], part: ByteIntervals | None = None) -> None:
+        """Copy in what is held of what :meth:`tensors` gave, of this state or of another one of the layer.
+
+        Args:
+            tensors: By name.
+            part: The bytes they are; None for all of the canonical buffer.
 
         Raises:
             ValueError: A tensor is missing or has another shape or type.
         """
-        for name, own in self.tensors().items():
+        for name, shape, start, end in self._named(self.whole if part is None else part):
             found = tensors.get(name)
-            if found is None or found.shape != own.shape or found.dtype != own.dtype:
+            if found is None or found.shape != shape or found.dtype != self.buffer.dtype:
+                form = _form(torch.empty(shape, dtype=self.buffer.dtype, device="meta"))
                 raise ValueError(
-                    f"{name!r} of layer {self.spec.name!r} must be {_form(own)}, got {_form(found)}; "
+                    f"{name!r} of layer {self.spec.name!r} must be {form}, got {_form(found)}; "
                     "the checkpoint belongs to another model, optimizer or precision"
                 )
-            own.copy_(found)
+            values = found.contiguous().view(-1).view(torch.uint8)
+            for first, last in self.held & ByteIntervals.of(start, end):
+                self.window(first, last).copy_(values[first - start : last - start])
+
+    def _named(self, part: ByteIntervals) -> Iterator[tuple[str, torch.Size, int, int]]:
+        """Yield the tensors of some bytes: name, shape, and where in the canonical buffer they start and end."""
+        entries = self.layout.entries
+        places = [(entry.name, entry.offset, entry) for entry in entries]
+        for index, slot in enumerate(self.slots):
+            start = self.layout.numel(index)
+            places += [(f"optimizer/{slot}/{e.name}", start + e.offset, e) for e in entries if e.trainable]
+        for name, first, entry in places:
+            start, end = first * self._itemsize, (first + entry.numel) * self._itemsize
+            found = part & ByteIntervals.of(start, end)
+            if found.size == end - start:
+                yield name, torch.Size(entry.shape), start, end
+                continue
+            for one, other in found:
+                elements = (one - start) // self._itemsize, (other - start) // self._itemsize
+                yield f"{name}[{elements[0]}:{elements[1]}]", torch.Size([elements[1] - elements[0]]), one, other
+
+
+def _shaped(elements: Tensor, entry: ParameterEntry) -> Tensor:
+    return elements.view(entry.shape) if elements.numel() == entry.numel else elements
 
 
 def _form(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-
-
-def bind(spec: LayerSpec, states: Mapping[str, LayerState], device: torch.device) -> nn.Module:
-    """Build a layer's module on top of resident states: its own and those it shares by tied parameters.
-
-    Args:
-        spec: The layer.
-        states: States by layer name; must hold the layer's own and the owners of its tied parameters.
-        device: Where to build.
-    """
-    state = states[spec.name]
-    with _SkipInit(), device:
-        module = spec.build()
-    names: dict[int, str] = {}
-    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        own = names.setdefault(id(parameter), name)  # parts of a layer may share one, under several names
-        if own in state.parameters:
-            tie(module, name, state.parameters[own])
-    for name, (owner, owned) in spec.tied.items():
-        tie(module, name, states[owner].parameters[owned])
-    for buffer in module.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(state.buffer.dtype)
-    return module
-
-
-class _SkipInit(TorchFunctionMode):
-    """Constructors leave their parameters unset: they are replaced at once, and drawing them would take longest."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        return func(*args, **kwargs)

@@ -2,7 +2,8 @@
 
     step-00000120/ manifest.json  llm.block.0.8a1f5c27b0e3.safetensors  llm.head.03bd9c44a1f6.safetensors  ...
 
-Any worker can write or read any state, so a checkpoint does not know the plan it was written under. The coordinator
+Any worker can write or read any state, or the intervals of it that it holds, so a checkpoint does not know the plan it
+was written under. The coordinator
 writes the manifest once all parts are on disk: a folder without one is no checkpoint. Must not import torch; the files
 themselves are :mod:`resilient.state.checkpoint`'s.
 """
@@ -13,6 +14,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -21,23 +23,39 @@ from resilient.common.files import hash_file, sync, write_whole
 from resilient.errors import ArgumentError, CheckpointError
 from resilient.state.recipe import Recipe
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
+from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals
 from resilient.templates.inputs.profile import ModelProfile
-from resilient.templates.plan import Plan
+from resilient.templates.plan import Holdings, Plan
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 
-FORMAT = 3
+FORMAT = 4
 """Of manifests. Format 1 had a weak checksum of each state as it lay in memory, format 2 no digest of the manifest."""
+
+_WHOLE_STATES = 3
+"""The format before, which is read as well: it has one file for each state."""
 
 
 class SavedState(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer state of a checkpoint: its file, that file's size, and the SHA-256 of its bytes."""
+    """A layer state of a checkpoint, or a piece of one: its file, that file's size, and the SHA-256 of its bytes.
+
+    Args:
+        file: Its name in the folder.
+        num_bytes: Its size.
+        sha256: Of its bytes.
+        intervals: Which bytes of the state's canonical buffer it has; None in format 3, which means all.
+    """
 
     file: str
     num_bytes: int
     sha256: str
+    intervals: ByteIntervals | None = None
+
+
+SavedStates = dict[str, tuple[SavedState, ...]]
+"""By layer, the files that its state is in."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +67,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         states: By layer.
         skipped: Those of the steps that updated nothing.
     """
+
+    step: int
+    recipe: Recipe
+    states: SavedStates
+    skipped: SkippedSteps = NONE_SKIPPED
+
+    @property
+    def files(self) -> tuple[SavedState, ...]:
+        """All files, state by state."""
+        return tuple(chain.from_iterable(self.states.values()))
+
+
+class _ManifestOfWholeStates(msgspec.Struct, frozen=True, kw_only=True):
+    """A :class:`Manifest` of format 3."""
 
     step: int
     recipe: Recipe
@@ -86,13 +118,16 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def writers(plan: Plan, profile: ModelProfile) -> dict[str, int]:
-    """Choose the rank that writes each state: of its holders the one with the fewest bytes so far."""
+def writers(plan: Plan, profile: ModelProfile) -> Holdings:
+    """Choose the rank that writes each piece of each state: of its holders the one with the fewest bytes so far."""
     load: dict[int, int] = {slot.rank: 0 for slot in plan.slots}
-    chosen: dict[str, int] = {}
-    for state, ranks in plan.holders(profile).items():
-        chosen[state] = min(ranks, key=lambda rank: (load[rank], rank))
-        load[chosen[state]] += profile.layers[profile.index(state)].state_bytes
+    chosen: dict[str, dict[int, ByteIntervals]] = {}
+    for state, pieces in plan.pieces(profile).items():
+        written = chosen.setdefault(state, {})
+        for piece in pieces:
+            rank = min(piece.holders, key=lambda rank: (load[rank], rank))
+            load[rank] += piece.intervals.size
+            written[rank] = written.get(rank, NO_BYTES) | piece.intervals
     return chosen
 
 
@@ -102,17 +137,17 @@ def write_manifest(path: str | Path, manifest: Manifest, nodes: Mapping[str, int
     Args:
         path: The folder.
         manifest: Of files that are all on disk.
-        nodes: Who says so, by state.
+        nodes: Who says so, by file.
 
     Raises:
         CheckpointError: A file is not there, or the manifest cannot be written; the folder is no checkpoint.
     """
     path = Path(path)
-    for name, saved in manifest.states.items():
+    for saved in manifest.files:
         lacking = why_unlike(path, saved)
         if lacking:
             fix = "have all nodes write to the same folder, at the same path"
-            raise CheckpointError(f"{lacking}; {fix}", node=(nodes or {}).get(name))
+            raise CheckpointError(f"{lacking}; {fix}", node=(nodes or {}).get(saved.file))
     content = msgspec.json.encode(manifest)
     sealed = _Sealed(sha256=_digest(content), manifest=msgspec.Raw(content))
     try:
@@ -121,7 +156,7 @@ def write_manifest(path: str | Path, manifest: Manifest, nodes: Mapping[str, int
         write_whole(path / MANIFEST, msgspec.json.format(msgspec.json.encode(sealed)))
     except OSError as error:
         raise unwritable(path, error) from error
-    _clear(path, {saved.file for saved in manifest.states.values()})
+    _clear(path, {saved.file for saved in manifest.files})
 
 
 def _clear(path: Path, named: set[str]) -> None:
@@ -207,7 +242,7 @@ def read_resumed(path: str | Path) -> Manifest:
         constraint = f"be a finished checkpoint, a folder step-* with {MANIFEST}"
         raise ArgumentError("resume", constraint, f"{path} ({found})", "choose one from the checkpoints/ of a run")
     manifest = read_manifest(path)
-    for saved in manifest.states.values():
+    for saved in manifest.files:
         lacking = why_unlike(path, saved)
         if lacking:
             raise damaged(path, lacking)
@@ -231,13 +266,14 @@ def _read(path: Path) -> Manifest:
     try:
         data = file.read_bytes()
         written = msgspec.json.decode(data, type=_Format).format
-        if written != FORMAT:
+        if written not in (_WHOLE_STATES, FORMAT):
             raise CheckpointError(
-                f"{file} must be of format {FORMAT}, got {written}; go on with the version of resilient that wrote it"
+                f"{file} must be of format {_WHOLE_STATES} or {FORMAT}, got {written}; go on with the version of "
+                "resilient that wrote it"
             )
         sealed = msgspec.json.decode(data, type=_Sealed)
         content = msgspec.json.format(bytes(sealed.manifest), indent=-1)
-        manifest = msgspec.json.decode(content, type=Manifest)
+        manifest = _whole_states(content) if written == _WHOLE_STATES else msgspec.json.decode(content, type=Manifest)
     except (OSError, msgspec.DecodeError) as error:
         raise _DamageError(f"{file} cannot be read ({error})") from error
     if _digest(content) != sealed.sha256:
@@ -245,6 +281,12 @@ def _read(path: Path) -> Manifest:
     if path.resolve().name != _name(manifest.step):
         raise _DamageError(f"{path} must be named {_name(manifest.step)}, as its manifest is of step {manifest.step}")
     return manifest
+
+
+def _whole_states(content: bytes) -> Manifest:
+    read = msgspec.json.decode(content, type=_ManifestOfWholeStates)
+    states = {name: (saved,) for name, saved in read.states.items()}
+    return Manifest(step=read.step, recipe=read.recipe, states=states, skipped=read.skipped)
 
 
 def damaged(path: str | Path, damage: str) -> CheckpointError:
@@ -278,7 +320,7 @@ def newest_sound(checkpoints: Path, aside: str) -> Path | None:
 def _damage(path: Path) -> str:
     """Return what is wrong with any byte of a checkpoint; "" if nothing is."""
     try:
-        states = _read(path).states.values()
+        files = _read(path).files
     except (_DamageError, CheckpointError) as error:
         return str(error)
-    return next((damage for saved in states if (damage := why_unlike(path, saved, with_digest=True))), "")
+    return next((damage for saved in files if (damage := why_unlike(path, saved, with_digest=True))), "")

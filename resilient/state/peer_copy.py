@@ -16,6 +16,7 @@ from resilient.errors import CommunicationError
 from resilient.state.fingerprint import fingerprint
 from resilient.state.layer_state import LayerState
 from resilient.state.witnesses import joint_origin
+from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals
 from resilient.templates.replan.transfer import Transfer
 
 CHUNK_BYTES = 4 << 20
@@ -24,13 +25,19 @@ CHUNK_BYTES = 4 << 20
 _FIRST_TAG = 1 << 24
 
 
-def copy_states(comm: Communicator, transfers: Sequence[Transfer], states: Mapping[str, LayerState]) -> int:
+def copy_states(
+    comm: Communicator,
+    transfers: Sequence[Transfer],
+    held: Mapping[str, LayerState],
+    missing: Mapping[str, LayerState],
+) -> int:
     """Send and receive what the transfers say for this rank; every rank calls this with the same list.
 
     Args:
         comm: The generation's groups.
         transfers: Byte ranges from rank to rank.
-        states: The states this rank holds or is to hold, by name.
+        held: The states this rank has, by name: it sends from them.
+        missing: Those it is to have, and receives into; what it has of them already is taken from ``held``.
 
     Returns:
         Bytes received.
@@ -43,7 +50,7 @@ def copy_states(comm: Communicator, transfers: Sequence[Transfer], states: Mappi
     incoming: deque[tuple[Transfer, Tensor, Tensor, Pending, Pending]] = deque()
     for tag, piece in pieces:
         if piece.target == comm.rank:
-            window = states[piece.state].bytes[piece.first_byte : piece.end_byte]
+            window = missing[piece.state].window(piece.first_byte, piece.end_byte)
             expected = torch.zeros(2, dtype=torch.int64)
             data = comm.recv(window, piece.source, 2 * tag)
             proof = comm.recv(expected, piece.source, 2 * tag + 1)
@@ -51,10 +58,14 @@ def copy_states(comm: Communicator, transfers: Sequence[Transfer], states: Mappi
     outgoing: list[Pending] = []
     for tag, piece in pieces:
         if piece.source == comm.rank:
-            window = states[piece.state].bytes[piece.first_byte : piece.end_byte]
+            window = held[piece.state].window(piece.first_byte, piece.end_byte)
             outgoing.append(comm.send(window, piece.target, 2 * tag))
-            sent = torch.tensor([_fingerprint(comm, window), states[piece.state].origin])
+            sent = torch.tensor([_fingerprint(comm, window), held[piece.state].origin])
             outgoing.append(comm.send(sent, piece.target, 2 * tag + 1))
+    received = received_by(comm.rank, transfers)
+    for name in missing.keys() & held.keys():
+        if missing[name].take(held[name], missing[name].held - received.get(name, NO_BYTES)):
+            origins[name] = {held[name].origin}
     num_bytes = 0
     while incoming:
         piece, window, expected, data, proof = incoming.popleft()
@@ -67,10 +78,20 @@ def copy_states(comm: Communicator, transfers: Sequence[Transfer], states: Mappi
         origins.setdefault(piece.state, set()).add(origin)
         num_bytes += window.numel()
     for state, found in origins.items():
-        states[state].origin = joint_origin(found)
+        missing[state].origin = joint_origin(found)
     for work in outgoing:
         work.wait()
     return num_bytes
+
+
+def received_by(rank: int, transfers: Sequence[Transfer]) -> dict[str, ByteIntervals]:
+    """Return what a rank receives of each state."""
+    received: dict[str, ByteIntervals] = {}
+    for transfer in transfers:
+        if transfer.target == rank:
+            part = ByteIntervals.of(transfer.first_byte, transfer.end_byte)
+            received[transfer.state] = received.get(transfer.state, NO_BYTES) | part
+    return received
 
 
 def _fingerprint(comm: Communicator, window: Tensor) -> int:

@@ -8,17 +8,19 @@ its own and not in the barrier's: a checkpoint has no barrier, and this one says
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import xxhash
 from torch import Tensor
 
-from resilient.comm import Communicator, Group
+from resilient.comm import Communicator
 from resilient.errors import ReplicaError
 from resilient.state.fingerprint import fingerprint
 from resilient.state.layer_state import LayerState
 from resilient.state.sketch import NUM_SLICES, is_close, sketch
 from resilient.state.witnesses import SEVERAL, Difference, find_differences, why_undecided, witness
+from resilient.templates.common.byte_intervals import Piece
 from resilient.templates.plan import Plan
 
 
@@ -35,7 +37,7 @@ class OddCopiesError(Exception):
         self.odd: dict[int, tuple[str, ...]] = {}
         for difference in differences:
             for holder in difference.odd:
-                self.odd[holder] = (*self.odd.get(holder, ()), difference.state)
+                self.odd[holder] = tuple(dict.fromkeys((*self.odd.get(holder, ()), difference.state)))
         self.own = self.odd.get(own, ())
 
 
@@ -45,7 +47,7 @@ class Replicas:
     Args:
         comm: The generation's groups.
         plan: Its plan.
-        holders: Per state, the ranks that hold it.
+        pieces: Of each state: their holders have copies of each other.
         states: This rank's, by name.
         device_name: What kind of device trains them here.
         every: Steps from one comparison to the next; 0 for the first step alone.
@@ -56,7 +58,7 @@ class Replicas:
         *,
         comm: Communicator,
         plan: Plan,
-        holders: Mapping[str, Group],
+        pieces: Mapping[str, Sequence[Piece]],
         states: Mapping[str, LayerState],
         device_name: str,
         every: int,
@@ -64,9 +66,7 @@ class Replicas:
         self._comm = comm
         self._witnesses = [witness(slot.node, slot.local_rank) for slot in plan.slots]
         self._own = self._witnesses[comm.rank]
-        self._shared = {
-            name: [self._witnesses[rank] for rank in ranks] for name, ranks in holders.items() if len(ranks) > 1
-        }
+        self._shared = [(name, piece) for name, of in pieces.items() for piece in of if len(piece.holders) > 1]
         self._states = states
         self._kind = xxhash.xxh3_64_intdigest(device_name.encode()) >> 1
         self._every = every
@@ -96,45 +96,58 @@ class Replicas:
         undecided = [difference for difference in found if not difference.odd]
         if undecided:
             raise ReplicaError(why_undecided(undecided, version))
-        for name in self._shared.keys() & self._states.keys():
-            self._states[name].origin = self._own  # equal to all others that stay: from here on it is its holder's
+        for name, piece in self._shared:
+            if self._comm.rank in piece.holders:
+                self._states[name].origin = self._own  # equal to all others that stay: from here on it is its holder's
         if found:
             raise OddCopiesError(found, self._own)
 
     def _compare(self, *, exactly: bool) -> list[Difference]:
         """Find the differences, in the last bits between devices of different kinds only if ``exactly``."""
-        row_of = {name: row for row, name in enumerate(self._shared, start=1)}
-        states = [self._states.get(name) for name in self._shared]
-        held = [(fingerprint(self._bytes(state)), state.origin) if state else (0, SEVERAL) for state in states]
-        tables = self._exchange(torch.tensor([(self._kind, 0), *held]))
-        told = {number: table.tolist() for number, table in tables.items()}
-        unequal = {
-            name: {number: told[number][row_of[name]][1] for number in holders}
-            for name, holders in self._shared.items()
-            if len({told[number][row_of[name]][0] for number in holders}) > 1
-        }
+        own = [self._own_copy(name, piece) for name, piece in self._shared]
+        tables = self._exchange(torch.tensor([(self._kind, 0), *own]))
+        kinds = {number: int(table[0, 0]) for number, table in tables.items()}
+        told = {number: table[1:].tolist() for number, table in tables.items()}
+        copies = [
+            {number: told[number][index][1] for number in (self._witnesses[rank] for rank in piece.holders)}
+            for index, (_, piece) in enumerate(self._shared)
+        ]
+        unequal = [index for index, held in enumerate(copies) if len({told[each][index][0] for each in held}) > 1]
 
-        def is_equal(name: str, one: int, other: int) -> bool:
-            return told[one][row_of[name]][0] == told[other][row_of[name]][0]
+        def is_equal(index: int, name: str, one: int, other: int) -> bool:
+            return told[one][index][0] == told[other][index][0]
 
-        if exactly or all(len({told[number][0][0] for number in copies}) == 1 for copies in unequal.values()):
-            return find_differences(unequal, is_equal)
-        none = torch.zeros(2, NUM_SLICES, dtype=torch.float64)
-        drawn = [sketch(self._states[name].buffer) if name in self._states else none for name in unequal]
-        sketches = self._exchange(torch.stack(drawn))
-        index_of = {name: index for index, name in enumerate(unequal)}
-        dtype = next(iter(self._states.values())).buffer.dtype
+        is_alike = is_equal
+        if not exactly and any(len({kinds[number] for number in copies[index]}) > 1 for index in unequal):
+            none = torch.zeros(2, NUM_SLICES, dtype=torch.float64)
+            values = [self._values(*self._shared[index]) for index in unequal]
+            sketches = self._exchange(torch.stack([none if each is None else sketch(each) for each in values]))
+            dtype = next(iter(self._states.values())).buffer.dtype
 
-        def is_alike(name: str, one: int, other: int) -> bool:
-            if told[one][0] == told[other][0]:
-                return is_equal(name, one, other)
-            return is_close(sketches[one][index_of[name]], sketches[other][index_of[name]], dtype)
+            def is_alike(index: int, name: str, one: int, other: int) -> bool:
+                if kinds[one] == kinds[other]:
+                    return is_equal(index, name, one, other)
+                row = unequal.index(index)
+                return is_close(sketches[one][row], sketches[other][row], dtype)
 
-        return find_differences(unequal, is_alike)
+        return [
+            difference
+            for index in unequal
+            for difference in find_differences({self._shared[index][0]: copies[index]}, partial(is_alike, index))
+        ]
 
-    def _bytes(self, state: LayerState) -> Tensor:
-        """Return a state's bytes where all ranks find the same fingerprint of them: some may have no GPU."""
-        return state.bytes if self._comm.on_devices else state.bytes.cpu()
+    def _values(self, name: str, piece: Piece) -> Tensor | None:
+        """Return this rank's copy of a piece; None where it has none."""
+        return self._states[name].values(piece.intervals) if self._comm.rank in piece.holders else None
+
+    def _own_copy(self, name: str, piece: Piece) -> tuple[int, int]:
+        """Return fingerprint and origin of this rank's copy of a piece."""
+        values = self._values(name, piece)
+        if values is None:
+            return 0, SEVERAL
+        if not self._comm.on_devices:
+            values = values.cpu()  # some ranks may have no GPU, and all must find the same fingerprint
+        return fingerprint(values.view(torch.uint8)), self._states[name].origin
 
     def _exchange(self, own: Tensor) -> dict[int, Tensor]:
         """Return what every rank brings, by its number as a witness."""

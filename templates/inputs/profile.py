@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import msgspec
 
 from resilient.errors import ArgumentError
+from resilient.templates.common.byte_intervals import ByteIntervals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,11 @@ class LayerProfile:
     def state_bytes(self) -> int:
         """Parameters and optimizer slots: what a state copy moves."""
         return self.parameter_bytes + self.optimizer_bytes
+
+    @cached_property
+    def whole(self) -> ByteIntervals:
+        """All of the state."""
+        return ByteIntervals.of(0, self.state_bytes)
 
     def backward_ms(self, degree_index: int = 0) -> float:
         """Return the backward time: only of the gradients that something needs."""

@@ -1,17 +1,19 @@
 """Who sends which bytes of which layer state to whom.
 
-Each rank holds whole states. Ranks of the plan come first; those after them have no place in it and only send: workers
-of nodes that leave or stand by.
+Ranks of the plan come first; those after them have no place in it and only send: workers of nodes that leave or stand
+by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from resilient.errors import ArgumentError
-from resilient.templates.plan import Plan, PlanningProblem
+from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals, common_pieces
+from resilient.templates.plan import Holdings, Plan, PlanningProblem
 
 # Up to this many bytes a state comes from one holder; larger ones are split over several, at page boundaries.
 _MAX_WHOLE_BYTES = 4 * 2**20
@@ -20,7 +22,7 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Bytes ``first_byte .. end_byte - 1`` of a state's flat buffer go from one rank to another."""
+    """Bytes ``first_byte .. end_byte - 1`` of a state's canonical buffer go from one rank to another."""
 
     state: str
     source: int
@@ -30,80 +32,93 @@ class Transfer:
 
 
 def plan_transfers(
-    problem: PlanningProblem, plan: Plan, held: Mapping[str, Sequence[int]], num_sources: int = 0
+    problem: PlanningProblem, plan: Plan, held: Holdings, num_sources: int = 0
 ) -> tuple[tuple[Transfer, ...], tuple[str, ...]]:
     """Plan the copies that bring every rank of a plan to the states it needs.
+
+    Args:
+        problem: The job.
+        plan: The plan to bring about.
+        held: What ranks hold at the agreed version, whether or not the plan places it there.
+        num_sources: Ranks after those of the plan: they send, and receive nothing.
+
+    Returns:
+        As :func:`transfers_between`.
+
+    Raises:
+        ValueError: ``held`` names a state or rank that does not exist, or a stage of the plan is sharded.
+    """
+    _check_whole(plan)
+    _check_held(problem, len(plan.slots) + num_sources, held)
+    return transfers_between(plan.holders(problem.profile), held)
+
+
+def transfers_between(needed: Holdings, held: Holdings) -> tuple[tuple[Transfer, ...], tuple[str, ...]]:
+    """Plan the copies that bring every rank what it needs and does not hold.
 
     All ranks walk the list in order and start a non-blocking send or receive, tagged with its position, for each entry
     of theirs before they wait for any: no order of arrival can then block.
 
     Args:
-        problem: The job.
-        plan: The plan to bring about.
-        held: Per state name, the ranks that hold it at the agreed version, whether or not the plan places it there.
-            States not named are held by none.
-        num_sources: Ranks after those of the plan: they send, and receive nothing. Of equally loaded holders, ranks
-            of the plan come first.
+        needed: Ranks, and what they are to hold, in the order of the states and ranks of the result.
+        held: What ranks hold; of equally loaded holders the lowest sends.
 
     Returns:
-        The transfers, by state, target and first byte; and the states, in layer order, that some rank needs and none
-        holds. There are no transfers of those: they must come from a checkpoint. States without bytes need neither.
-
-    Raises:
-        ValueError: ``held`` names a state or rank that does not exist, or a stage of the plan is sharded.
+        The transfers, by state, target and first byte, each of bytes that lie together here and there; and the states
+        of which some rank needs a byte that none holds. There are no transfers of those: they must come from a
+        checkpoint. States without bytes need neither.
     """
-    num_ranks = len(plan.slots) + num_sources
-    _check_whole(plan)
-    _check_held(problem, num_ranks, held)
-    missing = [
-        _Missing(state, state_bytes, target, sorted(set(held.get(state, ()))))
-        for state, state_bytes, target in _needed(problem, plan)
-        if target not in held.get(state, ())
-    ]
-    lost = tuple(dict.fromkeys(want.state for want in missing if not want.holders))
-    load = [0] * num_ranks
-    transfers: dict[tuple[str, int], list[Transfer]] = {}
+    missing: list[_Missing] = []
+    lost: list[str] = []
+    for state, targets in needed.items():
+        holders = held.get(state, {})
+        lacking = {rank: intervals - holders.get(rank, NO_BYTES) for rank, intervals in targets.items()}
+        pieces = common_pieces(holders)
+        wants = [
+            _Missing(state, rank, part, piece.holders)
+            for rank, intervals in lacking.items()
+            for piece in pieces
+            if (part := intervals & piece.intervals)
+        ]
+        if sum(want.part.size for want in wants) < sum(intervals.size for intervals in lacking.values()):
+            lost.append(state)
+        else:
+            missing += wants
+    load: dict[int, int] = defaultdict(int)
+    transfers: dict[tuple[str, int], list[Transfer]] = {(want.state, want.target): [] for want in missing}
     # Those with the least choice of senders first, then the largest: what is left evens the loads out.
-    for want in sorted(missing, key=lambda want: (len(want.holders), -want.state_bytes)):
-        if want.holders:
-            transfers[want.state, want.target] = _split(want, load)
-    ordered = [transfer for want in missing for transfer in transfers.get((want.state, want.target), ())]
-    return tuple(ordered), lost
+    for want in sorted(missing, key=lambda want: (len(want.holders), -want.part.size)):
+        transfers[want.state, want.target] += _split(want, load)
+    ordered = (sorted(parts, key=lambda transfer: transfer.first_byte) for parts in transfers.values())
+    return tuple(chain.from_iterable(ordered)), tuple(lost)
 
 
 @dataclass(frozen=True, slots=True)
 class _Missing:
+    """Bytes of a state that a rank lacks, and who all has them."""
+
     state: str
-    state_bytes: int
     target: int
-    holders: list[int]
+    part: ByteIntervals
+    holders: tuple[int, ...]
 
 
-def _needed(problem: PlanningProblem, plan: Plan) -> Iterator[tuple[str, int, int]]:
-    """Yield (state, bytes, rank) for everything that the plan places somewhere, in layer and rank order."""
-    holders = plan.holders(problem.profile)
-    for layer in problem.profile.layers:
-        if layer.state_bytes:
-            for rank in holders[layer.name]:
-                yield layer.name, layer.state_bytes, rank
-
-
-def _split(want: _Missing, load: list[int]) -> list[Transfer]:
-    """Split a state over its least loaded holders such that their loads become as equal as can be, and add to them."""
-    max_parts = -(-want.state_bytes // _MAX_WHOLE_BYTES)
+def _split(want: _Missing, load: dict[int, int]) -> list[Transfer]:
+    """Split bytes over their least loaded holders such that their loads become as equal as can be, and add to them."""
+    left = want.part
+    max_parts = -(-left.size // _MAX_WHOLE_BYTES)
     sources = sorted(want.holders, key=lambda rank: (load[rank], rank))[:max_parts]
-    level = _fill_level([load[source] for source in sources], want.state_bytes)
+    level = _fill_level([load[source] for source in sources], left.size)
     transfers: list[Transfer] = []
-    first = 0
     for source in sources:
         share = -(-max(0, level - load[source]) // _PAGE_BYTES) * _PAGE_BYTES
-        end = want.state_bytes if source == sources[-1] else min(want.state_bytes, first + share)
-        if end > first:
-            load[source] += end - first
-            transfers.append(
-                Transfer(state=want.state, source=source, target=want.target, first_byte=first, end_byte=end)
-            )
-        first = end
+        sent = left if source == sources[-1] else left.first(share)
+        left -= sent
+        load[source] += sent.size
+        transfers += [
+            Transfer(state=want.state, source=source, target=want.target, first_byte=start, end_byte=end)
+            for start, end in sent
+        ]
     return transfers
 
 
@@ -121,7 +136,7 @@ def _check_whole(plan: Plan) -> None:
         )
 
 
-def _check_held(problem: PlanningProblem, num_ranks: int, held: Mapping[str, Sequence[int]]) -> None:
+def _check_held(problem: PlanningProblem, num_ranks: int, held: Holdings) -> None:
     names = {layer.name for layer in problem.profile.layers}
     for state, ranks in held.items():
         if state not in names:

@@ -73,7 +73,7 @@ def test_every_stimulus_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_settings_of_a_resumed_job_are_read_as_they_were_written(tmp_path: Path) -> None:
-    manifest = Manifest(step=7, recipe=RECIPE, states={"a": SavedState(file="a", num_bytes=1, sha256="f")})
+    manifest = Manifest(step=7, recipe=RECIPE, states={"a": (SavedState(file="a", num_bytes=1, sha256="f"),)})
     told = settings(resume=("/c", manifest), network=Link(bytes_per_s=1e9), failure_interval_s=math.inf, validate=True)
     StimulusLog(tmp_path / "log", told).flush()
     assert read_stimuli(tmp_path / "log")[0] == told

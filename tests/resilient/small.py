@@ -16,7 +16,8 @@ from resilient.optim import AdamW
 from resilient.profiling.cache import job_profile
 from resilient.profiling.profiler import draw_samples
 from resilient.runtime.job import Job
-from resilient.state.layer_state import BufferLayout
+from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.templates.common.byte_intervals import ByteIntervals
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Pipeline, Plan
 from resilient.templates.template import PipelineTemplate, StageSpec
@@ -160,6 +161,11 @@ def make_profile(job: Job) -> ModelProfile:
             )
         )
     return ModelProfile(layers=tuple(layers))
+
+
+def all_of(states: Iterable[LayerState]) -> list[tuple[LayerState, ByteIntervals]]:
+    """What a checkpoint of these states is written of by who holds them alone."""
+    return [(state, state.held) for state in states]
 
 
 def make_plan(*pipelines: tuple[Sequence[int], int]) -> Plan:

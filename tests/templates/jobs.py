@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hypothesis import strategies as st
 
+from resilient.templates.common.byte_intervals import ByteIntervals
 from resilient.templates.composition.batch_split import Lines, finish_ns, split_microbatches
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
-from resilient.templates.plan import Pipeline, Plan, PlanningProblem
+from resilient.templates.plan import Holdings, Pipeline, Plan, PlanningProblem
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSet
@@ -110,14 +111,20 @@ def layout(plan: Plan) -> list[tuple[tuple[int, ...], int]]:
     return [(pipeline.nodes, pipeline.num_microbatches) for pipeline in plan.pipelines]
 
 
-def survivors(problem: PlanningProblem, before: Plan, after: Plan) -> dict[str, list[int]]:
-    """Per state, the ranks of ``after`` whose worker held it, or a shard of it, in ``before``."""
-    had = {(slot.node, slot.local_rank): slot.states(problem.profile) for slot in before.slots}
-    held: dict[str, list[int]] = {each.name: [] for each in problem.profile.layers}
+def survivors(problem: PlanningProblem, before: Plan, after: Plan) -> Holdings:
+    """What the ranks of ``after`` whose worker was in ``before`` held there."""
+    had = {(slot.node, slot.local_rank): slot.intervals(problem.profile) for slot in before.slots}
+    held: dict[str, dict[int, ByteIntervals]] = {each.name: {} for each in problem.profile.layers}
     for slot in after.slots:
-        for state in had.get((slot.node, slot.local_rank), ()):
-            held[state].append(slot.rank)
+        for state, intervals in had.get((slot.node, slot.local_rank), {}).items():
+            held[state][slot.rank] = intervals
     return held
+
+
+def whole_states(problem: PlanningProblem, held: Mapping[str, Iterable[int]]) -> Holdings:
+    """These ranks hold these states whole."""
+    layers = {layer.name: layer for layer in problem.profile.layers}
+    return {state: dict.fromkeys(ranks, layers[state].whole) for state, ranks in held.items()}
 
 
 _LINKS = st.sampled_from([Link(), Link(latency_ms=0.05), Link(latency_ms=0.2, bytes_per_s=1e9)])

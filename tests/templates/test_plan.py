@@ -7,10 +7,12 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from resilient.templates.common.byte_intervals import ByteIntervals, Piece
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.replan import first_plan, replan
 from resilient.templates.schedules.generators import generate
+from resilient.templates.schedules.graph import CHAIN
 from resilient.templates.schedules.kind import ScheduleKind
 from tests.templates.jobs import cut, plan_of, profile
 
@@ -57,3 +59,27 @@ def test_pipeline_runs_ahead_only_as_far_as_its_memory_allows() -> None:
     assert as_planned == generate(ScheduleKind.EAGER, 3, 6)
     assert limited == generate(ScheduleKind.EAGER, 3, 6, max_in_flight=[3, 3, 3])
     assert limited != as_planned
+
+
+def test_slot_knows_what_its_worker_holds_of_each_state() -> None:
+    layers = profile([1.0] * 4, state_bytes=100, shares={3: (0,)})
+    plan = plan_of((cut(2, 4), [0, 1]), (cut(4, degree=3, devices=3), [2]))
+    assert {slot.lane for slot in plan.slots} == {CHAIN}
+    whole, *thirds = (ByteIntervals.of(*bounds) for bounds in ((0, 100), (0, 32), (32, 64), (64, 100)))
+    assert [slot.intervals(layers) for slot in plan.slots] == [
+        dict.fromkeys(("l0", "l1"), whole),
+        dict.fromkeys(("l0", "l2", "l3"), whole),
+        *(dict.fromkeys(("l0", "l1", "l2", "l3"), third) for third in thirds),
+    ]
+    assert plan.holders(layers)["l3"] == {1: whole} | dict(zip((2, 3, 4), thirds, strict=True))
+    assert plan.pieces(layers)["l0"] == tuple(Piece((0, 1, 2 + i), third) for i, third in enumerate(thirds))
+    assert plan.redundancy(layers) == 2
+
+
+def test_microbatches_are_given_to_pipelines_one_after_the_other() -> None:
+    plan = plan_of((cut(4), [0]), (cut(4), [1]), (cut(4), [2]))
+    counts = [
+        replace(pipeline, num_microbatches=count) for pipeline, count in zip(plan.pipelines, (2, 3, 1), strict=True)
+    ]
+    plan = replace(plan, pipelines=tuple(counts))
+    assert [plan.microbatches(index) for index in range(3)] == [(0, 1), (2, 3, 4), (5,)]

@@ -163,7 +163,10 @@ def _copies(
     placed = [(slot.node, slot.local_rank) for slot in plan.slots]
     others = sorted(agreement.held.keys() - set(placed))
     rank_of = {worker: rank for rank, worker in enumerate((*placed, *others))}
-    held = {state: [rank_of[worker] for worker in workers] for state, workers in agreement.holders().items()}
+    whole = {layer.name: layer.whole for layer in problem.profile.layers}
+    held = {
+        state: {rank_of[worker]: whole[state] for worker in workers} for state, workers in agreement.holders().items()
+    }
     transfers, lost = plan_transfers(problem, plan, held, len(others))
     sending = sorted({transfer.source for transfer in transfers} - set(range(len(placed))))
     ranks = {rank: len(placed) + position for position, rank in enumerate(sending)}

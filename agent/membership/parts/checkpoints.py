@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from resilient.agent.membership.next_generation.agreement import uncovered
 from resilient.agent.membership.next_generation.forming import Checkpoint, source_at
 from resilient.agent.membership.parts.context import Context
 from resilient.agent.membership.parts.events import WriteManifest
 from resilient.protocol.messages import JobSpec, Saved
-from resilient.state.manifest import Manifest, SavedState, folder, step_of_folder
+from resilient.state.manifest import Manifest, SavedState, SavedStates, folder, step_of_folder
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
+from resilient.templates.common.byte_intervals import ByteIntervals
+from resilient.templates.inputs.profile import LayerProfile, ModelProfile
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 15.0
@@ -21,20 +23,28 @@ class Parts:
     """What workers have saved so far, by step."""
 
     def __init__(self) -> None:
-        self._states: dict[int, dict[str, tuple[SavedState, int]]] = {}
+        self._states: dict[int, dict[str, dict[ByteIntervals | None, tuple[SavedState, int]]]] = {}
 
     def add(self, message: Saved, node: int) -> None:
         """Take in the part of one of a node's workers."""
         states = self._states.setdefault(message.step, {})
-        states.update({name: (saved, node) for name, saved in message.states.items()})
+        for name, files in message.states.items():
+            states.setdefault(name, {}).update({saved.intervals: (saved, node) for saved in files})
 
-    def states(self, step: int) -> dict[str, SavedState]:
+    def states(self, step: int) -> SavedStates:
         """Return what is saved of a step."""
-        return {name: saved for name, (saved, _) in self._states.get(step, {}).items()}
+        states = self._states.get(step, {})
+        return {name: tuple(saved for saved, _ in files.values()) for name, files in states.items()}
 
     def nodes(self, step: int) -> dict[str, int]:
-        """Return who has saved the states of a step."""
-        return {name: node for name, (_, node) in self._states.get(step, {}).items()}
+        """Return who has saved the files of a step."""
+        files = (file for of in self._states.get(step, {}).values() for file in of.values())
+        return {saved.file: node for saved, node in files}
+
+    def lacking(self, step: int, profile: ModelProfile) -> tuple[str, ...]:
+        """Return the states of which not every byte is saved, in layer order."""
+        states = self.states(step)
+        return tuple(layer.name for layer in profile.layers if _lacks(layer, states.get(layer.name, ())))
 
     def take_back(self, step: int, state: str) -> None:
         """Forget what was saved of a state."""
@@ -43,6 +53,13 @@ class Parts:
     def drop(self, step: int) -> None:
         """Forget a step that is whole, and those before it that never will be."""
         self._states = {later: states for later, states in self._states.items() if later > step}
+
+
+def _lacks(layer: LayerProfile, files: Iterable[SavedState]) -> bool:
+    left = layer.whole
+    for saved in files:
+        left -= layer.whole if saved.intervals is None else saved.intervals
+    return bool(left)
 
 
 @dataclass(kw_only=True)
@@ -109,7 +126,7 @@ class Checkpoints:
     def add(self, message: Saved, node: int, job: JobSpec) -> None:
         """Take in what a node has written on the way; complete what it completes."""
         self._parts.add(message, node)
-        if not uncovered(job.profile, self._parts.states(message.step)):
+        if not self._parts.lacking(message.step, job.profile):
             self.complete(message.step, message.skipped, self._parts, job)
 
     def complete(self, step: int, skipped: SkippedSteps, parts: Parts, job: JobSpec) -> None:

@@ -176,7 +176,7 @@ class Record:
 class WriteManifest:
     """Make a folder a checkpoint; the instructions that follow count on it (:class:`ManifestFailed`).
 
-    ``nodes``: who has written the files, by state.
+    ``nodes``: who has written the files, by file.
     """
 
     path: str

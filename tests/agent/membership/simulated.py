@@ -320,7 +320,7 @@ class Job:
             self.end_worker(worker, 0)
 
     def saved(self, generation: int, step: int, states: Iterable[str]) -> Saved:
-        saved = {name: SavedState(file=f"{name}.safetensors", num_bytes=1, sha256="f") for name in states}
+        saved = {name: (SavedState(file=f"{name}.safetensors", num_bytes=1, sha256="f"),) for name in states}
         skipped = outcome(step, self.skipping).skipped
         return Saved(generation=generation, step=step, states=saved, skipped=skipped)
 
@@ -341,7 +341,7 @@ class Job:
         assert asked <= set(has), "a worker is to send what it does not hold"
         if message.rank < len(message.plan.slots):
             slot = message.plan.slots[message.rank]
-            needed = slot.states(PROFILE)
+            needed = tuple(slot.intervals(PROFILE))
             copied = {transfer.state for transfer in message.transfers if transfer.target == message.rank}
             assert message.source or set(needed) <= {*has, *copied}, "a state comes from nowhere"
             state.current, state.retained = needed, tuple(name for name in has if name not in needed)

@@ -59,7 +59,7 @@ def test_job_stops_after_the_running_step_with_a_checkpoint() -> None:
 
 
 def test_checkpoint_that_is_there_is_not_written_again() -> None:
-    states = {name: SavedState(file=name, num_bytes=1, sha256="f") for name in STATES}
+    states = {name: (SavedState(file=name, num_bytes=1, sha256="f"),) for name in STATES}
     job = started(resume=("/ckpt", Manifest(step=7, recipe=RECIPE, states=states)))
     interrupt(job)
     job.answer()

@@ -75,7 +75,7 @@ def test_node_lost_after_the_end_does_not_fail_the_job() -> None:
 
 
 def test_resumed_job_begins_at_the_checkpoint() -> None:
-    states = {name: SavedState(file=name, num_bytes=1, sha256="f") for name in STATES}
+    states = {name: (SavedState(file=name, num_bytes=1, sha256="f"),) for name in STATES}
     job = started(resume=("/ckpt", Manifest(step=7, recipe=RECIPE, states=states)))
     generation = job.last("generation")
     assert (generation["cause"], generation["version"]) == ("resume", 7)
@@ -86,7 +86,7 @@ def test_resumed_job_begins_at_the_checkpoint() -> None:
 
 def test_checkpoint_beyond_the_last_step_is_refused() -> None:
     manifest = Manifest(
-        step=12, recipe=RECIPE, states={name: SavedState(file="", num_bytes=0, sha256="") for name in STATES}
+        step=12, recipe=RECIPE, states={name: (SavedState(file="", num_bytes=0, sha256=""),) for name in STATES}
     )
     job = Job(num_nodes=4, resume=("/runs/y/checkpoints/step-00000012", manifest))
     job.start()
@@ -96,7 +96,7 @@ def test_checkpoint_beyond_the_last_step_is_refused() -> None:
 
 
 def test_checkpoint_of_another_job_is_refused() -> None:
-    states = {name: SavedState(file=name, num_bytes=1, sha256="f") for name in STATES}
+    states = {name: (SavedState(file=name, num_bytes=1, sha256="f"),) for name in STATES}
     job = Job(
         job_spec(recipe=replace(RECIPE, seed=1)),
         num_nodes=4,

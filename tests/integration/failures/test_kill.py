@@ -215,4 +215,4 @@ def test_run_with_a_kill_is_replayed(tmp_path: Path) -> None:
     ended = subprocess.run(command("replay", run.directory), capture_output=True, text=True, timeout=100, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.splitlines()[-1] == "equal to events.jsonl"
-    assert ended.stdout.count("  detected  nodes=[2] ") == 1
+    assert ended.stdout.count("  node_lost  node=2 ") == 1

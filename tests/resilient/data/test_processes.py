@@ -262,23 +262,24 @@ class Asked:
 
 def test_a_whole_step_is_asked_for_ahead_of_time() -> None:
     asked = Asked(2)
+    positions = (2, 3, 9, 4, 7)
     ahead = ReadAhead(asked, num_steps=3)  # pyright: ignore[reportArgumentType]
-    ahead.enter(range(2, 7), None)
+    ahead.enter(positions, None)
     asked.asked.clear()
-    steps = [(step, position) for step in (1, 2, 3) for position in range(2, 7)]
+    steps = [(step, position) for step in (1, 2, 3) for position in positions]
     for number, key in enumerate(steps):
         assert ahead.take(*key) == key
         assert asked.asked == steps[: number + 6], "this one and five more, up to the end of the job"
-    ahead.enter(range(2, 7), None)
+    ahead.enter(positions, None)
     assert ahead.take(3, 2) == (3, 2), "again, after a failure"
-    ahead.enter(range(2), frozenset({"input"}))
+    ahead.enter((0, 1), frozenset({"input"}))
     assert asked.asked[-1] == (0, 0), "of another place, nothing is wanted any more"
 
 
 def test_not_more_is_asked_for_than_fits() -> None:
     asked = Asked(1)
     ahead = ReadAhead(asked, num_steps=2)  # pyright: ignore[reportArgumentType]
-    ahead.enter(range(1000), None)
+    ahead.enter(tuple(range(1000)), None)
     asked.asked.clear()
     ahead.take(1, 0)
     assert len(asked.asked) == 33
@@ -287,10 +288,10 @@ def test_not_more_is_asked_for_than_fits() -> None:
 def test_not_more_is_asked_for_than_fits_when_a_step_is_read_once_more() -> None:
     asked = Asked(1)
     ahead = ReadAhead(asked, num_steps=2)  # pyright: ignore[reportArgumentType]
-    ahead.enter(range(1000), None)
+    ahead.enter(tuple(range(1000)), None)
     for position in range(400):
         ahead.take(1, position)
-    ahead.enter(range(1000), None)
+    ahead.enter(tuple(range(1000)), None)
     assert ahead.take(1, 0) == (1, 0)
     forgotten = len(asked.asked) - 1 - asked.asked[::-1].index((0, 0))
     assert asked.asked[forgotten + 1 :] == [(1, position) for position in range(33)]

@@ -270,7 +270,7 @@ def write_run(folder: Path, weight: list[float], losses: tuple[float, ...] = (4.
     tensors = {"weight": np.array(weight), "bias": np.zeros(2), "optimizer/exp_avg": np.array([slot])}
     save_file(tensors, checkpoint / "head.safetensors")
     num_bytes = (checkpoint / "head.safetensors").stat().st_size
-    saved = {"llm.head": SavedState(file="head.safetensors", num_bytes=num_bytes, sha256="")}
+    saved = {"llm.head": (SavedState(file="head.safetensors", num_bytes=num_bytes, sha256=""),)}
     write_manifest(checkpoint, Manifest(step=2, recipe=make_job().recipe(), states=saved))
     return folder
 

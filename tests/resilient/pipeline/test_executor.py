@@ -120,7 +120,7 @@ def recorded(schedule: Schedule, row: int, comm: Communicator, faults: Faults) -
 
 def work(schedule: Schedule, step: int = 1) -> StepWork:
     return StepWork(
-        step=step, schedule=schedule, num_targets=4, first_position=0, batch=lambda _: {"x": torch.zeros(1)}
+        step=step, schedule=schedule, num_targets=4, positions=(0, 1, 2, 3), batch=lambda _: {"x": torch.zeros(1)}
     )
 
 
@@ -146,10 +146,10 @@ def test_what_is_executed_is_the_schedule(kind: ScheduleKind, row: int, tmp_path
         return {"x": torch.zeros(1)}
 
     executor, recorder = recorded(schedule, row, SingleProcessCommunicator(), faults)
-    loss = executor.run(StepWork(step=7, schedule=schedule, num_targets=4, first_position=10, batch=load))
+    loss = executor.run(StepWork(step=7, schedule=schedule, num_targets=4, positions=(4, 10, 31, 11), batch=load))
     actions = schedule.row(row)
     assert without_arms(recorder) == [f"REDUCE{a.index}" if a.op is Op.REDUCE else str(a) for a in actions]
-    assert sorted(loaded) == [10, 11, 12, 13], "each microbatch is loaded once, by its position in the step"
+    assert sorted(loaded) == [4, 10, 11, 31], "each microbatch is loaded once, by its position in the step"
     spans = executor.span_recorder.spans()
     assert [name for category, name, *_ in spans if category == ACTION] == [str(action) for action in actions]
     parts = [name for category, name, *_ in spans if category == PART]

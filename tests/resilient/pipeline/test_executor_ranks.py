@@ -28,14 +28,16 @@ from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.install import WorkerContext, install
 from resilient.runtime.job import Job
 from resilient.state import checkpoint
-from resilient.state.layer_state import LayerState, bind
+from resilient.state.binding import bind
+from resilient.state.layer_state import LayerState
 from resilient.state.manifest import Manifest, folder, write_manifest
+from resilient.templates.common.byte_intervals import Piece
 from resilient.templates.plan import Plan
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Schedule
 from tests.resilient.ranks import HOST, as_threads, join
-from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job, make_plan, make_profile
+from tests.resilient.small import CPU, TiedModel, Tokens, all_of, assemble, make_job, make_plan, make_profile
 
 STEP = 2
 LIMIT = 0.3
@@ -67,7 +69,7 @@ class Place:
     gradient_sync: GradientSync
     comm: Communicator
     ledger: Ledger
-    first_position: int
+    positions: tuple[int, ...]
     schedule: Schedule
 
 
@@ -87,7 +89,7 @@ def installed(job: Job, plan: Plan, rank: int, address: str, path: Path) -> Plac
     assert report.bytes_copied == 0
     return Place(
         executor=session.executor, gradient_sync=session.gradient_sync, comm=session.comm, ledger=ledger,
-        first_position=plan.microbatches(session.slot.pipeline_index).start, schedule=session.schedule,
+        positions=session.positions, schedule=session.schedule,
     )  # fmt: skip
 
 
@@ -110,7 +112,7 @@ def interleaved(job: Job, cut: Sequence[int], num_rows: int, rank: int, address:
     sync = GradientSync(
         comm,
         {index: ledger.current[name] for name, index in index_of.items()},
-        {index: groups[name] for name, index in index_of.items()},
+        {index: [Piece(groups[name], ledger.current[name].held)] for name, index in index_of.items()},
     )
     stages: dict[int, Stage] = {}
     for stage in range(rank, num_stages, num_rows):
@@ -134,7 +136,10 @@ def interleaved(job: Job, cut: Sequence[int], num_rows: int, rank: int, address:
         upstream=before if num_rows > 1 else {}, downstream=after if num_rows > 1 else {},
         faults=Faults(str(path)), stage_timer=StageTimer(CPU, 8),
     )  # fmt: skip
-    return Place(executor=executor, gradient_sync=sync, comm=comm, ledger=ledger, first_position=0, schedule=schedule)
+    positions = tuple(range(8))
+    return Place(
+        executor=executor, gradient_sync=sync, comm=comm, ledger=ledger, positions=positions, schedule=schedule
+    )
 
 
 def work_of(place: Place, batches: Batches, step: int) -> StepWork:
@@ -142,13 +147,7 @@ def work_of(place: Place, batches: Batches, step: int) -> StepWork:
         return batches.batch(step, position)
 
     num_targets = batches.num_targets(step)
-    return StepWork(
-        step=step,
-        schedule=place.schedule,
-        num_targets=num_targets,
-        first_position=place.first_position,
-        batch=batch,
-    )
+    return StepWork(step=step, schedule=place.schedule, num_targets=num_targets, positions=place.positions, batch=batch)
 
 
 def one_step(place: Place, batches: Batches) -> tuple[float, dict[str, LayerState]]:
@@ -232,4 +231,4 @@ def write_initial(job: Job, directory: Path) -> None:
     for state in states:
         state.initialize(job.seed)
     path = folder(directory, STEP - 1)
-    write_manifest(path, Manifest(step=STEP - 1, recipe=job.recipe(), states=checkpoint.save(path, states)))
+    write_manifest(path, Manifest(step=STEP - 1, recipe=job.recipe(), states=checkpoint.save(path, all_of(states))))

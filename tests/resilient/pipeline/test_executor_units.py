@@ -17,7 +17,9 @@ from resilient.pipeline.row_actions import RowActions
 from resilient.pipeline.stage import Stage, StageLayer
 from resilient.pipeline.stage_timer import StageTimer
 from resilient.protocol.fault_injection import Faults
-from resilient.state.layer_state import BufferLayout, LayerState, bind
+from resilient.state.binding import bind
+from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.templates.common.byte_intervals import Piece
 from resilient.templates.schedules.graph import Backward, Flow, LaneName, StepGraph, UnitLane
 from resilient.templates.schedules.unit_generator import generate_units
 from resilient.templates.schedules.validator import validate
@@ -149,7 +151,7 @@ def test_gradients_of_units_equal_those_of_one_process_in_every_step(
         own = {name: copy(spec, states[name]) for spec, name in zip(model.layers, NAMES, strict=True)}
         mine = [stage for stage, row in enumerate(rows) if row == rank]
         trained = {stage: own[NAMES[stage]] for stage in mine if NAMES[stage] not in frozen}
-        sync = GradientSync(comm, trained, dict.fromkeys(trained, (rank,)))
+        sync = GradientSync(comm, trained, {index: [Piece((rank,), state.held)] for index, state in trained.items()})
         crossing = [(index, *pair) for index, pair in enumerate(borders) if rows[pair[0]] != rows[pair[1]]]
         stages = {stage: real_stage(model, stage, own) for stage in mine}
         executor = Executor(
@@ -173,7 +175,7 @@ def test_gradients_of_units_equal_those_of_one_process_in_every_step(
         )
         found: list[tuple[float, dict[str, Tensor]]] = []
         for schedule in schedules:
-            work = StepWork(step=1, schedule=schedule, num_targets=TARGETS, first_position=0, batch=load)
+            work = StepWork(step=1, schedule=schedule, num_targets=TARGETS, positions=tuple(range(4)), batch=load)
             loss = executor.run(work).item()
             comm.all_reduce(torch.zeros(1), tuple(range(comm.size))).wait()  # the barrier of every step
             kept = [(stage._in_flight, stage._deferred) for stage in stages.values()]

@@ -11,6 +11,7 @@ from resilient.protocol.messages import StepOutcome
 from resilient.runtime.commit import Ballot, Ledger, Verdict
 from resilient.state.layer_state import BufferLayout, LayerState
 from resilient.state.skipped import SkippedSteps
+from resilient.templates.common.byte_intervals import ByteIntervals
 from tests.resilient.small import CPU, TiedModel
 
 NAMES = ("embed", "block.0", "head")
@@ -40,6 +41,10 @@ def outcome(step: int, grad_norm: float = 1.0) -> StepOutcome:
 
 def values(ledger: Ledger) -> dict[str, float]:
     return {name: held.buffer.unique().item() for name, held in (ledger.retained | ledger.current).items()}
+
+
+def intervals_of(ledger: Ledger, *names: str) -> dict[str, ByteIntervals]:
+    return {name: (ledger.retained | ledger.current)[name].held for name in names}
 
 
 def test_new_worker_has_no_version_and_no_states() -> None:
@@ -91,23 +96,30 @@ def test_worker_that_cannot_roll_forward_drops_what_is_too_old() -> None:
 def test_states_from_an_earlier_plan_stay_until_the_first_commit() -> None:
     ledger = ledger_at(4, *NAMES)
     ledger.begin_install(4, None)
-    ledger.keep(("embed", "head", "not here"))
+    ledger.keep(intervals_of(ledger, "embed", "head") | {"not here": ByteIntervals.of(0, 8)})
     assert ledger.progress().current == ("embed", "head")
     assert ledger.progress().retained == ("block.0",)
     ledger.begin_install(4, None)  # the next generation fails before its first commit
     assert set(ledger.progress().retained) == set(NAMES)
-    ledger.keep(("block.0",))
+    ledger.keep(intervals_of(ledger, "block.0"))
     ledger.start()
     ledger.apply(outcome(5))
     assert ledger.progress().current == ("block.0",)
     assert ledger.progress().retained == ()
 
 
+def test_state_of_which_another_part_is_needed_is_not_kept_as_it_is() -> None:
+    ledger = ledger_at(4, "embed", "head")
+    ledger.begin_install(4, None)
+    ledger.keep(intervals_of(ledger, "head") | {"embed": ByteIntervals.of(0, 64)})
+    assert (ledger.progress().current, ledger.progress().retained) == (("head",), ("embed",))
+
+
 def test_failure_while_states_come_together_cannot_be_rolled_forward() -> None:
     ledger = ledger_at(4, *NAMES)
     ledger.complete = True
     ledger.begin_install(4, None)
-    ledger.keep(NAMES)
+    ledger.keep(intervals_of(ledger, *NAMES))
     ledger.begin_install(5, roll_forward=outcome(5))
     assert values(ledger) == {}
 
@@ -182,7 +194,7 @@ def test_optimizer_does_not_count_a_skipped_step(rebuilt: bool) -> None:
             theirs.step()
         if rebuilt:
             ledger.begin_install(step, None, ledger.skipped)
-            ledger.keep(("embed",))
+            ledger.keep({"embed": held.held})
             ledger.start()
     torch.testing.assert_close(held.parameters["weight"], expected, rtol=1e-14, atol=1e-14)
 

@@ -36,11 +36,22 @@ from resilient.state import checkpoint
 from resilient.state.layer_state import LayerState
 from resilient.state.manifest import Manifest, folder, write_manifest
 from resilient.state.witnesses import witness
+from resilient.templates.common.byte_intervals import ByteIntervals
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.transfer import Transfer, plan_transfers
 from resilient.templates.schedules.kind import ScheduleKind
 from tests.resilient.ranks import HOST, as_threads
-from tests.resilient.small import CPU, TiedModel, Tokens, assemble, make_job, make_plan, make_profile, split_decay
+from tests.resilient.small import (
+    CPU,
+    TiedModel,
+    Tokens,
+    all_of,
+    assemble,
+    make_job,
+    make_plan,
+    make_profile,
+    split_decay,
+)
 
 FIRST = make_plan(((0, 3, 6), 3), ((0, 6), 5))
 SECOND = make_plan(((0, 2, 6), 8))
@@ -105,7 +116,7 @@ def start_from_files(job: Job, directory: Path) -> str:
     for state in states:
         state.initialize(job.seed)
     path = folder(directory, 0)
-    write_manifest(path, Manifest(step=0, recipe=job.recipe(), states=checkpoint.save(path, states)))
+    write_manifest(path, Manifest(step=0, recipe=job.recipe(), states=checkpoint.save(path, all_of(states))))
     return str(path)
 
 
@@ -114,7 +125,7 @@ def test_survivors_train_on_as_if_nothing_had_happened(rolled: bool, tmp_path: P
     job = make_job()
     start = start_from_files(job, tmp_path)
     store, barrier = StoreHost(HOST), threading.Barrier(2)
-    held: dict[str, list[int]] = {}
+    held: dict[str, dict[int, ByteIntervals]] = {}
     plan_lock = threading.Lock()
 
     def work(rank: int, address: str) -> tuple[int, dict[str, LayerState], list[str | None]]:
@@ -130,8 +141,8 @@ def test_survivors_train_on_as_if_nothing_had_happened(rolled: bool, tmp_path: P
             return 0, {}, []
         survivor = 0 if rank == 2 else 1
         with plan_lock:
-            for name in member.ledger.progress().current:
-                held.setdefault(name, []).append(survivor)
+            for name, state in member.ledger.current.items():
+                held.setdefault(name, {})[survivor] = state.held
         barrier.wait()
         problem = PlanningProblem(profile=member.profile, num_microbatches=8, max_failures=0)
         transfers, lost = plan_transfers(problem, SECOND, held)
@@ -310,6 +321,24 @@ def test_gathering_takes_what_is_here_and_makes_the_rest(tmp_path: Path) -> None
     assert member.ledger.current["embed"] is kept
 
 
+def test_gathering_takes_what_is_here_of_a_state_of_which_another_part_is_needed(tmp_path: Path) -> None:
+    member, comm = Member(make_job(), tmp_path), SingleProcessCommunicator()
+    whole = message(make_plan(((0, 6), 8)), 0, "")
+    (slot,) = whole.plan.slots
+    shared = replace(slot, shard_index=1, stages=(replace(slot.stages[0], num_devices=2),))
+    needed = shared.intervals(member.profile)
+    member.ledger.begin_install(0, None)
+    gather_states(member.context, whole, slot, comm)
+    for state in member.ledger.current.values():
+        state.buffer.copy_(torch.arange(state.buffer.numel()))
+    member.ledger.begin_install(0, None)
+    assert gather_states(member.context, message(whole.plan, 0, "", source="nowhere"), shared, comm) == 0
+    for name, state in member.ledger.current.items():
+        ((start, end),) = state.held
+        assert state.held == needed[name]
+        assert state.buffer.tolist() == list(range(start // 8, end // 8)), "not made anew"
+
+
 class Unreachable(SingleProcessCommunicator):
     """A rank whose peers are gone."""
 
@@ -322,7 +351,8 @@ def test_odd_copy_is_not_held_any_more_when_what_replaces_it_does_not_arrive(tmp
     member.ledger.begin_install(0, None)
     gather_states(member.context, message(plan, 0, ""), plan.slots[0], SingleProcessCommunicator())
     member.ledger.begin_install(0, None)
-    copy = Transfer(state="embed", source=1, target=0, first_byte=0, end_byte=8)
+    num_bytes = member.ledger.retained["embed"].held.size
+    copy = Transfer(state="embed", source=1, target=0, first_byte=0, end_byte=num_bytes)
     again = message(plan, 0, "", generation=2, transfers=(copy,))
     with pytest.raises(CommunicationError, match=r"^gone$"):
         gather_states(member.context, again, plan.slots[0], Unreachable())
@@ -332,7 +362,7 @@ def test_odd_copy_is_not_held_any_more_when_what_replaces_it_does_not_arrive(tmp
 
 def test_connecting_puts_the_groups_under_the_guard(tmp_path: Path) -> None:
     member, alone = Member(make_job(), tmp_path), message(make_plan(((0, 6), 8)), 0, "")
-    comm = connect_ranks(member.context, alone, alone.plan.holders(member.profile))
+    comm = connect_ranks(member.context, alone, alone.plan.pieces(member.profile))
     assert [fault.at_phase for fault in member.faults] == ["regroup"]
     comm.check()
     member.guard.announce(Regroup(generation=2))
@@ -347,7 +377,7 @@ def test_session_runs_what_the_plan_says_of_its_pipeline(tmp_path: Path) -> None
     comm = SingleProcessCommunicator()
     member.ledger.begin_install(0, None)
     gather_states(member.context, alone, plan.slots[0], comm)
-    session = build_session(member.context, alone, plan.slots[0], comm, plan.holders(member.profile))
+    session = build_session(member.context, alone, plan.slots[0], comm, plan.pieces(member.profile))
     member.ledger.start()
     member.reduce(session)
     ran = [name for category, name, *_ in session.executor.span_recorder.spans() if category == ACTION]

@@ -28,7 +28,7 @@ from resilient.state.manifest import (
     write_manifest,
     writers,
 )
-from tests.resilient.small import CPU, TiedModel, make_job, make_plan, make_profile
+from tests.resilient.small import CPU, TiedModel, all_of, make_job, make_plan, make_profile
 
 RECIPE = make_job().recipe()
 
@@ -61,7 +61,9 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, LayerState]]:
     for i, state in enumerate(states.values()):
         state.buffer.copy_(torch.arange(state.buffer.numel()) + i)
     path = folder(tmp_path, 12)
-    parts = checkpoint.save(path, [states["embed"]]) | checkpoint.save(path, [states["block.0"], states["head"]])
+    parts = checkpoint.save(path, all_of([states["embed"]])) | checkpoint.save(
+        path, all_of([states["block.0"], states["head"]])
+    )
     write_manifest(path, Manifest(step=12, recipe=RECIPE, states=parts))
     return path, states
 
@@ -77,7 +79,7 @@ def test_states_come_back_as_they_were(saved: tuple[Path, dict[str, LayerState]]
     for name, state in loaded.items():
         assert torch.equal(state.buffer, states[name].buffer)
     assert read_manifest(path).step == 12
-    files = {saved.file: saved.sha256 for saved in read_manifest(path).states.values()}
+    files = {saved.file: saved.sha256 for saved in read_manifest(path).files}
     assert sorted(file.name for file in path.iterdir()) == sorted([MANIFEST, *files])
     assert set(files) == {
         f"{name}.{hash_file(file_of(path, name), hashlib.sha256())[:12]}.safetensors" for name in states
@@ -88,7 +90,7 @@ def test_layer_without_state_is_saved_and_loaded(tmp_path: Path) -> None:
     spec = LayerSpec(name="relu", unit="chain", build=nn.ReLU, initialize=lambda _: None)
     state = LayerState(spec, BufferLayout.of(spec), ("exp_avg",), torch.float32, CPU)
     path = folder(tmp_path, 1)
-    write_manifest(path, Manifest(step=1, recipe=RECIPE, states=checkpoint.save(path, [state])))
+    write_manifest(path, Manifest(step=1, recipe=RECIPE, states=checkpoint.save(path, all_of([state]))))
     checkpoint.load(path, [state])
     assert list(read_manifest(path).states) == ["relu"]
     assert state.buffer.numel() == 0
@@ -101,7 +103,7 @@ def test_full_disk_is_told_and_leaves_no_half_written_file(tmp_path: Path) -> No
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
     try:
         with pytest.raises(CheckpointError) as raised:
-            checkpoint.save(tmp_path, states.values())
+            checkpoint.save(tmp_path, all_of(states.values()))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     message = str(raised.value)
@@ -112,7 +114,7 @@ def test_full_disk_is_told_and_leaves_no_half_written_file(tmp_path: Path) -> No
 
 
 def test_manifest_that_cannot_be_written_leaves_no_checkpoint(tmp_path: Path) -> None:
-    manifest = Manifest(step=1, recipe=RECIPE, states=checkpoint.save(tmp_path, states_of().values()))
+    manifest = Manifest(step=1, recipe=RECIPE, states=checkpoint.save(tmp_path, all_of(states_of().values())))
     (tmp_path / MANIFEST).mkdir()
     with pytest.raises(CheckpointError) as raised:
         write_manifest(tmp_path, manifest)
@@ -123,7 +125,7 @@ def test_manifest_that_cannot_be_written_leaves_no_checkpoint(tmp_path: Path) ->
 
 
 def test_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, states_of().values())
+    checkpoint.save(tmp_path, all_of(states_of().values()))
     (tmp_path / "file").touch()
     found = {
         tmp_path: f"a folder without {MANIFEST}",
@@ -142,7 +144,7 @@ def test_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_manifest_of_another_form_is_refused(tmp_path: Path) -> None:
-    (tmp_path / MANIFEST).write_text('{"format": 3, "sha256": "0", "manifest": {"step": "twelve"}}')
+    (tmp_path / MANIFEST).write_text('{"format": 4, "sha256": "0", "manifest": {"step": "twelve"}}')
     message = (
         f"{tmp_path / MANIFEST} cannot be read (Expected `int`, got `str` - at `$.step`); {tmp_path.parent} holds no "
         "other checkpoint that is whole, so begin without one"
@@ -157,7 +159,8 @@ def test_manifest_of_another_form_is_refused(tmp_path: Path) -> None:
 def test_manifest_of_another_version_is_refused_by_name(tmp_path: Path, text: str, written: int) -> None:
     (tmp_path / MANIFEST).write_text(text)
     message = (
-        f"{tmp_path / MANIFEST} must be of format 3, got {written}; go on with the version of resilient that wrote it"
+        f"{tmp_path / MANIFEST} must be of format 3 or 4, got {written}; "
+        "go on with the version of resilient that wrote it"
     )
     with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
         read_manifest(tmp_path)
@@ -234,13 +237,15 @@ def test_each_state_has_one_writer_among_its_holders_and_the_load_is_spread() ->
     chosen = writers(plan, profile)
     holders = plan.holders(profile)
     assert set(chosen) == set(holders)
-    assert all(rank in holders[name] for name, rank in chosen.items())
-    assert set(chosen.values()) == {0, 1, 2}
+    for layer in profile.layers:
+        ((rank, part),) = chosen[layer.name].items()
+        assert part == holders[layer.name][rank] == layer.whole
+    assert {rank for written in chosen.values() for rank in written} == {0, 1, 2}
 
 
 def test_manifest_keeps_what_it_was_given(tmp_path: Path) -> None:
     path = folder(tmp_path, 3)
-    manifest = Manifest(step=3, recipe=RECIPE, states=checkpoint.save(path, states_of().values()))
+    manifest = Manifest(step=3, recipe=RECIPE, states=checkpoint.save(path, all_of(states_of().values())))
     write_manifest(path, manifest)
     assert read_manifest(path) == manifest
 
@@ -249,13 +254,17 @@ def test_manifest_is_not_written_of_files_that_are_not_there(tmp_path: Path) -> 
     """A node without the shared folder writes its files somewhere else."""
     here, elsewhere = folder(tmp_path / "here", 3), folder(tmp_path / "elsewhere", 3)
     states = states_of()
-    parts = checkpoint.save(here, [states["embed"], states["block.0"]]) | checkpoint.save(elsewhere, [states["head"]])
-    lacking, num_bytes = here / parts["head"].file, parts["head"].num_bytes
+    parts = checkpoint.save(here, all_of([states["embed"], states["block.0"]])) | checkpoint.save(
+        elsewhere, all_of([states["head"]])
+    )
+    nodes = {saved.file: 7 if name == "head" else 1 for name, (saved,) in parts.items()}
+    (head,) = parts["head"]
+    lacking, num_bytes = here / head.file, head.num_bytes
     fix = "have all nodes write to the same folder, at the same path (node 7)"
     for found in ("no such file", "2"):
         message = f"{lacking} must have {num_bytes} bytes, got {found}; {fix}"
         with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$") as raised:
-            write_manifest(here, Manifest(step=3, recipe=RECIPE, states=parts), {"embed": 1, "block.0": 1, "head": 7})
+            write_manifest(here, Manifest(step=3, recipe=RECIPE, states=parts), nodes)
         assert raised.value.node == 7
         assert not (here / MANIFEST).exists()
         lacking.write_bytes(b"no")
@@ -292,7 +301,7 @@ def test_swapped_files_are_refused(tmp_path: Path) -> None:
     for i, state in enumerate(states.values()):
         state.buffer.fill_(i)
     path = folder(tmp_path, 1)
-    write_manifest(path, Manifest(step=1, recipe=RECIPE, states=checkpoint.save(path, states.values())))
+    write_manifest(path, Manifest(step=1, recipe=RECIPE, states=checkpoint.save(path, all_of(states.values()))))
     one, other = file_of(path, "block.0"), file_of(path, "block.1")
     first, second = one.read_bytes(), other.read_bytes()
     assert len(first) == len(second)
@@ -307,7 +316,9 @@ def test_newest_sound_checkpoint_is_offered_for_a_damaged_one(tmp_path: Path) ->
     """Of which every byte is looked at: step 5 has a flipped bit, 4 lacks a file, 3 its manifest."""
     for step in range(1, 7):
         path = folder(tmp_path, step)
-        write_manifest(path, Manifest(step=step, recipe=RECIPE, states=checkpoint.save(path, states_of().values())))
+        write_manifest(
+            path, Manifest(step=step, recipe=RECIPE, states=checkpoint.save(path, all_of(states_of().values())))
+        )
     damaged = folder(tmp_path, 6)
     file = file_of(damaged, "head")
     file.write_bytes(b"")
@@ -324,7 +335,9 @@ def test_newest_sound_checkpoint_of_a_run_is_resumed_and_the_damaged_ones_are_to
 ) -> None:
     for step in range(1, 5):
         path = folder(tmp_path, step)
-        write_manifest(path, Manifest(step=step, recipe=RECIPE, states=checkpoint.save(path, states_of().values())))
+        write_manifest(
+            path, Manifest(step=step, recipe=RECIPE, states=checkpoint.save(path, all_of(states_of().values())))
+        )
     assert resumed_folder(tmp_path) == folder(tmp_path, 4)
     assert caplog.messages == []
     flip(file_of(folder(tmp_path, 4), "head"))
@@ -347,7 +360,7 @@ def test_late_writer_changes_no_file_that_a_manifest_names(saved: tuple[Path, di
     path, states = saved
     late = states_of()
     late["head"].buffer.fill_(0.5)
-    checkpoint.save(path, [late["head"], states["embed"]])
+    checkpoint.save(path, all_of([late["head"], states["embed"]]))
     loaded = states_of()
     checkpoint.load(path, loaded.values())
     assert all(torch.equal(loaded[name].buffer, state.buffer) for name, state in states.items())
@@ -356,14 +369,14 @@ def test_late_writer_changes_no_file_that_a_manifest_names(saved: tuple[Path, di
 def test_manifest_clears_its_folder_of_what_killed_writers_left(tmp_path: Path) -> None:
     path = folder(tmp_path, 3)
     states = states_of()
-    checkpoint.save(path, [states["head"]])
+    checkpoint.save(path, all_of([states["head"]]))
     states["head"].buffer.fill_(0.5)
     for name in (".tmpAbC", ".head.1a2b3c4d"):
         (path / name).write_bytes(b"half")
     (path / "notes.txt").write_text("the user's")
-    parts = checkpoint.save(path, states.values())
+    parts = checkpoint.save(path, all_of(states.values()))
     write_manifest(path, Manifest(step=3, recipe=RECIPE, states=parts))
-    named = [saved.file for saved in parts.values()]
+    named = [saved.file for (saved,) in parts.values()]
     assert sorted(file.name for file in path.iterdir()) == sorted([MANIFEST, "notes.txt", *named])
 
 
@@ -379,7 +392,7 @@ def test_all_is_on_the_disk_before_the_manifest_counts(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(os, "fsync", fsync)
     path = folder(tmp_path, 3)
-    parts = checkpoint.save(path, [states_of()["embed"]])
+    parts = checkpoint.save(path, all_of([states_of()["embed"]]))
     write_manifest(path, Manifest(step=3, recipe=RECIPE, states=parts))
     step = path.name
     assert [re.sub(r"\.[0-9a-f]{8}$", "", name) for name in told] == [

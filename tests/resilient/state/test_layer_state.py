@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from resilient.models.layer import LayerSpec, initialize_layer
-from resilient.state.layer_state import BufferLayout, LayerState, bind
+from resilient.state.binding import bind
+from resilient.state.layer_state import BufferLayout, LayerState
 from tests.resilient.small import CPU, VOCABULARY, WIDTH, TiedModel, draw
 
 SLOTS = ("exp_avg", "exp_avg_sq")

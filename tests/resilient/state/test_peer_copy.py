@@ -47,9 +47,10 @@ def test_states_arrive_from_several_senders_in_several_pieces(monkeypatch: pytes
     fills = {"a": 5, "b": 70}
 
     def work(rank: int, address: str) -> tuple[int, bool]:
-        states = {name: make_state(name, fills[name]) for name in holds[rank]}
-        states |= {name: make_state(name, None) for name in wants[rank]}
-        num_bytes = copy_states(join(address, rank, 4), TRANSFERS, states)
+        held = {name: make_state(name, fills[name]) for name in holds[rank]}
+        missing = {name: make_state(name, None) for name in wants[rank]}
+        num_bytes = copy_states(join(address, rank, 4), TRANSFERS, held, missing)
+        states = held | missing
         return num_bytes, all(torch.equal(s.buffer, make_state(n, fills[n]).buffer) for n, s in states.items())
 
     assert as_threads(4, work) == [(4 * NUMEL, True)] * 4
@@ -61,7 +62,9 @@ def test_copy_has_the_origin_of_all_that_it_is_made_of(origins: tuple[int, int],
         states = {name: make_state(name, 5) for name in "ab"}
         for state in states.values():
             state.origin = 9 if rank == 2 else origins[rank % 2]
-        copy_states(join(address, rank, 4), TRANSFERS, states)
+        received = "a" if rank > 1 else "b"
+        held = {name: state for name, state in states.items() if name != received}
+        copy_states(join(address, rank, 4), TRANSFERS, held, {received: states[received]})
         return [states["a"].origin, states["b"].origin]
 
     assert as_threads(4, work) == [[origins[0], 9], [origins[1], 9], [copied, 9], [copied, origins[1]]]
@@ -69,8 +72,8 @@ def test_copy_has_the_origin_of_all_that_it_is_made_of(origins: tuple[int, int],
 
 def test_rank_without_copies_has_nothing_to_do() -> None:
     def work(rank: int, address: str) -> int:
-        states = {"a": make_state("a", 5 if rank == 0 else None)}
-        return copy_states(join(address, rank, 3), [transfer("a", 0, 1)], states)
+        held, missing = ({"a": make_state("a", 5)}, {}) if rank == 0 else ({}, {"a": make_state("a", None)})
+        return copy_states(join(address, rank, 3), [transfer("a", 0, 1)], held, missing)
 
     assert as_threads(3, work) == [0, 4 * NUMEL, 0]
 
@@ -79,10 +82,10 @@ def test_damaged_bytes_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     true_fingerprint = copying.fingerprint
 
     def work(rank: int, address: str) -> str:
-        states = {"a": make_state("a", 5 if rank == 0 else None)}
+        held, missing = ({"a": make_state("a", 5)}, {}) if rank == 0 else ({}, {"a": make_state("a", None)})
         comm = join(address, rank, 2)
         try:
-            copy_states(comm, [transfer("a", 0, 1)], states)
+            copy_states(comm, [transfer("a", 0, 1)], held, missing)
         except CommunicationError as error:
             return str(error)
         return "arrived"

@@ -12,7 +12,10 @@ from resilient.errors import ReplicaError
 from resilient.state.layer_state import BufferLayout, LayerState
 from resilient.state.replicas import OddCopiesError, Replicas
 from resilient.state.witnesses import witness
+from resilient.templates.common.byte_intervals import Piece, common_pieces
 from resilient.templates.plan import Plan
+from tests.mixtures import StateSizes
+from tests.resilient.pieced import number, piece_of
 from tests.resilient.ranks import as_threads, join
 from tests.resilient.small import CPU, TiedModel, make_job, make_plan, make_profile
 
@@ -56,10 +59,10 @@ def told(
         devices: Kinds, by rank; all equal by default.
         dtype: Of the states.
     """
-    holders = plan.holders(make_profile(make_job()))
+    pieces = plan.pieces(make_profile(make_job()))
 
     def work(rank: int, address: str) -> object:
-        states = {name: state_of(name, dtype) for name, ranks in holders.items() if rank in ranks}
+        states = {name: state_of(name, dtype) for name, (piece,) in pieces.items() if rank in piece.holders}
         for state in states.values():
             state.origin = witness((made_of or {}).get(rank, plan.slots[rank].node), 0)
         for at, name, position, bit in flips:
@@ -67,7 +70,7 @@ def told(
                 flip(states[name], position, bit)
         comm = join(address, rank, len(plan.slots))
         device_name = devices[rank] if devices else "abacus"
-        replicas = Replicas(comm=comm, plan=plan, holders=holders, states=states, device_name=device_name, every=every)
+        replicas = Replicas(comm=comm, plan=plan, pieces=pieces, states=states, device_name=device_name, every=every)
         try:
             replicas.check_in_step(step)
         except OddCopiesError as found:
@@ -138,7 +141,7 @@ def test_copies_are_compared_in_the_first_step_and_in_every_nth(
     steps: tuple[int, ...], every: int, compared: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replicas = Replicas(
-        comm=SingleProcessCommunicator(), plan=TWO, holders={}, states={}, device_name="abacus", every=every
+        comm=SingleProcessCommunicator(), plan=TWO, pieces={}, states={}, device_name="abacus", every=every
     )
     versions: list[int] = []
     monkeypatch.setattr(replicas, "check", versions.append)
@@ -196,7 +199,7 @@ def test_copies_found_equal_bear_witness_from_then_on() -> None:
         replicas = Replicas(
             comm=join(address, rank, 3),
             plan=THREE,
-            holders={"embed": (0, 1, 2)},
+            pieces={"embed": [Piece((0, 1, 2), states["embed"].held)]},
             states=states,
             device_name="abacus",
             every=1,
@@ -211,3 +214,37 @@ def test_copies_found_equal_bear_witness_from_then_on() -> None:
         return None
 
     assert as_threads(3, work) == [(), (), ("embed",)]
+
+
+SIZES = StateSizes(trainable=(6, 5), frozen=(3,), num_slots=1, itemsize=8)
+PIECES = [SIZES.cut(0, 14), SIZES.cut(0, 8), SIZES.cut(3, 14), SIZES.cut(0, 14)]
+
+
+def dropped(rank: int, elements: Sequence[int]) -> list[tuple[str, ...]]:
+    """What each rank has to drop when one has a flipped bit in some elements."""
+    held = dict(enumerate(PIECES))
+
+    def work(own: int, address: str) -> tuple[str, ...]:
+        state = number(piece_of(SIZES, held[own]))
+        state.origin = witness(own, 0)
+        for element in elements if own == rank else ():
+            state.window(8 * element, 8 * element + 8).bitwise_xor_(1)
+        replicas = Replicas(
+            comm=join(address, own, 4), plan=FOUR, pieces={"layer": common_pieces(held)}, states={"layer": state},
+            device_name="abacus", every=1,
+        )  # fmt: skip
+        with pytest.raises(OddCopiesError) as found:
+            replicas.check(4)
+        return found.value.own
+
+    return as_threads(4, work)
+
+
+@pytest.mark.parametrize(
+    ("rank", "elements"),
+    [(0, [0]), (1, [2]), (1, [3]), (2, [7]), (2, [8]), (3, [13]), (1, [14]), (2, [19]), (0, [1, 5, 9, 20])],
+    ids=str,
+)
+def test_pieces_are_compared_among_their_holders(rank: int, elements: list[int]) -> None:
+    """Elements 0 to 2 and 8 to 13, and their slots, are held by three ranks, 3 to 7 by all four."""
+    assert dropped(rank, elements) == [("layer",) if own == rank else () for own in range(4)]

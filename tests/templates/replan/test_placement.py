@@ -106,8 +106,8 @@ def test_no_other_placement_copies_less(data: st.DataObject) -> None:
     after = draw_plan(data, num_layers, len(live))
     found = placed(problem, before, [Target(template=p.template) for p in after.pipelines], live)
 
-    held = {slot.node: set(slot.states(problem.profile)) for slot in before.slots}
-    needed = [set(slot.states(problem.profile)) for slot in after.slots]
+    held = {slot.node: set(slot.intervals(problem.profile)) for slot in before.slots}
+    needed = [set(slot.intervals(problem.profile)) for slot in after.slots]
     size_of = {each.name: each.state_bytes for each in problem.profile.layers}
 
     def copied(order: Sequence[int]) -> int:

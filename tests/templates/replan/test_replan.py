@@ -53,9 +53,7 @@ def check(problem: PlanningProblem, plan: Plan, live: Sequence[int]) -> None:
     assert min(sizes(plan)) >= templates.sizes[0]
     assert sum(pipeline.num_microbatches for pipeline in plan.pipelines) == problem.num_microbatches
     assert min(pipeline.num_microbatches for pipeline in plan.pipelines) >= 1
-    node_of = {slot.rank: slot.node for slot in plan.slots}
-    for ranks in plan.holders(problem.profile).values():
-        assert len({node_of[rank] for rank in ranks}) >= problem.max_failures + 1
+    assert plan.redundancy(problem.profile) >= problem.max_failures + 1
 
 
 def check_local(problem: PlanningProblem, before: Plan, live: Sequence[int]) -> None:

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient.templates.inputs.cluster import Cluster
-from resilient.templates.plan import Plan, PlanningProblem
+from resilient.templates.plan import Holdings, Plan, PlanningProblem
+from resilient.templates.replan import transfer as planning
 from resilient.templates.replan.replan import first_plan, replan
-from resilient.templates.replan.transfer import Transfer, plan_transfers
-from tests.templates.jobs import MIB, enough_nodes, problems, profile, survivors
+from resilient.templates.replan.transfer import Transfer, plan_transfers, transfers_between
+from tests.mixtures import SIZES, StateSizes, holders
+from tests.templates.jobs import MIB, enough_nodes, problems, profile, survivors, whole_states
 
 
 def job(num_layers: int = 3, state_bytes: int = MIB, num_nodes: int = 3) -> tuple[PlanningProblem, Plan]:
@@ -25,9 +28,10 @@ def test_every_missing_byte_comes_once_from_a_rank_that_holds_it(data: st.DataOb
     plan = first_plan(problem, range(enough_nodes(problem) + data.draw(st.integers(0, 3))))
     num_sources = data.draw(st.integers(0, 3))
     ranks = range(len(plan.slots) + num_sources)
-    held = {
-        layer.name: sorted(data.draw(st.sets(st.sampled_from(ranks), max_size=4))) for layer in problem.profile.layers
-    }
+    held = whole_states(
+        problem,
+        {layer.name: data.draw(st.sets(st.sampled_from(ranks), max_size=4)) for layer in problem.profile.layers},
+    )
     transfers, lost = plan_transfers(problem, plan, held, num_sources)
 
     by_need: dict[tuple[str, int], list[Transfer]] = {}
@@ -53,6 +57,60 @@ def test_every_missing_byte_comes_once_from_a_rank_that_holds_it(data: st.DataOb
     assert plan_transfers(problem, plan, held, num_sources) == (transfers, lost)
 
 
+@given(st.data(), st.lists(SIZES, min_size=1, max_size=3), st.integers(1, 9))
+def test_between_any_mixtures_every_byte_arrives_exactly_where_it_lacks_from_a_rank_that_holds_it(
+    data: st.DataObject, sizes: list[StateSizes], num_ranks: int
+) -> None:
+    held, needed = (
+        {f"l{i}": data.draw(holders(each, num_ranks)) for i, each in enumerate(sizes)} for _ in ("held", "needed")
+    )
+    with pytest.MonkeyPatch.context() as patch:  # states of a few bytes are split as large ones are
+        patch.setattr(planning, "_PAGE_BYTES", 2)
+        patch.setattr(planning, "_MAX_WHOLE_BYTES", 4)
+        transfers, lost = transfers_between(needed, held)
+        assert transfers_between(needed, held) == (transfers, lost)
+
+    def has(holdings: Holdings, state: str, rank: int, byte: int) -> bool:
+        return any(start <= byte < end for start, end in holdings[state][rank])
+
+    expected_lost: set[str] = set()
+    expected: Counter[tuple[str, int, int]] = Counter()
+    for state, each in zip(held, sizes, strict=True):
+        for rank, byte in product(range(num_ranks), range(each.num_bytes)):
+            if has(needed, state, rank, byte) and not has(held, state, rank, byte):
+                expected[state, rank, byte] += 1
+                if not any(has(held, state, other, byte) for other in range(num_ranks)):
+                    expected_lost.add(state)
+    assert list(lost) == sorted(expected_lost)
+    received = [(each, byte) for each in transfers for byte in range(each.first_byte, each.end_byte)]
+    assert all(has(held, each.state, each.source, byte) for each, byte in received)
+    assert Counter((each.state, each.target, byte) for each, byte in received) == Counter(
+        {key: count for key, count in expected.items() if key[0] not in expected_lost}
+    )
+    order = {state: list(ranks) for state, ranks in needed.items()}
+    places = [(each.state, order[each.state].index(each.target), each.first_byte) for each in transfers]
+    assert places == sorted(places)
+
+
+@given(st.data(), problems(), st.integers(0, 2))
+def test_planned_degrees_fit_together_and_hold_every_byte_on_enough_nodes(
+    data: st.DataObject, problem: PlanningProblem, more: int
+) -> None:
+    nodes = range(enough_nodes(problem) + problem.max_failures + more)
+    before = first_plan(problem, nodes)
+    dead = data.draw(st.sets(st.sampled_from(nodes), max_size=problem.max_failures))
+    after = replan(problem, before, sorted(set(nodes) - dead))
+    for plan in (before, after):
+        assert plan.redundancy(problem.profile) > problem.max_failures
+    transfers, lost = transfers_between(after.holders(problem.profile), survivors(problem, before, after))
+    assert lost == ()
+    needed = {slot.rank: sum(each.size for each in slot.intervals(problem.profile).values()) for slot in after.slots}
+    received = Counter[int]()
+    for each in transfers:
+        received[each.target] += each.end_byte - each.first_byte
+    assert all(received[rank] <= num_bytes for rank, num_bytes in needed.items())
+
+
 @given(st.data(), problems(max_degree=1))
 def test_nothing_is_lost_with_up_to_f_failures_and_any_joins(data: st.DataObject, problem: PlanningProblem) -> None:
     nodes = range(enough_nodes(problem) + data.draw(st.integers(problem.max_failures, 4)))
@@ -71,7 +129,7 @@ def test_nothing_moves_where_everything_is_held() -> None:
 
 def test_senders_carry_equal_loads() -> None:
     problem, plan = job(num_layers=6)
-    transfers, _ = plan_transfers(problem, plan, {f"l{i}": [0, 1] for i in range(6)})
+    transfers, _ = plan_transfers(problem, plan, whole_states(problem, {f"l{i}": [0, 1] for i in range(6)}))
     assert Counter(transfer.source for transfer in transfers) == {0: 3, 1: 3}
 
 
@@ -82,20 +140,20 @@ def test_the_largest_states_are_given_out_first() -> None:
         for layer, size in zip(problem.profile.layers, (1, 1, 2), strict=True)
     ]
     problem = replace(problem, profile=replace(problem.profile, layers=tuple(layers)))
-    transfers, _ = plan_transfers(problem, plan, {f"l{i}": [0, 1] for i in range(3)})
+    transfers, _ = plan_transfers(problem, plan, whole_states(problem, {f"l{i}": [0, 1] for i in range(3)}))
     assert {transfer.state: transfer.source for transfer in transfers} == {"l2": 0, "l0": 1, "l1": 1}
 
 
 def test_states_with_one_holder_are_counted_before_the_choice_is_made() -> None:
     problem, plan = job(num_layers=2)
-    transfers, _ = plan_transfers(problem, plan, {"l0": [0, 1], "l1": [0]})
+    transfers, _ = plan_transfers(problem, plan, whole_states(problem, {"l0": [0, 1], "l1": [0]}))
     sources = {(transfer.state, transfer.target): transfer.source for transfer in transfers}
     assert sources == {("l0", 2): 1, ("l1", 1): 0, ("l1", 2): 0}
 
 
 def test_large_state_is_split_evenly_over_its_holders() -> None:
     problem, plan = job(num_layers=1, state_bytes=10 * MIB + 100)
-    transfers, _ = plan_transfers(problem, plan, {"l0": [0, 1]})
+    transfers, _ = plan_transfers(problem, plan, whole_states(problem, {"l0": [0, 1]}))
     half = 5 * MIB + 4096
     assert transfers == (
         Transfer(state="l0", source=0, target=2, first_byte=0, end_byte=half),
@@ -105,14 +163,14 @@ def test_large_state_is_split_evenly_over_its_holders() -> None:
 
 def test_state_of_four_mib_stays_whole() -> None:
     problem, plan = job(num_layers=1, state_bytes=4 * MIB)
-    transfers, _ = plan_transfers(problem, plan, {"l0": [0, 1]})
+    transfers, _ = plan_transfers(problem, plan, whole_states(problem, {"l0": [0, 1]}))
     assert transfers == (Transfer(state="l0", source=0, target=2, first_byte=0, end_byte=4 * MIB),)
 
 
 def test_holder_without_a_place_for_the_state_is_a_source() -> None:
     problem = PlanningProblem(profile=profile([1.0, 1.0]), num_microbatches=2, max_failures=0, min_pipeline_nodes=2)
     plan = first_plan(problem, [0, 1])  # rank 0 has l0, rank 1 has l1
-    transfers, lost = plan_transfers(problem, plan, {"l0": [1], "l1": [1]})
+    transfers, lost = plan_transfers(problem, plan, whole_states(problem, {"l0": [1], "l1": [1]}))
     assert transfers == (Transfer(state="l0", source=1, target=0, first_byte=0, end_byte=MIB),)
     assert lost == ()
 
@@ -122,13 +180,13 @@ def test_sharing_layer_receives_the_owners_state() -> None:
         profile=profile([1.0, 1.0], shares={1: (0,)}), num_microbatches=2, max_failures=0, min_pipeline_nodes=2
     )
     plan = first_plan(problem, [0, 1])
-    transfers, _ = plan_transfers(problem, plan, {"l0": [0], "l1": [1]})
+    transfers, _ = plan_transfers(problem, plan, whole_states(problem, {"l0": [0], "l1": [1]}))
     assert transfers == (Transfer(state="l0", source=0, target=1, first_byte=0, end_byte=MIB),)
 
 
 def test_lost_states_are_named_in_layer_order() -> None:
     problem, plan = job()
-    transfers, lost = plan_transfers(problem, plan, {"l1": [0, 1, 2]})
+    transfers, lost = plan_transfers(problem, plan, whole_states(problem, {"l1": [0, 1, 2]}))
     assert transfers == ()
     assert lost == ("l0", "l2")
 
@@ -136,19 +194,19 @@ def test_lost_states_are_named_in_layer_order() -> None:
 def test_unknown_state_is_refused() -> None:
     problem, plan = job()
     with pytest.raises(ValueError, match=r"^held must name layers of the profile, got 'l9'; use the same profile"):
-        plan_transfers(problem, plan, {"l9": [0]})
+        plan_transfers(problem, plan, {"l9": {}})
 
 
 def test_rank_that_takes_no_part_is_refused() -> None:
     problem, plan = job()
     message = r"^holders of 'l0' must be ranks 0 to 3 \(the new plan's, then sources\), got \[0, 4\]; leave out workers"
     with pytest.raises(ValueError, match=message):
-        plan_transfers(problem, plan, {"l0": [0, 4]}, num_sources=1)
+        plan_transfers(problem, plan, whole_states(problem, {"l0": [0, 4]}), num_sources=1)
 
 
 def test_source_without_a_place_gives_what_only_it_holds() -> None:
     problem, plan = job(num_layers=2, num_nodes=2)
-    transfers, lost = plan_transfers(problem, plan, {"l0": [0, 1], "l1": [2]}, num_sources=1)
+    transfers, lost = plan_transfers(problem, plan, whole_states(problem, {"l0": [0, 1], "l1": [2]}), num_sources=1)
     assert lost == ()
     assert transfers == tuple(
         Transfer(state="l1", source=2, target=target, first_byte=0, end_byte=MIB) for target in (0, 1)
@@ -158,7 +216,7 @@ def test_source_without_a_place_gives_what_only_it_holds() -> None:
 def test_source_without_a_place_takes_a_share_of_the_load_but_not_the_first() -> None:
     problem, plan = job(num_layers=3, num_nodes=2)
     everything = {state: [0, 2] for state in ("l0", "l1", "l2")}
-    transfers, _ = plan_transfers(problem, plan, everything, num_sources=1)
+    transfers, _ = plan_transfers(problem, plan, whole_states(problem, everything), num_sources=1)
     assert [(transfer.state, transfer.source) for transfer in transfers] == [("l0", 0), ("l1", 2), ("l2", 0)]
 
 

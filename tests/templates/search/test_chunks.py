@@ -172,7 +172,7 @@ def taken(problem: PlanningProblem, template: PipelineTemplate, num_microbatches
         each.append(sum(layer.input_bytes for layer in layers) if stage.checkpointing else sum(activations))
     plan = Plan(pipelines=(Pipeline(template=template, nodes=tuple(range(template.num_nodes)), num_microbatches=1),))
     for slot in plan.slots:
-        names = slot.states(problem.profile)
+        names = slot.intervals(problem.profile)
         states = sum(x.state_bytes + x.gradient_bytes for x in problem.profile.layers if x.name in names)
         largest = max(
             problem.profile.layers[index].costs[0].activation_bytes
@@ -191,8 +191,8 @@ def test_lost_nodes_leave_pipelines_of_whole_rows() -> None:
     assert sorted(len(pipeline.nodes) for pipeline in plan.pipelines) == [2, 3]
     after = replan(problem, plan, [0, 2, 3, 4])
     assert [len(pipeline.template.stages) for pipeline in after.pipelines] == [4, 4]
-    held = {slot.node: set(slot.states(problem.profile)) for slot in plan.slots}
-    kept = [len(held[slot.node] & set(slot.states(problem.profile))) for slot in after.slots]
+    held = {slot.node: set(slot.intervals(problem.profile)) for slot in plan.slots}
+    kept = [len(held[slot.node] & set(slot.intervals(problem.profile))) for slot in after.slots]
     assert sum(kept) >= 12, "nodes take the places of which they hold most"
 
 

@@ -47,7 +47,7 @@ class Fabric:
         self.basis: dict[int, Lineage] = {}
         self.installed: set[int] = set()
         profile = job.spec.profile
-        self.needed = [tuple(name for name in slot.states(profile) if name in job.states) for slot in self.slots]
+        self.needed = [tuple(name for name in slot.intervals(profile) if name in job.states) for slot in self.slots]
         self.holders = {
             name: [rank for rank, needed in enumerate(self.needed) if name in needed] for name in job.states
         }

@@ -7,7 +7,7 @@ from random import Random
 
 from resilient.agent.membership.parts.context import Settings
 from resilient.protocol.messages import JobSpec, StepOutcome
-from resilient.state.manifest import Manifest, SavedState, folder
+from resilient.state.manifest import Manifest, SavedStates, folder
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from tests.agent.membership.checker.lineage import Applied, Disk, Lineage
@@ -100,7 +100,7 @@ class SmallJob:
     def _old_checkpoint(self, disk: Disk, step: int) -> tuple[str, Manifest]:
         path = str(folder(OLD_RUN, step))
         self.resumed = tuple(Applied(number, 0, number not in self.skipping) for number in range(1, step + 1))
-        states: dict[str, SavedState] = {name: disk.write(path, name, self.resumed) for name in self.states}
+        states: SavedStates = {name: (disk.write(path, name, self.resumed),) for name in self.states}
         manifest = Manifest(step=step, recipe=RECIPE, states=states, skipped=self.skipped(step))
         disk.seal(path, manifest)
         return path, manifest

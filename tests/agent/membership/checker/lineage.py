@@ -54,17 +54,18 @@ class Disk:
         return saved
 
     def lacking(self, path: str, manifest: Manifest) -> str | None:
-        """Return a state whose file is not there."""
-        return next((name for name, saved in manifest.states.items() if (path, saved.file) not in self.files), None)
+        """Return a file that is not there."""
+        return next((saved.file for saved in manifest.files if (path, saved.file) not in self.files), None)
 
     def seal(self, path: str, manifest: Manifest) -> None:
         """Make a folder a checkpoint, without the files that it does not name."""
         self.manifests[path] = manifest
-        named = {saved.file for saved in manifest.states.values()}
+        named = {saved.file for saved in manifest.files}
         self.files = {(at, file): kept for (at, file), kept in self.files.items() if at != path or file in named}
 
     def load(self, path: str, state: str) -> Lineage:
         """Return a state of a checkpoint."""
         if path not in self.manifests:
             raise Violation(f"{state} is to be loaded from {path}, which is no checkpoint")
-        return self.files[path, self.manifests[path].states[state].file]
+        (saved,) = self.manifests[path].states[state]
+        return self.files[path, saved.file]

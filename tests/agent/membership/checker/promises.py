@@ -120,13 +120,9 @@ class Promises:
         absent = sorted(node for node in plan.nodes if node in truth.gone or node in truth.leaving)
         if absent:
             raise Violation(f"nodes {absent} get a place and are gone, or about to go")
-        profile = self._job.spec.profile
-        for name in self._job.states:
-            nodes = {slot.node for slot in plan.slots if name in slot.states(profile)}
-            if len(nodes) <= self._job.shape.max_failures:
-                raise Violation(
-                    f"{name} lies on nodes {sorted(nodes)}, to survive {self._job.shape.max_failures} losses"
-                )
+        redundancy, max_failures = plan.redundancy(self._job.spec.profile), self._job.shape.max_failures
+        if redundancy <= max_failures:
+            raise Violation(f"some state lies on {redundancy} nodes, to survive {max_failures} losses")
         if message.store_address != f"host:{plan.slots[0].node}":
             raise Violation(f"the store is at {message.store_address}, and rank 0 on node {plan.slots[0].node}")
         self._step_told = min(self._step_told, message.version)
@@ -206,7 +202,7 @@ class Promises:
 
     def check_manifest(self, path: str, manifest: Manifest) -> None:
         """Check that a checkpoint is what it says: all states, each of them at its step, by the same course."""
-        lineages = {name: self._world.disk.files[path, saved.file] for name, saved in manifest.states.items()}
+        lineages = {name: self._world.disk.files[path, saved.file] for name, (saved,) in manifest.states.items()}
         if missing := sorted(set(self._job.states) - lineages.keys()):
             raise Violation(f"the checkpoint of step {manifest.step} lacks {missing}")
         if path != self._world.path(manifest.step) or manifest.skipped != self._job.skipped(manifest.step):

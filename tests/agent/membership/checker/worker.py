@@ -332,7 +332,7 @@ class Worker:
             return
         self.writing.popleft()
         saved = {
-            name: self.world.disk.write(writing.path, name, lineage, is_elsewhere=self.node.writes_elsewhere)
+            name: (self.world.disk.write(writing.path, name, lineage, is_elsewhere=self.node.writes_elsewhere),)
             for name, lineage in writing.states.items()
         }
         self.saved_step, skipped = writing.step, self.world.job.skipped(writing.step)

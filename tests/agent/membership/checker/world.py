@@ -195,7 +195,7 @@ def _told(happened: Stimulus | Instruction) -> str:
         case WorkerSaid(node=node, local_rank=local_rank, message=Ready()):
             return f"WorkerSaid(node={node}, local_rank={local_rank}, message=Ready())"
         case WriteManifest(path=path, manifest=manifest):
-            return f"WriteManifest({path}: {', '.join(saved.file for saved in manifest.states.values())})"
+            return f"WriteManifest({path}: {', '.join(saved.file for saved in manifest.files)})"
         case Tell(node=node, message=Welcome()):
             return f"Welcome to node {node}"
         case PreparePlans(num_nodes=num_nodes):

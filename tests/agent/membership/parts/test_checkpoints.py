@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
+from resilient.agent.membership.parts.checkpoints import Parts
 from resilient.agent.membership.parts.context import Phase
 from resilient.agent.membership.parts.events import ManifestFailed, Send, StopWanted, Tick
 from resilient.protocol.messages import Failed, Finished, Generation, NotSaved
-from resilient.state.manifest import Manifest
-from tests.agent.membership.simulated import RECIPE, STATES, Job, job_spec
+from resilient.state.manifest import Manifest, SavedState
+from resilient.templates.common.byte_intervals import ByteIntervals
+from tests.agent.membership.simulated import PROFILE, RECIPE, STATES, Job, job_spec
 
 ERROR = "/runs/x/checkpoints/step-00000003 cannot be written ([Errno 28] No space left on device); make room there"
 
@@ -177,7 +181,7 @@ def test_file_that_is_not_there_is_told_with_its_node() -> None:
     job.step(3)
     save(job, 3)
     (write,) = job.manifests
-    assert write.nodes.keys() == set(STATES)
+    assert write.nodes.keys() == {f"{name}.safetensors" for name in STATES}
     assert set(write.nodes.values()) <= {node for node, _ in job.placed()}
     job.feed(ManifestFailed(path=path_of(3), error=ERROR, node=2))
     assert job.last("checkpoint_failed") == {"step": 3, "node": 2, "error": ERROR, "newest": None}
@@ -246,3 +250,17 @@ def test_checkpoint_that_is_written_after_a_damaged_one_was_found_is_the_newest(
     job.answer()
     assert job.stop is not None
     assert job.stop.reason == f"node 1: damaged; resume with: resilient run --nodes 4 --resume {path_of(6)} train.py"
+
+
+def test_checkpoint_is_whole_when_every_byte_of_each_state_is_saved() -> None:
+    job, parts, size = started(), Parts(), PROFILE.layers[0].state_bytes
+    for start, end, node in ((0, 8, 1), (16, size, 2), (0, 8, 1)):
+        file = SavedState(file=f"at-{start}", num_bytes=1, sha256="f", intervals=ByteIntervals.of(start, end))
+        parts.add(replace(job.saved(1, 3, STATES[1:]), states={STATES[0]: (file,)}), node)
+    parts.add(job.saved(1, 3, STATES[1:]), 3)
+    assert parts.lacking(3, PROFILE) == (STATES[0],)
+    rest = SavedState(file="rest", num_bytes=1, sha256="f", intervals=ByteIntervals.of(8, 16))
+    parts.add(replace(job.saved(1, 3, STATES[1:]), states={STATES[0]: (rest,)}), 4)
+    assert parts.lacking(3, PROFILE) == ()
+    assert [saved.file for saved in parts.states(3)[STATES[0]]] == ["at-0", "at-16", "rest"]
+    assert parts.nodes(3) == {f"{name}.safetensors": 3 for name in STATES[1:]} | {"at-0": 1, "at-16": 2, "rest": 4}

@@ -25,9 +25,9 @@ def saving(num_copies: int) -> Job:
 
 
 def writers(job: Job) -> Mapping[str, int]:
-    """Return the nodes that have written what the manifest names."""
-    (manifest,) = job.manifests
-    return manifest.nodes
+    """Return the nodes that have written what the manifest names, by state."""
+    (write,) = job.manifests
+    return {name: write.nodes[saved.file] for name, (saved,) in write.manifest.states.items()}
 
 
 def stop_of(job: Job) -> tuple[int, str]:

@@ -215,14 +215,14 @@ MISTAKES = (
     Mistake(
         "a checkpoint is whole with its first part",
         _CHECKPOINTS,
-        "if not uncovered(job.profile, self._parts.states(message.step)):",
+        "if not self._parts.lacking(message.step, job.profile):",
         "if self._parts.states(message.step):",
     ),
     Mistake(
         "a checkpoint is made of parts of two steps",
         _CHECKPOINTS,
-        "return {name: saved for name, (saved, _) in self._states.get(step, {}).items()}",
-        "return {name: saved for states in self._states.values() for name, (saved, _) in states.items()}",
+        "        states = self._states.get(step, {})\n",
+        "        states = {name: files for states in self._states.values() for name, files in states.items()}\n",
     ),
     Mistake(
         "a checkpoint is made of parts of two generations",

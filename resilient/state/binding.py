@@ -1,0 +1,49 @@
+"""Binds layers' modules to the states in memory: their parameters are views of the states' buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from resilient.models.layer import LayerSpec, tie
+from resilient.state.layer_state import LayerState
+
+
+def bind(spec: LayerSpec, states: Mapping[str, LayerState], device: torch.device) -> nn.Module:
+    """Build a layer's module on top of resident states: its own and those it shares by tied parameters.
+
+    Args:
+        spec: The layer.
+        states: States by layer name; must hold the layer's own and the owners of its tied parameters.
+        device: Where to build.
+    """
+    state = states[spec.name]
+    with _SkipInit(), device:
+        module = spec.build()
+    names: dict[int, str] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        own = names.setdefault(id(parameter), name)  # parts of a layer may share one, under several names
+        if own in state.parameters:
+            tie(module, name, state.parameters[own])
+    for name, (owner, owned) in spec.tied.items():
+        tie(module, name, states[owner].parameters[owned])
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(state.buffer.dtype)
+    return module
+
+
+class _SkipInit(TorchFunctionMode):
+    """Constructors leave their parameters unset: they are replaced at once, and drawing them would take longest."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
