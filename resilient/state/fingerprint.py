@@ -28,7 +28,7 @@ def fingerprint(data: Tensor) -> int:
     """Return the fingerprint of a byte tensor, as a signed number of 64 bits, which fits a tensor.
 
     Args:
-        data: Bytes ``[num_bytes]``, contiguous and aligned to 8.
+        data: Bytes ``[num_bytes]``, contiguous.
     """
     if data.device.type == "cpu":
         return _signed(xxhash.xxh3_64_intdigest(data.numpy().data))
@@ -44,6 +44,8 @@ def mixing_sum(data: Tensor) -> int:
     Args:
         data: As for :func:`fingerprint`.
     """
+    if data.storage_offset() % _WORD_BYTES:
+        data = data.clone()  # words are only read where they are aligned
     whole = data.numel() // _WORD_BYTES * _WORD_BYTES
     words = data[:whole].view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=data.device)

@@ -1,7 +1,7 @@
 """Layer states: a layer's parameters and optimizer slots in one flat buffer.
 
-Owns the layout of that buffer. A copy is then one large send, a gradient sum one
-all-reduce, a fingerprint one pass. Knows nothing of ranks or plans.
+Owns the layout of that buffer. A copy is then one large send, a gradient sum one all-reduce, a fingerprint one pass.
+Knows nothing of ranks or plans.
 
     buffer:  [ trainable parameters | frozen parameters | slot 0 | slot 1 | ... ]     slots as long as the first part
     grad:    [ trainable parameters ]

@@ -126,3 +126,8 @@ def test_mixing_sum_stays_what_it_is() -> None:
     words = words_of("drawn")
     total = sum(mix(word % modulus, position) for position, word in enumerate(words.tolist())) % modulus
     assert mixing_sum(as_bytes(words)) % modulus == mix(total, 8 * NUM_WORDS)
+
+
+def test_piece_that_begins_within_a_word_has_the_fingerprint_of_its_bytes() -> None:
+    data = torch.arange(40, dtype=torch.uint8)
+    assert mixing_sum(data[4:]) == mixing_sum(data[4:].clone())
