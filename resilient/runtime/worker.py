@@ -157,7 +157,9 @@ class Worker:
             if isinstance(message, Regroup):
                 self._leave(broken=not message.at_boundary)
                 progress = msgspec.structs.replace(self._ledger.progress(), stage_ms=self._stage_ms)
-                steps = tuple(done for done in self._steps if done.outcome.step > message.heard_step)
+                while self._steps and self._steps[0].outcome.step <= message.heard_step:
+                    self._steps.popleft()
+                steps = tuple(self._steps)
                 self._client.send(Report(generation=message.generation, progress=progress, steps=steps))
             elif isinstance(message, Save):
                 self._save_and_stop(message)
