@@ -72,8 +72,8 @@ class Fabric:
 
     @property
     def is_broken(self) -> bool:
-        """Whether some operation will never be done."""
-        return bool(self.left)
+        """Whether some operation will never be done; who only sends may go when it has."""
+        return any(rank < len(self.slots) or rank not in self.installed for rank in self.left)
 
     @property
     def is_stuck(self) -> bool:
@@ -83,6 +83,12 @@ class Fabric:
             for rank, worker in self.members.items()
         )
 
+    def unreachable(self, worker: Worker) -> list[int]:
+        """Return the ranks that a worker has no connection to."""
+        links = worker.world.broken_links
+        ends = {other for link in links if worker.id[0] in link for other in link if other != worker.id[0]}
+        return [rank for rank, member in self.members.items() if member.id[0] in ends]
+
     @property
     def has_met(self) -> bool:
         """Whether all have come, at some time."""
@@ -91,7 +97,7 @@ class Fabric:
     @property
     def is_installed(self) -> bool:
         """Whether all have said that they have what they need, and all are there."""
-        return len(self.installed) == self.num_ranks and not self.left
+        return len(self.installed) == self.num_ranks and not self.is_broken
 
     # ------------------------------------------------------------ a step
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from random import Random
 
 from resilient.agent.membership.machine import Membership, MembershipError
+from resilient.agent.membership.parts.context import Phase
 from resilient.agent.membership.parts.events import Tick
-from tests.agent.membership.checker.faults import Faults
+from tests.agent.membership.checker.faults.kinds import Faults
 from tests.agent.membership.checker.lineage import Violation
 from tests.agent.membership.checker.world import World
 
@@ -42,7 +43,7 @@ def run(seed: int) -> History:
     lines: list[str] = []
     random = Random(seed)
     world = World(random, lines.append)
-    lines.append(f"{world.job.shape}, {world.job.settings}")
+    lines.append(f"{world.job.leaning}, {world.job.shape}, {world.job.settings}")
     violation = ""
     try:
         _play(world, Faults(world, random, lines.append), random)
@@ -70,7 +71,7 @@ def _play(world: World, faults: Faults, random: Random) -> None:
         idle += 1
         if idle > _MOST_IDLE:
             break
-        if world.promises.truth.is_ending:
+        if world.machine.phase is Phase.FINISHED:
             for node in world.nodes.values():
                 if node.is_hung:  # scripts may take as long as they like: somebody has to end one that hangs
                     node.die(random)

@@ -10,6 +10,7 @@ from resilient.protocol.messages import JobSpec, StepOutcome
 from resilient.state.manifest import Manifest, SavedStates, folder
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
+from tests.agent.membership.checker.faults.leaning import Leaning
 from tests.agent.membership.checker.lineage import Applied, Disk, Lineage
 from tests.agent.membership.simulated import RECIPE
 
@@ -38,6 +39,7 @@ SHAPES = (
     Shape(num_layers=4, max_failures=1, min_pipeline_nodes=1, workers_per_node=2),
     Shape(num_layers=3, max_failures=2, min_pipeline_nodes=1),
     Shape(num_layers=2, max_failures=0, min_pipeline_nodes=1),
+    Shape(num_layers=4, max_failures=0, min_pipeline_nodes=2),
 )
 
 
@@ -45,13 +47,15 @@ class SmallJob:
     """One job.
 
     Attributes:
+        leaning: What goes wrong more often than in others.
         skipping: Steps whose loss is not finite.
         resumed: The lineage of the states it begins with.
     """
 
     def __init__(self, random: Random, disk: Disk) -> None:
-        self.shape = shape = random.choices(SHAPES, weights=(3, 4, 3, 2, 1))[0]
-        num_steps = random.randint(3, 7)
+        self.leaning = leaning = Leaning.draw(random)
+        self.shape = shape = random.choices(SHAPES, leaning.shape_weights)[0]
+        num_steps = random.randint(3, 8)
         self.spec = JobSpec(
             profile=_profile(shape.num_layers),
             recipe=RECIPE,
@@ -60,12 +64,12 @@ class SmallJob:
             max_failures=shape.max_failures,
             min_pipeline_nodes=shape.min_pipeline_nodes,
             num_steps=num_steps,
-            checkpoint_every=random.choice((0, 0, 1, 2)),
+            checkpoint_every=random.choice(leaning.checkpoints_every),
             comm_timeout_s=random.choice((2.0, 120.0)),
             alike={"job": {"model": "m"}},
         )
         self.states = tuple(layer.name for layer in self.spec.profile.layers if layer.state_bytes)
-        self.skipping = frozenset(step for step in range(1, num_steps + 1) if random.random() < 0.2)
+        self.skipping = frozenset(step for step in range(1, num_steps + 1) if random.random() < leaning.skipping_rate)
         self.resumed: Lineage = ()
         resume = None
         if random.random() < 0.2:
@@ -74,7 +78,7 @@ class SmallJob:
             script="train.py",
             directory="/work",
             run_directory=RUN,
-            num_nodes=random.randint(shape.needed_nodes, MOST_NODES - 1),
+            num_nodes=random.randint(min(shape.needed_nodes + leaning.num_spare, MOST_NODES - 1), MOST_NODES - 1),
             workers_per_node=shape.workers_per_node,
             resume=resume,
             wait_for_nodes_s=random.choice((0.0, 10.0)),

@@ -24,6 +24,16 @@ class Applied(NamedTuple):
         return f"{self.step}{'' if self.is_update else '-'}@{self.generation}"
 
 
+def damage(worker: tuple[int, int]) -> Applied:
+    """Return what memory does to a copy: no two do the same."""
+    return Applied(0, 10 * worker[0] + worker[1], is_update=False)
+
+
+def is_damaged(lineage: Iterable[Applied]) -> bool:
+    """Return whether memory has damaged a copy."""
+    return any(applied.step == 0 for applied in lineage)
+
+
 Lineage = tuple[Applied, ...]
 """All steps a copy has gone through: two copies of a state have the same bytes if their lineages are equal."""
 

@@ -11,7 +11,9 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from resilient.agent.membership.parts.events import (
+    NodeBack,
     NodeConnected,
+    NodeCutOff,
     NodeLeaving,
     NodeLost,
     Stimulus,
@@ -52,7 +54,9 @@ class Node:
 
     Attributes:
         is_alive: Its processes run.
-        is_linked: What is sent to it arrives.
+        is_linked: What is sent to it arrives. ``is_cut_off``: not now; it may be back.
+        is_unlike: Its script is started with other arguments than that of the others.
+        num_refused: So many files cannot be written.
         is_leaving: Its agent has announced that it goes.
         up: What is on its way to the coordinator; ``down``: to the node.
         speed: How readily something of it happens: slow ones are far behind the others.
@@ -61,9 +65,9 @@ class Node:
     def __init__(self, world: World, number: int, random: Random) -> None:
         self.world, self.number = world, number
         self.is_alive = self.is_linked = True
-        self.is_leaving = self.is_disk_full = False
-        self.writes_elsewhere = False
-        self.speed = random.choice((1.0, 1.0, 0.3, 0.05))
+        self.is_leaving = self.is_cut_off = self.is_unlike = self.writes_elsewhere = False
+        self.num_refused = 0
+        self.speed = random.choice(world.job.leaning.speeds)
         self.up: deque[Stimulus] = deque()
         self.down: deque[Downward] = deque()
         self._said: list[tuple[int, FromWorkerMessage]] = []
@@ -115,6 +119,8 @@ class Node:
         self.is_linked = False
         self._lose_some(self.up, random)
         self.down.clear()
+        if random.random() < 0.5:
+            self.up.append(NodeCutOff(node=self.number))
         self._disconnect("node lost")
 
     def cut_off(self, random: Random) -> None:
@@ -123,6 +129,24 @@ class Node:
         self._lose_some(self.up, random)
         self._lose_some(self.down, random)
         self._disconnect("heartbeat missed")
+
+    def disconnect(self, random: Random) -> None:
+        """Break the connection: the agent is back with all that was on its way, or given up after a while."""
+        if not self.is_linked or any(isinstance(said, NodeCutOff | NodeBack) for said in self.up):
+            return
+        place = random.randint(1, len(self.up)) if self.up else 0  # it has introduced itself
+        self.up.insert(place, NodeCutOff(node=self.number))
+        if random.random() < 0.7:
+            self.up.insert(place + 1, NodeBack(node=self.number))
+            return
+        while len(self.up) > place + 1:
+            self.up.pop()
+        self._disconnect("node lost")
+
+    @property
+    def readiness(self) -> float:
+        """How readily the coordinator hears the next of it."""
+        return self.speed * (0.1 if isinstance(self.up[0], NodeBack) or self.is_cut_off else 1.0)
 
     def end_worker(self, worker: Worker, exit_code: int) -> None:
         """Have a worker's process end before its script does; the agent ends the others and starts anew."""

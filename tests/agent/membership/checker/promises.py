@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from resilient.agent.membership.parts.context import Phase
 from resilient.agent.membership.parts.events import (
     Instruction,
+    NodeBack,
     NodeConnected,
+    NodeCutOff,
     NodeLeaving,
     NodeLost,
     Record,
@@ -17,11 +20,12 @@ from resilient.agent.membership.parts.events import (
     Tick,
     WorkerEnded,
     WorkerSaid,
+    WriteManifest,
 )
-from resilient.protocol.messages import Finish, Generation, Regroup, Save, Shutdown
+from resilient.protocol.messages import Finish, Generation, Regroup, Save, Shutdown, Suspect
 from resilient.state.manifest import Manifest
 from tests.agent.membership.checker.fabric import Fabric
-from tests.agent.membership.checker.lineage import Applied, Violation, told
+from tests.agent.membership.checker.lineage import Applied, Violation, is_damaged, told
 from tests.agent.membership.checker.nodes import is_of_the_past
 from tests.agent.membership.checker.truth import Truth
 from tests.agent.membership.checker.worker import IN_FABRIC, Worker
@@ -29,7 +33,7 @@ from tests.agent.membership.checker.worker import IN_FABRIC, Worker
 if TYPE_CHECKING:
     from tests.agent.membership.checker.world import World
 
-_OF_A_NODE = (NodeLost, NodeLeaving, WorkerEnded, WorkerSaid)
+_OF_A_NODE = (NodeCutOff, NodeBack, NodeLost, NodeLeaving, WorkerEnded, WorkerSaid)
 _STALL_S = 30.0  # the shortest limit of a step: 15 times the shorter comm_timeout_s
 _ONE_WISH_S = 1.0
 
@@ -56,12 +60,16 @@ class Promises:
             self._is_fenced = True
         self._status = self._world.machine.status() if self._is_fenced else None
         self._is_over = self._world.stop is not None
+        self._was_ending = self.truth.is_ending
+        self._suspects = isinstance(stimulus, WorkerSaid) and isinstance(stimulus.message, Suspect)
         self.truth.hear(stimulus)
 
     def after(self, stimulus: Stimulus, instructions: list[Instruction]) -> None:
         """Check that nothing came of what a node said that is gone, nor after the end."""
         if self._is_fenced and (instructions or self._world.machine.status() != self._status):
             raise Violation("a node that is gone, or a message of a generation that was left, is still listened to")
+        self._check_losses(stimulus, instructions)
+        self._check_saves(instructions)
         if isinstance(stimulus, Tick) and self._world.stop is None and self._is_out_of_time:
             raise Violation("an interrupted job goes on when its time is over")
         if self._is_over and instructions and not isinstance(stimulus, NodeConnected):
@@ -72,12 +80,39 @@ class Promises:
         interruptions = self.truth.interruptions
         return bool(interruptions) and self._world.now - interruptions[0] >= self._job.settings.grace_s
 
+    def _check_losses(self, stimulus: Stimulus, instructions: list[Instruction]) -> None:
+        """Nobody is given up for nothing, and nothing goes on without one that takes part."""
+        truth, machine = self.truth, self._world.machine
+        for instruction in instructions:
+            match instruction:
+                case Record(kind="node_lost", fields={"node": node}) if node not in truth.gone:
+                    raise Violation(f"node {node} is given up, and was not lost")
+                case _:
+                    pass
+        if not isinstance(stimulus, NodeLost) or self._is_fenced or machine.generation != truth.generation:
+            return
+        if machine.phase not in (Phase.INSTALLING, Phase.RUNNING):
+            return
+        fabric = self._world.fabrics[truth.generation]
+        is_copying = not truth.installed.issuperset(worker.id for worker in fabric.members.values())
+        for rank, worker in fabric.members.items():
+            if worker.id[0] == stimulus.node and (is_copying or rank < len(fabric.slots)):
+                raise Violation(f"node {stimulus.node} is lost, and generation {truth.generation} goes on without it")
+
+    def _check_saves(self, instructions: list[Instruction]) -> None:
+        """A last checkpoint is begun only where somebody holds each state."""
+        saves = [each.message for each in instructions if isinstance(each, Send) and isinstance(each.message, Save)]
+        lacking = set(self._job.states) - {name for message in saves for name in message.states}
+        if saves and lacking and not self._was_ending:
+            raise Violation(f"step {saves[0].version} is saved, and nobody is asked for {sorted(lacking)}")
+
     def check(self, instruction: Instruction) -> None:
         """Check what the machine wants, before it is done."""
         self.truth.count_nodes()
         match instruction:
             case Send(message=Regroup(at_boundary=False)):
                 self._check_hurry()
+                self.truth.leave_step()
             case Send(node=node, message=Generation() as message):
                 if message.generation > self.truth.generation:
                     self._check_generation(message)
@@ -88,6 +123,14 @@ class Promises:
                 self._check_finish(node, local_rank or 0, is_main=is_main)
             case Tell(node=node, message=Shutdown(reason=reason)):
                 self._check_farewell(node, reason)
+            case Record(kind="node_lost", fields={"node": node}) if node in self.truth.cut_off - self.truth.gone:
+                self._check_given_up(node)
+            case WriteManifest(manifest=manifest):
+                unsaid = {saved.file for saved in manifest.files} - self.truth.said.get(manifest.step, set())
+                if unsaid:
+                    raise Violation(
+                        f"the manifest of step {manifest.step} has {sorted(unsaid)}, which nobody has saved"
+                    )
             case Record(kind="step", fields=fields):
                 self._check_step(fields["step"])
             case Stop():
@@ -117,7 +160,7 @@ class Promises:
         if truth.interruptions or truth.must_end:
             raise Violation("a generation begins in a job that is to end")
         self._check_version(message)
-        absent = sorted(node for node in plan.nodes if node in truth.gone or node in truth.leaving)
+        absent = sorted(truth.gone.union(truth.leaving, truth.unfit, truth.erring).intersection(plan.nodes))
         if absent:
             raise Violation(f"nodes {absent} get a place and are gone, or about to go")
         redundancy, max_failures = plan.redundancy(self._job.spec.profile), self._job.shape.max_failures
@@ -148,8 +191,8 @@ class Promises:
 
     def _check_save(self, message: Save) -> None:
         truth = self.truth
-        if not self.truth.is_ending:
-            self.truth.is_ending = True
+        if not truth.is_ending:
+            truth.end(message.generation)
             is_last = message.version == self._job.spec.num_steps
             if not (is_last or truth.interruptions or truth.failures):
                 self._check_too_few()
@@ -178,6 +221,14 @@ class Promises:
                 raise Violation("two workers speak for the job")
             self._main = self._world.nodes[node].workers[local_rank]
 
+    def _check_given_up(self, node: int) -> None:
+        """A node that is cut off is waited for, unless its peers miss it, too."""
+        if not (self._suspects or self.truth.is_left):
+            raise Violation(f"node {node} is cut off, and not waited for, and its peers do not suspect anything")
+        if node not in self.truth.erring:
+            self.truth.gone.add(node)
+            self.truth.lose(node, "a node was cut off")
+
     def _check_farewell(self, number: int, reason: str) -> None:
         node, truth = self._world.nodes[number], self.truth
         is_new = number not in truth.gone
@@ -190,7 +241,8 @@ class Promises:
                 raise Violation(f"node {number} is let go before others have what it is to send")
             return
         is_up = len(truth.ready.get(number, ())) == len(node.workers)
-        if node.is_healthy and is_up and number not in truth.unfit and "time" not in truth.troubles:
+        is_to_go = number in truth.unfit | truth.erring or truth.is_suspected(number)
+        if node.is_healthy and is_up and not is_to_go and "time" not in truth.troubles:
             raise Violation(f"node {number} is sent away, and nothing is wrong with it: {reason}")
         if is_up:
             truth.lose(number, "a node was evicted")
@@ -208,6 +260,10 @@ class Promises:
         if path != self._world.path(manifest.step) or manifest.skipped != self._job.skipped(manifest.step):
             raise Violation(f"{path} is said to be a checkpoint of {manifest.step}, {manifest.skipped}")
         for name in self._job.states:
+            if is_damaged(lineages[name]):
+                if len(set(self.truth.copies.get(name, {}).values())) > 1:
+                    raise Violation(f"a copy of {name} that is not like the others counts as saved")
+                return  # nobody could tell
             self._check_lineage(name, lineages[name], manifest.step)
         if len({lineages[name] for name in self._job.states}) > 1:
             parts = ", ".join(f"{name}: {told(lineage)}" for name, lineage in lineages.items())
@@ -231,14 +287,14 @@ class Promises:
                 raise Violation(f"exit {stop.exit_code} after the last step: {stop.reason}")
             return
         wishes = [at for at in truth.interruptions if at - truth.interruptions[0] >= _ONE_WISH_S]
-        due = {1: truth.failures, 130: truth.interruptions, 3: True, 4: not truth.is_redundant or truth.troubles}
+        is_excused = truth.troubles or truth.is_undecided or not truth.is_redundant
+        due = {1: truth.failures, 130: truth.interruptions, 3: True, 4: is_excused}
         has_begun = truth.generation or not truth.is_deserted
         if has_begun and not due.get(stop.exit_code):
             raise Violation(f"exit {stop.exit_code} without a reason for it: {stop.reason}")
         if stop.exit_code == 3 and not self.truth.is_ending:
             self._check_too_few()
-        is_excused = truth.troubles or wishes or not truth.is_redundant
-        if truth.saved_step < truth.must_keep and not is_excused:
+        if truth.saved_step < truth.must_keep and not (is_excused or wishes):
             raise Violation(
                 f"the job ends at step {truth.must_keep}, and step {truth.saved_step} is saved: {stop.reason}"
             )

@@ -15,7 +15,7 @@ from resilient.protocol.messages import (
 )
 from tests.agent.membership.checker.fabric import Fabric
 from tests.agent.membership.checker.jobs import SmallJob
-from tests.agent.membership.checker.lineage import Disk, Lineage, Violation, told
+from tests.agent.membership.checker.lineage import Disk, Lineage, Violation, damage, told
 from tests.agent.membership.checker.worker import STEPPING, At, Worker, Writing
 
 
@@ -81,6 +81,9 @@ class Recovery:
         worker.writing.clear()
         worker.done.clear()
         held = self.come_to(worker, message.version, message.roll_forward)
+        for name in worker.odd:
+            held.pop(name, None)
+        worker.is_damaged, worker.odd = worker.is_damaged and not worker.odd, set()
         if message.skipped != self._job.skipped(message.version):
             raise Violation(f"at step {message.version}, {message.skipped} is told to have been skipped")
         worker.states, worker.retained = {}, held
@@ -116,6 +119,9 @@ class Recovery:
         worker.leave()
         worker.writing.clear()
         held = self.come_to(worker, message.version, message.roll_forward)
+        if worker.is_damaged and held:
+            worker.is_damaged, state = False, worker.worst(held)
+            held[state] = (*held[state], damage(worker.id))
         worker.states = held
         lacking = sorted(set(message.states) - held.keys())
         if lacking:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from resilient.agent.membership.parts.events import (
     Interrupted,
     ManifestFailed,
+    NodeBack,
     NodeConnected,
+    NodeCutOff,
     NodeLeaving,
     NodeLost,
     Stimulus,
@@ -15,9 +17,14 @@ from resilient.agent.membership.parts.events import (
     WorkerEnded,
     WorkerSaid,
 )
-from resilient.protocol.messages import Dropped, Failed, NotSaved, Ready, StepDone, Suspect
+from resilient.protocol.messages import Dropped, Failed, Installed, NotSaved, Ready, Saved, StepDone, Suspect
+from resilient.state.witnesses import witness, worker_of
 from tests.agent.membership.checker.fabric import Fabric
+from tests.agent.membership.checker.lineage import is_damaged
 from tests.agent.membership.checker.worker import At
+
+_MOST_ERRORS = 2  # of as many nodes, without a step between them
+_ENOUGH_LINKS = 2  # broken in as many generations
 
 if TYPE_CHECKING:
     from tests.agent.membership.checker.world import World
@@ -31,7 +38,11 @@ class Truth:
         gone: Nodes that the machine knows to be lost, or has sent away.
         ready: Workers that have said that they are up, by node.
         leaving: Nodes that the machine knows to go away.
+        cut_off: Nodes whose connection is broken; ``is_left``: the step under way was left.
         admitted: Nodes that were told of a generation; ``unfit``: that failed before that.
+        erring: Nodes that had an error of their own, and are to be let go.
+        installed: Workers heard to have installed the generation.
+        said: By step, files that somebody has said to have written; ``copies``: fingerprints told at an early stop.
         lost: Nodes that were lost, or copies of theirs, since all states were last on f + 1 nodes.
         disturbed: What has gone wrong since the last generation was announced: work may be lost.
         troubles: Why progress may not be saved, though it is not lost.
@@ -48,7 +59,17 @@ class Truth:
         self.gone: set[int] = set()
         self.ready: dict[int, set[int]] = {}
         self.leaving: set[int] = set()
+        self.cut_off: set[int] = set()
+        self.is_left = False
         self.admitted: set[int] = set()
+        self.erring: set[int] = set()
+        self.installed: set[tuple[int, int]] = set()
+        self.said: dict[int, set[str]] = {}
+        self.copies: dict[str, dict[tuple[int, int], int]] = {}
+        self._first_error: dict[str, int] = {}
+        self._had_errors: list[int] = []
+        self._has_stepped = False
+        self._suspected: dict[int, set[int]] = {}
         self.unfit: set[int] = set()
         self.lost: set[int] = set()
         self.disturbed: set[str] = set()
@@ -81,12 +102,33 @@ class Truth:
 
     @property
     def num_usable(self) -> int:
-        """Nodes that the machine knows to be ready, and that stay."""
+        """How many nodes the machine knows to be ready, and stay."""
+        return len(self._usable)
+
+    @property
+    def _usable(self) -> set[int]:
         num_workers = self._world.job.shape.workers_per_node
-        return sum(
-            len(ready) == num_workers and node not in self.gone and node not in self.leaving
-            for node, ready in self.ready.items()
-        )
+        ready = {node for node, ready in self.ready.items() if len(ready) == num_workers}
+        return ready - self.gone - self.leaving
+
+    @property
+    def cannot_spare(self) -> bool:
+        """Whether too few nodes are left without those that had errors, or too few copies."""
+        left = self._usable - self.erring
+        if self._world.plans_wanted:
+            left &= self.admitted
+        shape = self._world.job.shape
+        return len(left) < shape.needed_nodes or len(self.lost | self.erring) > shape.max_failures
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether copies that were told of at an early stop differ, and most of them are not equal."""
+        told = [list(copies.values()) for copies in self.copies.values()]
+        return any(len(set(each)) > 1 and 2 * max(map(each.count, each)) <= len(each) for each in told)
+
+    def is_suspected(self, node: int) -> bool:
+        """Return whether connections to a node broke often enough to let it go."""
+        return len(self._suspected.get(node, ())) >= _ENOUGH_LINKS
 
     @property
     def is_deserted(self) -> bool:
@@ -114,8 +156,19 @@ class Truth:
 
     def announce(self, generation: int, version: int) -> None:
         """Take in that a generation is announced."""
-        self.generation, self._heard = generation, version
+        self.generation, self._heard, self.is_left = generation, version, False
         self.disturbed.clear()
+        self.erring.clear()
+        self.installed.clear()
+
+    def end(self, generation: int) -> None:
+        """Take in that the last checkpoint is begun, in place of a generation."""
+        self.generation, self.is_ending = generation, True
+        self.copies.clear()
+
+    def leave_step(self) -> None:
+        """Take in that the step under way is left, or the last checkpoint: after a loss, others may have come."""
+        self.is_left, self.is_ending = True, False
 
     def hear(self, stimulus: Stimulus) -> None:
         """Take in what the machine is about to be told."""
@@ -125,15 +178,17 @@ class Truth:
             case NodeLost(node=node) if node not in self.gone:
                 self.gone.add(node)
                 self.lose(node, "a node was lost")
+            case NodeCutOff(node=node):
+                self.cut_off.add(node)
+            case NodeBack(node=node):
+                self.cut_off.discard(node)
             case NodeLeaving(node=node):
                 self.leaving.add(node)
             case WorkerEnded(node=node, exit_code=exit_code) if node not in self.gone and exit_code != 0:
+                if exit_code > 0:
+                    self._err(node, f"exit code {exit_code}")
                 self.gone.add(node)
                 self.lose(node, "a worker ended")
-                if exit_code > 0 and self._is_its_own_affair(node):
-                    self.unfit.add(node)
-                elif exit_code > 0:
-                    self.failures.add("a worker ended")  # costs the job only if others end as well
             case ManifestFailed(path=path) if self.is_ending or path == self._world.path(
                 self._world.job.spec.num_steps
             ):
@@ -156,24 +211,68 @@ class Truth:
             self.too_few_since = None
         elif self.too_few_since is None:
             self.too_few_since = self._world.now
+        if self.erring and self.cannot_spare:
+            self.failures.add("nodes with errors cannot be spared")
 
     def _is_its_own_affair(self, node: int) -> bool:
         """Return whether a node that fails is not let in yet."""
         return self.generation > 0 and node not in self.admitted
 
+    def _err(self, node: int, kind: str) -> None:
+        """Take in an error that may be a node's own: the job's, if it is another node's as well, or one of too many."""
+        if node in self.erring:
+            return
+        if self._is_its_own_affair(node):
+            self.unfit.add(node)
+            return
+        self.disturbed.add("an error")
+        is_too_many = len(self._had_errors) >= _MOST_ERRORS
+        if self.is_ending or not self._has_stepped or self._first_error.get(kind, node) != node or is_too_many:
+            self.failures.add("an error of the job")
+            self.must_end = True
+            return
+        self._first_error[kind] = node
+        self._had_errors.append(node)
+        self.erring.add(node)
+
     def _hear_worker(self, stimulus: WorkerSaid) -> None:
         match stimulus.message:
+            case Ready(job=job) if job.alike != self._world.job.spec.alike:
+                self.unfit.add(stimulus.node)
+                if not self.generation:
+                    self.failures.add("a node is unlike the others")
             case Ready():
                 self.ready[stimulus.node].add(stimulus.local_rank)
             case StepDone(generation=generation, outcome=outcome) if generation == self.generation:
                 self._heard = max(self._heard, outcome.step)
-                self.num_suspicions = 0
-            case Suspect(generation=generation) if generation == self.generation:
+                self.num_suspicions, self._has_stepped = 0, True
+                self._had_errors.clear()
+                self._suspected.clear()
+            case Installed(generation=generation) if generation == self.generation:
+                self.installed.add((stimulus.node, stimulus.local_rank))
+            case Saved(step=step, states=states, held=held):
+                self.said.setdefault(step, set()).update(saved.file for files in states.values() for saved in files)
+                for name, copy in held.items():
+                    self.copies.setdefault(name, {})[stimulus.node, stimulus.local_rank] = copy.fingerprint
+                worker = self._world.nodes[stimulus.node].workers[stimulus.local_rank]
+                if held and any(map(is_damaged, worker.states.values())):
+                    self.lose(stimulus.node, "a copy is damaged")
+            case Suspect(generation=generation, peer=peer) if generation == self.generation:
                 self.disturbed.add("communication failed")
                 self.num_suspicions += 1
-            case Dropped(generation=generation) if generation == self.generation:
-                self.lose(stimulus.node, "a copy was dropped")
+                ends = [stimulus.node]
+                if peer is not None:
+                    ends.append(self._world.fabrics[generation].members[peer].id[0])
+                for node in ends:
+                    self._suspected.setdefault(node, set()).add(generation)
+            case Dropped(generation=generation, odd=odd) if generation == self.generation:
+                for node, local_rank in map(worker_of, odd):
+                    self.lose(node, "a copy was dropped")
+                    worker = self._world.nodes[node].workers[local_rank]
+                    worker.odd.update(set(odd[witness(node, local_rank)]) & {*worker.states, *worker.retained})
                 self.num_suspicions += 1
+            case Failed(kind=kind) if kind:
+                self._err(stimulus.node, kind)
             case Failed(is_sound=is_sound):
                 if self._is_its_own_affair(stimulus.node):
                     self.unfit.add(stimulus.node)

@@ -5,8 +5,9 @@ What it can do next is a list: which of it happens when, and what never happens 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
@@ -75,6 +76,7 @@ class Worker:
         states: What it trains, or has trained; ``retained``: what it holds besides.
         gradient: The sum of gradients that it holds completely, of step ``version + 1``.
         begun: It has begun step ``version + 1``.
+        odd: States whose copies here the machine knows to be damaged.
     """
 
     def __init__(self, world: World, node: Node, local_rank: int) -> None:
@@ -86,6 +88,7 @@ class Worker:
         self.retained: dict[str, Lineage] = {}
         self.gradient: Applied | None = None
         self.begun = False
+        self.odd: set[str] = set()
         self.passed: StepOutcome | None = None
         self.fabric: Fabric | None = None
         self.rank = -1
@@ -138,7 +141,10 @@ class Worker:
         fabric, found = self.here, list[Action]()
         if fabric.is_broken or fabric.is_stuck:
             found.append(("fails", self.fail))
-        if self.at is At.MEETING and fabric.has_met:
+        unreachable = fabric.unreachable(self) if self.world.broken_links else []
+        if unreachable:
+            found.append(("cannot reach a peer", lambda: self.fail(unreachable[0])))
+        if self.at is At.MEETING and fabric.has_met and not unreachable:
             found.append(("meets", lambda: self.move(At.COPYING)))
         elif self.at is At.COPYING:
             found += self._copying()
@@ -176,17 +182,22 @@ class Worker:
     def come_up(self) -> None:
         """Say that the job is built."""
         self.at = At.ASIDE
-        self.say(Ready(job=self.world.job.spec, store_address=f"host:{self.id[0]}", pid=100 + self.id[0], device="cpu"))
+        spec = self.world.job.spec
+        if self.node.is_unlike:
+            spec = replace(spec, alike={"job": {"model": "another"}})
+        self.say(Ready(job=spec, store_address=f"host:{self.id[0]}", pid=100 + self.id[0], device="cpu"))
 
     def hear(self) -> None:
         """Take in the next message."""
         self.world.recovery.hear(self, self.inbox.popleft())
 
-    def fail(self) -> None:
-        """Give the generation up, because a peer does not answer."""
-        number = self.here.number
+    def fail(self, peer: int | None = None) -> None:
+        """Give the generation up, because a peer does not answer; which, it may not know."""
+        number, left = self.here.number, sorted(self.here.left)
+        if peer is None and left and self.world.random.random() < 0.5:
+            peer = left[0]
         self.leave()
-        self.say(Suspect(generation=number, reason="connection reset by peer"))
+        self.say(Suspect(generation=number, reason="connection reset by peer", peer=peer))
 
     def leave(self) -> None:
         """Get out of all communication; what it holds, it keeps."""
@@ -198,6 +209,8 @@ class Worker:
     def send(self, place: int) -> None:
         """Send a copy."""
         state, held = self.here.transfers[place].state, {**self.retained, **self.states}
+        if state in self.odd:
+            raise Violation(f"{self.name} is to send {state}, and its copy is known to be damaged")
         if state not in held:
             raise Violation(f"{self.name} is to send {state}, and holds {sorted(held)}")
         self.here.sent[place] = held[state]
@@ -239,23 +252,34 @@ class Worker:
 
     def enter(self) -> None:
         """Enter the prepare barrier, with a wish for a pause if it was told so; look at the copies before."""
-        if self.is_damaged and self.states and self.step == self.here.version + 1:
-            self.drop_damaged()
+        if self.step == self.here.version + 1 and self.drops_damaged():
             return
         self.here.entered[self.step][self.rank] = bool(self.pause_for)
         self.at = At.ENTERED
 
-    def drop_damaged(self) -> None:
-        """Say that a copy is not that of the others; what follows depends on whether most agree."""
-        state = min(self.states)
-        fabric, self.is_damaged = self.here, False
+    def worst(self, states: Collection[str]) -> str:
+        """Return which of these states memory damages here: seldom the one it damages elsewhere."""
+        return sorted(states)[self.id[0] % len(states)]
+
+    def drops_damaged(self) -> bool:
+        """Say that a copy is not that of the others, if one is not; what follows depends on whether most agree."""
+        if not (self.is_damaged and self.states):
+            return False
+        fabric = self.here
+        alike = [worker for worker in fabric.members.values() if worker.fabric is fabric and worker.at in STEPPING]
+        damaged = {worker: worker.worst(worker.states) for worker in alike if worker.is_damaged and worker.states}
+        damaged.pop(self, None)
+        state = self.worst(self.states)
         self.leave()
-        self.gradient = None
-        if len(fabric.holders[state]) > 2:
+        self.is_damaged, self.gradient = False, None
+        num_odd = Counter([state, *damaged.values()])
+        if all(len(fabric.holders[each]) > 2 * number for each, number in num_odd.items()):
             del self.states[state]
-            self.say(Dropped(generation=fabric.number, step=self.version, odd={witness(*self.id): (state,)}))
+            odd = {witness(*worker.id): (each,) for worker, each in {**damaged, self: state}.items()}
+            self.say(Dropped(generation=fabric.number, step=self.version, odd=odd))
         else:
             self.say(Failed(error=f"copies of {state} differ", is_sound=False))
+        return True
 
     def commit(self) -> None:
         """Pass the barrier and apply the step."""
@@ -276,6 +300,8 @@ class Worker:
         if self.rank == 0:
             self.say(done)
         self.at = At.READY
+        if self.world.job.is_due(step) and self.drops_damaged():
+            return
         if step == spec.num_steps:
             self.finish()
         elif self.world.job.is_due(step):
@@ -321,7 +347,8 @@ class Worker:
         """Have written what it is writing, or find that the disk takes no file."""
         writing = self.writing[0]
         is_last = writing.is_asked or writing.step == self.world.job.spec.num_steps
-        if self.node.is_disk_full and writing.states:
+        if self.node.num_refused and writing.states:
+            self.node.num_refused -= 1
             self.say(NotSaved(step=writing.step, error=f"cannot write {writing.path}"))
             writing.tries += 1
             if not is_last:

@@ -9,6 +9,8 @@ from resilient.agent.membership.machine import Membership
 from resilient.agent.membership.parts.events import (
     Instruction,
     ManifestFailed,
+    NodeBack,
+    NodeCutOff,
     NodeLost,
     PlansPrepared,
     PreparePlans,
@@ -45,6 +47,7 @@ class World:
     Attributes:
         fabrics: Of all generations, by number.
         manifests_to_fail: So many manifests cannot be written.
+        broken_links: Nodes whose workers cannot talk to each other.
         stimuli: All that the machine was told, when, and what it wanted then.
         stop: How the job ended.
     """
@@ -60,6 +63,7 @@ class World:
         self.nodes: dict[int, Node] = {}
         self.promises = Promises(self)
         self.manifests_to_fail = 0
+        self.broken_links: set[frozenset[int]] = set()
         self.plans_wanted: list[int] = []
         self.stimuli: list[tuple[Stimulus, float, list[Instruction]]] = []
         self.stop: Stop | None = None
@@ -98,8 +102,8 @@ class World:
         found: list[Weighted] = []
         for node in self.nodes.values():
             if node.up:
-                found.append((node.speed, "", lambda node=node: self.feed(node.up.popleft())))
-            if node.down and node.is_alive:
+                found.append((node.readiness, "", lambda node=node: self.feed(node.up.popleft())))
+            if node.down and node.is_alive and not node.is_cut_off:
                 found.append((node.speed, f"node {node.number}", lambda node=node: self._take(node)))
             if node.is_alive:
                 for worker in node.workers:
@@ -127,6 +131,8 @@ class World:
         """Give the machine a stimulus, and do what it says."""
         if isinstance(stimulus, NodeLost):
             self.nodes[stimulus.node].is_linked = False
+        if isinstance(stimulus, NodeCutOff | NodeBack):
+            self.nodes[stimulus.node].is_cut_off = isinstance(stimulus, NodeCutOff)
         self._tell(f"  {_told(stimulus)}")
         self.promises.before(stimulus)
         instructions = self.machine.handle(stimulus, self.now)
@@ -158,6 +164,8 @@ class World:
                 self.plans_wanted.append(num_nodes)
             case Stop():
                 self.stop = instruction
+            case Record(kind="node_lost", fields={"node": number}) if self.nodes[number].is_cut_off:
+                self.nodes[number].is_linked = False  # it comes back to nobody who counts on it
             case _:
                 pass
         return None

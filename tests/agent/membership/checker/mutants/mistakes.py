@@ -41,6 +41,8 @@ _FORMING = "next_generation/forming.py"
 _MEMBERS = "next_generation/members.py"
 _CHANGE = "parts/change.py"
 _CHECKPOINTS = "parts/checkpoints.py"
+_ERRORS = "parts/own_errors.py"
+_LAST = "parts/last_checkpoint.py"
 _TRAINING = "parts/training.py"
 
 MISTAKES = (
@@ -211,7 +213,74 @@ MISTAKES = (
         "return not change.has_waited or len(coming) >= num_missing",
         "return False",
     ),
+    # ------------------------------------------------------------ nodes cut off, errors, likeness
+    Mistake(
+        "who is cut off is lost at once",
+        "handlers.py",
+        "if change is not None and not change.at_boundary:",
+        "if change is None or not change.at_boundary:",
+    ),
+    Mistake(
+        "who is back counts as cut off",
+        "handlers.py",
+        "members[event.node].cut_off = False",
+        "members[event.node].cut_off = True",
+    ),
+    Mistake(
+        "the same error on a second node is that node's own",
+        _ERRORS,
+        "if first != node:",
+        "if first < 0:",
+    ),
+    Mistake(
+        "an error of one node is the job's own",
+        _ERRORS,
+        "if not self._has_stepped:",
+        "if kind:",
+    ),
+    Mistake(
+        "ever different errors cost node after node",
+        _ERRORS,
+        "if len(self._since_step) >= _MOST_WITHOUT_A_STEP:",
+        "if len(self._since_step) < 0:",
+    ),
+    Mistake(
+        "who had an error stays",
+        "regrouping.py",
+        "            self._send_away(node, error)",
+        "            pass",
+    ),
+    Mistake(
+        "whose link broke once is let go",
+        "parts/suspicions.py",
+        "_ENOUGH = 2",
+        "_ENOUGH = 1",
+    ),
+    Mistake(
+        "an odd copy of which another tells is kept",
+        "handlers.py",
+        "if change is None or holder not in change.damaged}",
+        "if holder == worker and (change is None or holder not in change.damaged)}",
+    ),
+    Mistake(
+        "who is unlike the others is let in",
+        "handlers.py",
+        "reason = parts.likeness.why_unlike(member.node, message.job.alike) or parts",
+        "reason = parts",
+    ),
     # ------------------------------------------------------------ checkpoints
+    Mistake(
+        "the last checkpoint's copies are not compared",
+        _LAST,
+        "return find_differences(copies, is_equal)",
+        "return []",
+    ),
+    Mistake(
+        "what was written of an odd copy counts",
+        _LAST,
+        "if self._writers[difference.state] == worker:",
+        "if worker[0] < 0:",
+    ),
     Mistake(
         "a checkpoint is whole with its first part",
         _CHECKPOINTS,

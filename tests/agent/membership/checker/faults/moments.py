@@ -20,7 +20,9 @@ class Moment(Enum):
     COPYING = "copies are still to be sent"
     PASSING = "some have passed the barrier, others not"
     FIRST_STEP = "the same, in the first step of a generation that is not the first"
-    SAVED = "some have passed the barrier and saved that step, others not"
+    SAVED = "some have passed the barrier, saved that step and said so, others not"
+    LEAVING = "copies are still to be sent of what only one stays with"
+    LAST_STEP = "some have done the last step, and there is no checkpoint of it"
     ENDING = "the last checkpoint is being written"
 
 
@@ -36,6 +38,11 @@ def targets(world: World, moment: Moment) -> list[Node]:
         return alive if 0 < len(fabric.installed) < fabric.num_ranks else []
     if moment is Moment.COPYING:
         return _senders(fabric)
+    if moment is Moment.LEAVING:
+        return _who_holds_with_a_leaver(fabric, alive)
+    if moment is Moment.LAST_STEP:
+        done = [node for node in alive if any(worker.at is At.LAST_DONE for worker in node.workers)]
+        return done if world.last_path not in world.disk.manifests else []
     if moment is Moment.ENDING:
         return [node for node in alive if any(part.is_asked for worker in node.workers for part in worker.writing)]
     return _ahead(fabric, moment)
@@ -43,7 +50,15 @@ def targets(world: World, moment: Moment) -> list[Node]:
 
 def _senders(fabric: Fabric) -> list[Node]:
     unsent = {transfer.source for place, transfer in enumerate(fabric.transfers) if place not in fabric.sent}
+    unsent = {rank for rank in unsent if rank >= len(fabric.slots)} or unsent  # without a place, they are rare
     return [fabric.members[rank].node for rank in sorted(unsent) if fabric.members[rank].node.is_alive]
+
+
+def _who_holds_with_a_leaver(fabric: Fabric, alive: list[Node]) -> list[Node]:
+    held = {node: {name for worker in node.workers for name in (*worker.states, *worker.retained)} for node in alive}
+    unsent = {transfer.state for place, transfer in enumerate(fabric.transfers) if place not in fabric.sent}
+    unsent &= {name for node in alive if node.is_leaving for name in held[node]}
+    return [node for node in alive if not node.is_leaving and held[node] & unsent]
 
 
 def _ahead(fabric: Fabric, moment: Moment) -> list[Node]:
@@ -55,5 +70,5 @@ def _ahead(fabric: Fabric, moment: Moment) -> list[Node]:
     if moment is Moment.FIRST_STEP and (fabric.number == 1 or newest != fabric.version + 1):
         return []
     if moment is Moment.SAVED:
-        ahead = [worker for worker in ahead if worker.saved_step == newest]
+        ahead = [worker for worker in ahead if worker.saved_step == newest and not worker.node.up]
     return [worker.node for worker in ahead]
