@@ -241,7 +241,8 @@ class GlooCommunicator:
         self._waiter.close()
         groups = list(self._groups.values())
         self._groups.clear()
-        # Their destructors wait for what is under way. What still is after this time is lost and touches no tensor.
+        # Their destructors wait for what is under way. What still is after this time is lost, and touches no tensor.
+        # (gloo 2.13 may forget a send whose connection breaks: nobody waits for it, its group goes with its timeout.)
         dropping = threading.Thread(target=groups.clear, name="gloo-drop", daemon=True)
         dropping.start()
         dropping.join(_DROP_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.integration.recoveries import recover
+from tests.integration.recoveries import EARLY, recover
 
 RECOVERIES = 15
 LARGEST_GROWTH_MB = 6
@@ -13,7 +13,7 @@ LARGEST_GROWTH_MB = 6
 
 def test_survivors_keep_no_threads_descriptors_and_memory_of_recoveries(tmp_path: Path) -> None:
     for node, usages in recover(tmp_path / "run", RECOVERIES).items():
-        early, late = usages[3:6], usages[-4:]  # a thread that drops groups may still be at it in any one of them
-        assert min(usage.threads for usage in late) <= max(usage.threads for usage in early), (node, usages)
-        assert min(usage.descriptors for usage in late) <= max(usage.descriptors for usage in early), (node, usages)
-        assert late[-1].memory_mb - early[-1].memory_mb < LARGEST_GROWTH_MB, (node, usages)
+        early, last = usages[EARLY], usages[-1]
+        assert last.threads <= max(usage.threads for usage in early), (node, usages)
+        assert last.descriptors <= max(usage.descriptors for usage in early), (node, usages)
+        assert last.memory_mb - early[-1].memory_mb < LARGEST_GROWTH_MB, (node, usages)
