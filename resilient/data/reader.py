@@ -109,10 +109,12 @@ class MicrobatchReader:
         Raises:
             SampleError: A sample cannot be trained on, or is no function of index, epoch and seed; it is named.
         """
-        read = self.samples(step, position, reads)
+        with generators_kept():
+            read = self._samples(step, position, reads)
+            joined = self._joined(read)
         batch = {
             entry: value.contiguous() if reads is None or entry in reads else value.to("meta")
-            for entry, value in self.join(read).items()
+            for entry, value in joined.items()
         }
         reading = Reading(
             indices=tuple(each.index for each in read),
@@ -124,15 +126,8 @@ class MicrobatchReader:
 
     def samples(self, step: int, position: int, reads: Reads) -> list[Read]:
         """Read and check the samples of a microbatch, as :meth:`read` does."""
-        indices = microbatches(self._sampler.indices(step), self._microbatch)[position].tolist()
-        epochs = microbatches(self._sampler.epochs(step), self._microbatch)[position].tolist()
         with generators_kept():
-            read = [self._sample(*each, reads) for each in zip(indices, epochs, strict=True)]
-            if not self._is_repeatable:
-                self._compare(read[0], self._sample(indices[0], epochs[0], reads), reads)
-                self._is_repeatable = True
-        _leave_out_whole_entries([each.sample for each in read])
-        return read
+            return self._samples(step, position, reads)
 
     def join(self, read: Sequence[Read]) -> dict[str, Tensor]:
         """Collate samples.
@@ -141,13 +136,26 @@ class MicrobatchReader:
             SampleError: They cannot be collated, or only at random.
         """
         with generators_kept():
-            batch, has_drawn = self._collated(read, "collate")
-            # what other threads draw meanwhile is not its own, and changes nothing
-            if has_drawn and _checksums(batch) != _checksums(self._collated(read, "collate again")[0]):
-                raise SampleError(
-                    f"collate of {self._kind} must draw no random numbers, got some; draw them in __getitem__, for "
-                    "after a failure other samples may be collated together"
-                )
+            return self._joined(read)
+
+    def _samples(self, step: int, position: int, reads: Reads) -> list[Read]:
+        indices = microbatches(self._sampler.indices(step), self._microbatch)[position].tolist()
+        epochs = microbatches(self._sampler.epochs(step), self._microbatch)[position].tolist()
+        read = [self._sample(*each, reads) for each in zip(indices, epochs, strict=True)]
+        if not self._is_repeatable:
+            self._compare(read[0], self._sample(indices[0], epochs[0], reads), reads)
+            self._is_repeatable = True
+        _leave_out_whole_entries([each.sample for each in read])
+        return read
+
+    def _joined(self, read: Sequence[Read]) -> dict[str, Tensor]:
+        batch, has_drawn = self._collated(read, "collate")
+        # what other threads draw meanwhile is not its own, and changes nothing
+        if has_drawn and _checksums(batch) != _checksums(self._collated(read, "collate again")[0]):
+            raise SampleError(
+                f"collate of {self._kind} must draw no random numbers, got some; draw them in __getitem__, for "
+                "after a failure other samples may be collated together"
+            )
         return batch
 
     def _collated(self, read: Sequence[Read], seed: str) -> tuple[dict[str, Tensor], bool]:
@@ -172,8 +180,10 @@ class MicrobatchReader:
         check_types(sample, name, is_stacked=self._collate is stack)
         loaded: dict[str, Any] = {}
         for entry, value in sample.items():
-            seed_generators(seed, epoch, index, entry)
-            loaded[entry] = _loaded(value, f"{name}: {entry!r}", self._skips(entry, reads))
+            if _is_lazy(value):
+                seed_generators(seed, epoch, index, entry)
+                value = _loaded(value, f"{name}: {entry!r}", self._skips(entry, reads))
+            loaded[entry] = value
         took_ms = 1000 * (time.perf_counter() - started)
         if not self._checked[index]:
             self._check(loaded, name)
@@ -199,9 +209,13 @@ class MicrobatchReader:
         return {entry: entry_checksum(value) for entry, value in sample.items() if not self._skips(entry, reads)}
 
 
+def _is_lazy(value: Any) -> bool:
+    return any(isinstance(each, Lazy) for each in _flat(value))
+
+
 def _loaded(value: Any, name: str, skip: bool) -> Any:
     """Return an entry of a sample with what is lazy in it loaded, or without values."""
-    if isinstance(value, list | tuple) and any(isinstance(each, Lazy) for each in value):
+    if isinstance(value, list | tuple):
         return [_loaded(each, f"{name}[{place}]", skip) for place, each in enumerate(value)]
     if not isinstance(value, Lazy):
         return value
