@@ -20,7 +20,7 @@ class StoreHost:
     """A key-value store in this process, in which the ranks of a generation can meet.
 
     Every worker hosts one for its lifetime, so that the first survivor always has one at hand; keys carry the
-    generation and are never used twice.
+    generation and are never used twice. Rank 0 drops them when the next generation has met there.
     """
 
     def __init__(self, host: str) -> None:
@@ -122,6 +122,8 @@ def connect(
             else:
                 store_client.give_back(store_address, connection)
                 interrupted.put(gloo)
+            if rank == 0:
+                _forget_before(generation, connection)
         except Exception as error:  # whatever it is: this thread alone can end the wait for it
             interrupted.put(error)
 
@@ -144,3 +146,13 @@ def connect(
         peer, result = result.peer, result.__cause__ or result
     reason = (f"{result}".strip() or repr(result)).splitlines()[0]
     raise CommunicationError(f"rank {rank}: groups were not built: {reason}", generation=generation, peer=peer)
+
+
+def _forget_before(generation: int, store: TCPStore) -> None:
+    """Drop the keys of earlier generations, in which nobody is left: gloo's grow with the square of the ranks.
+
+    Before torch 2.10 a store cannot list its keys, and keeps them.
+    """
+    for key in store.list_keys() if hasattr(store, "list_keys") else ():
+        if int(key.removeprefix("g").partition("/")[0]) < generation:
+            store.delete_key(key)

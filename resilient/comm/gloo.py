@@ -129,6 +129,9 @@ class GlooCommunicator:
         self._generation = generation
         self._aborted = threading.Event()
         self._waiter = _Waiter()
+        # torch reads it with the first group of the process: its record of the last 2000 operations, and of every group
+        # there ever was, is megabytes
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         with _creating_device:  # the connect thread of a generation that is over may be here too
             listeners = _listeners()
             self._device = ProcessGroupGloo.create_device(hostname=host)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import queue
 import re
 import signal
@@ -16,7 +17,8 @@ import psutil
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch._C._distributed_c10d import _dump_fr_trace_json  # pyright: ignore[reportAttributeAccessIssue]
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from resilient.comm import Communicator, SingleProcessCommunicator, StoreClient, StoreHost, connect, gloo
 from resilient.errors import CommunicationError
@@ -106,6 +108,39 @@ def test_connection_to_the_store_of_another_rank_is_a_new_one() -> None:
     connection.set("key", "value")
     assert len(connections(other.address)) == 2, "the one that the store itself has, and this"
     assert connections(one.address) < before, "that of a store where nobody meets any more is closed"
+
+
+@pytest.mark.skipif(not hasattr(Store, "list_keys"), reason="before torch 2.10 a store cannot list its keys")
+def test_store_keeps_only_the_keys_of_the_generation_that_met_last() -> None:
+    together = threading.Barrier(2, timeout=100)
+
+    def work(rank: int, address: str) -> list[str]:
+        client = StoreClient()
+        for generation in (1, 2, 10):
+            comm = join(address, rank, 2, generation=generation, store_client=client)
+            together.wait()
+            comm.abort()
+        for thread in threading.enumerate():
+            if thread.name.startswith("connect-g"):
+                thread.join()  # whoever builds the groups of rank 0 drops the keys
+        return client.take(address, 100.0).list_keys()
+
+    for keys in as_threads(2, work):
+        assert {key.partition("/")[0] for key in keys} == {"g10"}, keys
+
+
+def teller(rank: int, connection: Connection, address: str) -> None:
+    join(address, rank, 2).all_reduce(torch.ones(1), (0, 1)).wait()
+    connection.send(json.loads(_dump_fr_trace_json(True, False)))
+
+
+def test_torch_keeps_no_record_of_groups_and_operations() -> None:
+    store = StoreHost(HOST)
+    with processes(teller, 2, store.address) as started:
+        for record in [connection.recv() for _, connection in started]:
+            assert not record.get("entries"), record
+            assert not record["pg_config"], record
+            assert not record["pg_status"], record
 
 
 def test_one_worker_needs_no_store() -> None:
