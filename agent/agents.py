@@ -45,6 +45,7 @@ class _Agent:
         self.gone = asyncio.Event()
         self.num_heard_before_nonsense: int | None = None
         self.lost_soon: asyncio.TimerHandle | None = None
+        self.has_ended = False
         self._process = (hello.host, hello.pid)
 
     def runs_here_as(self, pid: int) -> bool:
@@ -76,7 +77,6 @@ class Agents:
         self._is_member = is_member
         self._agents: dict[int, _Agent] = {}
         self._num_seen = 0
-        self._ended: set[int] = set()
         self._health: dict[int, Health] = {}
 
     @property
@@ -97,10 +97,11 @@ class Agents:
 
     def note_ended(self, pid: int) -> None:
         """Take in that a process of this machine has ended: if it was an agent, it does not come back."""
-        self._ended.add(pid)
         for agent in list(self._agents.values()):
-            if agent.lost_soon is not None and agent.runs_here_as(pid):
-                self._drop(agent, _LOST)
+            if agent.runs_here_as(pid):
+                agent.has_ended = True
+                if agent.lost_soon is not None:
+                    self._drop(agent, _LOST)
 
     async def all_gone(self) -> None:
         """Wait until all that are there now are gone."""
@@ -154,7 +155,7 @@ class Agents:
             return  # it is back over another connection, or gone
         if isinstance(socket.exception(), asyncio.TimeoutError):
             cause = "heartbeat missed"
-        if socket.close_code == GOODBYE or any(map(agent.runs_here_as, self._ended)):
+        if socket.close_code == GOODBYE or agent.has_ended:
             cause = _LOST
         if cause:
             self._drop(agent, cause)

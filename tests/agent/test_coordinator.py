@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
 import stat
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import aiohttp
+import msgspec
 import pytest
 
 from resilient.agent import coordinator
@@ -142,6 +144,23 @@ def test_agent_that_begins_anew_gets_a_new_number_and_its_old_connection_is_dead
         welcome = decode_to_agent(await again.receive_bytes())
         assert isinstance(welcome, Welcome)
         assert welcome.node == 1
+        assert (await served.event("node_lost"))["node"] == 0
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_process_that_ended_is_lost_with_its_connection_and_says_nothing_of_a_later_one_of_its_number(
+    tmp_path: Path,
+) -> None:
+    async def scenario(served: Served) -> None:
+        served.coordinator.note_agent_ended(HELLO.pid)
+        connection = await served.open()
+        await connection.send_bytes(encode(msgspec.structs.replace(HELLO, host=socket.gethostname())))
+        await connection.receive_bytes()
+        await connection.close()
+        again = await served.resume(node=0, num_heard=1)
+        served.coordinator.note_agent_ended(HELLO.pid)
+        await again.close()
         assert (await served.event("node_lost"))["node"] == 0
 
     with_coordinator(tmp_path, scenario)
@@ -323,8 +342,8 @@ def test_injections_that_never_came_to_it_are_written_down_at_the_end(tmp_path: 
         line = {"time": 1.5, "node": 0, "phase": "commit", "step": 5, "worker_only": False}
         (tmp_path / "injections.jsonl").write_text(json.dumps(line) + "\n")
         served.coordinator.feed(StopWanted(exit_code=1, reason="enough"))
-        for socket in served.sockets:
-            await socket.close(code=GOODBYE)
+        for connection in served.sockets:
+            await connection.close(code=GOODBYE)
         assert await served.coordinator.wait() == 1
         missed = await served.event("not_injected")
         del missed["time"]
