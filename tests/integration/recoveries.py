@@ -34,7 +34,7 @@ _COMM_TIMEOUT_S = 20
 
 
 class Usage(NamedTuple):
-    """What a worker has, while nothing changes."""
+    """What a worker has, while nothing changes; of its memory, what no other process shares, nor a file holds."""
 
     threads: int
     descriptors: int
@@ -100,7 +100,9 @@ def _has_settled(usages: list[Usage]) -> bool:
 
 def _usage(pid: int) -> Usage:
     process = psutil.Process(pid)
-    return Usage(process.num_threads(), process.num_fds(), process.memory_full_info().uss / 2**20)
+    memory = process.memory_info()
+    # not its unique set size: that grows with every page of the forkserver's that it happens to write to
+    return Usage(process.num_threads(), process.num_fds(), (memory.rss - memory.shared) / 2**20)
 
 
 def recover(directory: Path, count: int) -> dict[int, list[Usage]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.integration.recoveries import EARLY, recover
 
 RECOVERIES = 15
-LARGEST_GROWTH_MB = 6
+LARGEST_GROWTH_MB = 1
 """Over ten recoveries: among the first ones allocators still fill up."""
 
 
