@@ -147,7 +147,7 @@ class _Actions:
         row = self.rows[stage]
         order = np.lexsort((flow, second, first, row))
         codes = np.stack([op, stage, index, part, flow], axis=1)[order]
-        sums = _sums(graph, states)
+        sums = _sums(graph, states, codes)
         row, sums_row = row[order], self.rows[sums[:, 1]]
         rows = [
             np.concatenate([codes[slice(*np.searchsorted(row, (each, each + 1)))], sums[sums_row == each]])
@@ -211,10 +211,15 @@ def _apart(actions: _Actions, column: int, stage: int, *, trained: bool = False)
     return np.flatnonzero(chosen), flows[chosen]
 
 
-def _sums(graph: StepGraph, states: Sequence[Sequence[int]]) -> Ints:
-    """Return the codes of the gradient sums, in descending order of states; a row sums each of its states once."""
-    held = {
-        (graph.row_of[stage], state): stage for stage in reversed(range(graph.num_stages)) for state in states[stage]
-    }
-    codes = [(int(Op.REDUCE), stage, state, 0, -1) for (_, state), stage in held.items()]
-    return np.array(sorted(codes, key=lambda code: -code[2]), np.int64).reshape(-1, 5)
+def _sums(graph: StepGraph, states: Sequence[Sequence[int]], codes: Ints) -> Ints:
+    """Return the codes of the gradient sums, in descending order of states; a row sums each of its states once.
+
+    Where several stages of a row have a state, its gradient is final after the last backward of them all.
+    """
+    backwards = np.flatnonzero(codes[:, 0] == Op.BACKWARD)
+    last = np.full(graph.num_stages, -1)
+    last[codes[backwards, 1]] = backwards  # of several positions numpy keeps the last
+    by_end = sorted(range(graph.num_stages), key=lambda stage: (last[stage], -stage))
+    held = {(graph.row_of[stage], state): stage for stage in by_end for state in states[stage]}
+    sums = [(int(Op.REDUCE), stage, state, 0, -1) for (_, state), stage in held.items()]
+    return np.array(sorted(sums, key=lambda code: -code[2]), np.int64).reshape(-1, 5)
