@@ -2,9 +2,9 @@
 
 Turns are the cells of one unit, the language model as a rule. A forward's turn is that of the first cell it is needed
 for, or of the last one that it needs something of; a backward's is that in which its gradient comes back, later by as
-many as the stage is ahead of the last one. Of one turn forwards come before backwards, forwards of earlier units before
-those of later ones, backwards the other way round. So whatever an action waits for stands before it in this order of
-all actions, of which every row's is a part.
+many as the stage is ahead of the last one, and a unit of the one in other rows that it feeds. Of one turn forwards come
+before backwards, forwards of earlier units before those of later ones, backwards the other way round. So whatever an
+action waits for stands before it in this order of all actions, of which every row's is a part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def generate_units(
 ) -> Schedule:
     """Return a schedule of one step of a graph of units.
 
-    A chain's is 1F1B, or with a lead of 2 eager 1F1B.
+    A chain's is 1F1B, or with a lead of 2 eager 1F1B, cut into units or not.
 
     Args:
         graph: The step.
@@ -92,7 +92,8 @@ def _backward_turns(graph: StepGraph, forward_turns: Ints, lead: int) -> list[In
         first = tables.first_from[number, cells]
         fed = np.flatnonzero(first >= 0)
         flows = tables.flows[first[fed] + part[fed]]
-        turn[fed] = np.maximum(turn[fed], done[tables.lane_of[flows[:, 3]], flows[:, 4]])
+        ahead = lead * (tables.row_of[flows[:, 0]] != tables.row_of[flows[:, 3]])
+        turn[fed] = np.maximum(turn[fed], done[tables.lane_of[flows[:, 3]], flows[:, 4]] + ahead)
         turns[number] = np.stack([cells, part, turn])
         np.maximum.at(done[number], cells, turn + lead * (len(lane.rows) - 1))
     return turns
