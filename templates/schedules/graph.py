@@ -69,6 +69,8 @@ class UnitLane:
         if not self.rows or len(self.rows) != len(self.backwards):
             given = f"{len(self.rows)} rows and {len(self.backwards)} backwards"
             raise ArgumentError(label, "have a row and a backward for each stage, 1 or more", given, "list each stage")
+        if min(self.rows) < -1:
+            raise ArgumentError(f"rows of {label}", "be >= -1", list(self.rows), "-1 is none")
         if any(before >= after for before, after in pairwise((-1, *self.cells))):
             raise ArgumentError(f"cells of {label}", "be ascending and >= 0", list(self.cells), "list each once")
         if any(before > Backward.NONE and not after for before, after in pairwise(self.backwards)):

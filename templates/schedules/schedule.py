@@ -241,10 +241,10 @@ class Schedule:
 def _code(action: Action, graph: StepGraph) -> tuple[int, int, int, int, int]:
     stage = graph.first_stage.get(action.lane, graph.num_stages) + action.stage
     most = (graph.num_cells, max(graph.part_of, default=0) + 1)
-    known = stage < graph.num_stages and graph.stages[stage][0] == action.lane
+    known = action.stage >= 0 and stage < graph.num_stages and graph.stages[stage][0] == action.lane
     if action.op is Op.REDUCE:
         most = (action.index + 1, 1)
-    if not known or action.index >= most[0] or action.part >= most[1]:
+    if not known or not 0 <= action.index < most[0] or not 0 <= action.part < most[1]:
         raise ArgumentError("an action", "be of a stage and a cell of the graph", action, "add it, or drop the action")
     if action.flow is None:
         return action.op, stage, action.index, action.part, -1

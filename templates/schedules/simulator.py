@@ -41,7 +41,8 @@ class ActionCosts:
             other. Those within a row cost nothing. Borders are numbered by the stage before them.
         flow_latency_ms: The same of messages between units: one number, or one per flow.
         flow_transfer_ms: Likewise.
-        reduce_ms: By state, how long the sum of its gradient takes. A row's sums follow each other.
+        reduce_ms: By state, how long the sum of its gradient takes, from when all its rows are ready. A row's sums
+            follow each other.
         layer_backward_ms: By state, the part of a whole backward that computes its gradient. Layers are
             differentiated from the last to the first, so a state's gradient is final before the end of its stage's last
             backward by as much as the states with lower indices take: then its sum starts.
@@ -132,6 +133,8 @@ def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
     """
     from resilient.templates.schedules.simulator_loops import StepCosts, run_timed
 
+    for name, times in (("reduce_ms", costs.reduce_ms), ("layer_backward_ms", costs.layer_backward_ms)):
+        _whole(name, list(times.values()), (len(times),), _NS)
     graph, tables = schedule.graph, schedule.graph.tables
     cells = (graph.num_cells, int(tables.parts.max(initial=1)))
     on_stages, on_borders = tables.parts[tables.lane_of], tables.parts[tables.lane_of[:-1]]
@@ -174,11 +177,13 @@ def _table(name: str, values: Values, shape: tuple[int, int, int], num_parts: In
         unit: Units in one.
     """
     whole = _whole(name, values, shape, unit)
-    if np.ndim(values) == 3 or num_parts is None or shape[2] == 1:
-        return np.ascontiguousarray(whole)
-    share, rest = np.divmod(whole, np.maximum(num_parts, 1)[:, :, None])
+    if num_parts is None or shape[2] == 1:
+        return whole
     part = np.arange(shape[2])
-    return np.where(part < num_parts[:, :, None], share + np.where(part == 0, rest, 0), 0)
+    if np.ndim(values) < 3:
+        share, rest = np.divmod(whole, np.maximum(num_parts, 1)[:, :, None])
+        whole = share + np.where(part == 0, rest, 0)
+    return np.where(part < num_parts[:, :, None], whole, 0)
 
 
 def _whole(name: str, values: Values, shape: tuple[int, ...], unit: float) -> Ints:
@@ -200,7 +205,8 @@ def _whole(name: str, values: Values, shape: tuple[int, ...], unit: float) -> In
         raise ArgumentError(name, f"be at most {_MOST / unit:.4g}", array.max(), "give times and sizes")
     whole = np.rint(array * unit).astype(np.int64)
     missing = len(shape) - array.ndim if array.ndim else 0
-    return np.broadcast_to(whole.reshape(array.shape + (1,) * missing), shape)
+    wide = np.broadcast_to(whole.reshape(array.shape + (1,) * missing), shape)
+    return np.array(wide, order="C")  # loops are compiled again for arrays that are read-only or not contiguous
 
 
 def _sum_gradients(schedule: Schedule, costs: ActionCosts, start_ns: Ints, end_ns: Ints) -> None:

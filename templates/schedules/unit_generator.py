@@ -2,9 +2,9 @@
 
 Turns are the cells of one unit, the language model as a rule. A forward's turn is that of the first cell it is needed
 for, or of the last one that it needs something of; a backward's is that in which its gradient comes back, later by as
-many as the stage is ahead of the last one. Of one turn forwards come before backwards, forwards of earlier units before
-those of later ones, backwards the other way round. So whatever an action waits for stands before it in this order of
-all actions, of which every row's is a part.
+many as the stage is ahead of the last one, and a unit of the one in other rows that it feeds. Of one turn forwards come
+before backwards, forwards of earlier units before those of later ones, backwards the other way round. So whatever an
+action waits for stands before it in this order of all actions, of which every row's is a part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def generate_units(
 ) -> Schedule:
     """Return a schedule of one step of a graph of units.
 
-    A chain's is 1F1B, or with a lead of 2 eager 1F1B.
+    A chain's is 1F1B, or with a lead of 2 eager 1F1B, cut into units or not.
 
     Args:
         graph: The step.
@@ -92,7 +92,8 @@ def _backward_turns(graph: StepGraph, forward_turns: Ints, lead: int) -> list[In
         first = tables.first_from[number, cells]
         fed = np.flatnonzero(first >= 0)
         flows = tables.flows[first[fed] + part[fed]]
-        turn[fed] = np.maximum(turn[fed], done[tables.lane_of[flows[:, 3]], flows[:, 4]])
+        ahead = lead * (tables.row_of[flows[:, 0]] != tables.row_of[flows[:, 3]])
+        turn[fed] = np.maximum(turn[fed], done[tables.lane_of[flows[:, 3]], flows[:, 4]] + ahead)
         turns[number] = np.stack([cells, part, turn])
         np.maximum.at(done[number], cells, turn + lead * (len(lane.rows) - 1))
     return turns
@@ -147,7 +148,7 @@ class _Actions:
         row = self.rows[stage]
         order = np.lexsort((flow, second, first, row))
         codes = np.stack([op, stage, index, part, flow], axis=1)[order]
-        sums = _sums(graph, states)
+        sums = _sums(graph, states, codes)
         row, sums_row = row[order], self.rows[sums[:, 1]]
         rows = [
             np.concatenate([codes[slice(*np.searchsorted(row, (each, each + 1)))], sums[sums_row == each]])
@@ -211,10 +212,15 @@ def _apart(actions: _Actions, column: int, stage: int, *, trained: bool = False)
     return np.flatnonzero(chosen), flows[chosen]
 
 
-def _sums(graph: StepGraph, states: Sequence[Sequence[int]]) -> Ints:
-    """Return the codes of the gradient sums, in descending order of states; a row sums each of its states once."""
-    held = {
-        (graph.row_of[stage], state): stage for stage in reversed(range(graph.num_stages)) for state in states[stage]
-    }
-    codes = [(int(Op.REDUCE), stage, state, 0, -1) for (_, state), stage in held.items()]
-    return np.array(sorted(codes, key=lambda code: -code[2]), np.int64).reshape(-1, 5)
+def _sums(graph: StepGraph, states: Sequence[Sequence[int]], codes: Ints) -> Ints:
+    """Return the codes of the gradient sums, in descending order of states; a row sums each of its states once.
+
+    Where several stages of a row have a state, its gradient is final after the last backward of them all.
+    """
+    backwards = np.flatnonzero(codes[:, 0] == Op.BACKWARD)
+    last = np.full(graph.num_stages, -1)
+    last[codes[backwards, 1]] = backwards  # of several positions numpy keeps the last
+    by_end = sorted(range(graph.num_stages), key=lambda stage: (last[stage], -stage))
+    held = {(graph.row_of[stage], state): stage for stage in by_end for state in states[stage]}
+    sums = [(int(Op.REDUCE), stage, state, 0, -1) for (_, state), stage in held.items()]
+    return np.array(sorted(sums, key=lambda code: -code[2]), np.int64).reshape(-1, 5)

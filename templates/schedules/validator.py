@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.templates.schedules.action_table import action_table
 from resilient.templates.schedules.requirements import Requirements, requirements
 from resilient.templates.schedules.schedule import Schedule
@@ -36,6 +37,7 @@ def validate(schedule: Schedule, max_in_flight: Sequence[int] | None = None) -> 
 
     Raises:
         ScheduleError: It cannot; the message shows where.
+        ValueError: ``max_in_flight`` is not of the graph's rows.
     """
     from resilient.templates.schedules import validator_loops as loops
 
@@ -62,6 +64,9 @@ def validate(schedule: Schedule, max_in_flight: Sequence[int] | None = None) -> 
     )
     _raise(schedule, asked, *found.tolist())
     if max_in_flight is not None:
+        if len(max_in_flight) != graph.num_rows:
+            rows = f"list each of the {graph.num_rows} rows"
+            raise ArgumentError("max_in_flight", rows, len(max_in_flight), "list one number per row")
         most = np.asarray(max_in_flight, dtype=np.int64)
         loops.check_memory(codes, ends, tables.backward_of, tables.parts[tables.lane_of], most, found)
         _raise(schedule, asked, *found.tolist())

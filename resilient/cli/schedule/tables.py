@@ -45,7 +45,7 @@ def show_timeline(chart: Chart, console: Console) -> None:
         line = Text(f"{name:>{margin - 1}} ", no_wrap=True)
         line.append(_drawn_singly(bars, cell_ns, num_cells, fill) if singly else _mixed(bars, cell_ns, num_cells))
         console.print(line, soft_wrap=True)
-    _legend({bar.kind for bar in chart.bars}, any(bar.chunk for bar in chart.bars), console)
+    _legend({bar.kind for bar in chart.bars}, chart.odd_chunks if any(bar.chunk for bar in chart.bars) else "", console)
 
 
 def _cells(total_ns: int, shortest_ns: int, room: int) -> tuple[float, int]:
@@ -92,14 +92,14 @@ def _letter(bar: Bar) -> str:
     return bar.kind.lower() if bar.chunk % 2 else bar.kind
 
 
-def _legend(kinds: set[str], chunks: bool, console: Console) -> None:
+def _legend(kinds: set[str], small: str, console: Console) -> None:
     line = Text()
     for kind, meaning in COMPUTING.items():
         if kind in kinds:
             line.append(f" {kind} ", style=_STYLES[kind]).append(f" {meaning}  ")
     line.append(f"{_WAITING} waiting", style="dim")
-    if chunks:
-        line.append("  small: every other stage", style="dim")
+    if small:
+        line.append(f"  small: {small}", style="dim")
     console.print(line)
 
 

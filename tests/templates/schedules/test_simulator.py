@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -284,6 +284,8 @@ def test_message_to_nowhere_cannot_be_sent(text: str) -> None:
         ({"backward_weight_ms": [0, -1, 0]}, "backward_weight_ms must be >= 0, got -1; give times and sizes"),
         ({"forward_ms": float("nan")}, "forward_ms must be >= 0, got nan; give times and sizes"),
         ({"transfer_ms": float("inf")}, "transfer_ms must be at most 1.126e+09, got inf; give times and sizes"),
+        ({"reduce_ms": {0: -1}}, "reduce_ms must be >= 0, got -1; give times and sizes"),
+        ({"layer_backward_ms": {0: float("nan")}}, "layer_backward_ms must be >= 0, got nan; give times and sizes"),
         ({"activation_bytes": -5}, "activation_bytes must be >= 0, got -5; give times and sizes"),
     ],
 )  # fmt: skip
@@ -292,6 +294,16 @@ def test_costs_that_do_not_fit_are_refused(costs: dict[str, Any], message: str) 
         simulate(
             generate(ScheduleKind.ONE_F_ONE_B, 3, 2), ActionCosts(**{"forward_ms": 1, "backward_input_ms": 1, **costs})
         )
+
+
+def test_costs_of_any_form_run_in_the_same_compiled_loop() -> None:
+    from resilient.templates.schedules.simulator_loops import run_timed
+
+    schedule = generate(ScheduleKind.ONE_F_ONE_B, 1, 1)
+    simulate(schedule, ActionCosts(forward_ms=np.ones((1, 1)), backward_input_ms=np.ones((1, 1, 1))))
+    compiled = len(cast(Any, run_timed).signatures)
+    simulate(schedule, ActionCosts(forward_ms=1, backward_input_ms=[1], backward_weight_ms=np.ones((1, 1, 1))))
+    assert len(cast(Any, run_timed).signatures) == compiled
 
 
 times = st.integers(0, 9)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.templates.schedules.generators import generate
-from resilient.templates.schedules.graph import Backward, Flow, LaneName, StepGraph, UnitLane
+from resilient.templates.schedules.graph import Backward, Flow, LaneName, StepGraph, UnitLane, chain_graph
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Action, Op, Schedule
 from resilient.templates.schedules.simulator import ActionCosts, simulate
@@ -75,7 +75,7 @@ def test_everything_of_a_step_happens_as_soon_as_what_it_waits_for(seed: int) ->
             case Op.BACKWARD_WEIGHT:
                 return MS * int(weights[stage, cell, part])
             case Op.SEND_F:
-                return MS * int(transfer[stage, cell].sum())
+                return MS * int(transfer[stage, cell, : graph.tables.parts[graph.tables.lane_of[stage], cell]].sum())
             case _:
                 return MS * int(transfer[stage - 1, cell, part])
 
@@ -143,7 +143,7 @@ def test_encoder_whose_samples_are_used_in_two_cells_runs_its_backward_in_two_pa
 vision.0:0F0 vision.0:0SEND_F0 vision.0:0F2 vision.0:0SEND_F2 \
 vision.0:0RECV_B0 vision.0:0B0 vision.0:0RECV_B0.1 vision.0:0B0.1 vision.0:0RECV_B2 vision.0:0B2
 vision.0:1RECV_F0 vision.0:1F0 vision.0:1SEND_F0>llm.0:0 vision.0:1SEND_F0.1>llm.0:2 \
-vision.0:1RECV_B0<llm.0:0 vision.0:1B0 vision.0:1SEND_B0 vision.0:1RECV_F2 vision.0:1F2 vision.0:1SEND_F2>llm.0:2 \
+vision.0:1RECV_F2 vision.0:1F2 vision.0:1SEND_F2>llm.0:2 vision.0:1RECV_B0<llm.0:0 vision.0:1B0 vision.0:1SEND_B0 \
 vision.0:1RECV_B0.1<llm.0:2 vision.0:1B0.1 vision.0:1SEND_B0.1 vision.0:1RECV_B2<llm.0:2 vision.0:1B2 vision.0:1SEND_B2
 llm.0:0RECV_F0<vision.0:0 llm.0:0F0 llm.0:0SEND_F0 llm.0:0F1 llm.0:0SEND_F1 \
 llm.0:0RECV_B0 llm.0:0B0 llm.0:0SEND_B0>vision.0:0 \
@@ -189,11 +189,63 @@ def test_parts_share_evenly_what_is_said_of_their_cell() -> None:
     assert timeline.peak_bytes[0] == 14
 
 
+def test_parts_that_a_cell_does_not_have_cost_nothing() -> None:
+    schedule, ones = generate_units(DEFERRED), np.ones((4, 3, 2))
+    timeline = simulate(
+        schedule,
+        ActionCosts(forward_ms=ones, backward_input_ms=ones, transfer_ms=ones[:3], activation_bytes=ones),
+    )
+    lengths = {str(span.action): span.length_ns / MS for span in timeline.spans}
+    assert [lengths[f"vision.0:0{each}"] for each in ("F0", "F2", "SEND_F0", "SEND_F2")] == [2, 1, 2, 1]
+    assert timeline.peak_bytes == (3, 3, 2, 1)
+
+
+def test_state_of_several_lanes_of_a_row_is_summed_after_the_last_backward_of_them_all() -> None:
+    lanes = tuple(
+        UnitLane(name=LaneName("vision", number), rows=(0,), cells=cells, backwards=(Backward.ALL,))
+        for number, cells in enumerate([(0,), (1, 2)])
+    )
+    llm = UnitLane(name=LLM, rows=(1,), cells=(0, 1, 2), backwards=(Backward.ALL,))
+    flows = tuple(Flow(lane.name, cell, LLM, cell) for lane in lanes for cell in lane.cells)
+    graph = StepGraph(lanes=(*lanes, llm), flows=flows, num_rows=2)
+    schedule = generate_units(graph, states=[[0], [0], [1]])
+    assert [str(row[-1]) for row in schedule.rows] == ["vision.1:0REDUCE0", "llm.0:0REDUCE1"]
+    timeline = simulate(schedule, ActionCosts(forward_ms=1, backward_input_ms=1, reduce_ms={0: 1}))
+    first = len(schedule.rows[0])
+    assert timeline.start_ns[first - 1] == timeline.end_ns[first - 2], "of the last backward"
+
+
 @given(st.sampled_from(TRAINING), st.integers(1, 6), st.integers(1, 12))
 def test_chains_are_those_of_1f1b_and_eager_1f1b(kind: ScheduleKind, num_rows: int, num_microbatches: int) -> None:
     states = [[stage, 99] for stage in range(num_rows)]
     chain = generate(kind, num_rows, num_microbatches, states=states)
     assert generate_units(chain.graph, lead=TRAINING.index(kind) + 1, states=states) == chain
+
+
+@given(st.sampled_from(TRAINING), st.integers(1, 3), st.integers(1, 3), st.integers(1, 9))
+def test_chains_cut_into_units_compute_in_the_same_order(
+    kind: ScheduleKind, num_before: int, num_after: int, num_microbatches: int
+) -> None:
+    lanes = tuple(
+        UnitLane(
+            name=name,
+            rows=tuple(rows),
+            cells=tuple(range(num_microbatches)),
+            backwards=(Backward.ALL,) * len(rows),
+        )
+        for name, rows in [(VISION, range(num_before)), (LLM, range(num_before, num_before + num_after))]
+    )
+    flows = tuple(Flow(VISION, cell, LLM, cell) for cell in range(num_microbatches))
+    graph = StepGraph(lanes=lanes, flows=flows, num_rows=num_before + num_after)
+    schedules = (
+        generate(kind, graph.num_rows, num_microbatches),
+        generate_units(graph, lead=TRAINING.index(kind) + 1),
+    )
+    chain, units = (
+        [[(action.op, action.index) for action in row if action.op.computes] for row in schedule.rows]
+        for schedule in schedules
+    )
+    assert units == chain
 
 
 def test_a_pipeline_without_cells_only_sums_its_gradients() -> None:
@@ -282,6 +334,13 @@ GOOD, ORDERED = DEFERRED.lanes[1], generate_units(DEFERRED)
         (lambda: replace(DEFERRED, lanes=(DEFERRED.lanes[0], replace(GOOD, backwards=(Backward.NONE, Backward.ALL)))),
          "flows must give a trained unit its gradient, got vision.0:0>llm.0:0; llm.0 needs a backward: INPUTS"),
         (lambda: generate_units(DEFERRED, pace="text"), "pace must be one of vision, llm, got 'text'; name a unit"),
+        (lambda: UnitLane(rows=(-2,), cells=(0,), backwards=(Backward.ALL,)), "rows of the chain must be >= -1, got "
+         "[-2]; -1 is none"),
+        (lambda: validate(ORDERED, [1]), "max_in_flight must list each of the 4 rows, got 1; list one number per row"),
+        (lambda: Schedule.of([[Action(-1, Op.FORWARD, 0)], [], [], []], chain_graph([0], 4, 1)), "an action must be of "
+         "a stage and a cell of the graph, got -1F0; add it, or drop the action"),
+        (lambda: Schedule.of([[Action(0, Op.REDUCE, -1)], [], [], []], chain_graph([0], 4, 1)), "an action must be of "
+         "a stage and a cell of the graph, got 0REDUCE-1; add it, or drop the action"),
         (lambda: generate_units(DEFERRED, lead=0), "lead must be >= 1, got 0; 1 is 1F1B, 2 is eager 1F1B"),
         (lambda: generate_units(DEFERRED, states=[[0]]), "states must list each of the 4 stages, got 1; list one per "
          "stage"),

@@ -23,9 +23,11 @@ from resilient.templates.inputs.derive import derive_profile
 from resilient.templates.inputs.devices import DEVICES, cluster_of
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.schedules.generators import generate
+from resilient.templates.schedules.graph import Backward, Flow, LaneName, StepGraph, UnitLane
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.schedules.simulator import ActionCosts, simulate
+from resilient.templates.schedules.unit_generator import generate_units
 
 SMALL = ("--stages", "4", "--microbatches", "8")
 A40 = ("--model", "gpt3-2.7b", "--device", "a40")
@@ -96,6 +98,16 @@ def test_chunks_alternate_between_capital_and_small_letters() -> None:
     assert "     0       24        4.5  15.8 %        5.5" in lines
     halved = shown("--kind", "interleaved-1f1b", "--chunks", "4")
     assert halved[0] == "interleaved-1f1b, 4 stages on each worker: 26.2 ms, 8.6 % bubble"
+
+
+def test_small_letters_of_units_are_those_of_encoders() -> None:
+    names = LaneName("vision"), LaneName("llm")
+    lanes = (UnitLane(name=name, rows=(row,), cells=(0,), backwards=(Backward.ALL,)) for row, name in enumerate(names))
+    graph = StepGraph(lanes=tuple(lanes), flows=(Flow(names[0], 0, names[1], 0),), num_rows=2)
+    timeline = simulate(generate_units(graph), ActionCosts(forward_ms=1, backward_input_ms=1))
+    console = Console(width=60, record=True, color_system=None)
+    show_timeline(simulated_chart("units", timeline), console)
+    assert console.export_text().rstrip().endswith("· waiting  small: vision")
 
 
 def test_several_kinds_are_compared() -> None:
