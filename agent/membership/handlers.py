@@ -100,7 +100,7 @@ class Handlers:
         self._context.tell(event.node, Shutdown(exit_code=EXIT_DONE, reason="the job is over"))
 
     def on_node_cut_off(self, event: NodeCutOff) -> None:
-        """Wait for it, unless the others are leaving a step that they could not do: then that was the reason."""
+        """Wait for it, unless the others are leaving a step that they could not do, maybe because of it."""
         member, change = self._context.members.get(event.node), self._parts.change
         if member is None:
             return
@@ -110,7 +110,7 @@ class Handlers:
 
     def _lose_who_is_cut_off(self) -> None:
         for member in list(self._context.members.values()):
-            if member.cut_off:
+            if member.cut_off and self._parts.suspicions.may_concern(member.node):
                 self._lifecycle.lose(member.node, "node lost")
 
     def on_node_back(self, event: NodeBack) -> None:
@@ -279,12 +279,12 @@ class Handlers:
         parts = self._parts
         if message.generation != self._context.generation:
             return
-        self._lose_who_is_cut_off()  # by the coordinator and by its peers
         where = ""
-        if message.peer is not None and (parts.change is None or parts.change.at_boundary):
-            node, other = worker[0], parts.participants.node_at(message.peer)
-            parts.suspicions.suspect(node, other)
-            where = f" between nodes {node} and {other}"
+        if message.peer is not None:
+            peer = parts.participants.worker_at(message.peer)
+            parts.suspicions.suspect(worker, peer, is_first=parts.change is None or parts.change.at_boundary)
+            where = f" between nodes {worker[0]} and {peer[0]}"
+        self._lose_who_is_cut_off()  # by the coordinator and by its peers
         self._regrouping.begin_failure([], f"communication{where} failed: {message.reason}")
 
     def on_dropped(self, message: Dropped, worker: WorkerId) -> None:
