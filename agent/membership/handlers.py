@@ -68,9 +68,11 @@ class Handlers:
             pid=event.pid,
             num_workers=event.num_workers,
             domain=event.domain,
+            is_guest=event.is_guest,
+            unchecked=event.alike,
             connected_at=context.now,
         )
-        unlike = self._parts.likeness.why_unlike(event.node, event.alike)
+        unlike = "" if self._parts.is_too_early(member) else self._parts.likeness.why_unlike(event.node, {})
         if unlike:
             self._lifecycle.fail(event.node, unlike)
             return
@@ -123,7 +125,7 @@ class Handlers:
     def on_early_leave(self, event: NodeLeaving) -> None:
         member = self._context.members.get(event.node)
         if member is not None and not member.leaving:
-            self._parts.start_up.expect_one_less()
+            self._parts.start_up.expect_one_less(member)
         self.on_node_leaving(event)
 
     def on_node_leaving(self, event: NodeLeaving) -> None:
@@ -211,6 +213,7 @@ class Handlers:
     def on_tick_while_starting(self, event: Tick) -> None:
         for node in self._parts.start_up.too_late():
             self._lifecycle.evict(node, f"not ready within {self._context.settings.start_timeout_s:g} s; see its log")
+        self._hear_guests()
         self._lifecycle.proceed()
 
     def on_tick_while_training(self, event: Tick) -> None:
@@ -257,6 +260,9 @@ class Handlers:
         lifecycle, member = self._lifecycle, self._context.members[worker[0]]
         if worker[1] in member.ready:
             return  # heard twice it would be held back for plans, with a place in the generation in force
+        if parts.is_too_early(member):
+            parts.start_up.put_off(message, worker)
+            return
         if not parts.job.is_known:
             try:
                 parts.job.accept(message.job)
@@ -266,14 +272,25 @@ class Handlers:
         reason = parts.likeness.why_unlike(member.node, message.job.alike) or parts.job.why_too_small(message.job)
         if reason:
             lifecycle.fail(member.node, reason)
-            return
-        member.ready[worker[1]] = message
+        else:
+            self._note_ready(message, member, worker[1])
+        self._hear_guests()
+
+    def _note_ready(self, message: Ready, member: Member, local_rank: int) -> None:
+        parts = self._parts
+        member.ready[local_rank] = message
         if member.is_up:
             parts.job.hold_back(member, parts.start_up.expected if parts.phase is Phase.STARTING else 0)
             pids = [member.ready[local_rank].pid for local_rank in range(member.num_workers)]
             self._context.record("node_ready", node=member.node, pids=pids, device=message.device)
             parts.injections.note_up(member.node)
-            lifecycle.proceed()
+            self._lifecycle.proceed()
+
+    def _hear_guests(self) -> None:
+        """Hear the guests that were put off, if they need not wait any more; who still has to is put off again."""
+        for message, worker in self._parts.start_up.take_put_off():
+            if worker[0] in self._context.members and self._parts.phase is not Phase.STOPPED:
+                self.on_ready(message, worker)
 
     def on_suspect(self, message: Suspect, worker: WorkerId) -> None:
         parts = self._parts
