@@ -174,6 +174,7 @@ class Agents:
                 num_workers=hello.num_workers,
                 domain=hello.domain,
                 alike=hello.alike,
+                is_guest=hello.is_guest,
             )
         )
         return agent

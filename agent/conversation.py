@@ -37,6 +37,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         num_heard: Messages it has heard of the conversation that it goes on with; 0 to begin anew.
         domain: What the node fails together with (a zone, a rack); "" when it is not known.
         alike: What must be equal on all nodes, as it is on this one.
+        is_guest: Somebody else than the launcher of the job has started it.
     """
 
     host: str
@@ -46,6 +47,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_heard: int = 0
     domain: str = ""
     alike: Alike = msgspec.field(default_factory=Alike)
+    is_guest: bool = False
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -208,6 +208,7 @@ class NodeAgent:
             num_heard=self._conversation.num_heard,
             domain=self._options.domain,
             alike=installed(),
+            is_guest=self._options.spawner_fd is None,
         )
 
     async def _report_health(self) -> None:

@@ -68,9 +68,11 @@ class Handlers:
             pid=event.pid,
             num_workers=event.num_workers,
             domain=event.domain,
+            is_guest=event.is_guest,
+            unchecked=event.alike,
             connected_at=context.now,
         )
-        unlike = self._parts.likeness.why_unlike(event.node, event.alike)
+        unlike = "" if self._parts.is_too_early(member) else self._parts.likeness.why_unlike(event.node, {})
         if unlike:
             self._lifecycle.fail(event.node, unlike)
             return
@@ -100,7 +102,7 @@ class Handlers:
         self._context.tell(event.node, Shutdown(exit_code=EXIT_DONE, reason="the job is over"))
 
     def on_node_cut_off(self, event: NodeCutOff) -> None:
-        """Wait for it, unless the others are leaving a step that they could not do: then that was the reason."""
+        """Wait for it, unless the others are leaving a step that they could not do, maybe because of it."""
         member, change = self._context.members.get(event.node), self._parts.change
         if member is None:
             return
@@ -110,7 +112,7 @@ class Handlers:
 
     def _lose_who_is_cut_off(self) -> None:
         for member in list(self._context.members.values()):
-            if member.cut_off:
+            if member.cut_off and self._parts.suspicions.may_concern(member.node):
                 self._lifecycle.lose(member.node, "node lost")
 
     def on_node_back(self, event: NodeBack) -> None:
@@ -123,7 +125,7 @@ class Handlers:
     def on_early_leave(self, event: NodeLeaving) -> None:
         member = self._context.members.get(event.node)
         if member is not None and not member.leaving:
-            self._parts.start_up.expect_one_less()
+            self._parts.start_up.expect_one_less(member)
         self.on_node_leaving(event)
 
     def on_node_leaving(self, event: NodeLeaving) -> None:
@@ -211,6 +213,7 @@ class Handlers:
     def on_tick_while_starting(self, event: Tick) -> None:
         for node in self._parts.start_up.too_late():
             self._lifecycle.evict(node, f"not ready within {self._context.settings.start_timeout_s:g} s; see its log")
+        self._hear_guests()
         self._lifecycle.proceed()
 
     def on_tick_while_training(self, event: Tick) -> None:
@@ -257,6 +260,9 @@ class Handlers:
         lifecycle, member = self._lifecycle, self._context.members[worker[0]]
         if worker[1] in member.ready:
             return  # heard twice it would be held back for plans, with a place in the generation in force
+        if parts.is_too_early(member):
+            parts.start_up.put_off(message, worker)
+            return
         if not parts.job.is_known:
             try:
                 parts.job.accept(message.job)
@@ -266,25 +272,36 @@ class Handlers:
         reason = parts.likeness.why_unlike(member.node, message.job.alike) or parts.job.why_too_small(message.job)
         if reason:
             lifecycle.fail(member.node, reason)
-            return
-        member.ready[worker[1]] = message
+        else:
+            self._note_ready(message, member, worker[1])
+        self._hear_guests()
+
+    def _note_ready(self, message: Ready, member: Member, local_rank: int) -> None:
+        parts = self._parts
+        member.ready[local_rank] = message
         if member.is_up:
             parts.job.hold_back(member, parts.start_up.expected if parts.phase is Phase.STARTING else 0)
             pids = [member.ready[local_rank].pid for local_rank in range(member.num_workers)]
             self._context.record("node_ready", node=member.node, pids=pids, device=message.device)
             parts.injections.note_up(member.node)
-            lifecycle.proceed()
+            self._lifecycle.proceed()
+
+    def _hear_guests(self) -> None:
+        """Hear the guests that were put off, if they need not wait any more; who still has to is put off again."""
+        for message, worker in self._parts.start_up.take_put_off():
+            if worker[0] in self._context.members and self._parts.phase is not Phase.STOPPED:
+                self.on_ready(message, worker)
 
     def on_suspect(self, message: Suspect, worker: WorkerId) -> None:
         parts = self._parts
         if message.generation != self._context.generation:
             return
-        self._lose_who_is_cut_off()  # by the coordinator and by its peers
         where = ""
-        if message.peer is not None and (parts.change is None or parts.change.at_boundary):
-            node, other = worker[0], parts.participants.node_at(message.peer)
-            parts.suspicions.suspect(node, other)
-            where = f" between nodes {node} and {other}"
+        if message.peer is not None:
+            peer = parts.participants.worker_at(message.peer)
+            parts.suspicions.suspect(worker, peer, is_first=parts.change is None or parts.change.at_boundary)
+            where = f" between nodes {worker[0]} and {peer[0]}"
+        self._lose_who_is_cut_off()  # by the coordinator and by its peers
         self._regrouping.begin_failure([], f"communication{where} failed: {message.reason}")
 
     def on_dropped(self, message: Dropped, worker: WorkerId) -> None:

@@ -74,6 +74,10 @@ class JobParts:
         """Whether the checkpoint of the last step is whole."""
         return self.job.is_known and self.checkpoints.has(self.job.spec.num_steps)
 
+    def is_too_early(self, member: Member) -> bool:
+        """Return whether a guest has to wait: the launcher's own nodes have not said yet what the job is."""
+        return member.is_guest and not self.job.is_known and self.start_up.has_own
+
     def is_needed(self, node: int) -> bool:
         """Return whether others may still want what a node holds: it trains, or a change is under way."""
         changing = self.phase in (Phase.AGREEING, Phase.INSTALLING, Phase.SAVING)

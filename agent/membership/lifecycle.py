@@ -114,7 +114,7 @@ class Lifecycle:
             self._ends.stop_when_all_are_gone()
             return
         if parts.phase is Phase.STARTING:
-            parts.start_up.expect_one_less()
+            parts.start_up.expect_one_less(member)
         elif not members and parts.is_complete and not parts.ending.reason:
             self._ends.stop_without_script()
         elif not members:
@@ -165,9 +165,12 @@ class Lifecycle:
         if parts.ending.failure:
             return  # others fail of the same, or end because they were told to
         member = parts.context.members.get(node)
-        if parts.participants.plan is not None and member is not None and not member.admitted:
+        joins = member is not None and (parts.participants.plan is not None or member.is_guest) and not member.admitted
+        if member is not None and joins:
             parts.context.record("node_lost", node=node, cause=f"cannot join: {error}")
             parts.dismiss(member, f"cannot join: {error}", exit_code=EXIT_FAILED)
+            if parts.phase is Phase.STARTING:
+                self.proceed()
             return
         parts.context.record("failed", node=node, error=error, traceback=traceback)
         parts.ending.note_failure(f"node {node}: {error}")

@@ -1,7 +1,7 @@
 """What must be alike on all nodes of a run, so that they train one job: what it is called, and what to do about it.
 
 Owns the names, and how a difference is told. Nodes tell of themselves when they connect, workers when they are ready;
-the coordinator holds each against the first. Must not import torch.
+the coordinator holds each against the first of the launcher's own nodes. Must not import torch.
 """
 
 from __future__ import annotations

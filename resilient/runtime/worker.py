@@ -190,9 +190,8 @@ class Worker:
             node = self._session.slot.node if self._session is not None else None
             error.locate(node=node, generation=message.generation)
             logger.info("left a generation: %s", error)
-            # told before it is left: to peers, that looks like a connection that broke
+            # not left before all are asked to leave: to its peers, that would look like a further connection that broke
             self._client.send(Suspect(generation=message.generation, reason=str(error), peer=error.peer))
-            self._leave(broken=True)
         except OddCopiesError as found:
             self._leave()  # in good order: a peer may still be in the comparison
             self._drop(found, message.generation)

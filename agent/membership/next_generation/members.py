@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from resilient.protocol.alike import Alike
 from resilient.protocol.messages import Ready
 
 WorkerId = tuple[int, int]
@@ -18,6 +19,8 @@ class Member:
 
     Args:
         domain: What it fails together with (a zone, a rack); "" when it is not known.
+        is_guest: Somebody else than the launcher has started it.
+        unchecked: What it has told of itself and is not held against the others yet.
         connected_at: When it introduced itself.
         ready: Its workers that are up, by local rank.
         done: Its workers that have ended as they should.
@@ -32,6 +35,8 @@ class Member:
     pid: int
     num_workers: int
     domain: str = ""
+    is_guest: bool = False
+    unchecked: Alike = field(default_factory=Alike)
     connected_at: float = 0.0
     ready: dict[int, Ready] = field(default_factory=dict[int, Ready])
     done: set[int] = field(default_factory=set[int])

@@ -24,7 +24,10 @@ from resilient.templates.plan import PlanningProblem
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConnected:
-    """A node agent introduced itself; the number is its own and was never used before."""
+    """A node agent introduced itself; the number is its own and was never used before.
+
+    ``is_guest``: somebody else than the launcher has started it.
+    """
 
     node: int
     host: str
@@ -32,6 +35,7 @@ class NodeConnected:
     num_workers: int
     domain: str = ""
     alike: Alike = field(default_factory=Alike)
+    is_guest: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,11 @@ class Likeness:
 
         Args:
             node: Which is connected.
-            told: By it, or one of its workers.
+            told: By one of its workers; what its agent told comes before.
         """
-        here = f"node {node} ({self._context.members[node].host})"
+        member = self._context.members[node]
+        here = f"node {node} ({member.host})"
+        told, member.unchecked = {**member.unchecked, **told}, {}
         differences = {kind: text for kind in FIXES if (text := self._differences(kind, told.get(kind, {}), here))}
         refused = [kind for kind in differences if kind not in self._context.settings.allow_different]
         if refused:

@@ -1,20 +1,26 @@
-"""Who is expected before the first generation, and for how long."""
+"""Who is expected before the first generation, and for how long, and who has to wait for the launcher's own nodes."""
 
 from __future__ import annotations
 
+from resilient.agent.membership.next_generation.members import Member, WorkerId
 from resilient.agent.membership.parts.context import Context
+from resilient.protocol.messages import Ready
 
 _FIRST_NOTICE_S = 60.0
 
 
 class StartUp:
-    """Counts the nodes the job is to begin with, and gives up waiting for those that are too late."""
+    """Counts the nodes the job is to begin with, and gives up waiting for those that are too late.
+
+    The launcher's own nodes say what the job is. Guests that are ready before them are put off until then.
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._expected = context.settings.num_nodes
         self._waiting_since: float | None = None
         self._notice_after_s = _FIRST_NOTICE_S
+        self._unheard: list[tuple[Ready, WorkerId]] = []
 
     @property
     def expected(self) -> int:
@@ -26,9 +32,24 @@ class StartUp:
         """Whether nobody who is expected has yet to connect."""
         return len(self._context.members) >= self._expected
 
-    def expect_one_less(self) -> None:
-        """Go on without a node that went away."""
-        self._expected -= 1
+    @property
+    def has_own(self) -> bool:
+        """Whether a node of the launcher's own is there, or may come."""
+        return self._expected > 0
+
+    def expect_one_less(self, member: Member) -> None:
+        """Go on without a node that went away; guests were not expected."""
+        if not member.is_guest:
+            self._expected -= 1
+
+    def put_off(self, message: Ready, worker: WorkerId) -> None:
+        """Keep what a guest's worker says for later."""
+        self._unheard.append((message, worker))
+
+    def take_put_off(self) -> list[tuple[Ready, WorkerId]]:
+        """Return what was put off, to be heard now."""
+        unheard, self._unheard = self._unheard, []
+        return unheard
 
     def too_late(self) -> list[int]:
         """Return the nodes that are waited for no longer; record now and then, ever more rarely, who is waited for.

@@ -26,7 +26,7 @@ class Participants:
         self._installed: set[WorkerId] = set()
         self._finished: set[WorkerId] = set()
         self._senders: set[WorkerId] = set()
-        self._nodes: dict[int, int] = {}
+        self._workers: dict[int, WorkerId] = {}
         self._main: WorkerId | None = None
 
     @property
@@ -74,9 +74,9 @@ class Participants:
         """Return whether a node without a place still has states to send."""
         return node in {sender for sender, _ in self._senders}
 
-    def node_at(self, rank: int) -> int:
-        """Return the node, dead or alive, of a global rank."""
-        return self._nodes[rank]
+    def worker_at(self, rank: int) -> WorkerId:
+        """Return the worker, dead or alive, of a global rank."""
+        return self._workers[rank]
 
     @property
     def main(self) -> WorkerId:
@@ -95,7 +95,7 @@ class Participants:
     def enter(self, formed: NextGeneration) -> None:
         """Go over to the next generation, that nobody has installed yet."""
         self._plan, self._senders = formed.plan, set(formed.senders)
-        self._nodes = {rank: node for (node, _), rank in formed.ranks.items()}
+        self._workers = {rank: worker for worker, rank in formed.ranks.items()}
         self._installed, self._finished = set(), set()
 
     def leave(self) -> None:

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import gc
 import weakref
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from resilient.protocol.messages import Finish, FromWorkerMessage, Regroup, Report, StepDone
+from resilient.protocol.messages import (
+    Finish,
+    FromWorkerMessage,
+    Installed,
+    Ready,
+    Regroup,
+    Report,
+    StepDone,
+    Suspect,
+    ToWorkerMessage,
+)
+from tests.resilient.ranks import join, processes
 from tests.resilient.runtime.test_worker import ScriptedClient, generation, make_worker
+from tests.resilient.small import make_plan
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -57,3 +71,49 @@ def test_report_tells_of_the_steps_that_were_not_heard_of_and_still_count(tmp_pa
     client.hears = change
     make_worker(client, num_steps=5).run()
     assert told == [[(1, 2), (1, 3)], [(2, 1), (2, 2), (2, 3)]]
+
+
+def peer(index: int, pipe: Connection) -> None:
+    """Be rank 1 or 2 of the worker's generation; once told so, send it something."""
+    comm = join(pipe.recv(), 1 + index, 2, num_sources=1)
+    pipe.recv()
+    comm.send(torch.ones(1), 0, 7).wait()
+    pipe.recv()
+
+
+def test_worker_that_suspects_a_peer_keeps_its_other_connections_until_all_are_to_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = ScriptedClient(tmp_path)
+    worker = make_worker(client)
+    received: list[float] = []
+
+    def act(message: FromWorkerMessage) -> None:
+        if isinstance(message, Ready):
+            address = message.store_address
+            for _, pipe in peers:
+                pipe.send(address)
+            change = generation(plan=make_plan(((0, 3, 6), 8)), num_sources=1, store_address=address)
+            client.inbox.append(change)
+        elif isinstance(message, Installed):
+            peers[0][0].kill()
+        elif isinstance(message, Report):
+            client.inbox.append(Finish())
+
+    def receive() -> ToWorkerMessage:
+        if not client.inbox:
+            comm, tensor = worker._guard._comm, torch.zeros(1)
+            assert comm is not None
+            peers[1][1].send("send")
+            comm.recv(tensor, 2, 7).wait()
+            received.append(tensor.item())
+            client.announce(Regroup(generation=2))
+        return client.inbox.popleft()
+
+    client.hears = act
+    monkeypatch.setattr(client, "receive", receive)
+    with processes(peer, 2) as peers:
+        worker.run()
+    assert client.kinds() == ["Ready", "Installed", "Suspect", "Report"]
+    assert client.last(Suspect).peer == 1
+    assert received == [1.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from resilient.agent.membership.parts.context import Phase
+from resilient.agent.membership.parts.events import NodeLost, Tick
 from resilient.protocol.alike import Alike
 from resilient.protocol.messages import Shutdown, Welcome
 from tests.agent.membership.simulated import Job, job_spec
@@ -105,3 +106,86 @@ def test_node_of_another_package_is_refused_before_it_starts_workers() -> None:
     )
     assert job.last("node_lost")["node"] == node
     assert job.stop is None
+
+
+# ------------------------------------------------------------ guests: nodes that the launcher has not started
+
+
+def guest_first(guest: Alike, own: Alike, told: Alike | None = None) -> Job:
+    """Return a job of four nodes of the launcher's own, before which a guest was ready, as node 0."""
+    job = Job(job_spec(alike=own), num_nodes=4)
+    job.connect(alike=told, is_guest=True)
+    for _ in range(4):
+        job.connect(alike={"package": {"sources": "1"}})
+    job.ready(0, job_spec(alike=guest, num_steps=7))
+    assert job.kinds() == ["node_connected"] * 5
+    for node in range(1, 5):
+        job.ready(node)
+    job.answer()
+    return job
+
+
+@pytest.mark.parametrize(
+    ("guest", "told", "cause"),
+    [
+        ({"job": {"model": "n"}}, {},
+         "job must be the same on all nodes, got model n on node 0 (h) and m on node 1 (h); start the script with the "
+         "same arguments on all nodes"),
+        (JOB, {"package": {"sources": "2"}},
+         "package must be the same on all nodes, got sources 2 on node 0 (h) and 1 on node 1 (h); install the same "
+         "version of resilient, unchanged, on all nodes, or start the job with --allow-different package"),
+    ],
+)  # fmt: skip
+def test_guest_that_is_ready_first_and_differs_is_refused_alone(guest: Alike, told: Alike, cause: str) -> None:
+    job = guest_first(guest, JOB, told)
+    assert job.last("node_lost") == {"node": 0, "cause": f"cannot join: {cause}"}
+    assert Shutdown(exit_code=1, reason=f"cannot join: {cause}") in [tell.message for tell in job.told]
+    assert (job.machine.phase, job.stop) == (Phase.RUNNING, None)
+    assert job.last("generation")["nodes"] == [1, 2, 3, 4]
+    assert job.last("job")["num_steps"] == 10
+
+
+def test_guest_that_is_ready_first_and_alike_takes_part_from_the_start() -> None:
+    job = guest_first(JOB, JOB)
+    assert (job.machine.generation, job.last("generation")["nodes"]) == (1, [0, 1, 2, 3, 4])
+    assert job.last("job")["num_steps"] == 10
+
+
+def test_guest_that_differs_is_refused_alone_when_it_is_the_last_to_be_ready() -> None:
+    job = Job(job_spec(alike=JOB), num_nodes=4)
+    for node in range(5):
+        job.connect(is_guest=node == 2)
+    for node in (0, 1, 3, 4):
+        job.ready(node)
+    assert job.machine.phase is Phase.STARTING
+    job.ready(2, job_spec(alike={"job": {"model": "n"}}))
+    job.answer()
+    assert job.last("node_lost")["cause"].startswith("cannot join: job must be the same on all nodes, got model n ")
+    assert (job.machine.phase, job.last("generation")["nodes"]) == (Phase.RUNNING, [0, 1, 3, 4])
+
+
+def test_job_begins_with_its_guests_when_none_of_the_launchers_own_nodes_is_left() -> None:
+    job = Job(job_spec(alike=JOB), num_nodes=1)
+    for node in range(5):
+        job.connect(is_guest=node != 0)
+    for node in range(1, 5):
+        job.ready(node)
+    job.feed(NodeLost(node=0, cause="node lost"))
+    job.feed(Tick())
+    job.answer()
+    assert (job.machine.phase, job.last("generation")["nodes"]) == (Phase.RUNNING, [1, 2, 3, 4])
+
+
+def test_guest_that_is_lost_before_the_job_begins_is_not_missed() -> None:
+    job = Job(job_spec(alike=JOB), num_nodes=4)
+    job.connect(is_guest=True)
+    job.ready(0)
+    job.lose(0)
+    for node in range(1, 4):
+        job.connect()
+        job.ready(node)
+    assert job.machine.phase is Phase.STARTING
+    job.connect()
+    job.ready(4)
+    job.answer()
+    assert job.last("generation")["nodes"] == [1, 2, 3, 4]

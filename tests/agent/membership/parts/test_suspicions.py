@@ -41,12 +41,30 @@ def test_node_that_everybody_suspects_is_let_go() -> None:
     assert sorted(job.machine.members) == [0, 2, 3, 4, 5]
 
 
-def test_of_a_single_link_the_higher_node_is_let_go_the_second_time() -> None:
+def test_node_all_of_whose_links_break_is_let_go_though_it_is_told_of_by_the_same_peer() -> None:
+    job = trained(6)
+    break_link(job, 4, 1)
+    break_link(job, 4, 1, (1, 3), (3, 1))
+    assert job.last("node_lost") == {
+        "node": 1,
+        "cause": "its connections to node 3 and node 4 keep failing, and no step is done",
+    }
+
+
+def test_of_a_single_link_the_node_that_complains_is_let_go_the_second_time() -> None:
     job = trained(6)
     break_link(job, 1, 2)
     cause = "communication between nodes 1 and 2 failed: reset"
     assert job.last("detected") == {"nodes": [], "cause": cause, "step": 1}
     break_link(job, 1, 2)
+    cause = "its connections to node 2 keep failing, and no step is done"
+    assert job.last("node_lost") == {"node": 1, "cause": cause}
+
+
+def test_of_a_single_link_of_which_both_ends_complain_the_higher_node_is_let_go() -> None:
+    job = trained(6)
+    break_link(job, 1, 2)
+    break_link(job, 2, 1)
     cause = "its connections to node 1 keep failing, and no step is done"
     assert job.last("node_lost") == {"node": 2, "cause": cause}
     job.step(2)
@@ -55,8 +73,8 @@ def test_of_a_single_link_the_higher_node_is_let_go_the_second_time() -> None:
 
 def test_other_end_is_let_go_when_it_breaks_a_further_link_at_once() -> None:
     job = trained(7)
-    break_link(job, 1, 2)
-    break_link(job, 1, 2)
+    break_link(job, 2, 1)
+    break_link(job, 2, 1)
     assert sorted(job.machine.members) == [0, 1, 3, 4, 5, 6]
     break_link(job, 1, 3)
     assert sorted(job.machine.members) == [0, 3, 4, 5, 6]
@@ -71,9 +89,52 @@ def test_link_that_breaks_because_another_did_does_not_count() -> None:
     break_link(job, 1, 2, (3, 1), (4, 1), (5, 3))
     break_link(job, 1, 2, (3, 1), (4, 1), (5, 3))
     assert job.last("node_lost") == {
-        "node": 2,
+        "node": 1,
+        "cause": "its connections to node 2 keep failing, and no step is done",
+    }
+
+
+def test_link_of_which_both_ends_tell_counts_whoever_tells_first() -> None:
+    job = trained(6)
+    for _ in range(2):
+        break_link(job, 2, 1, (1, 3), (4, 5), (3, 1))
+    assert job.last("node_lost") == {
+        "node": 3,
         "cause": "its connections to node 1 keep failing, and no step is done",
     }
+
+
+def test_neighbour_that_tells_before_the_node_that_left_it_is_not_let_go() -> None:
+    job = trained(6)
+    for _ in range(2):
+        break_link(job, 4, 1, (1, 3))
+    assert job.last("node_lost") == {
+        "node": 1,
+        "cause": "its connections to node 3 and node 4 keep failing, and no step is done",
+    }
+
+
+def test_nobody_is_let_go_where_all_may_have_left_because_of_another() -> None:
+    job = trained(6)
+    for _ in range(4):
+        assert job.stop is None
+        break_link(job, 4, 1, (1, 3), (3, 5))
+    assert job.stop is not None
+    assert job.stop.reason.startswith("communication keeps failing between live nodes (1 and 3, 1 and 4); check ")
+    assert "node_lost" not in job.kinds()
+
+
+def test_what_one_end_tells_does_not_count_after_all_were_asked_to_leave() -> None:
+    job = trained(6)
+    for _ in range(2):
+        job.say((5, 0), Suspect(generation=job.machine.generation, reason="timed out"))
+        break_link(job, 1, 3)
+    assert "node_lost" not in job.kinds()
+    job.step(2)
+    for _ in range(2):
+        job.say((5, 0), Suspect(generation=job.machine.generation, reason="timed out"))
+        break_link(job, 1, 3, (3, 1))
+    assert job.last("node_lost")["node"] == 3
 
 
 def test_step_in_between_clears_suspicion() -> None:

@@ -137,8 +137,8 @@ MISTAKES = (
     Mistake(
         "suspicions of older generations count",
         "handlers.py",
-        "        if message.generation != self._context.generation:\n            return\n        self._lose_who",
-        "        self._lose_who",
+        "        if message.generation != self._context.generation:\n            return\n        where",
+        "        where",
     ),
     Mistake(
         "nodes that are gone are listened to",
