@@ -16,7 +16,8 @@ import torch
 
 from resilient.common.arguments import check_number, described, kind_of, whole_number
 from resilient.errors import ArgumentError, literal
-from resilient.state.layer_state import LayerState, Rates, UpdatedWindow
+from resilient.state.layer_state import LayerState, UpdatedWindow
+from resilient.state.layout import Rates
 
 _T = TypeVar("_T")
 

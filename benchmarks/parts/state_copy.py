@@ -27,7 +27,8 @@ from resilient.models.layer import LayerSpec
 from resilient.optim import AdamW
 from resilient.protocol.job_config import JobConfig
 from resilient.state.fingerprint import fingerprint
-from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.state.layer_state import LayerState
+from resilient.state.layout import BufferLayout
 from resilient.state.peer_copy import copy_states
 from resilient.templates.replan.transfer import Transfer
 

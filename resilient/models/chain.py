@@ -34,7 +34,8 @@ class ChainLayer(Layer):
 
     def forward(self, activations: Activations, batch: Batch) -> Activations:
         hidden = batch["input"] if self.first else activations["hidden"]
-        own = next(self.module.parameters(), None)
+        # parameters of fewer bits are scaled, which the module does itself
+        own = next((each for each in self.module.parameters() if each.is_floating_point() and each.itemsize > 1), None)
         if own is not None and hidden.is_floating_point() and not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(own.dtype)
         output = self.module(hidden)

@@ -20,12 +20,16 @@ Activations = dict[str, Tensor]
 Batch = Mapping[str, Tensor]
 """A collated microbatch, available to every stage."""
 
+_JOB_TYPES = (torch.float32, torch.float64)
+"""What jobs train in: layers are made in the first one, and become the job's type."""
+
 
 class Layer(nn.Module):
     """One indivisible unit of the model: reads the activations and the microbatch, returns those of the next layer.
 
     A layer must return every entry of its activations that a later layer needs, must not change them in place, and
-    must not depend on other samples of the microbatch. Frozen parameters have ``requires_grad=False``.
+    must not depend on other samples of the microbatch. Frozen parameters have ``requires_grad=False``; of another type
+    than float32 or float64 they keep it (see :func:`own_types`).
     """
 
     def forward(self, activations: Activations, batch: Batch) -> Activations:
@@ -46,6 +50,8 @@ class LayerSpec:
         reads: Entries of the microbatch that the layer reads, or, of the last one, the loss; None for all. Workers load
             none that no layer of theirs reads: where the layer is, others have a shape, but no values.
         tied: Parameter name in this layer -> (owner layer, parameter name there). The owner holds the state.
+        cut: Parameter name -> the dimension in which devices that share the layer cut it (1 for the weight of a linear
+            layer whose inputs are cut); the first one of all others.
     """
 
     name: str
@@ -54,6 +60,7 @@ class LayerSpec:
     initialize: Callable[[nn.Module], None]
     reads: frozenset[str] | None = None
     tied: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    cut: Mapping[str, int] = field(default_factory=dict)
 
 
 class Model(Protocol):
@@ -104,15 +111,39 @@ def initialize_layer(spec: LayerSpec, seed: int, dtype: torch.dtype = torch.floa
     Args:
         spec: The layer.
         seed: The job's seed.
-        dtype: Of the returned parameters and floating-point buffers.
+        dtype: Of the returned parameters and floating-point buffers, but those with a type of their own.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        module = spec.build().to(torch.float32)
+        module = spec.build()
+        own = own_types(module)
+        module.to(torch.float32)
         digest = hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         with torch.no_grad():
             spec.initialize(module)
-    return module.to(dtype)
+    module.to(dtype)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        tensor.data = tensor.data.to(own.get(name, tensor.dtype))
+    return module
+
+
+def own_types(module: nn.Module) -> dict[str, torch.dtype]:
+    """Return what of a layer as it was built has a type of its own, which is not to become the job's, by name.
+
+    Of its parameters those that are frozen, in bfloat16 or in integers for example. Of its floating-point buffers those
+    of a type that such a parameter has: they are used together.
+    """
+    own = {
+        name: parameter.dtype
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad and parameter.dtype not in _JOB_TYPES
+    }
+    types = set(own.values())
+    return own | {
+        name: buffer.dtype
+        for name, buffer in module.named_buffers()
+        if buffer.is_floating_point() and buffer.dtype in types
+    }
 
 
 def tie(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -21,7 +21,7 @@ from resilient.profiling import profiler
 from resilient.profiling.profiler import ProfiledBatch
 from resilient.profiling.user_code import settings_digest, sources_digest
 from resilient.runtime.job import Job
-from resilient.state.layer_state import BufferLayout
+from resilient.state.layout import BufferLayout
 from resilient.templates.inputs.profile import ModelProfile
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, job: Job, layouts: Mapping[str, BufferLayout], samples: Sequence[ProfiledBatch]) -> ProfileKey:
         """Return the key of a job on its device."""
-        sizes = [(name, layout.num_trainable, layout.num_frozen) for name, layout in layouts.items()]
+        sizes = [(name, each.num_trainable, each.num_frozen, each.own_bytes) for name, each in layouts.items()]
         return cls(
             model=job.model.digest(),
             code=_hash(

@@ -24,7 +24,7 @@ from resilient.profiling.additivity import AdditivityCheck
 from resilient.runtime.batches import Batches, Read
 from resilient.runtime.job import Job
 from resilient.runtime.preflight import first_samples
-from resilient.state.layer_state import BufferLayout
+from resilient.state.layout import BufferLayout
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,8 @@ def _materialise(job: Job, spec: LayerSpec, layouts: Mapping[str, BufferLayout])
     module = initialize_layer(spec, job.seed, job.dtype).to(job.device)
     for name, (owner, owned) in spec.tied.items():
         entry = next(entry for entry in layouts[owner].entries if entry.name == owned)
-        module.get_parameter(name).requires_grad_(entry.trainable)
+        parameter = module.get_parameter(name).requires_grad_(entry.trainable)
+        parameter.data = parameter.data.to(entry.dtype or job.dtype)
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -255,7 +256,7 @@ def _layer_profile(job: Job, layout: BufferLayout, measured: _Measured, weights:
                 activation_bytes=max(seen.activation_bytes for seen in measured.seen),
             ),
         ),
-        parameter_bytes=layout.numel(0) * itemsize,
+        parameter_bytes=layout.num_bytes(0, itemsize),
         optimizer_bytes=layout.num_trainable * len(job.optimizer.slots) * itemsize,
         gradient_bytes=layout.num_trainable * itemsize,
         input_bytes=max(seen.input_bytes for seen in measured.seen),

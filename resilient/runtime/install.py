@@ -26,7 +26,8 @@ from resilient.runtime.job import Job
 from resilient.runtime.sample_agreement import SampleAgreement
 from resilient.state import checkpoint
 from resilient.state.binding import bind
-from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.state.layer_state import LayerState
+from resilient.state.layout import BufferLayout
 from resilient.state.peer_copy import copy_states, received_by
 from resilient.state.replicas import Replicas
 from resilient.state.witnesses import witness

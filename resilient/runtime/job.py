@@ -15,7 +15,7 @@ from resilient.protocol.alike import Alike
 from resilient.protocol.job_config import JobConfig
 from resilient.protocol.messages import JobSpec
 from resilient.runtime.job_arguments import check_dataset, check_model, check_optimizer
-from resilient.state.layer_state import BufferLayout
+from resilient.state.layout import BufferLayout
 from resilient.state.recipe import Recipe
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.schedules.kind import ScheduleKind
@@ -129,7 +129,7 @@ class Job(JobConfig):
         return Recipe(
             model=self.model.digest(),
             num_layers=len(self.model.layers),
-            num_parameters=sum(layout.numel(0) for layout in self.layouts().values()),
+            num_parameters=sum(entry.numel for layout in self.layouts().values() for entry in layout.entries),
             dataset=type(self.dataset).__qualname__,
             num_samples=len(self.dataset),
             global_batch=self.global_batch,

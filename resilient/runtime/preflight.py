@@ -18,7 +18,7 @@ def check_trainable(job: Job) -> None:
     layouts = job.layouts().values()
     if any(layout.num_trainable for layout in layouts):
         return
-    num_frozen = sum(layout.num_frozen for layout in layouts)
+    num_frozen = sum(entry.numel for layout in layouts for entry in layout.entries)
     got = f"{num_frozen} frozen ones" if num_frozen else "none at all"
     fix = "unfreeze a layer" if num_frozen else "give it layers that learn"
     raise ArgumentError("model", "have parameters that are trained", f"{got} in {len(layouts)} layers", fix)

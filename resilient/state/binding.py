@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from resilient.models.layer import LayerSpec, tie
+from resilient.models.layer import LayerSpec, own_types, tie
 from resilient.state.layer_state import LayerState
 
 
@@ -24,6 +24,7 @@ def bind(spec: LayerSpec, states: Mapping[str, LayerState], device: torch.device
     state = states[spec.name]
     with _SkipInit(), device:
         module = spec.build()
+    own = own_types(module)
     names: dict[int, str] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         own = names.setdefault(id(parameter), name)  # parts of a layer may share one, under several names
@@ -31,8 +32,8 @@ def bind(spec: LayerSpec, states: Mapping[str, LayerState], device: torch.device
             tie(module, name, state.parameters[own])
     for name, (owner, owned) in spec.tied.items():
         tie(module, name, states[owner].parameters[owned])
-    for buffer in module.buffers():
-        if buffer.is_floating_point():
+    for name, buffer in module.named_buffers():
+        if buffer.is_floating_point() and name not in own:
             buffer.data = buffer.data.to(state.buffer.dtype)
     return module
 

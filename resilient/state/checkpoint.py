@@ -66,7 +66,7 @@ def load(path: str | Path, states: Iterable[LayerState]) -> None:
     manifest = read_manifest(path)
     for state in states:
         name = state.spec.name
-        if not state.buffer.numel():
+        if not state.held:
             continue
         if name not in manifest.states:
             raise CheckpointError(f"{path} holds no state {name!r}; the checkpoint belongs to another model")

@@ -1,140 +1,24 @@
-"""Layer states: a layer's parameters and optimizer slots in one flat buffer.
+"""Layer states: a layer's parameters and optimizer slots in one flat buffer (:mod:`resilient.state.layout`).
 
-Owns the layout of that buffer. A copy is then one large send, a gradient sum one all-reduce, a fingerprint one pass.
-Knows nothing of ranks or plans.
+A copy is then one large send, a gradient sum one all-reduce, a fingerprint one pass. Knows nothing of ranks or plans.
 
-    buffer:  [ trainable parameters | frozen parameters | slot 0 | slot 1 | ... ]     slots as long as the first part
-    grad:    [ trainable parameters ]
-
-Parameters that are updated at the same rates lie together: a window, which torch's optimizer sees as one parameter.
-
-This is the canonical buffer, that of a worker that holds the state alone. One that shares it holds intervals of it, one
-after the other: what lies together there lies together here. A parameter that is cut is stored with the dimension first
-in which it is cut, so that a part of it is one interval.
+The canonical buffer is that of a worker that holds the state alone. One that shares it holds intervals of it, one after
+the other: what lies together there lies together here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from resilient.models.layer import LayerSpec, initialize_layer
+from resilient.state.layout import BufferLayout, ParameterEntry, Rates, Window
 from resilient.state.witnesses import SEVERAL
 from resilient.templates.common.byte_intervals import ByteIntervals
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """At which rates a parameter is updated.
-
-    Args:
-        lr: Learning rate, where the schedule's factor is 1.
-        weight_decay: As the optimizer understands it.
-    """
-
-    lr: float
-    weight_decay: float
-
-
-RatesOf = Callable[[str, int], Rates]
-"""A parameter's full name, ``<layer>.<parameter>``, and its number of dimensions -> its rates."""
-
-
-def _not_updated(name: str, num_dims: int) -> Rates:
-    return Rates(lr=0.0, weight_decay=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParameterEntry:
-    """Where a parameter lies in its layer's buffer, in elements."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int
-    trainable: bool
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return torch.Size(self.shape).numel()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Window:
-    """Trainable parameters that lie together and are updated at the same rates: elements ``start .. stop - 1``."""
-
-    rates: Rates
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class BufferLayout:
-    """What a layer's buffer holds."""
-
-    entries: tuple[ParameterEntry, ...]
-    windows: tuple[Window, ...]
-    num_trainable: int
-    num_frozen: int
-
-    def numel(self, num_slots: int) -> int:
-        """Return the length of the buffer in elements."""
-        return self.num_trainable * (1 + num_slots) + self.num_frozen
-
-    @classmethod
-    def of(cls, spec: LayerSpec, rates_of: RatesOf = _not_updated) -> BufferLayout:
-        """Size a layer without allocating it.
-
-        Args:
-            spec: The layer.
-            rates_of: The optimizer's; left out where nothing is to be updated.
-
-        Raises:
-            ValueError: The layer keeps running statistics: they are no function of the samples' order alone.
-        """
-        with torch.device("meta"):
-            module = spec.build()
-        for part in module.modules():
-            if isinstance(part, _BatchNorm) and part.track_running_stats and part.training:
-                raise ValueError(
-                    f"layer {spec.name!r} must not keep running statistics, got {type(part).__name__}; "
-                    "use LayerNorm or GroupNorm, or keep those it has with eval()"
-                )
-        named = [(name, parameter) for name, parameter in module.named_parameters() if name not in spec.tied]
-        trainable: dict[Rates, list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in named:
-            if parameter.requires_grad:
-                rates = rates_of(f"{spec.name}.{name}", parameter.dim())
-                trainable.setdefault(rates, []).append((name, parameter))
-        entries: list[ParameterEntry] = []
-        windows: list[Window] = []
-        offset = 0
-        for rates, together in trainable.items():
-            entries += _entries(together, offset)
-            stop = offset + sum(parameter.numel() for _, parameter in together)
-            windows.append(Window(rates=rates, start=offset, stop=stop))
-            offset = stop
-        frozen = _entries([(name, parameter) for name, parameter in named if not parameter.requires_grad], offset)
-        return cls(
-            entries=(*entries, *frozen),
-            windows=tuple(windows),
-            num_trainable=offset,
-            num_frozen=sum(entry.numel for entry in frozen),
-        )
-
-
-def _entries(named: Iterable[tuple[str, nn.Parameter]], offset: int) -> list[ParameterEntry]:
-    """Lay parameters out one after the other, from ``offset`` on."""
-    entries: list[ParameterEntry] = []
-    for name, parameter in named:
-        shape, trainable = tuple(parameter.shape), parameter.requires_grad
-        entries.append(ParameterEntry(name=name, shape=shape, offset=offset, trainable=trainable))
-        offset += parameter.numel()
-    return entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +40,7 @@ class LayerState:
         spec: The layer.
         layout: Its :class:`BufferLayout`.
         slots: Names of the optimizer's slots.
-        dtype: Of parameters, gradients and slots.
+        dtype: Of parameters, gradients and slots, but of parameters that have a type of their own.
         device: Where they live.
         held: What of the canonical buffer is here: some elements of the parameters, and of each slot those that belong
             to them. None for all.
@@ -164,7 +48,8 @@ class LayerState:
     Attributes:
         whole: All of the canonical buffer.
         held: What of it is here.
-        buffer: What is held, ``[num_elements]``.
+        bytes: What is held, ``[num_bytes]``; what is copied between workers.
+        buffer: The elements of the job's type, with which that begins, ``[num_elements]``.
         grad: The gradients of the trainable parameters, which the buffer begins with.
         slots: The optimizer's, by name.
         parameters: By name; one that is not here whole is flat.
@@ -183,10 +68,12 @@ class LayerState:
         self.spec = spec
         self.layout = layout
         self.origin = SEVERAL
-        self.whole = ByteIntervals.of(0, layout.numel(len(slots)) * dtype.itemsize)
+        self.whole = ByteIntervals.of(0, layout.num_bytes(len(slots), dtype.itemsize))
         self.held = self.whole if held is None else held
         self._itemsize = dtype.itemsize
-        self.buffer = torch.zeros(self.held.size // dtype.itemsize, dtype=dtype, device=device)
+        self._own_start = layout.numel(len(slots)) * dtype.itemsize
+        self.bytes = torch.zeros(self.held.size, dtype=torch.uint8, device=device)
+        self.buffer = self.bytes[: self.held.before(self._own_start)].view(dtype)
         self.grad = torch.zeros(self._here(0, layout.num_trainable).stop, dtype=dtype, device=device)
         first_slot = layout.num_trainable + layout.num_frozen
         self.slots = {
@@ -210,43 +97,53 @@ class LayerState:
         return UpdatedWindow(rates=window.rates, parameter=parameter, slots=slots)
 
     def _parameter(self, entry: ParameterEntry) -> nn.Parameter:
-        elements = self._here(entry.offset, entry.offset + entry.numel)
-        parameter = nn.Parameter(_shaped(self.buffer[elements], entry), requires_grad=entry.trainable)
+        start, end = self._place(entry)
+        elements = self.window(start, end).view(entry.dtype or self.buffer.dtype)
+        is_whole = elements.numel() == entry.numel
+        parameter = nn.Parameter(entry.shaped(elements) if is_whole else elements, requires_grad=entry.trainable)
         if entry.trainable:
-            parameter.grad = _shaped(self.grad[elements], entry)
+            gradient = self.grad[self._here(entry.offset, entry.offset + entry.numel)]
+            parameter.grad = entry.shaped(gradient) if is_whole else gradient
         return parameter
 
-    @property
-    def bytes(self) -> Tensor:
-        """The buffer as bytes, ``[num_bytes]``; what is copied between workers."""
-        return self.buffer.view(torch.uint8)
+    def _place(self, entry: ParameterEntry, slot: int | None = None) -> tuple[int, int]:
+        """Return where a parameter, or what a slot has for it, starts and ends in the canonical buffer."""
+        if entry.dtype is not None:
+            start = self._own_start + entry.offset
+            return start, start + entry.numel * entry.dtype.itemsize
+        start = entry.offset + (0 if slot is None else self.layout.numel(slot))
+        return start * self._itemsize, (start + entry.numel) * self._itemsize
 
     def window(self, start: int, end: int) -> Tensor:
-        """Return the bytes ``start .. end - 1`` of the canonical buffer, all of which are held."""
+        """Return what is held of the bytes ``start .. end - 1`` of the canonical buffer."""
         return self.bytes[self.held.before(start) : self.held.before(end)]
 
+    def held_bytes(self, intervals: ByteIntervals) -> Tensor:
+        """Return those of some bytes that are held, ``[num_bytes]``: a view if they lie together."""
+        views = [self.bytes[start:end] for start, end in self.held.positions(intervals)]
+        return views[0] if len(views) == 1 else torch.cat([self.bytes[:0], *views])
+
     def values(self, intervals: ByteIntervals) -> Tensor:
-        """Return the elements of those of some bytes that are held, ``[num_elements]``: a view if they lie together."""
-        views = [self.buffer[elements] for elements in self._elements(intervals)]
-        return views[0] if len(views) == 1 else torch.cat([self.buffer[:0], *views])
+        """Return the elements of those of some bytes that are held, all as the job's type, ``[num_elements]``."""
+        own = intervals & self.held - ByteIntervals.of(0, self._own_start)
+        values = [self.held_bytes(intervals - own).view(self.buffer.dtype)]
+        values += [self.window(each.start, each.end).view(each.dtype) for each in self._named(own)]
+        return torch.cat([part.to(self.buffer.dtype) for part in values]) if own else values[0]
 
     def gradients(self, intervals: ByteIntervals) -> list[Tensor]:
         """Return views of the gradients of what is held and trained among some bytes; what lies together is one."""
         trainable = ByteIntervals.of(0, self.layout.num_trainable * self._itemsize)
-        return [self.grad[elements] for elements in self._elements(intervals & trainable)]
-
-    def _elements(self, intervals: ByteIntervals) -> list[slice]:
-        """Return where the elements of those of some bytes that are held lie here."""
-        return [slice(start // self._itemsize, end // self._itemsize) for start, end in self.held.positions(intervals)]
+        found = self.held.positions(intervals & trainable)
+        return [self.grad[start // self._itemsize : end // self._itemsize] for start, end in found]
 
     def initialize(self, seed: int) -> None:
         """Fill in the initial values, which depend on (seed, layer name) alone, and zero the slots."""
         module = initialize_layer(self.spec, seed, self.buffer.dtype)
-        self.buffer.zero_()
+        self.bytes.zero_()
         for entry in self.layout.entries:
-            values = module.get_parameter(entry.name).detach().contiguous().view(-1).view(torch.uint8)
-            first = entry.offset * self._itemsize
-            for start, end in self.held & ByteIntervals.of(first, first + values.numel()):
+            values = entry.stored(module.get_parameter(entry.name).detach()).view(torch.uint8)
+            first, last = self._place(entry)
+            for start, end in self.held & ByteIntervals.of(first, last):
                 self.window(start, end).copy_(values[start - first : end - first])
 
     def take(self, other: LayerState, wanted: ByteIntervals) -> bool:
@@ -259,15 +156,14 @@ class LayerState:
     def tensors(self, part: ByteIntervals | None = None) -> dict[str, Tensor]:
         """Return views of everything in some held bytes by name, slots as ``optimizer/<slot>/<parameter>``.
 
-        Of what is not among them whole, each interval is flat, by its elements: ``weight[24:48]``.
+        Of what is not among them whole, each interval is flat, by its elements: ``weight[24:48]``, or
+        ``weight@1[24:48]`` where dimension 1 is stored first.
 
         Args:
             part: The bytes; None for all that are held.
         """
-        return {
-            name: self.window(start, end).view(self.buffer.dtype).view(shape)
-            for name, shape, start, end in self._named(self.held if part is None else part)
-        }
+        named = self._named(self.held if part is None else part)
+        return {each.name: each.shaped(self.window(each.start, each.end).view(each.dtype)) for each in named}
 
     def load(self, tensors: Mapping[str, Tensor], part: ByteIntervals | None = None) -> None:
         """Copy in what is held of what :meth:`tensors` gave, of this state or of another one of the layer.
@@ -279,38 +175,62 @@ class LayerState:
         Raises:
             ValueError: A tensor is missing or has another shape or type.
         """
-        for name, shape, start, end in self._named(self.whole if part is None else part):
-            found = tensors.get(name)
-            if found is None or found.shape != shape or found.dtype != self.buffer.dtype:
-                form = _form(torch.empty(shape, dtype=self.buffer.dtype, device="meta"))
+        for each in self._named(self.whole if part is None else part):
+            found = tensors.get(each.name)
+            expected = torch.empty(each.shape, dtype=each.dtype, device="meta")
+            if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
                 raise ValueError(
-                    f"{name!r} of layer {self.spec.name!r} must be {form}, got {_form(found)}; "
+                    f"{each.name!r} of layer {self.spec.name!r} must be {_form(expected)}, got {_form(found)}; "
                     "the checkpoint belongs to another model, optimizer or precision"
                 )
-            values = found.contiguous().view(-1).view(torch.uint8)
-            for first, last in self.held & ByteIntervals.of(start, end):
-                self.window(first, last).copy_(values[first - start : last - start])
+            values = each.stored(found).view(torch.uint8)
+            for first, last in self.held & ByteIntervals.of(each.start, each.end):
+                self.window(first, last).copy_(values[first - each.start : last - each.start])
 
-    def _named(self, part: ByteIntervals) -> Iterator[tuple[str, torch.Size, int, int]]:
-        """Yield the tensors of some bytes: name, shape, and where in the canonical buffer they start and end."""
-        entries = self.layout.entries
-        places = [(entry.name, entry.offset, entry) for entry in entries]
+    def _named(self, part: ByteIntervals) -> Iterator[_Named]:
+        """Yield the tensors of some bytes."""
+        places = [(entry.name, entry, self._place(entry)) for entry in self.layout.entries]
         for index, slot in enumerate(self.slots):
-            start = self.layout.numel(index)
-            places += [(f"optimizer/{slot}/{e.name}", start + e.offset, e) for e in entries if e.trainable]
-        for name, first, entry in places:
-            start, end = first * self._itemsize, (first + entry.numel) * self._itemsize
+            trained = (entry for entry in self.layout.entries if entry.trainable)
+            places += [(f"optimizer/{slot}/{entry.name}", entry, self._place(entry, index)) for entry in trained]
+        for name, entry, (start, end) in places:
+            dtype = entry.dtype or self.buffer.dtype
             found = part & ByteIntervals.of(start, end)
             if found.size == end - start:
-                yield name, torch.Size(entry.shape), start, end
+                yield _Named(name, dtype, start, end, entry)
                 continue
+            order = f"@{entry.cut}" if entry.cut else ""
             for one, other in found:
-                elements = (one - start) // self._itemsize, (other - start) // self._itemsize
-                yield f"{name}[{elements[0]}:{elements[1]}]", torch.Size([elements[1] - elements[0]]), one, other
+                first, last = (one - start) // dtype.itemsize, (other - start) // dtype.itemsize
+                yield _Named(f"{name}{order}[{first}:{last}]", dtype, one, other)
 
 
-def _shaped(elements: Tensor, entry: ParameterEntry) -> Tensor:
-    return elements.view(entry.shape) if elements.numel() == entry.numel else elements
+class _Named(NamedTuple):
+    """A tensor of a state.
+
+    Args:
+        name: Its name.
+        dtype: Its type.
+        start: Its first byte in the canonical buffer.
+        end: One past its last one.
+        entry: Of the parameter that it is, or that a slot has it for; None for an interval of that.
+    """
+
+    name: str
+    dtype: torch.dtype
+    start: int
+    end: int
+    entry: ParameterEntry | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return ((self.end - self.start) // self.dtype.itemsize,) if self.entry is None else self.entry.shape
+
+    def stored(self, values: Tensor) -> Tensor:
+        return values.contiguous() if self.entry is None else self.entry.stored(values)
+
+    def shaped(self, elements: Tensor) -> Tensor:
+        return elements if self.entry is None else self.entry.shaped(elements)
 
 
 def _form(tensor: Tensor | None) -> str:

@@ -97,7 +97,7 @@ class Replicas:
         if undecided:
             raise ReplicaError(why_undecided(undecided, version))
         for name, piece in self._shared:
-            if self._comm.rank in piece.holders:
+            if self._has(piece):
                 self._states[name].origin = self._own  # equal to all others that stay: from here on it is its holder's
         if found:
             raise OddCopiesError(found, self._own)
@@ -120,7 +120,10 @@ class Replicas:
         is_alike = is_equal
         if not exactly and any(len({kinds[number] for number in copies[index]}) > 1 for index in unequal):
             none = torch.zeros(2, NUM_SLICES, dtype=torch.float64)
-            values = [self._values(*self._shared[index]) for index in unequal]
+            shared = [self._shared[index] for index in unequal]
+            values = [
+                self._states[name].values(piece.intervals) if self._has(piece) else None for name, piece in shared
+            ]
             sketches = self._exchange(torch.stack([none if each is None else sketch(each) for each in values]))
             dtype = next(iter(self._states.values())).buffer.dtype
 
@@ -136,18 +139,23 @@ class Replicas:
             for difference in find_differences({self._shared[index][0]: copies[index]}, partial(is_alike, index))
         ]
 
-    def _values(self, name: str, piece: Piece) -> Tensor | None:
-        """Return this rank's copy of a piece; None where it has none."""
-        return self._states[name].values(piece.intervals) if self._comm.rank in piece.holders else None
+    def _has(self, piece: Piece) -> bool:
+        return self._comm.rank in piece.holders
+
+    def _sketch(self, name: str, piece: Piece) -> Tensor:
+        """Return a sketch of this rank's copy of a piece; zeros where it has none."""
+        if not self._has(piece):
+            return torch.zeros(2, NUM_SLICES, dtype=torch.float64)
+        return sketch(self._states[name].values(piece.intervals))
 
     def _own_copy(self, name: str, piece: Piece) -> tuple[int, int]:
         """Return fingerprint and origin of this rank's copy of a piece."""
-        values = self._values(name, piece)
-        if values is None:
+        if not self._has(piece):
             return 0, SEVERAL
+        data = self._states[name].held_bytes(piece.intervals)
         if not self._comm.on_devices:
-            values = values.cpu()  # some ranks may have no GPU, and all must find the same fingerprint
-        return fingerprint(values.view(torch.uint8)), self._states[name].origin
+            data = data.cpu()  # some ranks may have no GPU, and all must find the same fingerprint
+        return fingerprint(data), self._states[name].origin
 
     def _exchange(self, own: Tensor) -> dict[int, Tensor]:
         """Return what every rank brings, by its number as a witness."""

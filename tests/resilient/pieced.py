@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from resilient.models.layer import LayerSpec
 from resilient.optim import Optimizer
-from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.state.layer_state import LayerState
+from resilient.state.layout import BufferLayout
 from resilient.templates.common.byte_intervals import ByteIntervals
 from tests.mixtures import StateSizes
 from tests.resilient.small import CPU

@@ -16,7 +16,8 @@ from resilient.optim import AdamW
 from resilient.profiling.cache import job_profile
 from resilient.profiling.profiler import draw_samples
 from resilient.runtime.job import Job
-from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.state.layer_state import LayerState
+from resilient.state.layout import BufferLayout
 from resilient.templates.common.byte_intervals import ByteIntervals
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Pipeline, Plan
@@ -155,7 +156,7 @@ def make_profile(job: Job) -> ModelProfile:
             LayerProfile(
                 name=spec.name,
                 costs=(LayerCost(forward_ms=1.0, backward_input_ms=1.0, backward_weight_ms=1.0),),
-                parameter_bytes=layout.numel(0) * job.dtype.itemsize,
+                parameter_bytes=layout.num_bytes(0, job.dtype.itemsize),
                 optimizer_bytes=layout.num_trainable * len(job.optimizer.slots) * job.dtype.itemsize,
                 shares=tuple(owner for owner, _ in spec.tied.values()),
             )

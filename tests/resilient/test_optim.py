@@ -13,7 +13,8 @@ import torch
 
 from resilient.models.layer import LayerSpec, WholeModel
 from resilient.optim import SGD, AdamW, Optimizer, ParameterGroup, WarmupCosine, learning_rate, set_learning_rates
-from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.state.layer_state import LayerState
+from resilient.state.layout import BufferLayout
 from tests.resilient.small import TiedModel, assemble, draw, split_decay
 from tests.resilient.state.test_layer_state import CPU
 

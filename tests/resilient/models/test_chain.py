@@ -16,7 +16,8 @@ from resilient.errors import SampleError
 from resilient.models.chain import Chain
 from resilient.models.layer import Batch, initialize_layer
 from resilient.state.binding import bind
-from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.state.layer_state import LayerState
+from resilient.state.layout import BufferLayout
 from tests.resilient.small import assemble
 
 FACTORIES = (lambda: nn.Linear(4, 8), nn.ReLU, lambda: nn.Linear(8, 2))

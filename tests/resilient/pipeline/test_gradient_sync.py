@@ -17,7 +17,8 @@ from resilient.data.dataset import stack
 from resilient.models.layer import Activations, WholeModel
 from resilient.pipeline.gradient_sync import GradientSync
 from resilient.state.binding import bind
-from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.state.layer_state import LayerState
+from resilient.state.layout import BufferLayout
 from resilient.templates.common.byte_intervals import Piece, common_pieces
 from tests.mixtures import SIZES, Held, StateSizes, holders
 from tests.resilient.pieced import piece_of

@@ -9,7 +9,8 @@ from resilient.comm import SingleProcessCommunicator
 from resilient.optim import SGD, AdamW, WarmupCosine
 from resilient.protocol.messages import StepOutcome
 from resilient.runtime.commit import Ballot, Ledger, Verdict
-from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.state.layer_state import LayerState
+from resilient.state.layout import BufferLayout
 from resilient.state.skipped import SkippedSteps
 from resilient.templates.common.byte_intervals import ByteIntervals
 from tests.resilient.small import CPU, TiedModel

@@ -17,7 +17,8 @@ from resilient.common.files import hash_file
 from resilient.errors import ArgumentError, CheckpointError
 from resilient.models.layer import LayerSpec
 from resilient.state import checkpoint
-from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.state.layer_state import LayerState
+from resilient.state.layout import BufferLayout
 from resilient.state.manifest import (
     MANIFEST,
     Manifest,

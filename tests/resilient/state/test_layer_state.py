@@ -10,7 +10,8 @@ from torch import nn
 
 from resilient.models.layer import LayerSpec, initialize_layer
 from resilient.state.binding import bind
-from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.state.layer_state import LayerState
+from resilient.state.layout import BufferLayout
 from tests.resilient.small import CPU, VOCABULARY, WIDTH, TiedModel, draw
 
 SLOTS = ("exp_avg", "exp_avg_sq")

@@ -9,7 +9,8 @@ from torch import nn
 from resilient.errors import CommunicationError
 from resilient.models.layer import LayerSpec
 from resilient.state import peer_copy as copying
-from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.state.layer_state import LayerState
+from resilient.state.layout import BufferLayout
 from resilient.state.peer_copy import copy_states
 from resilient.state.witnesses import SEVERAL
 from resilient.templates.replan.transfer import Transfer

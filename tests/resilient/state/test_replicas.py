@@ -9,7 +9,8 @@ import torch
 
 from resilient.comm import SingleProcessCommunicator
 from resilient.errors import ReplicaError
-from resilient.state.layer_state import BufferLayout, LayerState
+from resilient.state.layer_state import LayerState
+from resilient.state.layout import BufferLayout
 from resilient.state.replicas import OddCopiesError, Replicas
 from resilient.state.witnesses import witness
 from resilient.templates.common.byte_intervals import Piece, common_pieces
