@@ -23,7 +23,8 @@ NOT_COMPARED: dict[str, Any] = dict.fromkeys(
 )
 """What a report says of a run that has no reference."""
 
-_NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "BOOL": "?"}
+_NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I32": "<i4", "I16": "<i2", "I8": "i1", "BOOL": "?"}
+"""Of all others the bytes are compared."""
 
 _INTERVAL = re.compile(r"(?P<name>.*)\[(?P<first>\d+):\d+\]")
 """A part of a tensor, in the files of states that several workers held together."""
@@ -109,7 +110,7 @@ def _parameters(folder: Path, files: Iterable[SavedState]) -> dict[str, np.ndarr
                 bits = np.frombuffer(tensor["data"], dtype="<u2").astype(np.uint32) << 16
                 values = bits.view(np.float32)
             else:
-                values = np.frombuffer(tensor["data"], dtype=_NUMPY_TYPES[tensor["dtype"]])
+                values = np.frombuffer(tensor["data"], dtype=_NUMPY_TYPES.get(tensor["dtype"], "u1"))
             part = _INTERVAL.fullmatch(key)
             name, first = (part["name"], int(part["first"])) if part else (key, 0)
             parts.setdefault(name, {})[first] = values.astype(np.float64)

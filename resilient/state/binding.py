@@ -24,7 +24,7 @@ def bind(spec: LayerSpec, states: Mapping[str, LayerState], device: torch.device
     state = states[spec.name]
     with _SkipInit(), device:
         module = spec.build()
-    own = own_types(module)
+    kept = own_types(module)
     names: dict[int, str] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         own = names.setdefault(id(parameter), name)  # parts of a layer may share one, under several names
@@ -33,7 +33,7 @@ def bind(spec: LayerSpec, states: Mapping[str, LayerState], device: torch.device
     for name, (owner, owned) in spec.tied.items():
         tie(module, name, states[owner].parameters[owned])
     for name, buffer in module.named_buffers():
-        if buffer.is_floating_point() and name not in own:
+        if buffer.is_floating_point() and name not in kept:
             buffer.data = buffer.data.to(state.buffer.dtype)
     return module
 

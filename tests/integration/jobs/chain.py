@@ -94,6 +94,37 @@ class Delay(nn.Module):
         return hidden
 
 
+class HalfFrozen(nn.Module):
+    """A frozen encoder in bfloat16, a frozen table of integers with a trained scale, and a trained adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(WIDTH, WIDTH).bfloat16().requires_grad_(False)
+        self.register_buffer("shift", torch.linspace(-1, 1, WIDTH).bfloat16())
+        self.table = nn.Parameter(torch.zeros(WIDTH, 3, dtype=torch.int8), requires_grad=False)
+        self.register_buffer("column", torch.tensor(1))
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.01))
+        self.adapter = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        encoded = self.encoder(hidden.bfloat16()) + self.shift
+        assert encoded.dtype is torch.bfloat16
+        assert self.table.dtype is torch.int8
+        return self.adapter(encoded.to(self.scale.dtype)) + self.scale * self.table[:, self.column]
+
+
+def half_frozen() -> HalfFrozen:
+    """Return one with values of its own."""
+    made = HalfFrozen()
+    made.table.data = torch.randint(-100, 100, made.table.shape, dtype=torch.int8)
+    return made
+
+
+def frozen_in_bfloat16() -> nn.Module:
+    """Return a module of which nothing is trained."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).bfloat16().requires_grad_(False)
+
+
 def squared_error(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the loss summed over the samples."""
     return ((output - batch["target"]) ** 2).sum()
@@ -139,14 +170,20 @@ def breaking(spec: LayerSpec, what: str) -> LayerSpec:
     return replace(spec, build=build, reads=frozenset({"breaks"}))
 
 
-def build_model(num_layers: int, slow_node: int | None = None, breaks: str = "") -> rs.Chain:
-    """Return a chain of ``num_layers`` layers of different sizes; of some samples, one in the middle may break."""
+def build_model(num_layers: int, slow_node: int | None = None, breaks: str = "", *, frozen: bool = False) -> rs.Chain:
+    """Return a chain of ``num_layers`` layers of different sizes; of some samples, one in the middle may break.
+
+    With ``frozen`` two of three layers have frozen parts of types of their own.
+    """
     hidden = [
         lambda inner=WIDTH * (1 + i % 3): nn.Sequential(
             nn.Linear(WIDTH, inner), nn.Tanh(), nn.Linear(inner, WIDTH), Delay(slow_node)
         )
         for i in range(num_layers - 1)
     ]
+    if frozen:
+        hidden[::3] = [half_frozen] * len(hidden[::3])
+        hidden[1::3] = [frozen_in_bfloat16] * len(hidden[1::3])
     loss = infinite_error if breaks == "loss" else absolute_error if UNLIKE == "loss" else squared_error
     chain = rs.Chain([*hidden, lambda: nn.Linear(WIDTH, 1)], loss)
     if breaks in ("output", "gradient"):
@@ -163,6 +200,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=28)
     parser.add_argument("--microbatch", type=int, default=4)
     parser.add_argument("--layers", type=int, default=NUM_LAYERS)
+    parser.add_argument("--frozen", action="store_true", help="parts of types of their own")
     parser.add_argument("--precision", default="fp64")
     parser.add_argument("--optimizer", choices=("adamw", "sgd", "groups"), default="adamw")
     parser.add_argument("--max-failures", type=int, default=1)
@@ -222,7 +260,7 @@ def main() -> None:
         "groups": rs.AdamW(lr=3e-3, groups=groups),
     }
     trainer = rs.Trainer(
-        build_model(args.layers, args.slow_node, args.breaks),
+        build_model(args.layers, args.slow_node, args.breaks, frozen=args.frozen),
         Waves(
             samples_of(args.raise_in),
             conditions,
