@@ -2,9 +2,11 @@
 
 Turns are the cells of one unit, the language model as a rule. A forward's turn is that of the first cell it is needed
 for, or of the last one that it needs something of; a backward's is that in which its gradient comes back, later by as
-many as the stage is ahead of the last one, and a unit of the one in other rows that it feeds. Of one turn forwards come
-before backwards, forwards of earlier units before those of later ones, backwards the other way round. So whatever an
-action waits for stands before it in this order of all actions, of which every row's is a part.
+many as the stage is ahead of the last one (its delay, which never grows along a lane), and a unit of the one in other
+rows that it feeds. Of one turn forwards come before backwards, and these before what is left of them where they are
+split; forwards of earlier units before those of later ones, backwards the other way round. So whatever an action waits
+for stands before it in this order of all actions, of which every row's is a part. Where memory is short delays are
+shorter.
 """
 
 from __future__ import annotations
@@ -17,21 +19,32 @@ from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
 from resilient.templates.schedules.graph import Backward, StepGraph
 from resilient.templates.schedules.schedule import Op, Schedule
+from resilient.templates.schedules.unit_delays import longest_delays, shorten
 
 _RECEIVE, _COMPUTE, _SEND = range(3)
 
 
 def generate_units(
-    graph: StepGraph, *, pace: str | None = None, lead: int = 1, states: Sequence[Sequence[int]] | None = None
+    graph: StepGraph,
+    *,
+    pace: str | None = None,
+    lead: int = 1,
+    split: bool = False,
+    max_in_flight: Sequence[int] | None = None,
+    states: Sequence[Sequence[int]] | None = None,
 ) -> Schedule:
     """Return a schedule of one step of a graph of units.
 
-    A chain's is 1F1B, or with a lead of 2 eager 1F1B, cut into units or not.
+    A chain's is 1F1B, or with a lead of 2 eager 1F1B, cut into units or not; split, it is ZB-H1 or ZB-H2.
 
     Args:
         graph: The step.
         pace: The unit whose cells are the turns; the last one by default.
         lead: How many cells a stage runs ahead of the next one: 2 hides messages, for up to twice the memory.
+        split: Whether backwards for the weights stand apart, as late as those of the lane's first stage: they fill gaps
+            while all stages of a lane keep as much as its first one.
+        max_in_flight: Per row, how many cells its memory holds, each until its last backward; without it, as many as
+            there are.
         states: Per stage, lane after lane, the indices of the layer states it holds; without it, gradients are not
             summed.
 
@@ -47,12 +60,29 @@ def generate_units(
     states = [()] * graph.num_stages if states is None else states
     if len(states) != graph.num_stages:
         raise ArgumentError("states", f"list each of the {graph.num_stages} stages", len(states), "list one per stage")
-    actions = _Actions(graph)
+    if max_in_flight is not None and (len(max_in_flight) != graph.num_rows or min(max_in_flight) < 1):
+        fix = "a row whose memory holds no cell cannot run"
+        raise ArgumentError("max_in_flight", f"be >= 1 for each of the {graph.num_rows} rows", list(max_in_flight), fix)
     forward_turns = _forward_turns(graph, units.index(pace), units)
-    backward_turns = _backward_turns(graph, forward_turns, lead)
+    kept = longest_delays(graph, lead, split=split)
+    while True:
+        schedule = _in_order(graph, forward_turns, kept, lead, split=split, states=states)
+        if max_in_flight is None or not shorten(schedule, kept, max_in_flight):
+            return schedule
+
+
+def _in_order(
+    graph: StepGraph, forward_turns: Ints, kept: Ints, lead: int, *, split: bool, states: Sequence[Sequence[int]]
+) -> Schedule:
+    """Return the schedule in which each stage keeps its cells for so many turns."""
+    delays = np.minimum(kept, longest_delays(graph, lead, split=False))
+    for start, end in graph.tables.ends_of:
+        delays[start:end] = np.minimum.accumulate(delays[start:end])
+    actions = _Actions(graph)
+    backward_turns = _backward_turns(graph, forward_turns, delays, lead)
     for number in range(len(graph.lanes)):
         _add_forwards(actions, number, forward_turns[number])
-        _add_backwards(actions, number, backward_turns[number], lead)
+        _add_backwards(actions, number, backward_turns[number], delays, kept if split else None)
     return actions.in_order(states)
 
 
@@ -79,12 +109,12 @@ def _forward_turns(graph: StepGraph, pace: int, units: Sequence[str]) -> Ints:
     return turns
 
 
-def _backward_turns(graph: StepGraph, forward_turns: Ints, lead: int) -> list[Ints]:
+def _backward_turns(graph: StepGraph, forward_turns: Ints, delays: Ints, lead: int) -> list[Ints]:
     """Return, per lane, the cell and the part of each backward, and its turn on the last stage. [3, num_backwards]"""
     tables = graph.tables
     turns: list[Ints] = [np.zeros((3, 0), np.int64)] * len(graph.lanes)
     done = np.zeros_like(forward_turns)  # with a cell's backward on its lane's first stage
-    for number, lane in reversed(list(enumerate(graph.lanes))):
+    for number in reversed(range(len(graph.lanes))):
         parts = tables.parts[number]
         cells = np.repeat(np.arange(len(parts)), parts)
         part = np.arange(len(cells)) - np.repeat(np.cumsum(parts) - parts, parts)
@@ -95,7 +125,7 @@ def _backward_turns(graph: StepGraph, forward_turns: Ints, lead: int) -> list[In
         ahead = lead * (tables.row_of[flows[:, 0]] != tables.row_of[flows[:, 3]])
         turn[fed] = np.maximum(turn[fed], done[tables.lane_of[flows[:, 3]], flows[:, 4]] + ahead)
         turns[number] = np.stack([cells, part, turn])
-        np.maximum.at(done[number], cells, turn + lead * (len(lane.rows) - 1))
+        np.maximum.at(done[number], cells, turn + delays[tables.ends_of[number, 0]])
     return turns
 
 
@@ -129,9 +159,9 @@ class _Actions:
             flow: Of each.
             beside: Part of the computation that a message belongs to.
         """
-        backward = op not in (Op.FORWARD, Op.RECV_F, Op.SEND_F)
+        phase = 0 if op in (Op.FORWARD, Op.RECV_F, Op.SEND_F) else 2 if op is Op.BACKWARD_WEIGHT else 1
         after = _COMPUTE if op.computes else _RECEIVE if op in (Op.RECV_F, Op.RECV_B) else _SEND
-        columns = (int(op), stage, index, part, flow, 2 * turn + backward, beside, after)
+        columns = (int(op), stage, index, part, flow, 3 * turn + phase, beside, after)
         self._added.append(np.stack(np.broadcast_arrays(*columns)).reshape(len(columns), -1).astype(np.int64))
 
     def in_order(self, states: Sequence[Sequence[int]]) -> Schedule:
@@ -139,7 +169,7 @@ class _Actions:
         graph = self.graph
         op, stage, index, part, flow, turn, beside, after = np.concatenate(self._added, axis=1)
         lane = graph.tables.lane_of[stage]
-        back = turn % 2 == 1
+        back = turn % 3 > 0
         # of one turn: lanes, their cells, parts, and stages; lanes and stages from the last one where it is a backward
         num_lanes, num_stages = len(graph.lanes), graph.num_stages
         lanes, stages = np.where(back, num_lanes - 1 - lane, lane), np.where(back, num_stages - 1 - stage, stage)
@@ -175,18 +205,22 @@ def _add_forwards(actions: _Actions, number: int, turns: Ints) -> None:
     actions.add(Op.SEND_F, end - 1, flows[:, 1], part=flows[:, 2], flow=numbers, turn=turns[flows[:, 1]])
 
 
-def _add_backwards(actions: _Actions, number: int, turns: Ints, lead: int) -> None:
-    """Add a lane's backwards, with the messages before and after each."""
+def _add_backwards(actions: _Actions, number: int, turns: Ints, delays: Ints, weight_delays: Ints | None) -> None:
+    """Add a lane's backwards, with the messages before and after each; in halves where weights have delays."""
     tables = actions.graph.tables
     start, end = tables.ends_of[number]
     cells, part, turn = turns
 
     def late(stage: Ints | int) -> Ints:
-        return turn + lead * (end - 1 - stage)
+        return turn + delays[stage]
 
-    for op, backward in ((Op.BACKWARD, Backward.ALL), (Op.BACKWARD_INPUT, Backward.INPUTS)):
+    both = Op.BACKWARD if weight_delays is None else Op.BACKWARD_INPUT
+    for op, backward in ((both, Backward.ALL), (Op.BACKWARD_INPUT, Backward.INPUTS)):
         stages = start + np.flatnonzero(tables.backward_of[start:end] == backward)[:, None]
         actions.add(op, stages, cells, part=part, turn=late(stages), beside=part)
+    if weight_delays is not None:
+        stages = start + np.flatnonzero(tables.backward_of[start:end] == Backward.ALL)[:, None]
+        actions.add(Op.BACKWARD_WEIGHT, stages, cells, part=part, turn=turn + weight_delays[stages], beside=part)
     returned = (tables.backward_of[start : end - 1] > Backward.NONE) & (np.diff(actions.rows[start:end]) != 0)
     crossed = 1 + start + np.flatnonzero(returned)[:, None]  # stages that send gradients to another row
     actions.add(Op.SEND_B, crossed, cells, part=part, turn=late(crossed), beside=part)
@@ -217,7 +251,7 @@ def _sums(graph: StepGraph, states: Sequence[Sequence[int]], codes: Ints) -> Int
 
     Where several stages of a row have a state, its gradient is final after the last backward of them all.
     """
-    backwards = np.flatnonzero(codes[:, 0] == Op.BACKWARD)
+    backwards = np.flatnonzero(np.isin(codes[:, 0], (Op.BACKWARD, Op.BACKWARD_WEIGHT)))
     last = np.full(graph.num_stages, -1)
     last[codes[backwards, 1]] = backwards  # of several positions numpy keeps the last
     by_end = sorted(range(graph.num_stages), key=lambda stage: (last[stage], -stage))

@@ -55,7 +55,7 @@ def random_schedule(rng: Random) -> Schedule:
         for stage, kind in enumerate(kind for lane in graph.lanes for kind in lane.backwards)
     ]
     pace = rng.choice([None, *(lane.name.unit for lane in graph.lanes)])
-    return generate_units(graph, pace=pace, lead=rng.randint(1, 2), states=states)
+    return generate_units(graph, pace=pace, lead=rng.randint(1, 2), states=states, split=rng.random() < 0.3)
 
 
 def halved(schedule: Schedule, rng: Random) -> Schedule:
