@@ -61,10 +61,13 @@ class RowActions:
         self._first, self._last = {first for first, _ in ends}, {end - 1 for _, end in ends}
         for flow, (source, cell, part, target, _) in zip(graph.flows, graph.tables.flows.tolist(), strict=True):
             if part or cell != flow.target_cell:
+                # a stage has one autograd graph of a microbatch, and no word of which samples go where
+                late = schedule.named(Op.FORWARD, target, flow.target_cell, 0)
+                apart = schedule.named(Op.BACKWARD, source, cell, part)
                 raise ArgumentError(
                     "schedule",
-                    "feed a unit's cell from cells of the same number, each to one lane",
-                    f"{flow.source}:{cell} for {flow.target}:{flow.target_cell}",
+                    "feed each cell from those of the same number, and have one backward of each",
+                    f"{apart} for {flow.target}:{flow.target_cell}" if part else f"{late} of {flow.source}:{cell}",
                     "place the samples of a microbatch together in every unit",
                 )
             link = StageLink(source, target, cell)

@@ -84,6 +84,8 @@ class Ledger:
 
     def progress(self) -> WorkerProgress:
         """Return what the coordinator needs to know to agree on the step to go on from."""
+        # it takes each name for a whole state: what is told of a part would be a state that nobody can copy
+        assert all(state.held == state.whole for state in (*self.current.values(), *self.retained.values()))
         return WorkerProgress(
             version=self.version,
             complete=self.complete,

@@ -76,8 +76,8 @@ class ParameterEntry:
 
     def shaped(self, elements: Tensor) -> Tensor:
         """Return a view of all elements, as they are stored, in the parameter's shape."""
-        length = self.shape[self.cut : self.cut + 1]
-        return elements.view(*length, *self.shape[: self.cut], *self.shape[self.cut + 1 :]).movedim(0, self.cut)
+        first = self.shape[self.cut : self.cut + 1]  # a single number has none
+        return elements.view((*first, *self.shape[: self.cut], *self.shape[self.cut + 1 :])).movedim(0, self.cut)
 
 
 @dataclass(frozen=True, kw_only=True)

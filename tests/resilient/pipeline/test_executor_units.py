@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import cast
 
@@ -207,12 +208,13 @@ def real_stage(model: Model, number: int, states: dict[str, LayerState]) -> Stag
     return Stage(model, [layer], is_last=number == len(NAMES) - 1, device=CPU, autocast=None, seed=3)
 
 
-def test_what_real_stages_cannot_run_is_refused() -> None:
+@pytest.mark.parametrize(("cells", "got"), [((1,), "llm.0:0F1 of vision.0:0"), ((0, 1), "vision.0:1B0.1 for llm.0:1")])
+def test_deferral_and_parts_of_a_backward_are_refused_by_the_action(cells: tuple[int, ...], got: str) -> None:
     graph = step_graph(ROWS["apart"], (), 2)
-    changed = StepGraph(lanes=graph.lanes, flows=(Flow(VISION, 0, LLM, 1),), num_rows=5)
+    changed = StepGraph(lanes=graph.lanes, flows=tuple(Flow(VISION, 0, LLM, cell) for cell in cells), num_rows=5)
     message = (
-        r"^schedule must feed a unit's cell from cells of the same number, each to one lane, got vision\.0:0 for "
-        r"llm\.0:1; place the samples of a microbatch together in every unit$"
+        f"schedule must feed each cell from those of the same number, and have one backward of each, got {got}; "
+        "place the samples of a microbatch together in every unit"
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         RowActions(generate_units(changed), 0)
