@@ -97,6 +97,8 @@ class Delay(nn.Module):
 class HalfFrozen(nn.Module):
     """A frozen encoder in bfloat16, a frozen table of integers with a trained scale, and a trained adapter."""
 
+    column: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Linear(WIDTH, WIDTH).bfloat16().requires_grad_(False)
@@ -175,7 +177,7 @@ def build_model(num_layers: int, slow_node: int | None = None, breaks: str = "",
 
     With ``frozen`` two of three layers have frozen parts of types of their own.
     """
-    hidden = [
+    hidden: list[Callable[[], nn.Module]] = [
         lambda inner=WIDTH * (1 + i % 3): nn.Sequential(
             nn.Linear(WIDTH, inner), nn.Tanh(), nn.Linear(inner, WIDTH), Delay(slow_node)
         )

@@ -18,7 +18,7 @@ from resilient.state.binding import bind
 from resilient.state.layer_state import LayerState
 from resilient.state.layout import BufferLayout
 from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals
-from tests.resilient.small import CPU
+from tests.resilient.small import CPU, draw
 
 SLOTS = ("first", "second")
 OWN = (torch.bfloat16, torch.float16, torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn)
@@ -176,7 +176,7 @@ def test_training_a_cut_parameter_is_training_it() -> None:
             name="layer",
             unit="llm",
             build=lambda: nn.Linear(3, 4),
-            initialize=lambda module: [nn.init.normal_(parameter) for parameter in module.parameters()] and None,
+            initialize=draw,
             cut=cut,
         )
 
