@@ -38,6 +38,7 @@ def shorten(schedule: Schedule, kept: Ints, max_in_flight: Sequence[int]) -> boo
     """
     tables = schedule.graph.tables
     found = False
+    np.minimum(kept, schedule.graph.num_cells, out=kept)  # later than all forwards is as late as can be
     for row, (most, peak) in enumerate(zip(max_in_flight, _most_kept(schedule), strict=True)):
         if peak <= most:
             continue
