@@ -11,6 +11,7 @@ from resilient.agent.membership.parts.events import (
     FailureWanted,
     Interrupted,
     ManifestFailed,
+    ManifestWritten,
     NodeBack,
     NodeConnected,
     NodeCutOff,
@@ -41,6 +42,7 @@ from resilient.protocol.messages import (
     Suspect,
     Welcome,
 )
+from resilient.state.manifest import step_of_folder
 from resilient.state.witnesses import worker_of
 
 
@@ -193,20 +195,24 @@ class Handlers:
         reason = f"{event.reason}{self._parts.how_to_resume}"
         self._ends.stop(event.exit_code, reason, self._parts.checkpoints.newest_path)
 
-    def on_manifest_failed(self, event: ManifestFailed) -> None:
-        """Go on without the checkpoint, and try again; not where a node's files are not there."""
-        checkpoints, job = self._parts.checkpoints, self._parts.job.spec
-        is_last = checkpoints.step_of(event.path) == job.num_steps
-        is_put_off = event.node is None and checkpoints.put_off(event.path, job.comm_timeout_s)
-        if is_last and not is_put_off:
-            self.on_last_manifest_failed(event)
-        else:
-            checkpoints.note_missed(checkpoints.take_back(event.path), event.node, event.error)
+    def on_manifest_written(self, event: ManifestWritten) -> None:
+        self._parts.checkpoints.note_written(event.path)
+        self._ends.end_written()
+        self._finish_if_saved()
 
-    def on_last_manifest_failed(self, event: ManifestFailed) -> None:
-        parts = self._parts
-        parts.checkpoints.take_back(event.path)
-        self._ends.stop(EXIT_FAILED, f"{event.error}{parts.how_to_resume}", parts.checkpoints.newest_path)
+    def on_manifest_failed(self, event: ManifestFailed) -> None:
+        """Try again, later, and go on without it; not where a node's files are not there, nor at the end for ever."""
+        checkpoints, job, last = self._parts.checkpoints, self._parts.job.spec, self._parts.last_checkpoint
+        step = step_of_folder(event.path)
+        if not checkpoints.is_unwritten(step):
+            return  # it was written since, or is given up
+        is_put_off = event.node is None and checkpoints.put_off(step, job.comm_timeout_s)
+        if not is_put_off:
+            checkpoints.give_up(step)
+        if is_put_off or step != (job.num_steps if last is None else last.step):
+            checkpoints.note_missed(step, event.node, event.error)
+        else:
+            self._ends.stop_unsaved(event.error)
 
     # ------------------------------------------------------------ time
 
@@ -228,7 +234,6 @@ class Handlers:
                 lifecycle.evict(node, cause)
         if parts.change is not None and parts.change.waits_for_nodes:
             lifecycle.proceed()
-        self._finish_if_saved()
         if parts.phase in TRAINING:
             parts.checkpoints.try_again()
 
@@ -247,6 +252,8 @@ class Handlers:
         last = parts.last_checkpoint
         if last is not None and self._context.now >= last.deadline:
             self._ends.stop_resumable(f"{last.reason}; the checkpoint of step {last.step} was not written in time")
+        if parts.phase is Phase.SAVING:
+            parts.checkpoints.try_again()
 
     # ------------------------------------------------------------ messages of workers
 
