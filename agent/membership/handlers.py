@@ -25,6 +25,7 @@ from resilient.agent.membership.parts.events import (
 )
 from resilient.agent.membership.parts.stalls import ADVANCES
 from resilient.agent.membership.regrouping import Regrouping
+from resilient.common.processes import signal_name
 from resilient.errors import CheckpointError
 from resilient.protocol.messages import (
     Dropped,
@@ -154,7 +155,8 @@ class Handlers:
         if event.node not in self._context.members:
             return
         if event.exit_code < 0:
-            cause = f"worker killed by signal {-event.exit_code}"
+            cause = f"worker killed by {signal_name(-event.exit_code)}"
+            self._lifecycle.crash(worker, -event.exit_code, cause)
         elif event.exit_code > 0:
             cause = f"worker ended with exit code {event.exit_code}"
             log = log_path(self._context.settings.run_directory, worker)

@@ -213,16 +213,19 @@ class Job:
     def say(self, worker: WorkerId, message: FromWorkerMessage) -> list[Instruction]:
         return self.feed(WorkerSaid(node=worker[0], local_rank=worker[1], message=message))
 
-    def connect(self, domain: str = "", alike: Alike | None = None, *, is_guest: bool = False) -> int:
+    def connect(
+        self, domain: str = "", alike: Alike | None = None, *, is_guest: bool = False, pid: int | None = None
+    ) -> int:
+        """Have a node connect; return its number. ``pid``: of its agent, which was another node before."""
         node = self.next_node
         self.next_node += 1
         num_workers = self.machine.settings.workers_per_node
         for local_rank in range(num_workers):
             self.workers[node, local_rank] = SimulatedWorker()
-        told = alike or {}
+        told, pid = alike or {}, node if pid is None else pid
         self.feed(
             NodeConnected(
-                node=node, host="h", pid=node, num_workers=num_workers, domain=domain, alike=told, is_guest=is_guest
+                node=node, host="h", pid=pid, num_workers=num_workers, domain=domain, alike=told, is_guest=is_guest
             )
         )
         return node

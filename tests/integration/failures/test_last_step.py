@@ -53,7 +53,7 @@ def test_main_worker_killed_in_the_end_of_its_script_is_told_with_the_command_th
     checkpoint = tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}"
     reason, _, words = run.reason.partition("; run the end of the script with: ")
     assert reason == (
-        "node 0, which speaks for the job, was lost before its script ended (worker killed by signal 9); all steps are "
+        "node 0, which speaks for the job, was lost before its script ended (worker killed by SIGKILL); all steps are "
         f"done and saved in {checkpoint}"
     )
     gate.touch()
