@@ -1,4 +1,4 @@
-"""Who is expected before the first generation, for how long, also in place of others; and whose guests wait for whom."""
+"""Who is expected before the first generation, for how long, also in place of others, and what guests wait for."""
 
 from __future__ import annotations
 
