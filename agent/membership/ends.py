@@ -15,9 +15,10 @@ from resilient.agent.membership.parts.context import (
     EXIT_FAILED,
     Phase,
 )
-from resilient.agent.membership.parts.events import Stop
+from resilient.agent.membership.parts.events import ManifestFailed, Stop
 from resilient.agent.membership.parts.last_checkpoint import LastCheckpoint
 from resilient.protocol.messages import Finish, Save
+from resilient.state.manifest import step_of_folder
 from resilient.state.witnesses import why_undecided
 
 
@@ -152,6 +153,20 @@ class Ends:
         is_saved = parts.progress.step == 0 or bool(parts.checkpoints.whole)
         exit_code, reason = parts.ending.resumable(reason, is_saved=is_saved)
         self.stop(exit_code, f"{reason}{parts.how_to_resume}", parts.checkpoints.newest_path)
+
+    def do_without_manifest(self, failed: ManifestFailed) -> None:
+        """Try again, later, and go on without it; not where a node's files are not there, nor at the end for ever."""
+        checkpoints, job, last = self._parts.checkpoints, self._parts.job.spec, self._parts.last_checkpoint
+        step = step_of_folder(failed.path)
+        if not checkpoints.is_unwritten(step):
+            return  # it was written since, or is given up
+        is_put_off = failed.node is None and checkpoints.put_off(step, job.comm_timeout_s)
+        if not is_put_off:
+            checkpoints.give_up(step)
+        if is_put_off or step != (job.num_steps if last is None else last.step):
+            checkpoints.note_missed(step, failed.node, failed.error)
+        else:
+            self.stop_unsaved(failed.error)
 
     def stop_unsaved(self, error: str) -> None:
         """Stop because the last checkpoint cannot be written."""

@@ -43,7 +43,6 @@ from resilient.protocol.messages import (
     Suspect,
     Welcome,
 )
-from resilient.state.manifest import step_of_folder
 from resilient.state.witnesses import worker_of
 
 
@@ -203,18 +202,7 @@ class Handlers:
         self._finish_if_saved()
 
     def on_manifest_failed(self, event: ManifestFailed) -> None:
-        """Try again, later, and go on without it; not where a node's files are not there, nor at the end for ever."""
-        checkpoints, job, last = self._parts.checkpoints, self._parts.job.spec, self._parts.last_checkpoint
-        step = step_of_folder(event.path)
-        if not checkpoints.is_unwritten(step):
-            return  # it was written since, or is given up
-        is_put_off = event.node is None and checkpoints.put_off(step, job.comm_timeout_s)
-        if not is_put_off:
-            checkpoints.give_up(step)
-        if is_put_off or step != (job.num_steps if last is None else last.step):
-            checkpoints.note_missed(step, event.node, event.error)
-        else:
-            self._ends.stop_unsaved(event.error)
+        self._ends.do_without_manifest(event)
 
     # ------------------------------------------------------------ time
 
