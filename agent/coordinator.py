@@ -169,12 +169,7 @@ class Coordinator:
         if is_tick or instructions:
             self._stimuli.flush()
         for instruction in instructions:
-            try:
-                self._do(instruction)
-            except CheckpointError as error:
-                assert isinstance(instruction, ev.WriteManifest)
-                self._handle(ev.ManifestFailed(path=instruction.path, error=str(error), node=error.node))
-                break  # what follows counts on the checkpoint
+            self._do(instruction)
 
     def _fail(self, reason: str) -> None:
         """Stop, whatever state the machine is in."""
@@ -206,8 +201,8 @@ class Coordinator:
                 if kind in ("detected", "node_lost"):
                     self._write_injections("injected", self._injections.read())
                 self._write_event({"time": time.time(), "kind": kind, "generation": generation, **fields})
-            case ev.WriteManifest(path=path, manifest=manifest, nodes=nodes):
-                write_manifest(path, manifest, nodes)
+            case ev.WriteManifest():
+                self.feed(_written(instruction))
             case ev.PreparePlans(problem=problem, num_nodes=num_nodes):
                 self._spawn(self._prepare(problem, num_nodes))
             case ev.Stop(exit_code=exit_code, reason=reason):
@@ -272,6 +267,15 @@ class Coordinator:
         if node not in self._machine.members:
             live = sorted(self._machine.members)
             raise web.HTTPNotFound(text=f"node must be one of the live nodes {live}, got {node}")
+
+
+def _written(wanted: ev.WriteManifest) -> ev.ManifestWritten | ev.ManifestFailed:
+    """Write a manifest; return what came of it."""
+    try:
+        write_manifest(wanted.path, wanted.manifest, wanted.nodes)
+    except CheckpointError as error:
+        return ev.ManifestFailed(path=wanted.path, error=str(error), node=error.node)
+    return ev.ManifestWritten(path=wanted.path)
 
 
 def _warm_up() -> None:

@@ -91,6 +91,7 @@ class NodeAgent:
         self._num_restarts = 0
         self._is_leaving = False
         self._pool: WorkerPool | None = None
+        self._starting: asyncio.Task[None] | None = None
         self._stuck_since: float | None = None  # since when a worker waits for the coordinator
 
     async def run(self) -> int:
@@ -106,8 +107,10 @@ class NodeAgent:
         try:
             return await self._ended
         finally:
-            connecting.cancel()
-            await asyncio.gather(connecting, return_exceptions=True)
+            tasks = [connecting] if self._starting is None else [connecting, self._starting]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._pool.close()
             if self._spawner is not None:
                 await self._spawner.close()
@@ -232,7 +235,7 @@ class NodeAgent:
                 self._stuck_since = None
             self._pool.deliver(message.local_rank, frame(encode(message.message)))
         elif isinstance(message, Welcome):
-            await self._begin(message)
+            self._begin(message)
         elif isinstance(message, Kill):
             self._strike(message.injection)
         elif isinstance(message, ShowStacks):
@@ -240,7 +243,8 @@ class NodeAgent:
         else:
             self._shut_down(message)
 
-    async def _begin(self, welcome: Welcome) -> None:
+    def _begin(self, welcome: Welcome) -> None:
+        """Start the workers, which may take as long as a script's imports: meanwhile the coordinator is heard."""
         assert self._pool is not None
         self._node, self._run_directory = welcome.node, welcome.run_directory
         if error := _what_is_missing(welcome):
@@ -249,9 +253,18 @@ class NodeAgent:
         if self._spawner is None:
             self._spawner = self._make_spawner(welcome.script)
         self._pool.kill(self._spawner)
+        loop = asyncio.get_running_loop()
+        self._stuck_since = loop.time()  # until it has a place, it is of use to nobody
+        self._starting = loop.create_task(self._start(self._pool, self._spawner, welcome, self._starting))
+        self._starting.add_done_callback(self._on_task_done)
+
+    @staticmethod
+    async def _start(pool: WorkerPool, spawner: Spawner, welcome: Welcome, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+            pool.kill(spawner)  # what that has started
         try:
-            await self._pool.start(self._spawner, welcome)
-            self._stuck_since = asyncio.get_running_loop().time()  # until it has a place, it is of use to nobody
+            await pool.start(spawner, welcome)
         except (SpawnError, OSError) as error:
             raise ResilientError(f"cannot start workers: {error}") from error
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import msgspec
 
 from resilient.agent.membership.machine import Membership, MembershipError
 from resilient.agent.membership.parts.context import Phase
-from resilient.agent.membership.parts.events import Instruction, ManifestFailed, Record, Stimulus, WriteManifest
+from resilient.agent.membership.parts.events import Instruction, Record
 from resilient.agent.stimulus_log import read_stimuli
 from resilient.observability.event_log import read_events
 
@@ -84,10 +83,9 @@ def replay_run(run_directory: Path) -> Replayed:
             broken = broken or str(error)
             if settings.validate:
                 instructions = []  # the run did none of this
-        after = told[index + 1][1] if index + 1 < len(told) else None
         decisions += (
             Decision(at_s=at - told[0][0], stimulus_index=index, event=_as_read(instruction))
-            for instruction in _done(instructions, after)
+            for instruction in instructions
             if isinstance(instruction, Record)
         )
     stopped = machine.phase is Phase.STOPPED
@@ -115,15 +113,6 @@ def difference(run_directory: Path, replayed: Replayed) -> str:
     if missing and (replayed.stopped or missing[0].stimulus_index < replayed.num_stimuli - 1):
         return f"decision {len(events) + 1} is missing in events.jsonl; the replay says {_short(missing[0].event)}"
     return ""
-
-
-def _done(instructions: Sequence[Instruction], after: Stimulus | None) -> Sequence[Instruction]:
-    """Return what was done of some instructions: what counted on a checkpoint without a manifest was not."""
-    if isinstance(after, ManifestFailed):
-        for position, instruction in enumerate(instructions):
-            if isinstance(instruction, WriteManifest) and instruction.path == after.path:
-                return instructions[:position]
-    return instructions
 
 
 def _as_read(record: Record) -> dict[str, Any]:

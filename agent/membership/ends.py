@@ -15,9 +15,10 @@ from resilient.agent.membership.parts.context import (
     EXIT_FAILED,
     Phase,
 )
-from resilient.agent.membership.parts.events import Stop
+from resilient.agent.membership.parts.events import ManifestFailed, Stop
 from resilient.agent.membership.parts.last_checkpoint import LastCheckpoint
 from resilient.protocol.messages import Finish, Save
+from resilient.state.manifest import step_of_folder
 from resilient.state.witnesses import why_undecided
 
 
@@ -54,12 +55,14 @@ class Ends:
             self._save(agreement, "all steps are done")
 
     def end_saved(self) -> None:
-        """End the job after the last checkpoint, with its last step or before it, if what was saved is right.
+        """Have the last checkpoint's manifest written, if what was saved is right.
 
         What was written of a damaged copy is written again, of one of the others.
         """
         parts, last, job = self._parts, self._parts.last_checkpoint, self._parts.job.spec
         assert last is not None
+        if parts.checkpoints.is_unwritten(last.step):
+            return  # it is being done
         differences = last.differences()
         undecided = [difference for difference in differences if not difference.odd]
         if undecided:
@@ -76,10 +79,16 @@ class Ends:
             self.stop_resumable(f"{last.reason}, and nobody holds {', '.join(lacking)} at step {last.step}")
         else:
             parts.checkpoints.complete(last.step, last.save.skipped, last.parts, job)
-            if last.step == job.num_steps:
-                self.finish()
-            else:
-                self.stop_resumable(last.reason)
+
+    def end_written(self) -> None:
+        """End the job, with its last step or before it, if it waits for a checkpoint that is whole now."""
+        parts, last = self._parts, self._parts.last_checkpoint
+        if last is None or not parts.checkpoints.has(last.step):
+            return
+        if last.step == parts.job.spec.num_steps:
+            self.finish()
+        else:
+            self.stop_resumable(last.reason)
 
     def _save(self, agreement: Agreement, reason: str) -> None:
         """Have every state saved once by one of its holders, and all of them tell what they hold."""
@@ -95,6 +104,7 @@ class Ends:
         parts.phase, parts.change = Phase.SAVING, None
         parts.progress.settle(step, agreement.roll_forward)
         parts.participants.leave()
+        parts.checkpoints.give_up(step)  # what was saved of it on the way
         deadline = parts.context.now + parts.context.settings.save_timeout_s
         parts.last_checkpoint = LastCheckpoint(save=save, reason=reason, deadline=deadline)
         self._ask(share_out(agreement.held, parts.job.spec.profile))
@@ -143,6 +153,26 @@ class Ends:
         is_saved = parts.progress.step == 0 or bool(parts.checkpoints.whole)
         exit_code, reason = parts.ending.resumable(reason, is_saved=is_saved)
         self.stop(exit_code, f"{reason}{parts.how_to_resume}", parts.checkpoints.newest_path)
+
+    def do_without_manifest(self, failed: ManifestFailed) -> None:
+        """Try again, later, and go on without it; not where a node's files are not there, nor at the end for ever."""
+        checkpoints, job, last = self._parts.checkpoints, self._parts.job.spec, self._parts.last_checkpoint
+        step = step_of_folder(failed.path)
+        if not checkpoints.is_unwritten(step):
+            return  # it was written since, or is given up
+        is_put_off = failed.node is None and checkpoints.put_off(step, job.comm_timeout_s)
+        if not is_put_off:
+            checkpoints.give_up(step)
+        if is_put_off or step != (job.num_steps if last is None else last.step):
+            checkpoints.note_missed(step, failed.node, failed.error)
+        else:
+            self.stop_unsaved(failed.error)
+
+    def stop_unsaved(self, error: str) -> None:
+        """Stop because the last checkpoint cannot be written."""
+        parts, last = self._parts, self._parts.last_checkpoint
+        before = f"{last.reason}, and there is no checkpoint of step {last.step}: " if last is not None else ""
+        self.stop(EXIT_FAILED, f"{before}{error}{parts.how_to_resume}", parts.checkpoints.newest_path)
 
     def stop(self, exit_code: int, reason: str, path: str | None) -> None:
         """Stop at once; ``path``: the checkpoint to go on from."""

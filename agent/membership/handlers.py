@@ -11,6 +11,7 @@ from resilient.agent.membership.parts.events import (
     FailureWanted,
     Interrupted,
     ManifestFailed,
+    ManifestWritten,
     NodeBack,
     NodeConnected,
     NodeCutOff,
@@ -24,6 +25,7 @@ from resilient.agent.membership.parts.events import (
 )
 from resilient.agent.membership.parts.stalls import ADVANCES
 from resilient.agent.membership.regrouping import Regrouping
+from resilient.common.processes import signal_name
 from resilient.errors import CheckpointError
 from resilient.protocol.messages import (
     Dropped,
@@ -152,7 +154,8 @@ class Handlers:
         if event.node not in self._context.members:
             return
         if event.exit_code < 0:
-            cause = f"worker killed by signal {-event.exit_code}"
+            cause = f"worker killed by {signal_name(-event.exit_code)}"
+            self._lifecycle.crash(worker, -event.exit_code, cause)
         elif event.exit_code > 0:
             cause = f"worker ended with exit code {event.exit_code}"
             log = log_path(self._context.settings.run_directory, worker)
@@ -193,20 +196,13 @@ class Handlers:
         reason = f"{event.reason}{self._parts.how_to_resume}"
         self._ends.stop(event.exit_code, reason, self._parts.checkpoints.newest_path)
 
-    def on_manifest_failed(self, event: ManifestFailed) -> None:
-        """Go on without the checkpoint, and try again; not where a node's files are not there."""
-        checkpoints, job = self._parts.checkpoints, self._parts.job.spec
-        is_last = checkpoints.step_of(event.path) == job.num_steps
-        is_put_off = event.node is None and checkpoints.put_off(event.path, job.comm_timeout_s)
-        if is_last and not is_put_off:
-            self.on_last_manifest_failed(event)
-        else:
-            checkpoints.note_missed(checkpoints.take_back(event.path), event.node, event.error)
+    def on_manifest_written(self, event: ManifestWritten) -> None:
+        self._parts.checkpoints.note_written(event.path)
+        self._ends.end_written()
+        self._finish_if_saved()
 
-    def on_last_manifest_failed(self, event: ManifestFailed) -> None:
-        parts = self._parts
-        parts.checkpoints.take_back(event.path)
-        self._ends.stop(EXIT_FAILED, f"{event.error}{parts.how_to_resume}", parts.checkpoints.newest_path)
+    def on_manifest_failed(self, event: ManifestFailed) -> None:
+        self._ends.do_without_manifest(event)
 
     # ------------------------------------------------------------ time
 
@@ -228,7 +224,6 @@ class Handlers:
                 lifecycle.evict(node, cause)
         if parts.change is not None and parts.change.waits_for_nodes:
             lifecycle.proceed()
-        self._finish_if_saved()
         if parts.phase in TRAINING:
             parts.checkpoints.try_again()
 
@@ -247,6 +242,8 @@ class Handlers:
         last = parts.last_checkpoint
         if last is not None and self._context.now >= last.deadline:
             self._ends.stop_resumable(f"{last.reason}; the checkpoint of step {last.step} was not written in time")
+        if parts.phase is Phase.SAVING:
+            parts.checkpoints.try_again()
 
     # ------------------------------------------------------------ messages of workers
 

@@ -114,7 +114,8 @@ def _of_change(machine: JobParts) -> Iterator[str]:
     if gone:
         yield f"nodes {gone} are waited for and are gone"
     is_waiting = machine.change is not None and machine.change.waits_for_nodes
-    if machine.phase in (Phase.AGREEING, Phase.SAVING) and not machine.awaiting and not is_waiting:
+    is_written = machine.phase is Phase.SAVING and machine.checkpoints.is_unwritten(machine.progress.step)
+    if machine.phase in (Phase.AGREEING, Phase.SAVING) and not (machine.awaiting or is_waiting or is_written):
         yield f"nobody is waited for while {machine.phase.value}"
     if machine.change is not None:
         if machine.change.generation != machine.context.generation + 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from resilient.agent.membership.ends import Ends
 from resilient.agent.membership.job_parts import JobParts
 from resilient.agent.membership.next_generation.agreement import NOTHING, Agreement, agree
-from resilient.agent.membership.next_generation.members import available, log_path
+from resilient.agent.membership.next_generation.members import WorkerId, available, log_path
 from resilient.agent.membership.parts.context import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -149,6 +149,23 @@ class Lifecycle:
         parts.own_errors.take(node, kind, error)
         parts.context.record("node_failed", node=node, error=error, traceback=traceback)
         self._regrouping.begin_failure([node], error)
+
+    def crash(self, worker: WorkerId, number: int, cause: str) -> None:
+        """End the job if a worker was killed by a signal that can only be of the job's own code.
+
+        Args:
+            worker: It is about to be lost.
+            number: The signal.
+            cause: What is said of it.
+        """
+        parts, member = self._parts, self._parts.context.members[worker[0]]
+        is_joiner = parts.participants.plan is not None and not member.admitted
+        if is_joiner or parts.phase not in (Phase.STARTING, *TRAINING):
+            return
+        why = parts.own_errors.take_crash(member, number)
+        if why:
+            log = log_path(parts.context.settings.run_directory, worker)
+            self.fail(worker[0], f"a {cause}{why}; see {log}")
 
     def _may_spare(self, node: int) -> bool:
         """Return whether the job trains on that node, and enough others are left, as far as is known."""

@@ -108,6 +108,8 @@ class Regrouping:
             formed = form(problem, plan, members, agreement, parts.checkpoints.whole, parts.speeds.slowdowns)
         except TooFewNodes as error:
             parts.ending.need(error.needed)
+            if change is None and parts.start_up.waits_for(error.needed - error.live):
+                return
             self._ends.save_and_stop(agreement, why_too_few(available(members.values()), error.needed))
         except StateLostError as error:
             self._ends.save_and_stop(agreement, str(error))

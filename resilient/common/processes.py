@@ -1,4 +1,4 @@
-"""What a process that was forked does first: it dies with its parent, and has open files of its own."""
+"""What a process that was forked does first, dies with its parent, has files of its own; and what processes die of."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ import signal
 import stat
 
 _PR_SET_PDEATHSIG = 1
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; a number where it has none, as those for real-time programs."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def die_with_parent(parent: int) -> None:

@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from resilient.common.places import place_of
-from resilient.common.processes import die_with_parent, open_files_anew
+from resilient.common.processes import die_with_parent, open_files_anew, signal_name
 from resilient.data import shared
 from resilient.data.reader import Microbatch, Reads
 from resilient.errors import DataProcessError
@@ -193,7 +193,7 @@ class _Process:
     def _tell_end(self) -> None:
         pid, self.pid = self.pid, 0
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
         raise DataProcessError(
             f"data process {self._number} (pid {pid}), which reads samples, must live as long as its worker, got "
             f"{how}; if memory ran out, lower num_workers or the microbatch, else see the worker's log"

@@ -200,6 +200,7 @@ def _run_worker(request: Spawn) -> int:
     script = request.argv[0]
     sys.argv = list(request.argv)
     sys.path[0] = os.path.dirname(os.path.abspath(script))
+    faulthandler.enable()  # a crash shows in the log where it was
     faulthandler.register(signal.SIGUSR1)  # the agent's question where a worker that does not answer hangs
     _set_num_threads(int(request.env.get("OMP_NUM_THREADS", "1")))
     seed_script()

@@ -21,7 +21,15 @@ from resilient.agent import coordinator
 from resilient.agent.conversation import GOODBYE, Attached, Heard, Hello, decode_attached
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.membership import regrouping
-from resilient.agent.membership.parts.events import FailureWanted, ManifestFailed, Stop, StopWanted, Tick, WriteManifest
+from resilient.agent.membership.parts.events import (
+    FailureWanted,
+    ManifestFailed,
+    ManifestWritten,
+    Stop,
+    StopWanted,
+    Tick,
+    WriteManifest,
+)
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     FromWorker,
@@ -32,7 +40,7 @@ from resilient.protocol.messages import (
     Welcome,
     encode,
 )
-from resilient.state.manifest import Manifest
+from resilient.state.manifest import Manifest, read_manifest
 from resilient.templates.plan import PlanningProblem
 from tests.agent.membership.simulated import RECIPE, job_spec, settings
 from tests.agent.served import HELLO, TOKEN, Served, decode_to_agent, make_ready, with_coordinator
@@ -293,19 +301,22 @@ def test_full_disk_keeps_the_log_from_growing_and_not_the_job_from_ending(tmp_pa
     with_coordinator(tmp_path, scenario)
 
 
-def test_checkpoint_without_its_manifest_is_not_counted_on(tmp_path: Path) -> None:
-    """What the machine wanted done after it, is not."""
-    path = str(tmp_path / "nowhere")
-    write = WriteManifest(path=path, manifest=Manifest(step=1, recipe=RECIPE, states={}), nodes={})
+def test_machine_is_told_what_came_of_a_manifest(tmp_path: Path) -> None:
+    there, nowhere = (str(tmp_path / name / "step-00000001") for name in ("there", "nowhere"))
+    Path(there).mkdir(parents=True)
+    manifest = Manifest(step=1, recipe=RECIPE, states={})
+    wanted = [WriteManifest(path=path, manifest=manifest, nodes={}) for path in (there, nowhere)]
 
     async def scenario(served: Served) -> None:
-        ends = [[write, Stop(exit_code=130, reason="resume")], [Stop(exit_code=1, reason="no checkpoint")]]
+        ends = [wanted, [], [Stop(exit_code=130, reason="resume")]]
         machine = served.coordinator._machine = Mock(handle=Mock(side_effect=ends))
         served.coordinator.feed(Tick())
-        failed = machine.handle.call_args.args[0]
+        _, written, failed = (call.args[0] for call in machine.handle.call_args_list)
+        assert written == ManifestWritten(path=there)
         assert isinstance(failed, ManifestFailed)
-        assert (failed.path, "No such file" in failed.error) == (path, True)
-        assert await served.coordinator.wait() == 1
+        assert (failed.path, "No such file" in failed.error) == (nowhere, True)
+        assert read_manifest(there) == manifest
+        assert await served.coordinator.wait() == 130
 
     with_coordinator(tmp_path, scenario)
 

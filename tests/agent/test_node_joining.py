@@ -89,3 +89,49 @@ def test_machine_that_lacks_what_the_job_needs_says_so(name: str, missing: str, 
     where = rf"at the same path on every node, got {{}} {tmp_path}/elsewhere on {socket.gethostname()}; copy it there"
     subject, _, what = missing.partition(" must .* ")
     assert re.fullmatch(f"{subject} must be " + where.format(what), exited.error)
+
+
+def test_node_whose_coordinator_is_gone_while_the_script_is_imported_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its forkserver answers nothing until it has imported what the script does."""
+    (tmp_path / "script.py").touch()
+    importing, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    imports = asyncio.Event()
+
+    async def serve(request: web.Request) -> web.WebSocketResponse:
+        connection = web.WebSocketResponse()
+        await connection.prepare(request)
+        await connection.receive_bytes()
+        welcome = Welcome(
+            node=3,
+            script=str(tmp_path / "script.py"),
+            directory=str(tmp_path),
+            arguments=(),
+            run_directory=str(tmp_path),
+            heartbeat_s=5.0,
+        )
+        await connection.send_bytes(encode(Attached(is_new=True, num_heard=0)))
+        await connection.send_bytes(encode(welcome))
+        await asyncio.get_running_loop().sock_recv(importing, 1 << 20)  # the worker that is wanted
+        imports.set()
+        return connection
+
+    async def play() -> int:
+        importing.setblocking(False)
+        app = web.Application()
+        app.add_routes([web.get("/agent", serve)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        options = NodeOptions(coordinator=f"{host}:{port}", token="t", spawner_fd=ours.detach(), connect_timeout_s=0.1)
+        agent = asyncio.create_task(NodeAgent(options).run())
+        await imports.wait()
+        await runner.cleanup()
+        return await asyncio.wait_for(agent, 60)
+
+    with importing:
+        assert asyncio.run(play()) == 1
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert re.fullmatch(r"node 3: a coordinator must listen at \S+, got no answer for 0\.1 s .*", record.getMessage())

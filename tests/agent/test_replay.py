@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from resilient.agent.membership.parts.events import Interrupted, ManifestFailed, StopWanted, Tick
+from resilient.agent.membership.parts.events import Tick
 from resilient.agent.membership.regrouping import Regrouping
 from resilient.agent.replay import difference, replay_run
 from tests.agent.logged_job import LoggedJob, eventful, write_events
@@ -84,25 +84,6 @@ def test_events_of_the_last_stimulus_may_be_missing_where_the_coordinator_was_ki
     assert difference(tmp_path, replay_run(tmp_path)).startswith(
         f"decision {len(written) - 2} is missing in events.jsonl"
     )
-
-
-def test_what_counted_on_a_missed_checkpoint_was_not_done(tmp_path: Path) -> None:
-    job = LoggedJob(tmp_path)
-    job.start()
-    job.step(3)
-    job.feed(Interrupted(reason="SIGTERM"))
-    generation = job.machine.generation
-    for worker in job.placed():
-        before = len(job.records)
-        job.say(worker, job.saved(generation, 3, job.workers[worker].current))
-        if job.manifests:
-            del job.records[before:]  # the coordinator did none of it
-            job.feed(ManifestFailed(path=job.manifests.pop().path, error="full"))
-            break
-    job.feed(StopWanted(exit_code=1, reason="enough"))
-    written = job.leave()
-    assert [event["kind"] for event in written[-2:]] == ["checkpoint_failed", "stopped"]
-    assert difference(tmp_path, replay_run(tmp_path)) == ""
 
 
 def test_fault_of_the_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def _lacks(layer: LayerProfile, files: Iterable[SavedState]) -> bool:
 
 @dataclass(kw_only=True)
 class _Unwritten:
-    """A manifest, since when it could not be written, and when it is tried once more; None for not at all."""
+    """A manifest, since when it could not be written, and when it is tried once more; None while it is tried."""
 
     write: WriteManifest
     failed_at: float | None = None
@@ -80,7 +80,7 @@ class Checkpoints:
         self._whole: list[Checkpoint] = []
         self._parts = Parts()
         self._missed: set[int] = set()
-        self._unwritten: dict[str, _Unwritten] = {}
+        self._unwritten: dict[int, _Unwritten] = {}
         if context.settings.resume is not None:
             path, manifest = context.settings.resume
             self._whole.append(Checkpoint(step=manifest.step, path=path, skipped=manifest.skipped))
@@ -120,7 +120,7 @@ class Checkpoints:
         """
         self._parts = Parts()
         for step in range(before, version):
-            if step not in self._missed and self.is_due(step, job):
+            if step not in self._missed and step not in self._unwritten and self.is_due(step, job):
                 self.note_missed(step, None, "the job was regrouped before all parts were written")
 
     def add(self, message: Saved, node: int, job: JobSpec) -> None:
@@ -130,37 +130,35 @@ class Checkpoints:
             self.complete(message.step, message.skipped, self._parts, job)
 
     def complete(self, step: int, skipped: SkippedSteps, parts: Parts, job: JobSpec) -> None:
-        """Make a checkpoint of parts that are all there, unless there is one."""
-        if self.has(step):
+        """Have a checkpoint made of parts that are all there, unless there is one, or will be."""
+        if self.has(step) or self.is_unwritten(step):
             return
-        path = self.path(step)
         manifest = Manifest(step=step, recipe=job.recipe, states=parts.states(step), skipped=skipped)
-        write = WriteManifest(path=path, manifest=manifest, nodes=parts.nodes(step))
-        self._unwritten[path] = _Unwritten(write=write)
-        self._write(self._unwritten[path])
+        write = WriteManifest(path=self.path(step), manifest=manifest, nodes=parts.nodes(step))
+        self._unwritten[step] = _Unwritten(write=write)
+        self._context.do(write)
         parts.drop(step)
 
-    def _write(self, unwritten: _Unwritten) -> None:
-        """Have a manifest written, and count on it unless that is heard to have failed."""
-        path, manifest = unwritten.write.path, unwritten.write.manifest
-        unwritten.try_at = None
-        self._whole.append(Checkpoint(step=manifest.step, path=path, skipped=manifest.skipped))
-        self._context.do(unwritten.write)
-        self._context.record("checkpoint", step=manifest.step, path=path)
+    def is_unwritten(self, step: int) -> bool:
+        """Return whether a checkpoint lacks only its manifest."""
+        return step in self._unwritten
 
-    def step_of(self, path: str) -> int:
-        """Return which step the checkpoint in a folder is of."""
-        return next(checkpoint.step for checkpoint in self._whole if checkpoint.path == path)
+    def note_written(self, path: str) -> None:
+        """Take in that a manifest is written, and record that: it counts from now on."""
+        step = step_of_folder(path)
+        unwritten = self._unwritten.pop(step, None)
+        if unwritten is not None:  # otherwise another generation had it written, too
+            skipped = unwritten.write.manifest.skipped
+            self._whole.append(Checkpoint(step=step, path=path, skipped=skipped))
+            self._context.record("checkpoint", step=step, path=path)
 
-    def take_back(self, path: str) -> int:
-        """Count no longer on a checkpoint whose manifest could not be written; return which step it was of."""
-        missed = self.step_of(path)
-        self._whole = [checkpoint for checkpoint in self._whole if checkpoint.path != path]
-        return missed
+    def give_up(self, step: int) -> None:
+        """Do without a checkpoint whose manifest cannot be written."""
+        self._unwritten.pop(step, None)
 
-    def put_off(self, path: str, limit_s: float) -> bool:
+    def put_off(self, step: int, limit_s: float) -> bool:
         """Have a manifest written once more, later; return whether the time that this may take is not over yet."""
-        unwritten, now = self._unwritten[path], self._context.now
+        unwritten, now = self._unwritten[step], self._context.now
         if unwritten.failed_at is None:
             unwritten.failed_at = now
         if now - unwritten.failed_at >= limit_s:
@@ -170,15 +168,11 @@ class Checkpoints:
         return True
 
     def try_again(self) -> None:
-        """Have the manifests written whose time has come; nothing else may be done after it that counts on them."""
-        for unwritten in list(self._unwritten.values()):
-            if unwritten.try_at is None or self._context.now < unwritten.try_at:
-                continue
-            if self.has(unwritten.write.manifest.step):  # written of parts that another generation has saved again
+        """Have the manifests written whose time has come."""
+        for unwritten in self._unwritten.values():
+            if unwritten.try_at is not None and self._context.now >= unwritten.try_at:
                 unwritten.try_at = None
-                continue
-            self._write(unwritten)
-            return  # what follows a manifest that cannot be written is not done
+                self._context.do(unwritten.write)
 
     def note_damaged(self, path: str, instead: str) -> None:
         """Count no longer on a checkpoint that is not what was written; ``instead``: the newest sound one beside it."""

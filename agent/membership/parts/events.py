@@ -109,8 +109,15 @@ class Interrupted:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ManifestWritten:
+    """What :class:`WriteManifest` asked for is done: the folder is a checkpoint."""
+
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ManifestFailed:
-    """What :class:`WriteManifest` asked for could not be done; nothing that followed it was done either.
+    """What :class:`WriteManifest` asked for could not be done.
 
     ``error`` names the path; ``node``: whose file is not there, if that is why.
     """
@@ -144,6 +151,7 @@ Stimulus = (
     | FailureWanted
     | PlansPrepared
     | Interrupted
+    | ManifestWritten
     | ManifestFailed
     | StopWanted
     | Tick
@@ -178,7 +186,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteManifest:
-    """Make a folder a checkpoint; the instructions that follow count on it (:class:`ManifestFailed`).
+    """Make a folder a checkpoint; then answer with :class:`ManifestWritten` or :class:`ManifestFailed`.
 
     ``nodes``: who has written the files, by file.
     """

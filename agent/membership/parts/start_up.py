@@ -1,4 +1,4 @@
-"""Who is expected before the first generation, and for how long, and who has to wait for the launcher's own nodes."""
+"""Who is expected before the first generation, for how long, also in place of others, and what guests wait for."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class StartUp:
         self._waiting_since: float | None = None
         self._notice_after_s = _FIRST_NOTICE_S
         self._unheard: list[tuple[Ready, WorkerId]] = []
+        self._waits_until: float | None = None
 
     @property
     def expected(self) -> int:
@@ -50,6 +51,16 @@ class StartUp:
         """Return what was put off, to be heard now."""
         unheard, self._unheard = self._unheard, []
         return unheard
+
+    def waits_for(self, num_missing: int) -> bool:
+        """Return whether others may still come in place of nodes that went away; record once how many are missing."""
+        now, settings = self._context.now, self._context.settings
+        if self._expected >= settings.num_nodes or not settings.wait_for_nodes_s:
+            return False
+        if self._waits_until is None:
+            self._waits_until = now + settings.wait_for_nodes_s
+            self._context.record("too_few", num_missing=num_missing, coming=[], wait_s=settings.wait_for_nodes_s)
+        return now < self._waits_until
 
     def too_late(self) -> list[int]:
         """Return the nodes that are waited for no longer; record now and then, ever more rarely, who is waited for.

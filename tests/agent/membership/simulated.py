@@ -13,6 +13,8 @@ from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.agent.membership.parts.context import Phase, Settings
 from resilient.agent.membership.parts.events import (
     Instruction,
+    ManifestFailed,
+    ManifestWritten,
     NodeConnected,
     NodeLost,
     PlansPrepared,
@@ -153,6 +155,10 @@ class Job:
     Args:
         plans_at_once: Plans are prepared as soon as they are asked for; otherwise by :meth:`prepare_plans`.
         skipping: Steps whose loss is not finite.
+
+    Attributes:
+        manifest_error: Why manifests cannot be written; "" while they can.
+        lacking_node: Whose file is not there, if that is why.
     """
 
     def __init__(
@@ -172,6 +178,8 @@ class Job:
         self.records: list[Record] = []
         self.told: list[Tell] = []
         self.manifests: list[WriteManifest] = []
+        self.manifest_error = ""
+        self.lacking_node: int | None = None
         self.stop: Stop | None = None
         self.next_node = 0
         self.plans_at_once = plans_at_once
@@ -185,9 +193,18 @@ class Job:
         for instruction in instructions:
             self._obey(instruction)
         self.machine.validate()
+        for instruction in instructions:
+            if isinstance(instruction, WriteManifest):
+                self._write(instruction.path)
         if self.plans_at_once:
             self.prepare_plans()
         return instructions
+
+    def _write(self, path: str) -> None:
+        if self.manifest_error:
+            self.feed(ManifestFailed(path=path, error=self.manifest_error, node=self.lacking_node))
+        else:
+            self.feed(ManifestWritten(path=path))
 
     def prepare_plans(self) -> None:
         while self.plans_wanted:
@@ -196,16 +213,19 @@ class Job:
     def say(self, worker: WorkerId, message: FromWorkerMessage) -> list[Instruction]:
         return self.feed(WorkerSaid(node=worker[0], local_rank=worker[1], message=message))
 
-    def connect(self, domain: str = "", alike: Alike | None = None, *, is_guest: bool = False) -> int:
+    def connect(
+        self, domain: str = "", alike: Alike | None = None, *, is_guest: bool = False, pid: int | None = None
+    ) -> int:
+        """Have a node connect; return its number. ``pid``: of its agent, which was another node before."""
         node = self.next_node
         self.next_node += 1
         num_workers = self.machine.settings.workers_per_node
         for local_rank in range(num_workers):
             self.workers[node, local_rank] = SimulatedWorker()
-        told = alike or {}
+        told, pid = alike or {}, node if pid is None else pid
         self.feed(
             NodeConnected(
-                node=node, host="h", pid=node, num_workers=num_workers, domain=domain, alike=told, is_guest=is_guest
+                node=node, host="h", pid=pid, num_workers=num_workers, domain=domain, alike=told, is_guest=is_guest
             )
         )
         return node

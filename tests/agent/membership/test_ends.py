@@ -106,7 +106,7 @@ def test_worker_that_speaks_for_the_job_and_is_killed_in_the_end_of_its_script_i
     assert job.stop is not None
     assert job.stop.exit_code == 1
     assert job.stop.reason == (
-        f"node {main}, which speaks for the job, was lost before its script ended (worker killed by signal 9); "
+        f"node {main}, which speaks for the job, was lost before its script ended (worker killed by SIGKILL); "
         f"{RUN_THE_END}"
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from resilient.agent.membership.parts.context import Phase
-from resilient.agent.membership.parts.events import Interrupted, ManifestFailed, Tick
+from resilient.agent.membership.parts.events import Interrupted, Tick
 from resilient.protocol.messages import Failed, Regroup, Shutdown
 from resilient.state.manifest import Manifest, SavedState
 from tests.agent.membership.simulated import RECIPE, STATES, Job
@@ -225,13 +225,16 @@ def test_checkpoint_whose_manifest_cannot_be_written_is_none() -> None:
     job.step(3)
     interrupt(job)
     job.step(4)
+    job.manifest_error = f"{path_of(4)} cannot be written ([Errno 28] No space left on device); make room there"
     job.answer()
-    job.stop = None
-    error = f"{path_of(4)} cannot be written ([Errno 28] No space left on device); make room there"
-    job.feed(ManifestFailed(path=path_of(4), error=error))
+    assert job.stop is None
+    pass_time(job, GRACE_S)
     assert job.stop is not None
-    assert job.stop.exit_code == 1
-    assert job.stop.reason == (f"{error}; there is no checkpoint; start again with: resilient run --nodes 5 train.py")
+    assert job.stop.exit_code == 130
+    assert job.stop.reason == (
+        "interrupted (SIGTERM); the checkpoint was not written within 120 s; there is no checkpoint; start again with: "
+        "resilient run --nodes 5 train.py"
+    )
 
 
 # ---------------------------------------------------------------- before the first generation

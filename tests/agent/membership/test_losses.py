@@ -129,7 +129,7 @@ def test_worker_killed_by_a_signal_takes_its_node_out() -> None:
     job = started()
     job.step(1)
     job.end_worker((2, 0), -9)
-    assert job.last("detected")["cause"] == "worker killed by signal 9"
+    assert job.last("detected")["cause"] == "worker killed by SIGKILL"
     job.lose(2)
     job.answer()
     assert job.machine.generation == 2

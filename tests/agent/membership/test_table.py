@@ -9,11 +9,18 @@ import pytest
 from resilient.agent.membership.handlers import Handlers
 from resilient.agent.membership.machine import IGNORED, ROWS, TABLE, Membership, MembershipError
 from resilient.agent.membership.parts.context import Phase
-from resilient.agent.membership.parts.events import ManifestFailed, NodeLost, Stimulus, Tick, WorkerSaid
+from resilient.agent.membership.parts.events import (
+    ManifestFailed,
+    ManifestWritten,
+    NodeLost,
+    Stimulus,
+    Tick,
+    WorkerSaid,
+)
 from resilient.protocol.messages import FromWorkerMessage, Suspect
 from tests.agent.membership.simulated import Job, settings, started
 
-REFUSED = {(Phase.STARTING, ManifestFailed)}
+REFUSED = {(Phase.STARTING, ManifestWritten), (Phase.STARTING, ManifestFailed)}
 """There is no checkpoint yet that could be asked for."""
 
 

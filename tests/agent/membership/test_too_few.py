@@ -111,6 +111,58 @@ def test_waiting_is_no_stall() -> None:
     assert "detected" not in job.kinds()
 
 
+AGAIN = "start again with: resilient run --nodes 4 train.py"
+
+
+def starting(wait_s: float = WAIT_S) -> Job:
+    """Return a job of four nodes that needs four, and has lost one before its first generation."""
+    job = Job(num_nodes=4, wait_for_nodes_s=wait_s)
+    for _ in range(4):
+        job.connect()
+    for node in (0, 2, 3):
+        job.ready(node)
+    job.lose(1)
+    return job
+
+
+def test_node_that_comes_in_time_before_the_first_generation_takes_the_place_of_the_lost_one() -> None:
+    job = starting()
+    assert job.last("too_few") == {"num_missing": 1, "coming": [], "wait_s": WAIT_S}
+    pass_time(job, WAIT_S - 1)
+    node = job.connect()
+    pass_time(job, 5 * WAIT_S)
+    assert (job.machine.phase, job.stop) == (Phase.STARTING, None), "it is waited for until it is ready"
+    job.ready(node)
+    job.answer()
+    assert job.machine.phase is Phase.RUNNING
+    generation = job.last("generation")
+    assert (generation["nodes"], generation["version"], generation["cause"]) == ([0, 2, 3, 4], 0, "start")
+    assert job.kinds().count("too_few") == 1
+
+
+def test_job_whose_lost_node_nobody_replaces_before_the_first_generation_is_to_be_started_again() -> None:
+    job = starting()
+    pass_time(job, WAIT_S - 1)
+    assert job.stop is None
+    pass_time(job, WAIT_S)
+    assert job.stop is not None
+    assert (job.stop.exit_code, job.stop.reason) == (3, f"3 nodes are live ([0, 2, 3]), 4 are needed; {AGAIN}")
+
+
+def test_job_that_is_not_to_wait_ends_with_a_node_lost_before_the_first_generation() -> None:
+    job = starting(0.0)
+    assert job.stop is not None
+    assert (job.stop.exit_code, job.stop.reason) == (3, f"3 nodes are live ([0, 2, 3]), 4 are needed; {AGAIN}")
+    assert "too_few" not in job.kinds()
+
+
+def test_job_that_was_started_with_too_few_nodes_waits_for_nobody() -> None:
+    job = Job(num_nodes=3, wait_for_nodes_s=WAIT_S)
+    job.start()
+    assert job.stop is not None
+    assert (job.stop.exit_code, job.stop.reason) == (3, f"3 nodes are live ([0, 1, 2]), 4 are needed; {AGAIN}")
+
+
 def test_job_that_is_not_to_wait_saves_at_once() -> None:
     job = started(num_nodes=4, wait_for_nodes_s=0.0)
     job.step(3)

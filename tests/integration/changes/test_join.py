@@ -6,12 +6,15 @@ import json
 import os
 import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from resilient.agent.launch import Launcher
 from tests.integration.harness import (
+    CHAIN,
     Event,
     Run,
     check_equal,
@@ -98,6 +101,53 @@ def test_agent_without_the_token_is_turned_away(tmp_path: Path) -> None:
     assert "token must be the job's token; take it from the run folder's job.json" in done.stderr
     assert run.exit_code == 0
     assert run.report["joins"] == []
+
+
+# A node agent that loses patience with its coordinator sooner than those of the command line.
+IMPATIENT = """
+import asyncio, logging, os
+from resilient.agent.node import NodeAgent, NodeOptions
+logging.basicConfig()
+options = NodeOptions(coordinator=os.environ["ADDRESS"], token=os.environ["RESILIENT_TOKEN"], connect_timeout_s=2.0)
+raise SystemExit(asyncio.run(NodeAgent(options).run()))
+"""
+
+
+def test_joiner_whose_coordinator_is_killed_while_it_imports_the_script_ends(tmp_path: Path) -> None:
+    gate, importing = tmp_path / "gate", tmp_path / "importing"
+    script = tmp_path / "chain.py"
+    script.write_text(CHAIN.read_text().replace("import argparse\n", "import argparse\nimport held\n", 1))
+    (tmp_path / "held.py").write_text(
+        "import os, pathlib, time\n"
+        "while 'HOLD' in os.environ:\n"
+        "    pathlib.Path(os.environ['HOLD']).touch()\n"
+        "    time.sleep(0.01)\n"
+    )
+    with started(tmp_path / "run", "--hold-in", 3, "--gate", gate, nodes=NODES, script=script) as job:
+        job.wait_for_step(2)
+        access = json.loads((job.directory / "job.json").read_text())
+        environment = {"ADDRESS": access["address"], "RESILIENT_TOKEN": access["token"], "HOLD": str(importing)}
+        agent = subprocess.Popen(
+            [sys.executable, "-c", IMPATIENT],
+            env={**os.environ, **environment},
+            start_new_session=True,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            job.wait_for(lambda event: event["kind"] == "node_connected" and event["node"] == NODES)
+            while not importing.exists():
+                assert agent.poll() is None
+                time.sleep(0.02)
+            job.processes.take_in_children(agent.pid)
+            job.popen.kill()
+            _, errors = agent.communicate(timeout=60)
+        finally:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+        assert agent.returncode == 1
+        assert f"node {NODES}: a coordinator must listen at {access['address']}, got no answer for 2 s" in errors
+        assert job.processes.left() == []
 
 
 @pytest.mark.parametrize("phase", ["forward", "commit", "regroup", "copy"])

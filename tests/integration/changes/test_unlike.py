@@ -34,6 +34,14 @@ def changed_package(folder: Path) -> Path:
     return folder
 
 
+def other_version(folder: Path) -> Path:
+    """Return where the package is said to be installed in another version."""
+    metadata = folder / "resilient_train-9.9.9.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: resilient-train\nVersion: 9.9.9\n")
+    return folder
+
+
 def join(job: Started, **environment: str) -> tuple[int, str]:
     """Have an agent join until it ends; return its exit code and what it logged."""
     access = json.loads((job.directory / "job.json").read_text())
@@ -53,6 +61,8 @@ def join(job: Started, **environment: str) -> tuple[int, str]:
 
 
 REFUSALS = {
+    "versions": rf"versions must be the same on all nodes, got resilient 9\.9\.9 {HERE} and \S+ {THERE}; install the "
+    "same versions on all nodes, or start the job with --allow-different versions",
     "data": rf"data must be the same on all nodes, got sample \d+ {VALUE} {HERE} and {VALUE} {THERE}, .* and \d+ more; "
     "give the data set the same samples on all nodes, or start the job with --allow-different data",
     "schedule": rf"schedule must be the same on all nodes, got code {VALUE} {HERE} and {VALUE} {THERE}; have the "
@@ -65,6 +75,9 @@ REFUSALS = {
     "script": rf"script must be the same on all nodes, got chain\.py {VALUE} {HERE} and {VALUE} {THERE}; copy the "
     "script and its modules to all nodes, or start the job with --allow-different script",
 }
+
+
+INSTALLED = {"package": changed_package, "versions": other_version}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +95,9 @@ def test_joiner_that_differs_is_refused_by_name_and_the_job_goes_on(what: str, r
         job.wait_for_step(5)
         if what == "script":
             path.write_text(f"{path.read_text()}# edited while the job runs\n")
-        environment = {"PYTHONPATH": str(changed_package(tmp_path))} if what == "package" else {"UNLIKE": what}
+        environment = {"UNLIKE": what}
+        if what in INSTALLED:
+            environment = {"PYTHONPATH": str(INSTALLED[what](tmp_path))}
         exit_code, errors = join(job, **environment)
         gate.touch()
         run = job.wait()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from resilient.agent.launch import Launcher
 from resilient.state.manifest import MANIFEST, read_manifest
 from tests.integration.harness import Event, run_job
@@ -57,3 +59,30 @@ def test_last_checkpoint_that_cannot_be_written_ends_the_job_with_the_reason(tmp
     )
     assert "; there is no checkpoint; start again with: resilient run --nodes 4 " in run.reason
     assert run.of_kind("checkpoint") == []
+
+
+@pytest.mark.parametrize(
+    ("inject", "step", "exit_code"),
+    [((), 6, 0), (("node=1,step=5,phase=backward",), 4, 3)],
+    ids=["at the end", "before an early stop"],
+)
+def test_manifest_is_tried_again_until_it_can_be_written(
+    inject: tuple[str, ...], step: int, exit_code: int, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
+    (checkpoint / MANIFEST).mkdir(parents=True)
+
+    def make_room(launcher: Launcher, event: Event) -> None:
+        if event["kind"] == "checkpoint_failed":
+            (checkpoint / MANIFEST).rmdir()
+
+    run = run_job(tmp_path / "run", "--steps", "6", nodes=NODES, inject=inject, act=make_room)
+    assert run.exit_code == exit_code, run.reason
+    (missed,) = run.of_kind("checkpoint_failed")
+    assert (missed["step"], missed["node"], missed["newest"]) == (step, None, None)
+    assert missed["error"].startswith(f"{checkpoint} cannot be written ([Errno 21] Is a directory: ")
+    assert [event["path"] for event in run.of_kind("checkpoint")] == [str(checkpoint)]
+    assert read_manifest(checkpoint).step == step
+    if exit_code:
+        assert run.reason.startswith("3 nodes are live ([0, 2, 3]), 4 are needed; resume with: resilient run ")
+        assert f" --resume {checkpoint} " in run.reason

@@ -107,7 +107,7 @@ def test_worker_killed_alone_comes_back_as_a_new_node(phase: str, reference: Run
     run = run_job(tmp_path / "run", "--change-after", "8", "--unless", str(joined), nodes=NODES, inject=inject, act=act)
     assert [fired["worker_only"] for fired in run.failures if fired["node"] == 2] == [True]
     check_recovered(run, reference)
-    assert "worker killed by signal 9" in run.report["recoveries"][0]["cause"]
+    assert "worker killed by SIGKILL" in run.report["recoveries"][0]["cause"]
     assert NODES in run.generations[-1]["nodes"]
     assert sum(join["lost_steps"] for join in run.report["joins"]) == 0
     agents = {event["node"]: event["pid"] for event in run.of_kind("node_connected")}

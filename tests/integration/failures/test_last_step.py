@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -53,7 +56,7 @@ def test_main_worker_killed_in_the_end_of_its_script_is_told_with_the_command_th
     checkpoint = tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}"
     reason, _, words = run.reason.partition("; run the end of the script with: ")
     assert reason == (
-        "node 0, which speaks for the job, was lost before its script ended (worker killed by signal 9); all steps are "
+        "node 0, which speaks for the job, was lost before its script ended (worker killed by SIGKILL); all steps are "
         f"done and saved in {checkpoint}"
     )
     gate.touch()
@@ -64,3 +67,30 @@ def test_main_worker_killed_in_the_end_of_its_script_is_told_with_the_command_th
     (resumed,) = (again / "runs").iterdir()
     events = read_events(resumed / "events.jsonl")
     assert [event["text"] for event in events if event["kind"] in ("step", "output")] == [f"trained {STEPS} steps"]
+
+
+@pytest.mark.parametrize("at", ["checkpoint", "finished"])
+def test_all_nodes_killed_between_the_last_manifest_and_the_end_of_the_script(at: str, tmp_path: Path) -> None:
+    """Whether the scripts were told to go on before their nodes were seen to be gone: the steps are saved."""
+    agents: list[int] = []
+
+    def kill(launcher: Launcher, event: Event) -> None:
+        if event["kind"] == "node_connected":
+            agents.append(event["pid"])
+        elif event["kind"] == at:
+            for pid in agents:
+                os.killpg(pid, signal.SIGKILL)
+
+    gate = tmp_path / "gate"
+    run = run_job(tmp_path / "run", "--steps", str(STEPS), "--stay-until", str(gate), nodes=NODES, act=kill)
+    assert run.exit_code == 1
+    assert max(run.losses) == STEPS
+    checkpoint = tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}"
+    assert read_manifest(checkpoint).step == STEPS
+    assert re.fullmatch(
+        r"(all nodes were lost before the script ended|node \d, which speaks for the job, was lost before its script "
+        rf"ended \(node lost\)); all steps are done and saved in {checkpoint}; run the end of the script with: "
+        rf"resilient run --nodes {NODES} .*--resume {checkpoint} .*",
+        run.reason,
+    ), run.reason
+    assert f"trained {STEPS} steps" not in [event["text"] for event in run.of_kind("output")]

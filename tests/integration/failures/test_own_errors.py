@@ -1,4 +1,4 @@
-"""An error on one node costs that node; the same on a second one is the job's."""
+"""An error or a crash on one node costs that node; the same on a second one is the job's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import Run, check_recovered, run_job, started
+from tests.integration.harness import Run, check_recovered, resume_command, run_job, started
 
 NODES = 5
 STEP = 8
@@ -77,3 +77,40 @@ def test_different_error_costs_a_second_node(tmp_path: Path) -> None:
         "OSError",
     ]
     assert len(run.generations[-1]["nodes"]) == NODES - 1
+
+
+ALONE = ("--min-pipeline-nodes", "1", "--checkpoint-every", str(STEP - 1))
+
+
+def test_crash_of_all_nodes_ends_the_job_and_names_two(tmp_path: Path) -> None:
+    more = arguments(tmp_path / "marks", "--err", "crash", "--err-on", "3", "--max-failures", "2", *ALONE)
+    run = run_job(tmp_path / "run", *more, script=ERRING, nodes=3, wait_for_nodes_s=60)
+    assert run.exit_code == 1
+    ends = re.match(
+        r"node (\d): a worker killed by SIGSEGV; one of node (\d) was, too, and no step was done since, so it is the "
+        r"job's own; see (\S+/worker-0\.log); ",
+        run.reason,
+    )
+    assert ends is not None, run.reason
+    assert ends[1] != ends[2]
+    words = resume_command(run.reason)
+    assert words[words.index("--resume") + 1].endswith(f"/checkpoints/step-{STEP - 1:08d}")
+    assert "Fatal Python error: Segmentation fault" in Path(ends[3]).read_text()
+    assert max(run.losses) == STEP - 1
+
+
+def test_crash_of_the_only_node_ends_the_job_with_the_signal(tmp_path: Path) -> None:
+    more = arguments(tmp_path / "marks", "--err", "crash", "--max-failures", "0", *ALONE)
+    run = run_job(tmp_path / "run", *more, script=ERRING, nodes=1, wait_for_nodes_s=60)
+    assert run.exit_code == 3
+    assert run.reason.startswith("all nodes are lost, the last one (0) because of: worker killed by SIGSEGV; resume")
+    assert resume_command(run.reason)
+
+
+def test_crash_of_one_node_of_several_costs_that_node_only(reference: Run, tmp_path: Path) -> None:
+    more = arguments(tmp_path / "marks", "--err", "crash")
+    run = run_job(tmp_path / "run", *more, script=ERRING, nodes=NODES)
+    check_recovered(run, reference)
+    (lost,) = run.of_kind("node_lost")
+    assert lost["cause"] == "worker killed by SIGSEGV"
+    assert run.of_kind("failed") == []

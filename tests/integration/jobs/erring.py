@@ -16,6 +16,7 @@ from torch import Tensor
 from resilient.data.sampler import StepSampler
 
 BATCH = 28
+ERRORS = ("disk", "memory", "kill", "crash")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -23,8 +24,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--err-step", type=int, required=True)
     parser.add_argument("--err-on", type=int, default=1, metavar="COUNT", help="how many nodes")
-    parser.add_argument("--err", choices=("disk", "memory", "kill"), default="disk", help="of each node, in turn")
-    parser.add_argument("--then-err", choices=("disk", "memory", "kill"), help="of all but the first node")
+    parser.add_argument("--err", choices=ERRORS, default="disk", help="of each node, in turn")
+    parser.add_argument("--then-err", choices=ERRORS, help="of all but the first node")
     parser.add_argument("--marks", type=Path, required=True, metavar="FOLDER", help="where nodes say that it is them")
     args, others = parser.parse_known_args()
     sys.argv[1:] = others
@@ -62,6 +63,8 @@ class ErringWaves(chain.Waves):
     def _fail(self, what: str, index: int) -> None:
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
         elif what == "memory":
             raise MemoryError(f"no room for sample {index}")
         raise OSError(errno.EIO, os.strerror(errno.EIO), f"/data/{index}")

@@ -77,12 +77,12 @@ def test_second_failure_during_recovery_belongs_to_the_first(lost_again: int) ->
     run.generation(260, 2, "failure", 2, [0, 2], lost_steps=1)
     run.installed(265, 270, node=0, bytes_copied=10)
     run.injected(275, 2)
-    run.detected(280, [2], 3, cause="worker killed by signal 9")
+    run.detected(280, [2], 3, cause="worker killed by SIGKILL")
     run.generation(300, 3, "failure", 2, [0], lost_steps=lost_again)
     run.installed(310, 330, node=0, bytes_copied=7)
     run.step(430, 3)
     (recovery,) = build_run_report(run.events)["recoveries"]
-    assert recovery["cause"] == "node lost (node 1), then worker killed by signal 9 (node 2)"
+    assert recovery["cause"] == "node lost (node 1), then worker killed by SIGKILL (node 2)"
     assert recovery["nodes"] == [1, 2]
     assert [recovery[f"{part}_ms"] for part in ("detect", "agree", "regroup", "copy", "redo", "total")] == [
         10.0,

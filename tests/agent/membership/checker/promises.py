@@ -207,7 +207,7 @@ class Promises:
         if truth.too_few_since is None:
             if not self._world.plans_wanted:
                 raise Violation(f"the job ends, and {truth.num_usable} nodes are enough")
-        elif truth.generation and self._world.now - truth.too_few_since < settings.wait_for_nodes_s:
+        elif self._world.now - truth.too_few_since < settings.wait_for_nodes_s:
             raise Violation("the job ends for too few nodes before it has waited for others")
 
     def _check_finish(self, node: int, local_rank: int, *, is_main: bool) -> None:

@@ -189,11 +189,10 @@ class Truth:
                     self._err(node, f"exit code {exit_code}")
                 self.gone.add(node)
                 self.lose(node, "a worker ended")
-            case ManifestFailed(path=path) if self.is_ending or path == self._world.path(
-                self._world.job.spec.num_steps
-            ):
+            case ManifestFailed(path=path, node=lacking) if self.is_ending or path == self._world.last_path:
                 self.troubles.add("the last manifest could not be written")
-                self.failures.add("the last manifest could not be written")
+                if lacking is not None or "time" in self.troubles:  # otherwise it is tried again
+                    self.failures.add("the last manifest could not be written")
             case Interrupted():
                 self.interruptions.append(self._world.now)
             case StopWanted():

@@ -9,6 +9,7 @@ from resilient.agent.membership.machine import Membership
 from resilient.agent.membership.parts.events import (
     Instruction,
     ManifestFailed,
+    ManifestWritten,
     NodeBack,
     NodeCutOff,
     NodeLost,
@@ -141,13 +142,13 @@ class World:
         for instruction in instructions:
             self._tell(f"    -> {_told(instruction)}")
             self.promises.check(instruction)
-            failed = self._obey(instruction)
-            if failed is not None:
-                self.feed(failed)
-                break
+            self._obey(instruction)
         self.promises.after(stimulus, instructions)
+        for instruction in instructions:
+            if isinstance(instruction, WriteManifest):
+                self.feed(self._write(instruction))
 
-    def _obey(self, instruction: Instruction) -> ManifestFailed | None:
+    def _obey(self, instruction: Instruction) -> None:
         match instruction:
             case Send(node=number, local_rank=local_rank, message=message):
                 node = self.nodes[number]
@@ -158,8 +159,6 @@ class World:
             case Tell(node=number, message=Shutdown() as message):
                 if self.nodes[number].is_linked:
                     self.nodes[number].down.append(message)
-            case WriteManifest():
-                return self._write(instruction)
             case PreparePlans(num_nodes=num_nodes):
                 self.plans_wanted.append(num_nodes)
             case Stop():
@@ -168,7 +167,6 @@ class World:
                 self.nodes[number].is_linked = False  # it comes back to nobody who counts on it
             case _:
                 pass
-        return None
 
     def _expect(self, node: Node, local_rank: int, message: Generation) -> None:
         fabric = self.fabrics.setdefault(message.generation, Fabric(self.job, message))
@@ -177,7 +175,7 @@ class World:
         if not node.is_alive:
             fabric.leave(worker)
 
-    def _write(self, wanted: WriteManifest) -> ManifestFailed | None:
+    def _write(self, wanted: WriteManifest) -> ManifestWritten | ManifestFailed:
         lacking = self.disk.lacking(wanted.path, wanted.manifest)
         if lacking is not None:
             return ManifestFailed(path=wanted.path, error=f"{lacking} is not there", node=wanted.nodes[lacking])
@@ -186,7 +184,7 @@ class World:
             return ManifestFailed(path=wanted.path, error="no space left on device")
         self.promises.check_manifest(wanted.path, wanted.manifest)
         self.disk.seal(wanted.path, wanted.manifest)
-        return None
+        return ManifestWritten(path=wanted.path)
 
 
 def _told(happened: Stimulus | Instruction) -> str:

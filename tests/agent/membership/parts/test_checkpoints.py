@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from resilient.agent.membership.parts.checkpoints import Parts
 from resilient.agent.membership.parts.context import Phase
-from resilient.agent.membership.parts.events import ManifestFailed, Send, StopWanted, Tick
+from resilient.agent.membership.parts.events import Interrupted, Send, StopWanted, Tick
 from resilient.protocol.messages import Failed, Finished, Generation, NotSaved
 from resilient.state.manifest import Manifest, SavedState
 from resilient.templates.common.byte_intervals import ByteIntervals
@@ -28,10 +28,15 @@ def started(**changes: Any) -> Job:
     return job
 
 
-def save(job: Job, step: int) -> None:
-    """Have all placed workers save a part of the step's checkpoint."""
+def save(job: Job, step: int, *, error: str = "") -> None:
+    """Have the placed workers save each state of a step once; ``error``: why it gets no manifest."""
+    job.manifest_error = error
+    left = set(STATES)
     for worker in job.placed():
-        job.say(worker, job.saved(job.machine.generation, step, job.workers[worker].current))
+        mine = left & set(job.workers[worker].current)
+        left -= mine
+        job.say(worker, job.saved(job.machine.generation, step, mine))
+    job.manifest_error = ""
 
 
 def stop(job: Job) -> str:
@@ -62,9 +67,9 @@ def test_part_that_cannot_be_written_is_told_and_training_goes_on() -> None:
 def test_checkpoint_without_its_manifest_is_told_and_training_goes_on() -> None:
     job = started()
     job.step(3)
-    save(job, 3)
-    job.feed(ManifestFailed(path=path_of(3), error=ERROR))
+    save(job, 3, error=ERROR)
     assert job.last("checkpoint_failed") == {"step": 3, "node": None, "error": ERROR, "newest": None}
+    assert "checkpoint" not in job.kinds()
     assert (job.machine.phase, job.machine.generation, job.stop) == (Phase.RUNNING, 1, None)
     assert stop(job) == "enough; there is no checkpoint; start again with: resilient run --nodes 4 train.py"
 
@@ -74,8 +79,7 @@ def test_states_that_nobody_holds_come_from_the_newest_whole_checkpoint() -> Non
     job.step(3)
     save(job, 3)
     job.step(6)
-    save(job, 6)
-    job.feed(ManifestFailed(path=path_of(6), error=ERROR))
+    save(job, 6, error=ERROR)
     for _ in range(2):
         job.ready(job.connect())
     job.lose(*(pipeline.nodes[0] for pipeline in job.plan.pipelines[:2]))
@@ -84,12 +88,8 @@ def test_states_that_nobody_holds_come_from_the_newest_whole_checkpoint() -> Non
     assert f"everybody loads {path_of(3)}" in job.last("output")["text"]
 
 
-def fail_manifest(job: Job, step: int) -> None:
-    job.feed(ManifestFailed(path=path_of(step), error=ERROR))
-
-
-def tick_at(job: Job, now: float) -> None:
-    job.now = now
+def tick_at(job: Job, now: float, *, error: str = "") -> None:
+    job.now, job.manifest_error = now, error
     job.feed(Tick())
 
 
@@ -100,12 +100,10 @@ def written(job: Job) -> list[str]:
 def test_manifest_on_the_way_is_tried_again_and_counts_once_it_is_written() -> None:
     job = started()
     job.step(3)
-    save(job, 3)
-    fail_manifest(job, 3)
+    save(job, 3, error=ERROR)
     tick_at(job, 0.5)
     assert written(job) == [path_of(3)]
-    tick_at(job, 1.0)
-    fail_manifest(job, 3)
+    tick_at(job, 1.0, error=ERROR)
     assert job.kinds().count("checkpoint_failed") == 2
     for now in (2.5, 3.0, 3.5):
         tick_at(job, now)
@@ -117,12 +115,9 @@ def test_manifest_on_the_way_is_tried_again_and_counts_once_it_is_written() -> N
 def end(job: Job) -> None:
     """Have all workers finish the job's last step, of which the manifest cannot be written at first."""
     job.step(10)
-    generation = job.machine.generation
+    save(job, 10, error=ERROR)
     for worker in job.placed():
-        job.say(worker, job.saved(generation, 10, job.workers[worker].current))
-    fail_manifest(job, 10)
-    for worker in job.placed():
-        job.say(worker, Finished(generation=generation))
+        job.say(worker, Finished(generation=job.machine.generation))
     assert job.machine.phase is Phase.RUNNING
 
 
@@ -131,11 +126,17 @@ def test_last_manifest_is_tried_again_and_the_job_finishes_once_it_is_written() 
     end(job)
     tick_at(job, 1.0)
     assert written(job) == [path_of(10)] * 2
-    tick_at(job, 1.5)
     assert job.last("finished") == {"step": 10, "path": path_of(10)}
     job.answer()
     assert job.stop is not None
     assert job.stop.exit_code == 0
+
+
+def tick_until_stopped(job: Job) -> float:
+    """Let time pass while no manifest can be written; return when the job stops."""
+    while job.stop is None:
+        tick_at(job, job.now + 0.5, error=ERROR)
+    return job.now
 
 
 def test_last_manifest_that_cannot_be_written_for_as_long_as_files_ends_the_job() -> None:
@@ -143,14 +144,8 @@ def test_last_manifest_that_cannot_be_written_for_as_long_as_files_ends_the_job(
     job.step(3)
     save(job, 3)
     end(job)
-    now = 0.0
-    while job.stop is None:
-        now += 0.5
-        before = len(job.manifests)
-        tick_at(job, now)
-        if len(job.manifests) > before:
-            fail_manifest(job, 10)
-    assert 120 <= now < 140
+    assert 120 <= tick_until_stopped(job) < 140
+    assert job.stop is not None
     assert job.stop.exit_code == 1
     assert job.stop.reason == f"{ERROR}; resume with: resilient run --nodes 4 --resume {path_of(3)} train.py"
 
@@ -158,32 +153,92 @@ def test_last_manifest_that_cannot_be_written_for_as_long_as_files_ends_the_job(
 def test_files_that_are_not_there_are_not_waited_for() -> None:
     job = started()
     job.step(10)
-    save(job, 10)
-    job.feed(ManifestFailed(path=path_of(10), error=ERROR, node=2))
+    job.lacking_node = 2
+    save(job, 10, error=ERROR)
     assert job.stop is not None
     assert job.stop.exit_code == 1
 
 
-def test_checkpoint_before_a_stop_without_its_manifest_ends_the_job_with_that_as_the_reason() -> None:
+TOO_FEW = "3 nodes are live ([0, 2, 3]), 4 are needed"
+AGAIN = "start again with: resilient run --nodes 4 train.py"
+
+
+def stopping(lacking_node: int | None = None) -> Job:
+    """Return a job with too few nodes after step 3, all parts of whose last checkpoint are there, and no manifest."""
     job = started(num_nodes=4)
     job.step(3)
+    job.manifest_error, job.lacking_node = ERROR, lacking_node
     job.lose(1)
     job.answer()
+    assert written(job) == [path_of(3)]
+    return job
+
+
+def test_manifest_of_an_early_stop_is_tried_again_and_the_job_stops_once_it_is_written() -> None:
+    job = stopping()
+    assert (job.machine.phase, job.stop) == (Phase.SAVING, None)
+    assert job.last("checkpoint_failed") == {"step": 3, "node": None, "error": ERROR, "newest": None}
+    tick_at(job, 1.0, error=ERROR)
+    for now in (2.0, 2.5, 3.0):
+        assert job.stop is None
+        tick_at(job, now)
     assert job.stop is not None
-    assert (job.stop.exit_code, [made.path for made in job.manifests]) == (3, [path_of(3)])
-    job.feed(ManifestFailed(path=path_of(3), error=ERROR))
-    assert job.stop.exit_code == 1
-    assert job.stop.reason == f"{ERROR}; there is no checkpoint; start again with: resilient run --nodes 4 train.py"
+    resume = f"resume with: resilient run --nodes 4 --resume {path_of(3)} train.py"
+    assert (job.stop.exit_code, job.stop.reason) == (3, f"{TOO_FEW}; {resume}")
+    assert written(job) == [path_of(3)] * 3
+    assert job.last("checkpoint") == {"step": 3, "path": path_of(3)}
+
+
+def test_manifest_of_an_early_stop_that_cannot_be_written_for_as_long_as_files_ends_the_job_without() -> None:
+    job = stopping()
+    assert 120 <= tick_until_stopped(job) < 140
+    assert job.stop is not None
+    unsaved = f"{TOO_FEW}, and there is no checkpoint of step 3: {ERROR}; there is no checkpoint; {AGAIN}"
+    assert (job.stop.exit_code, job.stop.reason) == (1, unsaved)
+
+
+def test_files_that_are_not_there_at_an_early_stop_are_not_waited_for() -> None:
+    job = stopping(lacking_node=2)
+    assert job.stop is not None
+    unsaved = f"{TOO_FEW}, and there is no checkpoint of step 3: {ERROR}; there is no checkpoint; {AGAIN}"
+    assert (job.stop.exit_code, job.stop.reason) == (1, unsaved)
+
+
+def test_second_interruption_ends_a_job_that_waits_for_its_manifest() -> None:
+    job = stopping()
+    for now in (0.1, 2.0):
+        job.now = now
+        job.feed(Interrupted(reason="SIGTERM"))
+    assert job.stop is not None
+    assert (job.stop.exit_code, job.stop.reason) == (
+        130,
+        f"interrupted twice (SIGTERM); there is no checkpoint; {AGAIN}",
+    )
+
+
+def test_job_that_stops_waits_for_its_last_manifest_and_not_for_one_on_the_way() -> None:
+    job = started(num_nodes=4)
+    job.step(3)
+    save(job, 3, error=ERROR)
+    job.step(4)
+    job.manifest_error = ERROR
+    job.lose(1)
+    job.answer()
+    assert (job.machine.phase, job.stop, written(job)) == (Phase.SAVING, None, [path_of(3), path_of(4)])
+    tick_at(job, 1.0)
+    assert job.stop is not None
+    assert job.stop.exit_code == 3
+    assert written(job)[2:] == [path_of(3), path_of(4)]
 
 
 def test_file_that_is_not_there_is_told_with_its_node() -> None:
     job = started()
     job.step(3)
-    save(job, 3)
+    job.lacking_node = 2
+    save(job, 3, error=ERROR)
     (write,) = job.manifests
     assert write.nodes.keys() == {f"{name}.safetensors" for name in STATES}
     assert set(write.nodes.values()) <= {node for node, _ in job.placed()}
-    job.feed(ManifestFailed(path=path_of(3), error=ERROR, node=2))
     assert job.last("checkpoint_failed") == {"step": 3, "node": 2, "error": ERROR, "newest": None}
 
 

@@ -1,6 +1,8 @@
-"""An error of one node costs that node; the same on a second node, or ever different ones, end the job."""
+"""An error or crash of one node costs that node; the same on a second node, or ever different ones, end the job."""
 
 from __future__ import annotations
+
+import signal
 
 import pytest
 
@@ -214,3 +216,97 @@ def test_error_heard_of_after_its_peers_suspicion_names_the_node() -> None:
     job.answer()
     assert job.last("node_lost") == {"node": 1, "cause": DISK.error}
     assert job.machine.parts.suspicions.count == 0, "it was no suspicion"
+
+
+def crash(job: Job, node: int, number: signal.Signals) -> None:
+    """Have a node's worker be killed by a signal; its agent begins anew, as a further node, that is not ready yet."""
+    job.end_worker((node, 0), -number)
+    del job.workers[node, 0]
+    job.answer()
+
+
+def crashed_text(second: int, first: int, name: str = "SIGSEGV") -> str:
+    return (
+        f"node {second}: a worker killed by {name}; one of node {first} was, too, and no step was done since, so it is "
+        f"the job's own; see /runs/x/logs/node-{second}/worker-0.log"
+    )
+
+
+def test_same_crash_on_a_second_node_ends_the_job_and_names_both() -> None:
+    job = trained()
+    crash(job, 1, signal.SIGSEGV)
+    assert job.machine.phase is Phase.RUNNING
+    assert job.last("node_lost") == {"node": 1, "cause": "worker killed by SIGSEGV"}
+    crash(job, 2, signal.SIGSEGV)
+    assert job.stop is not None
+    assert (job.stop.exit_code, job.stop.reason) == (EXIT_FAILED, f"{crashed_text(2, 1)}; {CHECKPOINT}")
+    assert job.manifests[-1].path == "/runs/x/checkpoints/step-00000003"
+
+
+def test_same_crash_on_all_nodes_at_once_ends_the_job() -> None:
+    job = trained(5)
+    for node in range(5):
+        if job.stop is None:
+            job.end_worker((node, 0), -signal.SIGABRT)
+    assert job.stop is not None
+    assert job.stop.exit_code == EXIT_FAILED
+    assert job.stop.reason == (
+        f"{crashed_text(1, 0, 'SIGABRT')}; all nodes are lost, the last one (4) because of: worker killed by SIGABRT; "
+        "there is no checkpoint; start again with: resilient run --nodes 4 train.py"
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(signal.SIGKILL, signal.SIGKILL), (signal.SIGTERM, signal.SIGTERM), (signal.SIGSEGV, signal.SIGBUS)],
+)
+def test_signals_from_outside_and_unlike_crashes_cost_a_node_each(
+    first: signal.Signals, second: signal.Signals
+) -> None:
+    job = trained()
+    crash(job, 1, first)
+    crash(job, 2, second)
+    assert job.machine.phase is Phase.RUNNING
+    assert "failed" not in job.kinds()
+
+
+def test_crashes_with_a_step_between_them_cost_a_node_each() -> None:
+    job = trained()
+    crash(job, 1, signal.SIGSEGV)
+    job.step(STEP + 1)
+    crash(job, 2, signal.SIGSEGV)
+    assert job.machine.phase is Phase.RUNNING
+    assert sorted(job.plan.nodes) == [0, 3, 4, 5]
+
+
+def test_worker_that_is_started_again_on_its_machine_and_crashes_again_is_no_second_node() -> None:
+    job = trained(5)
+    crash(job, 1, signal.SIGSEGV)
+    again = job.connect(pid=1)
+    job.ready(again)
+    job.answer()
+    assert again in job.plan.nodes
+    crash(job, again, signal.SIGSEGV)
+    assert job.machine.phase is Phase.RUNNING
+    crash(job, 2, signal.SIGSEGV)
+    assert job.stop is not None
+    assert job.stop.reason.startswith(crashed_text(2, 1))
+
+
+def test_joiner_that_crashes_is_its_own_affair() -> None:
+    job = trained()
+    crash(job, 1, signal.SIGSEGV)
+    crash(job, job.connect(), signal.SIGSEGV)
+    assert job.machine.phase is Phase.RUNNING
+    assert "failed" not in job.kinds()
+
+
+def test_same_crash_on_two_nodes_before_the_first_generation_ends_the_job() -> None:
+    job = Job(num_nodes=5)
+    for _ in range(5):
+        job.connect()
+    crash(job, 1, signal.SIGSEGV)
+    assert job.stop is None
+    crash(job, 2, signal.SIGSEGV)
+    assert job.stop is not None
+    assert (job.stop.exit_code, job.stop.reason) == (EXIT_FAILED, crashed_text(2, 1))

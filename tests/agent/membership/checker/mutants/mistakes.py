@@ -301,9 +301,9 @@ MISTAKES = (
     ),
     Mistake(
         "a checkpoint without a manifest counts",
-        "handlers.py",
-        "checkpoints.note_missed(checkpoints.take_back(event.path), event.node, event.error)",
-        "checkpoints.note_missed(checkpoints.step_of(event.path), event.node, event.error)",
+        _CHECKPOINTS,
+        "        self._context.do(write)\n",
+        "        self._context.do(write)\n        self.note_written(write.path)\n",
     ),
     Mistake(
         "lost states are made anew",
