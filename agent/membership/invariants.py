@@ -139,5 +139,5 @@ def _of_end(machine: JobParts) -> Iterator[str]:
             yield f"the job is finished at step {machine.progress.step} of {num_steps}"
         if not machine.checkpoints.has(num_steps):
             yield f"the job is finished without a checkpoint of step {num_steps}"
-    if machine.phase in (*TRAINING, Phase.SAVING) and not machine.context.members:
+    if machine.phase in (*TRAINING, Phase.SAVING, Phase.FINISHED) and not machine.context.members:
         yield f"no node is left while {machine.phase.value}"

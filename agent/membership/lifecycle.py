@@ -62,6 +62,8 @@ class Lifecycle:
             self._regrouping.publish_next(agreement)
         elif parts.phase is Phase.SAVING and not parts.awaiting:
             self._ends.end_saved()
+        elif parts.phase is Phase.FINISHED:
+            self._ends.stop_when_all_are_gone()
 
     def _begin_when_complete(self) -> None:
         """Publish the first generation once all expected nodes can be given a place, or stop if they never can."""

@@ -148,6 +148,19 @@ def test_node_that_stood_by_speaks_for_the_job_if_all_others_are_lost_and_ends_i
     assert (job.stop.exit_code, job.stop.reason) == (0, "the job is finished")
 
 
+def test_job_is_over_when_the_last_node_leaves_that_only_stood_by() -> None:
+    job = started(spec=job_spec(global_batch=4), num_nodes=9)
+    job.step(10)
+    job.finish()
+    (spare,) = set(range(9)) - set(job.plan.nodes)
+    for worker in job.placed():
+        job.end_worker(worker, 0)
+    assert set(job.machine.members) == {spare}
+    job.feed(NodeLeaving(node=spare, reason="spot notice"))
+    assert job.stop is not None
+    assert (job.stop.exit_code, job.stop.reason) == (0, "the job is finished")
+
+
 def test_joiner_whose_worker_never_gets_ready_is_given_up() -> None:
     job = started(start_timeout_s=100.0)
     job.now = 50.0
