@@ -43,7 +43,7 @@ def run(seed: int) -> History:
     lines: list[str] = []
     random = Random(seed)
     world = World(random, lines.append)
-    lines.append(f"{world.job.leaning}, {world.job.shape}, {world.job.settings}")
+    lines.append(f"{world.job.leaning.name}, {world.job.shape}, {world.job.settings}")
     violation = ""
     try:
         _play(world, Faults(world, random, lines.append), random)

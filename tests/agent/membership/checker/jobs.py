@@ -10,7 +10,7 @@ from resilient.protocol.messages import JobSpec, StepOutcome
 from resilient.state.manifest import Manifest, SavedStates, folder
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
-from tests.agent.membership.checker.faults.leaning import Leaning
+from tests.agent.membership.checker.faults.leaning import LEANINGS
 from tests.agent.membership.checker.lineage import Applied, Disk, Lineage
 from tests.agent.membership.simulated import RECIPE
 
@@ -40,6 +40,7 @@ SHAPES = (
     Shape(num_layers=3, max_failures=2, min_pipeline_nodes=1),
     Shape(num_layers=2, max_failures=0, min_pipeline_nodes=1),
     Shape(num_layers=4, max_failures=0, min_pipeline_nodes=2),
+    Shape(num_layers=4, max_failures=0, min_pipeline_nodes=3),  # one pipeline, of at most four of five nodes
 )
 
 
@@ -53,9 +54,9 @@ class SmallJob:
     """
 
     def __init__(self, random: Random, disk: Disk) -> None:
-        self.leaning = leaning = Leaning.draw(random)
-        self.shape = shape = random.choices(SHAPES, leaning.shape_weights)[0]
-        num_steps = random.randint(3, 8)
+        self.leaning = leaning = random.choice(LEANINGS)
+        self.shape = shape = random.choices(SHAPES, leaning.shapes)[0]
+        num_steps = random.randint(*leaning.num_steps)
         self.spec = JobSpec(
             profile=_profile(shape.num_layers),
             recipe=RECIPE,

@@ -56,6 +56,7 @@ class Node:
         is_alive: Its processes run.
         is_linked: What is sent to it arrives. ``is_cut_off``: not now; it may be back.
         is_unlike: Its script is started with other arguments than that of the others.
+        repeats: It says now and then what it has said in a generation that was left.
         num_refused: So many files cannot be written.
         is_leaving: Its agent has announced that it goes.
         up: What is on its way to the coordinator; ``down``: to the node.
@@ -65,7 +66,7 @@ class Node:
     def __init__(self, world: World, number: int, random: Random) -> None:
         self.world, self.number = world, number
         self.is_alive = self.is_linked = True
-        self.is_leaving = self.is_cut_off = self.is_unlike = self.writes_elsewhere = False
+        self.is_leaving = self.is_cut_off = self.is_unlike = self.writes_elsewhere = self.repeats = False
         self.num_refused = 0
         self.speed = random.choice(world.job.leaning.speeds)
         self.up: deque[Stimulus] = deque()
@@ -89,6 +90,17 @@ class Node:
         """Send what a worker says."""
         self._said.append((local_rank, message))
         self.up.append(WorkerSaid(node=self.number, local_rank=local_rank, message=message))
+        if self.repeats and self.world.random.random() < 0.2:
+            self._repeat(self.world.random)
+
+    def _repeat(self, random: Random) -> None:
+        """Say something of a generation that was left once more: by a thread that was left behind, or by a link."""
+        now = max((worker.fabric.number for worker in self.workers if worker.fabric is not None), default=0)
+        old = [said for said in self._said if is_of_the_past(said[1], now)]
+        if old:
+            kind = random.choice(sorted({type(message).__name__ for _, message in old}))  # of some there are many more
+            local_rank, message = random.choice([said for said in old if type(said[1]).__name__ == kind])
+            self.up.append(WorkerSaid(node=self.number, local_rank=local_rank, message=message))
 
     def take(self) -> str:
         """Have the agent take in the next message; return what it was."""
@@ -158,17 +170,10 @@ class Node:
         """Say that a worker's script has come to its end."""
         self.up.append(WorkerEnded(node=self.number, local_rank=worker.id[1], exit_code=exit_code))
 
-    def repeat(self, random: Random) -> None:
-        """Say something of a generation that was left once more: by a thread that was left behind, or by a link."""
-        now = max((worker.fabric.number for worker in self.workers if worker.fabric is not None), default=0)
-        old = [said for said in self._said if is_of_the_past(said[1], now)]
-        if old:
-            local_rank, message = random.choice(old)
-            self.up.append(WorkerSaid(node=self.number, local_rank=local_rank, message=message))
-
-    def announce_leave(self) -> None:
-        """Say that the node goes away soon."""
+    def announce_leave(self, random: Random) -> None:
+        """Say that the node goes away soon; until then it may have other things to do."""
         self.is_leaving = True
+        self.speed *= random.choice((1.0, 0.1))
         self.up.append(NodeLeaving(node=self.number, reason="spot notice"))
 
     def _disconnect(self, cause: str) -> None:

@@ -168,6 +168,9 @@ class Promises:
             raise Violation(f"some state lies on {redundancy} nodes, to survive {max_failures} losses")
         if message.store_address != f"host:{plan.slots[0].node}":
             raise Violation(f"the store is at {message.store_address}, and rank 0 on node {plan.slots[0].node}")
+        told = self._world.machine.status()
+        if told["num_skipped"] != self._job.skipped(told["step"]).total:
+            raise Violation(f"{told['num_skipped']} of {told['step']} steps are told to have been skipped")
         self._step_told = min(self._step_told, message.version)
         self._announced_at = self._world.now
         truth.announce(message.generation, message.version)
@@ -175,10 +178,10 @@ class Promises:
     def _check_version(self, message: Generation) -> None:
         truth, version = self.truth, message.version
         if version < truth.must_keep:
-            if truth.is_redundant:
+            if not truth.may_be_lost:
                 raise Violation(
-                    f"the job goes back from step {truth.must_keep} to {version}, and only nodes "
-                    f"{sorted(truth.lost)} were lost"
+                    f"the job goes back from step {truth.must_keep} to {version}, and nothing is lost with nodes "
+                    f"{sorted(truth.lost)}"
                 )
             if version != truth.saved_step:
                 raise Violation(f"the job goes back to {version}, and the newest checkpoint is {truth.saved_step}")
@@ -196,7 +199,7 @@ class Promises:
             is_last = message.version == self._job.spec.num_steps
             if not (is_last or truth.interruptions or truth.failures):
                 self._check_too_few()
-        if message.version < truth.must_keep and truth.is_redundant:
+        if message.version < truth.must_keep and not truth.may_be_lost:
             raise Violation(f"step {message.version} is saved, and step {truth.must_keep} was committed")
 
     def _check_too_few(self) -> None:
@@ -225,9 +228,8 @@ class Promises:
         """A node that is cut off is waited for, unless its peers miss it, too."""
         if not (self._suspects or self.truth.is_left):
             raise Violation(f"node {node} is cut off, and not waited for, and its peers do not suspect anything")
-        if node not in self.truth.erring:
-            self.truth.gone.add(node)
-            self.truth.lose(node, "a node was cut off")
+        self.truth.gone.add(node)
+        self.truth.lose(node, "a node was cut off")
 
     def _check_farewell(self, number: int, reason: str) -> None:
         node, truth = self._world.nodes[number], self.truth
@@ -287,8 +289,10 @@ class Promises:
                 raise Violation(f"exit {stop.exit_code} after the last step: {stop.reason}")
             return
         wishes = [at for at in truth.interruptions if at - truth.interruptions[0] >= _ONE_WISH_S]
-        is_excused = truth.troubles or truth.is_undecided or not truth.is_redundant
-        due = {1: truth.failures, 130: truth.interruptions, 3: True, 4: is_excused}
+        is_excused = truth.excuses or truth.is_undecided or truth.may_be_lost
+        # nobody is left to be told that the last step is saved
+        is_unattended = truth.is_deserted and self._world.last_path in self._world.disk.manifests
+        due = {1: truth.failures or is_unattended, 130: truth.interruptions, 3: True, 4: is_excused}
         has_begun = truth.generation or not truth.is_deserted
         if has_begun and not due.get(stop.exit_code):
             raise Violation(f"exit {stop.exit_code} without a reason for it: {stop.reason}")

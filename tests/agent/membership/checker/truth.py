@@ -21,8 +21,9 @@ from resilient.protocol.messages import Dropped, Failed, Installed, NotSaved, Re
 from resilient.state.witnesses import witness, worker_of
 from tests.agent.membership.checker.fabric import Fabric
 from tests.agent.membership.checker.lineage import is_damaged
-from tests.agent.membership.checker.worker import At
+from tests.agent.membership.checker.worker import At, Worker
 
+HANGS = "who was to report or to save hangs"
 _MOST_ERRORS = 2  # of as many nodes, without a step between them
 _ENOUGH_LINKS = 2  # broken in as many generations
 
@@ -86,14 +87,24 @@ class Truth:
     @property
     def must_keep(self) -> int:
         """The last step that somebody who can be asked has committed, or that the coordinator has heard of."""
-        asked = [
-            worker.version
-            for node in self._world.nodes.values()
-            if node.number not in self.gone and node.is_alive and node.is_linked
-            for worker in node.workers
-            if worker.at is not At.STARTING
-        ]
-        return max([self._heard, *asked])
+        return max([self._heard, *(worker.version for worker in self._asked)])
+
+    @property
+    def _asked(self) -> list[Worker]:
+        nodes = [node for node in self._world.nodes.values() if node.number not in self.gone]
+        workers = [worker for node in nodes if node.is_alive and node.is_linked for worker in node.workers]
+        return [worker for worker in workers if worker.at is not At.STARTING]
+
+    @property
+    def may_be_lost(self) -> bool:
+        """Whether more nodes were lost than may be, and some state of the last step is held by nobody."""
+        step, held = self.must_keep, set[str]()
+        for worker in self._asked:
+            if worker.version == step:
+                held.update((worker.states.keys() | worker.retained.keys()) - worker.odd)
+            elif worker.version == step - 1 and worker.gradient is not None:
+                held.update(worker.states.keys() - worker.odd)
+        return not (self.is_redundant or held.issuperset(self._world.job.states))
 
     @property
     def is_redundant(self) -> bool:
@@ -125,6 +136,12 @@ class Truth:
         """Whether copies that were told of at an early stop differ, and most of them are not equal."""
         told = [list(copies.values()) for copies in self.copies.values()]
         return any(len(set(each)) > 1 and 2 * max(map(each.count, each)) <= len(each) for each in told)
+
+    @property
+    def excuses(self) -> set[str]:
+        """Why a job may end without what was held last: for one that hangs there is time, but not at the end."""
+        is_short = self.is_ending or self.interruptions
+        return self.troubles if is_short else self.troubles - {HANGS}
 
     def is_suspected(self, node: int) -> bool:
         """Return whether connections to a node broke often enough to let it go."""
@@ -246,7 +263,8 @@ class Truth:
                 self._heard = max(self._heard, outcome.step)
                 self.num_suspicions, self._has_stepped = 0, True
                 self._had_errors.clear()
-                self._suspected.clear()
+                for of in self._suspected.values():
+                    of &= {generation}  # heard of while it is left: why it is left counts all the same
             case Installed(generation=generation) if generation == self.generation:
                 self.installed.add((stimulus.node, stimulus.local_rank))
             case Saved(step=step, states=states, held=held):

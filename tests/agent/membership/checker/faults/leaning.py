@@ -2,72 +2,96 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from dataclasses import dataclass
 from random import Random
 
 
-class Leaning(Enum):
-    """A leaning; the values are the faults that it makes frequent."""
+@dataclass(frozen=True, kw_only=True)
+class Leaning:
+    """A leaning. What has several values is drawn from them.
 
-    NONE = ()
-    LOSSES = ("dies", "dies with others", "loses a worker", "is joined by another")
-    CHECKPOINTS = ("has a full disk", "sees a manifest fail", "is interrupted", "hangs", "has damaged memory", "dies")
-    MOVES = ("leaves", "is joined by another", "is joined by one that is unlike", "dies", "is disconnected")
-    ERRORS = ("has an error", "has a broken link", "loses a connection", "is disconnected", "is joined by another")
+    Args:
+        name: What the history calls it.
+        often: Faults that are frequent.
+        shapes: How often each shape of job is drawn.
+        num_spare: Nodes there are at least besides those that are needed.
+        num_steps: The fewest and the most steps of a job.
+        checkpoints_every: Steps from one checkpoint to the next; 0 for none.
+        skipping_rate: How many of the steps are skipped.
+        speeds: How readily something of a node happens: slow ones are far behind the others.
+        moments: Names of those that faults wait for more often.
+        num_faults: How many there are.
+        calm: Events that go well at first: with few, no step is done before all goes wrong.
+    """
 
-    @classmethod
-    def draw(cls, random: Random) -> Leaning:
-        """Return that of a seed."""
-        return random.choice((cls.NONE, cls.LOSSES, cls.LOSSES, cls.CHECKPOINTS, cls.MOVES, cls.ERRORS))
-
-    @property
-    def shape_weights(self) -> tuple[int, ...]:
-        """How often each shape of job is drawn: without redundancy, one loss is one too many.
-
-        Three copies are what damage can be found out by, and few needed nodes what errors can be borne with.
-        """
-        match self:
-            case Leaning.LOSSES:
-                return (2, 2, 1, 1, 4, 4)
-            case Leaning.CHECKPOINTS:
-                return (2, 2, 1, 5, 1, 0)
-            case Leaning.ERRORS:
-                return (4, 1, 3, 1, 2, 1)
-            case _:
-                return (3, 4, 3, 2, 1, 0)
-
-    @property
-    def num_spare(self) -> int:
-        """How many nodes there are at least besides those that are needed."""
-        return 2 if self in (Leaning.ERRORS, Leaning.MOVES) else 0
-
-    @property
-    def checkpoints_every(self) -> tuple[int, ...]:
-        """What is drawn from for the steps from one checkpoint to the next; 0 for none."""
-        return (0, 1, 1, 2) if self is Leaning.LOSSES else (0, 0, 1, 2)
-
-    @property
-    def speeds(self) -> tuple[float, ...]:
-        """What is drawn from for how readily something of a node happens: slow ones are far behind the others."""
-        if self is Leaning.LOSSES:
-            return (1.0, 0.03)
-        return (1.0, 1.0, 0.05) if self is Leaning.MOVES else (1.0, 1.0, 0.3, 0.05)
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """Names of the moments that faults wait for more often."""
-        return ("FIRST_STEP", "SAVED", "SAVED", "LAST_STEP", "INSTALLING") if self is Leaning.LOSSES else ()
-
-    @property
-    def skipping_rate(self) -> float:
-        """How many of the steps are skipped."""
-        return 0.5 if self is Leaning.LOSSES else 0.2
-
-    @property
-    def num_faults(self) -> tuple[int, ...]:
-        """What is drawn from for how many faults there are."""
-        return (0, 1, 2, 4, 6, 8) if self is Leaning.NONE else (2, 4, 6, 8)
+    name: str
+    often: tuple[str, ...] = ()
+    shapes: tuple[int, ...] = (3, 4, 3, 2, 1, 0, 0)
+    num_spare: int = 0
+    num_steps: tuple[int, int] = (3, 8)
+    checkpoints_every: tuple[int, ...] = (0, 0, 1, 2)
+    skipping_rate: float = 0.2
+    speeds: tuple[float, ...] = (1.0, 1.0, 0.3, 0.05)
+    moments: tuple[str, ...] = ()
+    num_faults: tuple[int, ...] = (2, 4, 6, 8)
+    calm: tuple[int, ...] = (0,)
 
     def weigh(self, kind: str, weight: float, random: Random) -> float:
         """Return how often a kind of fault comes: of each seed, a quarter of them not at all."""
-        return weight * random.choice((0, 1, 1, 2)) * (6 if kind in self.value else 1)
+        return weight * random.choice((0, 1, 1, 2)) * (6 if kind in self.often else 1)
+
+
+NONE = Leaning(name="no leaning", num_faults=(0, 1, 2, 4, 6, 8))
+LOSSES = Leaning(
+    name="losses",
+    often=("dies", "dies with others", "loses a worker", "is joined by another"),
+    shapes=(2, 2, 1, 1, 3, 3, 2),  # without redundancy, one loss is one too many
+    checkpoints_every=(0, 1, 1, 2),
+    skipping_rate=0.5,
+    speeds=(1.0, 0.03),
+    moments=("FIRST_STEP", "SAVED", "SAVED", "LAST_STEP", "INSTALLING"),
+)
+CHECKPOINTS = Leaning(
+    name="checkpoints",
+    often=(
+        "has a full disk",
+        "sees a manifest fail",
+        "is interrupted",
+        "hangs",
+        "has damaged memory",
+        "has damaged memory at the end",
+    ),
+    shapes=(2, 1, 1, 6, 1, 0, 0),  # three copies are what damage can be found out by
+    num_spare=2,
+    num_steps=(6, 10),
+    moments=("ANY", "ANY", "ANY"),
+    calm=(0, 40, 80),
+)
+MOVES = Leaning(
+    name="moves",
+    often=("leaves", "is joined by another", "is joined by one that is unlike", "dies", "is disconnected"),
+    num_spare=2,
+    speeds=(1.0, 1.0, 0.05),
+)
+ONLY_COPIES = Leaning(
+    name="only copies",
+    often=("leaves", "is cut off", "loses a connection", "repeats itself"),
+    shapes=(0, 0, 0, 0, 1, 1, 8),  # who leaves holds what nobody else does, and has no place when it sends that
+    num_spare=2,
+    num_steps=(6, 10),
+    checkpoints_every=(0, 0, 2),
+    speeds=(1.0, 1.0, 0.05),
+    moments=("ANY", "ANY", "COPYING"),
+    calm=(0, 40, 80),
+)
+ERRORS = Leaning(
+    name="errors",
+    often=("has an error", "has a broken link", "loses a connection"),
+    shapes=(6, 1, 3, 1, 1, 0, 0),  # few needed nodes are what errors can be borne with
+    num_spare=3,
+    num_steps=(6, 10),
+    moments=("ANY", "ANY", "ANY"),
+    calm=(0, 40, 80),
+)
+LEANINGS = (NONE, LOSSES, LOSSES, CHECKPOINTS, MOVES, ERRORS, ONLY_COPIES, ONLY_COPIES)
+"""One is drawn for each seed."""
