@@ -1,12 +1,12 @@
 """Makes schedules of graphs of units, by one rule that cannot deadlock: a row runs what is of an earlier turn first.
 
-Turns are the cells of one unit, the language model as a rule. A forward's turn is that of the first cell it is needed
-for, or of the last one that it needs something of; a backward's is that in which its gradient comes back, later by as
-many as the stage is ahead of the last one (its delay, which never grows along a lane), and a unit of the one in other
-rows that it feeds. Of one turn forwards come before backwards, and these before what is left of them where they are
-split; forwards of earlier units before those of later ones, backwards the other way round. So whatever an action waits
-for stands before it in this order of all actions, of which every row's is a part. Where memory is short delays are
-shorter.
+Turns are the cells of one unit, the language model as a rule; one without samples is a turn, too, in which less is
+kept. A forward's turn is that of the first cell it is needed for, or of the last one that it needs something of; a
+backward's is that in which its gradient comes back, later by as many as the stage is ahead of the last one (its delay,
+which never grows along a lane), and a unit of the one in other rows that it feeds. Of one turn forwards come before
+backwards, and these before what is left of them where they are split; forwards of earlier units before those of later
+ones, backwards the other way round. So whatever an action waits for stands before it in this order of all actions, of
+which every row's is a part. Where memory is short delays are shorter.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from resilient.errors import ArgumentError
-from resilient.templates.common.arrays import Ints
-from resilient.templates.schedules.graph import Backward, StepGraph
+from resilient.templates.common.arrays import Flags, Ints
+from resilient.templates.schedules.graph import Backward, GraphTables, StepGraph
 from resilient.templates.schedules.schedule import Op, Schedule
 from resilient.templates.schedules.unit_delays import longest_delays, shorten
 
@@ -30,6 +30,7 @@ def generate_units(
     pace: str | None = None,
     lead: int = 1,
     split: bool = False,
+    apart: bool = False,
     max_in_flight: Sequence[int] | None = None,
     states: Sequence[Sequence[int]] | None = None,
 ) -> Schedule:
@@ -43,6 +44,8 @@ def generate_units(
         lead: How many cells a stage runs ahead of the next one: 2 hides messages, for up to twice the memory.
         split: Whether backwards for the weights stand apart, as late as those of the lane's first stage: they fill gaps
             while all stages of a lane keep as much as its first one.
+        apart: Whether the units before that one do all their forwards before its first, and their backwards after its
+            last: where they share its rows, these wait less for each other, for the memory of all cells.
         max_in_flight: Per row, how many cells its memory holds, each until its last backward; without it, as many as
             there are.
         states: Per stage, lane after lane, the indices of the layer states it holds; without it, gradients are not
@@ -63,70 +66,78 @@ def generate_units(
     if max_in_flight is not None and (len(max_in_flight) != graph.num_rows or min(max_in_flight) < 1):
         fix = "a row whose memory holds no cell cannot run"
         raise ArgumentError("max_in_flight", f"be >= 1 for each of the {graph.num_rows} rows", list(max_in_flight), fix)
-    forward_turns = _forward_turns(graph, units.index(pace), units)
+    unit_of = np.array([units.index(lane.name.unit) for lane in graph.lanes])
+    forward_turns = _forward_turns(graph, unit_of, units.index(pace), apart)
+    num_last = units.index(pace) if apart else 0
     kept = longest_delays(graph, lead, split=split)
     while True:
-        schedule = _in_order(graph, forward_turns, kept, lead, split=split, states=states)
+        delays = np.minimum(kept, longest_delays(graph, lead, split=False))
+        for start, end in graph.tables.ends_of:
+            delays[start:end] = np.minimum.accumulate(delays[start:end])
+        actions = _Actions(graph)
+        _add_forwards(actions, forward_turns)
+        backward_turns = _backward_turns(graph, unit_of, forward_turns, delays, lead, num_last)
+        _add_backwards(actions, backward_turns, delays, kept if split else None)
+        schedule = actions.in_order(states)
         if max_in_flight is None or not shorten(schedule, kept, max_in_flight):
             return schedule
 
 
-def _in_order(
-    graph: StepGraph, forward_turns: Ints, kept: Ints, lead: int, *, split: bool, states: Sequence[Sequence[int]]
-) -> Schedule:
-    """Return the schedule in which each stage keeps its cells for so many turns."""
-    delays = np.minimum(kept, longest_delays(graph, lead, split=False))
-    for start, end in graph.tables.ends_of:
-        delays[start:end] = np.minimum.accumulate(delays[start:end])
-    actions = _Actions(graph)
-    backward_turns = _backward_turns(graph, forward_turns, delays, lead)
-    for number in range(len(graph.lanes)):
-        _add_forwards(actions, number, forward_turns[number])
-        _add_backwards(actions, number, backward_turns[number], delays, kept if split else None)
-    return actions.in_order(states)
-
-
-def _forward_turns(graph: StepGraph, pace: int, units: Sequence[str]) -> Ints:
+def _forward_turns(graph: StepGraph, unit_of: Ints, pace: int, apart: bool) -> Ints:
     """Return the turn of each cell's forward. [num_lanes, num_cells]"""
     tables = graph.tables
-    turns = np.zeros(tables.parts.shape, np.int64)
-    lane_of, unit_of = tables.lane_of, [units.index(lane.name.unit) for lane in graph.lanes]
-    sources, targets = lane_of[tables.flows[:, 0]], lane_of[tables.flows[:, 3]]
-    last = 0
-    for number, lane in enumerate(graph.lanes):
-        if unit_of[number] == pace:
-            turns[number, list(lane.cells)] = np.arange(len(lane.cells))
-            last = max(last, len(lane.cells) - 1)
-    for number, unit in enumerate(unit_of):
-        if unit > pace:
-            mine = tables.flows[(targets == number) & (np.take(unit_of, sources) >= pace)]
-            np.maximum.at(turns[number], mine[:, 4], turns[lane_of[mine[:, 0]], mine[:, 1]])
-    for number, unit in reversed(list(enumerate(unit_of))):
-        if unit < pace:
-            mine = tables.flows[sources == number]
-            turns[number] = last
-            np.minimum.at(turns[number], mine[:, 1], turns[lane_of[mine[:, 3]], mine[:, 4]])
+    source, cell, _, target, target_cell = tables.flows.T
+    source, target = tables.lane_of[source], tables.lane_of[target]
+    turns = np.where(tables.parts > 0, np.arange(graph.num_cells), 0)
+    last = int(turns[unit_of == pace].max(initial=0))
+    turns[unit_of > pace] = 0
+    turns[unit_of < pace] = np.arange(graph.num_cells) - graph.num_cells if apart else last
+    for unit in range(0 if apart else pace + 1, int(unit_of.max()) + 1):
+        fed = (unit_of[target] == unit) & ((unit_of[source] >= pace) | (unit < pace)) & (unit != pace)
+        np.maximum.at(turns, (target[fed], target_cell[fed]), turns[source[fed], cell[fed]])
+    for unit in reversed(range(0 if apart else pace)):
+        feeds = unit_of[source] == unit
+        np.minimum.at(turns, (source[feeds], cell[feeds]), turns[target[feeds], target_cell[feeds]])
     return turns
 
 
-def _backward_turns(graph: StepGraph, forward_turns: Ints, delays: Ints, lead: int) -> list[Ints]:
-    """Return, per lane, the cell and the part of each backward, and its turn on the last stage. [3, num_backwards]"""
+def _backward_turns(
+    graph: StepGraph, unit_of: Ints, forward_turns: Ints, delays: Ints, lead: int, num_last: int
+) -> Ints:
+    """Return the turn of each part of a cell's backward on its last stage. [num_lanes, num_cells, num_parts]
+
+    Args:
+        graph: The step.
+        unit_of: Of each lane.
+        forward_turns: Of its lanes' cells.
+        delays: Of each stage, by how many turns its backward comes later than the last one's.
+        lead: Cells by which a unit is ahead of the one in other rows that it feeds.
+        num_last: Of so many units, the first ones, backwards come after those of all others.
+    """
     tables = graph.tables
-    turns: list[Ints] = [np.zeros((3, 0), np.int64)] * len(graph.lanes)
+    source, cell, part, target, target_cell = tables.flows.T
+    ahead = np.where(tables.row_of[source] != tables.row_of[target], lead, 0)
+    source, target = tables.lane_of[source], tables.lane_of[target]
+    real = _parts(tables.parts)
+    turns = np.repeat(forward_turns[:, :, None], real.shape[2], axis=2)
+    before = delays[tables.ends_of[:, 0], None, None]
     done = np.zeros_like(forward_turns)  # with a cell's backward on its lane's first stage
-    for number in reversed(range(len(graph.lanes))):
-        parts = tables.parts[number]
-        cells = np.repeat(np.arange(len(parts)), parts)
-        part = np.arange(len(cells)) - np.repeat(np.cumsum(parts) - parts, parts)
-        turn = forward_turns[number, cells]
-        first = tables.first_from[number, cells]
-        fed = np.flatnonzero(first >= 0)
-        flows = tables.flows[first[fed] + part[fed]]
-        ahead = lead * (tables.row_of[flows[:, 0]] != tables.row_of[flows[:, 3]])
-        turn[fed] = np.maximum(turn[fed], done[tables.lane_of[flows[:, 3]], flows[:, 4]] + ahead)
-        turns[number] = np.stack([cells, part, turn])
-        np.maximum.at(done[number], cells, turn + delays[tables.ends_of[number, 0]])
+    end = 0
+    for unit in reversed(range(int(unit_of.max()) + 1)):
+        mine, feeds = unit_of == unit, unit_of[source] == unit
+        if unit < num_last:
+            turns[mine] = end + np.arange(graph.num_cells)[:, None]
+        at = source[feeds], cell[feeds], part[feeds]
+        turns[at] = np.maximum(turns[at], done[target[feeds], target_cell[feeds]] + ahead[feeds])
+        done[mine] = np.where(real, turns + before, 0)[mine].max(axis=2)
+        if unit >= num_last:
+            end = max(end, int(done[mine].max(initial=0)) + 1)
     return turns
+
+
+def _parts(counts: Ints) -> Flags:
+    """Return which parts there are of cells with so many. [..., num_parts]"""
+    return np.arange(counts.max(initial=1)) < counts[..., None]
 
 
 class _Actions:
@@ -140,7 +151,7 @@ class _Actions:
     def add(
         self,
         op: Op,
-        stage: Ints | int,
+        stage: Ints,
         index: Ints,
         *,
         turn: Ints,
@@ -161,8 +172,10 @@ class _Actions:
         """
         phase = 0 if op in (Op.FORWARD, Op.RECV_F, Op.SEND_F) else 2 if op is Op.BACKWARD_WEIGHT else 1
         after = _COMPUTE if op.computes else _RECEIVE if op in (Op.RECV_F, Op.RECV_B) else _SEND
-        columns = (int(op), stage, index, part, flow, 3 * turn + phase, beside, after)
-        self._added.append(np.stack(np.broadcast_arrays(*columns)).reshape(len(columns), -1).astype(np.int64))
+        table = np.empty((8, len(index)), np.int64)
+        for row, column in enumerate((int(op), stage, index, part, flow, 3 * turn + phase, beside, after)):
+            table[row] = column
+        self._added.append(table)
 
     def in_order(self, states: Sequence[Sequence[int]]) -> Schedule:
         """Return all of them in order, and behind each row's the sums of its gradients."""
@@ -188,62 +201,67 @@ class _Actions:
         return Schedule(graph, np.concatenate(rows).astype(np.int32), ends)
 
 
-def _add_forwards(actions: _Actions, number: int, turns: Ints) -> None:
-    """Add a lane's forwards, with the messages before and after each."""
+def _add_forwards(actions: _Actions, turns: Ints) -> None:
+    """Add all forwards, with the messages before and after each."""
     tables = actions.graph.tables
-    start, end = tables.ends_of[number]
-    cells = np.flatnonzero(tables.parts[number])
-    stages = np.arange(start, end)[:, None]
-    turn = turns[cells]
-    actions.add(Op.FORWARD, stages, cells, turn=turn)
-    crossed = 1 + start + np.flatnonzero(np.diff(actions.rows[start:end]))[:, None]  # stages behind another row's
-    actions.add(Op.RECV_F, crossed, cells, turn=turn)
-    actions.add(Op.SEND_F, crossed - 1, cells, turn=turn)
-    numbers, flows = _apart(actions, 3, start)
-    actions.add(Op.RECV_F, start, flows[:, 4], part=flows[:, 2], flow=numbers, turn=turns[flows[:, 4]])
-    numbers, flows = _apart(actions, 0, end - 1)
-    actions.add(Op.SEND_F, end - 1, flows[:, 1], part=flows[:, 2], flow=numbers, turn=turns[flows[:, 1]])
+    stage, cell = np.nonzero(tables.parts[tables.lane_of])
+    turn = turns[tables.lane_of[stage], cell]
+    actions.add(Op.FORWARD, stage, cell, turn=turn)
+    before, after = (each[stage] for each in _crossed(tables))
+    actions.add(Op.RECV_F, stage[before], cell[before], turn=turn[before])
+    actions.add(Op.SEND_F, stage[after], cell[after], turn=turn[after])
+    flow, (source, cell, part, target, target_cell) = _apart(tables)
+    there, here = turns[tables.lane_of[target], target_cell], turns[tables.lane_of[source], cell]
+    actions.add(Op.RECV_F, target, target_cell, part=part, flow=flow, turn=there)
+    actions.add(Op.SEND_F, source, cell, part=part, flow=flow, turn=here)
 
 
-def _add_backwards(actions: _Actions, number: int, turns: Ints, delays: Ints, weight_delays: Ints | None) -> None:
-    """Add a lane's backwards, with the messages before and after each; in halves where weights have delays."""
+def _add_backwards(actions: _Actions, turns: Ints, delays: Ints, weight_delays: Ints | None) -> None:
+    """Add all backwards, with the messages before and after each; in halves where weights have delays."""
     tables = actions.graph.tables
-    start, end = tables.ends_of[number]
-    cells, part, turn = turns
-
-    def late(stage: Ints | int) -> Ints:
-        return turn + delays[stage]
-
-    both = Op.BACKWARD if weight_delays is None else Op.BACKWARD_INPUT
-    for op, backward in ((both, Backward.ALL), (Op.BACKWARD_INPUT, Backward.INPUTS)):
-        stages = start + np.flatnonzero(tables.backward_of[start:end] == backward)[:, None]
-        actions.add(op, stages, cells, part=part, turn=late(stages), beside=part)
+    lane_of, kinds = tables.lane_of, tables.backward_of
+    real = _parts(tables.parts)
+    stage, cell, part = np.nonzero(real[lane_of])
+    first = turns[lane_of[stage], cell, part]
+    turn = first + delays[stage]
+    before, after = _crossed(tables)
+    trained = kinds > Backward.NONE
+    for op, chosen in (
+        (Op.BACKWARD if weight_delays is None else Op.BACKWARD_INPUT, kinds == Backward.ALL),
+        (Op.BACKWARD_INPUT, kinds == Backward.INPUTS),
+        (Op.SEND_B, before & np.append(False, trained[:-1])),
+        (Op.RECV_B, after & trained),
+    ):
+        own = chosen[stage]
+        actions.add(op, stage[own], cell[own], part=part[own], turn=turn[own], beside=part[own])
     if weight_delays is not None:
-        stages = start + np.flatnonzero(tables.backward_of[start:end] == Backward.ALL)[:, None]
-        actions.add(Op.BACKWARD_WEIGHT, stages, cells, part=part, turn=turn + weight_delays[stages], beside=part)
-    returned = (tables.backward_of[start : end - 1] > Backward.NONE) & (np.diff(actions.rows[start:end]) != 0)
-    crossed = 1 + start + np.flatnonzero(returned)[:, None]  # stages that send gradients to another row
-    actions.add(Op.SEND_B, crossed, cells, part=part, turn=late(crossed), beside=part)
-    actions.add(Op.RECV_B, crossed - 1, cells, part=part, turn=late(crossed - 1), beside=part)
-    first = np.cumsum(tables.parts[number]) - tables.parts[number]
-    numbers, flows = _apart(actions, 0, end - 1, trained=True)
-    there = turn[first[flows[:, 1]] + flows[:, 2]]
-    actions.add(Op.RECV_B, end - 1, flows[:, 1], part=flows[:, 2], flow=numbers, turn=there, beside=flows[:, 2])
-    numbers, flows = _apart(actions, 3, start, trained=True)
-    order = np.lexsort((part, turn, cells))
-    last = order[np.cumsum(tables.parts[number])[flows[:, 4]] - 1]  # of the parts of each cell
-    there = late(start)[last]
-    actions.add(Op.SEND_B, start, flows[:, 4], part=flows[:, 2], flow=numbers, turn=there, beside=part[last])
+        own = (kinds == Backward.ALL)[stage]
+        late = (first + weight_delays[stage])[own]
+        actions.add(Op.BACKWARD_WEIGHT, stage[own], cell[own], part=part[own], turn=late, beside=part[own])
+    flow, (source, cell, part, target, target_cell) = _apart(tables, trained=True)
+    here = turns[lane_of[source], cell, part]
+    actions.add(Op.RECV_B, source, cell, part=part, flow=flow, turn=here, beside=part)
+    parts = turns[lane_of[target], target_cell]
+    # the part of its target's backward that comes last
+    order = np.where(real[lane_of[target], target_cell], parts * real.shape[2] + np.arange(real.shape[2]), -1)
+    last = order.argmax(axis=1)
+    there = parts[np.arange(len(last)), last] + delays[target]
+    actions.add(Op.SEND_B, target, target_cell, part=part, flow=flow, turn=there, beside=last)
 
 
-def _apart(actions: _Actions, column: int, stage: int, *, trained: bool = False) -> tuple[Ints, Ints]:
-    """Return the numbers and the table of a stage's flows to or from other rows; ``trained``: that return gradients."""
-    tables = actions.graph.tables
+def _crossed(tables: GraphTables) -> tuple[Flags, Flags]:
+    """Return which stages have another row than the one before them in their lane, and than the one after."""
+    after = (np.diff(tables.lane_of) == 0) & (np.diff(tables.row_of) != 0)
+    return np.append(False, after), np.append(after, False)
+
+
+def _apart(tables: GraphTables, *, trained: bool = False) -> tuple[Ints, Ints]:
+    """Return the numbers and the columns of flows between rows; ``trained``: that return gradients."""
     flows = tables.flows
-    chosen = (flows[:, column] == stage) & (actions.rows[flows[:, 0]] != actions.rows[flows[:, 3]])
+    chosen = tables.row_of[flows[:, 0]] != tables.row_of[flows[:, 3]]
     if trained:
         chosen &= tables.backward_of[flows[:, 0]] > Backward.NONE
-    return np.flatnonzero(chosen), flows[chosen]
+    return np.flatnonzero(chosen), flows[chosen].T
 
 
 def _sums(graph: StepGraph, states: Sequence[Sequence[int]], codes: Ints) -> Ints:

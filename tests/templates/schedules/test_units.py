@@ -248,6 +248,36 @@ def test_chains_cut_into_units_compute_in_the_same_order(
     assert units == chain
 
 
+def test_encoders_apart_run_all_forwards_first_and_all_backwards_last() -> None:
+    lanes = tuple(replace(lane, rows=(0, 1)) for lane in DEFERRED.lanes)
+    schedule = generate_units(replace(DEFERRED, lanes=lanes, num_rows=2), apart=True)
+    validate(schedule)
+    first, second = (" ".join(str(action) for action in row if action.op.computes) for row in schedule.rows)
+    assert first == (
+        "vision.0:0F0 vision.0:0F2 llm.0:0F0 llm.0:0F1 llm.0:0B0 llm.0:0F2 llm.0:0B1 llm.0:0B2 "
+        "vision.0:0B0 vision.0:0B0.1 vision.0:0B2"
+    )
+    assert second == (
+        "vision.0:1F0 vision.0:1F2 llm.0:1F0 llm.0:1B0 llm.0:1F1 llm.0:1B1 llm.0:1F2 llm.0:1B2 "
+        "vision.0:1B0 vision.0:1B0.1 vision.0:1B2"
+    )
+
+
+def test_a_cell_without_samples_is_a_turn_in_which_less_is_kept() -> None:
+    graph = chain_graph([0, 1], 2, 3)
+    gaps = replace(graph, lanes=(replace(graph.lanes[0], cells=(0, 2, 4)),))
+    schedule = generate_units(gaps)
+    validate(schedule, [1, 1])
+    assert [str(action) for action in schedule.row(0) if action.op.computes] == [
+        "0F0",
+        "0B0",
+        "0F2",
+        "0B2",
+        "0F4",
+        "0B4",
+    ]
+
+
 def test_a_pipeline_without_cells_only_sums_its_gradients() -> None:
     lanes = tuple(replace(lane, cells=()) for lane in DEFERRED.lanes)
     schedule = generate_units(StepGraph(lanes=lanes, num_rows=4), states=[[0], [], [1], [1, 2]])

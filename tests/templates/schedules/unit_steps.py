@@ -55,7 +55,8 @@ def random_schedule(rng: Random) -> Schedule:
         for stage, kind in enumerate(kind for lane in graph.lanes for kind in lane.backwards)
     ]
     pace = rng.choice([None, *(lane.name.unit for lane in graph.lanes)])
-    return generate_units(graph, pace=pace, lead=rng.randint(1, 2), states=states, split=rng.random() < 0.3)
+    split, apart = rng.random() < 0.3, rng.random() < 0.3
+    return generate_units(graph, pace=pace, lead=rng.randint(1, 2), split=split, apart=apart, states=states)
 
 
 def halved(schedule: Schedule, rng: Random) -> Schedule:
