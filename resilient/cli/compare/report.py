@@ -15,6 +15,7 @@ from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.planner import Configuration, Planner, Setting
 from resilient.planners.stages.degraded_replicas import degraded_replicas
 from resilient.planners.stages.device_layout import used_devices
+from resilient.templates.schedules.graph import LaneName
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -237,28 +238,22 @@ def _waiting_ms(row: PlannerRow) -> float:
 
 def step_chart(row: PlannerRow) -> Chart:
     """Return the first batch's step of the pipeline that ends last, for drawing."""
-    result, spans = row.first, row.first.spans
-    slowest = result.lanes[int(spans.lane[spans.end_ns.argmax()])].pipeline if len(spans.lane) else 0
-    units = row.configuration.units
-    lanes = [number for number, lane in enumerate(result.lanes) if lane.pipeline == slowest]
-    together = row.configuration.colocated and len({spread.pp for spread in units.values()}) == 1
-    row_of = {number: result.lanes[number].stage if together else position for position, number in enumerate(lanes)}
-    names = [f"{result.lanes[number].unit} {result.lanes[number].stage}" for number in lanes]
-    if together:
-        names = [f"stage {stage}" for stage in range(units[LLM].pp)]
+    result, timeline = row.first, row.first.timeline
+    graph, ends = timeline.schedule.graph, np.asarray(timeline.schedule.ends)
+    last = int(np.searchsorted(ends, timeline.end_ns.argmax(), side="right")) if len(timeline.end_ns) else 0
+    rows = np.flatnonzero(result.pipelines == result.pipelines[last]).tolist()
+    names = _row_names([graph.stages_of(each) for each in rows])
     bars = [
         Bar(
-            row=row_of[int(lane)],
-            kind="B" if backward else "F",
-            start_ns=int(start),
-            end_ns=int(end),
-            label=str(microbatch),
-            chunk=int(together and result.lanes[int(lane)].unit != LLM),
+            row=rows.index(span.row),
+            kind=span.action.op.text,
+            start_ns=span.start_ns,
+            end_ns=span.end_ns,
+            label=str(span.action.index),
+            chunk=int(len(graph.stages_of(span.row)) > 1 and span.action.lane.unit != LLM),
         )
-        for lane, backward, microbatch, start, end in zip(
-            spans.lane, spans.backward, spans.microbatch, spans.start_ns, spans.end_ns, strict=True
-        )
-        if int(lane) in row_of and end > start
+        for span in timeline.spans
+        if span.row in rows and span.action.op.computes and span.length_ns
     ]
     end_ns = round(1e6 * result.iteration_ms)
     if result.sum_ms:
@@ -266,8 +261,22 @@ def step_chart(row: PlannerRow) -> Chart:
         bars += [Bar(row=number, kind="sum", start_ns=start_ns, end_ns=end_ns) for number in range(len(names))]
     return Chart(
         title=f"{row.name}: {duration(result.iteration_ms)}, {100 * result.bubble:.0f} % bubble",
-        rows=tuple(names),
+        rows=names,
         length_ns=end_ns,
         bars=tuple(bars),
         odd_chunks="encoders",
     )
+
+
+def _row_names(rows: Sequence[Sequence[tuple[LaneName, int]]]) -> tuple[str, ...]:
+    """Return names of rows with these stages: the unit's, its lane's number if there are several, and the stage's."""
+    lanes: dict[str, list[int]] = {}
+    for lane, _ in (stage for stages in rows for stage in stages):
+        if lane.number not in lanes.setdefault(lane.unit, []):
+            lanes[lane.unit].append(lane.number)
+    names: list[str] = []
+    for stages in rows:
+        lane, stage = stages[0]
+        several = f".{lanes[lane.unit].index(lane.number)}" if len(lanes[lane.unit]) > 1 else ""
+        names.append(f"stage {stage}" if len(stages) > 1 else f"{lane.unit}{several} {stage}")
+    return tuple(names)

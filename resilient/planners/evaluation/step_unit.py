@@ -1,47 +1,55 @@
-"""What one unit does in a step: its microbatches, and what they take."""
+"""What one unit does in a step: the cells of its lanes, and what they take.
+
+A sample is a whole: one lane has it. Planners say its pipeline and microbatch; over a pipeline's lanes the samples of a
+microbatch are dealt the longest first, and of such heaps the larger goes to the lane that had less to do before. The
+devices of a lane share its samples by tensor and context parallelism, with the messages that these take.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
-from resilient.planners.packing.balance import loads
+from resilient.planners.packing.balance import deal_whole, loads
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica
 from resilient.planners.stages.degraded_replicas import tokens_held
-from resilient.planners.stages.stage_work import Calls, Work, stage_work
+from resilient.planners.stages.device_layout import lanes_of_pipelines
+from resilient.planners.stages.stage_work import Calls, Work, by_stage, dealt_by, stage_work
 from resilient.templates.common.arrays import Flags, Floats, Ints
+from resilient.templates.schedules.graph import Backward
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepUnit:
-    """A unit's work. A cell is a microbatch of a pipeline.
+    """A unit's work. Cells are numbered lane by lane, equally many of each, used or not.
 
     Args:
         costs: Of the unit.
         spread: Over devices.
-        share: Replicas of the unit for each pipeline.
         lengths: Of the samples.
-        width: Cells of each pipeline, used or not.
+        width: Cells of each lane.
         cell: Of each sample.
-        counted: The cells there are.
-        work: What they take at full speed.
+        counted: The cells that count as microbatches.
+        tokens: Of each cell: it is there if it has some.
+        work: What cells take at full speed.
         speeds: Of each cell's pipeline.
+        backwards: What each stage differentiates.
     """
 
     costs: UnitCosts
     spread: Parallelism
-    share: float
     lengths: Lengths
     width: int
     cell: Ints
     counted: Flags
+    tokens: Floats
     work: Work
     speeds: Floats
+    backwards: tuple[Backward, ...]
 
     @classmethod
     def of(
@@ -52,65 +60,115 @@ class StepUnit:
         batch: SampleTable,
         replicas: Sequence[Replica],
     ) -> StepUnit:
-        spread, place = configuration.units[costs.name], assignment.units[costs.name]
-        if len(spread.stage_layers) != spread.pp or sum(spread.stage_layers) != len(costs.layers):
-            raise ValueError(
-                f"stage_layers of {costs.name!r} must spread {len(costs.layers)} layers over {spread.pp} stages, got "
-                f"{spread.stage_layers}; give each stage its number of layers"
-            )
+        spread, place, lengths = configuration.units[costs.name], assignment.units[costs.name], batch.units[costs.name]
+        _check(costs, spread, place, replicas)
+        lanes = lanes_of_pipelines(spread, configuration.units[LLM], len(replicas))
+        num_lanes = int(lanes.max())
+        # A lane that works for several pipelines takes their microbatches in turn.
+        first = lanes[:, 0]
+        several = np.bincount(first, minlength=num_lanes)
+        turn = np.arange(len(replicas)) - np.searchsorted(first, first)
         counts = np.array([each.num_microbatches for each in replicas])
-        if np.any(place.replica >= len(replicas)) or np.any(place.microbatch >= counts[place.replica]):
-            raise ValueError(
-                f"places in {costs.name!r} must be within {len(replicas)} replicas of {counts.tolist()} microbatches, "
-                f"got replica {place.replica.max(initial=0)} and microbatch {place.microbatch.max(initial=0)}; "
-                f"assign the batch to these replicas"
-            )
-        width = int(counts.max())
-        cell = place.replica * width + place.microbatch
-        lengths = batch.units[costs.name]
-        last = np.zeros(len(replicas), np.int64)
-        np.maximum.at(last, place.replica, place.microbatch + 1)
-        if costs.name == LLM:
-            last = counts
-        ring = costs.name == LLM or assignment.units[LLM].group is None
-        share = 1.0 if configuration.colocated else spread.dp / configuration.units[LLM].dp
-        calls = _calls(place, cell, lengths, spread.cp, len(replicas) * width)
-        work = stage_work(costs, spread, calls, share, ring=ring)
-        held = np.repeat([tokens_held(spread, each.devices) for each in replicas], width)
+        width = int(counts.max() * several.max())
+        lane = deal_whole(dealt_by(costs, spread).of(lengths), lanes[place.replica], place.microbatch)
+        position = place.microbatch * several[first[place.replica]] + turn[place.replica]
+        cell = lane * width + position
+        last = np.zeros(num_lanes, np.int64)
+        np.maximum.at(last, lane, position + 1)
+        pipeline = np.repeat(np.searchsorted(lanes[:, 1], np.arange(num_lanes), side="right"), width)
+        pipeline[cell] = place.replica
+        calls = _calls(place, cell, lengths, spread, num_lanes * width)
+        work = stage_work(costs, spread, calls)
+        held = np.array([tokens_held(spread, each.devices) for each in replicas])
         return cls(
             costs=costs,
             spread=spread,
-            share=share,
             lengths=lengths,
             width=width,
             cell=cell,
-            counted=(np.arange(width)[None, :] < last[:, None]).ravel(),
-            work=replace(work, kept_bytes=work.kept_bytes * held),
-            speeds=np.repeat([each.speed for each in replicas], width),
+            counted=(np.arange(width) < (counts if costs.name == LLM else last)[:, None]).ravel(),
+            tokens=loads(lengths.tokens, cell, num_lanes * width),
+            work=replace(work, kept_bytes=work.kept_bytes * held[pipeline]),
+            speeds=np.array([each.speed for each in replicas])[pipeline],
+            backwards=_backwards(costs, spread),
         )
 
-    @cached_property
-    def tokens(self) -> Floats:
-        """Tokens of each cell."""
-        return loads(self.lengths.tokens, self.cell, len(self.counted))
+    def with_encoders(self, encoders: Sequence[StepUnit]) -> StepUnit:
+        """Return the language model as one unit with encoders that each of its stages runs for itself.
+
+        Raises:
+            ValueError: An encoder has a sample in another microbatch.
+        """
+        for each in encoders:
+            if not np.array_equal(each.cell[each.lengths.tokens > 0], self.cell[each.lengths.tokens > 0]):
+                raise ValueError(
+                    f"places in {each.costs.name!r} must be those of the language model where encoders are replicated, "
+                    f"got others; assign them alike"
+                )
+        works = [each.work for each in (self, *encoders)]
+        nothing = np.zeros_like(self.work.forward_ms)
+        forward = sum((each.forward_ms for each in works), nothing)
+        backward = sum((each.backward_ms for each in works), nothing)
+        filled = sum(((each.forward_ms + each.backward_ms) * each.filled for each in works), nothing)
+        total = forward + backward
+        return replace(
+            self,
+            tokens=np.sum([each.tokens for each in (self, *encoders)], axis=0),
+            work=Work(
+                forward_ms=forward,
+                backward_ms=backward,
+                kept_bytes=sum((each.kept_bytes for each in works), nothing),
+                filled=np.divide(filled, total, out=np.ones_like(total), where=total > 0),
+            ),
+            backwards=tuple(max([each, *(other.backwards[0] for other in encoders)]) for each in self.backwards),
+        )
 
     @property
     def std_ms(self) -> float:
+        """Standard deviation of its cells' times at full speed."""
         total = (self.work.forward_ms + self.work.backward_ms).sum(axis=0)[self.counted]
         return float(total.std()) if len(total) else 0.0
 
 
-def _calls(place: Place, cell: Ints, lengths: Lengths, cp: int, num_cells: int) -> Calls:
+def _check(costs: UnitCosts, spread: Parallelism, place: Place, replicas: Sequence[Replica]) -> None:
+    """Refuse places that there are not."""
+    if len(spread.stage_layers) != spread.pp or sum(spread.stage_layers) != len(costs.layers):
+        raise ValueError(
+            f"stage_layers of {costs.name!r} must spread {len(costs.layers)} layers over {spread.pp} stages, got "
+            f"{spread.stage_layers}; give each stage its number of layers"
+        )
+    counts = np.array([each.num_microbatches for each in replicas])
+    if np.any(place.replica >= len(replicas)) or np.any(place.microbatch >= counts[place.replica]):
+        raise ValueError(
+            f"places in {costs.name!r} must be within {len(replicas)} replicas of {counts.tolist()} microbatches, "
+            f"got replica {place.replica.max(initial=0)} and microbatch {place.microbatch.max(initial=0)}; "
+            f"assign the batch to these replicas"
+        )
+
+
+def _calls(place: Place, cell: Ints, lengths: Lengths, spread: Parallelism, num_cells: int) -> Calls:
+    """Return the calls of a unit: one of each group of devices in each cell."""
     if place.group is None or place.degree is None:
-        group, degree = np.zeros_like(cell), np.full_like(cell, cp)
+        group, degree = np.zeros_like(cell), np.full_like(cell, spread.cp)
     else:
         group, degree = place.group, place.degree
-    wide = int(group.max(initial=0)) + 1
-    keys, first, call = np.unique(cell * wide + group, return_index=True, return_inverse=True)
+    keys, first, call = np.unique(
+        cell * (int(group.max(initial=0)) + 1) + group, return_index=True, return_inverse=True
+    )
     return Calls(
-        cell=keys // wide,
+        cell=cell[first],
         degree=degree[first],
         tokens=loads(lengths.tokens, call, len(keys)),
         squares=loads(lengths.squares, call, len(keys)),
         num_cells=num_cells,
+    )
+
+
+def _backwards(costs: UnitCosts, spread: Parallelism) -> tuple[Backward, ...]:
+    """Return what each stage differentiates: from the first on that is trained, or gets a gradient for its input."""
+    trained = by_stage(spread, [layer.trainable for layer in costs.layers])
+    runs = by_stage(spread, [layer.has_backward for layer in costs.layers])
+    return tuple(
+        Backward.ALL if some else Backward.INPUTS if passes else Backward.NONE
+        for some, passes in zip(trained > 0, runs > 0, strict=True)
     )

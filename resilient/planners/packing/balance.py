@@ -51,6 +51,41 @@ def give_out(weights: npt.ArrayLike, speeds: npt.ArrayLike, order: Ints) -> Ints
     return spread(items, np.ascontiguousarray(order, dtype=np.int64), *by_speed(bins))
 
 
+def deal_whole(weights: npt.ArrayLike, bins: Ints, turn: Ints) -> Ints:
+    """Return the bin of each item: in each turn :func:`longest_first`, fuller ones for bins that have less so far.
+
+    Args:
+        weights: What each item costs, ``[num_items]``, >= 0.
+        bins: The first bin that each item may go to, and one past the last one: the same or none of another's.
+            ``[num_items, 2]``
+        turn: Of each item.
+    """
+    from resilient.planners.packing.kernels import deal
+
+    items, _ = _checked(weights, [1.0])
+    first, end = np.ascontiguousarray(bins.T)
+    return deal(items, np.lexsort((-items, first, turn)), first, end, turn, int(end.max(initial=0)))
+
+
+def fullest(
+    weights: npt.ArrayLike, sizes: npt.ArrayLike, microbatch: Ints, num_microbatches: int, lanes: int
+) -> Floats:
+    """Return the size of what the fullest of several lanes gets of each microbatch that :func:`deal_whole` deals.
+
+    Args:
+        weights: By which samples are dealt. [num_samples]
+        sizes: Of samples. [num_samples]
+        microbatch: Of each.
+        num_microbatches: How many.
+        lanes: Of each microbatch.
+    """
+    if lanes == 1:
+        return loads(sizes, microbatch, num_microbatches)
+    first = microbatch * lanes
+    lane = deal_whole(weights, np.stack([first, first + lanes], axis=1), np.zeros_like(first))
+    return loads(sizes, lane, num_microbatches * lanes).reshape(-1, lanes).max(axis=1)
+
+
 def by_speed(speeds: Floats) -> tuple[Floats, Ints, Ints]:
     """Return the different speeds, the bins of each, one speed after the other, and where these start, and the end."""
     if speeds.min() == speeds.max():

@@ -149,6 +149,41 @@ def spread(items: Floats, order: Ints, speeds: Floats, members: Ints, starts: In
 
 
 @compiled
+def deal(items: Floats, order: Ints, first: Ints, end: Ints, turn: Ints, num_bins: int) -> Ints:
+    """Give items to bins: those of a turn to as many heaps, of which the larger goes to the bin with less so far.
+
+    Args:
+        items: >= 0. [num_items]
+        order: All of their positions, turn after turn, in each those of the same bins after each other.
+        first: Of the bins that each item may go to. [num_items]
+        end: One past the last one.
+        turn: Of each item.
+        num_bins: Of all items.
+    """
+    bins, sums = np.zeros(len(items), np.int64), np.zeros(num_bins)
+    start = 0
+    while start < len(order):
+        one = order[start]
+        stop = start + 1
+        while stop < len(order) and turn[order[stop]] == turn[one] and first[order[stop]] == first[one]:
+            stop += 1
+        heaps = np.zeros(end[one] - first[one])
+        for item in order[start:stop]:
+            least = heaps.argmin()
+            bins[item] = least
+            heaps[least] += items[item]
+        of_heap = np.empty(len(heaps), np.int64)
+        of_heap[np.argsort(-heaps, kind="mergesort")] = first[one] + np.argsort(
+            sums[first[one] : end[one]], kind="mergesort"
+        )
+        for item in order[start:stop]:
+            bins[item] = of_heap[bins[item]]
+        sums[of_heap] += heaps
+        start = stop
+    return bins
+
+
+@compiled
 def subset_sums(weights: Floats, starts: Ints, num_quanta: int) -> tuple[Ints, Ints, Floats]:
     """Find which sums subsets of a group have, in quanta of the group's sum, as a bit set that remembers how it grew.
 

@@ -1,28 +1,20 @@
-"""Which devices the stages of a step's pipelines are on.
+"""Which devices the units of a step's pipelines are on.
 
-A *lane* is one stage of one unit in one pipeline. A *row* is the devices that one or more lanes share: it runs one task
-at a time. Units whose stages share rows are a *group*.
+An encoder with k times the language model's replicas has k lanes in each pipeline, or one more or less where k is not
+whole; one with fewer has lanes that work for several pipelines. The rows of a lane are its stages' devices: a row runs
+one task at a time. Units whose stages share rows are a *group*.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM
-from resilient.planners.planner import Configuration, Encoders
+from resilient.planners.planner import Configuration, Encoders, Parallelism
 from resilient.templates.common.arrays import Ints
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lane:
-    """One stage of one unit in one pipeline. Replicated encoders have one for each stage of the language model."""
-
-    unit: str
-    pipeline: int
-    stage: int
 
 
 def groups(configuration: Configuration) -> tuple[tuple[str, ...], ...]:
@@ -41,67 +33,84 @@ def used_devices(configuration: Configuration) -> int:
     return max(sizes) if configuration.colocated else sum(sizes)
 
 
+def lanes_of_pipelines(spread: Parallelism, language: Parallelism, num_pipelines: int) -> Ints:
+    """Return the first lane of a unit that works for each pipeline, and one past the last one. [num_pipelines, 2]
+
+    Args:
+        spread: Of the unit, as configured.
+        language: Of the language model, likewise.
+        num_pipelines: The language model's replicas as they are now.
+    """
+    ends = np.arange(num_pipelines + 1) * spread.dp // language.dp
+    return np.stack([ends[:-1], np.maximum(ends[1:], ends[:-1] + 1)], axis=1)
+
+
 class DeviceLayout:
     """The lanes and rows of a step.
 
     Attributes:
-        lanes: Unit by unit, pipeline by pipeline, stage by stage.
-        first_lane: Of each unit, and behind the last one.
-        stages: Lanes of each unit in a pipeline.
-        row: Of each lane.
-        first_row: Of each group, and behind the last one.
-        replicated: Whether each stage of the language model runs all encoders.
-        turns: Whether groups share devices and one follows the other.
+        lanes: By unit, as :func:`lanes_of_pipelines` has them.
+        rows: By unit, of each lane's stages. [num_lanes, num_stages]
+        pipelines: The first pipeline that each row works for. [num_rows]
+        sizes: Devices of each row. [num_rows]
+        replicated: Whether each stage of the language model runs all encoders, whose rows are its own.
     """
 
-    def __init__(self, configuration: Configuration, names: Sequence[str], num_pipelines: int) -> None:
+    def __init__(self, configuration: Configuration, num_pipelines: int) -> None:
         """Lay out.
 
         Args:
             configuration: How units are spread.
-            names: Of the units.
             num_pipelines: Replicas of the language model.
 
         Raises:
-            ValueError: A replicated encoder has several stages.
+            ValueError: A replicated encoder has several stages, or units that share devices need unequal ones.
         """
         spreads = configuration.units
         self.replicated = configuration.encoders is Encoders.REPLICATED
-        self.turns = configuration.colocated and not self.replicated
-        for name in names if self.replicated else ():
-            if name != LLM and spreads[name].pp > 1:
-                raise ValueError(
-                    f"pp of {name!r} must be 1 where encoders are replicated, got {spreads[name].pp}; every stage of "
-                    f"the language model runs all of it"
+        self.lanes = {
+            name: lanes_of_pipelines(each, spreads[LLM], num_pipelines)
+            for name, each in spreads.items()
+            if name == LLM or not self.replicated
+        }
+        self.rows: dict[str, Ints] = {}
+        pipelines: list[Ints] = []
+        sizes: list[Ints] = []
+        for group in self._sharing(configuration):
+            lanes, spread = self.lanes[group[-1]], spreads[group[-1]]
+            depth = max(spreads[name].pp for name in group)
+            count = int(lanes.max(initial=0))
+            first = sum(map(len, sizes))
+            for name in group:
+                self.rows[name] = first + np.arange(count)[:, None] * depth + np.arange(spreads[name].pp)
+            works_for = np.searchsorted(lanes[:, 1], np.arange(count), side="right")
+            pipelines.append(np.repeat(works_for, depth))
+            sizes.append(np.full(count * depth, spread.tp * spread.cp))
+        self.pipelines: Ints = np.concatenate(pipelines)
+        self.sizes: Ints = np.concatenate(sizes)
+
+    def _sharing(self, configuration: Configuration) -> Sequence[tuple[str, ...]]:
+        """Return the units of each set of rows."""
+        spreads = configuration.units
+        if self.replicated:
+            for name, each in spreads.items():
+                if name != LLM and each.pp > 1:
+                    raise ValueError(
+                        f"pp of {name!r} must be 1 where encoders are replicated, got {each.pp}; every stage of the "
+                        f"language model runs all of it"
+                    )
+            return ((LLM,),)
+        sharing = groups(configuration)
+        if configuration.colocated:
+            sharing = (tuple(name for group in sharing for name in group),)
+        for group in sharing:
+            shapes = {name: (spreads[name].dp, spreads[name].tp * spreads[name].cp) for name in group}
+            if len(set(shapes.values())) > 1:
+                given = ", ".join(f"{name}: {dp} of {size}" for name, (dp, size) in shapes.items())
+                raise ArgumentError(
+                    "units on the same devices",
+                    "have equally many replicas, and stages of as many devices",
+                    given,
+                    "spread them alike",
                 )
-        self.stages = [spreads[LLM if self.replicated else name].pp for name in names]
-        self.lanes = tuple(
-            Lane(unit=name, pipeline=pipeline, stage=stage)
-            for name, stages in zip(names, self.stages, strict=True)
-            for pipeline in range(num_pipelines)
-            for stage in range(stages)
-        )
-        self.first_lane: Ints = np.cumsum([0, *(num_pipelines * stages for stages in self.stages)])
-        members = [[names.index(name) for name in group] for group in groups(configuration)]
-        depths = [max(self.stages[unit] for unit in group) for group in members]
-        self.first_row: Ints = np.cumsum([0, *(num_pipelines * depth for depth in depths)])
-        self._sizes = [max(spreads[names[unit]].tp * spreads[names[unit]].cp for unit in group) for group in members]
-        self.row: Ints = np.zeros(self.first_lane[-1], np.int64)
-        pipelines = np.arange(num_pipelines)[:, None]
-        for first, depth, group in zip(self.first_row, depths, members, strict=False):
-            for unit in group:
-                rows = first + pipelines * depth + np.arange(self.stages[unit])
-                self.row[self.first_lane[unit] : self.first_lane[unit + 1]] = rows.ravel()
-
-    def on_devices(self) -> Ints:
-        """Return the row of each group that each device is in, -1 for none, where groups share devices.
-
-        Devices are numbered pipeline by pipeline. [num_groups, num_devices]
-        """
-        counts = np.diff(self.first_row)
-        devices = np.arange(max(int(count) * size for count, size in zip(counts, self._sizes, strict=True)))
-        rows = [
-            np.where(devices // size < count, first + devices // size, -1)
-            for first, count, size in zip(self.first_row, counts, self._sizes, strict=False)
-        ]
-        return np.stack(rows)
+        return sharing

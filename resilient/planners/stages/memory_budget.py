@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from resilient.errors import ArgumentError
-from resilient.planners.costs.samples import LLM, SampleTable
-from resilient.planners.packing.balance import loads, longest_first
+from resilient.planners.costs.cost_model import Curve
+from resilient.planners.costs.samples import LLM, Lengths, SampleTable
+from resilient.planners.packing.balance import fullest, loads, longest_first
 from resilient.planners.planner import Configuration, Replica, Setting
 from resilient.planners.stages.degraded_replicas import left_bytes, tokens_held
-from resilient.planners.stages.stage_work import kept_bytes
+from resilient.planners.stages.stage_work import dealt_by, kept_bytes
 from resilient.templates.common.arrays import Floats, Ints
 
 
@@ -28,11 +29,19 @@ class Kept:
         windows: Microbatches in a row that each stage holds. [num_stages]
         parts: What a token takes of what each stage has left. [num_stages]
         encodes: Whether it comes before the language model, and has microbatches with samples that are deferred.
+        lanes: Over which the samples of a microbatch are dealt, each of them whole.
+        work: By which they are.
     """
 
     windows: Ints
     parts: Floats
     encodes: bool
+    lanes: int
+    work: Curve
+
+    def tokens(self, samples: Lengths, microbatch: Ints, num_microbatches: int) -> Floats:
+        """Return the tokens of each microbatch on the lane that has most. [num_microbatches]"""
+        return fullest(self.work.of(samples), samples.tokens, microbatch, num_microbatches, self.lanes)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,8 +115,10 @@ class MemoryBudget:
                 parts=kept_bytes(unit, spread)
                 * tokens_held(spread, devices)
                 / (memory - state)
-                * (configuration.units[LLM].dp / spread.dp),
+                * -(-configuration.units[LLM].dp // spread.dp),
                 encodes=position < language,
+                lanes=max(1, spread.dp // configuration.units[LLM].dp),
+                work=dealt_by(unit, spread),
             )
         return cls(units=units)
 
@@ -133,7 +144,7 @@ class MemoryBudget:
         """Return how many equal microbatches the samples would need."""
         fewest = 1.0
         for name, unit in self.units.items():
-            total = float(samples.units[name].tokens.sum()) * unit.parts
+            total = float(samples.units[name].tokens.sum()) / unit.lanes * unit.parts
             # A stage that all fits into need not hold fewer.
             needed = np.where(total <= 1, 1.0, np.ceil(total * (unit.windows + unit.encodes)))
             fewest = max(fewest, float(needed.max()))
@@ -154,7 +165,7 @@ class MemoryBudget:
         """
         return np.concatenate(
             [
-                unit.parts[:, None] * loads(samples.units[name].tokens, microbatch, num_microbatches)
+                unit.parts[:, None] * unit.tokens(samples.units[name], microbatch, num_microbatches)
                 for name, unit in self.units.items()
             ]
         )
@@ -172,7 +183,7 @@ class MemoryBudget:
         for name, unit in self.units.items():
             tokens = samples.units[name].tokens.astype(np.float64)
             place = early if unit.encodes else late
-            sums = np.concatenate(([0.0], np.cumsum(loads(tokens, place, num_microbatches))))
+            sums = np.concatenate(([0.0], np.cumsum(unit.tokens(samples.units[name], place, num_microbatches))))
             # When a microbatch is differentiated, what was deferred to it is still held.
             deferred = loads(np.where(late > place, tokens, 0.0), late, num_microbatches)
             for window, part in zip(unit.windows.tolist(), unit.parts.tolist(), strict=True):

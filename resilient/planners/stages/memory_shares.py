@@ -86,9 +86,10 @@ def _stages(
         if configuration.colocated and early:
             held = np.full(spread.pp, number)
         kept = kept_bytes(unit, replace(spread, cp=1)) * tokens_held(spread, fewest)
-        share = 1.0 if configuration.colocated else spread.dp / language.dp
+        # A lane may have all samples of a microbatch, or those of several pipelines.
+        pipelines = 1 if configuration.colocated else -(-language.dp // spread.dp)
         state = left_bytes(unit, spread, configuration, replicas).max(axis=0)
-        found[unit.name] = _Stages(kept / share, held, memory - state)
+        found[unit.name] = _Stages(kept * pipelines, held, memory - state)
         behind += 0 if early or configuration.colocated else spread.pp
     if configuration.colocated:
         free = np.sum([each.free_bytes for each in found.values()], axis=0) - memory * (len(found) - 1)

@@ -22,7 +22,7 @@ class Calls:
     Args:
         cell: Of each, the microbatch that it is a part of, ``[num_calls]``; a microbatch takes as long as the longest
             of its calls.
-        degree: Devices that share its sequences, in the direction of context parallelism.
+        degree: Devices that share its sequences, in the direction of context parallelism, by a ring.
         tokens: Sum of the sequences' lengths.
         squares: Sum of their squares.
         num_cells: Microbatches.
@@ -52,17 +52,13 @@ class Work:
     filled: Floats
 
 
-def stage_work(unit: UnitCosts, spread: Parallelism, calls: Calls, share: float, *, ring: bool) -> Work:
+def stage_work(unit: UnitCosts, spread: Parallelism, calls: Calls) -> Work:
     """Return what the calls take.
 
     Args:
         unit: The unit.
         spread: How it is spread.
         calls: What it processes.
-        share: Replicas of the unit for each of the pipelines that the calls are of. Below one a replica works for
-            several pipelines: each is as slow as if it had that part of a device all the time.
-        ring: Whether devices that share sequences exchange keys and values. Without it they share whole sequences out
-            among themselves, evenly.
     """
     shape = (spread.pp, calls.num_cells)
     forward, backward, kept, used = np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape)
@@ -70,23 +66,26 @@ def stage_work(unit: UnitCosts, spread: Parallelism, calls: Calls, share: float,
     for degree in np.unique(calls.degree).tolist():
         chosen = calls.degree == degree
         cells, tokens, squares = calls.cell[chosen], calls.tokens[chosen], calls.squares[chosen]
-        split = share if ring else share * degree
         for stage in range(spread.pp):
             layers = range(firsts[stage], firsts[stage + 1])
-            curves = [curves_at(unit, layer, spread.tp, degree if ring else 1) for layer in layers]
+            curves = [curves_at(unit, layer, spread.tp, degree) for layer in layers]
             for table, curve in (
                 (forward, sum((each[0] for each in curves), Curve())),
                 (backward, sum((each[1] for each in curves), Curve())),
             ):
-                work = (curve.attention * squares + curve.linear * tokens) / split + curve.fixed / min(share, 1.0)
-                work = np.where(tokens > 0, work, 0.0)
+                work = np.where(tokens > 0, curve.attention * squares + curve.linear * tokens + curve.fixed, 0.0)
                 np.maximum.at(table[stage], cells, work)
                 np.add.at(used[stage], cells, work * degree / spread.cp)
             of_token = sum(each[2] for each in curves if each[1] != Curve())
-            np.maximum.at(kept[stage], cells, tokens / split * of_token)
+            np.maximum.at(kept[stage], cells, tokens * of_token)
     total = forward + backward
     filled = np.divide(used, total, out=np.ones(shape), where=total > 0)
     return Work(forward_ms=forward, backward_ms=backward, kept_bytes=kept, filled=np.minimum(filled, 1.0))
+
+
+def dealt_by(unit: UnitCosts, spread: Parallelism) -> Curve:
+    """Return the work by which a unit's samples are dealt over its lanes: that of the fewest devices that share one."""
+    return unit.work(spread.tp, min((cp for tp, cp in unit.degrees if tp == spread.tp), default=1))
 
 
 def curves_at(unit: UnitCosts, layer: int, tp: int, cp: int) -> tuple[Curve, Curve, float]:

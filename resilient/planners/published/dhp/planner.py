@@ -8,9 +8,9 @@ memory of one, all are packed first and the packs spread.
 Differences to the paper: ranks that are left over are used (see
 :func:`~resilient.planners.published.dhp.group_kernels.min_max_degrees`), other groups than its own are tried (see
 :func:`~resilient.planners.published.dhp.groups.plan_groups`), and eta is 0: the language model's curve is that of its
-own mask. Encoders share a group's pictures and sounds among its ranks, without a ring. The paper splits a microbatch
-that needs more ranks than there are; here their number is given by the plan, so what is too much goes to the others. It
-plans one batch ahead; ``assign`` does so whenever a batch's lengths are known.
+own mask. What rings of encoders take is not predicted. The paper splits a microbatch that needs more ranks than there
+are; here their number is given by the plan, so what is too much goes to the others. It plans one batch ahead;
+``assign`` does so whenever a batch's lengths are known.
 """
 
 from __future__ import annotations

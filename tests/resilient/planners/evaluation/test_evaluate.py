@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import Result, evaluate
-from resilient.planners.evaluation.timeline import Tasks, end_times
 from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Place, Replica, Setting
 from resilient.planners.stages.stage_work import curves_at
 from resilient.templates.inputs.cluster import Cluster, Link
@@ -231,12 +230,11 @@ def _shared(encoders: Encoders, llm: UnitCosts, **speeds: list[float]) -> Result
 
 
 def _shown(result: Result, name: str, stage: int = 0) -> str:
-    """The tasks of a stage with their starts and ends in ms."""
-    lane = next(i for i, each in enumerate(result.lanes) if (each.unit, each.stage) == (name, stage))
-    spans, of_lane = result.spans, np.flatnonzero(result.spans.lane == lane)
+    """The computations of a stage with their starts and ends in ms."""
     return " ".join(
-        f"{'FB'[int(spans.backward[i])]}{spans.microbatch[i]} {spans.start_ns[i] / 1e6:g}-{spans.end_ns[i] / 1e6:g}"
-        for i in of_lane
+        f"{span.action.op.text}{span.action.index} {span.start_ns / 1e6:g}-{span.end_ns / 1e6:g}"
+        for span in result.timeline.spans
+        if span.action.op.computes and (span.action.lane.unit, span.action.stage) == (name, stage)
     )
 
 
@@ -249,16 +247,16 @@ def test_colocated_encoders_follow_each_other_in_each_microbatch() -> None:
     assert result.bubble == pytest.approx(1 - (18 + 30) / (2 * 39))
     # Both encoders' layers, and two microbatches of both
     assert result.peak_bytes == 200 + 2 * 16
-    assert [(lane.unit, lane.stage) for lane in result.lanes] == [("vision", 0), ("audio", 0), ("llm", 0)]
+    graph = result.timeline.schedule.graph
+    assert [str(lane) for lane, _ in graph.stages_of(0)] == ["vision.0", "audio.0"]
 
 
 def test_replicated_encoders_run_on_every_stage_of_the_language_model() -> None:
     result = _shared(Encoders.REPLICATED, unit("llm", [2.0, 2.0]), vision=[1.0])
-    assert _shown(result, "vision", 0) == "F0 0-1 F1 3-4 B0 13-15 B1 22-24"
-    assert _shown(result, "llm", 0) == "F0 1-3 F1 4-6 B0 9-13 B1 18-22"
-    assert _shown(result, "vision", 1) == "F0 0-1 B0 9-11 F1 11-12 B1 18-20"
-    assert _shown(result, "llm", 1) == "F0 3-5 B0 5-9 F1 12-14 B1 14-18"
-    assert result.bubble == pytest.approx(1 - 36 / (2 * 24))
+    # A stage is both: 3 ms forward, 6 ms backward.
+    assert _shown(result, "llm", 0) == "F0 0-3 F1 3-6 B0 12-18 B1 21-27"
+    assert _shown(result, "llm", 1) == "F0 3-6 B0 6-12 F1 12-15 B1 15-21"
+    assert result.bubble == pytest.approx(1 - 36 / (2 * 27))
     assert result.peak_bytes == 100 + 2 * 16
 
 
@@ -273,7 +271,7 @@ def test_all_copies_of_a_replicated_encoder_sum_their_gradients() -> None:
         table(vision=[1], llm=[1]),
         [Replica(num_microbatches=1)],
     )
-    assert (result.iteration_ms, result.sum_ms) == (1 + 2 + 4 + 2 + 1, 1)
+    assert (result.iteration_ms, result.sum_ms) == (2 + 2 + 4 + 4 + 1, 1)
 
 
 def test_replicated_encoders_have_one_stage() -> None:
@@ -361,19 +359,3 @@ def test_a_batch_without_a_token_takes_no_time_wherever_units_are() -> None:
     costs = (unit("vision", [1.0]), unit("llm", [1.0]))
     assert _one(costs, table(vision=[0], llm=[0]), colocated=True).iteration_ms == 0
     assert _one(costs, table(vision=[0], llm=[0])).iteration_ms == 0
-
-
-def test_tasks_that_wait_in_a_circle_are_refused() -> None:
-    tasks = Tasks(
-        row=np.array([0, 1]),
-        length_ns=np.array([1, 1]),
-        sources=np.array([0, 1]),
-        targets=np.array([1, 0]),
-        delays_ns=np.array([0, 0]),
-    )
-    message = (
-        "tasks must not wait for each other in a circle, got one over rows [0, 1]; let rows run what others wait for "
-        "first"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        end_times(tasks)

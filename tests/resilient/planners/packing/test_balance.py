@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.packing.balance import cut_chain, give_out, loads, longest_first, slowest_stages
+from resilient.planners.packing.balance import (
+    cut_chain,
+    deal_whole,
+    fullest,
+    give_out,
+    loads,
+    longest_first,
+    slowest_stages,
+)
 
 
 def plain_longest_first(weights: list[float], speeds: list[float]) -> list[int]:
@@ -101,3 +109,17 @@ def test_cut_chain_equals_trying_all_cuts(costs: list[int], data: st.DataObject)
 def test_cut_chain_refuses_more_stages_than_layers() -> None:
     with pytest.raises(ValueError, match=r"^num_stages must be 1 to 2, the number of layers, got 3; use fewer$"):
         cut_chain([1.0, 1.0], 3)
+
+
+def test_heaps_of_a_turn_are_made_longest_first_and_the_larger_goes_to_the_bin_with_less() -> None:
+    two, one = [0, 2], [2, 3]
+    bins, turn = np.array([two, two, two, one, two, two]), np.array([0, 0, 0, 0, 1, 1])
+    # 5 and 4 + 2; then 3 to where 5 is, and 1 to where 6 is
+    assert deal_whole([2, 5, 4, 9, 3, 1], bins, turn).tolist() == [0, 1, 0, 2, 1, 0]
+
+
+def test_the_fullest_lane_of_a_microbatch_does_not_depend_on_the_others() -> None:
+    weights, sizes, microbatch = [2, 5, 4, 3, 1], [20, 50, 40, 30, 10], np.array([0, 0, 0, 1, 1])
+    assert fullest(weights, sizes, microbatch, 3, 2).tolist() == [60, 30, 0]
+    assert fullest(weights, sizes, 1 - microbatch, 3, 2).tolist() == [30, 60, 0]
+    assert fullest(weights, sizes, microbatch, 3, 1).tolist() == [110, 40, 0]

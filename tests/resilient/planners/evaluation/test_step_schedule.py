@@ -1,0 +1,256 @@
+"""What is simulated could run: valid schedules, whole samples, and each action as long as a slow count of it has it."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.samples import LLM, Lengths, SampleTable
+from resilient.planners.evaluation.evaluate import described_step, evaluate
+from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Place, Replica, Setting
+from resilient.templates.inputs.cluster import Cluster, Link
+from resilient.templates.schedules.graph import Flow, LaneName
+from resilient.templates.schedules.schedule import Op
+from resilient.templates.schedules.validator import validate
+
+WAYS = [(encoders, colocated) for encoders in Encoders for colocated in (False, True)]
+
+
+def _unit(name: str, num_layers: int, rng: np.random.Generator) -> UnitCosts:
+    layers = [
+        UnitLayer(
+            name=str(index),
+            curves=(
+                LayerCurves(
+                    forward=Curve(linear=float(rng.integers(1, 9)) / 4, attention=0.25, fixed=0.5),
+                    backward_input=Curve(linear=float(rng.integers(1, 9)) / 4),
+                    backward_weight=Curve(linear=float(rng.integers(1, 9)) / 4, fixed=0.25),
+                    activation_bytes=float(rng.integers(1, 9)),
+                ),
+            ),
+        )
+        for index in range(num_layers)
+    ]
+    return UnitCosts(name=name, layers=tuple(layers), boundary_bytes=300.0, output_bytes=700.0)
+
+
+def _spread(num_layers: int, pp: int, dp: int, rng: np.random.Generator) -> Parallelism:
+    cuts = np.sort(rng.choice(np.arange(1, num_layers), pp - 1, replace=False))
+    return Parallelism(dp=dp, pp=pp, stage_layers=tuple(np.diff([0, *cuts, num_layers]).tolist()))
+
+
+def _step(
+    encoders: Encoders, colocated: bool, rng: np.random.Generator
+) -> tuple[Setting, Configuration, Assignment, SampleTable, list[Replica]]:
+    """Draw a step of two pipelines: anything may be anywhere."""
+    names = [*("vision", "audio")[: int(rng.integers(0, 3))], "llm"]
+    num_layers = {name: int(rng.integers(1, 5)) for name in names}
+    costs = CostModel(units=tuple(_unit(name, count, rng) for name, count in num_layers.items()))
+    some = [name for name in (*names, *(f"{name}.0" for name in names)) if rng.random() < 0.3]
+    depths = {name: int(rng.integers(1, count + 1)) for name, count in num_layers.items()}
+    if encoders is Encoders.REPLICATED:
+        depths |= dict.fromkeys(names[:-1], 1)
+    elif colocated:
+        depths = dict.fromkeys(names, min(depths.values()))
+    alike = colocated or encoders is Encoders.REPLICATED
+    copies = {name: 2 if alike or name == LLM else int(rng.integers(1, 4)) for name in names}
+    if encoders is Encoders.COLOCATED:
+        copies |= dict.fromkeys(names[:-1], copies[names[0]])
+    configuration = Configuration(
+        units={name: _spread(num_layers[name], depths[name], copies[name], rng) for name in names},
+        num_microbatches=4,
+        colocated=colocated,
+        encoders=encoders,
+    )
+    slow = Cluster(
+        devices_per_node=int(rng.integers(1, 6)),
+        intra_node=Link(latency_ms=0.125, bytes_per_s=8e6),
+        inter_node=Link(latency_ms=0.5, bytes_per_s=1e6),
+    )
+    setting = Setting(
+        costs=costs.frozen(some), cluster=slow, num_nodes=int(rng.integers(1, 9)), global_batch=8, microbatch=1
+    )
+    replicas = [
+        Replica(num_microbatches=int(rng.integers(1, 5)), speed=float(rng.choice([1.0, 0.5]))) for _ in range(2)
+    ]
+    count = int(rng.integers(1, 13))
+    counts = np.array([each.num_microbatches for each in replicas])
+    places: dict[str, Place] = {}
+    for name in names:
+        replica = rng.integers(0, 2, count)
+        places[name] = Place(replica=replica, microbatch=rng.integers(0, counts[replica]))
+    lengths = {name: Lengths.of(rng.integers(0, 6, count)) for name in names}
+    return setting, configuration, Assignment(units=places), SampleTable(units=lengths), replicas
+
+
+Samples = dict[tuple[str, int, int], list[int]]
+"""Of each cell, by unit, lane and number."""
+
+
+def _dealt(setting: Setting, configuration: Configuration, assignment: Assignment, batch: SampleTable) -> Samples:
+    """Deal samples to the lanes of their pipelines, one by one."""
+    found: Samples = defaultdict(list)
+    for unit in setting.costs.units:
+        spread, place = configuration.units[unit.name], assignment.units[unit.name]
+        dp, lengths = configuration.units[LLM].dp, batch.units[unit.name]
+        curve = unit.work()
+        ms = (curve.attention * lengths.squares + curve.linear * lengths.tokens).tolist()
+        loads: dict[int, float] = defaultdict(float)
+        cells = sorted(set(zip(place.microbatch.tolist(), place.replica.tolist(), strict=True)))
+        for microbatch, pipeline in cells:
+            own = np.flatnonzero((place.replica == pipeline) & (place.microbatch == microbatch)).tolist()
+            first, end = pipeline * spread.dp // dp, (pipeline + 1) * spread.dp // dp
+            heaps: list[list[int]] = [[] for _ in range(max(end - first, 1))]
+            for sample in sorted(own, key=lambda sample: -ms[sample]):
+                min(heaps, key=lambda heap: sum(ms[each] for each in heap)).append(sample)
+            heaps.sort(key=lambda heap: -sum(ms[each] for each in heap))
+            lanes = sorted(range(first, first + len(heaps)), key=lambda lane: loads[lane])
+            sharing = [each for each in range(2) if spread.dp < dp and each * spread.dp // dp == first]
+            cell = microbatch * len(sharing) + sharing.index(pipeline) if len(sharing) > 1 else microbatch
+            for lane, heap in zip(lanes, heaps, strict=True):
+                loads[lane] += sum(ms[sample] for sample in heap)
+                used = [sample for sample in heap if lengths.tokens[sample]]
+                if used:
+                    found[unit.name, lane, cell] = sorted(used)
+    return found
+
+
+@pytest.mark.parametrize(("encoders", "colocated"), WAYS)
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=15, deadline=None)
+def test_any_answer_is_a_valid_schedule_of_whole_samples(encoders: Encoders, colocated: bool, seed: int) -> None:
+    if encoders is Encoders.REPLICATED:
+        return
+    setting, configuration, assignment, batch, replicas = _step(encoders, colocated, np.random.default_rng(seed))
+    step, _, _ = described_step(setting, configuration, assignment, batch, replicas)
+    validate(step.schedule)
+    graph, cells = step.schedule.graph, _dealt(setting, configuration, assignment, batch)
+    assert {(*lane.name, cell) for lane in graph.lanes for cell in lane.cells} == set(cells)
+    forward, backward = np.asarray(step.costs.forward_ms), np.asarray(step.costs.backward_input_ms)
+    speed = {
+        (name, lane, cell): replicas[int(assignment.units[name].replica[own[0]])].speed
+        for (name, lane, cell), own in cells.items()
+    }
+    for lane in graph.lanes:
+        unit, spread = setting.costs.by_name[lane.name.unit], configuration.units[lane.name.unit]
+        lengths = batch.units[unit.name]
+        for stage in range(len(lane.rows)):
+            number = graph.first_stage[lane.name] + stage
+            layers = unit.layers[sum(spread.stage_layers[:stage]) : sum(spread.stage_layers[: stage + 1])]
+            one = sum((layer.curves[0].forward for layer in layers), Curve())
+            other = sum((layer.backward(0) for layer in layers), Curve())
+            for cell in lane.cells:
+                at = (lane.name.unit, lane.name.number, cell)
+                own = cells[at]
+                sums = float(lengths.tokens[own].sum()), float(lengths.squares[own].sum())
+                rate = speed[at]
+                assert forward[number, cell] == pytest.approx(one.call_ms(*sums) / rate)
+                assert backward[number, cell].sum() == pytest.approx(other.call_ms(*sums) / rate)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=20, deadline=None)
+def test_all_that_the_language_model_uses_is_handed_over_by_its_bytes(seed: int) -> None:
+    setting, configuration, assignment, batch, replicas = _step(Encoders.PARALLEL, False, np.random.default_rng(seed))
+    step, _, _ = described_step(setting, configuration, assignment, batch, replicas)
+    cells = _dealt(setting, configuration, assignment, batch)
+    where = {(name, sample): (lane, cell) for (name, lane, cell), own in cells.items() for sample in own}
+    tokens: dict[Flow, float] = defaultdict(float)
+    for (name, sample), (lane, cell) in where.items():
+        if name != LLM and (LLM, sample) in where:
+            target, there = where[LLM, sample]
+            flow = Flow(LaneName(name, lane), cell, LaneName(LLM, target), there)
+            tokens[flow] += float(batch.units[name].tokens[sample])
+    assert set(step.schedule.graph.flows) == set(tokens)
+    assert len(set(step.schedule.graph.row_of)) == step.schedule.graph.num_stages
+    cluster = setting.cluster
+    latencies, transfers = (np.asarray(each) for each in (step.costs.flow_latency_ms, step.costs.flow_transfer_ms))
+    for flow, latency, transfer in zip(step.schedule.graph.flows, latencies, transfers, strict=True):
+        llm, unit = configuration.units[LLM], configuration.units[flow.source.unit]
+        lanes = range(flow.target.number * unit.dp // llm.dp, (flow.target.number + 1) * unit.dp // llm.dp)
+        own = flow.source.number in (lanes or [flow.target.number * unit.dp // llm.dp])
+        devices = llm.pp + unit.pp * -(-unit.dp // llm.dp)
+        inside = setting.num_nodes == 1 or (own and devices <= cluster.devices_per_node)
+        link = cluster.intra_node if inside else cluster.inter_node
+        assert latency == link.latency_ms
+        assert latency + transfer == pytest.approx(link.transfer_ms(tokens[flow] * 700.0))
+
+
+def test_a_sample_is_not_divided_over_lanes_and_several_are_spread() -> None:
+    """Four lanes: one long picture takes as long as ever, four take as long as one; lanes take turns with long ones."""
+    for pictures, lasts in (([100], 100), ([100] * 4, 100), ([100, 1, 1, 1, 1], 100), ([40, 30, 20, 10, 10], 40)):
+        assert _vision_ms([pictures], lanes=4) == [lasts]
+    assert _vision_ms([[9, 1], [9, 1]], lanes=2) == [9, 10]
+    assert _vision_ms([[4], [4], [4]], lanes=2) == [4, 4, 8]
+
+
+def _vision_ms(microbatches: list[list[int]], lanes: int) -> list[float]:
+    """Return when an encoder of 1 ms a token has made what each microbatch needs."""
+    vision = [tokens for each in microbatches for tokens in each]
+    microbatch = np.repeat(np.arange(len(microbatches)), [len(each) for each in microbatches])
+    curves = (LayerCurves(forward=Curve(linear=1.0), backward_input=Curve(), backward_weight=Curve()),)
+    units = tuple(UnitCosts(name=name, layers=(UnitLayer(name="0", curves=curves),)) for name in ("vision", LLM))
+    costs = CostModel(units=units).frozen(["vision"])
+    setting = Setting(costs=costs, cluster=Cluster(), num_nodes=8, global_batch=8, microbatch=1)
+    spreads = {
+        "vision": Parallelism(dp=lanes, pp=1, stage_layers=(1,)),
+        LLM: Parallelism(dp=1, pp=1, stage_layers=(1,)),
+    }
+    result = evaluate(
+        setting,
+        Configuration(units=spreads, num_microbatches=len(microbatches)),
+        Assignment(units=dict.fromkeys(spreads, Place(replica=0 * microbatch, microbatch=microbatch))),
+        SampleTable(units={"vision": Lengths.of(np.array(vision)), LLM: Lengths.of(np.ones(len(vision), np.int64))}),
+        [Replica(num_microbatches=len(microbatches))],
+    )
+    ends = np.zeros(len(microbatches))
+    for span in result.timeline.spans:
+        if span.action.lane.unit == "vision" and span.action.op is Op.FORWARD:
+            ends[span.action.index] = max(ends[span.action.index], span.end_ns / 1e6)
+    return ends.tolist()
+
+
+def test_units_on_the_same_devices_are_spread_alike() -> None:
+    rng = np.random.default_rng(1)
+    setting, configuration, assignment, batch, replicas = _step(Encoders.PARALLEL, True, rng)
+    while "vision" not in configuration.units:
+        setting, configuration, assignment, batch, replicas = _step(Encoders.PARALLEL, True, rng)
+    units = dict(configuration.units)
+    units["vision"] = replace(units["vision"], dp=4)
+    names = [name for name in units if name not in ("vision", LLM)]
+    given = ", ".join(["vision: 4 of 1", *(f"{name}: 2 of 1" for name in names), "llm: 2 of 1"])
+    message = (
+        "units on the same devices must have equally many replicas, and stages of as many devices, got "
+        f"{given}; spread them alike"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        evaluate(setting, replace(configuration, units=units), assignment, batch, replicas)
+
+
+def test_replicated_encoders_have_samples_where_the_language_model_has_them() -> None:
+    message = (
+        "places in 'vision' must be those of the language model where encoders are replicated, got others; assign them "
+        "alike"
+    )
+    refused = 0
+    for seed in range(9):
+        setting, configuration, assignment, batch, replicas = _step(
+            Encoders.REPLICATED, False, np.random.default_rng(seed)
+        )
+        alike = Assignment(units=dict.fromkeys(assignment.units, assignment.units[LLM]))
+        validate(described_step(setting, configuration, alike, batch, replicas)[0].schedule)
+        if "vision" in assignment.units:
+            pictures = batch.units["vision"].tokens > 0
+            place, other = assignment.units["vision"], assignment.units[LLM]
+            if np.any((place.replica != other.replica)[pictures]):
+                refused += 1
+                with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+                    evaluate(setting, configuration, assignment, batch, replicas)
+    assert refused
