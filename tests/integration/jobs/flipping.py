@@ -53,7 +53,7 @@ def half_frozen() -> nn.Module:
     return nn.Sequential(frozen, nn.Tanh(), nn.Linear(chain.WIDTH, chain.WIDTH))
 
 
-def build_model(num_layers: int, slow_node: int | None = None, breaks: str = "") -> rs.Chain:
+def build_model(num_layers: int, slow_node: int | None = None, breaks: str = "", *, frozen: bool = False) -> rs.Chain:
     """Return the chain of the tests, its first layer another one."""
     rest = [lambda: nn.Sequential(nn.Linear(chain.WIDTH, chain.WIDTH), nn.Tanh()) for _ in range(num_layers - 2)]
     return rs.Chain([half_frozen, *rest, lambda: nn.Linear(chain.WIDTH, 1)], chain.squared_error)
