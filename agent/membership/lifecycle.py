@@ -144,7 +144,9 @@ class Lifecycle:
         parts = self._parts
         if node in parts.own_errors.erring:
             return  # another of its workers, or the end of the one
-        why = parts.own_errors.why_of_the_job(node, kind) if self._may_spare(node) else ""
+        why = parts.own_errors.why_of_the_job(node, kind) if self._trains_on(node) else ""
+        if why is None and not self._may_spare(node):
+            why = ""
         if why is not None:
             self.fail(node, f"{error}{why}", traceback)
             return
@@ -169,11 +171,15 @@ class Lifecycle:
             log = log_path(parts.context.settings.run_directory, worker)
             self.fail(worker[0], f"a {cause}{why}; see {log}")
 
+    def _trains_on(self, node: int) -> bool:
+        """Return whether the job trains, and that node is no joiner."""
+        member = self._parts.context.members.get(node)
+        return self._parts.phase in TRAINING and member is not None and member.admitted
+
     def _may_spare(self, node: int) -> bool:
-        """Return whether the job trains on that node, and enough others are left, as far as is known."""
+        """Return whether enough others are left without a node, as far as is known."""
         parts = self._parts
-        member = parts.context.members.get(node)
-        if parts.phase not in TRAINING or member is None or not member.admitted or parts.ending.failure:
+        if parts.ending.failure:
             return False
         left = set(available(parts.context.members.values())) - {node, *parts.own_errors.erring}
         return parts.ending.interruption is not None or len(left) >= parts.ending.needed_nodes

@@ -95,6 +95,17 @@ def test_same_error_on_two_nodes_of_one_generation_ends_the_job_without_delay() 
     assert "node_lost" not in job.kinds(), "what either holds is saved"
 
 
+def test_same_error_on_a_second_node_names_both_also_where_too_few_are_left() -> None:
+    job = trained(5)
+    job.say((1, 0), DISK)
+    job.say((2, 0), OTHER_DISK)
+    job.answer()
+    assert job.stop is not None
+    assert job.stop.reason == (
+        f"node 2: {OTHER_DISK.error}; node 1 had the same error before, so it is the job's own; {CHECKPOINT}"
+    )
+
+
 def test_different_error_costs_a_second_node_and_not_a_third_without_a_step() -> None:
     job = trained(7)
     for node, failed in ((1, DISK), (2, DEVICE)):
