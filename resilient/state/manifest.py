@@ -144,7 +144,10 @@ def write_manifest(path: str | Path, manifest: Manifest, nodes: Mapping[str, int
     """
     path = Path(path)
     for saved in manifest.files:
-        lacking = why_unlike(path, saved)
+        try:
+            lacking = _why_unlike(path, saved)
+        except OSError as error:  # the disk's, which may be over soon, and no node's: the file is there or it is not
+            raise unwritable(path, error) from error
         if lacking:
             fix = "have all nodes write to the same folder, at the same path"
             raise CheckpointError(f"{lacking}; {fix}", node=(nodes or {}).get(saved.file))
@@ -173,6 +176,13 @@ def _digest(content: bytes) -> str:
 
 def why_unlike(path: str | Path, saved: SavedState, *, with_digest: bool = False) -> str:
     """Return how a file is not what its writer said it is; "" if it is."""
+    try:
+        return _why_unlike(path, saved, with_digest=with_digest)
+    except OSError as error:
+        return f"{Path(path) / saved.file} cannot be read ({error})"
+
+
+def _why_unlike(path: str | Path, saved: SavedState, *, with_digest: bool = False) -> str:
     file = Path(path) / saved.file
     try:
         num_bytes = file.stat().st_size
@@ -182,8 +192,6 @@ def why_unlike(path: str | Path, saved: SavedState, *, with_digest: bool = False
             return f"{file} is damaged (its SHA-256 differs)"
     except FileNotFoundError:
         return f"{file} must have {saved.num_bytes} bytes, got no such file"
-    except OSError as error:
-        return f"{file} cannot be read ({error})"
     return ""
 
 
