@@ -34,6 +34,7 @@ class Setting:
         num_nodes: How many.
         global_batch: Samples of a step.
         microbatch: Samples of a microbatch, on average.
+        max_failures: Nodes that it survives losing at the same time: no state is on fewer nodes than one more.
         correction: What was learnt from measured times.
     """
 
@@ -42,12 +43,15 @@ class Setting:
     num_nodes: int
     global_batch: int
     microbatch: int
+    max_failures: int = 0
     correction: Correction = UNCORRECTED
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "global_batch", "microbatch"):
             if getattr(self, name) < 1:
                 raise ArgumentError(name, "be >= 1", getattr(self, name), "a job has one at least")
+        if self.max_failures < 0:
+            raise ArgumentError("max_failures", "be >= 0", self.max_failures, "0 means no redundancy")
 
     @property
     def num_devices(self) -> int:
@@ -65,6 +69,15 @@ class Setting:
         if LLM not in names:
             raise ArgumentError("costs", f"have a unit {LLM!r}", names, "name it so")
         return names.index(LLM)
+
+    def sharded_part(self, copies: npt.ArrayLike) -> Floats:
+        """Return the part that each of so many copies holds of what they share, with as many pieces as redundancy asks.
+
+        Args:
+            copies: They; any shape. Less than one where devices were lost: those that are left hold so much more.
+        """
+        number = np.asarray(copies, dtype=np.float64)
+        return np.clip(number, 1, self.max_failures + 1) / number
 
     def sample_ms(self, unit: str, lengths: Lengths, tp: int = 1, cp: int = 1) -> Floats:
         """Return what a unit's layers take for each sample, forward and backward, corrected. [num_samples]"""

@@ -77,6 +77,9 @@ class CompareOptions:
         str | None,
         typer.Option(metavar="UNITS", help='Units that are not trained, such as "encoder,llm"; "projector" is one.'),
     ] = None
+    max_failures: Annotated[
+        int, typer.Option(callback=within(0), help="Nodes that may be lost at the same time without losing state.")
+    ] = 0
     lost_nodes: Annotated[int, typer.Option(callback=within(0), help="Nodes lost before the first batch.")] = 0
     batches: Annotated[int, typer.Option(callback=within(1), help="Global batches to simulate.")] = 100
     seed: Annotated[int, typer.Option(callback=within(0), help="Of the choice of samples.")] = 0
@@ -125,6 +128,9 @@ def compare_command(ctx: typer.Context, options: CompareOptions) -> None:
 def _check(options: CompareOptions) -> None:
     if options.lost_nodes >= options.nodes:
         raise ArgumentError("lost_nodes", f"be 0 to {options.nodes - 1}", options.lost_nodes, "leave a node")
+    if options.max_failures >= options.nodes:
+        constraint = f"be less than {{nodes}} {options.nodes}"
+        raise ArgumentError("max_failures", constraint, options.max_failures, "lower it, or raise {nodes}")
     if options.microbatch > options.global_batch:
         constraint = f"be at most {{global_batch}} {options.global_batch}"
         raise ArgumentError("microbatch", constraint, options.microbatch, "lower it")
@@ -150,6 +156,7 @@ def _job(setting: Setting, options: CompareOptions, bad: Sequence[Bad]) -> dict[
         "costs": setting.costs.source,
         "num_nodes": options.nodes,
         "devices_per_node": options.gpus_per_node,
+        "max_failures": options.max_failures,
         "lost_nodes": options.lost_nodes,
         "workload": options.workload,
         "num_batches": options.batches,
@@ -174,6 +181,7 @@ def _setting(options: CompareOptions) -> Setting:
         num_nodes=options.nodes,
         global_batch=options.global_batch,
         microbatch=options.microbatch,
+        max_failures=options.max_failures,
     )
 
 

@@ -27,6 +27,7 @@ from resilient.planners.evaluation.step_unit import StepUnit
 from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Replica, Setting
 from resilient.planners.stages.degraded_replicas import left_bytes
 from resilient.planners.stages.device_layout import DeviceLayout
+from resilient.planners.stages.redundancy import check_redundancy
 from resilient.planners.stages.stage_work import gradient_sum_ms
 from resilient.templates.common.arrays import Ints
 from resilient.templates.schedules.schedule import Op
@@ -74,9 +75,10 @@ def evaluate(
 
     Raises:
         ValueError: A place is not within the replicas and their microbatches, a unit's layers are not spread, a
-            replicated encoder has several stages or samples elsewhere than the language model, or units that share
-            devices need unequal ones.
+            replicated encoder has several stages or samples elsewhere than the language model, units that share
+            devices need unequal ones, or state is on fewer nodes than the job's redundancy asks for.
     """
+    check_redundancy(setting, configuration)
     step, units, layout = described_step(setting, configuration, assignment, batch, replicas)
     judge = _Judge(setting, configuration, units, layout, replicas, step)
     return Result(
@@ -177,7 +179,7 @@ class _Judge:
         """Return the most that a device holds: activations in the order of its tasks, and state."""
         peaks = np.array(self.timeline.peak_bytes, np.float64)
         for unit in self._units:
-            state = left_bytes(unit.costs, self._copies(unit), self._configuration, self._replicas)
+            state = left_bytes(self._setting, unit.costs, self._copies(unit), self._configuration, self._replicas)
             rows = self._rows(unit)
             np.add.at(peaks, rows, np.broadcast_to(state[self._layout.pipelines[rows[:, 0]]], rows.shape))
         return round(peaks.max() + (self._whole_bytes() if self._configuration.sharded else 0))

@@ -58,13 +58,14 @@ def degraded_replicas(setting: Setting, configuration: Configuration, lost_nodes
 
 
 def left_bytes(
-    unit: UnitCosts, spread: Parallelism, configuration: Configuration, replicas: Sequence[Replica]
+    setting: Setting, unit: UnitCosts, spread: Parallelism, configuration: Configuration, replicas: Sequence[Replica]
 ) -> Floats:
     """Return the state of a unit on a device of each stage and replica. [num_replicas, num_stages]
 
     Devices that are left of a replica hold all of it, and fewer replicas have more of the optimizer each.
 
     Args:
+        setting: The job.
         unit: The unit.
         spread: How it is spread, as configured.
         configuration: Of all units.
@@ -72,7 +73,7 @@ def left_bytes(
     """
     left = min(max(spread.dp * len(replicas) // configuration.units[LLM].dp, 1), spread.dp)
     of_part = {
-        part: state_bytes(unit, replace(spread, dp=left), sharded=configuration.sharded, devices=part)
+        part: state_bytes(setting, unit, replace(spread, dp=left), sharded=configuration.sharded, devices=part)
         for part in {each.devices for each in replicas}
     }
     return np.stack([of_part[each.devices] for each in replicas])
@@ -127,7 +128,7 @@ def _state_bytes(setting: Setting, configuration: Configuration, parts: Floats) 
     """Return the state on a device of replicas with these parts of their devices. [num_parts]"""
     replicas = [Replica(num_microbatches=1, devices=float(part)) for part in parts]
     units = [
-        left_bytes(setting.costs.by_name[name], spread, configuration, replicas).max(axis=1)
+        left_bytes(setting, setting.costs.by_name[name], spread, configuration, replicas).max(axis=1)
         for name, spread in configuration.units.items()
     ]
     return np.sum(units, axis=0) if configuration.colocated else np.max(units, axis=0)

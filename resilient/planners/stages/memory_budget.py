@@ -78,7 +78,7 @@ class MemoryBudget:
         """
         budgets: dict[float, MemoryBudget | None] = {}
         state = {
-            name: left_bytes(setting.costs.by_name[name], spread, configuration, replicas)
+            name: left_bytes(setting, setting.costs.by_name[name], spread, configuration, replicas)
             for name, spread in configuration.units.items()
         }
         for number, each in enumerate(replicas):

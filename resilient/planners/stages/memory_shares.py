@@ -88,7 +88,7 @@ def _stages(
         kept = kept_bytes(unit, replace(spread, cp=1)) * tokens_held(spread, fewest)
         # A lane may have all samples of a microbatch, or those of several pipelines.
         pipelines = 1 if configuration.colocated else -(-language.dp // spread.dp)
-        state = left_bytes(unit, spread, configuration, replicas).max(axis=0)
+        state = left_bytes(setting, unit, spread, configuration, replicas).max(axis=0)
         found[unit.name] = _Stages(kept * pipelines, held, memory - state)
         behind += 0 if early or configuration.colocated else spread.pp
     if configuration.colocated:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from resilient.planners.costs.cost_model import Curve, UnitCosts
 from resilient.planners.costs.samples import LLM
-from resilient.planners.planner import Parallelism
+from resilient.planners.planner import Parallelism, Setting
 from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.inputs.cluster import Cluster, Link
 
@@ -125,22 +125,28 @@ def _between(one: Curve, other: Curve, weight: float) -> Curve:
     )
 
 
-def state_bytes(unit: UnitCosts, spread: Parallelism, *, sharded: bool, devices: float = 1.0) -> Floats:
+def state_bytes(
+    setting: Setting, unit: UnitCosts, spread: Parallelism, *, sharded: bool, devices: float = 1.0
+) -> Floats:
     """Return what parameters, gradients and the optimizer take on a device of each stage. [num_stages]
 
-    The optimizer is spread over the replicas; with ``sharded`` all of it is. Of devices in the direction of context
+    The optimizer is spread over the replicas; with ``sharded`` all of it is. Of state that is spread there are copies
+    as the job's redundancy asks for; gradients are none. Of devices in the direction of context
     parallelism each has all parameters: of these, those that are left have no more.
 
     Args:
+        setting: The job.
         unit: The unit.
         spread: How it is spread.
         sharded: Whether replicas share parameters and gradients, too.
         devices: Part of a replica's devices that is left.
     """
     copies = spread.dp * spread.cp * devices
-    held = by_stage(spread, [layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers])
-    optimizer = by_stage(spread, [layer.optimizer_bytes for layer in unit.layers])
-    return (held / (copies if sharded else min(spread.cp * devices, 1.0)) + optimizer / copies) / spread.tp
+    part, whole = float(setting.sharded_part(copies)), 1 / min(spread.cp * devices, 1.0)
+    parameters = by_stage(spread, [layer.parameter_bytes for layer in unit.layers]) * (part if sharded else whole)
+    gradients = by_stage(spread, [layer.gradient_bytes for layer in unit.layers]) * (1 / copies if sharded else whole)
+    optimizer = by_stage(spread, [layer.optimizer_bytes for layer in unit.layers]) * part
+    return (parameters + gradients + optimizer) / spread.tp
 
 
 def kept_bytes(unit: UnitCosts, spread: Parallelism) -> Floats:

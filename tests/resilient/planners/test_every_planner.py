@@ -53,7 +53,7 @@ def _unit(name: str, rng: np.random.Generator) -> UnitCosts:
     return UnitCosts(name=name, layers=tuple(layers), degrees=DEGREES, boundary_bytes=10.0, output_bytes=10.0)
 
 
-def _job(rng: np.random.Generator) -> tuple[Setting, SampleTable, SampleTable]:
+def planned_job(rng: np.random.Generator) -> tuple[Setting, SampleTable, SampleTable]:
     names = [*("vision", "audio", "video")[: int(rng.integers(1, 4))], LLM]
     frozen = [name for name in names if rng.random() < 0.4]
     setting = Setting(
@@ -97,7 +97,7 @@ def _strange(batch: SampleTable, rng: np.random.Generator) -> SampleTable:
 @settings(max_examples=15, deadline=None)
 def test_every_answer_could_run_before_and_after_nodes_are_lost(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    setting, known, batch = _job(rng)
+    setting, known, batch = planned_job(rng)
     work_ms = sum(float(setting.sample_ms(name, lengths).sum()) for name, lengths in batch.units.items())
     found = 0
     for each in EVERY:
@@ -124,7 +124,7 @@ def test_no_planner_refuses_jobs_that_have_devices_for_it(each: Planner) -> None
     """Of twelve jobs two have fewer devices than units; Entrain also wants stages in proportion to the work."""
     refused: list[str] = []
     for seed in range(12):
-        setting, known, _ = _job(np.random.default_rng(seed))
+        setting, known, _ = planned_job(np.random.default_rng(seed))
         try:
             each.configure(setting, known)
         except ValueError as error:

@@ -24,7 +24,7 @@ from resilient.planners.published.baselines.uniform import (
     in_order,
     num_microbatches,
 )
-from resilient.planners.stages.stage_work import exposed_sum_ms
+from resilient.planners.stages.stage_work import exposed_sum_ms, state_bytes
 from resilient.templates.common.arrays import Floats
 
 
@@ -66,21 +66,19 @@ class FullySharded(Uniform):
         number = num_microbatches(setting, dp)
         mean = setting.global_batch / (dp * number)
         step_ms, kept, largest = 0.0, 0.0, 0
-        for unit in setting.costs.units:
-            whole = Parallelism(dp=dp, pp=1, stage_layers=(len(unit.layers),))
-            stage = Stages.of(unit, whole, samples.units[unit.name], mean)
+        units = setting.costs.units
+        spread = {unit.name: Parallelism(dp=dp, pp=1, stage_layers=(len(unit.layers),)) for unit in units}
+        for unit in units:
+            stage = Stages.of(unit, spread[unit.name], samples.units[unit.name], mean)
             gather, backward_traffic = self._traffic_ms(unit, setting, dp)
             step_ms += max(float(stage.forward_ms[0]), gather) + max(float(stage.backward_ms[0]), backward_traffic)
             kept += float(stage.activation_bytes(1)[0])
             largest = max(largest, max(layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers))
-        state = sum(unit.state_bytes for unit in setting.costs.units) / dp
+        state = sum(float(state_bytes(setting, unit, spread[unit.name], sharded=True)[0]) for unit in units)
         # The layer that computes is whole, and so is the one whose parameters come in meanwhile.
         if fits(setting, np.array([state + kept + 2 * largest])):
             yield Configuration(
-                units={
-                    unit.name: Parallelism(dp=dp, pp=1, stage_layers=(len(unit.layers),))
-                    for unit in setting.costs.units
-                },
+                units=spread,
                 num_microbatches=number,
                 colocated=True,
                 sharded=True,
@@ -163,7 +161,7 @@ def _colocated(setting: Setting, samples: SampleTable, pp: int, tp: int, cp: int
                 predicted += float(stage_ms.sum() + (number - 1) * stage_ms.max())
             afterwards += float(stages.backward_ms.sum() + (number - 1) * stages.backward_ms.max())
         backward_ms[unit.name] = stages.backward_ms
-        num_bytes += stages.state_bytes(dp * cp) + stages.activation_bytes(in_flight)
+        num_bytes += stages.state_bytes(setting.sharded_part(dp * cp)) + stages.activation_bytes(in_flight)
     if fits(setting, num_bytes):
         # While the language model's gradients are summed, encoders run all their backwards.
         language = setting.costs.by_name[LLM]

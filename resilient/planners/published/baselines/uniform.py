@@ -20,6 +20,7 @@ from resilient.errors import ArgumentError
 from resilient.planners.costs.cost_model import CostModel, UnitCosts
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica, Setting
+from resilient.planners.stages.redundancy import is_redundant
 from resilient.planners.stages.stage_work import exposed_sum_ms
 from resilient.templates.common.arrays import Floats
 
@@ -72,9 +73,9 @@ class Stages:
         """Forward and backward of a microbatch."""
         return self.forward_ms + self.backward_ms
 
-    def state_bytes(self, replicas: int) -> Floats:
-        """Return what each device holds beside activations, with the optimizer sharded over so many replicas."""
-        return self.held_bytes + self.optimizer_bytes / replicas
+    def state_bytes(self, optimizer_part: npt.ArrayLike) -> Floats:
+        """Return what each device holds beside activations, with this part of the optimizer."""
+        return self.held_bytes + self.optimizer_bytes * np.asarray(optimizer_part)
 
     def activation_bytes(self, in_flight: npt.ArrayLike) -> Floats:
         """Return room for the activations of so many microbatches in a row, of any samples.
@@ -156,16 +157,17 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def fastest(found: Iterable[Configuration], planner: str, setting: Setting) -> Configuration:
-    """Return the configuration with the least predicted time, the first of equals.
+    """Return the configuration with the least predicted time, the first of equals, of those that are redundant.
 
     Raises:
         ValueError: There is none.
     """
-    best = min(found, key=lambda each: round(each.predicted_ms * 1e6), default=None)
+    redundant = (each for each in found if is_redundant(setting, each))
+    best = min(redundant, key=lambda each: round(each.predicted_ms * 1e6), default=None)
     if best is None:
         raise ArgumentError(
             "num_nodes",
-            f"be enough for {planner!r}",
+            f"be enough for {planner!r}{' with its redundancy' if setting.max_failures else ''}",
             f"{setting.num_nodes} of {setting.cluster.devices_per_node} devices",
             "use more nodes, a smaller microbatch, or another planner",
         )
@@ -229,7 +231,7 @@ class Uniform(AsTheyCome):
                 }
                 chain = chained(stages.values())
                 in_flight = np.minimum(np.arange(len(chain.forward_ms), 0, -1), number)
-                if not fits(setting, chain.state_bytes(dp) + chain.activation_bytes(in_flight)):
+                if not fits(setting, chain.state_bytes(setting.sharded_part(dp)) + chain.activation_bytes(in_flight)):
                     continue
                 stage_ms = chain.work_ms
                 predicted = float(stage_ms.sum() + (number - 1) * stage_ms.max())

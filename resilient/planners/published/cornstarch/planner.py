@@ -28,6 +28,7 @@ from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import Cuts
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
 from resilient.planners.published.baselines.uniform import AsTheyCome, Stages, fastest, fits, num_microbatches
+from resilient.planners.stages.redundancy import is_redundant
 from resilient.planners.stages.stage_work import ring_ms, unhidden_ms
 from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.inputs.cluster import Cluster
@@ -75,21 +76,24 @@ class Cornstarch(AsTheyCome):
         for place in np.lexsort((used.ravel(), step_ns.ravel())).tolist():
             plan, row = divmod(place, len(number))
             chosen, replicas, microbatches = plans[plan][0], int(dp[row]), int(number[row])
+            part = setting.sharded_part(replicas)
             if used[plan, row] <= setting.num_devices and all(
-                fits(setting, option.num_bytes(replicas, microbatches, chosen[-1])) for option in chosen
+                fits(setting, option.num_bytes(part, microbatches, chosen[-1])) for option in chosen
             ):
                 spread = {
                     name: Parallelism(dp=replicas, pp=len(layers), tp=option.tp, stage_layers=layers)
                     for option in chosen
                     for name, layers in option.stage_layers.items()
                 }
-                return Configuration(
+                found = Configuration(
                     units={unit.name: spread[unit.name] for unit in setting.costs.units},
                     num_microbatches=microbatches,
                     encoders=self.encoders,
                     colocated=self.encoders is Encoders.REPLICATED,
                     predicted_ms=float(step_ns[plan, row]) / 1e6,
                 )
+                if is_redundant(setting, found):
+                    return found
         return fastest((), self.name, setting)
 
     def _branches(self, setting: Setting, samples: SampleTable) -> list[list[list[_Option]]]:
@@ -162,12 +166,13 @@ class _Option:
         layers = sum((np.array(each) for each in self.stage_layers.values()), np.zeros(pp, np.int64))
         return unhidden_ms(sums, self.backward_ms, layers)
 
-    def num_bytes(self, dp: int, number: int, language: _Option) -> Floats:
+    def num_bytes(self, optimizer_part: Floats, number: int, language: _Option) -> Floats:
         """Return what each stage needs, with the microbatches that 1F1B has between its forward and its backward."""
         after = 0 if self is language else len(language.stage_ms)
         in_flight = np.minimum(np.arange(len(self.stage_ms), 0, -1) + after, number)
         return sum(
-            (each.state_bytes(dp) + each.activation_bytes(in_flight) for each in self.stages), np.zeros(len(in_flight))
+            (each.state_bytes(optimizer_part) + each.activation_bytes(in_flight) for each in self.stages),
+            np.zeros(len(in_flight)),
         )
 
 

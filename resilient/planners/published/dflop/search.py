@@ -38,10 +38,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from resilient.errors import ArgumentError
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.planner import Configuration, Setting
+from resilient.planners.published.baselines.uniform import fastest
 from resilient.planners.published.dflop.columns import (
     DP,
     KEPT,
@@ -52,6 +52,7 @@ from resilient.planners.published.dflop.columns import (
     WHOLE,
 )
 from resilient.planners.stages.expected_step import Expected, expected, longest_ms, parallelism
+from resilient.planners.stages.redundancy import Redundant, is_redundant, possibly_redundant, surely_redundant
 from resilient.templates.common.arrays import Floats
 
 _MARGIN = 2.0
@@ -68,22 +69,25 @@ def dflop_configuration(setting: Setting, samples: SampleTable) -> Configuration
     Raises:
         ValueError: There is none.
     """
+    for redundant in (possibly_redundant, surely_redundant):
+        found = _fastest(setting, samples, redundant)
+        if found is not None and is_redundant(setting, found):
+            return found
+    return fastest((), "dflop", setting)
+
+
+def _fastest(setting: Setting, samples: SampleTable, redundant: Redundant) -> Configuration | None:
     units, language = setting.costs.units, setting.language
     tables: list[Floats] = []
     tails: list[Floats] = []
     for unit in units:
         degrees = expected(unit, samples.units[unit.name], setting.num_devices, setting.cluster.devices_per_node)
         of_tails = range(len(tails), len(tails) + len(degrees))
-        tables.append(_options(unit, samples.units[unit.name], degrees, of_tails, setting))
+        tables.append(_options(unit, samples.units[unit.name], degrees, of_tails, setting, redundant))
         tails += [_tail(unit, samples.units[unit.name], each.tp) for each in degrees]
     found, step_ms = _best(tables, np.stack(tails), language, setting)
     if found is None:
-        raise ArgumentError(
-            "num_nodes",
-            "be enough for the model's units side by side",
-            f"{setting.num_nodes} of {setting.cluster.devices_per_node} devices",
-            "use more, or larger ones",
-        )
+        return None
     chosen, num_microbatches = found
     spread = {
         unit.name: parallelism(unit, samples.units[unit.name], dp, pp, tp)
@@ -93,7 +97,12 @@ def dflop_configuration(setting: Setting, samples: SampleTable) -> Configuration
 
 
 def _options(
-    unit: UnitCosts, lengths: Lengths, degrees: Sequence[Expected], tails: Iterable[int], setting: Setting
+    unit: UnitCosts,
+    lengths: Lengths,
+    degrees: Sequence[Expected],
+    tails: Iterable[int],
+    setting: Setting,
+    redundant: Redundant,
 ) -> Floats:
     """Return all (tp, dp, pp) of a unit that fit its state, as columns, in order of the time they take.
 
@@ -107,7 +116,7 @@ def _options(
     for each, tail in zip(degrees, tails, strict=True):
         limits = np.arange(1, min(batch, devices // each.tp) + 1), np.arange(1, len(each.slowest_ms) + 1)
         dp, pp = (grid.ravel() for grid in np.meshgrid(*limits, indexing="ij"))
-        few = dp * pp * each.tp <= devices
+        few = (dp * pp * each.tp <= devices) & redundant(setting, dp, pp * each.tp)
         dp, pp = dp[few], pp[few]
         token_bytes = each.token_bytes[pp - 1]
         values = (
@@ -116,7 +125,7 @@ def _options(
             pp,
             batch / dp * each.slowest_ms[pp - 1],
             each.call_ms / pp,
-            each.held_bytes[pp - 1] + each.optimizer_bytes[pp - 1] / dp,
+            each.held_bytes[pp - 1] + each.optimizer_bytes[pp - 1] * setting.sharded_part(dp),
             most / dp * token_bytes,
             float(lengths.tokens.max()) * token_bytes,
             np.full(dp.shape, longest_ms(unit.work(each.tp).of(lengths), batch) + each.call_ms),

@@ -28,6 +28,7 @@ from resilient.planners.published.baselines.uniform import Stages, chained, fast
 from resilient.planners.published.dhp.groups import pack, pack_ranks
 from resilient.planners.stages.expected_step import expected, parallelism
 from resilient.planners.stages.memory_shares import kept_shares
+from resilient.planners.stages.redundancy import is_redundant
 from resilient.planners.stages.stage_work import exposed_sum_ms
 from resilient.templates.common.arrays import Floats
 
@@ -120,6 +121,8 @@ class _Candidates:
         largest_group = layout.ranks if rings else 1
         for _ in range(_ROUNDS):
             found = Configuration(units=units, num_microbatches=number, colocated=layout.colocated)
+            if not is_redundant(setting, found):
+                return None
             try:
                 shares = kept_shares(setting, found, samples)
             except ValueError:

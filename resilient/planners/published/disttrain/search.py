@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from resilient.errors import ArgumentError
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Setting
+from resilient.planners.published.baselines.uniform import fastest
 from resilient.planners.stages.expected_step import Expected, expected, parallelism
+from resilient.planners.stages.redundancy import Redundant, is_redundant, possibly_redundant, surely_redundant
 from resilient.templates.common.arrays import Flags, Floats, Ints
 from resilient.templates.common.compiled import compiled
 
@@ -33,6 +34,14 @@ def disttrain_configuration(setting: Setting, samples: SampleTable) -> Configura
     Raises:
         ValueError: There is none.
     """
+    for redundant in (possibly_redundant, surely_redundant):
+        found = _fastest(setting, samples, redundant)
+        if found is not None and is_redundant(setting, found):
+            return found
+    return fastest((), "disttrain", setting)
+
+
+def _fastest(setting: Setting, samples: SampleTable, redundant: Redundant) -> Configuration | None:
     names, language = [unit.name for unit in setting.costs.units], setting.language
     total = -(-setting.global_batch // setting.microbatch)
     # The language model, what comes after it, encoders: each unit after those that it waits for.
@@ -40,7 +49,9 @@ def disttrain_configuration(setting: Setting, samples: SampleTable) -> Configura
     units = [setting.costs.units[position] for position in order]
     early = np.array([position < language for position in order])
     tables = [
-        _Options.of(unit, samples, setting, _divisors(total if unit.name == LLM else total * setting.microbatch))
+        _Options.of(
+            unit, samples, setting, _divisors(total * (1 if unit.name == LLM else setting.microbatch)), redundant
+        )
         for unit in units
     ]
     best_ns, devices, chosen, dp_llm = np.iinfo(np.int64).max, setting.num_devices + 1, [0] * len(units), 0
@@ -68,12 +79,7 @@ def disttrain_configuration(setting: Setting, samples: SampleTable) -> Configura
             best_ns, devices, dp_llm = int(step_ns), int(used), dp
             chosen = [int(each.index[i]) for each, i in zip(picked, found, strict=True)]
     if not dp_llm:
-        raise ArgumentError(
-            "num_nodes",
-            "be enough for the model's units side by side",
-            f"{setting.num_nodes} of {setting.cluster.devices_per_node} devices",
-            "use more, or a smaller microbatch",
-        )
+        return None
     spread = {
         unit.name: parallelism(unit, samples.units[unit.name], int(table.dp[i]), int(table.pp[i]), int(table.tp[i]))
         for unit, table, i in zip(units, tables, chosen, strict=True)
@@ -117,10 +123,12 @@ class _Options:
     longest: float
 
     @classmethod
-    def of(cls, unit: UnitCosts, samples: SampleTable, setting: Setting, replicas: Sequence[int]) -> _Options:
+    def of(
+        cls, unit: UnitCosts, samples: SampleTable, setting: Setting, replicas: Sequence[int], redundant: Redundant
+    ) -> _Options:
         lengths = samples.units[unit.name]
         degrees = expected(unit, lengths, setting.num_devices, setting.cluster.devices_per_node)
-        columns = [_columns(each, replicas, setting) for each in degrees]
+        columns = [_columns(each, replicas, setting, redundant) for each in degrees]
         tp, dp, pp, sample_ms, call_ms, slowest_ms, sum_ms, state_bytes, token_bytes = (
             np.concatenate(each) for each in zip(*columns, strict=True)
         )
@@ -162,9 +170,9 @@ class _Options:
         return _Picked(index=index[order], counts=counts[:, order], room=room[:, order])
 
 
-def _columns(each: Expected, replicas: Sequence[int], setting: Setting) -> tuple[Floats, ...]:
+def _columns(each: Expected, replicas: Sequence[int], setting: Setting, redundant: Redundant) -> tuple[Floats, ...]:
     dp, pp = (grid.ravel() for grid in np.meshgrid(replicas, np.arange(1, len(each.slowest_ms) + 1), indexing="ij"))
-    few = dp * pp * each.tp <= setting.num_devices
+    few = (dp * pp * each.tp <= setting.num_devices) & redundant(setting, dp, pp * each.tp)
     dp, pp = dp[few], pp[few]
     values = (
         each.tp,
@@ -174,7 +182,7 @@ def _columns(each: Expected, replicas: Sequence[int], setting: Setting) -> tuple
         each.call_ms,
         each.slowest_ms[pp - 1],
         each.sum_ms(dp, pp, setting.cluster),
-        each.held_bytes[pp - 1] + each.optimizer_bytes[pp - 1] / dp,
+        each.held_bytes[pp - 1] + each.optimizer_bytes[pp - 1] * setting.sharded_part(dp),
         each.token_bytes[pp - 1],
     )
     return tuple(np.broadcast_to(np.asarray(value, dtype=np.float64), dp.shape) for value in values)

@@ -36,8 +36,10 @@ from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.packing.balance import Cuts
 from resilient.planners.planner import Configuration, Parallelism, Setting
+from resilient.planners.published.baselines.uniform import fastest
 from resilient.planners.published.entrain.allocation import proportional
 from resilient.planners.stages.expected_step import longest_ms
+from resilient.planners.stages.redundancy import is_redundant
 from resilient.planners.stages.stage_work import exposed_sum_ms
 from resilient.templates.common.arrays import Floats
 from resilient.templates.inputs.cluster import Link
@@ -71,14 +73,19 @@ def entrain_configuration(setting: Setting, samples: SampleTable) -> Configurati
         )
     memory, least = setting.cluster.memory_bytes, np.inf
     for each in found:
+        configuration = Configuration(
+            units=_spread(names, each.dp, each.options, each.stages),
+            num_microbatches=number // each.dp,
+            predicted_ms=each.step_ns / 1e6,
+        )
+        if not is_redundant(setting, configuration):
+            continue
         needed = 0.0 if memory is None else _memory_bytes(each, language, number // each.dp)
         if memory is None or needed <= memory:
-            return Configuration(
-                units=_spread(names, each.dp, each.options, each.stages),
-                num_microbatches=number // each.dp,
-                predicted_ms=each.step_ns / 1e6,
-            )
+            return configuration
         least = min(least, needed)
+    if least == np.inf:
+        return fastest((), "entrain", setting)
     raise ArgumentError(
         "memory_bytes",
         f"be >= {least:.0f}, what the least demanding configuration needs",
@@ -121,8 +128,9 @@ class _Option:
         mean = float(lengths.tokens.mean())
         self._deviation = float(lengths.tokens.std()) / mean / setting.global_batch**0.5 if mean else 0.0
         held = [layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers]
-        optimizer = [layer.optimizer_bytes / cp for layer in unit.layers]
+        optimizer = [layer.optimizer_bytes for layer in unit.layers]
         self._of_layers = np.stack([kept, np.array(held) / tp, np.array(optimizer) / tp, backward_ms])
+        self._sharded_part = setting.sharded_part
         self._stages: dict[int, tuple[tuple[int, ...], Floats]] = {}
 
     def cut(self, num_stages: int) -> tuple[int, ...]:
@@ -137,7 +145,7 @@ class _Option:
         """Return what the fullest stage needs on each device, with the microbatches in flight on each stage."""
         kept, held, optimizer, _ = self._cut(num_stages)[1]
         in_flight = in_flight * (1 + _MARGIN * self._deviation * dp**0.5)
-        return float((held + optimizer / dp + kept * (in_flight + self._excess)).max())
+        return float((held + optimizer * self._sharded_part(dp * self.cp) + kept * (in_flight + self._excess)).max())
 
     def _cut(self, num_stages: int) -> tuple[tuple[int, ...], Floats]:
         """Return each stage's layers, and of each its activations, the bytes of parameters and gradients and those of

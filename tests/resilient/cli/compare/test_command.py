@@ -71,6 +71,16 @@ def test_compare_goes_on_with_the_nodes_that_are_left(compared: tuple[Result, Pa
     assert json.loads(path.read_text())["planners"][0]["iteration_ms"] > whole["iteration_ms"]
 
 
+def test_compare_promises_that_lost_nodes_lose_no_state(compared: tuple[Result, Path], tmp_path: Path) -> None:
+    path = tmp_path / "redundant.json"
+    options = ("--workload", "coco", "--planners", "uniform,dip", "--max-failures", "1", "--json", str(path))
+    assert _compare(*options).exit_code == 0
+    found = json.loads(path.read_text())
+    assert found["job"]["max_failures"] == 1
+    whole = json.loads((compared[1] / "all.json").read_text())
+    assert [row["peak_bytes"] for row in found["planners"]] > [row["peak_bytes"] for row in whole["planners"]]
+
+
 def without_times(path: Path) -> dict[str, Any]:
     found = json.loads(path.read_text())
     for row in found["planners"]:
@@ -202,6 +212,7 @@ def test_compare_names_the_planners_there_are() -> None:
         (("--network-gbit-s", "0"), "--network-gbit-s must be at least 0.001, got 0.0; leave it out for the usual "
          "network"),
         (("--lost-nodes", "2"), "--lost-nodes must be 0 to 1, got 2; leave a node"),
+        (("--max-failures", "2"), "--max-failures must be less than --nodes 2, got 2; lower it, or raise --nodes"),
         (("--frozen", "vision,projector,llm"), "--frozen must leave a unit to train, got vision,projector,llm; leave "
          "one out"),
         (("--frozen", "visoin"), "--frozen must name units (vision, llm, encoder, projector) or layers (such as "

@@ -71,7 +71,7 @@ class ByHand:
         values = (
             by_stage(at, layers),
             gradient_sum_ms(unit, at, self.job.cluster),
-            state_bytes(unit, at, sharded=False),
+            state_bytes(self.job, unit, at, sharded=False),
             by_stage(at, [layer.curves[index].activation_bytes for layer in unit.layers]),
         )
         slowest, sums, state, per_token = (float(each.max()) for each in values)
@@ -157,7 +157,7 @@ def test_no_split_is_better(costs: CostModel, num_nodes: int, batch: int, memory
                 if memory is None or used <= memory:
                     fitting.append(ms)
     if not fitting:
-        with pytest.raises(ValueError, match=r"^num_nodes must be enough for the model's units side by side, got "):
+        with pytest.raises(ValueError, match=r"^num_nodes must be enough for 'dflop', got "):
             Dflop().configure(job, samples)
         return
     found = Dflop().configure(job, samples)
@@ -174,7 +174,8 @@ def test_no_split_is_better(costs: CostModel, num_nodes: int, batch: int, memory
 
 def test_a_model_that_does_not_fit_is_refused() -> None:
     message = (
-        "num_nodes must be enough for the model's units side by side, got 8 of 2 devices; use more, or larger ones"
+        "num_nodes must be enough for 'dflop', got 8 of 2 devices; use more nodes, a smaller microbatch, or another "
+        "planner"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Dflop().configure(setting(memory_bytes=1000), table(50))

@@ -113,7 +113,7 @@ def test_no_configuration_is_better(
     rated = [(*by_hand(job, samples, way), sum(each.num_devices for each in way.values())) for way in ways]
     fitting = [(ms, devices) for ms, used, devices in rated if memory is None or used <= memory]
     if not fitting:
-        with pytest.raises(ValueError, match=r"^num_nodes must be enough for the model's units side by side, got "):
+        with pytest.raises(ValueError, match=r"^num_nodes must be enough for 'disttrain', got "):
             DistTrain().configure(job, samples)
         return
     found = DistTrain().configure(job, samples)
@@ -137,8 +137,8 @@ def test_devices_that_do_not_help_are_left_out() -> None:
 
 def test_a_model_that_does_not_fit_is_refused() -> None:
     message = (
-        "num_nodes must be enough for the model's units side by side, got 8 of 2 devices; use more, or a smaller "
-        "microbatch"
+        "num_nodes must be enough for 'disttrain', got 8 of 2 devices; use more nodes, a smaller microbatch, or "
+        "another planner"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         DistTrain().configure(setting(memory_bytes=1000), table(50))
