@@ -146,7 +146,7 @@ class Replica:
     """One pipeline of the current plan as a planner sees it.
 
     Args:
-        num_microbatches: Its microbatches of the step.
+        num_microbatches: Its microbatches of the step; an assignment may have more where fewer do not fit.
         speed: Work per time, relative to the others.
         devices: Part of its devices that is left, after losses; these hold what all of them held.
     """

@@ -74,9 +74,10 @@ def evaluate(
         replicas: What ``assign`` was given.
 
     Raises:
-        ValueError: A place is not within the replicas and their microbatches, a unit's layers are not spread, a
-            replicated encoder has several stages or samples elsewhere than the language model, units that share
-            devices need unequal ones, or state is on fewer nodes than the job's redundancy asks for.
+        ValueError: A place is not within the replicas, or in groups of more ranks than they have left, a unit's
+            layers are not spread, a replicated encoder has several stages or samples elsewhere than the language
+            model, units that share devices need unequal ones, or state is on fewer nodes than
+            the job's redundancy asks for.
     """
     check_redundancy(setting, configuration)
     step, units, layout = described_step(setting, configuration, assignment, batch, replicas)

@@ -16,8 +16,8 @@ from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.packing.balance import deal_whole, loads
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica
-from resilient.planners.stages.degraded_replicas import tokens_held
-from resilient.planners.stages.device_layout import lanes_of_pipelines
+from resilient.planners.stages.degraded_replicas import ranks_left, tokens_held
+from resilient.planners.stages.device_layout import lane_part, lanes_of_pipelines
 from resilient.planners.stages.stage_work import Calls, Work, by_stage, dealt_by, stage_work
 from resilient.templates.common.arrays import Flags, Floats, Ints
 from resilient.templates.schedules.graph import Backward
@@ -69,6 +69,7 @@ class StepUnit:
         several = np.bincount(first, minlength=num_lanes)
         turn = np.arange(len(replicas)) - np.searchsorted(first, first)
         counts = np.array([each.num_microbatches for each in replicas])
+        np.maximum.at(counts, place.replica, place.microbatch + 1)
         width = int(counts.max() * several.max())
         lane = deal_whole(dealt_by(costs, spread).of(lengths), lanes[place.replica], place.microbatch)
         position = place.microbatch * several[first[place.replica]] + turn[place.replica]
@@ -79,7 +80,10 @@ class StepUnit:
         pipeline[cell] = place.replica
         calls = _calls(place, cell, lengths, spread, num_lanes * width)
         work = stage_work(costs, spread, calls)
-        held = np.array([tokens_held(spread, each.devices) for each in replicas])
+        grouped = place.degree is not None
+        held = np.array([1.0 if grouped else tokens_held(spread, each.devices) for each in replicas])
+        speeds = np.array([_grouped_speed(spread, each) if grouped else each.speed for each in replicas])
+        speeds = speeds * lane_part(spread, configuration.units[LLM], len(replicas))
         return cls(
             costs=costs,
             spread=spread,
@@ -89,7 +93,7 @@ class StepUnit:
             counted=(np.arange(width) < (counts if costs.name == LLM else last)[:, None]).ravel(),
             tokens=loads(lengths.tokens, cell, num_lanes * width),
             work=replace(work, kept_bytes=work.kept_bytes * held[pipeline]),
-            speeds=np.array([each.speed for each in replicas])[pipeline],
+            speeds=speeds[pipeline],
             backwards=_backwards(costs, spread),
         )
 
@@ -137,13 +141,28 @@ def _check(costs: UnitCosts, spread: Parallelism, place: Place, replicas: Sequen
             f"stage_layers of {costs.name!r} must spread {len(costs.layers)} layers over {spread.pp} stages, got "
             f"{spread.stage_layers}; give each stage its number of layers"
         )
-    counts = np.array([each.num_microbatches for each in replicas])
-    if np.any(place.replica >= len(replicas)) or np.any(place.microbatch >= counts[place.replica]):
+    if np.any(place.replica >= len(replicas)):
         raise ValueError(
-            f"places in {costs.name!r} must be within {len(replicas)} replicas of {counts.tolist()} microbatches, "
-            f"got replica {place.replica.max(initial=0)} and microbatch {place.microbatch.max(initial=0)}; "
-            f"assign the batch to these replicas"
+            f"places in {costs.name!r} must be within {len(replicas)} replicas, got replica "
+            f"{place.replica.max(initial=0)}; assign the batch to these replicas"
         )
+    if place.group is None or place.degree is None:
+        return
+    groups, first = np.unique(np.stack([place.replica, place.microbatch, place.group]), axis=1, return_index=True)
+    cells, cell = np.unique(groups[:2], axis=1, return_inverse=True)
+    used = loads(place.degree[first], cell.ravel(), cells.shape[1])
+    there = np.array([ranks_left(spread, each.devices) for each in replicas])[cells[0]]
+    if np.any(used > there):
+        worst = int((used - there).argmax())
+        raise ValueError(
+            f"groups in {costs.name!r} must be of the {there[worst]} ranks that are there, got {used[worst]:.0f} ranks "
+            f"in microbatch {cells[1, worst]} of replica {cells[0, worst]}; assign the batch to these replicas"
+        )
+
+
+def _grouped_speed(spread: Parallelism, replica: Replica) -> float:
+    """Return how fast groups are: they are of whole ranks that are left, or of what is left of one."""
+    return replica.speed / replica.devices * min(1.0, replica.devices * spread.cp)
 
 
 def _calls(place: Place, cell: Ints, lengths: Lengths, spread: Parallelism, num_cells: int) -> Calls:

@@ -11,7 +11,7 @@ from resilient.errors import ArgumentError
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM
 from resilient.planners.planner import Configuration, Parallelism, Replica, Setting
-from resilient.planners.stages.device_layout import used_devices
+from resilient.planners.stages.device_layout import lane_part, used_devices
 from resilient.planners.stages.stage_work import state_bytes
 from resilient.templates.common.arrays import Floats
 
@@ -72,11 +72,22 @@ def left_bytes(
         replicas: Of the language model, as they are now.
     """
     left = min(max(spread.dp * len(replicas) // configuration.units[LLM].dp, 1), spread.dp)
+    there = lane_part(spread, configuration.units[LLM], len(replicas))
     of_part = {
-        part: state_bytes(setting, unit, replace(spread, dp=left), sharded=configuration.sharded, devices=part)
+        part: state_bytes(setting, unit, replace(spread, dp=left), sharded=configuration.sharded, devices=part * there)
         for part in {each.devices for each in replicas}
     }
     return np.stack([of_part[each.devices] for each in replicas])
+
+
+def ranks_left(spread: Parallelism, devices: float) -> int:
+    """Return how many whole ranks of context parallelism the devices that are left of a replica are, one at least.
+
+    Args:
+        spread: Of the unit, as configured.
+        devices: Part of the replica's devices that is left.
+    """
+    return max(1, int(spread.cp * devices + 1e-9))
 
 
 def tokens_held(spread: Parallelism, devices: float) -> float:

@@ -45,6 +45,18 @@ def lanes_of_pipelines(spread: Parallelism, language: Parallelism, num_pipelines
     return np.stack([ends[:-1], np.maximum(ends[1:], ends[:-1] + 1)], axis=1)
 
 
+def lane_part(spread: Parallelism, language: Parallelism, num_pipelines: int) -> float:
+    """Return what part of a lane's devices there is: each pipeline that is lost took its share along.
+
+    Args:
+        spread: Of the unit, as configured.
+        language: Of the language model, likewise.
+        num_pipelines: The language model's replicas as they are now.
+    """
+    num_lanes = int(lanes_of_pipelines(spread, language, num_pipelines).max())
+    return min(1.0, spread.dp * num_pipelines / (language.dp * num_lanes))
+
+
 class DeviceLayout:
     """The lanes and rows of a step.
 

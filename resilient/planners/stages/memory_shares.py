@@ -11,7 +11,7 @@ import numpy as np
 from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Replica, Setting
-from resilient.planners.stages.degraded_replicas import left_bytes, tokens_held
+from resilient.planners.stages.degraded_replicas import left_bytes
 from resilient.planners.stages.stage_work import kept_bytes
 from resilient.templates.common.arrays import Floats, Ints
 
@@ -78,14 +78,13 @@ def _stages(
     found: dict[str, _Stages] = {}
     behind, language = 0, configuration.units[LLM]
     number = max(each.num_microbatches for each in replicas)
-    fewest = min(each.devices for each in replicas)
     names = [unit.name for unit in setting.costs.units]
     for unit in reversed(setting.costs.units):
         spread, early = configuration.units[unit.name], names.index(unit.name) < names.index(LLM)
         held = np.minimum(behind + np.arange(spread.pp, 0, -1), number)
         if configuration.colocated and early:
             held = np.full(spread.pp, number)
-        kept = kept_bytes(unit, replace(spread, cp=1)) * tokens_held(spread, fewest)
+        kept = kept_bytes(unit, replace(spread, cp=1))
         # A lane may have all samples of a microbatch, or those of several pipelines.
         pipelines = 1 if configuration.colocated else -(-language.dp // spread.dp)
         state = left_bytes(setting, unit, spread, configuration, replicas).max(axis=0)

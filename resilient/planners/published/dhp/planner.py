@@ -9,14 +9,15 @@ Differences to the paper: ranks that are left over are used (see
 :func:`~resilient.planners.published.dhp.group_kernels.min_max_degrees`), other groups than its own are tried (see
 :func:`~resilient.planners.published.dhp.groups.plan_groups`), and eta is 0: the language model's curve is that of its
 own mask. What rings of encoders take is not predicted. The paper splits a microbatch that needs more ranks than there
-are; here their number is given by the plan, so what is too much goes to the others. It plans one batch ahead;
-``assign`` does so whenever a batch's lengths are known.
+are; here what is too much goes to the others, and where it is too much for all of them, as it may be when nodes are
+lost, every replica has more microbatches. It plans one batch ahead; ``assign`` does so whenever a batch's lengths are
+known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,8 +28,12 @@ from resilient.planners.packing.slots import slots
 from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.published.dhp.groups import Ranks, Sequences, pack, pack_ranks, plan_groups
 from resilient.planners.published.dhp.search import dhp_configuration
+from resilient.planners.stages.degraded_replicas import ranks_left
 from resilient.planners.stages.memory_shares import kept_shares
 from resilient.templates.common.arrays import Floats, Ints
+
+_ROUNDS = 4
+"""More microbatches leave each less room: where they do not suffice by then, they are not tried."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +69,10 @@ class DHP:
         Raises:
             ValueError: A sample, or all of them, are too long for the memory; the message says what to change.
         """
-        sequences = sequences_of(setting, configuration, batch, replicas)
-        ranks = ranks_of(setting, configuration)
-        usable = int(np.isfinite(ranks.start_ms).sum())
-        if len(batch) and sequences.kept.max() > usable:
-            worst = int(sequences.kept.argmax())
-            raise ArgumentError(
-                "samples",
-                f"fit into {usable} ranks, the most of a group",
-                f"{batch.name(worst)} that needs {np.ceil(sequences.kept[worst]):.0f}",
-                "leave it out, or use more devices",
-            )
+        # Of ranks that replicas lost no groups are formed; all have as many as the one that has least.
+        num_ranks = min(ranks_left(configuration.units[LLM], each.devices) for each in replicas)
+        ranks = ranks_of(setting, configuration, num_ranks)
+        sequences, replicas = _with_room(setting, configuration, batch, replicas, ranks)
         replica, microbatch, speeds = slots(replicas)
         slot, packs = _microbatches(sequences, len(ranks), speeds)
         group, degree = np.zeros(len(batch), dtype=np.int64), np.zeros(len(batch), dtype=np.int64)
@@ -104,15 +102,15 @@ def sequences_of(
     )
 
 
-def ranks_of(setting: Setting, configuration: Configuration) -> Ranks:
-    """Return what a replica's ranks cost to group.
+def ranks_of(setting: Setting, configuration: Configuration, num_ranks: int) -> Ranks:
+    """Return what so many ranks of a replica cost to group.
 
     The ring's share of the language model's curves is what they have more than a cp-th of the curve without context
     parallelism. Degrees between profiled ones have the next higher one's links, those above all the highest one's;
     where none was profiled, groups are of one rank.
     """
     language = setting.costs.by_name[LLM]
-    tp, num_ranks = configuration.units[LLM].tp, configuration.units[LLM].cp
+    tp = configuration.units[LLM].tp
     alone = language.work(tp)
     together = {cp: language.work(tp, cp) for each, cp in language.degrees if each == tp and cp > 1}
     ring, start = np.zeros(num_ranks), np.full(num_ranks, np.inf)
@@ -125,14 +123,43 @@ def ranks_of(setting: Setting, configuration: Configuration) -> Ranks:
     return Ranks(fixed_ms=fixed, ring_ms=ring, start_ms=start)
 
 
+def _with_room(
+    setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica], ranks: Ranks
+) -> tuple[Sequences, Sequence[Replica]]:
+    """Return the batch's sequences, and the replicas with as many microbatches as hold them.
+
+    Raises:
+        ValueError: A sample, or all of them, are too long for the memory.
+    """
+    usable, needed, number = int(np.isfinite(ranks.start_ms).sum()), 0, 0
+    for _ in range(_ROUNDS):
+        sequences = sequences_of(setting, configuration, batch, replicas)
+        if sequences.kept.max(initial=0) > usable:
+            worst = int(sequences.kept.argmax())
+            raise ArgumentError(
+                "samples",
+                f"fit into {usable} ranks, the most of a group",
+                f"{batch.name(worst)} that needs {np.ceil(sequences.kept[worst]):.0f}",
+                "leave it out, or use more devices",
+            )
+        needed = int(pack_ranks(pack(sequences.kept)[1], len(ranks)).max(initial=0)) + 1
+        number = sum(each.num_microbatches for each in replicas)
+        if needed <= number:
+            return sequences, replicas
+        more = -(-(needed - number) // len(replicas))
+        replicas = [replace(each, num_microbatches=each.num_microbatches + more) for each in replicas]
+    raise ArgumentError(
+        "memory_bytes",
+        f"hold a batch on {len(ranks)} ranks in some number of microbatches",
+        f"{setting.cluster.memory_bytes}, which {number} did not suffice for, and {needed} are not known to",
+        "use more devices, or larger ones",
+    )
+
+
 def _microbatches(
     sequences: Sequences, num_ranks: int, speeds: Floats
 ) -> tuple[Ints, list[tuple[Ints, tuple[Ints, Ints]]]]:
-    """Return the microbatch of each sequence, and of each microbatch its sequences and their packing.
-
-    Raises:
-        ValueError: They do not fit into so many microbatches.
-    """
+    """Return the microbatch of each sequence, and of each microbatch its sequences and their packing."""
     slot = longest_first(sequences.work_ms, speeds)
     packs = [(members, pack(sequences.kept[members])) for members in _members(slot, len(speeds))]
     if all(least.sum() <= num_ranks for _, (_, least) in packs):
@@ -172,13 +199,6 @@ def _place(work: Floats, least: Ints, num_ranks: int, speeds: Floats) -> Ints:
         return slot
     packed = pack_ranks(least, num_ranks)
     needed = int(packed.max()) + 1
-    if needed > len(speeds):
-        raise ArgumentError(
-            "num_microbatches",
-            f"sum to {needed} or more to hold the batch on {num_ranks} ranks",
-            len(speeds),
-            "use more microbatches, or more devices",
-        )
     position = np.empty(needed, dtype=np.int64)
     position[np.argsort(-loads(work, packed, needed), kind="stable")] = np.argsort(-speeds, kind="stable")[:needed]
     return position[packed]

@@ -47,9 +47,9 @@ def test_the_room_is_that_of_the_replica_that_lost_most() -> None:
     left = [Replica(num_microbatches=4), Replica(num_microbatches=2, devices=0.5)]
     assert kept_shares(job, found, batch).tolist() == pytest.approx([100 * 800 / (1e6 - 96_000)])
     assert kept_shares(job, found, batch, left).tolist() == pytest.approx([100 * 800 / (1e6 - 2 * 96_000)])
-    # Of two that share sequences one is left, with the whole of them and as much state as before.
+    # Of two ranks one is left, with as much state as before, and the whole of the optimizer.
     wide = replace(found, units={name: replace(each, dp=1, cp=2) for name, each in units.items()})
-    assert kept_shares(job, wide, batch, left[1:]).tolist() == pytest.approx([2 * 100 * 800 / (1e6 - 128_000)])
+    assert kept_shares(job, wide, batch, left[1:]).tolist() == pytest.approx([100 * 800 / (1e6 - 128_000)])
 
 
 def test_frozen_parts_without_a_backward_keep_nothing() -> None:
