@@ -238,7 +238,7 @@ def groups() -> list[Row]:
     batch = workload("laion", 512, 0, "siglip-so400m+llama3.2-3b")
     units = {unit.name: Parallelism(dp=1, pp=1, cp=64, stage_layers=(len(unit.layers),)) for unit in job.costs.units}
     configuration = Configuration(units=units, num_microbatches=1)
-    sequences, ranks = sequences_of(job, configuration, batch), ranks_of(job, configuration)
+    sequences, ranks = sequences_of(job, configuration, batch), ranks_of(job, configuration, 64)
     one = [Replica(num_microbatches=1)]
     found = DHP().configure(job, batch)
     own = [Replica(num_microbatches=found.num_microbatches)]
