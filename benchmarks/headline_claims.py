@@ -6,8 +6,9 @@ as all planners find a plan for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.microbatch_order import fill_intervals
 from resilient.planners.planner import Assignment, Configuration, Planner, Replica, Setting
 from resilient.planners.published.baselines.balanced import StaticContext
+from resilient.planners.published.baselines.mean_microbatch import fastest
 from resilient.planners.published.baselines.uniform import Uniform
+from resilient.planners.published.baselines.uniform_plans import has_room, uniform_plans
 from resilient.planners.published.cornstarch.planner import Cornstarch
 from resilient.planners.published.disttrain.planner import DistTrain
 from resilient.planners.registry import planner
@@ -125,9 +128,16 @@ class Widest(Uniform):
 
     name: str = "uniform, not searched"
 
-    def _candidates(self, setting: Setting, samples: SampleTable) -> Iterable[Configuration]:
-        found = super()._candidates(setting, samples)
-        return sorted(found, key=lambda each: (-each.units[LLM].tp, each.units[LLM].pp))[:1]
+    def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
+        """Return the first plan that fits with microbatches as large as asked for, the fewest stages first."""
+
+        def rank(plan: Configuration) -> tuple[int, ...]:
+            size = round(setting.global_batch / (plan.units[LLM].dp * plan.num_microbatches))
+            stages = [spread.pp for spread in plan.units.values()]
+            return (abs(size - setting.microbatch), -plan.units[LLM].tp, plan.units[LLM].pp, plan.colocated, *stages)
+
+        plans = (plan for plan in sorted(uniform_plans(setting, samples), key=rank) if has_room(setting, plan, samples))
+        return fastest(islice(plans, 1), self.name, setting)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from resilient.planners.packing.balance import by_speed, loads, longest_first
 from resilient.planners.packing.kernels import descending, spread
 from resilient.planners.packing.microbatch_order import reorder
 from resilient.planners.planner import Configuration, Parallelism, Replica, Setting
+from resilient.planners.published.baselines.uniform import Uniform, UniformSorted
 from resilient.planners.published.cornstarch.planner import Cornstarch
 from resilient.planners.published.dflop.planner import Dflop
 from resilient.planners.published.dflop.vector_packing import pack_vectors
@@ -170,6 +171,26 @@ def orchestration() -> list[Row]:
     ]
 
 
+def uniform() -> list[Row]:
+    """The best uniform plan of Qwen2-VL 7B."""
+    model = "qwen2-vl-7b"
+    costs, samples = derive_costs(model, "h100"), workload("laion+coco", 3 * 4096, 0, model)
+    jobs = [
+        Setting(costs=costs, cluster=cluster_of("h100", 8), num_nodes=nodes, global_batch=batch, microbatch=2)
+        for nodes, batch in ((8, 512), (512, 4096))
+    ]
+    return [
+        Row(
+            name=each.name,
+            case=f"Qwen2-VL 7B on {job.num_devices} devices, once",
+            call=lambda each=each, job=job: each.configure(job, samples),
+            target="5 s",
+        )
+        for each in (Uniform(), UniformSorted())
+        for job in jobs
+    ]
+
+
 def entrain() -> list[Row]:
     """Configurations of Qwen2-VL 7B, and its microbatches with deferral."""
     model = "qwen2-vl-7b"
@@ -310,6 +331,7 @@ ROWS: tuple[Callable[[], list[Row]], ...] = (
     kernels,
     orchestration,
     order,
+    uniform,
     entrain,
     vector_packing,
     cornstarch,

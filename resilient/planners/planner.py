@@ -219,7 +219,8 @@ class Planner(Protocol):
 
         Args:
             setting: The job.
-            samples: A sample of the data set, some thousand samples.
+            samples: A sample of the data set, some thousand samples; no batch that the answer is judged by. A planner
+                may simulate batches of them.
 
         Raises:
             ValueError: It fits in no way; the message says what to change.

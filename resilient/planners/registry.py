@@ -16,6 +16,7 @@ BASELINE = "uniform"
 PLANNERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "uniform": ("baselines.uniform", "Uniform"),
+        "uniform-sorted": ("baselines.uniform", "UniformSorted"),
         "random": ("baselines.balanced", "RandomOrder"),
         "fsdp": ("baselines.balanced", "FullySharded"),
         "dip": ("baselines.balanced", "EncoderFirst"),

@@ -46,8 +46,8 @@ ALL, AUTO = "all", "auto"
 _MOST_SAMPLES = 10_000_000
 """Of all batches, to be in memory at once."""
 
-_KNOWN_SAMPLES = 2000
-"""Samples that planners see before the first batch."""
+_KNOWN_SAMPLES, _KNOWN_BATCHES = 2048, 3
+"""Samples that planners see before the first batch, and batches of them, at least."""
 
 
 class WhenBad(str, Enum):
@@ -193,13 +193,17 @@ def _planners(names: str) -> list[Planner]:
 
 
 def _samples(setting: Setting, options: CompareOptions) -> tuple[SampleTable, list[SampleTable], tuple[Bad, ...]]:
-    """Return the samples planners know, the batches (others of the same workload), and what is bad among them all."""
+    """Return the samples planners know, the batches (others of the same workload), and what is bad among them all.
+
+    More batches only add some: those before, and what planners know, are the same.
+    """
     from resilient.planners.workloads.sample_limits import most_tokens
     from resilient.planners.workloads.workload import judged_workload
 
+    num_known = max(_KNOWN_SAMPLES, _KNOWN_BATCHES * setting.global_batch)
     table, found = judged_workload(
         options.workload,
-        _KNOWN_SAMPLES + options.batches * setting.global_batch,
+        num_known + options.batches * setting.global_batch,
         options.seed,
         options.model,
         bad=options.bad.value,
@@ -207,8 +211,8 @@ def _samples(setting: Setting, options: CompareOptions) -> tuple[SampleTable, li
         tokenizer=_counter(options.tokenizer),
         pictures=options.pictures,
     )
-    starts = range(_KNOWN_SAMPLES, len(table), setting.global_batch)
-    return table[:_KNOWN_SAMPLES], [table[start : start + setting.global_batch] for start in starts], found
+    starts = range(num_known, len(table), setting.global_batch)
+    return table[:num_known], [table[start : start + setting.global_batch] for start in starts], found
 
 
 def _counter(path: Path | None) -> Callable[[str], Sequence[int]] | None:

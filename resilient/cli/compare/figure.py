@@ -39,8 +39,9 @@ def draw_bars(comparison: Comparison, path: Path | str) -> None:
                 fontsize=8.5,
                 color=INK,
             )
+        axes.axvline(comparison.bound_ms, color=INK, linewidth=1, linestyle="--", label="bound")
         axes.invert_yaxis()
         axes.set_xlim(0, 1.2 * max(row.iteration_ms for row in rows))
         axes.set_xlabel("ms per step, mean over devices")
         axes.set_title("Steps by planner", pad=24)
-        axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), borderaxespad=0.2, ncols=3, fontsize=8.5)
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), borderaxespad=0.2, ncols=4, fontsize=8.5)

@@ -11,6 +11,7 @@ import numpy as np
 from resilient.observability.figures.bars import Bar, Chart
 from resilient.observability.wording import duration
 from resilient.planners.costs.samples import LLM, SampleTable
+from resilient.planners.evaluation.bound import bound_ms
 from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.planner import Configuration, Planner, Setting
 from resilient.planners.stages.degraded_replicas import degraded_replicas
@@ -81,18 +82,35 @@ class Comparison:
     Args:
         rows: Those that found a configuration, in the order asked for.
         refused: By name, why others did not.
-        baseline: What speed-ups are relative to, if it is among the rows.
+        bound_ms: Below which no step can be, mean over the batches.
+        baseline: What speed-ups are relative to, if it was asked for and fits.
         memory_bytes: Of a device, that a plan may fill; None where that is unlimited.
     """
 
     rows: tuple[PlannerRow, ...]
     refused: Mapping[str, str]
+    bound_ms: float
     baseline: str
     memory_bytes: int | None = None
 
+    @property
+    def base(self) -> PlannerRow | None:
+        """What speed-ups are relative to: the baseline, or the first other one that fits where it does not.
+
+        None where it was not asked for, or nothing fits.
+        """
+        if self.baseline not in (*self.refused, *(row.name for row in self.rows)):
+            return None
+        baseline_first = sorted(self.rows, key=lambda row: row.name != self.baseline)
+        return next((row for row in baseline_first if row.fits), None)
+
     def speed_up(self, row: PlannerRow) -> float | None:
-        """Return how much faster than the baseline a planner is, if there is one."""
-        return next((each.iteration_ms / row.iteration_ms for each in self.rows if each.name == self.baseline), None)
+        """Return how much faster than the base a planner is, if there is one."""
+        return self.base and self.base.iteration_ms / row.iteration_ms
+
+    def of_bound(self, row: PlannerRow) -> float:
+        """Return how many times the bound a planner's steps take."""
+        return row.iteration_ms / self.bound_ms
 
     @property
     def best(self) -> PlannerRow | None:
@@ -101,38 +119,39 @@ class Comparison:
 
     @property
     def shown(self) -> list[PlannerRow]:
-        """The baseline and the fastest three that fit: what is worth drawing in detail."""
+        """The base and the fastest three that fit: what is worth drawing in detail."""
         fastest = sorted((row for row in self.rows if row.fits), key=lambda row: row.iteration_ms)[:3]
-        return [row for row in self.rows if row.name == self.baseline or row in fastest]
+        return [row for row in self.rows if row is self.base or row in fastest]
 
     def reason(self) -> str:
-        """Say why the best is the best: beside the baseline, and beside the next."""
-        best = self.best
+        """Say why the best is the best: beside the base, and beside the next."""
+        best, base = self.best, self.base
         if not self.rows:
             return "no planner found a plan; use more nodes or a smaller microbatch"
         if best is None:
             return "no planner's steps fit into memory; use more nodes or a smaller microbatch"
         others = sorted((row for row in self.rows if row.fits and row is not best), key=lambda row: row.iteration_ms)
         parts: list[str] = []
-        baseline = next((row for row in self.rows if row.name == self.baseline and row is not best), None)
-        if baseline is not None:
-            gain = f"{baseline.iteration_ms / best.iteration_ms:.2f}x as fast in simulation as {baseline.name}"
-            parts.append(gain + _mostly(best, baseline))
+        if base is not None and base is not best:
+            gain = f"{base.iteration_ms / best.iteration_ms:.2f}x as fast in simulation as {base.name}"
+            parts.append(gain + _mostly(best, base))
         if not others:
             parts.append("no other fits" if len(self.rows) > 1 else "no other was asked for")
-        elif others[0] is not baseline:
+        elif others[0] is not base:
             longer = others[0].iteration_ms / best.iteration_ms
             parts.append(f"{longer:.2f}x as fast as the next, {others[0].name}" + _mostly(best, others[0]))
         return f"{best.name}: {'; '.join(parts)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return what is written as JSON."""
-        rows = [{**row.to_dict(), "speed_up": self.speed_up(row)} for row in self.rows]
-        best = self.best
+        rows = [{**row.to_dict(), "speed_up": self.speed_up(row), "of_bound": self.of_bound(row)} for row in self.rows]
+        best, base = self.best, self.base
         return {
             "planners": rows,
             "refused": dict(self.refused),
             "memory_bytes": self.memory_bytes,
+            "bound_ms": self.bound_ms,
+            "baseline": base and base.name,
             "best": best and best.name,
             "reason": self.reason(),
         }
@@ -156,7 +175,7 @@ def compare_planners(
         planners: They.
         setting: The job.
         samples: What they know of the data set beforehand.
-        batches: The global batches.
+        batches: The global batches that they are judged by, others than those.
         lost_nodes: Nodes lost after configuring, before the first batch.
         baseline: The planner that speed-ups are relative to.
         reason: Words why a planner found no plan.
@@ -171,7 +190,13 @@ def compare_planners(
         except ValueError as error:
             refused[each.name] = reason(error)
         done()
-    return Comparison(rows=tuple(rows), refused=refused, baseline=baseline, memory_bytes=setting.cluster.memory_bytes)
+    return Comparison(
+        rows=tuple(rows),
+        refused=refused,
+        bound_ms=float(np.mean([bound_ms(setting, batch, lost_nodes) for batch in batches])),
+        baseline=baseline,
+        memory_bytes=setting.cluster.memory_bytes,
+    )
 
 
 def _row(

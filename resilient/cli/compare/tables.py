@@ -37,6 +37,10 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         console.print("\nSteps", style="bold")
         console.print(_steps(comparison, units))
         _line(console, "std: of microbatch times in a step; sums: of gradients, after all else", "dim")
+        _line(console, f"bound: {comparison.bound_ms:.0f} ms, all work over all devices with nothing else", "dim")
+        if comparison.base is not None and comparison.base.name != comparison.baseline:
+            text = f"{comparison.baseline} does not fit: speed-ups are relative to {comparison.base.name}"
+            _line(console, text, "yellow")
         for row in rows:
             if row.configuration.sharded:
                 _line(console, f"{row.name}: its messages count as computing", "dim")
@@ -55,7 +59,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def _steps(comparison: Comparison, units: Sequence[str]) -> Table:
-    columns = ("step\nms", "speed-up", "bubble", "sums\nms", *(f"std\n{unit}" for unit in units), "GB")
+    columns = ("step\nms", "speed-up", "of\nbound", "bubble", "sums\nms", *(f"std\n{unit}" for unit in units), "GB")
     table = plain_table("planner", *columns, left=("planner",), no_wrap=True)
     for row in comparison.rows:
         speed_up = comparison.speed_up(row)
@@ -64,6 +68,7 @@ def _steps(comparison: Comparison, units: Sequence[str]) -> Table:
             row.name,
             f"{row.iteration_ms:.0f}",
             "-" if speed_up is None else f"{speed_up:.2f}x",
+            f"{comparison.of_bound(row):.2f}x",
             f"{100 * row.bubble:.0f} %",
             f"{row.sum_ms:.0f}",
             *(f"{row.std_ms[unit]:.1f}" for unit in units),

@@ -7,6 +7,7 @@ pairs heavy-tailed pictures with text: such workloads are composed of two, and s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,9 @@ LIBRISPEECH_WORDS = (
 LIBRISPEECH_RANKS = 0.949
 """Correlation of the two, of normal numbers in the place of their ranks (rank correlation 0.945)."""
 
+_BLOCK = 512
+"""Samples that a generator makes with one seed."""
+
 
 def workload(
     name: str | Path,
@@ -84,6 +88,8 @@ def judged_workload(
     pictures: str | Path | None = None,
 ) -> tuple[SampleTable, tuple[Bad, ...]]:
     """Return that many samples of a workload, as a model sees them, and what is bad in it. Deterministic.
+
+    Asked for more it returns the same ones first.
 
     Args:
         name: A name in :data:`GENERATORS`, a file that :func:`~resilient.planners.workloads.formats.read_records`
@@ -111,9 +117,7 @@ def judged_workload(
     files = [len(source) for source in sources if isinstance(source, Records)]
     count = max(files, default=num_samples)
     while True:
-        records = _composed(
-            [_rows(source, count, np.random.default_rng((seed, i))) for i, source in enumerate(sources)]
-        )
+        records = _composed([_rows(source, count, (seed, number)) for number, source in enumerate(sources)])
         _check(records, str(name), model)
         table, found = sample_table(records, model, bad=bad, limits=limits)
         missing = num_samples - len(table)
@@ -140,10 +144,14 @@ def _source(name: str, tokenizer: Callable[[str], Sequence[int]] | None, picture
     return read_records(name, tokenizer=tokenizer, pictures=pictures)
 
 
-def _rows(source: Records | Draw, count: int, random: np.random.Generator) -> Records:
+def _rows(source: Records | Draw, count: int, seed: tuple[int, int]) -> Records:
+    """Return so many samples. Generators make them by the block, each with a seed of its own."""
     if isinstance(source, Records):
         return source[np.arange(count) % len(source)]
-    return source(random, count)
+    starts = range(0, count, _BLOCK)
+    drawn = _stacked([source(np.random.default_rng((*seed, start)), _BLOCK) for start in starts])
+    names = [name.partition(":")[0] for name in drawn.names]
+    return replace(drawn, names=tuple(f"{name}:{number}" for number, name in enumerate(names)))[np.arange(count)]
 
 
 def _check(records: Records, name: str, model: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
+from resilient.planners.evaluation.bound import bound_ms
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.planner import Encoders, Planner, Setting
 from resilient.planners.published.cornstarch.planner import Cornstarch
@@ -133,3 +135,15 @@ def test_no_planner_refuses_jobs_that_have_devices_for_it(each: Planner) -> None
             refused.append(str(error))
     assert len(refused) <= {"entrain": 4}.get(each.name, 2)
     assert all(message.startswith("num_nodes must ") for message in refused)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_planner_is_faster_than_the_bound(seed: int) -> None:
+    setting, known, batch = planned_job(np.random.default_rng(seed))
+    for each in EVERY:
+        with contextlib.suppress(ValueError):  # it fits in no way
+            configuration = each.configure(setting, known)
+            replicas = degraded_replicas(setting, configuration, 0)
+            assignment = each.assign(setting, configuration, batch, replicas)
+            result = evaluate(setting, configuration, assignment, batch, replicas)
+            assert result.iteration_ms >= (1 - 1e-6) * bound_ms(setting, batch), each.name

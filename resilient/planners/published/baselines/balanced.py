@@ -1,8 +1,8 @@
 """What planners are compared with, beside :mod:`resilient.planners.published.baselines.uniform`.
 
-All of them take samples as they come, but for :class:`RandomOrder`, which takes them in some other order; their
-configurations differ. In those where encoders lie on the language model's devices, all units have the same replicas
-and the same stages.
+All of them take samples as they come, but for :class:`RandomOrder`, which takes them in some other order; but for its,
+their configurations are those with the least predicted time. In those where encoders lie on the language model's
+devices, all units have the same replicas and the same stages.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import cut_chain
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica, Setting
-from resilient.planners.published.baselines.uniform import (
+from resilient.planners.published.baselines.mean_microbatch import (
+    AsTheyCome,
     Stages,
-    Uniform,
     common_degrees,
+    fastest,
     fits,
     in_order,
     num_microbatches,
 )
+from resilient.planners.published.baselines.uniform import Uniform
 from resilient.planners.stages.stage_work import exposed_sum_ms, state_bytes
 from resilient.templates.common.arrays import Floats
 
@@ -51,7 +53,7 @@ class RandomOrder(Uniform):
 
 
 @dataclass(frozen=True)
-class FullySharded(Uniform):
+class FullySharded(AsTheyCome):
     """FSDP: every device is a replica, and all of them share the parameters, gradients and optimizer.
 
     A layer's parameters are gathered before its forward and again before its backward, its gradient is scattered after
@@ -60,6 +62,18 @@ class FullySharded(Uniform):
 
     name: str = "fsdp"
     source: str = "Zhao et al. 2023 (PyTorch FSDP), full sharding"
+
+    def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
+        """Return the only configuration, if it fits.
+
+        Args:
+            setting: The job.
+            samples: A sample of the data set.
+
+        Raises:
+            ValueError: It does not fit.
+        """
+        return fastest(self._candidates(setting, samples), self.name, setting)
 
     def _candidates(self, setting: Setting, samples: SampleTable) -> Iterable[Configuration]:
         dp = min(setting.num_devices, setting.global_batch)
@@ -103,7 +117,7 @@ class FullySharded(Uniform):
 
 
 @dataclass(frozen=True)
-class EncoderFirst(Uniform):
+class EncoderFirst(AsTheyCome):
     """DIP: every device holds a stage of each unit; all encoder forwards come first, all encoder backwards last.
 
     Layers are cut such that the slowest stage of each unit is as fast as it can be.
@@ -111,6 +125,18 @@ class EncoderFirst(Uniform):
 
     name: str = "dip"
     source: str = "DIP, as Entrain's evaluation compares with it"
+
+    def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
+        """Return the fastest of all tensor-parallel degrees and numbers of stages.
+
+        Args:
+            setting: The job.
+            samples: A sample of the data set.
+
+        Raises:
+            ValueError: It does not fit.
+        """
+        return fastest(self._candidates(setting, samples), self.name, setting)
 
     def _candidates(self, setting: Setting, samples: SampleTable) -> Iterable[Configuration]:
         most = min(len(unit.layers) for unit in setting.costs.units)
@@ -121,7 +147,7 @@ class EncoderFirst(Uniform):
 
 
 @dataclass(frozen=True)
-class StaticContext(Uniform):
+class StaticContext(AsTheyCome):
     """One context-parallel degree for all sequences, large enough for the longest.
 
     There are no stages, and encoders lie on the language model's devices. Of twice as many blocks of a sequence as
@@ -130,6 +156,18 @@ class StaticContext(Uniform):
 
     name: str = "static-cp"
     source: str = "Grattafiori et al. 2024 (Llama 3), section 3.3.2; what DHP is compared with"
+
+    def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
+        """Return the fastest of all degrees.
+
+        Args:
+            setting: The job.
+            samples: A sample of the data set.
+
+        Raises:
+            ValueError: It does not fit.
+        """
+        return fastest(self._candidates(setting, samples), self.name, setting)
 
     def _candidates(self, setting: Setting, samples: SampleTable) -> Iterable[Configuration]:
         for tp, cp in common_degrees(setting.costs):

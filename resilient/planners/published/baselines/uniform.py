@@ -1,192 +1,31 @@
-"""Megatron-like planning: one parallelism for the whole model, samples as they come.
+"""Megatron-like planning: one parallelism for the whole model, as good as it gets, and no thought for single samples.
 
-The model is one chain: every encoder is a stage of its own before those of the language model, which hold equally many
-layers. Data and tensor parallelism are the same everywhere. What a microbatch costs is taken to be what the mean one
-does; that it is not is what other planners are for. The optimizer is sharded over replicas.
-
-:func:`in_order` is also what others are compared with; planners that decide no more than a configuration take samples
-like that (:class:`AsTheyCome`).
+Of all uniform plans (:mod:`resilient.planners.published.baselines.uniform_plans`) the best by an estimate are
+simulated on a batch that is known, and the best of these on some more. The optimizer is sharded over replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
-from resilient.errors import ArgumentError
-from resilient.planners.costs.cost_model import CostModel, UnitCosts
-from resilient.planners.costs.samples import LLM, Lengths, SampleTable
-from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica, Setting
+from resilient.planners.costs.samples import SampleTable
+from resilient.planners.evaluation.known_batches import known_batches, simulated
+from resilient.planners.packing.balance import longest_first
+from resilient.planners.packing.slots import slots
+from resilient.planners.planner import Assignment, Configuration, Place, Planner, Replica, Setting
+from resilient.planners.published.baselines.mean_microbatch import AsTheyCome, fastest
+from resilient.planners.published.baselines.uniform_plans import Estimates, has_room, uniform_plans
 from resilient.planners.stages.redundancy import is_redundant
-from resilient.planners.stages.stage_work import exposed_sum_ms
-from resilient.templates.common.arrays import Floats
 
+_BATCHES = 3
+"""Known batches that the last plans are simulated on."""
 
-def in_order(num_samples: int, replicas: Sequence[Replica]) -> Place:
-    """Return consecutive samples in consecutive microbatches of (nearly) equal numbers of samples.
-
-    Args:
-        num_samples: Of the batch.
-        replicas: They; each gets samples by its number of microbatches.
-    """
-    counts = [each.num_microbatches for each in replicas]
-    starts = np.concatenate(([0], np.cumsum(counts)))
-    slot = np.arange(num_samples, dtype=np.int64) * starts[-1] // max(num_samples, 1)
-    replica = np.searchsorted(starts, slot, side="right") - 1
-    return Place(replica=replica.astype(np.int64), microbatch=slot - starts[replica])
-
-
-def num_microbatches(setting: Setting, dp: int) -> int:
-    """Return how many microbatches each of ``dp`` replicas has; the last ones may lack a sample."""
-    return -(-setting.global_batch // (dp * setting.microbatch))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Stages:
-    """The stages of one unit when they process the mean microbatch; all ``[num_stages]``.
-
-    Args:
-        forward_ms: Of a microbatch.
-        backward_ms: Likewise.
-        held_bytes: Parameters and gradients on each device.
-        gradient_bytes: The gradients alone.
-        optimizer_bytes: The optimizer of those, before it is sharded over replicas.
-        kept_bytes: Activations of a microbatch on each device, of layers that have a backward.
-        deviation: Of a microbatch's tokens, by their mean.
-        largest: How much longer than the mean sample the longest is, likewise.
-    """
-
-    forward_ms: Floats
-    backward_ms: Floats
-    held_bytes: Floats
-    gradient_bytes: Floats
-    optimizer_bytes: Floats
-    kept_bytes: Floats
-    deviation: Floats
-    largest: Floats
-
-    @property
-    def work_ms(self) -> Floats:
-        """Forward and backward of a microbatch."""
-        return self.forward_ms + self.backward_ms
-
-    def state_bytes(self, optimizer_part: npt.ArrayLike) -> Floats:
-        """Return what each device holds beside activations, with this part of the optimizer."""
-        return self.held_bytes + self.optimizer_bytes * np.asarray(optimizer_part)
-
-    def activation_bytes(self, in_flight: npt.ArrayLike) -> Floats:
-        """Return room for the activations of so many microbatches in a row, of any samples.
-
-        That is for three standard deviations more than the mean, and for the longest sample among others.
-        """
-        held = np.asarray(in_flight, dtype=np.float64)
-        return self.kept_bytes * (held + np.maximum(3 * self.deviation * np.sqrt(held), self.largest))
-
-    @classmethod
-    def of(cls, unit: UnitCosts, spread: Parallelism, lengths: Lengths, samples: float) -> Stages:
-        """Return a unit's stages.
-
-        Args:
-            unit: The unit.
-            spread: How it is spread.
-            lengths: Of some samples.
-            samples: Of a microbatch, on average.
-        """
-        if not len(lengths.tokens):
-            raise ArgumentError("samples", "be one or more", "none", "draw some from the data set")
-        tokens, squares = samples * float(lengths.tokens.mean()), samples * float(lengths.squares.mean())
-        forward_ms, backward_ms = unit.layer_ms(tokens, squares, spread.tp, spread.cp)
-        index = unit.index(spread.tp, spread.cp)
-        deviation = samples**0.5 * float(lengths.tokens.std()) / tokens if tokens else 0.0
-        largest = (float(lengths.tokens.max()) - float(lengths.tokens.mean())) / tokens if tokens else 0.0
-        held = [layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers]
-        kept = [layer.curves[index].activation_bytes * layer.has_backward for layer in unit.layers]
-        return cls(
-            forward_ms=forward_ms,
-            backward_ms=backward_ms,
-            held_bytes=np.array(held) / spread.tp,
-            gradient_bytes=np.array([layer.gradient_bytes for layer in unit.layers]) / spread.tp,
-            optimizer_bytes=np.array([layer.optimizer_bytes for layer in unit.layers]) / spread.tp,
-            kept_bytes=np.array(kept) * tokens,
-            deviation=np.full(len(kept), deviation),
-            largest=np.full(len(kept), largest),
-        ).joined(spread.stage_layers)
-
-    def joined(self, counts: Sequence[int]) -> Stages:
-        """Return stages that each hold so many of these, in order."""
-        firsts = np.concatenate(([0], np.cumsum(counts)[:-1]))
-        return Stages(
-            forward_ms=np.add.reduceat(self.forward_ms, firsts),
-            backward_ms=np.add.reduceat(self.backward_ms, firsts),
-            held_bytes=np.add.reduceat(self.held_bytes, firsts),
-            gradient_bytes=np.add.reduceat(self.gradient_bytes, firsts),
-            optimizer_bytes=np.add.reduceat(self.optimizer_bytes, firsts),
-            kept_bytes=np.add.reduceat(self.kept_bytes, firsts),
-            deviation=self.deviation[firsts],
-            largest=self.largest[firsts],
-        )
-
-
-def chained(stages: Iterable[Stages]) -> Stages:
-    """Return units' stages one after the other."""
-    parts = list(stages)
-    return Stages(
-        forward_ms=np.concatenate([each.forward_ms for each in parts]),
-        backward_ms=np.concatenate([each.backward_ms for each in parts]),
-        held_bytes=np.concatenate([each.held_bytes for each in parts]),
-        gradient_bytes=np.concatenate([each.gradient_bytes for each in parts]),
-        optimizer_bytes=np.concatenate([each.optimizer_bytes for each in parts]),
-        kept_bytes=np.concatenate([each.kept_bytes for each in parts]),
-        deviation=np.concatenate([each.deviation for each in parts]),
-        largest=np.concatenate([each.largest for each in parts]),
-    )
-
-
-def common_degrees(costs: CostModel) -> tuple[tuple[int, int], ...]:
-    """Return the degrees that every unit was profiled at, ascending."""
-    return tuple(sorted(set.intersection(*(set(unit.degrees) for unit in costs.units))))
-
-
-def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return the layers of stages of equally many, the first ones with one more where they do not divide."""
-    each, more = divmod(num_layers, num_stages)
-    return (each + 1,) * more + (each,) * (num_stages - more)
-
-
-def fastest(found: Iterable[Configuration], planner: str, setting: Setting) -> Configuration:
-    """Return the configuration with the least predicted time, the first of equals, of those that are redundant.
-
-    Raises:
-        ValueError: There is none.
-    """
-    redundant = (each for each in found if is_redundant(setting, each))
-    best = min(redundant, key=lambda each: round(each.predicted_ms * 1e6), default=None)
-    if best is None:
-        raise ArgumentError(
-            "num_nodes",
-            f"be enough for {planner!r}{' with its redundancy' if setting.max_failures else ''}",
-            f"{setting.num_nodes} of {setting.cluster.devices_per_node} devices",
-            "use more nodes, a smaller microbatch, or another planner",
-        )
-    return best
-
-
-def fits(setting: Setting, num_bytes: Floats) -> bool:
-    """Return whether devices have so much memory."""
-    return setting.cluster.memory_bytes is None or bool(num_bytes.max() <= setting.cluster.memory_bytes)
-
-
-class AsTheyCome:
-    """Base of planners that do not balance samples."""
-
-    def assign(
-        self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
-    ) -> Assignment:
-        """Take samples as they come; all units place a sample alike."""
-        return Assignment(units=dict.fromkeys(batch.units, in_order(len(batch), replicas)))
+_TRIED, _LAST = 16, 6
+"""Plans that are simulated on the first known batch; on all of them."""
 
 
 @dataclass(frozen=True)
@@ -197,44 +36,57 @@ class Uniform(AsTheyCome):
     source: str = "Narayanan et al. 2021 (Megatron-LM), as DistTrain describes its use for multimodal models"
 
     def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
-        """Return the fastest of all (dp, pp, tp) that use the devices.
+        """Return the plan that is fastest in simulation: degrees, stages, encoders' devices and microbatches.
 
         Args:
-            setting: The job.
-            samples: A sample of the data set.
+            setting: The job. The size of its microbatches does not bind.
+            samples: Known samples of the data set; the first batches of them are simulated.
 
         Raises:
             ValueError: It does not fit.
         """
-        return fastest(self._candidates(setting, samples), self.name, setting)
+        batches = known_batches(setting, samples, _BATCHES)
+        estimates = Estimates(self, setting, batches[0])
+        plans = [replace(each, predicted_ms=estimates.step_ms(each)) for each in uniform_plans(setting, samples)]
+        plans.sort(key=lambda each: round(each.predicted_ms * 1e6))
+        with_room = (each for each in plans if is_redundant(setting, each) and has_room(setting, each, samples))
+        found: list[Configuration] = []
+        while not found and (some := list(islice(with_room, _TRIED))):
+            found = list(_timed(self, setting, some, batches[:1]))
+        best = sorted(found, key=lambda each: round(each.predicted_ms * 1e6))[:_LAST]
+        return fastest(_timed(self, setting, best, batches), self.name, setting)
 
-    def _candidates(self, setting: Setting, samples: SampleTable) -> Iterable[Configuration]:
-        units = setting.costs.units
-        language = setting.costs.by_name[LLM]
-        for tp, cp in common_degrees(setting.costs):
-            if cp > 1 or tp > setting.cluster.devices_per_node:
-                continue
-            for pp in range(1, len(language.layers) + 1):
-                dp = min(setting.num_devices // ((len(units) - 1 + pp) * tp), setting.global_batch)
-                if not dp:
-                    break
-                layers: Mapping[str, tuple[int, ...]] = {
-                    unit.name: even_layers(len(unit.layers), pp if unit is language else 1) for unit in units
-                }
-                spread = {
-                    name: Parallelism(dp=dp, pp=len(each), tp=tp, stage_layers=each) for name, each in layers.items()
-                }
-                number = num_microbatches(setting, dp)
-                mean = setting.global_batch / (dp * number)
-                stages = {
-                    unit.name: Stages.of(unit, spread[unit.name], samples.units[unit.name], mean) for unit in units
-                }
-                chain = chained(stages.values())
-                in_flight = np.minimum(np.arange(len(chain.forward_ms), 0, -1), number)
-                if not fits(setting, chain.state_bytes(setting.sharded_part(dp)) + chain.activation_bytes(in_flight)):
-                    continue
-                stage_ms = chain.work_ms
-                predicted = float(stage_ms.sum() + (number - 1) * stage_ms.max())
-                backward_ms = {name: each.backward_ms for name, each in stages.items()}
-                predicted += exposed_sum_ms(units, spread, setting.cluster, backward_ms)
-                yield Configuration(units=spread, num_microbatches=number, predicted_ms=predicted)
+
+def _timed(
+    planner: Planner, setting: Setting, plans: Sequence[Configuration], batches: Sequence[SampleTable]
+) -> Iterator[Configuration]:
+    """Yield the plans whose steps fit, with the time that these take on average."""
+    limit = setting.cluster.memory_bytes
+    for plan in plans:
+        results = list(simulated(planner, setting, plan, batches))
+        if limit is None or max(each.peak_bytes for each in results) <= limit:
+            yield replace(plan, predicted_ms=float(np.mean([each.iteration_ms for each in results])))
+
+
+@dataclass(frozen=True)
+class UniformSorted(Uniform):
+    """The same, with each batch sorted once: the longest sample first, each to the microbatch with least work."""
+
+    name: str = "uniform-sorted"
+    source: str = "a baseline: the longest-processing-time rule (Graham 1969) over a uniform plan's microbatches"
+
+    def assign(
+        self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
+    ) -> Assignment:
+        """Deal samples by their work in all units; all units place a sample alike."""
+        replica, microbatch, speeds = slots(replicas)
+        work = sum(
+            (
+                setting.sample_ms(name, batch.units[name], spread.tp, spread.cp)
+                for name, spread in configuration.units.items()
+            ),
+            np.zeros(len(batch)),
+        )
+        slot = longest_first(work, speeds)
+        place = Place(replica=replica[slot], microbatch=microbatch[slot])
+        return Assignment(units=dict.fromkeys(batch.units, place))

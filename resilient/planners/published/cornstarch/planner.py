@@ -27,7 +27,7 @@ from resilient.planners.costs.cost_model import CostModel, UnitCosts
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import Cuts
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
-from resilient.planners.published.baselines.uniform import AsTheyCome, Stages, fastest, fits, num_microbatches
+from resilient.planners.published.baselines.mean_microbatch import AsTheyCome, Stages, fastest, fits, num_microbatches
 from resilient.planners.stages.redundancy import is_redundant
 from resilient.planners.stages.stage_work import ring_ms, unhidden_ms
 from resilient.templates.common.arrays import Floats, Ints

@@ -41,7 +41,7 @@ import numpy as np
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.planner import Configuration, Setting
-from resilient.planners.published.baselines.uniform import fastest
+from resilient.planners.published.baselines.mean_microbatch import fastest
 from resilient.planners.published.dflop.columns import (
     DP,
     KEPT,

@@ -24,7 +24,7 @@ import numpy as np
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Parallelism, Setting
-from resilient.planners.published.baselines.uniform import Stages, chained, fastest, num_microbatches
+from resilient.planners.published.baselines.mean_microbatch import Stages, chained, fastest, num_microbatches
 from resilient.planners.published.dhp.groups import pack, pack_ranks
 from resilient.planners.stages.expected_step import expected, parallelism
 from resilient.planners.stages.memory_shares import kept_shares

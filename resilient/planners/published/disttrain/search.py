@@ -17,7 +17,7 @@ import numpy.typing as npt
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Setting
-from resilient.planners.published.baselines.uniform import fastest
+from resilient.planners.published.baselines.mean_microbatch import fastest
 from resilient.planners.stages.expected_step import Expected, expected, parallelism
 from resilient.planners.stages.redundancy import Redundant, is_redundant, possibly_redundant, surely_redundant
 from resilient.templates.common.arrays import Flags, Floats, Ints

@@ -36,7 +36,7 @@ from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.packing.balance import Cuts
 from resilient.planners.planner import Configuration, Parallelism, Setting
-from resilient.planners.published.baselines.uniform import fastest
+from resilient.planners.published.baselines.mean_microbatch import fastest
 from resilient.planners.published.entrain.allocation import proportional
 from resilient.planners.stages.expected_step import longest_ms
 from resilient.planners.stages.redundancy import is_redundant

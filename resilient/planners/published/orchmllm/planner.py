@@ -34,7 +34,8 @@ from resilient.planners.packing.balance import loads, longest_first
 from resilient.planners.packing.slots import slots
 from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.published.baselines.balanced import EncoderFirst, FullySharded
-from resilient.planners.published.baselines.uniform import Uniform, fastest
+from resilient.planners.published.baselines.mean_microbatch import fastest
+from resilient.planners.published.baselines.uniform import Uniform
 from resilient.planners.published.orchmllm.nodewise import rearrange
 from resilient.planners.published.orchmllm.post_balance import balance_padded, balance_quadratic
 from resilient.templates.common.arrays import Floats, Ints

@@ -17,6 +17,7 @@ from tokenizers.models import WordLevel
 from typer.testing import CliRunner, Result
 
 from resilient.cli.app import app
+from resilient.cli.compare.report import Comparison
 from resilient.cli.compare.tables import show_bad
 from resilient.planners.costs.samples import SampleTable
 from resilient.planners.planner import Configuration, Setting
@@ -47,6 +48,32 @@ def test_compare_prints_a_row_for_each_planner_and_the_best(compared: tuple[Resu
     assert found["planners"][1]["speed_up"] == pytest.approx(steps[0] / steps[1])
     assert found["best"] == ["uniform", "dip"][steps.index(min(steps))]
     assert found["reason"] in result.output
+    assert [row["of_bound"] for row in found["planners"]] == [ms / found["bound_ms"] for ms in steps]
+    assert found["bound_ms"] < min(steps)
+    assert f"bound: {found['bound_ms']:.0f} ms, all work over all devices with nothing else\n" in result.output
+
+
+@pytest.mark.parametrize("name", ["laion+coco", "mixed"])
+def test_more_batches_only_add_some(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[SampleTable, list[SampleTable]]] = []
+
+    def noting(
+        planners: object, setting: Setting, samples: SampleTable, batches: list[SampleTable], **_: object
+    ) -> Comparison:
+        seen.append((samples, batches))
+        return Comparison(rows=(), refused={}, bound_ms=1.0, baseline="uniform")
+
+    monkeypatch.setattr("resilient.cli.compare.report.compare_planners", noting)
+    model = ("--model", "siglip-so400m+whisper-large-v3+qwen2.5-7b", "--workload", name, "--planners", "uniform")
+    for count in ("2", "40"):
+        _compare(*model, "--batches", count)
+    (known, few), (known_again, many) = seen
+    assert (len(few), len(many)) == (2, 40)
+    for one, other in zip((known, *few), (known_again, *many), strict=False):
+        assert one.names == other.names
+        for unit, lengths in one.units.items():
+            assert lengths.tokens.tolist() == other.units[unit].tokens.tolist()
+    assert not set(known.names) & {each for batch in many for each in batch.names}
 
 
 def test_what_is_written_as_json_is_documented(compared: tuple[Result, Path]) -> None:
@@ -202,7 +229,7 @@ def test_compare_shows_what_planners_note(monkeypatch: pytest.MonkeyPatch) -> No
 def test_compare_names_the_planners_there_are() -> None:
     result = _compare("--workload", "coco", "--planners", "unifrom")
     assert result.exit_code == 2
-    assert "--planners must be one of uniform, random, fsdp, dip" in result.stderr
+    assert "--planners must be one of uniform, uniform-sorted, random, fsdp, dip" in result.stderr
     assert "got 'unifrom'; did you mean 'uniform'?" in result.stderr
 
 

@@ -23,7 +23,6 @@ from resilient.planners.planner import (
     Setting,
 )
 from resilient.planners.published.baselines.balanced import EncoderFirst, StaticContext
-from resilient.planners.published.baselines.uniform import Uniform
 from resilient.planners.published.cornstarch.planner import Cornstarch
 from resilient.planners.published.disttrain.planner import DistTrain
 from resilient.planners.stages.expected_step import expected, parallelism
@@ -115,7 +114,6 @@ def test_expected_sums_are_those_of_the_stage_with_most_gradients(chain: list[tu
 
 
 CHOOSING: tuple[Planner, ...] = (
-    Uniform(),
     EncoderFirst(),
     StaticContext(),
     Cornstarch(),

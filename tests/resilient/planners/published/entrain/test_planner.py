@@ -17,7 +17,7 @@ from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.packing.balance import Floats, cut_chain, loads
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Replica, Setting
-from resilient.planners.published.baselines.uniform import in_order
+from resilient.planners.published.baselines.mean_microbatch import in_order
 from resilient.planners.published.entrain.allocation import proportional
 from resilient.planners.published.entrain.planner import Entrain
 from resilient.planners.stages.degraded_replicas import degraded_replicas

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from resilient.planners.costs.correction import Correction, Factor, buckets
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.packing.balance import loads
-from resilient.planners.planner import Place, Replica
+from resilient.planners.planner import Configuration, Parallelism, Place, Replica
 from resilient.planners.published.baselines.balanced import EncoderFirst, FullySharded
 from resilient.planners.published.baselines.uniform import Uniform
 from resilient.planners.published.orchmllm.planner import OrchMLLM
@@ -145,8 +145,11 @@ def test_no_replica_gets_the_longest_sample_of_every_turn(counts: list[int]) -> 
 
 
 def test_samples_stay_on_their_replica_where_encoders_apart_are_unequal() -> None:
-    configuration = Uniform().configure(setting(), table(200))
-    assert not configuration.colocated
+    units = {
+        "vision": Parallelism(dp=2, pp=1, tp=2, stage_layers=(4,)),
+        "llm": Parallelism(dp=2, pp=3, tp=2, stage_layers=(3, 3, 2)),
+    }
+    configuration = Configuration(units=units, num_microbatches=8)
     job, replicas = replace(setting(), global_batch=256), degraded_replicas(setting(), configuration, 1)
     batch, steps = table(256), np.zeros(2)
     for seed in range(5):
