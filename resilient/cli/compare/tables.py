@@ -37,9 +37,6 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         console.print("\nSteps", style="bold")
         console.print(_steps(comparison, units))
         _line(console, "std: of microbatch times in a step; sums: of gradients, after all else", "dim")
-        for row in rows:
-            if row.configuration.sharded:
-                _line(console, f"{row.name}: its messages count as computing", "dim")
         console.print("\nConfigurations", style="bold")
         console.print(_configurations(rows, units))
         _line(console, "a unit: replicas x stages x tensor-parallel [x context-parallel] devices", "dim")

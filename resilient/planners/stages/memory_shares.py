@@ -12,7 +12,7 @@ from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Replica, Setting
 from resilient.planners.stages.degraded_replicas import left_bytes
-from resilient.planners.stages.stage_work import kept_bytes
+from resilient.planners.stages.stage_work import gathered_bytes, kept_bytes
 from resilient.templates.common.arrays import Floats, Ints
 
 
@@ -93,6 +93,8 @@ def _stages(
     if configuration.colocated:
         free = np.sum([each.free_bytes for each in found.values()], axis=0) - memory * (len(found) - 1)
         found = {name: each._replace(free_bytes=free) for name, each in found.items()}
+    gathered = gathered_bytes(setting.costs.units, configuration)
+    found = {name: each._replace(free_bytes=each.free_bytes - gathered) for name, each in found.items()}
     least = min(float(each.free_bytes.min()) for each in found.values())
     if least <= 0:
         raise ArgumentError(
