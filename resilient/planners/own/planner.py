@@ -69,13 +69,16 @@ class ResilientPlanner:
             replicas: As they are now.
 
         Raises:
-            ValueError: The batch does not fit into the memory.
+            ValueError: The batch does not fit into the memory of one stage.
         """
         work = _work_ms(setting, configuration, batch)
         counts = np.array([each.num_microbatches for each in replicas])
         replica = longest_first(work, [each.speed for each in replicas])
         room = configuration.units[LLM].cp + 1e-9
-        number = 1 if has_one_stage(configuration) else int(counts.max())
+        if not has_one_stage(configuration):
+            # What a pipeline holds at a time was seen in simulation.
+            return Assignment(units=dict.fromkeys(configuration.units, _dealt(work, replica, counts)))
+        number = 1
         shares = kept_shares(setting, configuration, batch, replicas)
         while True:
             place = _dealt(work, replica, np.minimum(counts, number))
