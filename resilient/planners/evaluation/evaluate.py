@@ -175,7 +175,7 @@ class _Judge:
         sizes = self._layout.sizes
         of_stage = sizes[np.array(self._step.schedule.graph.row_of)]
         busy = float((lengths * self._step.filled[stages, cells] * of_stage[stages]).sum())
-        return 1 - busy / (self.step_ns * int(sizes.sum()))
+        return max(0.0, 1 - busy / (self.step_ns * int(sizes.sum())))  # rounding may make it less
 
     def peak_bytes(self) -> int:
         """Return the most that a device holds: activations in the order of its tasks, and state."""
