@@ -127,7 +127,9 @@ class Configuration:
         colocated: Whether the encoders' stages lie on the language model's devices (and all encoder work comes first)
             instead of on their own.
         encoders: How encoders share devices with each other.
-        sharded: Whether replicas share parameters and gradients, too (FSDP), and gather them layer by layer.
+        shard: Devices, of consecutive replicas, that divide one copy of parameters, gradients and the optimizer, and
+            gather it layer by layer: 1 if each has its own (and all divide the optimizer alone), those of a node
+            (HSDP), or all (FSDP). Their microbatches are in step, as all take part in all gathers.
         predicted_ms: Step time as the planner itself predicts it.
         notes: What people should know of the decision, a sentence each.
     """
@@ -136,9 +138,13 @@ class Configuration:
     num_microbatches: int
     colocated: bool = False
     encoders: Encoders = Encoders.PARALLEL
-    sharded: bool = False
+    shard: int = 1
     predicted_ms: float = 0.0
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.shard < 1:
+            raise ArgumentError("shard", "be >= 1", self.shard, "1 means that each device has a copy")
 
 
 @dataclass(frozen=True, kw_only=True)

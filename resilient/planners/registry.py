@@ -15,21 +15,22 @@ BASELINE = "uniform"
 
 PLANNERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "uniform": ("baselines.uniform", "Uniform"),
-        "uniform-sorted": ("baselines.uniform", "UniformSorted"),
-        "random": ("baselines.balanced", "RandomOrder"),
-        "fsdp": ("baselines.balanced", "FullySharded"),
-        "dip": ("baselines.balanced", "EncoderFirst"),
-        "static-cp": ("baselines.balanced", "StaticContext"),
-        "cornstarch": ("cornstarch.planner", "Cornstarch"),
-        "disttrain": ("disttrain.planner", "DistTrain"),
-        "dflop": ("dflop.planner", "Dflop"),
-        "dhp": ("dhp.planner", "DHP"),
-        "orchmllm": ("orchmllm.planner", "OrchMLLM"),
-        "entrain": ("entrain.planner", "Entrain"),
+        "uniform": ("published.baselines.uniform", "Uniform"),
+        "uniform-sorted": ("published.baselines.uniform", "UniformSorted"),
+        "random": ("published.baselines.balanced", "RandomOrder"),
+        "fsdp": ("published.baselines.balanced", "FullySharded"),
+        "dip": ("published.baselines.balanced", "EncoderFirst"),
+        "static-cp": ("published.baselines.balanced", "StaticContext"),
+        "cornstarch": ("published.cornstarch.planner", "Cornstarch"),
+        "disttrain": ("published.disttrain.planner", "DistTrain"),
+        "dflop": ("published.dflop.planner", "Dflop"),
+        "dhp": ("published.dhp.planner", "DHP"),
+        "orchmllm": ("published.orchmllm.planner", "OrchMLLM"),
+        "entrain": ("published.entrain.planner", "Entrain"),
+        "resilient": ("own.planner", "ResilientPlanner"),
     }
 )
-"""By name, in the order they are shown: the module in :mod:`resilient.planners.published`, and its class."""
+"""By name, in the order they are shown: the module in :mod:`resilient.planners`, and its class."""
 
 
 def planner(name: str) -> Planner:
@@ -39,4 +40,4 @@ def planner(name: str) -> Planner:
         ValueError: There is none of that name; the message lists those there are.
     """
     module, kind = look_up("planner", name, PLANNERS)
-    return cast(Planner, getattr(import_module(f"resilient.planners.published.{module}"), kind)())
+    return cast(Planner, getattr(import_module(f"resilient.planners.{module}"), kind)())

@@ -38,16 +38,25 @@ class Cluster:
         devices_per_node: Devices (workers) of each node.
         memory_bytes: Memory of a device that training may use; None for no limit.
         intra_node: Between two devices of a node.
-        inter_node: Between two nodes.
+        inter_node: Between two nodes, through one network card of each.
+        cards_per_node: Network cards of each node; None where each device has one.
     """
 
     devices_per_node: int = 1
     memory_bytes: int | None = None
     intra_node: Link = field(default_factory=Link)
     inter_node: Link = field(default_factory=Link)
+    cards_per_node: int | None = None
 
     def __post_init__(self) -> None:
         if self.devices_per_node < 1:
             raise ArgumentError("devices_per_node", "be >= 1", self.devices_per_node, "give each node a worker")
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise ArgumentError("memory_bytes", "be >= 1", self.memory_bytes, "None means no limit")
+        if self.cards_per_node is not None and self.cards_per_node < 1:
+            raise ArgumentError("cards_per_node", "be >= 1", self.cards_per_node, "None means one for each device")
+
+    @property
+    def cards_per_device(self) -> float:
+        """Network cards of a node for each of its devices."""
+        return 1.0 if self.cards_per_node is None else self.cards_per_node / self.devices_per_node

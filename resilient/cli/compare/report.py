@@ -67,7 +67,7 @@ class PlannerRow:
             "num_microbatches": self.configuration.num_microbatches,
             "colocated": self.configuration.colocated,
             "encoders": self.configuration.encoders.value,
-            "sharded": self.configuration.sharded,
+            "shard": self.configuration.shard,
             "predicted_ms": self.configuration.predicted_ms,
             "notes": list(self.configuration.notes),
             "std_ms": dict(self.std_ms),

@@ -41,9 +41,6 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         if comparison.base is not None and comparison.base.name != comparison.baseline:
             text = f"{comparison.baseline} does not fit: speed-ups are relative to {comparison.base.name}"
             _line(console, text, "yellow")
-        for row in rows:
-            if row.configuration.sharded:
-                _line(console, f"{row.name}: its messages count as computing", "dim")
         console.print("\nConfigurations", style="bold")
         console.print(_configurations(rows, units))
         _line(console, "a unit: replicas x stages x tensor-parallel [x context-parallel] devices", "dim")

@@ -22,13 +22,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from resilient.planners.costs.samples import LLM, SampleTable
+from resilient.planners.evaluation.shard_groups import in_step
 from resilient.planners.evaluation.step_schedule import PlannedStep, planned_step
 from resilient.planners.evaluation.step_unit import StepUnit
 from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Replica, Setting
 from resilient.planners.stages.degraded_replicas import left_bytes
 from resilient.planners.stages.device_layout import DeviceLayout
 from resilient.planners.stages.redundancy import check_redundancy
-from resilient.planners.stages.stage_work import gradient_sum_ms
+from resilient.planners.stages.stage_work import gathered_bytes, gradient_sum_ms
 from resilient.templates.common.arrays import Ints
 from resilient.templates.schedules.schedule import Op
 from resilient.templates.schedules.simulator import Timeline, simulate
@@ -119,7 +120,9 @@ def described_step(
         (StepUnit.of(configuration, unit, assignment, batch, replicas) for unit in setting.costs.units),
         key=lambda unit: unit.costs.name == LLM,
     )
-    run = [units[-1].with_encoders(units[:-1])] if layout.replicated else units
+    run = [in_step(setting, configuration, unit) for unit in units]
+    if layout.replicated:
+        run = [run[-1].with_encoders(run[:-1])]
     return planned_step(setting, configuration, run, layout), units, layout
 
 
@@ -148,8 +151,6 @@ class _Judge:
         The sum of a layer's gradient starts when its last backward ends; the layers of a stage follow each other.
         """
         step = self.timeline.iteration_ns
-        if self._configuration.sharded:
-            return step
         graph = self._step.schedule.graph
         begun, done = np.zeros((2, graph.num_stages), np.int64)
         stages = self._codes[self._computes, 1]
@@ -159,7 +160,7 @@ class _Judge:
             rows = self._rows(unit)
             first = next(number for number, (lane, _) in enumerate(graph.stages) if lane.unit == self._host(unit))
             own = np.arange(first, first + rows.size).reshape(rows.shape)
-            sums_ms = gradient_sum_ms(unit.costs, self._copies(unit), self._setting.cluster)
+            sums_ms = gradient_sum_ms(unit.costs, self._copies(unit), self._setting.cluster, self._configuration.shard)
             sums = np.rint(1e6 * sums_ms).astype(np.int64)
             last = sums // np.array(unit.spread.stage_layers)
             step = max(step, int(np.maximum(begun[own] + sums, done[own] + last).max()))
@@ -174,7 +175,7 @@ class _Judge:
         sizes = self._layout.sizes
         of_stage = sizes[np.array(self._step.schedule.graph.row_of)]
         busy = float((lengths * self._step.filled[stages, cells] * of_stage[stages]).sum())
-        return 1 - busy / (self.step_ns * int(sizes.sum()))
+        return max(0.0, 1 - busy / (self.step_ns * int(sizes.sum())))  # rounding may make it less
 
     def peak_bytes(self) -> int:
         """Return the most that a device holds: activations in the order of its tasks, and state."""
@@ -183,7 +184,7 @@ class _Judge:
             state = left_bytes(self._setting, unit.costs, self._copies(unit), self._configuration, self._replicas)
             rows = self._rows(unit)
             np.add.at(peaks, rows, np.broadcast_to(state[self._layout.pipelines[rows[:, 0]]], rows.shape))
-        return round(peaks.max() + (self._whole_bytes() if self._configuration.sharded else 0))
+        return round(peaks.max() + gathered_bytes(self._setting.costs.units, self._configuration))
 
     def _rows(self, unit: StepUnit) -> Ints:
         """Return the rows of each lane of a unit. [num_lanes, num_stages]"""
@@ -192,14 +193,6 @@ class _Judge:
     def _host(self, unit: StepUnit) -> str:
         """Return the unit whose stages run it."""
         return LLM if self._layout.replicated else unit.costs.name
-
-    def _whole_bytes(self) -> float:
-        """Return what is not sharded: the layer that computes, and the one whose parameters come in meanwhile."""
-        return 2 * max(
-            (layer.parameter_bytes + layer.gradient_bytes) / unit.spread.tp
-            for unit in self._units
-            for layer in unit.costs.layers
-        )
 
     def _copies(self, unit: StepUnit) -> Parallelism:
         """Return how a unit is spread with all its copies as replicas."""

@@ -18,7 +18,6 @@ from resilient.planners.evaluation.step_unit import StepUnit
 from resilient.planners.packing.balance import loads
 from resilient.planners.planner import Configuration, Setting
 from resilient.planners.stages.device_layout import DeviceLayout
-from resilient.planners.stages.stage_work import gathers_ms
 from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.schedules.graph import Flow, LaneName, StepGraph, UnitLane
@@ -84,7 +83,7 @@ class _Step:
 
     def _lanes(self) -> Iterator[UnitLane]:
         for unit in self._units:
-            used = unit.tokens.reshape(-1, unit.width) > 0
+            used = unit.there.reshape(-1, unit.width)
             for number, rows in enumerate(self._layout.rows[unit.costs.name].tolist()):
                 yield UnitLane(
                     name=LaneName(unit.costs.name, number),
@@ -107,17 +106,13 @@ class _Step:
         num_cells, setting = graph.num_cells, self._setting
         forward, backward, passed, latency = list[Floats](), list[Floats](), list[Floats](), list[Floats]()
         for unit in self._units:
-            one, other = unit.work.forward_ms / unit.speeds, unit.work.backward_ms / unit.speeds
-            if self._configuration.sharded:
-                gather, scatter = gathers_ms(unit.costs, unit.spread, setting.cluster)
-                one, other = np.maximum(one, gather[:, None]), np.maximum(other, scatter[:, None])
-            forward.append(one)
-            backward.append(other)
+            forward.append(unit.work.forward_ms / unit.speeds)
+            backward.append(unit.work.backward_ms / unit.speeds)
             size, cluster = unit.spread.tp * unit.spread.cp, setting.cluster
             inside = unit.spread.pp * size <= cluster.devices_per_node
             link = cluster.intra_node if inside else cluster.inter_node
             sent = _occupied_ms(link, unit.tokens * unit.costs.boundary_bytes / size)
-            passed.append(np.broadcast_to(sent, one.shape))
+            passed.append(np.broadcast_to(sent, forward[-1].shape))
             latency.append(np.full((len(self._layout.rows[unit.costs.name]), unit.spread.pp), link.latency_ms))
         part = self._parts(graph)
         flow_latency, flow_transfer = self._handovers()

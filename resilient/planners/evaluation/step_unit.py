@@ -34,7 +34,8 @@ class StepUnit:
         width: Cells of each lane.
         cell: Of each sample.
         counted: The cells that count as microbatches.
-        tokens: Of each cell: it is there if it has some.
+        tokens: Of each cell.
+        there: Whether it is: if it has some, or devices are in step with those of another that does.
         work: What cells take at full speed.
         speeds: Of each cell's pipeline.
         backwards: What each stage differentiates.
@@ -47,6 +48,7 @@ class StepUnit:
     cell: Ints
     counted: Flags
     tokens: Floats
+    there: Flags
     work: Work
     speeds: Floats
     backwards: tuple[Backward, ...]
@@ -80,6 +82,7 @@ class StepUnit:
         pipeline[cell] = place.replica
         calls = _calls(place, cell, lengths, spread, num_lanes * width)
         work = stage_work(costs, spread, calls)
+        tokens = loads(lengths.tokens, cell, num_lanes * width)
         grouped = place.degree is not None
         held = np.array([1.0 if grouped else tokens_held(spread, each.devices) for each in replicas])
         speeds = np.array([_grouped_speed(spread, each) if grouped else each.speed for each in replicas])
@@ -91,7 +94,8 @@ class StepUnit:
             width=width,
             cell=cell,
             counted=(np.arange(width) < (counts if costs.name == LLM else last)[:, None]).ravel(),
-            tokens=loads(lengths.tokens, cell, num_lanes * width),
+            tokens=tokens,
+            there=tokens > 0,
             work=replace(work, kept_bytes=work.kept_bytes * held[pipeline]),
             speeds=speeds[pipeline],
             backwards=_backwards(costs, spread),
@@ -118,6 +122,7 @@ class StepUnit:
         return replace(
             self,
             tokens=np.sum([each.tokens for each in (self, *encoders)], axis=0),
+            there=np.any([each.there for each in (self, *encoders)], axis=0),
             work=Work(
                 forward_ms=forward,
                 backward_ms=backward,

@@ -46,6 +46,10 @@ def degraded_replicas(setting: Setting, configuration: Configuration, lost_nodes
     speeds = _with_memory(setting, configuration, counts / np.bincount(replica, minlength=dp), lost_nodes)
     total = dp * configuration.num_microbatches
     exact = total * speeds / speeds.sum()
+    if configuration.shard > 1:
+        # Those of replicas that divide a copy are in step, so all have as many.
+        exact = np.full(len(speeds), np.ceil(exact.max() - 1e-9))
+        total = int(exact.sum())
     counts = np.maximum(np.floor(exact).astype(np.int64), 1)
     while counts.sum() > total:
         counts[counts.argmax()] -= 1
@@ -74,7 +78,7 @@ def left_bytes(
     left = min(max(spread.dp * len(replicas) // configuration.units[LLM].dp, 1), spread.dp)
     there = lane_part(spread, configuration.units[LLM], len(replicas))
     of_part = {
-        part: state_bytes(setting, unit, replace(spread, dp=left), sharded=configuration.sharded, devices=part * there)
+        part: state_bytes(setting, unit, replace(spread, dp=left), shard=configuration.shard, devices=part * there)
         for part in {each.devices for each in replicas}
     }
     return np.stack([of_part[each.devices] for each in replicas])

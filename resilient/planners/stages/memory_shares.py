@@ -10,9 +10,9 @@ import numpy as np
 
 from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM, SampleTable
-from resilient.planners.planner import Configuration, Replica, Setting
+from resilient.planners.planner import Configuration, Encoders, Replica, Setting
 from resilient.planners.stages.degraded_replicas import left_bytes
-from resilient.planners.stages.stage_work import kept_bytes
+from resilient.planners.stages.stage_work import gathered_bytes, kept_bytes
 from resilient.templates.common.arrays import Floats, Ints
 
 
@@ -23,7 +23,8 @@ def kept_shares(
 
     The room is what parameters, gradients and the optimizer, which is sharded over replicas, leave of the memory,
     divided by the microbatches that a stage holds at a time: under 1F1B one for each stage from it on, and all of them
-    in encoders on the language model's devices, as their work comes first. Units on the same devices divide the room as
+    in encoders on the language model's devices, as their work comes first
+    (where they are replicated, each microbatch's does). Units on the same devices divide the room as
     these samples need it: a device may have much of one unit in one microbatch, and of another in the next. So a
     microbatch whose shares sum up to 1 or less fits, as long as no other one has more. Where several ranks share its
     samples, that sum is their number.
@@ -82,7 +83,7 @@ def _stages(
     for unit in reversed(setting.costs.units):
         spread, early = configuration.units[unit.name], names.index(unit.name) < names.index(LLM)
         held = np.minimum(behind + np.arange(spread.pp, 0, -1), number)
-        if configuration.colocated and early:
+        if configuration.colocated and early and configuration.encoders is not Encoders.REPLICATED:
             held = np.full(spread.pp, number)
         kept = kept_bytes(unit, replace(spread, cp=1))
         # A lane may have all samples of a microbatch, or those of several pipelines.
@@ -93,6 +94,8 @@ def _stages(
     if configuration.colocated:
         free = np.sum([each.free_bytes for each in found.values()], axis=0) - memory * (len(found) - 1)
         found = {name: each._replace(free_bytes=free) for name, each in found.items()}
+    gathered = gathered_bytes(setting.costs.units, configuration)
+    found = {name: each._replace(free_bytes=each.free_bytes - gathered) for name, each in found.items()}
     least = min(float(each.free_bytes.min()) for each in found.values())
     if least <= 0:
         raise ArgumentError(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from resilient.planners.costs.cost_model import Curve, UnitCosts
 from resilient.planners.costs.samples import LLM
-from resilient.planners.planner import Parallelism, Setting
+from resilient.planners.planner import Configuration, Parallelism, Setting
 from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.inputs.cluster import Cluster, Link
 
@@ -126,27 +126,42 @@ def _between(one: Curve, other: Curve, weight: float) -> Curve:
 
 
 def state_bytes(
-    setting: Setting, unit: UnitCosts, spread: Parallelism, *, sharded: bool, devices: float = 1.0
+    setting: Setting, unit: UnitCosts, spread: Parallelism, *, shard: int = 1, devices: float = 1.0
 ) -> Floats:
     """Return what parameters, gradients and the optimizer take on a device of each stage. [num_stages]
 
-    The optimizer is spread over the replicas; with ``sharded`` all of it is. Of state that is spread there are copies
-    as the job's redundancy asks for; gradients are none. Of devices in the direction of context
-    parallelism each has all parameters: of these, those that are left have no more.
+    Those that divide a copy have equal parts of all of it; else the optimizer alone is spread, over all replicas. Of
+    state that is spread there are copies as the job's redundancy asks for; gradients are none. Of devices in the
+    direction of context parallelism each has all parameters: of these, those that are left have no more.
 
     Args:
         setting: The job.
         unit: The unit.
         spread: How it is spread.
-        sharded: Whether replicas share parameters and gradients, too.
+        shard: Devices that divide a copy.
         devices: Part of a replica's devices that is left.
     """
     copies = spread.dp * spread.cp * devices
     part, whole = float(setting.sharded_part(copies)), 1 / min(spread.cp * devices, 1.0)
-    parameters = by_stage(spread, [layer.parameter_bytes for layer in unit.layers]) * (part if sharded else whole)
-    gradients = by_stage(spread, [layer.gradient_bytes for layer in unit.layers]) * (1 / copies if sharded else whole)
+    of_gradients = of_parameters = whole
+    if shard > 1:
+        of_gradients = whole / min(shard, spread.dp * spread.cp)
+        of_parameters = part = max(of_gradients, part)
+    parameters = by_stage(spread, [layer.parameter_bytes for layer in unit.layers]) * of_parameters
+    gradients = by_stage(spread, [layer.gradient_bytes for layer in unit.layers]) * of_gradients
     optimizer = by_stage(spread, [layer.optimizer_bytes for layer in unit.layers]) * part
     return (parameters + gradients + optimizer) / spread.tp
+
+
+def gathered_bytes(units: Sequence[UnitCosts], configuration: Configuration) -> float:
+    """Return what a device holds beside its part: the layer that computes, and the one that comes in meanwhile."""
+    if configuration.shard == 1:
+        return 0.0
+    return 2 * max(
+        (layer.parameter_bytes + layer.gradient_bytes) / configuration.units[unit.name].tp
+        for unit in units
+        for layer in unit.layers
+    )
 
 
 def kept_bytes(unit: UnitCosts, spread: Parallelism) -> Floats:
@@ -158,13 +173,15 @@ def kept_bytes(unit: UnitCosts, spread: Parallelism) -> Floats:
     return by_stage(spread, [layer.curves[index].activation_bytes * layer.has_backward for layer in unit.layers])
 
 
-def gradient_sum_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster) -> Floats:
-    """Return how long a ring over the replicas (and context-parallel devices) sums each stage's gradients.
+def gradient_sum_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster, shard: int = 1) -> Floats:
+    """Return how long rings over the replicas (and context-parallel devices) sum each stage's gradients.
 
-    Stages do so at the same time, after their last backward. [num_stages]
+    Stages do so at the same time, after their last backward. Of devices that divide a copy, each sums its part with
+    those that have the same one. [num_stages]
     """
-    num_bytes = by_stage(spread, [layer.gradient_bytes for layer in unit.layers]) / spread.tp
-    return ring_ms(num_bytes, spread.dp * spread.cp, spread.num_devices, cluster)
+    shard = min(shard, spread.dp * spread.cp)
+    num_bytes = by_stage(spread, [layer.gradient_bytes for layer in unit.layers]) / spread.tp / shard
+    return ring_ms(num_bytes, spread.dp * spread.cp / shard, spread.num_devices, cluster)
 
 
 def exposed_sum_ms(
@@ -218,32 +235,41 @@ def ring_ms(num_bytes: Floats, ring: npt.ArrayLike, num_devices: npt.ArrayLike, 
         num_devices: Of the whole unit: within a node, rings are, too.
         cluster: The nodes.
     """
-    size = np.asarray(ring, dtype=np.float64)
-    inside = np.asarray(num_devices) <= cluster.devices_per_node
-    near, far = (
-        link.latency_ms + (0.0 if link.bytes_per_s is None else 1e3 / link.bytes_per_s) * num_bytes / size
-        for link in (cluster.intra_node, cluster.inter_node)
+    return 2 * _around_ms(num_bytes, ring, num_devices, cluster)
+
+
+def gathers_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster, shard: int) -> tuple[Floats, Floats]:
+    """Return how long the messages of devices that divide a copy take: parameters before a forward; before a backward
+    again, and then gradients. Each [num_stages]."""
+    ring = min(shard, spread.dp * spread.cp)
+    gather, scatter = (
+        _around_ms(np.array(num_bytes) / spread.tp, ring, ring * spread.pp * spread.tp, cluster)
+        for num_bytes in (
+            [layer.parameter_bytes for layer in unit.layers],
+            [layer.gradient_bytes * layer.trainable for layer in unit.layers],
+        )
     )
-    return np.where(num_bytes > 0, 2 * (size - 1) * np.where(inside, near, far), 0.0)
-
-
-def gathers_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster) -> tuple[Floats, Floats]:
-    """Return how long full sharding's messages take: parameters before a forward; before a backward again, and then
-    gradients. Each [num_stages]."""
-    ring, link = spread.dp * spread.cp, _link(spread, cluster)
-    part = (ring - 1) / ring / spread.tp
-    gather = np.array([link.transfer_ms(part * layer.parameter_bytes) if part else 0.0 for layer in unit.layers])
-    scatter = np.array([link.transfer_ms(part * layer.gradient_bytes) if part else 0.0 for layer in unit.layers])
-    trained = np.array([layer.trainable for layer in unit.layers])
     passed = np.array([layer.has_backward for layer in unit.layers])
-    return by_stage(spread, gather), by_stage(spread, gather * passed + scatter * trained)
+    return by_stage(spread, gather), by_stage(spread, gather * passed + scatter)
+
+
+def _around_ms(num_bytes: Floats, ring: npt.ArrayLike, num_devices: npt.ArrayLike, cluster: Cluster) -> Floats:
+    """Return how long bytes, of which each device has an equal part, take until all of a ring have had all."""
+    size, devices = np.asarray(ring, dtype=np.float64), np.asarray(num_devices)
+    part = num_bytes / size
+    # Of what leaves a node, the cards of all devices that a ring has there take equal parts.
+    members = np.clip(cluster.devices_per_node * size / devices, 1.0, size)
+    near = _message_ms(cluster.intra_node, part)
+    far = _message_ms(cluster.inter_node, part / (members * cluster.cards_per_device))
+    far = np.where(members > 1, np.maximum(near, far), far)
+    return np.where(num_bytes > 0, (size - 1) * np.where(devices <= cluster.devices_per_node, near, far), 0.0)
+
+
+def _message_ms(link: Link, num_bytes: Floats) -> Floats:
+    return link.latency_ms + (0.0 if link.bytes_per_s is None else 1e3 / link.bytes_per_s) * num_bytes
 
 
 def by_stage(spread: Parallelism, values: npt.ArrayLike) -> Floats:
     """Return the sum over each stage's layers. [num_stages]"""
     firsts = np.concatenate(([0], np.cumsum(spread.stage_layers)[:-1])).astype(np.int64)
     return np.add.reduceat(np.asarray(values, dtype=np.float64), firsts)
-
-
-def _link(spread: Parallelism, cluster: Cluster) -> Link:
-    return cluster.intra_node if spread.num_devices <= cluster.devices_per_node else cluster.inter_node

@@ -117,7 +117,7 @@ def test_every_answer_could_run_before_and_after_nodes_are_lost(seed: int) -> No
             assert 0 <= result.sum_ms < result.iteration_ms
             left_ms = (setting.num_nodes - lost) * setting.cluster.devices_per_node * result.iteration_ms
             assert work_ms <= left_ms * (1 + 1e-6), (each.name, lost)  # devices that are gone do nothing
-            if not lost and not configuration.sharded and configuration.encoders is not Encoders.REPLICATED:
+            if not lost and configuration.encoders is not Encoders.REPLICATED:
                 computing_ms = (1 - result.bubble) * result.iteration_ms * used_devices(configuration)
                 assert computing_ms == pytest.approx(work_ms, rel=1e-5), each.name
     assert found

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import cut_chain
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica, Setting
@@ -26,7 +25,7 @@ from resilient.planners.published.baselines.mean_microbatch import (
     num_microbatches,
 )
 from resilient.planners.published.baselines.uniform import Uniform
-from resilient.planners.stages.stage_work import exposed_sum_ms, state_bytes
+from resilient.planners.stages.stage_work import exposed_sum_ms, gathers_ms, state_bytes
 from resilient.templates.common.arrays import Floats
 
 
@@ -84,36 +83,20 @@ class FullySharded(AsTheyCome):
         spread = {unit.name: Parallelism(dp=dp, pp=1, stage_layers=(len(unit.layers),)) for unit in units}
         for unit in units:
             stage = Stages.of(unit, spread[unit.name], samples.units[unit.name], mean)
-            gather, backward_traffic = self._traffic_ms(unit, setting, dp)
-            step_ms += max(float(stage.forward_ms[0]), gather) + max(float(stage.backward_ms[0]), backward_traffic)
+            gather, scatter = gathers_ms(unit, spread[unit.name], setting.cluster, dp)
+            step_ms += float(np.maximum(stage.forward_ms, gather)[0] + np.maximum(stage.backward_ms, scatter)[0])
             kept += float(stage.activation_bytes(1)[0])
             largest = max(largest, max(layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers))
-        state = sum(float(state_bytes(setting, unit, spread[unit.name], sharded=True)[0]) for unit in units)
+        state = sum(float(state_bytes(setting, unit, spread[unit.name], shard=dp)[0]) for unit in units)
         # The layer that computes is whole, and so is the one whose parameters come in meanwhile.
         if fits(setting, np.array([state + kept + 2 * largest])):
             yield Configuration(
                 units=spread,
                 num_microbatches=number,
                 colocated=True,
-                sharded=True,
+                shard=dp,
                 predicted_ms=number * step_ms,
             )
-
-    @staticmethod
-    def _traffic_ms(unit: UnitCosts, setting: Setting, dp: int) -> tuple[float, float]:
-        """Return how long a forward's and a backward's messages take."""
-        if dp == 1:
-            return 0.0, 0.0
-        link = setting.cluster.inter_node if setting.num_nodes > 1 else setting.cluster.intra_node
-        part = (dp - 1) / dp
-        forward = sum(link.transfer_ms(part * layer.parameter_bytes) for layer in unit.layers)
-        backward = 0.0
-        for layer in unit.layers:
-            if layer.has_backward:
-                backward += link.transfer_ms(part * layer.parameter_bytes)
-            if layer.trainable:
-                backward += link.transfer_ms(part * layer.gradient_bytes)
-        return forward, backward
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, U
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Place, Replica, Setting
-from resilient.planners.stages.stage_work import curves_at
+from resilient.planners.stages.stage_work import curves_at, gathers_ms
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
@@ -98,7 +98,7 @@ def _one(
     speed: float = 1.0,
     dp: int = 1,
     colocated: bool = False,
-    sharded: bool = False,
+    shard: int = 1,
 ) -> Result:
     """All samples in one microbatch of each replica, one stage for each unit."""
     number = np.arange(len(samples)) % dp
@@ -109,7 +109,7 @@ def _one(
             units={each.name: Parallelism(dp=dp, pp=1, stage_layers=(len(each.layers),)) for each in costs},
             num_microbatches=1,
             colocated=colocated,
-            sharded=sharded,
+            shard=shard,
         ),
         Assignment(units={each.name: where for each in costs}),
         samples,
@@ -133,10 +133,36 @@ def test_gradients_are_summed_around_a_ring_after_the_backward() -> None:
 def test_full_sharding_hides_messages_behind_computation_only_as_far_as_that_takes() -> None:
     llm = (unit("llm", [1.0], parameter_bytes=10_000, gradient_bytes=20_000),)
     slow = Cluster(inter_node=Link(bytes_per_s=1e6))
-    result = _one(llm, table(llm=[4, 4]), cluster=slow, dp=2, sharded=True)
+    result = _one(llm, table(llm=[4, 4]), cluster=slow, dp=2, shard=2)
     assert result.iteration_ms == 5 + (5 + 10)
     # Half of the layer, all of it and of one like it, and activations
     assert result.peak_bytes == 15_000 + 2 * 30_000 + 4 * 8
+
+
+def test_devices_of_a_node_that_divide_a_copy_gather_inside_and_sum_between_nodes() -> None:
+    llm = (unit("llm", [1.0], parameter_bytes=10_000, gradient_bytes=20_000, optimizer_bytes=40_000),)
+    nodes = Cluster(devices_per_node=2, intra_node=Link(bytes_per_s=1e6), inter_node=Link(bytes_per_s=1e6))
+    result = _one(llm, table(llm=[4, 4, 4, 4]), cluster=nodes, dp=4, shard=2)
+    # Half of the gradients, by two devices each, while the other half is summed by the others through their cards
+    assert (result.iteration_ms, result.sum_ms) == (5 + (5 + 10) + 10, 10)
+    assert result.peak_bytes == 70_000 / 2 + 2 * 30_000 + 4 * 8
+
+
+@pytest.mark.parametrize(("cards", "gather_ms"), [(None, 3.75), (1, 7.5)])
+def test_what_leaves_a_node_goes_through_all_its_cards(cards: int | None, gather_ms: float) -> None:
+    llm = unit("llm", [1.0], parameter_bytes=10_000, gradient_bytes=0)
+    nodes = Cluster(devices_per_node=2, inter_node=Link(bytes_per_s=1e6), cards_per_node=cards)
+    found = gathers_ms(llm, spread(4, 1), nodes, 4)
+    assert [each.tolist() for each in found] == [[gather_ms]] * 2
+
+
+def test_devices_that_divide_a_copy_are_in_step() -> None:
+    costs = (unit("vision", [1.0]), unit("llm", [1.0]))
+    samples = table(vision=[1, 4], llm=[4, 1])
+    apart = _one(costs, samples, dp=2, colocated=True)
+    together = _one(costs, samples, dp=2, colocated=True, shard=2)
+    assert (apart.iteration_ms, together.iteration_ms) == (3 * 5, 3 * 8)
+    assert (apart.bubble, together.bubble) == (0, pytest.approx(3 / 8))
 
 
 def test_memory_is_state_with_a_sharded_optimizer_and_activations_in_flight() -> None:

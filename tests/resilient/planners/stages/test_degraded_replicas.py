@@ -56,6 +56,20 @@ def test_nodes_without_a_replica_take_the_place_of_lost_ones() -> None:
     assert [each.speed for each in degraded_replicas(_setting(4), _configuration(2, 4, 3), 3)] == [1.0]
 
 
+def test_survivors_that_divide_a_copy_have_equally_many_microbatches() -> None:
+    found = degraded_replicas(_setting(4), replace(_configuration(16, 1, 2), shard=4), 1)
+    assert [(each.num_microbatches, each.speed) for each in found] == [(3, 1.0)] * 12
+
+
+def test_what_divides_nothing_or_leaves_without_cards_is_refused() -> None:
+    message = "shard must be >= 1, got 0; 1 means that each device has a copy"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        replace(_configuration(1, 1, 1), shard=0)
+    message = "cards_per_node must be >= 1, got 0; None means one for each device"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Cluster(cards_per_node=0)
+
+
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 5), st.data())
 def test_survivors_keep_all_microbatches(num_nodes: int, number: int, tp: int, data: st.DataObject) -> None:
     dp = data.draw(st.integers(1, max(1, 4 * num_nodes // tp)))

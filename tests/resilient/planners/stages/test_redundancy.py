@@ -99,7 +99,7 @@ def test_a_sharded_optimizer_takes_memory_as_often_as_there_are_copies(max_failu
     setting, configuration = _setting(max_failures), _of(llm=_spread(16))
     assert _peak_bytes(setting, configuration) == round(50 + 40 * pieces / 16)
     # Gradients are no state.
-    sharded = replace(configuration, sharded=True)
+    sharded = replace(configuration, shard=16)
     assert _peak_bytes(setting, sharded) == round((30 + 40) * pieces / 16 + 20 / 16 + 2 * 50)
     # Of eight replicas that are left, each has twice as much.
     assert _peak_bytes(setting, configuration, lost=2) == round(50 + 40 * pieces / 8)

@@ -71,7 +71,7 @@ class ByHand:
         values = (
             by_stage(at, layers),
             gradient_sum_ms(unit, at, self.job.cluster),
-            state_bytes(self.job, unit, at, sharded=False),
+            state_bytes(self.job, unit, at),
             by_stage(at, [layer.curves[index].activation_bytes for layer in unit.layers]),
         )
         slowest, sums, state, per_token = (float(each.max()) for each in values)

@@ -90,7 +90,7 @@ def by_hand(at: Setting, samples: SampleTable, spread: dict[str, Parallelism]) -
         # All of mean size, or somewhat more, but one, which is the largest sample where that is more.
         more = 2 * float(lengths.tokens.std()) / (at.global_batch / to.dp) ** 0.5 * 2  # microbatches of two
         held = in_flight * (tokens + more) + max(0.0, float(lengths.tokens.max()) - tokens)
-        memory = max(memory, *(state_bytes(at, each, to, sharded=False) + kept * trains * held))
+        memory = max(memory, *(state_bytes(at, each, to) + kept * trains * held))
         curve = each.work(to.tp, to.cp)
         alone = np.where(lengths.tokens > 0, curve.of(lengths) + curve.fixed, 0.0)
         if position < language:

@@ -1,0 +1,54 @@
+"""What a unit's cells take where devices divide a copy of its parameters, and gather them layer by layer.
+
+All devices of such a group take part in every gather, so they go through their cells in step: a cell takes as long as
+that of the group's device that takes longest, and as the messages that it hides. A device that has no samples in it
+gathers nevertheless.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from resilient.planners.evaluation.step_unit import StepUnit
+from resilient.planners.planner import Configuration, Setting
+from resilient.planners.stages.stage_work import Work, gathers_ms
+from resilient.templates.common.arrays import Floats, Ints
+
+
+def in_step(setting: Setting, configuration: Configuration, unit: StepUnit) -> StepUnit:
+    """Return a unit whose lanes that divide a copy are in step.
+
+    Args:
+        setting: The job.
+        configuration: How it uses its devices.
+        unit: As if each lane were alone.
+    """
+    if configuration.shard == 1:
+        return unit
+    num_lanes = len(unit.tokens) // unit.width
+    group = np.arange(num_lanes) * unit.spread.cp // configuration.shard
+    gather, scatter = gathers_ms(unit.costs, unit.spread, setting.cluster, configuration.shard)
+    there = _largest(unit.there.astype(np.float64), group) > 0
+    own = unit.work.forward_ms / unit.speeds, unit.work.backward_ms / unit.speeds
+    forward, backward = (
+        np.maximum(_largest(each, group), messages[:, None]) * there
+        for each, messages in zip(own, (gather, scatter), strict=True)
+    )
+    total = forward + backward
+    filled = np.divide((own[0] + own[1]) * unit.work.filled, total, out=np.ones_like(total), where=total > 0)
+    work = Work(
+        forward_ms=forward * unit.speeds,
+        backward_ms=backward * unit.speeds,
+        kept_bytes=unit.work.kept_bytes,
+        filled=filled,
+    )
+    return replace(unit, there=there, work=work)
+
+
+def _largest(values: Floats, group: Ints) -> Floats:
+    """Return, for each cell, the largest value of the same cell of its group's lanes. [..., num_cells]"""
+    lanes = values.reshape(*values.shape[:-1], len(group), -1)
+    firsts = np.flatnonzero(np.diff(group, prepend=-1))
+    return np.maximum.reduceat(lanes, firsts, axis=-2)[..., group - group[0], :].reshape(values.shape)
