@@ -13,7 +13,7 @@ from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
 from resilient.planners.published.baselines.balanced import EncoderFirst, StaticContext
 from resilient.planners.published.baselines.mean_microbatch import common_degrees
-from resilient.planners.published.baselines.uniform import Uniform
+from resilient.planners.published.baselines.uniform import Uniform, UniformSorted
 
 
 def candidates(setting: Setting, samples: SampleTable) -> Iterator[Configuration]:
@@ -27,7 +27,7 @@ def candidates(setting: Setting, samples: SampleTable) -> Iterator[Configuration
         samples: A sample of the data set.
     """
     yield from _one_stage(setting)
-    for published in (EncoderFirst(), StaticContext(), Uniform()):
+    for published in (EncoderFirst(), StaticContext(), Uniform(), UniformSorted()):
         with contextlib.suppress(ValueError):  # it has none that fits
             yield published.configure(setting, samples)
 

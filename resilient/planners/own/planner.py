@@ -1,8 +1,8 @@
 """Our planner: the configuration that is fastest in simulation, with samples dealt the longest first.
 
 A configuration is chosen by simulating batches of known samples, dealt as those of a step are. All units place a sample
-alike. Samples go to replicas by what they take in all units, and within a replica to microbatches likewise: with one
-stage to as few as the memory holds, as none has to fill a pipeline.
+alike. With one stage they go to replicas by what they take in all units, and within a replica likewise to as few
+microbatches as the memory holds, as none has to fill a pipeline; in pipelines, to the microbatch with least work.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import numpy as np
 from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
+from resilient.planners.evaluation.known_batches import known_batches
 from resilient.planners.own.candidates import candidates, has_one_stage
 from resilient.planners.packing.balance import deal_whole, loads, longest_first
 from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
-from resilient.planners.published.baselines.uniform import fastest
+from resilient.planners.published.baselines.mean_microbatch import fastest
+from resilient.planners.published.baselines.uniform import UniformSorted
 from resilient.planners.stages.memory_shares import kept_shares
 from resilient.templates.common.arrays import Floats, Ints
 
@@ -44,7 +46,7 @@ class ResilientPlanner:
         Raises:
             ValueError: None fits.
         """
-        batches = known_batches(setting, samples)
+        batches = known_batches(setting, samples, _KNOWN_BATCHES)
         found: list[Configuration] = []
         best_ms = np.inf
         # What takes longer than another at the very least need not be simulated.
@@ -71,13 +73,13 @@ class ResilientPlanner:
         Raises:
             ValueError: The batch does not fit into the memory of one stage.
         """
+        if not has_one_stage(configuration):
+            # What a pipeline holds at a time was seen in simulation.
+            return UniformSorted().assign(setting, configuration, batch, replicas)
         work = _work_ms(setting, configuration, batch)
         counts = np.array([each.num_microbatches for each in replicas])
         replica = longest_first(work, [each.speed for each in replicas])
         room = configuration.units[LLM].cp + 1e-9
-        if not has_one_stage(configuration):
-            # What a pipeline holds at a time was seen in simulation.
-            return Assignment(units=dict.fromkeys(configuration.units, _dealt(work, replica, counts)))
         number = 1
         shares = kept_shares(setting, configuration, batch, replicas)
         while True:
@@ -117,20 +119,6 @@ class ResilientPlanner:
                 raise ArgumentError("memory_bytes", f"be >= {result.peak_bytes}", setting.cluster.memory_bytes, "")
             steps.append(result.iteration_ms)
         return replace(configuration, predicted_ms=float(np.mean(steps)))
-
-
-def known_batches(setting: Setting, samples: SampleTable) -> list[SampleTable]:
-    """Return batches of known samples, some of them several times where there are too few for one.
-
-    Args:
-        setting: The job.
-        samples: A sample of the data set.
-    """
-    number = min(max(len(samples) // setting.global_batch, 1), _KNOWN_BATCHES)
-    return [
-        samples[np.arange(first, first + setting.global_batch) % len(samples)]
-        for first in range(0, number * setting.global_batch, setting.global_batch)
-    ]
 
 
 def _least_ms(setting: Setting, configuration: Configuration, batches: Sequence[SampleTable]) -> float:
