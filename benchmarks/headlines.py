@@ -45,7 +45,7 @@ def measured(encoders: Sequence[float]) -> CostModel:
         encoders: For each its time, relative to that.
     """
     units = [
-        _measured_unit(f"encoder {number}", 24, 44 * each, 82 * each, 38.5 * each, 0.5)
+        _measured_unit(f"encoder-{number}", 24, 44 * each, 82 * each, 38.5 * each, 0.5)
         for number, each in enumerate(encoders)
     ]
     costs = CostModel(units=(*units, _measured_unit(LLM, 32, 140, 285, 91, None)))
