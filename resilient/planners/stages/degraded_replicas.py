@@ -41,9 +41,9 @@ def degraded_replicas(setting: Setting, configuration: Configuration, lost_nodes
     missed = max(0, num_nodes - (setting.num_nodes - lost_nodes))
     lost = np.arange(missed) * num_nodes // max(missed, 1)
     alive = ~np.isin(np.arange(used) // setting.cluster.devices_per_node, lost)
-    replica = np.arange(used) * dp // used
-    counts = np.bincount(replica, weights=alive, minlength=dp)
-    speeds = _with_memory(setting, configuration, counts / np.bincount(replica, minlength=dp), lost_nodes)
+    # In dp-ths of devices: where replicas share those of encoders, a device may be of two.
+    parts = np.repeat(alive, dp).reshape(dp, used).mean(axis=1)
+    speeds = _with_memory(setting, configuration, parts, lost_nodes)
     total = dp * configuration.num_microbatches
     exact = total * speeds / speeds.sum()
     if configuration.shard > 1:

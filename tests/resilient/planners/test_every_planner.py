@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
@@ -96,6 +96,7 @@ def _strange(batch: SampleTable, rng: np.random.Generator) -> SampleTable:
 
 
 @given(seed=st.integers(0, 2**32 - 1))
+@example(seed=1285)  # one encoder for two replicas of the language model, on three devices
 @settings(max_examples=15, deadline=None)
 def test_every_answer_could_run_before_and_after_nodes_are_lost(seed: int) -> None:
     rng = np.random.default_rng(seed)
