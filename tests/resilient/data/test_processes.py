@@ -174,10 +174,11 @@ def test_a_process_that_dies_is_named(end: Callable[[], None], how: str) -> None
             end()
         return which(step, position, reads)
 
+    others = {child.pid for child in psutil.Process().children()}  # such as the forkserver of tests before this one
     with started(read, 2) as processes:
         first, second = processes.ask(1, 0, None), processes.ask(1, 1, None)
         pid = int(processes.take(first).batch["which"][2])
-        dead = next(child.pid for child in psutil.Process().children() if child.pid != pid)
+        (dead,) = {child.pid for child in psutil.Process().children()} - others - {pid}
         message = (
             f"data process 2 (pid {dead}), which reads samples, must live as long as its worker, got {how}; if memory "
             "ran out, lower num_workers or the microbatch, else see the worker's log"
