@@ -166,6 +166,35 @@ def _qwen2(blocks: Blocks, *, vocabulary: int, tied: bool) -> KnownModel:
     )
 
 
+def _qwen2_vl(source: str, blocks: Blocks) -> KnownModel:
+    """How they were batched is not published: a picture of 896 x 896 pixels (1024 tokens) a sample is our choice."""
+    return replace(
+        _qwen2(blocks, vocabulary=152064, tied=False),
+        source=source,
+        seq_len=2048,
+        global_batch=512,
+        vision=Vision(
+            blocks=Blocks(
+                num_blocks=32,
+                hidden=1280,
+                num_heads=16,
+                num_kv_heads=16,
+                head_size=80,
+                ffn=5120,
+                causal=False,
+                rotary=True,
+                dropout=False,
+            ),
+            patch_values=3 * 2 * 14 * 14,
+            patches_per_token=4,
+            patches=64 * 64,
+        ),
+    )
+
+
+_QWEN2_7B = _llama_blocks(28, 3584, 28, 4, 18944)
+_QWEN2_72B = _llama_blocks(80, 8192, 64, 8, 29568)
+
 MODELS = {
     # Devlin et al.'s batches were smaller; these, and those of GPT-2 and GPT-3 below, are what Oobleck (SOSP'23) and
     # the systems it is compared with were measured with.
@@ -194,44 +223,10 @@ MODELS = {
     "llama3-70b": _llama3("Grattafiori et al. 2024, table 3", _llama_blocks(80, 8192, 64, 8, 28672)),
     "qwen2.5-0.5b": _qwen2(_llama_blocks(24, 896, 14, 2, 4864), vocabulary=151936, tied=True),
     "qwen2.5-1.5b": _qwen2(_llama_blocks(28, 1536, 12, 2, 8960), vocabulary=151936, tied=True),
-    "qwen2.5-7b": _qwen2(_llama_blocks(28, 3584, 28, 4, 18944), vocabulary=152064, tied=False),
+    "qwen2.5-7b": _qwen2(_QWEN2_7B, vocabulary=152064, tied=False),
     "qwen2.5-32b": _qwen2(_llama_blocks(64, 5120, 40, 8, 27648), vocabulary=152064, tied=False),
-    # How it was batched is not published: a picture of 896 x 896 pixels (1024 tokens) in each sample is our choice.
-    "qwen2-vl-7b": KnownModel(
-        source="Qwen/Qwen2-VL-7B-Instruct, config.json",
-        blocks=Blocks(
-            num_blocks=28,
-            hidden=3584,
-            num_heads=28,
-            num_kv_heads=4,
-            head_size=128,
-            ffn=18944,
-            gated=True,
-            rotary=True,
-            dropout=False,
-        ),
-        vocabulary=152064,
-        positions=32768,
-        tied=False,
-        seq_len=2048,
-        microbatch=1,
-        global_batch=512,
-        vision=Vision(
-            blocks=Blocks(
-                num_blocks=32,
-                hidden=1280,
-                num_heads=16,
-                num_kv_heads=16,
-                head_size=80,
-                ffn=5120,
-                causal=False,
-                rotary=True,
-                dropout=False,
-            ),
-            patch_values=3 * 2 * 14 * 14,
-            patches_per_token=4,
-            patches=64 * 64,
-        ),
-    ),
+    "qwen2.5-72b": _qwen2(_QWEN2_72B, vocabulary=152064, tied=False),
+    "qwen2-vl-7b": _qwen2_vl("Qwen/Qwen2-VL-7B-Instruct, config.json", _QWEN2_7B),
+    "qwen2-vl-72b": _qwen2_vl("Qwen/Qwen2-VL-72B-Instruct, config.json", _QWEN2_72B),
 }
 """By name; the number in ``gpt2-medium`` (355 M parameters) and the like is the exact model that is meant."""

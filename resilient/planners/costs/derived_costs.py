@@ -52,8 +52,8 @@ def derive_costs(model: str, device: str, *, frozen: Collection[str] = ()) -> Co
     """Derive the cost model of a known multimodal model on a known device.
 
     Args:
-        model: ``qwen2-vl-7b``, or names of :data:`~resilient.planners.costs.encoder_models.ENCODERS` and a language
-            model of
+        model: A name in :data:`~resilient.planners.costs.encoder_models.SHORT`, such as ``qwen2-vl-7b``; or names of
+            :data:`~resilient.planners.costs.encoder_models.ENCODERS` and a language model of
             :data:`~resilient.templates.inputs.known_models.MODELS`: ``siglip-so400m+llama3.2-3b``.
         device: A name in :data:`~resilient.templates.inputs.devices.DEVICES`.
         frozen: What is not trained, as for :meth:`CostModel.frozen`.

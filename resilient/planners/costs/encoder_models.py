@@ -100,7 +100,7 @@ ENCODERS = {
         tokens_per_output=4,
     ),
     "qwen2-vl": Encoder(
-        source="Qwen/Qwen2-VL-7B-Instruct, config.json",
+        source="Qwen/Qwen2-VL-7B-Instruct, config.json, the same in all sizes",
         unit="vision",
         blocks=_vit_blocks(32, 1280, 16, 5120, rotary=True),
         embed_matrix=_QWEN2_PATCH * 1280,
@@ -125,7 +125,12 @@ ENCODERS = {
 }
 """By name; what is on top of the last block for other uses (pooling heads) is left out."""
 
-SHORT = {"qwen2-vl-7b": "qwen2-vl+qwen2.5-7b"}
+SHORT = {
+    "qwen2-vl-7b": "qwen2-vl+qwen2.5-7b",
+    "qwen2-vl-72b": "qwen2-vl+qwen2.5-72b",
+    "internvl2.5-38b": "internvit-6b+qwen2.5-32b",
+    "internvl2.5-78b": "internvit-6b+qwen2.5-72b",
+}
 """Names of whole models, and what they are put together of."""
 
 

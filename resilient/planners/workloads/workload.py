@@ -60,6 +60,11 @@ LIBRISPEECH_WORDS = (
 LIBRISPEECH_RANKS = 0.949
 """Correlation of the two, of normal numbers in the place of their ranks (rank correlation 0.945)."""
 
+VIDEO_HEIGHTS = (240, 360, 480, 720)
+"""Pixels of videos, each as often, 16:9."""
+FRAME_PIXELS, VIDEO_PIXELS = 768 * 28 * 28, 16384 * 28 * 28
+"""What Qwen2-VL's preparation leaves of a frame, and of all frames of a video together, two counted as one."""
+
 _BLOCK = 512
 """Samples that a generator makes with one seed."""
 
@@ -255,6 +260,17 @@ def _interleaved(random: np.random.Generator, count: int) -> Records:
     return _records("interleaved", tokens_of_words(words), picture_of=owner, sizes=sizes)
 
 
+def _video(random: np.random.Generator, count: int) -> Records:
+    """Two frames are taken a second, and two are one picture to the encoder, which attends within it alone."""
+    seconds = np.rint(np.clip(random.lognormal(np.log(25), 0.9, count), 4, 120)).astype(np.int64)
+    full = random.choice(VIDEO_HEIGHTS, count) ** 2 * (16 / 9)
+    side = np.sqrt(np.minimum(np.minimum(full, FRAME_PIXELS), VIDEO_PIXELS / seconds))
+    owner = np.repeat(np.arange(count), seconds)
+    widths, heights = ((side * part).astype(np.int64)[owner] for part in (4 / 3, 3 / 4))
+    words = np.rint(np.clip(random.lognormal(np.log(100), 0.8, count), 10, 1000))
+    return _records("video", tokens_of_words(words), picture_of=owner, sizes=(widths, heights))
+
+
 def _mixed(random: np.random.Generator, count: int) -> Records:
     kinds = [_laion(random, count), _coco(random, count), _librispeech(random, count)]
     chosen = random.integers(len(kinds), size=count)
@@ -283,6 +299,7 @@ GENERATORS: dict[str, Draw] = {
     "librispeech": _librispeech,
     "mixed": _mixed,
     "interleaved": _interleaved,
+    "video": _video,
 }
 """By name.
 
@@ -292,4 +309,7 @@ GENERATORS: dict[str, Draw] = {
 - ``mixed``: composed, each sample one of these three.
 - ``interleaved``: made up, 1 to 16 pictures of LAION-Aesthetics (4 on average) in a text of about 300 words
   (log-normal, 10 to 6000): long sequences.
+- ``video``: made up, a clip of about 25 s (log-normal, 4 to 120) as Qwen2-VL prepares it, a picture a second, and about
+  100 words (log-normal, 10 to 1000): most sequences are far longer than of pictures. Other encoders tile such pictures,
+  and have positions for the shortest clips only.
 """

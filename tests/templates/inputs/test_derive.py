@@ -29,7 +29,9 @@ PUBLISHED = {
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
     "qwen2-vl-7b": 8_291_375_616,
+    "qwen2-vl-72b": 73_405_560_320,
 }
 """Parameters of the released checkpoints; for GPT-3, which has none, of GPT-2's code at GPT-3's sizes."""
 

@@ -21,7 +21,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from resilient.planners.costs.cost_model import CostModel, UnitCosts, UnitLayer
 from resilient.planners.costs.derived_costs import derive_costs
-from resilient.planners.costs.encoder_models import ENCODERS, units_of
+from resilient.planners.costs.encoder_models import ENCODERS, SHORT, units_of
 from resilient.templates.inputs.derive import derive_profile
 from resilient.templates.inputs.known_models import MODELS
 from resilient.templates.inputs.profile import LayerProfile
@@ -103,6 +103,15 @@ def test_projectors_have_the_parameters_of_the_published_ones() -> None:
     assert projector("whisper-large-v3+qwen2.5-7b") == 1280 * 3584 + 3584 + 2 * 1280
     assert projector("internvit-300m+qwen2.5-7b") == 4096 * 3584 + 3584 + 3584**2 + 3584 + 2 * 1024
     assert derive_costs("whisper-large-v3+qwen2.5-7b", DEVICE).units[0].output_bytes == 2 * 3584 / 2
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [("qwen2-vl-7b", 8.29), ("qwen2-vl-72b", 73.4), ("internvl2.5-38b", 38.4), ("internvl2.5-78b", 78.4)],
+)
+def test_whole_models_have_the_parameters_of_the_released_ones(model: str, billions: float) -> None:
+    layers = [layer for unit in derive_costs(model, DEVICE).units for layer in unit.layers]
+    assert sum(layer.parameter_bytes for layer in layers) / 2e9 == pytest.approx(billions, rel=0.001)
 
 
 @pytest.mark.parametrize("language", [name for name, known in MODELS.items() if known.vision is None])
@@ -202,9 +211,9 @@ def test_cost_models_are_kept_as_json() -> None:
         ("qwen2-vl+llama4", "language model must be one of "
          f"{', '.join(name for name, known in MODELS.items() if known.vision is None)}, got 'llama4'; "
          "did you mean 'llama3-8b'?"),
-        ("qwen2-vl", "model must be one of qwen2-vl-7b, "
+        ("qwen2-vl", f"model must be one of {', '.join(SHORT)}, "
          f"{', '.join(name for name, known in MODELS.items() if known.vision is None)}, got 'qwen2-vl'; "
-         "did you mean 'qwen2-vl-7b'?"),
+         "did you mean 'qwen2-vl-7b' or 'qwen2-vl-72b'?"),
         ("clip-l-336+siglip-so400m+llama3-8b", "model must have encoders of different units, got "
          "'clip-l-336+siglip-so400m+llama3-8b' with vision, vision; leave one out"),
     ],

@@ -112,6 +112,19 @@ def test_interleaved_samples_are_long() -> None:
     assert lengths.tokens.max() > 3 * lengths.longest.max()
 
 
+def test_videos_are_pictures_of_one_size_a_second() -> None:
+    samples = workload("video", MANY // 10, 0, QWEN)
+    vision, text = samples.units["vision"], samples.units["llm"].tokens - outputs(samples)
+    seconds = vision.tokens // vision.longest
+    np.testing.assert_array_equal(vision.tokens, seconds * vision.longest)
+    np.testing.assert_array_equal(vision.squares, seconds * vision.longest**2)
+    assert (seconds.min(), np.median(seconds), seconds.max()) == (4, pytest.approx(25, abs=1.5), 120)
+    # Frames have at most 768 tokens, and a video 16384, but for sides rounded to whole ones.
+    assert vision.longest.max() // 4 == pytest.approx(768, rel=0.06)
+    assert outputs(samples).max() == pytest.approx(16384, rel=0.12)
+    assert np.median(text) == pytest.approx(100 * TOKENS_PER_WORD, rel=0.06)
+
+
 @pytest.fixture
 def sizes(tmp_path: Path) -> Path:
     rows = [f"p{index},{280 + 28 * index},280" for index in range(20)]
@@ -155,8 +168,8 @@ def test_what_a_workload_lacks_is_said(sizes: Path) -> None:
         (str(sizes), QWEN, f"samples of {sizes} must have text, got none; compose it with another: {sizes}+coco"),
         ("librispeech", QWEN, "samples of librispeech must have something for the encoders of 'qwen2-vl-7b' (vision), "
          "got audio; choose another model, or compose it with another workload"),
-        ("imagenet", QWEN, "workload must be a file or one of laion, coco, librispeech, mixed, interleaved, got "
-         "'imagenet'; see its spelling"),
+        ("imagenet", QWEN, "workload must be a file or one of laion, coco, librispeech, mixed, interleaved, "
+         "video, got 'imagenet'; see its spelling"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             workload(name, 3, 0, model)
