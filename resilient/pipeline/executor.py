@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,38 +17,18 @@ from resilient.comm import Communicator, Pending
 from resilient.errors import CommunicationError, note, place_text
 from resilient.models.layer import Activations, Batch
 from resilient.observability.step_trace import SpanRecorder
-from resilient.pipeline.finite_watch import FiniteWatch
 from resilient.pipeline.gradient_sync import GradientSync
+from resilient.pipeline.handovers import Handovers
 from resilient.pipeline.p2p import Downstream, Signature, Upstream, signature
-from resilient.pipeline.row_actions import RowActions, StageLink
+from resilient.pipeline.row_actions import CellPart, RowActions, StageLink
 from resilient.pipeline.stage import Stage
 from resilient.pipeline.stage_timer import StageTimer
+from resilient.pipeline.step_work import StepWork
 from resilient.protocol.fault_injection import Faults
 from resilient.templates.schedules.action_table import action_table
-from resilient.templates.schedules.schedule import Action, Op, Schedule
+from resilient.templates.schedules.schedule import Action, Op
 
 _NOT_RECORDED = nullcontext()
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepWork:
-    """What one step is for one pipeline.
-
-    Args:
-        step: Its number, 1 for the first.
-        schedule: What the pipeline's rows do, which may differ from step to step.
-        num_targets: Loss-bearing targets of the global batch.
-        positions: Index, within the step's microbatches, of each of this pipeline's.
-        batch: Loads the collated microbatch at a position, on the stage's device.
-        watch: Sees what every layer makes of it, where the step is repeated for that.
-    """
-
-    step: int
-    schedule: Schedule
-    num_targets: int
-    positions: tuple[int, ...]
-    batch: Callable[[int], Batch]
-    watch: FiniteWatch | None = None
 
 
 class Executor:
@@ -112,9 +91,9 @@ class Executor:
             self._taken = RowActions(work.schedule, self._row)
         self._of_row = of_row = self._taken
         self.span_recorder.clear()
-        self._batches: dict[int, Batch] = {}
+        self._handovers = Handovers(of_row, work.samples, work.num_features)
+        self._batches: dict[CellPart, Batch] = {}
         self._received: dict[StageLink, Activations] = {}
-        self._names: dict[StageLink, tuple[str, ...]] = {}
         self._sent: dict[StageLink, Activations] = {}
         self._gradients_in: dict[StageLink, dict[str, Tensor]] = {}
         self._gradients_out: dict[StageLink, dict[str, Tensor]] = {}
@@ -138,8 +117,9 @@ class Executor:
             except Exception as error:
                 self._tell_where(error, action)
                 raise
-            if action is of_row.last_read.get(action.index):
-                del self._batches[action.index]
+            if action is of_row.last_read.get((action.lane, action.index)):
+                for part in of_row.parts(of_row.stage(action), action.index):
+                    self._batches.pop(part, None)
         for stage in self._stages.values():
             stage.end()
         return self._loss
@@ -157,75 +137,94 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         self._faults.reach("forward", self._work.step)
-        batch, number = self._batch(action.index), self._of_row.stage(action)
-        received: Activations = {}
-        for link in self._of_row.inputs(number, action.index):
-            arrived = self._received.pop(link)
-            self._names[link] = tuple(arrived)
-            received |= arrived
+        number, cell = self._of_row.stage(action), action.index
+        arrived = {link: self._received.pop(link) for link in self._of_row.inputs(number, cell)}
+        for part in self._of_row.parts(number, cell):
+            if self._of_row.is_first(number):
+                received = self._handovers.joined(part, arrived)
+            else:
+                (received,) = (each for link, each in arrived.items() if link.part == part.part)
+            self._forward_part(number, part, received)
+
+    def _forward_part(self, number: int, part: CellPart, received: Activations) -> None:
+        batch = self._batch(part)
         with self._stage_timer:
             activations, loss = self._stages[number].forward(
-                action.index,
+                part,
                 received,
                 batch,
                 step=self._work.step,
-                position=self._work.positions[action.index],
+                position=self._work.position(part),
                 num_targets=self._work.num_targets,
                 watch=self._work.watch,
             )
         if not self._of_row.has_backward(number):
-            self._stages[number].forget(action.index)
+            self._stages[number].forget(part)
         if loss is not None:
             self._loss += loss.double().cpu()
-        for link in self._of_row.outputs(number, action.index):
-            if self._of_row.crosses(link):
-                self._sent[link] = activations
-            else:
-                self._received[link] = {
-                    name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in activations.items()
-                }
+        link = self._of_row.output(number, part)
+        if link is None:
+            return
+        if self._of_row.is_first(link.target):
+            activations = self._handovers.outgoing(link, activations)
+        if self._of_row.crosses(link):
+            self._sent[link] = activations
+        else:
+            self._received[link] = {
+                name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in activations.items()
+            }
 
     def _backward(self, action: Action) -> None:
         self._faults.reach("backward", self._work.step)
         self._arm(action)
-        number, cell = self._of_row.stage(action), action.index
+        number, part = self._of_row.stage(action), self._of_row.part(action)
         stage = self._stages[number]
         differentiate = stage.backward_input if self._of_row.is_split(action) else stage.backward
+        link = self._of_row.output(number, part)
         gradients: dict[str, Tensor] = {}
-        for link in self._of_row.outputs(number, cell):
-            gradients |= self._gradients_in.pop(link)
+        if link is not None and self._of_row.is_first(link.target):
+            in_row = not self._of_row.crosses(link)
+            gradients = self._handovers.returned(link) if in_row else self._gradients_in.pop(link)
+            gradients = self._handovers.of_part(link, gradients)
+        elif link is not None:
+            gradients = self._gradients_in.pop(link)
         with self._stage_timer:
-            found = differentiate(cell, gradients)
-        for link in self._of_row.inputs(number, cell):
-            returned = {name: found[name] for name in self._names.pop(link) if name in found}
-            (self._gradients_out if self._of_row.crosses(link) else self._gradients_in)[link] = returned
+            found = differentiate(part, gradients)
+        inputs = self._of_row.inputs(number, part.cell)
+        if self._of_row.is_first(number):
+            self._handovers.keep(part, inputs, found)
+            return
+        (link,) = (each for each in inputs if each.part == part.part)
+        (self._gradients_out if self._of_row.crosses(link) else self._gradients_in)[link] = found
 
     def _backward_weight(self, action: Action) -> None:
         self._faults.reach("backward", self._work.step)
         self._arm(action)
         with self._stage_timer:
-            self._stages[self._of_row.stage(action)].backward_weight(action.index)
+            self._stages[self._of_row.stage(action)].backward_weight(self._of_row.part(action))
 
     def _send_f(self, action: Action) -> None:
-        link = self._of_row.link(action)
-        sends = self._downstream[link.border].send(self._sent.pop(link), link.cell, self._shapes(link.cell))
-        self._activation_sends[link] = sends
+        for link in self._of_row.links(action):
+            border = self._downstream[link.border]
+            sends = border.send(self._sent.pop(link), self._number(link), self._shapes(link))
+            self._activation_sends[link] = sends
 
     def _recv_f(self, action: Action) -> None:
-        link = self._of_row.link(action)
-        self._received[link] = self._upstream[link.border].receive(link.cell, self._shapes(link.cell))
+        for link in self._of_row.links(action):
+            self._received[link] = self._upstream[link.border].receive(self._number(link), self._shapes(link))
         following = self._of_row.next_receipt.get(action)
-        if following is not None:
-            link = self._of_row.link(following)
-            self._upstream[link.border].post(link.cell, self._shapes(link.cell))
+        for link in () if following is None else self._of_row.links(following):
+            self._upstream[link.border].post(self._number(link), self._shapes(link))
 
     def _send_b(self, action: Action) -> None:
-        link = self._of_row.link(action)
-        self._gradient_sends += self._upstream[link.border].send(self._gradients_out.pop(link), link.cell)
+        (link,) = self._of_row.links(action)
+        between = self._of_row.is_first(link.target)
+        gradients = self._handovers.returned(link) if between else self._gradients_out.pop(link)
+        self._gradient_sends += self._upstream[link.border].send(gradients, self._number(link))
 
     def _recv_b(self, action: Action) -> None:
-        link = self._of_row.link(action)
-        gradients = self._gradients_in[link] = self._downstream[link.border].receive(link.cell)
+        (link,) = self._of_row.links(action)
+        gradients = self._gradients_in[link] = self._downstream[link.border].receive(self._number(link))
         if gradients:
             del self._activation_sends[link]
 
@@ -238,14 +237,21 @@ class Executor:
         if action is self._of_row.last_backward.get(stage):
             self._gradient_sync.arm(self._of_row.states.get(stage, []))
 
-    def _batch(self, microbatch: int) -> Batch:
-        if microbatch not in self._batches:
-            with self.span_recorder.during(f"load {microbatch}"):
-                self._batches[microbatch] = self._work.batch(self._work.positions[microbatch])
-        return self._batches[microbatch]
+    def _batch(self, part: CellPart) -> Batch:
+        if part not in self._batches:
+            with self.span_recorder.during(f"load {part}"):
+                self._batches[part] = self._work.batch(part)
+        return self._batches[part]
 
-    def _shapes(self, microbatch: int) -> Signature:
-        return signature(self._batch(microbatch))
+    def _number(self, link: StageLink) -> int:
+        """Return what tells a link's messages from the others of its border."""
+        return link.cell * self._of_row.num_parts + link.part
+
+    def _shapes(self, link: StageLink) -> Signature:
+        """Return what the shapes of a link's activations depend on, as both of its ends know it."""
+        if self._of_row.is_first(link.target):
+            return self._handovers.rows(link).num_rows
+        return signature(self._batch(self._of_row.source(link)))
 
 
 _RUN: Mapping[Op, Callable[[Executor, Action], None]] = {

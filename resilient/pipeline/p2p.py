@@ -3,7 +3,9 @@
 Owns what is sent and when its receipt is posted. Shapes vary from microbatch to microbatch, but depend on the shapes
 of the microbatch's tensors alone (see :class:`resilient.models.layer.Layer`), and every stage knows those. So a header
 that describes the tensors travels only with the first microbatch of its shapes; later ones can be received ahead of
-time, which takes the latency of the transport out of the step.
+time, which takes the latency of the transport out of the step. Of features that one unit makes for another only the
+number of rows varies, which both ends know; as they need not arrive in the order in which they are sent, a border's
+header goes ahead of whatever is sent first.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _HEADER_BYTES = 1024
 _MAX_TENSORS = 32
 _HEADER, _FORWARD, _BACKWARD = range(3)
 
-Signature = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+Signature = tuple[tuple[str, tuple[int, ...], torch.dtype], ...] | int
+"""What the shapes of activations follow from: the shapes of the microbatch's tensors, or the number of rows."""
 
 
 class _Described(msgspec.Struct, frozen=True, array_like=True):
@@ -32,6 +35,7 @@ class _Described(msgspec.Struct, frozen=True, array_like=True):
 
 
 _Description = tuple[_Described, ...]
+_ANY_NUMBER: Signature = -1
 _decode = msgspec.msgpack.Decoder(_Description).decode
 
 
@@ -64,6 +68,23 @@ class Channel:
         return ((microbatch * self.count + self.index) * 3 + kind) * _MAX_TENSORS + position
 
 
+def _key(shapes: Signature) -> Signature:
+    """Return under which a description is known: whatever their number, rows are alike."""
+    return _ANY_NUMBER if isinstance(shapes, int) else shapes
+
+
+def _of_header(microbatch: int, shapes: Signature) -> int:
+    """Return the number of the message that a header belongs to; that of features does to none in particular."""
+    return 0 if isinstance(shapes, int) else microbatch
+
+
+def _with_rows(description: _Description, shapes: Signature) -> _Description:
+    """Return the description of as many rows as there are."""
+    if not isinstance(shapes, int):
+        return description
+    return tuple(msgspec.structs.replace(item, shape=(shapes, *item.shape[1:])) for item in description)
+
+
 class Upstream:
     """The border to the stage before: activations come in, their gradients go out.
 
@@ -84,15 +105,17 @@ class Upstream:
 
     def post(self, microbatch: int, shapes: Signature) -> None:
         """Get ready for activations before they are needed, if their shapes are known."""
-        if shapes in self._known and microbatch not in self._posted:
-            self._post(microbatch, self._known[shapes])
+        known = self._known.get(_key(shapes))
+        if known is not None and microbatch not in self._posted:
+            self._post(microbatch, _with_rows(known, shapes))
 
     def receive(self, microbatch: int, shapes: Signature) -> Activations:
         """Return a microbatch's activations; the tensors are leaves that require a gradient where one is wanted."""
-        if shapes not in self._known:
+        if _key(shapes) not in self._known:
             header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-            self._comm.recv(header, self._rank, self._tag(microbatch, _HEADER)).wait()
-            self._known[shapes] = _decode(header.numpy().tobytes().rstrip(b"\0"))  # ends with a bool, never with a zero
+            self._comm.recv(header, self._rank, self._tag(_of_header(microbatch, shapes), _HEADER)).wait()
+            description = _decode(header.numpy().tobytes().rstrip(b"\0"))  # ends with a bool, never with a zero
+            self._known[_key(shapes)] = description
         self.post(microbatch, shapes)
         posted = self._posted.pop(microbatch)
         for work in posted.pending:
@@ -146,7 +169,9 @@ class Downstream:
             _Described(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.requires_grad)
             for name, tensor in activations.items()
         )
-        pending = [] if self._is_known(shapes, description) else [self._send_header(description, microbatch)]
+        pending: list[Pending] = []
+        if not self._is_known(shapes, description):
+            pending.append(self._send_header(description, _of_header(microbatch, shapes)))
         for position, tensor in enumerate(activations.values()):
             data = tensor.detach().contiguous()
             pending.append(self._comm.send(data, self._rank, self._tag(microbatch, _FORWARD, position)))
@@ -161,13 +186,18 @@ class Downstream:
         return gradients
 
     def _is_known(self, shapes: Signature, description: _Description) -> bool:
-        known = self._known.setdefault(shapes, description)
-        if known != description:
+        first = self._known.setdefault(_key(shapes), description)
+        if isinstance(shapes, int) and _with_rows(first, shapes) != description:
+            raise ValueError(
+                f"features of a unit must differ in the number of rows alone, got {description} for {shapes} rows "
+                f"after {first}; make a row of each feature, of one width and type"
+            )
+        if _with_rows(first, shapes) != description:
             raise ValueError(
                 f"shapes of activations must depend on the shapes of the microbatch alone, got {description} after "
-                f"{known} for microbatches of equal shapes; pad to a size that follows from the inputs' shapes"
+                f"{first} for microbatches of equal shapes; pad to a size that follows from the inputs' shapes"
             )
-        return known is not description
+        return first is not description
 
     def _send_header(self, description: _Description, microbatch: int) -> Pending:
         text = msgspec.msgpack.encode(description)

@@ -1,7 +1,7 @@
 """What the executor looks up of one row of a schedule: from where to where tensors go, and which action is the last.
 
-Owns the way from printed names (unit, lane, stage of the lane) to numbers of stages, and what of schedules real stages
-can run. Knows no tensors. Must not import torch.
+Owns the way from printed names (unit, lane, stage of the lane) to numbers of stages. Knows no tensors. Must not import
+torch.
 """
 
 from __future__ import annotations
@@ -9,23 +9,41 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
-from resilient.errors import ArgumentError
-from resilient.templates.schedules.graph import Backward
+from resilient.templates.schedules.graph import Backward, LaneName
 from resilient.templates.schedules.schedule import Action, Op, Schedule
 
 
+class CellPart(NamedTuple):
+    """What a lane's stages compute and differentiate at once: a cell, or what of it goes to one cell of a later unit.
+
+    Samples of a cell that go to none are in its part 0.
+    """
+
+    lane: LaneName
+    cell: int
+    part: int = 0
+
+    def __str__(self) -> str:
+        lane, part = f"{self.lane}:" if self.lane.unit else "", f".{self.part}" if self.part else ""
+        return f"{lane}{self.cell}{part}"
+
+
 class StageLink(NamedTuple):
-    """A cell's activations on their way from one stage to the next, or to a unit that they feed; gradients come back.
+    """Activations on their way from one stage to the next, or to a unit that they feed; gradients come back.
 
     Args:
         source: Number of the stage that makes them, lane after lane.
         target: Number of the stage that uses them.
-        cell: Of both: all lanes number microbatches alike.
+        cell: Of the source's lane.
+        part: Of that cell.
+        target_cell: Of the target's lane.
     """
 
     source: int
     target: int
     cell: int
+    part: int
+    target_cell: int
 
     @property
     def border(self) -> tuple[int, int]:
@@ -42,37 +60,29 @@ class RowActions:
 
     Attributes:
         actions: What it does.
+        num_parts: The most that a cell of any lane has.
         states: By stage, the states whose gradients it sums.
         last_backward: By stage, the action that completes the gradients.
-        last_read: By cell, the last action that needs the microbatch.
+        last_read: By lane and cell, the last action that needs the samples.
         next_receipt: After each receipt of activations, the one that follows.
-
-    Raises:
-        ValueError: What feeds a unit is not the same microbatch.
     """
 
     def __init__(self, schedule: Schedule, row: int) -> None:
         graph = self._graph = schedule.graph
+        tables = graph.tables
         self.schedule = schedule
         self.actions = schedule.row(row)
+        self.num_parts = int(tables.parts.max(initial=1))
+        self._parts = tables.parts.tolist()
+        self._lane_of = tables.lane_of.tolist()
         self._into: dict[tuple[int, int], list[StageLink]] = {}
-        self._from: dict[tuple[int, int], list[StageLink]] = {}
-        ends = graph.tables.ends_of.tolist()
+        self._from: dict[tuple[int, int, int], StageLink] = {}
+        ends = tables.ends_of.tolist()
         self._first, self._last = {first for first, _ in ends}, {end - 1 for _, end in ends}
-        for flow, (source, cell, part, target, _) in zip(graph.flows, graph.tables.flows.tolist(), strict=True):
-            if part or cell != flow.target_cell:
-                # a stage has one autograd graph of a microbatch, and no word of which samples go where
-                late = schedule.named(Op.FORWARD, target, flow.target_cell, 0)
-                apart = schedule.named(Op.BACKWARD, source, cell, part)
-                raise ArgumentError(
-                    "schedule",
-                    "feed each cell from those of the same number, and have one backward of each",
-                    f"{apart} for {flow.target}:{flow.target_cell}" if part else f"{late} of {flow.source}:{cell}",
-                    "place the samples of a microbatch together in every unit",
-                )
-            link = StageLink(source, target, cell)
-            self._into.setdefault((target, cell), []).append(link)
-            self._from.setdefault((source, cell), []).append(link)
+        for source, cell, part, target, target_cell in tables.flows.tolist():
+            link = StageLink(source, target, cell, part, target_cell)
+            self._into.setdefault((target, target_cell), []).append(link)
+            self._from[source, cell, part] = link
         self.states: dict[int, list[int]] = {}
         for action in self.actions:
             if action.op is Op.REDUCE:
@@ -80,34 +90,63 @@ class RowActions:
         completing = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
         self.last_backward = {self.stage(action): action for action in self.actions if action.op in completing}
         reads = (Op.RECV_F, Op.FORWARD, Op.SEND_F)
-        self.last_read = {action.index: action for action in self.actions if action.op in reads}
+        self.last_read = {(action.lane, action.index): action for action in self.actions if action.op in reads}
         self.next_receipt = dict(pairwise(action for action in self.actions if action.op is Op.RECV_F))
 
     def stage(self, action: Action) -> int:
         """Return the number of an action's stage."""
         return self._graph.first_stage[action.lane] + action.stage
 
-    def inputs(self, stage: int, cell: int) -> list[StageLink]:
-        """Return where what a stage's forward needs comes from."""
-        return self._into.get((stage, cell), []) if stage in self._first else [StageLink(stage - 1, stage, cell)]
+    def lane(self, stage: int) -> LaneName:
+        """Return the lane of a stage."""
+        return self._graph.stages[stage][0]
 
-    def outputs(self, stage: int, cell: int) -> list[StageLink]:
-        """Return where what it makes goes."""
-        return self._from.get((stage, cell), []) if stage in self._last else [StageLink(stage, stage + 1, cell)]
+    def part(self, backward: Action) -> CellPart:
+        """Return what a backward differentiates."""
+        return CellPart(backward.lane, backward.index, backward.part)
+
+    def parts(self, stage: int, cell: int) -> list[CellPart]:
+        """Return the parts of a cell of a stage's lane."""
+        return [CellPart(self.lane(stage), cell, part) for part in range(self._parts[self._lane_of[stage]][cell])]
+
+    def is_first(self, stage: int) -> bool:
+        """Return whether a stage is its lane's first: what comes in is made by other units."""
+        return stage in self._first
+
+    def inputs(self, stage: int, cell: int) -> list[StageLink]:
+        """Return where what a stage's forward needs comes from; within a lane the link of each part of the cell."""
+        if stage in self._first:
+            return self._into.get((stage, cell), [])
+        return [self._within(stage - 1, each) for each in self.parts(stage, cell)]
+
+    def output(self, stage: int, part: CellPart) -> StageLink | None:
+        """Return where what a stage makes of a part goes; None where it is used by no other."""
+        if stage in self._last:
+            return self._from.get((stage, part.cell, part.part))
+        return self._within(stage, part)
 
     def crosses(self, link: StageLink) -> bool:
         """Return whether its ends are in different rows."""
         return self._graph.row_of[link.source] != self._graph.row_of[link.target]
 
-    def link(self, message: Action) -> StageLink:
-        """Return what a message is sent or received over."""
+    def source(self, link: StageLink) -> CellPart:
+        """Return what a link's activations are made of."""
+        return CellPart(self.lane(link.source), link.cell, link.part)
+
+    def links(self, message: Action) -> list[StageLink]:
+        """Return what a message is sent or received over: between stages of a lane activations of all parts at once."""
         stage = self.stage(message)
         comes_in = message.op in (Op.RECV_F, Op.SEND_B)
-        links = self.inputs(stage, message.index) if comes_in else self.outputs(stage, message.index)
         if message.peer is None:
-            return links[0]
-        lanes = ((self._graph.stages[link.source if comes_in else link.target][0], link) for link in links)
-        return next(link for lane, link in lanes if lane == message.peer.lane)
+            before = stage - 1 if comes_in else stage
+            parts = self.parts(stage, message.index)
+            chosen = parts if message.op in (Op.RECV_F, Op.SEND_F) else [parts[message.part]]
+            return [self._within(before, each) for each in chosen]
+        if comes_in:
+            links = self._into[stage, message.index]
+            cell, part, lane = message.peer.cell, message.part, message.peer.lane
+            return [link for link in links if self.lane(link.source) == lane and (link.cell, link.part) == (cell, part)]
+        return [self._from[stage, message.index, message.part]]
 
     def has_backward(self, stage: int) -> bool:
         """Return whether a stage differentiates anything."""
@@ -117,3 +156,6 @@ class RowActions:
         """Return whether a backward's second half comes later: a frozen stage has none."""
         kind = self._graph.tables.backward_of[self.stage(backward)]
         return backward.op is Op.BACKWARD_INPUT and kind == Backward.ALL
+
+    def _within(self, stage: int, part: CellPart) -> StageLink:
+        return StageLink(stage, stage + 1, part.cell, part.part, part.cell)

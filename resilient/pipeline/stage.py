@@ -6,7 +6,7 @@ Owns the activations of the microbatches in flight. Knows nothing of processes: 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -72,8 +72,8 @@ class Stage:
         self._autocast = autocast
         self._seed = seed
         self._checkpointing = checkpointing
-        self._in_flight: dict[int, _InFlight] = {}
-        self._deferred: dict[int, Deferred] = {}
+        self._in_flight: dict[Hashable, _InFlight] = {}
+        self._deferred: dict[Hashable, Deferred] = {}
         self._num_steps = 0
         self._buffers = [ConstantBuffers(model.layers[layer.index].name, layer.module) for layer in layers]
 
@@ -97,7 +97,7 @@ class Stage:
 
     def forward(
         self,
-        microbatch: int,
+        microbatch: Hashable,
         activations: Activations,
         batch: Batch,
         *,
@@ -134,11 +134,11 @@ class Stage:
         self._in_flight[microbatch] = _InFlight(received=received, sent=sent, loss=scaled)
         return sent, None if loss is None else loss.detach()
 
-    def forget(self, microbatch: int) -> None:
+    def forget(self, microbatch: Hashable) -> None:
         """Drop what the backward of a microbatch would need: it has none."""
         del self._in_flight[microbatch]
 
-    def backward(self, microbatch: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def backward(self, microbatch: Hashable, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Differentiate one microbatch; parameter gradients are added up.
 
         Args:
@@ -155,7 +155,7 @@ class Stage:
         received = _wanted(flight.received)
         return {name: _or_zeros(tensor, tensor.grad) for name, tensor in received.items()}
 
-    def backward_input(self, microbatch: int, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def backward_input(self, microbatch: Hashable, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Differentiate one microbatch for what was received; :meth:`backward_weight` does the rest.
 
         With checkpointing this is the whole backward: the layers would have to run twice more for two parts.
@@ -178,7 +178,7 @@ class Stage:
         )
         return {name: _or_zeros(tensor, grad) for (name, tensor), grad in zip(received.items(), found, strict=True)}
 
-    def backward_weight(self, microbatch: int) -> None:
+    def backward_weight(self, microbatch: Hashable) -> None:
         """Add up the parameter gradients of a microbatch whose :meth:`backward_input` is done."""
         self._deferred.pop(microbatch).accumulate()
 
@@ -218,8 +218,8 @@ def _differentiated(flight: _InFlight, gradients: Mapping[str, Tensor]) -> tuple
     """Return what a microbatch's backward starts from, with its gradients."""
     if flight.loss is not None:
         return ([flight.loss], [None]) if flight.loss.requires_grad else ([], [])
-    sent = _wanted(flight.sent)
-    return list(sent.values()), [gradients[name] for name in sent]
+    used = [(tensor, gradients[name]) for name, tensor in _wanted(flight.sent).items() if name in gradients]
+    return [tensor for tensor, _ in used], [gradient for _, gradient in used]
 
 
 def _wanted(activations: Activations) -> Activations:

@@ -13,11 +13,12 @@ from itertools import pairwise
 
 from resilient.comm import Communicator, Group, StoreClient, connect
 from resilient.models.layer import Batch
-from resilient.pipeline.executor import Executor, StepWork
+from resilient.pipeline.executor import Executor
 from resilient.pipeline.gradient_sync import GradientSync
 from resilient.pipeline.p2p import Channel, Downstream, Upstream
 from resilient.pipeline.stage import Stage, StageLayer
 from resilient.pipeline.stage_timer import StageTimer
+from resilient.pipeline.step_work import StepWork, chain_work
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.messages import INIT, Generation, Installed
 from resilient.runtime.commit import Ledger
@@ -73,7 +74,7 @@ class Session:
 
     def work(self, step: int, num_targets: int, batch: Callable[[int], Batch]) -> StepWork:
         """Return what the step is for this worker's pipeline; ``batch`` loads a microbatch by position."""
-        return StepWork(
+        return chain_work(
             step=step, schedule=self.schedule, num_targets=num_targets, positions=self.positions, batch=batch
         )
 

@@ -13,8 +13,8 @@ import torch
 from resilient.comm import Communicator
 from resilient.errors import NonFiniteError
 from resilient.models.layer import Model
-from resilient.pipeline.executor import StepWork
 from resilient.pipeline.finite_watch import FiniteWatch
+from resilient.pipeline.step_work import StepWork
 from resilient.protocol.messages import StepOutcome
 from resilient.runtime.batches import Batches
 from resilient.runtime.install import Session

@@ -15,9 +15,11 @@ from resilient.comm import DONE, Communicator, Pending, SingleProcessCommunicato
 from resilient.errors import CommunicationError
 from resilient.models.layer import Activations
 from resilient.observability.trace_events import ACTION, PART
-from resilient.pipeline.executor import Executor, StepWork
+from resilient.pipeline.executor import Executor
+from resilient.pipeline.row_actions import CellPart
 from resilient.pipeline.stage import Stage
 from resilient.pipeline.stage_timer import StageTimer
+from resilient.pipeline.step_work import StepWork, chain_work
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.messages import Injection
 from resilient.templates.schedules.generators import generate
@@ -63,22 +65,22 @@ class RecordedStage:
     def end(self) -> None: ...
 
     def forward(
-        self, microbatch: int, activations: Activations, batch: object, **_: int
+        self, part: CellPart, activations: Activations, batch: object, **_: int
     ) -> tuple[Activations, Tensor | None]:
-        self._recorder.events.append(f"{self._index}F{microbatch}")
-        assert read(activations) == (None if self._index == 0 else (self._index - 1, microbatch))
-        return written(self._index, microbatch), torch.tensor(1.0) if self._is_last else None
+        self._recorder.events.append(f"{self._index}F{part.cell}")
+        assert read(activations) == (None if self._index == 0 else (self._index - 1, part.cell))
+        return written(self._index, part.cell), torch.tensor(1.0) if self._is_last else None
 
-    def backward(self, microbatch: int, gradients: Activations, op: str = "B") -> Activations:
-        self._recorder.events.append(f"{self._index}{op}{microbatch}")
-        assert read(gradients) == (None if self._is_last else (self._index + 1, microbatch))
-        return written(self._index, microbatch)
+    def backward(self, part: CellPart, gradients: Activations, op: str = "B") -> Activations:
+        self._recorder.events.append(f"{self._index}{op}{part.cell}")
+        assert read(gradients) == (None if self._is_last else (self._index + 1, part.cell))
+        return written(self._index, part.cell)
 
-    def backward_input(self, microbatch: int, gradients: Activations) -> Activations:
-        return self.backward(microbatch, gradients, "I")
+    def backward_input(self, part: CellPart, gradients: Activations) -> Activations:
+        return self.backward(part, gradients, "I")
 
-    def backward_weight(self, microbatch: int) -> None:
-        self._recorder.events.append(f"{self._index}W{microbatch}")
+    def backward_weight(self, part: CellPart) -> None:
+        self._recorder.events.append(f"{self._index}W{part.cell}")
 
 
 class RecordedBorder:
@@ -119,7 +121,7 @@ def recorded(schedule: Schedule, row: int, comm: Communicator, faults: Faults) -
 
 
 def work(schedule: Schedule, step: int = 1) -> StepWork:
-    return StepWork(
+    return chain_work(
         step=step, schedule=schedule, num_targets=4, positions=(0, 1, 2, 3), batch=lambda _: {"x": torch.zeros(1)}
     )
 
@@ -146,7 +148,7 @@ def test_what_is_executed_is_the_schedule(kind: ScheduleKind, row: int, tmp_path
         return {"x": torch.zeros(1)}
 
     executor, recorder = recorded(schedule, row, SingleProcessCommunicator(), faults)
-    loss = executor.run(StepWork(step=7, schedule=schedule, num_targets=4, positions=(4, 10, 31, 11), batch=load))
+    loss = executor.run(chain_work(step=7, schedule=schedule, num_targets=4, positions=(4, 10, 31, 11), batch=load))
     actions = schedule.row(row)
     assert without_arms(recorder) == [f"REDUCE{a.index}" if a.op is Op.REDUCE else str(a) for a in actions]
     assert sorted(loaded) == [4, 10, 11, 31], "each microbatch is loaded once, by its position in the step"
@@ -220,11 +222,11 @@ class Breaks(RecordedStage):
     """Fails in the forward of microbatch 1, as a model may."""
 
     def forward(
-        self, microbatch: int, activations: Activations, batch: object, **more: int
+        self, part: CellPart, activations: Activations, batch: object, **more: int
     ) -> tuple[Activations, Tensor | None]:
-        if microbatch == 1:
+        if part.cell == 1:
             raise FloatingPointError("loss is nan")
-        return super().forward(microbatch, activations, batch, **more)
+        return super().forward(part, activations, batch, **more)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")

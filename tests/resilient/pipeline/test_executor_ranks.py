@@ -14,11 +14,12 @@ from torch import Tensor
 
 from resilient.comm import Communicator
 from resilient.models.layer import Batch, WholeModel
-from resilient.pipeline.executor import Executor, StepWork
+from resilient.pipeline.executor import Executor
 from resilient.pipeline.gradient_sync import GradientSync
 from resilient.pipeline.p2p import Channel, Downstream, Upstream
 from resilient.pipeline.stage import Stage, StageLayer
 from resilient.pipeline.stage_timer import StageTimer
+from resilient.pipeline.step_work import StepWork, chain_work
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.job_config import SCHEDULES
 from resilient.protocol.messages import Generation
@@ -147,7 +148,9 @@ def work_of(place: Place, batches: Batches, step: int) -> StepWork:
         return batches.batch(step, position)
 
     num_targets = batches.num_targets(step)
-    return StepWork(step=step, schedule=place.schedule, num_targets=num_targets, positions=place.positions, batch=batch)
+    return chain_work(
+        step=step, schedule=place.schedule, num_targets=num_targets, positions=place.positions, batch=batch
+    )
 
 
 def one_step(place: Place, batches: Batches) -> tuple[float, dict[str, LayerState]]:

@@ -1,8 +1,10 @@
-"""Lanes of units, run by real ranks, compute what one process does, whatever rows they are on."""
+"""Lanes of units, run by real ranks, compute what one process does, wherever each unit places its samples."""
 
 from __future__ import annotations
 
-import re
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -11,30 +13,36 @@ import torch
 from torch import Tensor, nn
 
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec, Model
-from resilient.pipeline.executor import Executor, StepWork
+from resilient.pipeline.executor import Executor
 from resilient.pipeline.gradient_sync import GradientSync
 from resilient.pipeline.p2p import Channel, Downstream, Upstream
-from resilient.pipeline.row_actions import RowActions
+from resilient.pipeline.row_actions import CellPart
 from resilient.pipeline.stage import Stage, StageLayer
 from resilient.pipeline.stage_timer import StageTimer
+from resilient.pipeline.step_work import StepWork
 from resilient.protocol.fault_injection import Faults
 from resilient.state.binding import bind
 from resilient.state.layer_state import LayerState
 from resilient.state.layout import BufferLayout
 from resilient.templates.common.byte_intervals import Piece
-from resilient.templates.schedules.graph import Backward, Flow, LaneName, StepGraph, UnitLane
+from resilient.templates.schedules.graph import Backward, LaneName, StepGraph, UnitLane
+from resilient.templates.schedules.schedule import Schedule
+from resilient.templates.schedules.step_cells import StepCells
 from resilient.templates.schedules.unit_generator import generate_units
 from resilient.templates.schedules.validator import validate
 from tests.resilient.ranks import as_threads, join
 from tests.resilient.small import CPU
 
-WIDTH, TARGETS = 3, 8
-VISION, AUDIO, LLM = LaneName("vision"), LaneName("audio"), LaneName("llm")
-NAMES = ("vision.in", "vision.out", "audio", "llm.in", "llm.out")
-"""Each is a stage of its unit's lane."""
-
-HEARD = (0, 1, 3)
-"""Microbatches with sounds."""
+WIDTH, TARGETS, NUM_SAMPLES = 3, 8, 9
+LAYERS = {
+    "vision": ("vision.in", "vision.out"),
+    "audio": ("audio",),
+    "llm": ("llm.in", "llm.out"),
+    "speech": ("speech",),
+}
+"""Each is a stage of its unit's lanes."""
+FEEDS = [("vision", "llm"), ("audio", "llm"), ("llm", "speech")]
+FROZEN = [(), ("vision.in", "vision.out"), ("llm.in", "llm.out"), ("vision.in",), ("vision.in", "vision.out", "audio")]
 
 
 class Branch(Layer):
@@ -46,31 +54,40 @@ class Branch(Layer):
         self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH), requires_grad=not frozen)
 
     def forward(self, activations: Activations, batch: Batch) -> Activations:
-        given = {
-            "vision.in": lambda: batch["pictures"],
-            "vision.out": lambda: activations["features"],
-            "audio": lambda: batch["sounds"],
-            "llm.in": lambda: batch["tokens"] + sum(activations.values()) ** 2,
-            "llm.out": lambda: activations["hidden"],
-        }[self.name]()
-        made = {"vision.in": "features", "vision.out": "features", "audio": "sounds"}.get(self.name, "hidden")
-        return {made: torch.tanh(given @ self.weight)}
+        unit, _, rest = self.name.partition(".")
+        if self.name == "llm.in":
+            given = batch["llm"]
+            for encoder in ("vision", "audio"):
+                features = activations.get(encoder, torch.zeros(0, WIDTH, dtype=given.dtype))
+                of_sample = _owners(batch, encoder)
+                summed = torch.zeros(len(batch["counts.llm"]), WIDTH, dtype=given.dtype)
+                given = given + summed.index_add(0, of_sample, features**2)[_owners(batch, "llm")]
+        else:
+            given = batch[unit] if rest == "in" or unit == "audio" else activations["llm" if unit == "speech" else unit]
+        return {unit: torch.tanh(given @ self.weight)}
+
+
+def _owners(batch: Batch, unit: str) -> Tensor:
+    """Return of which of the batch's samples each of a unit's rows is."""
+    counts = batch[f"counts.{unit}"]
+    return torch.repeat_interleave(torch.arange(len(counts)), counts)
 
 
 class Branches:
-    """Two encoders and what they feed."""
+    """Two encoders, what they feed, and what that feeds, if anything."""
 
-    def __init__(self, frozen: tuple[str, ...]) -> None:
+    def __init__(self, units: tuple[str, ...], frozen: tuple[str, ...]) -> None:
         def spec(name: str) -> LayerSpec:
             def build() -> nn.Module:
                 return Branch(name, name in frozen)
 
             return LayerSpec(name=name, unit=name.partition(".")[0], build=build, initialize=draw)
 
-        self.layers = tuple(map(spec, NAMES))
+        self.layers = tuple(spec(name) for unit in units for name in LAYERS[unit])
+        self._last = units[-1]
 
     def loss(self, activations: Activations, batch: Batch) -> Tensor:
-        return (activations["hidden"] ** 2).sum()
+        return (activations[self._last] ** 2).sum()
 
 
 def draw(module: nn.Module) -> None:
@@ -78,33 +95,92 @@ def draw(module: nn.Module) -> None:
         nn.init.normal_(parameter)
 
 
-def step_graph(rows: tuple[int, ...], frozen: tuple[str, ...], num_cells: int) -> StepGraph:
-    kinds: dict[str, Backward] = {}
-    for unit in (NAMES[:2], NAMES[2:3], NAMES[3:]):
-        wanted = unit[0] == "llm.in" and {"vision.in", "vision.out", "audio"} - set(frozen) != set[str]()
-        for name in unit:
-            kinds[name] = Backward.ALL if name not in frozen else Backward.INPUTS if wanted else Backward.NONE
-            wanted = wanted or kinds[name] is not Backward.NONE
-    kind = [kinds[name] for name in NAMES]
-    heard = tuple(cell for cell in HEARD if cell < num_cells)
-    return StepGraph(
-        lanes=(
-            UnitLane(name=VISION, rows=rows[:2], cells=tuple(range(num_cells)), backwards=tuple(kind[:2])),
-            UnitLane(name=AUDIO, rows=rows[2:3], cells=heard, backwards=(kind[2],)),
-            UnitLane(name=LLM, rows=rows[3:], cells=tuple(range(num_cells)), backwards=tuple(kind[3:])),
-        ),
-        flows=(
-            *(Flow(VISION, cell, LLM, cell) for cell in range(num_cells)),
-            *(Flow(AUDIO, cell, LLM, cell) for cell in heard),
-        ),
-        num_rows=max(rows) + 1,
+def num_rows(unit: str, sample: int) -> int:
+    """Return how many rows a unit makes of a sample: the language model some of every one."""
+    found = random.Random(f"{unit} {sample}").choice({"vision": (0, 1, 2, 3), "audio": (0, 0, 2)}.get(unit, (1, 2, 3)))
+    return num_rows("llm", sample) if unit == "speech" else found
+
+
+def load(samples: tuple[int, ...]) -> Batch:
+    batch: dict[str, Tensor] = {}
+    for unit in ("vision", "audio", "llm"):
+        rows = [
+            torch.randn(
+                num_rows(unit, sample), WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(sample)
+            )
+            for sample in samples
+        ]
+        batch[unit] = torch.cat(rows)
+        batch[f"counts.{unit}"] = torch.tensor([len(each) for each in rows])
+    return batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step drawn at random."""
+
+    units: tuple[str, ...]
+    frozen: tuple[str, ...]
+    cells: StepCells
+    graph: StepGraph
+    layer_of: list[int]  # of each stage
+    schedule: Schedule
+    spoken: tuple[int, ...]  # samples that reach the loss
+
+
+def case(seed: int) -> Case:
+    chosen = random.Random(seed)
+    units = tuple(LAYERS)[: 3 + seed % 2]
+    frozen = chosen.choice(FROZEN)
+    spoken = tuple(sample for sample in range(NUM_SAMPLES) if units[-1] == "llm" or chosen.random() < 0.7)
+    placed: dict[LaneName, dict[int, tuple[int, ...]]] = {}
+    for unit in units:
+        lanes = [LaneName(unit, number) for number in range(1 if unit == "llm" else chosen.randint(1, 2))]
+        cells: dict[LaneName, dict[int, tuple[int, ...]]] = {lane: {} for lane in lanes}
+        samples = [sample for sample in (spoken if unit == "speech" else range(NUM_SAMPLES)) if num_rows(unit, sample)]
+        chosen.shuffle(samples)
+        for sample in samples:
+            of_lane, cell = cells[chosen.choice(lanes)], chosen.randrange(4)
+            of_lane[cell] = (*of_lane.get(cell, ()), sample)
+        placed |= {lane: dict(sorted(each.items())) for lane, each in cells.items()}
+    step = StepCells(samples=placed, feeds=FEEDS[: len(units) - 1])
+    kinds = _backwards(units, frozen)
+    names = [name for unit in units for name in LAYERS[unit]]
+    num_rows_ = chosen.randint(1, 4)
+    lanes = tuple(
+        UnitLane(
+            name=lane,
+            rows=tuple(chosen.randrange(num_rows_) for _ in LAYERS[lane.unit]),
+            cells=tuple(cells),
+            backwards=tuple(kinds[name] for name in LAYERS[lane.unit]),
+        )
+        for lane, cells in placed.items()
+    )
+    graph = StepGraph(lanes=lanes, flows=step.flows, num_rows=num_rows_)
+    layer_of = [names.index(name) for lane in placed for name in LAYERS[lane.unit]]
+    held = [[layer] if names[layer] not in frozen else [] for layer in layer_of]
+    schedule = generate_units(
+        graph,
+        pace="llm",
+        lead=chosen.randint(1, 2),
+        split=chosen.random() < 0.4,
+        apart=chosen.random() < 0.3,
+        states=held,
+    )
+    validate(schedule)
+    return Case(
+        units=units, frozen=frozen, cells=step, graph=graph, layer_of=layer_of, schedule=schedule, spoken=spoken
     )
 
 
-def load(position: int) -> Batch:
-    generator = torch.Generator().manual_seed(position)
-    names = ("pictures", "sounds", "tokens")
-    return {name: torch.randn(2 + position % 2, WIDTH, generator=generator, dtype=torch.float64) for name in names}
+def _backwards(units: tuple[str, ...], frozen: tuple[str, ...]) -> dict[str, Backward]:
+    kinds: dict[str, Backward] = {}
+    for unit in units:
+        wanted = any(kinds[LAYERS[source][-1]] for source, target in FEEDS if target == unit)
+        for name in LAYERS[unit]:
+            kinds[name] = Backward.ALL if name not in frozen else Backward.INPUTS if wanted else Backward.NONE
+            wanted = wanted or kinds[name] is not Backward.NONE
+    return kinds
 
 
 def initial(model: Model) -> dict[str, LayerState]:
@@ -114,48 +190,67 @@ def initial(model: Model) -> dict[str, LayerState]:
     return states
 
 
-def in_one_process(model: Model, states: dict[str, LayerState], num_cells: int) -> tuple[float, dict[str, Tensor]]:
+def in_one_process(model: Model, states: dict[str, LayerState], step: Case) -> tuple[float, dict[str, Tensor]]:
     modules = {spec.name: bind(spec, states, CPU) for spec in model.layers}
     for state in states.values():
         state.grad.zero_()
     total = torch.zeros((), dtype=torch.float64)
-    for cell in range(num_cells):
-        batch = load(cell)
-        given = modules["vision.out"](modules["vision.in"]({}, batch), batch)
-        given |= modules["audio"]({}, batch) if cell in HEARD else {}
-        hidden = modules["llm.out"](modules["llm.in"](given, batch), batch)
-        total = total + model.loss(hidden, batch)
+    for sample in step.spoken:
+        batch, made = load((sample,)), dict[str, Tensor]()
+        for module in modules.values():
+            made |= module(made, batch)
+        total = total + model.loss(made, batch)
     (total / TARGETS).backward()
     return total.item(), {name: state.grad.clone() for name, state in states.items()}
 
 
-ROWS = {"apart": (0, 1, 2, 3, 4), "encoders together": (0, 1, 0, 2, 3), "shared": (0, 1, 0, 1, 2), "alone": (0,) * 5}
-FROZEN = {"all trained": (), "an encoder frozen": NAMES[:2], "language model frozen": NAMES[3:], "one stage": NAMES[:1]}
+def work(step: Case) -> StepWork:
+    def samples(part: CellPart) -> tuple[int, ...]:
+        return step.cells.part(*part)
+
+    return StepWork(
+        step=1,
+        schedule=step.schedule,
+        num_targets=TARGETS,
+        position=lambda part: samples(part)[0],
+        batch=lambda part: load(samples(part)),
+        samples=samples,
+        num_features=num_rows,
+    )
 
 
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
-@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN.keys())
-def test_gradients_of_units_equal_those_of_one_process_in_every_step(
-    rows: tuple[int, ...], frozen: tuple[str, ...], tmp_path: Path
-) -> None:
-    model = cast(Model, Branches(frozen))
-    states = initial(model)
-    steps = [(4, 1), (4, 2), (3, 1), (0, 1)]  # cells and lead: each step has a schedule of its own
-    graphs = [step_graph(rows, frozen, num_cells) for num_cells, _ in steps]
-    held = [[index] if name not in frozen else [] for index, name in enumerate(NAMES)]
-    schedules = [generate_units(graph, lead=lead, states=held) for graph, (_, lead) in zip(graphs, steps, strict=True)]
-    for schedule in schedules:
-        validate(schedule)
-    borders = [(0, 1), (1, 3), (2, 3), (3, 4)]
+Ran = tuple[float, dict[int, Tensor]]
+"""The loss of a rank, and the gradients it has summed, by layer."""
 
-    def run(rank: int, address: str) -> list[tuple[float, dict[str, Tensor]]]:
-        comm = join(address, rank, max(rows) + 1, [])
-        own = {name: copy(spec, states[name]) for spec, name in zip(model.layers, NAMES, strict=True)}
-        mine = [stage for stage, row in enumerate(rows) if row == rank]
-        trained = {stage: own[NAMES[stage]] for stage in mine if NAMES[stage] not in frozen}
-        sync = GradientSync(comm, trained, {index: [Piece((rank,), state.held)] for index, state in trained.items()})
-        crossing = [(index, *pair) for index, pair in enumerate(borders) if rows[pair[0]] != rows[pair[1]]]
-        stages = {stage: real_stage(model, stage, own) for stage in mine}
+
+def rank_of(step: Case, model: Model, states: dict[str, LayerState], faults: Faults) -> Callable[[int, str], Ran]:
+    graph, specs = step.graph, model.layers
+    holders = {
+        layer: tuple(sorted({row for row, of in zip(graph.row_of, step.layer_of, strict=True) if of == layer}))
+        for layer in range(len(specs))
+    }
+    within = [
+        (s, s + 1)
+        for s, (one, other) in enumerate(zip(graph.stages, graph.stages[1:], strict=False))
+        if one[0] == other[0]
+    ]
+    between = [(int(source), int(target)) for source, _, _, target, _ in graph.tables.flows]
+    borders = list(dict.fromkeys((*within, *between)))
+
+    def run(rank: int, address: str) -> Ran:
+        comm = join(address, rank, graph.num_rows, [group for group in set(holders.values()) if len(group) > 1])
+        mine = [stage for stage, row in enumerate(graph.row_of) if row == rank]
+        own = {specs[step.layer_of[stage]].name for stage in mine}
+        copies = {spec.name: copy(spec, states[spec.name]) for spec in specs if spec.name in own}
+        trained = {
+            layer: copies[specs[layer].name]
+            for layer in sorted({step.layer_of[stage] for stage in mine})
+            if specs[layer].name not in step.frozen
+        }
+        pieces = {layer: [Piece(holders[layer], state.held)] for layer, state in trained.items()}
+        sync = GradientSync(comm, trained, pieces)
+        stages = {stage: real_stage(model, step.layer_of[stage], copies) for stage in mine}
+        crossing = [(n, *pair) for n, pair in enumerate(borders) if graph.row_of[pair[0]] != graph.row_of[pair[1]]]
         executor = Executor(
             row=rank,
             generation=1,
@@ -163,38 +258,26 @@ def test_gradients_of_units_equal_those_of_one_process_in_every_step(
             gradient_sync=sync,
             comm=comm,
             upstream={
-                (source, target): Upstream(comm, rows[source], CPU, Channel(index, len(borders)))
-                for index, source, target in crossing
-                if rows[target] == rank
+                (source, target): Upstream(comm, graph.row_of[source], CPU, Channel(number, len(borders)))
+                for number, source, target in crossing
+                if graph.row_of[target] == rank
             },
             downstream={
-                (source, target): Downstream(comm, rows[target], Channel(index, len(borders)))
-                for index, source, target in crossing
-                if rows[source] == rank
+                (source, target): Downstream(comm, graph.row_of[target], Channel(number, len(borders)))
+                for number, source, target in crossing
+                if graph.row_of[source] == rank
             },
-            faults=Faults(str(tmp_path)),
+            faults=faults,
             stage_timer=StageTimer(CPU, 4),
         )
-        found: list[tuple[float, dict[str, Tensor]]] = []
-        for schedule in schedules:
-            work = StepWork(step=1, schedule=schedule, num_targets=TARGETS, positions=tuple(range(4)), batch=load)
-            loss = executor.run(work).item()
-            comm.all_reduce(torch.zeros(1), tuple(range(comm.size))).wait()  # the barrier of every step
-            kept = [(stage._in_flight, stage._deferred) for stage in stages.values()]
-            assert kept == [({}, {})] * len(kept), "what has no backward, or no second half of one, is not kept for it"
-            found.append((loss, {NAMES[stage]: state.grad.clone() for stage, state in trained.items()}))
+        loss = executor.run(work(step)).item()
+        comm.all_reduce(torch.zeros(1), tuple(range(comm.size))).wait()  # the barrier of every step
+        kept = [(stage._in_flight, stage._deferred) for stage in stages.values()]
+        assert kept == [({}, {})] * len(kept), "what has no backward, or no second half of one, is not kept for it"
         sync.close()
-        return found
+        return loss, {layer: state.grad.clone() for layer, state in trained.items()}
 
-    results = as_threads(max(rows) + 1, run)
-    for number, (num_cells, _) in enumerate(steps):
-        loss, expected = in_one_process(model, states, num_cells) if num_cells else (0.0, None)
-        assert sum(result[number][0] for result in results) == pytest.approx(loss, rel=1e-12)
-        found = {name: gradient for result in results for name, gradient in result[number][1].items()}
-        assert set(found) == set(NAMES) - set(frozen)
-        for name, gradient in found.items():
-            wanted = torch.zeros_like(gradient) if expected is None else expected[name]
-            torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-13)
+    return run
 
 
 def copy(spec: LayerSpec, state: LayerState) -> LayerState:
@@ -203,18 +286,36 @@ def copy(spec: LayerSpec, state: LayerState) -> LayerState:
     return made
 
 
-def real_stage(model: Model, number: int, states: dict[str, LayerState]) -> Stage:
-    layer = StageLayer(index=number, module=bind(model.layers[number], states, CPU))
-    return Stage(model, [layer], is_last=number == len(NAMES) - 1, device=CPU, autocast=None, seed=3)
+def real_stage(model: Model, layer: int, states: dict[str, LayerState]) -> Stage:
+    module = StageLayer(index=layer, module=bind(model.layers[layer], states, CPU))
+    return Stage(model, [module], is_last=layer == len(model.layers) - 1, device=CPU, autocast=None, seed=3)
 
 
-@pytest.mark.parametrize(("cells", "got"), [((1,), "llm.0:0F1 of vision.0:0"), ((0, 1), "vision.0:1B0.1 for llm.0:1")])
-def test_deferral_and_parts_of_a_backward_are_refused_by_the_action(cells: tuple[int, ...], got: str) -> None:
-    graph = step_graph(ROWS["apart"], (), 2)
-    changed = StepGraph(lanes=graph.lanes, flows=tuple(Flow(VISION, 0, LLM, cell) for cell in cells), num_rows=5)
-    message = (
-        f"schedule must feed each cell from those of the same number, and have one backward of each, got {got}; "
-        "place the samples of a microbatch together in every unit"
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        RowActions(generate_units(changed), 0)
+@pytest.mark.parametrize("seed", range(40))
+def test_gradients_of_units_equal_those_of_one_process(seed: int, tmp_path: Path) -> None:
+    step = case(seed)
+    model = cast(Model, Branches(step.units, step.frozen))
+    states = initial(model)
+    results = as_threads(step.graph.num_rows, rank_of(step, model, states, Faults(str(tmp_path))))
+    loss, expected = in_one_process(model, states, step)
+    assert sum(loss for loss, _ in results) == pytest.approx(loss, rel=1e-12)
+    names = [spec.name for spec in model.layers]
+    for _, gradients in results:
+        for layer, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[names[layer]], rtol=1e-11, atol=1e-13)
+    assert {layer for _, gradients in results for layer in gradients} == {
+        layer for layer in set(step.layer_of) if names[layer] not in step.frozen
+    }
+
+
+def test_steps_drawn_defer_split_backwards_and_join_what_several_lanes_make() -> None:
+    flows = [
+        (flow, part)
+        for seed in range(40)
+        for step in [case(seed).graph]
+        for flow, part in zip(step.flows, step.part_of, strict=True)
+    ]
+    assert any(flow.cell < flow.target_cell for flow, _ in flows)
+    assert any(part for _, part in flows)
+    assert any(flow.source.number for flow, _ in flows)
+    assert any(flow.source.unit == "llm" and part for flow, part in flows)

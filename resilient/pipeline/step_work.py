@@ -1,0 +1,59 @@
+"""What one step is for one pipeline: its schedule, and the samples of what is computed in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from resilient.models.layer import Batch
+from resilient.pipeline.finite_watch import FiniteWatch
+from resilient.pipeline.row_actions import CellPart
+from resilient.templates.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What one step is for one pipeline.
+
+    Args:
+        step: Its number, 1 for the first.
+        schedule: What the pipeline's rows do, which may differ from step to step.
+        num_targets: Loss-bearing targets of the global batch.
+        position: Number of a part's samples within the step, whoever has them: random layers draw from it.
+        batch: Loads a part's samples, collated, on the stage's device.
+        samples: Says which samples of the step are in a part, in order; asked where units feed each other.
+        num_features: Says how many rows a unit makes of a sample; likewise.
+        watch: Sees what every layer makes of it, where the step is repeated for that.
+    """
+
+    step: int
+    schedule: Schedule
+    num_targets: int
+    position: Callable[[CellPart], int]
+    batch: Callable[[CellPart], Batch]
+    samples: Callable[[CellPart], tuple[int, ...]]
+    num_features: Callable[[str, int], int]
+    watch: FiniteWatch | None = None
+
+
+def chain_work(
+    *, step: int, schedule: Schedule, num_targets: int, positions: Sequence[int], batch: Callable[[int], Batch]
+) -> StepWork:
+    """Return what a step is for a pipeline that is a chain, whose cells are microbatches.
+
+    Args:
+        step: Its number.
+        schedule: Of the pipeline.
+        num_targets: Loss-bearing targets of the global batch.
+        positions: Index, within the step's microbatches, of each of this pipeline's.
+        batch: Loads the collated microbatch at a position, on the stage's device.
+    """
+    return StepWork(
+        step=step,
+        schedule=schedule,
+        num_targets=num_targets,
+        position=lambda part: positions[part.cell],
+        batch=lambda part: batch(positions[part.cell]),
+        samples=lambda part: (positions[part.cell],),
+        num_features=lambda unit, sample: 1,
+    )
