@@ -37,7 +37,7 @@ from step_costs import commit_ms, load_ms, network
 from resilient.agent.launch import LaunchOptions, launch
 from resilient.cli.demo import example_script
 from resilient.cli.shared.printing import plain_table
-from resilient.observability.step_trace import recorded_trace
+from resilient.observability.step_trace import recorded_trace, traced_steps
 from resilient.observability.trace_events import ACTION, Trace
 from resilient.profiling import profiler
 from resilient.profiling.cache import fresh_profile
@@ -131,7 +131,7 @@ def measure(case: Case, num_steps: int) -> Measured:
         exit_code = launch(options, events.append)
         if exit_code:
             raise SystemExit(f"the job ended with exit code {exit_code}: {events[-1]}")
-        trace = recorded_trace(folder)
+        trace = recorded_trace(folder, traced_steps(folder))
     assert trace is not None
     (generation,) = [event for event in events if event["kind"] == "generation"]
     commits = [event["time"] for event in events if event["kind"] == "step"]

@@ -38,7 +38,8 @@ from rich.table import Table
 from resilient.agent.launch import Launcher, LaunchOptions
 from resilient.cli.shared.printing import plain_table
 from resilient.observability.event_log import Event, read_events
-from resilient.observability.run_report import RECOVERY_PARTS, build_run_report
+from resilient.observability.run_report import build_run_report
+from resilient.observability.wording import RECOVERY_PARTS
 from resilient.protocol.messages import Injection
 
 HERE = Path(__file__).parent

@@ -176,18 +176,25 @@ def _write_report(run_directory: Path) -> None:
 
 
 def _write_trace(run_directory: Path, steps: str) -> None:
-    from resilient.observability.figures.bars import recorded_chart
+    from resilient.observability.figures.bars import planned_chart, recorded_chart
     from resilient.observability.figures.gantt import draw_charts
-    from resilient.observability.step_trace import recorded_trace
+    from resilient.observability.planned_steps import differences, differences_text, planned_steps, with_plans
+    from resilient.observability.step_trace import recorded_trace, traced_steps
 
-    trace = recorded_trace(run_directory)
+    traced = traced_steps(run_directory)
+    trace = recorded_trace(run_directory, traced)
     if trace is None:
         console.print(f"no trace: no worker here began a step of {steps}", markup=False)
         return
+    planned = planned_steps(traced)
+    trace = with_plans(trace, planned)
     path = run_directory / "trace.json"
     write_whole(path, trace.to_json())
     console.print(f"trace in {path}: open it in https://ui.perfetto.dev", markup=False, soft_wrap=True)
-    chart = recorded_chart(trace)
-    if chart is not None:
+    found = differences(planned)
+    if found is not None:
+        console.print(differences_text(found), markup=False, soft_wrap=True)
+    charts = [chart for chart in (planned_chart(trace), recorded_chart(trace)) if chart is not None]
+    if charts:
         with drawing(path.with_suffix(".png")) as picture:
-            draw_charts([chart], picture)
+            draw_charts(charts, picture)

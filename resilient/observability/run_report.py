@@ -14,10 +14,9 @@ from typing import Any
 
 from resilient.common.files import write_whole
 from resilient.observability.event_log import Event, read_events, steps_of, was_skipped
+from resilient.observability.planned_steps import differences, planned_steps
 from resilient.observability.run_comparison import NOT_COMPARED, compare_runs
-
-RECOVERY_PARTS = ("detect", "agree", "regroup", "copy", "redo")
-"""The parts of a recovery, in the order in which they happen; each is reported as ``<part>_ms``."""
+from resilient.observability.step_trace import traced_steps
 
 
 def build_run_report(events: Sequence[Event]) -> dict[str, Any]:
@@ -52,6 +51,7 @@ def build_run_report(events: Sequence[Event]) -> dict[str, Any]:
         "notes": {event["name"]: event["value"] for event in events if event["kind"] == "note"},
         "not_injected": [_injection(event) for event in events if event["kind"] == "not_injected"],
         "exit": _exit(events),
+        "traced": None,
         **NOT_COMPARED,
     }
 
@@ -67,6 +67,7 @@ def write_report(run_dir: Path | str, reference_dir: Path | str | None = None) -
         What was written.
     """
     report = build_run_report(read_events(Path(run_dir) / "events.jsonl"))
+    report["traced"] = differences(planned_steps(traced_steps(run_dir)))
     if reference_dir is not None:
         report.update(compare_runs(run_dir, reference_dir))
     write_whole(Path(run_dir, "report.json"), f"{json.dumps(report, indent=2)}\n".encode())

@@ -22,6 +22,7 @@ from resilient.errors import ArgumentError
 from resilient.observability.event_log import Event, read_events
 from resilient.observability.trace_events import ACTION, PART, RECOVERY, STEP, Slice, Trace
 from resilient.templates.schedules.schedule import Action
+from resilient.templates.stage_costs import StageCosts
 
 logger = logging.getLogger(__name__)
 
@@ -138,10 +139,12 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
         local_rank: Which of the node's workers.
         pipeline: Its pipeline in that generation.
         row: Its row of the pipeline's schedule.
+        num_rows: How many the pipeline has.
         start_ns: When the step started, Unix time.
         end_ns: When it ended.
         busy_us: Processor time it took.
         spans: What was done.
+        costs: What the plan expects of each of the pipeline's stages.
     """
 
     step: int
@@ -150,10 +153,12 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
     local_rank: int
     pipeline: int
     row: int
+    num_rows: int
     start_ns: int
     end_ns: int
     busy_us: int
     spans: tuple[RecordedSpan, ...]
+    costs: tuple[StageCosts, ...] = ()
 
     def write(self, run_directory: str | Path) -> None:
         """Append it to the worker's file; where that cannot be written, the log says so and training goes on."""
@@ -181,26 +186,37 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-def recorded_trace(run_directory: str | Path) -> Trace | None:
-    """Return the trace of a run from what its workers wrote; None where no chosen step began.
+def traced_steps(run_directory: str | Path) -> list[TracedStep]:
+    """Return what the workers of a run wrote, in the order of generations, steps, pipelines and rows.
+
+    Raises:
+        ValueError: A worker's file is damaged elsewhere than in its last line.
+    """
+    files = sorted(Path(run_directory).glob("logs/node-*/worker-*.trace.jsonl"))
+    steps = [msgspec.convert(line, TracedStep) for file in files for line in read_events(file)]
+    return sorted(steps, key=lambda step: (step.generation, step.step, step.pipeline, step.row))
+
+
+def recorded_trace(run_directory: str | Path, steps: Sequence[TracedStep]) -> Trace | None:
+    """Return the trace of a run; None where no chosen step began.
 
     Nodes are processes, in the order of pipelines and rows, and workers are their threads. The recoveries are those
     from the first traced step's start to the last one's end.
 
+    Args:
+        run_directory: Has the event log.
+        steps: What the workers wrote (:func:`traced_steps`).
+
     Raises:
-        ValueError: A worker's file, or the event log, is damaged elsewhere than in its last line.
+        ValueError: The event log is damaged elsewhere than in its last line.
     """
-    folder = Path(run_directory)
-    files = sorted(folder.glob("logs/node-*/worker-*.trace.jsonl"))
-    steps = [msgspec.convert(line, TracedStep) for file in files for line in read_events(file)]
     if not steps:
         return None
-    steps.sort(key=lambda step: (step.generation, step.step, step.pipeline, step.row))
     processes = {step.node: f"node {step.node}" for step in steps}
     threads = {(step.node, step.local_rank): f"worker {step.local_rank}" for step in steps}
     slices = [each for step in steps for each in step.slices()]
     start_ns, end_ns = min(step.start_ns for step in steps), max(step.end_ns for step in steps)
-    events = read_events(folder / "events.jsonl")
+    events = read_events(Path(run_directory, "events.jsonl"))
     coordinator = 1 + max([*processes, *(event["node"] for event in events if event["kind"] == "installed")])
     for each in _recoveries(events, coordinator):
         if each.start_ns < end_ns and each.end_ns > start_ns:

@@ -18,9 +18,9 @@ from resilient.templates.schedules.graph import CHAIN
 from resilient.templates.schedules.schedule import Action, Op
 from resilient.templates.schedules.simulator import Span, Timeline
 
-ACTION, STEP, PART, RECOVERY = "action", "step", "part", "recovery"
+ACTION, STEP, PART, RECOVERY, PLANNED = "action", "step", "part", "recovery", "planned"
 """Categories of slices: an action of the schedule; a whole step; another part of a step or of an action; what comes
-between steps when membership changes."""
+between steps when membership changes; an action as it was planned."""
 
 Thread = tuple[int, int]
 """Process, and thread in it."""

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
-from resilient.observability.run_report import RECOVERY_PARTS
 from resilient.templates.common.words import counted
 from resilient.templates.schedules.graph import LaneName
+
+RECOVERY_PARTS = ("detect", "agree", "regroup", "copy", "redo")
+"""The parts of a recovery, in the order in which they happen; each is reported as ``<part>_ms``."""
 
 _ROUNDED_UP = 999.5
 """From here on three digits are no fraction, and ``g`` would write an exponent."""

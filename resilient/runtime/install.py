@@ -36,7 +36,7 @@ from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals, P
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Pipeline, Plan, Slot
 from resilient.templates.schedules.schedule import Schedule
-from resilient.templates.template import StageSpec
+from resilient.templates.template import PipelineTemplate, StageSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,11 @@ class Session:
     stage_timer: StageTimer
     sample_agreement: SampleAgreement
     replicas: Replicas
+
+    @property
+    def template(self) -> PipelineTemplate:
+        """Of this worker's pipeline."""
+        return self.plan.pipelines[self.slot.pipeline_index].template
 
     @property
     def positions(self) -> tuple[int, ...]:

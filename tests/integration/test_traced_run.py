@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from resilient.observability.trace_events import ACTION, PART, RECOVERY, STEP, Slice, Trace
+from resilient.observability.planned_steps import PLANNED_THREAD
+from resilient.observability.trace_events import ACTION, PART, PLANNED, RECOVERY, STEP, Slice, Trace
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.schedule import Action
 from tests.integration.harness import Run, check_recovered, started
 
 STEPS = (3, 4, 5)
@@ -71,12 +73,29 @@ def test_what_was_run_is_the_schedule(reference: tuple[Run, Trace]) -> None:
     assert [len(pipeline["stages"]) for pipeline in generation["pipelines"]] == [2, 2]
     assert sorted(trace.processes.values()) == ["node 0", "node 1", "node 2", "node 3"]
     check_is_the_schedule(trace, run, 1, STEPS)
-    for process, thread in trace.threads:
+    own = [(process, thread) for process, thread in trace.threads if thread < PLANNED_THREAD]
+    assert sorted(trace.threads) == sorted([*own, *((process, PLANNED_THREAD + thread) for process, thread in own)])
+    for process, thread in own:
         steps = trace.of(process, thread, STEP)
         assert [each.name for each in steps] == [f"step {number}" for number in STEPS]
         check_no_overlap(steps)
         assert trace.of(process, thread, RECOVERY) == []
+        planned = [(s.args["step"], s.name) for s in trace.of(process, PLANNED_THREAD + thread, PLANNED)]
+        computed = [(s.args["step"], s.name) for s in trace.of(process, thread, ACTION) if "_" not in s.name]
+        assert planned == [(step, name) for step, name in computed if Action.parse(name).op.computes]
     assert (run.directory / "trace.png").stat().st_size > 10_000
+
+
+def test_report_tells_how_steps_differ_from_their_plans(reference: tuple[Run, Trace]) -> None:
+    traced = reference[0].report["traced"]
+    assert traced["steps"] == 2 * len(STEPS)
+    assert traced["planned_ms"] > 0
+    assert traced["run_ms"] > 0
+    assert len(traced["largest"]) == 5
+    for each in traced["largest"]:
+        assert each["node"] in range(4)
+        assert each["action"] in ("0F", "0B", "1F", "1B")
+        assert each["planned_ms"] != each["run_ms"]
 
 
 @pytest.mark.parametrize(("schedule", "num_chunks"), [("1f1b", 1), ("interleaved-1f1b", 2)])

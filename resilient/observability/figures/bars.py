@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from resilient.observability.trace_events import ACTION, PART, STEP, Slice, Trace
+from resilient.observability.trace_events import ACTION, PART, PLANNED, STEP, Slice, Trace
 from resilient.observability.wording import duration, stages_text
 from resilient.templates.common.interval import Interval
 from resilient.templates.schedules.graph import CHAIN, LaneName
@@ -114,6 +114,37 @@ def _odd_chunks(units: Sequence[str]) -> str:
 
 def recorded_chart(trace: Trace) -> Chart | None:
     """Return the chart of the first step of a run's trace that all its workers finished; None where there is none."""
+    steps = _first_finished(trace)
+    if not steps:
+        return None
+    start_ns, end_ns = min(step.start_ns for step in steps), max(step.end_ns for step in steps)
+    title = f"step {steps[0].args['step']} as it was run: {duration((end_ns - start_ns) / 1e6)}"
+    return _chart_of(title, steps, [_within(trace, step) for step in steps], start_ns, end_ns)
+
+
+def planned_chart(trace: Trace) -> Chart | None:
+    """Return the chart of what was planned for that step; None where that is not known."""
+    steps = _first_finished(trace)
+    done = [
+        [
+            each
+            for each in trace.slices
+            if each.category == PLANNED
+            and each.process == step.process
+            and all(each.args[key] == step.args[key] for key in ("step", "generation", "pipeline", "row"))
+        ]
+        for step in steps
+    ]
+    if not any(done):
+        return None
+    start_ns = min(each.start_ns for own in done for each in own)
+    end_ns = max(each.end_ns for own in done for each in own)
+    title = f"step {steps[0].args['step']} as it was planned: computing takes {duration((end_ns - start_ns) / 1e6)}"
+    return _chart_of(title, steps, done, start_ns, end_ns)
+
+
+def _first_finished(trace: Trace) -> list[Slice]:
+    """Return the slice of each worker of the first step that all of them finished, pipeline by pipeline."""
     whole = [each for each in trace.slices if each.category == STEP]
     committed = {
         (each.args["generation"], each.args["step"], each.process, each.thread)
@@ -123,21 +154,22 @@ def recorded_chart(trace: Trace) -> Chart | None:
     for generation, number in sorted({(each.args["generation"], each.args["step"]) for each in whole}):
         steps = [each for each in whole if (each.args["generation"], each.args["step"]) == (generation, number)]
         if all((generation, number, each.process, each.thread) in committed for each in steps):
-            return _recorded(trace, steps, number)
-    return None
+            return sorted(steps, key=lambda step: (step.args["pipeline"], step.args["row"]))
+    return []
 
 
-def _recorded(trace: Trace, steps: list[Slice], number: int) -> Chart:
-    steps.sort(key=lambda step: (step.args["pipeline"], step.args["row"]))
-    start_ns, end_ns = min(step.start_ns for step in steps), max(step.end_ns for step in steps)
-    done = [_within(trace, step) for step in steps]
-    actions = [(each.start_ns, Action.parse(each.name)) for own in done for each in own if each.category == ACTION]
+def _chart_of(title: str, steps: list[Slice], done: list[list[Slice]], start_ns: int, end_ns: int) -> Chart:
+    """Return the chart of what workers did in a step, or were to do: a row each."""
+    computed = (ACTION, PLANNED)
+    actions = [(each.start_ns, Action.parse(each.name)) for own in done for each in own if each.category in computed]
     # a unit begins before those that it feeds
     units = list(dict.fromkeys(action.lane.unit for _, action in sorted(actions, key=lambda action: action[0])))
     bars: list[Bar] = []
     rows: list[str] = []
     for row, (step, own) in enumerate(zip(steps, done, strict=True)):
-        run = sorted((Action.parse(each.name) for each in own if each.category == ACTION), key=lambda a: a.order(units))
+        run = sorted(
+            (Action.parse(each.name) for each in own if each.category in computed), key=lambda a: a.order(units)
+        )
         stages = list(dict.fromkeys((action.lane, action.stage) for action in run))
         rows.append(f"node {step.process}\npipeline {step.args['pipeline']}, {stages_text(stages)}")
         for each in own:
@@ -146,11 +178,7 @@ def _recorded(trace: Trace, steps: list[Slice], number: int) -> Chart:
                 times = {"start_ns": each.start_ns - start_ns, "end_ns": each.end_ns - start_ns}
                 bars.append(Bar(row=row, kind=kind, label=label, chunk=chunk, **times))
     return Chart(
-        title=f"step {number} as it was run: {duration((end_ns - start_ns) / 1e6)}",
-        rows=tuple(rows),
-        length_ns=end_ns - start_ns,
-        bars=tuple(bars),
-        odd_chunks=_odd_chunks(units),
+        title=title, rows=tuple(rows), length_ns=end_ns - start_ns, bars=tuple(bars), odd_chunks=_odd_chunks(units)
     )
 
 

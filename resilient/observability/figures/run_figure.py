@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from resilient.observability.event_log import Event, loss_of, steps_of
 from resilient.observability.figures.style import BLUE, GREEN, INK, PALE_BLUE, PALE_GREY, RED, legend_above, panels
-from resilient.observability.run_report import RECOVERY_PARTS
-from resilient.observability.wording import duration, lost_work, three_digits
+from resilient.observability.wording import RECOVERY_PARTS, duration, lost_work, three_digits
 from resilient.templates.common.words import counted
 
 if TYPE_CHECKING:

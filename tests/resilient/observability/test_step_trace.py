@@ -15,7 +15,14 @@ from typer.testing import CliRunner
 
 from resilient.cli.app import app
 from resilient.observability.figures.bars import Bar, recorded_chart
-from resilient.observability.step_trace import RecordedSpan, SpanRecorder, TracedStep, parse_steps, recorded_trace
+from resilient.observability.step_trace import (
+    RecordedSpan,
+    SpanRecorder,
+    TracedStep,
+    parse_steps,
+    recorded_trace,
+    traced_steps,
+)
 from resilient.observability.trace_events import ACTION, PART, RECOVERY, STEP, Trace
 from resilient.templates.schedules.schedule import Action
 from tests.resilient.observability.made_up_runs import START, Run
@@ -75,7 +82,7 @@ def at(time_ms: float) -> int:
 
 def step(number: int, node: int, start_ms: float, *spans: tuple[str, str, float, float], **changes: Any) -> TracedStep:
     made = tuple(RecordedSpan(category, name, at(start), at(end), 7) for category, name, start, end in spans)
-    fields = {"generation": 1, "local_rank": 0, "pipeline": 0, "row": node, **changes}
+    fields = {"generation": 1, "local_rank": 0, "pipeline": 0, "row": node, "num_rows": 1, **changes}
     return TracedStep(
         step=number, node=node, start_ns=at(start_ms), end_ns=made[-1].end_ns, busy_us=9, spans=made, **fields
     )
@@ -108,7 +115,7 @@ def interrupted(folder: Path) -> Trace:
         step(2, 0, 200, (ACTION, "0F0", 200, 220), (PART, "load 0", 200, 205), (ACTION, "0B0", 220, 260),
              (ACTION, "0REDUCE3", 260, 262), (PART, "prepare", 262, 265), (PART, "commit", 265, 270), generation=2),
     )  # fmt: skip
-    trace = recorded_trace(folder)
+    trace = recorded_trace(folder, traced_steps(folder))
     assert trace is not None
     return trace
 
@@ -150,7 +157,7 @@ def test_picture_is_of_the_first_step_that_all_finished(tmp_path: Path) -> None:
 
 def test_run_in_which_no_traced_step_was_finished_has_no_picture(tmp_path: Path) -> None:
     write_run(tmp_path, Run(), step(2, 0, 100, (ACTION, "0F0", 100, 110)))
-    trace = recorded_trace(tmp_path)
+    trace = recorded_trace(tmp_path, traced_steps(tmp_path))
     assert trace is not None
     assert recorded_chart(trace) is None
 
@@ -159,13 +166,13 @@ def test_line_that_a_killed_worker_did_not_finish_is_left_out(tmp_path: Path) ->
     write_run(tmp_path, Run(), step(2, 0, 100, (ACTION, "0F0", 100, 110)))
     with (tmp_path / "logs" / "node-0" / "worker-0.trace.jsonl").open("a") as file:
         file.write('{"step": 3, "gener')
-    trace = recorded_trace(tmp_path)
+    trace = recorded_trace(tmp_path, traced_steps(tmp_path))
     assert trace is not None
     assert [s.name for s in trace.of(0, 0, STEP)] == ["step 2"]
 
 
 def test_run_without_traced_steps_has_no_trace(tmp_path: Path) -> None:
-    assert recorded_trace(tmp_path) is None
+    assert recorded_trace(tmp_path, traced_steps(tmp_path)) is None
 
 
 def test_step_that_cannot_be_written_down_does_not_stop_training(

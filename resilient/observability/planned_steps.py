@@ -1,0 +1,159 @@
+"""Sets steps as they were planned beside what their workers did: one simulated from the other's actions.
+
+What was executed is the schedule, so a step is simulated by the actions that its workers wrote down, with the times
+that the plan expects of each; it begins with the first action of its pipeline. Must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from resilient.observability.step_trace import TracedStep
+from resilient.observability.trace_events import ACTION, PLANNED, Slice, Thread, Trace
+from resilient.observability.wording import duration
+from resilient.templates.schedules.schedule import Action, Schedule
+from resilient.templates.schedules.simulator import Timeline, simulate
+from resilient.templates.stage_costs import action_costs
+
+PLANNED_THREAD = 1000
+"""A worker's thread of what was planned for it has the number of its own and this."""
+
+_MOST_DIFFERENCES = 5
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedStep:
+    """One step of one pipeline, that all its workers finished, and its simulation.
+
+    Args:
+        rows: What each worker wrote down.
+        timeline: What was expected.
+    """
+
+    rows: tuple[TracedStep, ...]
+    timeline: Timeline
+
+    @property
+    def start_ns(self) -> int:
+        """When the pipeline's first action began, Unix time."""
+        return min(times[0] for row in self.rows for times in _times(row).values())
+
+    @property
+    def run_ms(self) -> float:
+        """From the first action's start to the last one's end."""
+        return (max(times[1] for row in self.rows for times in _times(row).values()) - self.start_ns) / 1e6
+
+    def slices(self) -> Iterator[Slice]:
+        """Yield what was planned, on a thread beside each worker's own."""
+        start_ns = self.start_ns
+        for span in self.timeline.spans:
+            row = self.rows[span.row]
+            if span.action.op.computes and span.length_ns:
+                yield Slice(
+                    process=row.node,
+                    thread=PLANNED_THREAD + row.local_rank,
+                    name=str(span.action),
+                    category=PLANNED,
+                    start_ns=start_ns + span.start_ns,
+                    end_ns=start_ns + span.end_ns,
+                    args={"step": row.step, "generation": row.generation, "pipeline": row.pipeline, "row": row.row},
+                )
+
+
+def planned_steps(traced: Sequence[TracedStep]) -> list[PlannedStep]:
+    """Return the steps that whole pipelines finished, each with its simulation, in order.
+
+    Args:
+        traced: What workers wrote down.
+    """
+    groups: dict[tuple[int, int, int], list[TracedStep]] = {}
+    for each in traced:
+        groups.setdefault((each.generation, each.step, each.pipeline), []).append(each)
+    found: list[PlannedStep] = []
+    for _, rows in sorted(groups.items()):
+        rows.sort(key=lambda row: row.row)
+        is_whole = [row.row for row in rows] == list(range(rows[0].num_rows)) and all(map(_is_finished, rows))
+        if is_whole and rows[0].costs:
+            schedule = Schedule.of([[Action.parse(name) for name in _times(row)] for row in rows])
+            found.append(PlannedStep(rows=tuple(rows), timeline=simulate(schedule, action_costs(rows[0].costs))))
+    return found
+
+
+def with_plans(trace: Trace, steps: Sequence[PlannedStep]) -> Trace:
+    """Return a trace with what was planned on threads beside the workers' own."""
+    planned = [each for step in steps for each in step.slices()]
+    workers = {(each.process, each.thread) for each in planned}
+    threads: dict[Thread, str] = {}
+    for (process, thread), name in trace.threads.items():
+        threads[process, thread] = name
+        if (process, PLANNED_THREAD + thread) in workers:
+            threads[process, PLANNED_THREAD + thread] = f"{name}, planned"
+    return replace(trace, threads=threads, slices=(*trace.slices, *planned))
+
+
+def differences(steps: Sequence[PlannedStep]) -> dict[str, Any] | None:
+    """Return how steps differ from their plans, for ``report.json``; None without steps.
+
+    Returns:
+        ``steps``: how many, of one pipeline each; ``planned_ms`` and ``run_ms``: medians of them, from the first action
+        to the last; ``largest``: by node, worker and kind of action (``1F``: stage and what is done) the median time
+        that was planned and that it took, those first that differ most in a whole step.
+    """
+    if not steps:
+        return None
+    planned: dict[tuple[int, int, str], list[float]] = {}
+    taken: dict[tuple[int, int, str], list[float]] = {}
+    for step in steps:
+        for span in step.timeline.spans:
+            if span.action.op.computes:
+                row = step.rows[span.row]
+                start_ns, end_ns = _times(row)[str(span.action)]
+                key = (row.node, row.local_rank, _kind(span.action))
+                planned.setdefault(key, []).append(span.length_ns / 1e6)
+                taken.setdefault(key, []).append((end_ns - start_ns) / 1e6)
+    found = [
+        {
+            "node": node,
+            "local_rank": local_rank,
+            "action": kind,
+            "planned_ms": round(median(planned[node, local_rank, kind]), 3),
+            "run_ms": round(median(taken[node, local_rank, kind]), 3),
+        }
+        for node, local_rank, kind in sorted(planned, key=lambda key: (-abs(sum(taken[key]) - sum(planned[key])), key))
+    ]
+    return {
+        "steps": len(steps),
+        "planned_ms": round(median(step.timeline.iteration_ms for step in steps), 3),
+        "run_ms": round(median(step.run_ms for step in steps), 3),
+        "largest": found[:_MOST_DIFFERENCES],
+    }
+
+
+def differences_text(found: Mapping[str, Any]) -> str:
+    """Return :func:`differences` as text for people."""
+    ratio = found["run_ms"] / found["planned_ms"] if found["planned_ms"] else 1.0
+    lines = [
+        f"from the first action to the last: planned {duration(found['planned_ms'])}, run {duration(found['run_ms'])} "
+        f"({ratio:.2f}x); most differ:"
+    ]
+    for each in found["largest"]:
+        times = f"planned {duration(each['planned_ms'])}, run {duration(each['run_ms'])}"
+        lines.append(f"  node {each['node']}, worker {each['local_rank']}: {each['action']} {times}")
+    return "\n".join(lines)
+
+
+def _times(row: TracedStep) -> dict[str, tuple[int, int]]:
+    """Return when each of a worker's actions began and ended, in their order."""
+    return {span.name: (span.start_ns, span.end_ns) for span in row.spans if span.category == ACTION}
+
+
+def _is_finished(row: TracedStep) -> bool:
+    return any(span.name == "commit" for span in row.spans)
+
+
+def _kind(action: Action) -> str:
+    lane = f"{action.lane}:" if action.lane.unit else ""
+    return f"{lane}{action.stage}{action.op.text}"

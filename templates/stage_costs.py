@@ -1,0 +1,57 @@
+"""What each stage of a pipeline is expected to take for a microbatch, kind by kind: what a run is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from resilient.templates.inputs.profile import ModelProfile
+from resilient.templates.schedules.simulator import ActionCosts
+from resilient.templates.template import PipelineTemplate, StageSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """Times of one stage for one microbatch.
+
+    Args:
+        forward_ms: Forward.
+        backward_input_ms: Backward for what it received, and the forward that is run again with checkpointing.
+        backward_weight_ms: Backward for its parameters.
+        send_ms: One message over the boundary before it.
+    """
+
+    forward_ms: float
+    backward_input_ms: float
+    backward_weight_ms: float
+    send_ms: float
+
+
+def stage_costs(template: PipelineTemplate, profile: ModelProfile) -> tuple[StageCosts, ...]:
+    """Return what the stages of a template take, whose backwards the profile divides into halves."""
+    return tuple(_stage_costs(stage, profile) for stage in template.stages)
+
+
+def _stage_costs(stage: StageSpec, profile: ModelProfile) -> StageCosts:
+    degree = profile.tp_degrees.index(stage.num_devices)
+    layers = profile.layers[stage.first_layer : stage.end_layer]
+    of_inputs = sum(layer.costs[degree].backward_input_ms for layer in layers if layer.input_gradient)
+    of_inputs += stage.checkpointing * stage.forward_ms
+    of_weights = sum(layer.costs[degree].backward_weight_ms for layer in layers if layer.trainable)
+    weights_ms = stage.backward_ms * of_weights / (of_inputs + of_weights) if of_weights else 0.0
+    return StageCosts(
+        forward_ms=stage.forward_ms,
+        backward_input_ms=stage.backward_ms - weights_ms,
+        backward_weight_ms=weights_ms,
+        send_ms=stage.send_ms / 2,
+    )
+
+
+def action_costs(stages: Sequence[StageCosts]) -> ActionCosts:
+    """Return the costs of a chain's actions, as the simulator takes them."""
+    return ActionCosts(
+        forward_ms=[stage.forward_ms for stage in stages],
+        backward_input_ms=[stage.backward_input_ms for stage in stages],
+        backward_weight_ms=[stage.backward_weight_ms for stage in stages],
+        transfer_ms=[stage.send_ms for stage in stages[1:]],
+    )

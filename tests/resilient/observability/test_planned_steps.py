@@ -1,0 +1,110 @@
+"""Steps as they were planned, beside what workers wrote down of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from resilient.observability.figures.bars import planned_chart
+from resilient.observability.planned_steps import (
+    PLANNED_THREAD,
+    differences,
+    differences_text,
+    planned_steps,
+    with_plans,
+)
+from resilient.observability.step_trace import RecordedSpan, TracedStep
+from resilient.observability.trace_events import ACTION, PART, PLANNED, Trace
+from resilient.templates.schedules.generators import generate
+from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.schedule import Schedule
+from resilient.templates.stage_costs import StageCosts
+
+MS = 1_000_000
+COSTS = (
+    StageCosts(forward_ms=2.0, backward_input_ms=1.0, backward_weight_ms=3.0, send_ms=0.0),
+    StageCosts(forward_ms=2.0, backward_input_ms=3.0, backward_weight_ms=1.0, send_ms=0.0),
+)
+ONE_F_ONE_B = generate(ScheduleKind.ONE_F_ONE_B, 2, 2)
+"""Of two microbatches: 2 ms of forwards and 4 of backwards each, on either stage; 18 ms in all."""
+
+
+def run_of(schedule: Schedule, *, step: int = 5, action_ms: float = 3.0, pipeline: int = 0) -> list[TracedStep]:
+    """Every action takes as long, one after the other."""
+    found: list[TracedStep] = []
+    for row, actions in enumerate(schedule.rows):
+        ends = [round(MS * action_ms * (1 + number)) for number in range(len(actions))]
+        spans = [
+            RecordedSpan(ACTION, str(action), end - round(MS * action_ms), end, 1)
+            for action, end in zip(actions, ends, strict=True)
+        ]
+        spans.append(RecordedSpan(PART, "commit", ends[-1], ends[-1] + MS, 1))
+        found.append(
+            TracedStep(
+                step=step, generation=1, node=4 - row, local_rank=row, pipeline=pipeline, row=row, num_rows=2,
+                start_ns=0, end_ns=spans[-1].end_ns, busy_us=1, spans=tuple(spans), costs=COSTS,
+            )
+        )  # fmt: skip
+    return found
+
+
+def test_step_is_simulated_by_its_own_actions_with_the_times_of_the_plan() -> None:
+    (step,) = planned_steps(run_of(ONE_F_ONE_B))
+    assert step.timeline.schedule.rows == ONE_F_ONE_B.rows
+    assert step.timeline.iteration_ms == 18.0
+    assert step.run_ms == 3.0 * max(map(len, ONE_F_ONE_B.rows))
+    (other,) = planned_steps(run_of(generate(ScheduleKind.ZB_H1, 2, 2)))
+    assert other.timeline.iteration_ms == 16.0, "halves of backwards are planned apart: weights wait, inputs do not"
+
+
+def test_steps_of_which_a_row_is_missing_or_gave_up_have_no_plan() -> None:
+    rows = run_of(ONE_F_ONE_B)
+    given_up = msgspec.structs.replace(rows[1], spans=rows[1].spans[:-1])
+    assert planned_steps([rows[0]]) == planned_steps([rows[0], given_up]) == []
+    assert planned_steps([msgspec.structs.replace(row, costs=()) for row in rows]) == []
+    assert differences([]) is None
+
+
+def test_differences_are_told_the_largest_first() -> None:
+    steps = planned_steps([*run_of(ONE_F_ONE_B), *run_of(ONE_F_ONE_B, step=6, action_ms=2.0)])
+    found = differences(steps)
+    assert found is not None
+    assert (found["steps"], found["planned_ms"], found["run_ms"]) == (2, 18.0, 20.0)
+    assert found["largest"] == [
+        {"node": 3, "local_rank": 1, "action": "1B", "planned_ms": 4.0, "run_ms": 2.5},
+        {"node": 4, "local_rank": 0, "action": "0B", "planned_ms": 4.0, "run_ms": 2.5},
+        {"node": 3, "local_rank": 1, "action": "1F", "planned_ms": 2.0, "run_ms": 2.5},
+        {"node": 4, "local_rank": 0, "action": "0F", "planned_ms": 2.0, "run_ms": 2.5},
+    ]
+    assert differences_text({**found, "largest": found["largest"][:1]}) == (
+        "from the first action to the last: planned 18 ms, run 20 ms (1.11x); most differ:\n"
+        "  node 3, worker 1: 1B planned 4 ms, run 2.5 ms"
+    )
+
+
+def test_plans_lie_on_threads_beside_the_workers() -> None:
+    rows = run_of(ONE_F_ONE_B)
+    trace = Trace(
+        processes={3: "node 3", 4: "node 4"},
+        threads={(3, 1): "worker 1", (4, 0): "worker 0", (3, 7): "another"},
+        slices=tuple(each for row in rows for each in row.slices()),
+    )
+    planned = with_plans(trace, planned_steps(rows))
+    assert planned.threads == {
+        (3, 1): "worker 1",
+        (3, 1 + PLANNED_THREAD): "worker 1, planned",
+        (4, 0): "worker 0",
+        (4, 0 + PLANNED_THREAD): "worker 0, planned",
+        (3, 7): "another",
+    }
+    first = planned.of(4, PLANNED_THREAD, PLANNED)
+    assert [(s.name, s.start_ns, s.end_ns) for s in first] == [
+        ("0F0", 0, 2 * MS), ("0F1", 2 * MS, 4 * MS), ("0B0", 8 * MS, 12 * MS), ("0B1", 14 * MS, 18 * MS)
+    ]  # fmt: skip
+    chart = planned_chart(planned)
+    assert chart is not None
+    assert (chart.title, chart.length_ns, [row.partition("\n")[0] for row in chart.rows]) == (
+        "step 5 as it was planned: computing takes 18 ms", 18 * MS, ["node 4", "node 3"]
+    )  # fmt: skip
+    assert planned_chart(replace(planned, slices=trace.slices)) is None
