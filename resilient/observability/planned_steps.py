@@ -16,7 +16,7 @@ from resilient.observability.trace_events import ACTION, PLANNED, Slice, Thread,
 from resilient.observability.wording import duration
 from resilient.templates.schedules.schedule import Action, Schedule
 from resilient.templates.schedules.simulator import Timeline, simulate
-from resilient.templates.stage_costs import action_costs
+from resilient.templates.stage_times import action_costs
 
 PLANNED_THREAD = 1000
 """A worker's thread of what was planned for it has the number of its own and this."""
@@ -25,7 +25,7 @@ _MOST_DIFFERENCES = 5
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PlannedStep:
+class ComparedStep:
     """One step of one pipeline, that all its workers finished, and its simulation.
 
     Args:
@@ -63,7 +63,7 @@ class PlannedStep:
                 )
 
 
-def planned_steps(traced: Sequence[TracedStep]) -> list[PlannedStep]:
+def planned_steps(traced: Sequence[TracedStep]) -> list[ComparedStep]:
     """Return the steps that whole pipelines finished, each with its simulation, in order.
 
     Args:
@@ -72,17 +72,17 @@ def planned_steps(traced: Sequence[TracedStep]) -> list[PlannedStep]:
     groups: dict[tuple[int, int, int], list[TracedStep]] = {}
     for each in traced:
         groups.setdefault((each.generation, each.step, each.pipeline), []).append(each)
-    found: list[PlannedStep] = []
+    found: list[ComparedStep] = []
     for _, rows in sorted(groups.items()):
         rows.sort(key=lambda row: row.row)
         is_whole = [row.row for row in rows] == list(range(rows[0].num_rows)) and all(map(_is_finished, rows))
         if is_whole and rows[0].costs:
             schedule = Schedule.of([[Action.parse(name) for name in _times(row)] for row in rows])
-            found.append(PlannedStep(rows=tuple(rows), timeline=simulate(schedule, action_costs(rows[0].costs))))
+            found.append(ComparedStep(rows=tuple(rows), timeline=simulate(schedule, action_costs(rows[0].costs))))
     return found
 
 
-def with_plans(trace: Trace, steps: Sequence[PlannedStep]) -> Trace:
+def with_plans(trace: Trace, steps: Sequence[ComparedStep]) -> Trace:
     """Return a trace with what was planned on threads beside the workers' own."""
     planned = [each for step in steps for each in step.slices()]
     workers = {(each.process, each.thread) for each in planned}
@@ -94,7 +94,7 @@ def with_plans(trace: Trace, steps: Sequence[PlannedStep]) -> Trace:
     return replace(trace, threads=threads, slices=(*trace.slices, *planned))
 
 
-def differences(steps: Sequence[PlannedStep]) -> dict[str, Any] | None:
+def differences(steps: Sequence[ComparedStep]) -> dict[str, Any] | None:
     """Return how steps differ from their plans, for ``report.json``; None without steps.
 
     Returns:

@@ -22,7 +22,7 @@ from resilient.errors import ArgumentError
 from resilient.observability.event_log import Event, read_events
 from resilient.observability.trace_events import ACTION, PART, RECOVERY, STEP, Slice, Trace
 from resilient.templates.schedules.schedule import Action
-from resilient.templates.stage_costs import StageCosts
+from resilient.templates.stage_times import StageTimes
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
     end_ns: int
     busy_us: int
     spans: tuple[RecordedSpan, ...]
-    costs: tuple[StageCosts, ...] = ()
+    costs: tuple[StageTimes, ...] = ()
 
     def write(self, run_directory: str | Path) -> None:
         """Append it to the worker's file; where that cannot be written, the log says so and training goes on."""

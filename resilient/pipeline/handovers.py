@@ -12,7 +12,7 @@ from torch import Tensor
 
 from resilient.models.layer import Activations
 from resilient.pipeline.row_actions import CellPart, RowActions, StageLink
-from resilient.pipeline.sample_rows import SampleRows, Source, rearranged
+from resilient.pipeline.sample_rows import RowsSource, SampleRows, rearranged
 
 
 class Handovers:
@@ -35,7 +35,7 @@ class Handovers:
         self._num_features = num_features
         self._rows: dict[StageLink, SampleRows] = {}
         self._names: dict[StageLink, tuple[str, ...]] = {}
-        self._gradients: dict[StageLink, list[Source]] = {}
+        self._gradients: dict[StageLink, list[RowsSource]] = {}
 
     def rows(self, link: StageLink) -> SampleRows:
         """Return the rows of what goes over a link: those samples of its source that its target has."""

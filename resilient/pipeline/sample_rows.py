@@ -25,11 +25,11 @@ class SampleRows:
         self.slices = dict(zip(self.samples, spans, strict=True))
 
 
-Source = tuple[SampleRows, Mapping[str, Tensor]]
+RowsSource = tuple[SampleRows, Mapping[str, Tensor]]
 """Tensors by name, and whose rows they have."""
 
 
-def rearranged(sources: Sequence[Source], target: SampleRows) -> dict[str, Tensor]:
+def rearranged(sources: Sequence[RowsSource], target: SampleRows) -> dict[str, Tensor]:
     """Return tensors with the rows of the target's samples, in its order; of samples that no source has, zeros.
 
     Args:

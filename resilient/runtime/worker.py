@@ -64,7 +64,7 @@ from resilient.state.replicas import OddCopiesError
 from resilient.state.skipped import MOST_IN_A_ROW
 from resilient.state.witnesses import HeldCopy
 from resilient.templates.inputs.profile import ModelProfile
-from resilient.templates.stage_costs import stage_costs
+from resilient.templates.stage_times import stage_times
 
 logger = logging.getLogger(__name__)
 
@@ -280,7 +280,7 @@ class Worker:
                     end_ns=time.time_ns(),
                     busy_us=(time.thread_time_ns() - started_busy_ns) // 1000,
                     spans=recorder.spans(),
-                    costs=stage_costs(session.template, self._spec.profile),
+                    costs=stage_times(session.template, self._spec.profile),
                 ).write(self._client.run_directory)
 
     def _step(self, session: Session) -> bool:

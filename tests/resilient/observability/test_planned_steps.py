@@ -19,12 +19,12 @@ from resilient.observability.trace_events import ACTION, PART, PLANNED, Trace
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Schedule
-from resilient.templates.stage_costs import StageCosts
+from resilient.templates.stage_times import StageTimes
 
 MS = 1_000_000
 COSTS = (
-    StageCosts(forward_ms=2.0, backward_input_ms=1.0, backward_weight_ms=3.0, send_ms=0.0),
-    StageCosts(forward_ms=2.0, backward_input_ms=3.0, backward_weight_ms=1.0, send_ms=0.0),
+    StageTimes(forward_ms=2.0, backward_input_ms=1.0, backward_weight_ms=3.0, send_ms=0.0),
+    StageTimes(forward_ms=2.0, backward_input_ms=3.0, backward_weight_ms=1.0, send_ms=0.0),
 )
 ONE_F_ONE_B = generate(ScheduleKind.ONE_F_ONE_B, 2, 2)
 """Of two microbatches: 2 ms of forwards and 4 of backwards each, on either stage; 18 ms in all."""

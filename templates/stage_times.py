@@ -11,7 +11,7 @@ from resilient.templates.template import PipelineTemplate, StageSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageCosts:
+class StageTimes:
     """Times of one stage for one microbatch.
 
     Args:
@@ -27,19 +27,19 @@ class StageCosts:
     send_ms: float
 
 
-def stage_costs(template: PipelineTemplate, profile: ModelProfile) -> tuple[StageCosts, ...]:
+def stage_times(template: PipelineTemplate, profile: ModelProfile) -> tuple[StageTimes, ...]:
     """Return what the stages of a template take, whose backwards the profile divides into halves."""
-    return tuple(_stage_costs(stage, profile) for stage in template.stages)
+    return tuple(_of_stage(stage, profile) for stage in template.stages)
 
 
-def _stage_costs(stage: StageSpec, profile: ModelProfile) -> StageCosts:
+def _of_stage(stage: StageSpec, profile: ModelProfile) -> StageTimes:
     degree = profile.tp_degrees.index(stage.num_devices)
     layers = profile.layers[stage.first_layer : stage.end_layer]
     of_inputs = sum(layer.costs[degree].backward_input_ms for layer in layers if layer.input_gradient)
     of_inputs += stage.checkpointing * stage.forward_ms
     of_weights = sum(layer.costs[degree].backward_weight_ms for layer in layers if layer.trainable)
     weights_ms = stage.backward_ms * of_weights / (of_inputs + of_weights) if of_weights else 0.0
-    return StageCosts(
+    return StageTimes(
         forward_ms=stage.forward_ms,
         backward_input_ms=stage.backward_ms - weights_ms,
         backward_weight_ms=weights_ms,
@@ -47,7 +47,7 @@ def _stage_costs(stage: StageSpec, profile: ModelProfile) -> StageCosts:
     )
 
 
-def action_costs(stages: Sequence[StageCosts]) -> ActionCosts:
+def action_costs(stages: Sequence[StageTimes]) -> ActionCosts:
     """Return the costs of a chain's actions, as the simulator takes them."""
     return ActionCosts(
         forward_ms=[stage.forward_ms for stage in stages],
