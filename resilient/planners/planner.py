@@ -130,6 +130,8 @@ class Configuration:
         shard: Devices, of consecutive replicas, that divide one copy of parameters, gradients and the optimizer, and
             gather it layer by layer: 1 if each has its own (and all divide the optimizer alone), those of a node
             (HSDP), or all (FSDP). Their microbatches are in step, as all take part in all gathers.
+        lead: Microbatches that a stage runs ahead of the next one: 1 is 1F1B, 2 is eager 1F1B. Less, in steps in which
+            memory does not hold so many.
         predicted_ms: Step time as the planner itself predicts it.
         notes: What people should know of the decision, a sentence each.
     """
@@ -139,12 +141,15 @@ class Configuration:
     colocated: bool = False
     encoders: Encoders = Encoders.PARALLEL
     shard: int = 1
+    lead: int = 1
     predicted_ms: float = 0.0
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.shard < 1:
             raise ArgumentError("shard", "be >= 1", self.shard, "1 means that each device has a copy")
+        if self.lead < 1:
+            raise ArgumentError("lead", "be >= 1", self.lead, "1 is 1F1B, 2 is eager 1F1B")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,6 +68,7 @@ class PlannerRow:
             "colocated": self.configuration.colocated,
             "encoders": self.configuration.encoders.value,
             "shard": self.configuration.shard,
+            "lead": self.configuration.lead,
             "predicted_ms": self.configuration.predicted_ms,
             "notes": list(self.configuration.notes),
             "std_ms": dict(self.std_ms),

@@ -65,7 +65,7 @@ def evaluate(
     batch: SampleTable,
     replicas: Sequence[Replica],
 ) -> Result:
-    """Simulate one step.
+    """Simulate one step, with stages as far ahead of each other as the configuration says and memory holds.
 
     Args:
         setting: The job.
@@ -83,12 +83,16 @@ def evaluate(
     check_redundancy(setting, configuration)
     step, units, layout = described_step(setting, configuration, assignment, batch, replicas)
     judge = _Judge(setting, configuration, units, layout, replicas, step)
+    memory, peak_bytes = setting.cluster.memory_bytes, judge.peak_bytes()
+    if memory is not None and peak_bytes > memory and configuration.lead > 1:
+        shorter = replace(configuration, lead=configuration.lead - 1)
+        return evaluate(setting, shorter, assignment, batch, replicas)
     return Result(
         iteration_ms=judge.step_ns / 1e6,
         sum_ms=(judge.step_ns - judge.timeline.iteration_ns) / 1e6,
         bubble=judge.bubble(),
         std_ms={unit.costs.name: unit.std_ms for unit in units},
-        peak_bytes=judge.peak_bytes(),
+        peak_bytes=peak_bytes,
         timeline=judge.timeline,
         pipelines=layout.pipelines,
     )
@@ -101,7 +105,7 @@ def described_step(
     batch: SampleTable,
     replicas: Sequence[Replica],
 ) -> tuple[PlannedStep, Sequence[StepUnit], DeviceLayout]:
-    """Return the step that :func:`evaluate` simulates, what each unit does in it, and where.
+    """Return the step that :func:`evaluate` simulates if memory holds it, what each unit does in it, and where.
 
     Args:
         setting: As there.

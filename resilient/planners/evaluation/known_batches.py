@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -34,3 +35,21 @@ def simulated(
     for batch in batches:
         assignment = planner.assign(setting, configuration, batch, replicas)
         yield evaluate(setting, configuration, assignment, batch, replicas)
+
+
+def timed(
+    planner: Planner, setting: Setting, plans: Sequence[Configuration], batches: Sequence[SampleTable]
+) -> Iterator[Configuration]:
+    """Yield the plans whose steps fit, with the time that these take on average.
+
+    Args:
+        planner: That assigns.
+        setting: The job.
+        plans: That may be taken.
+        batches: That are known.
+    """
+    limit = setting.cluster.memory_bytes
+    for plan in plans:
+        results = list(simulated(planner, setting, plan, batches))
+        if limit is None or max(each.peak_bytes for each in results) <= limit:
+            yield replace(plan, predicted_ms=float(np.mean([each.iteration_ms for each in results])))

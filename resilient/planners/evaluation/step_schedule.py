@@ -1,8 +1,8 @@
 """Describes a planner's answer as the runtime would run it: a step's graph, the order of its actions, and their costs.
 
 All pipelines are one graph, as a planner may have an encoder work for several of them. Stages are up to as many
-microbatches ahead as there are stages after them (1F1B). Where encoders lie on the language model's devices, they do
-their forwards before all of its, and their backwards after.
+microbatches ahead as there are stages after them (1F1B), or a multiple of that (eager 1F1B). Where encoders lie on the
+language model's devices, they do their forwards before all of its, and their backwards after.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Step:
         )
         apart = self._configuration.colocated and not self._layout.replicated
         return PlannedStep(
-            schedule=generate_units(graph, pace=LLM, apart=apart),
+            schedule=generate_units(graph, pace=LLM, lead=self._configuration.lead, apart=apart),
             costs=self._costs(graph),
             filled=self._by_stage([unit.work.filled for unit in self._units], graph.num_cells),
         )

@@ -50,6 +50,20 @@ def fastest_fitting(
     return min(fitting, key=lambda found: pipeline_ms(found, forward_ms, backward_ms), default=None)
 
 
+def spaced(order: Ints, needs: Floats, windows: Ints) -> Ints:
+    """Return the position of each microbatch, with none where no other one fits beside those before it.
+
+    Args:
+        order: The microbatches as they should be run. [num_microbatches]
+        needs: As for :func:`fit_order`, each <= 1.
+        windows: Likewise.
+    """
+    parts = np.ceil(needs * _WHOLE).astype(np.int64)
+    position = np.empty_like(order)
+    compiled(_space)(order, parts, windows, position)
+    return position
+
+
 def order_fits(order: Ints, needs: Floats, windows: Ints) -> bool:
     """Return whether memory holds an order; arguments are those of :func:`fit_order`."""
     found = fit_order(order, needs, windows)
@@ -93,3 +107,27 @@ def _fit(order: Ints, needs: Ints, windows: Ints, ascending: Ints, found: Ints) 
         for stage in range(num_stages):
             sums[stage, position + 1] = sums[stage, position] + needs[stage, chosen]
     return count
+
+
+def _space(order: Ints, needs: Ints, windows: Ints, position: Ints) -> None:
+    """Fill in the positions."""
+    num_stages, count = needs.shape
+    longest = windows.max()
+    # Of the last positions, what each stage needs; and what it has left.
+    recent = np.zeros((longest, num_stages), np.int64)
+    room = np.full(num_stages, _WHOLE)
+    waits = np.ones(count, np.bool_)
+    done, place = 0, 0
+    while done < count:
+        for stage in range(num_stages):
+            room[stage] += recent[(place - windows[stage]) % longest, stage]
+        recent[place % longest] = 0
+        for each in order:
+            if waits[each] and (needs[:, each] <= room).all():
+                waits[each] = False
+                position[each] = place
+                recent[place % longest] = needs[:, each]
+                room -= needs[:, each]
+                done += 1
+                break
+        place += 1

@@ -18,7 +18,7 @@ from resilient.planners.packing.balance import fullest, loads, longest_first
 from resilient.planners.planner import Configuration, Replica, Setting
 from resilient.planners.stages.degraded_replicas import left_bytes, tokens_held
 from resilient.planners.stages.stage_work import dealt_by, kept_bytes
-from resilient.templates.common.arrays import Floats, Ints
+from resilient.templates.common.arrays import Flags, Floats, Ints
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,6 +139,11 @@ class MemoryBudget:
                     f"tokens of {batch.name(int(own[tokens.argmax()]))} in {name!r} must be <= {int(1 / part)}, which "
                     f"fit into memory alone, got {tokens.max()}; leave it out, or configure the job for longer samples"
                 )
+
+    def holds(self, samples: SampleTable) -> Flags:
+        """Return whether each sample fits if it is alone. [num_samples]"""
+        fits = [samples.units[name].tokens * unit.parts.max() <= 1 for name, unit in self.units.items()]
+        return np.logical_and.reduce(fits)
 
     def fewest(self, samples: SampleTable) -> int:
         """Return how many equal microbatches the samples would need."""

@@ -6,17 +6,17 @@ simulated on a batch that is known, and the best of these on some more. The opti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
 
 from resilient.planners.costs.samples import SampleTable
-from resilient.planners.evaluation.known_batches import known_batches, simulated
+from resilient.planners.evaluation.known_batches import known_batches, timed
 from resilient.planners.packing.balance import longest_first
 from resilient.planners.packing.slots import slots
-from resilient.planners.planner import Assignment, Configuration, Place, Planner, Replica, Setting
+from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.published.baselines.mean_microbatch import AsTheyCome, fastest
 from resilient.planners.published.baselines.uniform_plans import Estimates, has_room, uniform_plans
 from resilient.planners.stages.redundancy import is_redundant
@@ -52,20 +52,9 @@ class Uniform(AsTheyCome):
         with_room = (each for each in plans if is_redundant(setting, each) and has_room(setting, each, samples))
         found: list[Configuration] = []
         while not found and (some := list(islice(with_room, _TRIED))):
-            found = list(_timed(self, setting, some, batches[:1]))
+            found = list(timed(self, setting, some, batches[:1]))
         best = sorted(found, key=lambda each: round(each.predicted_ms * 1e6))[:_LAST]
-        return fastest(_timed(self, setting, best, batches), self.name, setting)
-
-
-def _timed(
-    planner: Planner, setting: Setting, plans: Sequence[Configuration], batches: Sequence[SampleTable]
-) -> Iterator[Configuration]:
-    """Yield the plans whose steps fit, with the time that these take on average."""
-    limit = setting.cluster.memory_bytes
-    for plan in plans:
-        results = list(simulated(planner, setting, plan, batches))
-        if limit is None or max(each.peak_bytes for each in results) <= limit:
-            yield replace(plan, predicted_ms=float(np.mean([each.iteration_ms for each in results])))
+        return fastest(timed(self, setting, best, batches), self.name, setting)
 
 
 @dataclass(frozen=True)

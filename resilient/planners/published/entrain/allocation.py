@@ -21,9 +21,6 @@ ERROR = 0.05
 DOUBT = 0.05
 """... and how probable it may be that more do."""
 
-MOST_SAMPLES = 4096
-"""Of a batch: if the mean lies on a rounding edge, no number of samples settles the allocation."""
-
 
 def proportional(work: Sequence[float], group_sizes: Sequence[int], num_devices: int) -> tuple[int, ...]:
     """Divide devices in proportion to work, in whole groups, at least one for each unit.
@@ -104,19 +101,20 @@ class Settled:
         others = ", ".join(f"{devices} by {count}" for devices, count in self.others[:3])
         return (
             f"batches of {self.num_samples} samples do not agree on {self.devices} devices: of {self.num_checks}, some "
-            f"come to {others}; the mean work lies between, so any of these will do"
+            f"come to {others}"
         )
 
 
-def settle(work: Floats, group_sizes: Sequence[int], num_devices: int, *, seed: int = 0) -> Settled:
-    """Find the smallest batch that settles the allocation: 16, 32, ... samples, at most :data:`MOST_SAMPLES`.
+def settle(work: Floats, group_sizes: Sequence[int], num_devices: int, most: int, *, seed: int = 0) -> Settled:
+    """Find the smallest batch that settles the allocation: 16, 32, ... samples.
 
-    Batches are drawn from the samples with replacement.
+    Batches are drawn from the samples with replacement. Where the mean lies on a rounding edge, none settles it.
 
     Args:
         work: Of each unit for each sample, in device time. [num_units, num_samples]
         group_sizes: As for :func:`proportional`.
         num_devices: As there.
+        most: Samples of a batch at most.
         seed: Of the draw.
 
     Raises:
@@ -126,13 +124,13 @@ def settle(work: Floats, group_sizes: Sequence[int], num_devices: int, *, seed: 
         raise ArgumentError("samples", "be one or more", "none", "draw some from the data set")
     draw = np.random.default_rng(seed)
     checks = num_checks(ERROR, DOUBT)
-    num_samples = 16
+    num_samples = min(16, most)
     while True:
         chosen = draw.integers(work.shape[1], size=(checks + 1, num_samples))
         means = work[:, chosen].mean(axis=2).T
         first, *fresh = (proportional(mean.tolist(), group_sizes, num_devices) for mean in means)
         others = Counter(each for each in fresh if each != first)
         found = Settled(num_samples=num_samples, devices=first, others=tuple(others.most_common()), num_checks=checks)
-        if found.settled or num_samples >= MOST_SAMPLES:
+        if found.settled or num_samples >= most:
             return found
-        num_samples *= 2
+        num_samples = min(2 * num_samples, most)

@@ -1,9 +1,14 @@
 """Entrain: devices in proportion to work, microbatches even for the encoder, deferral for the language model.
 
-Source: Entrain (chapter 4 of Jang's dissertation), section 4.4: the configuration is
+Source: Entrain (chapter 4 of Jang's dissertation), section 4.4: configurations are
 :mod:`resilient.planners.published.entrain.search`'s business, microbatches are
-:mod:`resilient.planners.published.entrain.deferral`'s. Samples are given to replicas in order of the encoder's work,
-each to the one that is first done with its work for the language model.
+:mod:`resilient.planners.published.entrain.deferral`'s, and
+:mod:`resilient.planners.published.entrain.microbatches`'s where memory is short. Samples are given to replicas in order
+of the encoder's work, each to the one that is first done with its work for the language model.
+
+A replica's part of a batch is to be so large that others as large ask for the same devices (b_min). Of the first
+configurations of which that is so, the paper takes the first. Here a batch that is known decides which is fastest, and
+how far forwards run ahead (the paper: as far as memory allows).
 
 With several encoders their work is added up. Replicas may be of unequal speed and have unequal numbers of microbatches:
 a sample's work is divided by the speed, and each replica's microbatches are put together on their own.
@@ -11,19 +16,27 @@ a sample's work is divided by the speed, and each replica's microbatches are put
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from resilient.planners.costs.samples import LLM, SampleTable
-from resilient.planners.packing.balance import give_out
+from resilient.planners.evaluation.known_batches import known_batches, timed
+from resilient.planners.packing.balance import give_out, loads
 from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
-from resilient.planners.published.entrain.allocation import settle
-from resilient.planners.published.entrain.deferral import defer, encoder_microbatches
-from resilient.planners.published.entrain.search import entrain_configuration
+from resilient.planners.published.baselines.mean_microbatch import fastest
+from resilient.planners.published.entrain.allocation import Settled, settle
+from resilient.planners.published.entrain.microbatches import microbatches
+from resilient.planners.published.entrain.search import entrain_configurations
 from resilient.planners.stages.memory_budget import MemoryBudget
 from resilient.templates.common.arrays import Floats, Ints
+
+_TRIED = 8
+"""Configurations that are simulated."""
+
+_LEADS = (1, 2, 3)
+"""How far forwards run ahead in these: more was no faster wherever it was tried."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +47,9 @@ class Entrain:
     source: str = "Entrain (Jang's dissertation, chapter 4), section 4.4"
 
     def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
-        """Return the configuration that takes least for the mean sample.
+        """Return the configuration that is fastest in simulation, of those that take least for the mean sample.
 
-        It has a note when other samples as many as these could well have led to another allocation.
+        It has a note where batches are too small to settle how devices are divided, or samples too few to tell.
 
         Args:
             setting: The job.
@@ -45,21 +58,21 @@ class Entrain:
         Raises:
             ValueError: The model does not fit.
         """
-        configuration = entrain_configuration(setting, samples)
-        spread = configuration.units
-        sizes = [each.tp * each.cp for each in spread.values()]
-        work: list[Floats] = []
-        for unit, size in zip(setting.costs.units, sizes, strict=True):
-            curve, lengths = unit.work(spread[unit.name].tp, spread[unit.name].cp), samples.units[unit.name]
-            # With each sample's share of what a microbatch takes beside, as the search counts it.
-            fixed = curve.fixed / setting.microbatch if lengths.tokens.any() else 0.0
-            work.append(size * (curve.of(lengths) + fixed))
-        settled = settle(np.stack(work), sizes, setting.num_devices // spread[LLM].dp)
-        if not settled.settled:
-            return replace(configuration, notes=(str(settled),))
-        if settled.num_samples > len(samples):
-            return replace(configuration, notes=(f"only {settled}, and got {len(samples)}; give more",))
-        return configuration
+        settled: list[Configuration] = []
+        others: list[Configuration] = []
+        for each in entrain_configurations(setting, samples):
+            found = _settled(setting, each, samples)
+            if not found.settled:
+                others.append(replace(each, notes=(str(found),)))
+            elif found.num_samples > len(samples):
+                settled.append(replace(each, notes=(f"only {found}, and got {len(samples)}; give more",)))
+            else:
+                settled.append(each)
+            if len(settled) == _TRIED:
+                break
+        tried = settled or others[:_TRIED]
+        plans = [replace(each, lead=lead) for each in tried for lead in _LEADS]
+        return fastest(timed(self, setting, plans, known_batches(setting, samples, 1)), self.name, setting)
 
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
@@ -73,19 +86,58 @@ class Entrain:
         language = names.index(LLM)
         encoder_ms = _work_ms(setting, configuration, batch, names[:language])
         llm_ms = _work_ms(setting, configuration, batch, names[language:])
-        order = np.argsort(-encoder_ms, kind="stable")
-        replica = give_out(llm_ms, [each.speed for each in replicas], order)
-        encoder, llm = np.zeros_like(replica), np.zeros_like(replica)
         budgets = MemoryBudget.of_each(setting, configuration, replicas)
+        replica = _replicas(encoder_ms, llm_ms, batch, replicas, budgets)
+        encoder, llm = np.zeros_like(replica), np.zeros_like(replica)
         for index, (each, budget) in enumerate(zip(replicas, budgets, strict=True)):
             own = np.flatnonzero(replica == index)
-            if budget is not None:
-                budget.check(batch, own)
-            encoder[own], llm[own] = _microbatches(
+            encoder[own], llm[own] = microbatches(
                 encoder_ms[own], llm_ms[own], each.num_microbatches, batch[own], budget
             )
         early, late = Place(replica=replica, microbatch=encoder), Place(replica=replica, microbatch=llm)
         return Assignment(units={name: early if name in names[:language] else late for name in names})
+
+
+def _settled(setting: Setting, configuration: Configuration, samples: SampleTable) -> Settled:
+    """Return how many samples it takes to find a configuration's devices, up to those of a replica in a step."""
+    spread = configuration.units
+    sizes = [each.tp * each.cp for each in spread.values()]
+    work: list[Floats] = []
+    for unit, size in zip(setting.costs.units, sizes, strict=True):
+        curve, lengths = unit.work(spread[unit.name].tp, spread[unit.name].cp), samples.units[unit.name]
+        # With each sample's share of what a microbatch takes beside, as the search counts it.
+        fixed = curve.fixed / setting.microbatch if lengths.tokens.any() else 0.0
+        work.append(size * (curve.of(lengths) + fixed))
+    dp = spread[LLM].dp
+    return settle(np.stack(work), sizes, setting.num_devices // dp, setting.global_batch // dp)
+
+
+def _replicas(
+    encoder_ms: Floats,
+    llm_ms: Floats,
+    batch: SampleTable,
+    replicas: Sequence[Replica],
+    budgets: Sequence[MemoryBudget | None],
+) -> Ints:
+    """Return the replica of each sample. What one has no memory for, even alone, goes to one that has.
+
+    Raises:
+        ValueError: None has; the message names the sample.
+    """
+    speeds = np.array([each.speed for each in replicas])
+    replica = give_out(llm_ms, speeds, np.argsort(-encoder_ms, kind="stable"))
+    holds = np.array([np.full(len(batch), True) if each is None else each.holds(batch) for each in budgets])
+    load = loads(llm_ms, replica, len(replicas))
+    lacking = np.flatnonzero(~holds[replica, np.arange(len(batch))])
+    for sample in lacking[np.argsort(-llm_ms[lacking], kind="stable")].tolist():
+        able = np.flatnonzero(holds[:, sample])
+        roomiest = budgets[max(range(len(replicas)), key=lambda index: replicas[index].devices)]
+        if not len(able) and roomiest is not None:
+            roomiest.check(batch, np.array([sample]))
+        load[replica[sample]] -= llm_ms[sample]
+        replica[sample] = able[((load[able] + llm_ms[sample]) / speeds[able]).argmin()]
+        load[replica[sample]] += llm_ms[sample]
+    return replica
 
 
 def _work_ms(setting: Setting, configuration: Configuration, batch: SampleTable, names: Iterable[str]) -> Floats:
@@ -95,44 +147,3 @@ def _work_ms(setting: Setting, configuration: Configuration, batch: SampleTable,
         spread = configuration.units[name]
         total += setting.sample_ms(name, batch.units[name], spread.tp, spread.cp)
     return total
-
-
-def _microbatches(
-    encoder_ms: Floats, llm_ms: Floats, num_microbatches: int, samples: SampleTable, budget: MemoryBudget | None
-) -> tuple[Ints, Ints]:
-    """Return the microbatch of each sample in encoders and in the language model.
-
-    Where microbatches that are even in work do not fit into memory, more of them are tried, then those without
-    deferral, then such as are even in memory. If nothing fits, what exceeds it least is returned.
-    """
-    ways = _ways(encoder_ms, llm_ms, num_microbatches, samples, budget)
-    if budget is None:
-        return next(ways)
-    least, best = np.inf, None
-    for early, late in ways:
-        used = budget.used(samples, early, late, num_microbatches)
-        if used < least:
-            least, best = used, (early, late)
-        if used <= 1:
-            break
-    assert best is not None
-    return best
-
-
-def _ways(
-    encoder_ms: Floats, llm_ms: Floats, num_microbatches: int, samples: SampleTable, budget: MemoryBudget | None
-) -> Iterator[tuple[Ints, Ints]]:
-    """Yield what :func:`_microbatches` tries."""
-    fewest, least = 1, budget.fewest(samples) if budget else 1
-    while True:
-        microbatch = encoder_microbatches(encoder_ms, llm_ms, num_microbatches, fewest)
-        early, late = defer(encoder_ms, llm_ms, microbatch, num_microbatches)
-        yield early, late
-        yield early, early
-        if fewest >= num_microbatches or budget is None:
-            break
-        tried = max(fewest, len(np.unique(microbatch)))
-        fewest = min(least if least > tried else 2 * tried, num_microbatches)
-    if budget is not None:
-        even = budget.even(samples, num_microbatches)
-        yield even, even

@@ -48,8 +48,8 @@ _MARGIN = 2.0
 """Standard deviations by which a replica's samples of a step may have more tokens than on average."""
 
 
-def entrain_configuration(setting: Setting, samples: SampleTable) -> Configuration:
-    """Return the configuration that takes least and fits; of equals one on the fewest devices.
+def entrain_configurations(setting: Setting, samples: SampleTable) -> Iterator[Configuration]:
+    """Yield configurations that fit, those that take least first; of equals those on the fewest devices.
 
     Args:
         setting: The job.
@@ -71,7 +71,7 @@ def entrain_configuration(setting: Setting, samples: SampleTable) -> Configurati
             f"{setting.num_nodes} of {setting.cluster.devices_per_node} devices for {number} microbatches",
             "use more nodes, or fewer",
         )
-    memory, least = setting.cluster.memory_bytes, np.inf
+    memory, least, fits = setting.cluster.memory_bytes, np.inf, False
     for each in found:
         configuration = Configuration(
             units=_spread(names, each.dp, each.options, each.stages),
@@ -82,10 +82,13 @@ def entrain_configuration(setting: Setting, samples: SampleTable) -> Configurati
             continue
         needed = 0.0 if memory is None else _memory_bytes(each, language, number // each.dp)
         if memory is None or needed <= memory:
-            return configuration
+            fits = True
+            yield configuration
         least = min(least, needed)
+    if fits:
+        return
     if least == np.inf:
-        return fastest((), "entrain", setting)
+        fastest((), "entrain", setting)
     raise ArgumentError(
         "memory_bytes",
         f"be >= {least:.0f}, what the least demanding configuration needs",
