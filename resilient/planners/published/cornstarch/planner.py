@@ -6,32 +6,25 @@ the paper's recurrence includes l itself and so charges the first trainable laye
 Stages are cut such that the slowest is fastest in forward *and* that backward; who cuts as if everything were trained
 gives frozen encoders, which run forwards only, about three times the devices they need.
 
-A step of K microbatches is predicted as the stages of the longest branch and K - 1 times the slowest stage. For each
-combination of tensor-parallel degrees and each bound on the slowest stage every unit has the fewest stages that hold
-it; more of them would not make that faster, as the sum over a branch does not depend on its cuts. Beyond the paper, the
-sums of gradients that no backward hides count, too, and a stage's gradients are a second bound. So the search is exact
-under the prediction, as long as it is not memory, nor what a backward hides, that asks for more stages. Context
-parallelism is left out. Samples are taken as they come: the paper does not balance them.
+Encoders are side by side, share their stages, or are run by every stage of the language model. Of each of these the
+configurations that promise most (:mod:`resilient.planners.published.cornstarch.search`) are simulated with a batch that
+is known, and the fastest is taken: what they promise is for microbatches all alike, and of those that are not the ones
+that must wait for each other least are fast. Samples are taken as they come: the paper does not balance them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import product
 
-import numpy as np
+from resilient.planners.costs.cost_model import CostModel
+from resilient.planners.costs.samples import SampleTable
+from resilient.planners.evaluation.known_batches import known_batches, timed
+from resilient.planners.planner import Configuration, Encoders, Setting
+from resilient.planners.published.baselines.mean_microbatch import AsTheyCome, fastest
+from resilient.planners.published.cornstarch.search import cornstarch_configurations
 
-from resilient.planners.costs.cost_model import CostModel, UnitCosts
-from resilient.planners.costs.samples import LLM, SampleTable
-from resilient.planners.packing.balance import Cuts
-from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
-from resilient.planners.published.baselines.mean_microbatch import AsTheyCome, Stages, fastest, fits, num_microbatches
-from resilient.planners.stages.redundancy import is_redundant
-from resilient.planners.stages.stage_work import ring_ms, unhidden_ms
-from resilient.templates.common.arrays import Floats, Ints
-from resilient.templates.inputs.cluster import Cluster
+_TRIED = 4
+"""Configurations with encoders in each of the places that are simulated."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +32,17 @@ class Cornstarch(AsTheyCome):
     """The planner.
 
     Args:
-        encoders: Where they are.
+        encoders: Where they may be.
         frozen_aware: Whether stages are cut by what they run; otherwise as if everything were trained, for comparison.
     """
 
     name: str = "cornstarch"
     source: str = "Cornstarch (Jang's dissertation, chapter 3), section 3.3.1"
-    encoders: Encoders = Encoders.PARALLEL
+    encoders: tuple[Encoders, ...] = tuple(Encoders)
     frozen_aware: bool = True
 
     def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
-        """Return the parallelism of each unit under which a step takes least; of equals, one on the fewest devices.
+        """Return the configuration that is fastest in simulation, of those that promise most.
 
         Args:
             setting: The job.
@@ -60,53 +53,10 @@ class Cornstarch(AsTheyCome):
         """
         if not self.frozen_aware:
             setting = replace(setting, costs=all_trained(setting.costs))
-        branches = [
-            [[option for option in options if fits(setting, option.least_bytes)] for options in by_degree]
-            for by_degree in self._branches(setting, samples)
+        plans = [
+            plan for encoders in self.encoders for plan in cornstarch_configurations(setting, samples, encoders, _TRIED)
         ]
-        plans = [plan for options in product(*branches) for plan in _plans(options)]
-        # For each number of microbatches the fewest replicas, and so the most devices for each
-        most = min(setting.num_devices, setting.global_batch)
-        fewest = {num_microbatches(setting, dp): dp for dp in range(most, 0, -1)}
-        number, dp = np.array(list(fewest)), np.array(list(fewest.values()))
-        branch_ms, slowest_ms, devices = np.array([plan[1:] for plan in plans]).reshape(-1, 3).T[:, :, None]
-        sums_ms = _exposed_ms([plan[0] for plan in plans], dp, setting)
-        step_ns = np.rint((branch_ms + (number - 1) * slowest_ms + sums_ms) * 1e6)
-        used = devices * dp
-        for place in np.lexsort((used.ravel(), step_ns.ravel())).tolist():
-            plan, row = divmod(place, len(number))
-            chosen, replicas, microbatches = plans[plan][0], int(dp[row]), int(number[row])
-            part = setting.sharded_part(replicas)
-            if used[plan, row] <= setting.num_devices and all(
-                fits(setting, option.num_bytes(part, microbatches, chosen[-1])) for option in chosen
-            ):
-                spread = {
-                    name: Parallelism(dp=replicas, pp=len(layers), tp=option.tp, stage_layers=layers)
-                    for option in chosen
-                    for name, layers in option.stage_layers.items()
-                }
-                found = Configuration(
-                    units={unit.name: spread[unit.name] for unit in setting.costs.units},
-                    num_microbatches=microbatches,
-                    encoders=self.encoders,
-                    colocated=self.encoders is Encoders.REPLICATED,
-                    predicted_ms=float(step_ns[plan, row]) / 1e6,
-                )
-                if is_redundant(setting, found):
-                    return found
-        return fastest((), self.name, setting)
-
-    def _branches(self, setting: Setting, samples: SampleTable) -> list[list[list[_Option]]]:
-        """Return, for each branch (the language model last) and each degree, the ways to cut it."""
-        language = setting.costs.by_name[LLM]
-        encoders = [unit for unit in setting.costs.units if unit is not language]
-        if self.encoders is Encoders.PARALLEL:
-            branches = [_options([encoder], [], setting, samples) for encoder in encoders]
-        elif self.encoders is Encoders.COLOCATED and encoders:
-            branches = [_options(encoders, [], setting, samples)]
-        else:
-            return [_options([language], encoders, setting, samples)]
-        return [*branches, _options([language], [], setting, samples)]
+        return fastest(timed(self, setting, plans, known_batches(setting, samples, 1)), self.name, setting)
 
 
 def all_trained(costs: CostModel) -> CostModel:
@@ -118,149 +68,3 @@ def all_trained(costs: CostModel) -> CostModel:
             for unit in costs.units
         ),
     )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Option:
-    """One way to cut a branch.
-
-    Args:
-        tp: Tensor-parallel degree.
-        stage_layers: By unit, the layers of each stage.
-        stage_ms: Of a microbatch, forward and backward. [num_stages]
-        branch_ms: Of a microbatch through the branch.
-        stages: Of the units; one after the other on the same devices.
-    """
-
-    tp: int
-    stage_layers: dict[str, tuple[int, ...]]
-    stage_ms: Floats
-    branch_ms: float
-    stages: tuple[Stages, ...]
-
-    @property
-    def least_bytes(self) -> Floats:
-        """Memory that each stage needs however many replicas there are. [num_stages]"""
-        return sum((each.held_bytes + each.activation_bytes(1) for each in self.stages), np.zeros(len(self.stage_ms)))
-
-    @cached_property
-    def backward_ms(self) -> Floats:
-        """Time of a microbatch's backward on each stage. [num_stages]"""
-        return sum((each.backward_ms for each in self.stages), np.zeros(len(self.stage_ms)))
-
-    @cached_property
-    def gradient_bytes(self) -> Floats:
-        """Bytes of gradients on each device of each stage. [num_stages]"""
-        return sum((each.gradient_bytes for each in self.stages), np.zeros(len(self.stage_ms)))
-
-    def unhidden_ms(self, dp: Ints, cluster: Cluster) -> Floats:
-        """Return :func:`~resilient.planners.stages.stage_work.unhidden_ms` for each number of replicas.
-
-        A unit that each stage has whole is summed over stages, too.
-        """
-        pp, replicas = len(self.stage_ms), dp[:, None]
-        sums = np.zeros((len(dp), pp))
-        for each in self.stages:
-            copies = replicas * (pp // len(each.gradient_bytes))
-            sums = sums + ring_ms(each.gradient_bytes, copies, replicas * pp * self.tp, cluster)
-        layers = sum((np.array(each) for each in self.stage_layers.values()), np.zeros(pp, np.int64))
-        return unhidden_ms(sums, self.backward_ms, layers)
-
-    def num_bytes(self, optimizer_part: Floats, number: int, language: _Option) -> Floats:
-        """Return what each stage needs, with the microbatches that 1F1B has between its forward and its backward."""
-        after = 0 if self is language else len(language.stage_ms)
-        in_flight = np.minimum(np.arange(len(self.stage_ms), 0, -1) + after, number)
-        return sum(
-            (each.state_bytes(optimizer_part) + each.activation_bytes(in_flight) for each in self.stages),
-            np.zeros(len(in_flight)),
-        )
-
-
-def _options(
-    units: Sequence[UnitCosts], everywhere: Sequence[UnitCosts], setting: Setting, samples: SampleTable
-) -> list[list[_Option]]:
-    """Return the ways to cut units that share stages, with other units whole in each stage, by degree."""
-    together = (*units, *everywhere)
-    degrees = sorted(set.intersection(*(set(unit.degrees) for unit in together)))
-    found: list[list[_Option]] = []
-    for tp, cp in degrees:
-        if cp > 1 or tp > setting.cluster.devices_per_node:
-            continue
-        most = min(setting.num_devices // tp, *(len(unit.layers) for unit in units))
-        single = {unit.name: _layers(unit, tp, setting, samples) for unit in together}
-        whole = [single[unit.name].joined((len(unit.layers),)) for unit in everywhere]
-        extra_ms = sum(float(each.work_ms.sum()) for each in whole)
-        cuts = {unit.name: Cuts(single[unit.name].work_ms, most) for unit in units}
-        options: list[_Option] = []
-        for pp in range(1, most + 1):
-            layers = {name: each.layers(pp) for name, each in cuts.items()}
-            stages = [single[name].joined(counts) for name, counts in layers.items()]
-            stage_ms = sum((each.work_ms for each in stages), np.full(pp, extra_ms))
-            options.append(
-                _Option(
-                    tp=tp,
-                    stage_layers=layers | {unit.name: (len(unit.layers),) for unit in everywhere},
-                    stage_ms=stage_ms,
-                    branch_ms=float(stage_ms.sum()) - (pp - 1) * extra_ms,
-                    stages=(*stages, *whole),
-                )
-            )
-        found.append(options)
-    return found
-
-
-def _layers(unit: UnitCosts, tp: int, setting: Setting, samples: SampleTable) -> Stages:
-    """Return a unit with a stage for each layer."""
-    spread = Parallelism(dp=1, pp=len(unit.layers), tp=tp, stage_layers=(1,) * len(unit.layers))
-    return Stages.of(unit, spread, samples.units[unit.name], setting.microbatch)
-
-
-def _plans(branches: Sequence[Sequence[_Option]]) -> list[tuple[tuple[_Option, ...], float, float, int]]:
-    """Return, for each bound on any stage's time and on its gradients, options within both on the fewest devices.
-
-    Gradients of the language model have a bound of their own: its sums may take another link, and encoders hide them.
-
-    Args:
-        branches: Ways to cut each branch into 1, 2, ... stages; the language model last.
-
-    Returns:
-        Options, the longest branch, the slowest stage, and devices.
-    """
-    slowest = [np.array([option.stage_ms.max() for option in options]) for options in branches]
-    most = [np.array([option.gradient_bytes.max() for option in options]) for options in branches]
-    if not all(len(each) for each in slowest):
-        return []
-    times = _bounds(slowest)[:, None, None, None]
-    sizes = [*(_bounds(most[:-1])[:, None, None] for _ in most[:-1]), _bounds(most[-1:])[:, None]]
-    within = [
-        (of_time <= times) & (of_size <= bounds) for of_time, of_size, bounds in zip(slowest, most, sizes, strict=True)
-    ]  # [times, encoders' gradients, the language model's, options], 1 where it does not matter
-    possible = np.all(np.broadcast_arrays(*(each.any(axis=-1) for each in within)), axis=0)
-    fewest = np.broadcast_arrays(*(each.argmax(axis=-1) for each in within))
-    first: Ints = np.stack([each[possible] for each in fewest], axis=1)
-    plans: list[tuple[tuple[_Option, ...], float, float, int]] = []
-    for picks in np.unique(first, axis=0).tolist():
-        chosen = tuple(options[pick] for options, pick in zip(branches, picks, strict=True))
-        longest = max((option.branch_ms for option in chosen[:-1]), default=0.0) + chosen[-1].branch_ms
-        stage = max(float(each[pick]) for each, pick in zip(slowest, picks, strict=True))
-        plans.append((chosen, longest, stage, sum(option.tp * len(option.stage_ms) for option in chosen)))
-    return plans
-
-
-def _bounds(values: Sequence[Floats]) -> Floats:
-    """Return all values that every branch can be within, ascending."""
-    bounds = np.unique(np.concatenate(values))
-    return bounds[bounds >= max(each.min() for each in values)]
-
-
-def _exposed_ms(plans: Sequence[tuple[_Option, ...]], dp: Ints, setting: Setting) -> Floats:
-    """Return :func:`~resilient.planners.stages.stage_work.exposed_sum_ms` by plan and number of replicas."""
-    options = {id(option): option for plan in plans for option in plan}
-    unhidden = {key: option.unhidden_ms(dp, setting.cluster) for key, option in options.items()}
-    exposed = np.zeros((len(plans), len(dp)))
-    for row, (*encoders, language) in zip(exposed, plans, strict=True):
-        hides = max((float(each.backward_ms.sum()) for each in encoders), default=0.0)
-        for each in encoders:
-            np.maximum(row, unhidden[id(each)], out=row)
-        np.maximum(row, unhidden[id(language)] - hides, out=row)
-    return exposed
