@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from resilient.planners.planner import Replica
+from resilient.planners.planner import Configuration, Replica
 from tests.resilient.planners.jobs_of_planners import setting
 
 
@@ -22,3 +22,8 @@ def test_a_replica_without_work_or_speed_is_refused(count: int, speed: float) ->
 def test_a_job_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be >= 1, got 0; a job has one at least$"):
         replace(setting(), **{name: 0})
+
+
+def test_a_stage_that_runs_behind_the_next_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^lead must be >= 1, got 0; 1 is 1F1B, 2 is eager 1F1B$"):
+        Configuration(units={}, num_microbatches=1, lead=0)

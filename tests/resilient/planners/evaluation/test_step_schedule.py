@@ -68,6 +68,7 @@ def _step(
         num_microbatches=4,
         colocated=colocated,
         encoders=encoders,
+        lead=int(rng.integers(1, 4)),
     )
     slow = Cluster(
         devices_per_node=int(rng.integers(1, 6)),

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.planners.packing.memory_constrained_order import fastest_fitting, fit_order, order_fits
+from resilient.planners.packing.memory_constrained_order import fastest_fitting, fit_order, order_fits, spaced
 from resilient.planners.packing.microbatch_order import pipeline_ms
 
 
@@ -70,3 +70,24 @@ def test_the_fastest_of_those_that_fit_is_taken(count: int, seed: int) -> None:
     else:
         assert held(found, needs, [3, 2, 1])
         assert all(pipeline_ms(found, *times) <= pipeline_ms(order, *times) for order in fitting)
+
+
+@settings(deadline=None)
+@given(JOBS, st.data())
+def test_where_no_other_one_fits_there_is_none(
+    job: tuple[list[int], list[tuple[int, float]]], data: st.DataObject
+) -> None:
+    sizes, stages = [min(size, 64) for size in job[0]], job[1]
+    needs, windows = np.outer([part for _, part in stages], sizes) / 64, [window for window, _ in stages]
+    order = data.draw(st.permutations(range(len(sizes))))
+    position = spaced(np.array(order), needs, np.array(windows)).tolist()
+    placed = np.full(max(position) + 1, len(sizes))
+    placed[position] = np.arange(len(sizes))
+    assert sorted(placed[placed < len(sizes)].tolist()) == list(range(len(sizes)))
+    with_none = np.append(needs, np.zeros((len(stages), 1)), axis=1)
+    assert held(placed, with_none, windows)
+    for place, each in enumerate(placed.tolist()):
+        # Whatever comes earlier in the order, and later here, would not have fitted.
+        for other in order[: order.index(each)] if each < len(sizes) else order:
+            if position[other] > place:
+                assert not held(np.append(placed[:place], other), with_none, windows)
