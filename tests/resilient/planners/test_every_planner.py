@@ -25,7 +25,7 @@ from resilient.templates.schedules.validator import validate
 DEGREES = ((1, 1), (1, 2), (2, 1))
 EVERY: list[Planner] = [
     *(planner(name) for name in PLANNERS),
-    *(Cornstarch(name=each.value, encoders=each) for each in Encoders if each is not Encoders.PARALLEL),
+    *(Cornstarch(name=each.value, encoders=(each,)) for each in Encoders),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
+from resilient.planners.evaluation.known_batches import simulated
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Replica, Setting
 from resilient.planners.published.cornstarch.planner import Cornstarch, all_trained
+from resilient.planners.published.cornstarch.search import cornstarch_configurations
 from resilient.planners.stages.expected_step import parallelism, stage_curves
 from resilient.planners.stages.stage_work import exposed_sum_ms, gradient_sum_ms
 from resilient.templates.inputs.cluster import Cluster, Link
@@ -59,6 +62,14 @@ def setting(costs: CostModel, num_devices: int, global_batch: int = 8, memory_by
     return Setting(costs=costs, cluster=cluster, num_nodes=1, global_batch=global_batch, microbatch=1)
 
 
+def promising(
+    job: Setting, samples: SampleTable, encoders: Encoders = Encoders.PARALLEL, *, aware: bool = True
+) -> Configuration:
+    """The configuration that promises most; unaware: to those who do not ask what is frozen."""
+    costs = job.costs if aware else all_trained(job.costs)
+    return cornstarch_configurations(replace(job, costs=costs), samples, encoders, 1)[0]
+
+
 def simulated_ms(costs: CostModel, configuration: Configuration) -> float:
     """What 1F1B takes on a model with one encoder when every microbatch is one sample of 1000 tokens."""
     curves = [pair for each in costs.units for pair in stage_curves(each, configuration.units[each.name])]
@@ -82,7 +93,7 @@ def test_cuts_by_what_is_run_are_never_slower_under_the_simulator(
     vision, llm = unit("vision", [encoder_ms] * 8 + [0.1], projector=True), unit("llm", [0.2] + [1.0] * 10 + [0.8])
     costs = CostModel(units=(vision, llm)).frozen(frozen)
     job = setting(costs, num_devices, global_batch=16)
-    aware, unaware = (each.configure(job, table("vision", "llm")) for each in (Cornstarch(), UNAWARE))
+    aware, unaware = (promising(job, table("vision", "llm"), aware=each) for each in (True, False))
     assert simulated_ms(costs, aware) <= simulated_ms(costs, unaware) * 1.0001
     assert sum(spread.num_devices for spread in aware.units.values()) <= num_devices
 
@@ -95,10 +106,10 @@ def test_cuts_by_what_is_run_are_never_slower_with_two_encoders(frozen: tuple[st
     job = replace(setting(costs, 1, global_batch=48), num_nodes=num_devices)
     batch = table("vision", "audio", "llm", count=48)
     steps: list[float] = []
-    for planner in (Cornstarch(), UNAWARE):
-        configuration = planner.configure(job, batch)
+    for aware in (True, False):
+        configuration = promising(job, batch, aware=aware)
         replicas = [Replica(num_microbatches=configuration.num_microbatches)] * configuration.units["llm"].dp
-        assignment = planner.assign(job, configuration, batch, replicas)
+        assignment = Cornstarch().assign(job, configuration, batch, replicas)
         steps.append(evaluate(job, configuration, assignment, batch, replicas).iteration_ms)
     assert steps[0] <= steps[1] * 1.0001
 
@@ -106,7 +117,7 @@ def test_cuts_by_what_is_run_are_never_slower_with_two_encoders(frozen: tuple[st
 def test_frozen_encoders_get_fewer_devices_and_the_step_is_faster() -> None:
     costs = CostModel(units=(unit("vision", [1.0] * 12), unit("llm", [1.0] * 12))).frozen(["vision", "llm.0"])
     job = replace(setting(costs, 8, global_batch=64), cluster=Cluster(devices_per_node=1), num_nodes=8)
-    aware, unaware = (each.configure(job, table("vision", "llm")) for each in (Cornstarch(), UNAWARE))
+    aware, unaware = (promising(job, table("vision", "llm"), aware=each) for each in (True, False))
     stages = {
         name: configuration.units["vision"].pp / configuration.units["llm"].pp
         for name, configuration in (("aware", aware), ("unaware", unaware))
@@ -170,7 +181,7 @@ def test_predicted_time_is_the_least_of_all(
     units = tuple(unit(name, ms) for name, ms in zip([*names, "llm"], [*encoders, language], strict=True))
     costs = CostModel(units=units).frozen(names if frozen else [])
     job = setting(costs, num_devices, global_batch)
-    configuration = Cornstarch().configure(job, table(*names, "llm"))
+    configuration = promising(job, table(*names, "llm"))
     assert configuration.predicted_ms == pytest.approx(least_ms(job), abs=1e-5)
     used = sum(spread.num_devices for spread in configuration.units.values())
     assert used <= num_devices
@@ -195,7 +206,7 @@ def test_sums_of_gradients_count_in_what_is_the_least(
     if job.num_devices < len(units):
         return
     samples = table(*(each.name for each in units))
-    found = Cornstarch().configure(job, samples)
+    found = promising(job, samples)
     backward_ms = {
         each.name: np.array([backward.call_ms(1000, 0) for _, backward in stage_curves(each, found.units[each.name])])
         for each in units
@@ -234,16 +245,15 @@ def without_sums_ms(job: Setting, spread: Mapping[str, Parallelism]) -> float:
 
 def test_branches_run_side_by_side() -> None:
     costs = all_trained(CostModel(units=(unit("vision", [1.0]), unit("audio", [2.0]), unit("llm", [1.0]))))
-    configuration = Cornstarch().configure(setting(costs, 3, global_batch=5), table("vision", "audio", "llm"))
+    configuration = promising(setting(costs, 3, global_batch=5), table("vision", "audio", "llm"))
     assert configuration.predicted_ms == pytest.approx(6 + 3 + 4 * 6)
     assert configuration.encoders is Encoders.PARALLEL
 
 
 def test_colocated_encoders_share_devices() -> None:
     costs = all_trained(CostModel(units=(unit("vision", [1.0] * 2), unit("audio", [2.0] * 2), unit("llm", [3.0] * 2))))
-    planner = Cornstarch(encoders=Encoders.COLOCATED)
     job = replace(setting(costs, 4, global_batch=5), cluster=Cluster(), num_nodes=4)
-    configuration = planner.configure(job, table("vision", "audio", "llm"))
+    configuration = promising(job, table("vision", "audio", "llm"), Encoders.COLOCATED)
     vision, audio, llm = configuration.units.values()
     assert configuration.encoders is Encoders.COLOCATED
     assert vision == audio
@@ -256,17 +266,45 @@ def test_colocated_encoders_share_devices() -> None:
 def test_replicated_encoders_are_run_by_every_stage() -> None:
     costs = all_trained(CostModel(units=(unit("vision", [1.0]), unit("llm", [1.0] * 4))))
     job = replace(setting(costs, 2, global_batch=1), cluster=Cluster(memory_bytes=16_000), num_nodes=2)
-    configuration = Cornstarch(encoders=Encoders.REPLICATED).configure(job, table("vision", "llm"))
+    configuration = promising(job, table("vision", "llm"), Encoders.REPLICATED)
     assert (configuration.units["vision"].pp, configuration.units["llm"].pp) == (1, 2)
     assert configuration.colocated
     assert configuration.predicted_ms == pytest.approx(3 + 12)
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "memory_bytes", "best"),
+    [(8, None, Encoders.REPLICATED), (8, 30_000, Encoders.COLOCATED), (6, 30_000, Encoders.PARALLEL)],
+)
+def test_encoders_are_where_known_batches_are_fastest(num_nodes: int, memory_bytes: int | None, best: Encoders) -> None:
+    costs = CostModel(units=(unit("vision", [1.0] * 4), unit("audio", [2.0] * 4), unit("llm", [1.0] * 8)))
+    job = replace(setting(costs, 1, 16, memory_bytes), num_nodes=num_nodes)
+    samples = table("vision", "audio", "llm", count=16)
+    found = Cornstarch().configure(job, samples)
+    assert found.encoders is best
+    (result,) = simulated(Cornstarch(), job, found, [samples])
+    assert found.predicted_ms == result.iteration_ms
+    for other in Encoders:
+        with contextlib.suppress(ValueError):  # it has none that fits
+            assert found.predicted_ms <= Cornstarch(encoders=(other,)).configure(job, samples).predicted_ms
+
+
+def test_devices_share_sequences_where_that_is_fastest() -> None:
+    """Of a single sample, which no stages make any faster."""
+    units = tuple(replace(unit(name, [1.0, 1.0]), degrees=((1, 1), (1, 2))) for name in ("vision", "llm"))
+    job = setting(CostModel(units=units), 3, global_batch=1)
+    found = Cornstarch(encoders=(Encoders.PARALLEL,)).configure(job, table("vision", "llm", count=1))
+    assert {name: (each.tp, each.cp) for name, each in found.units.items()} == {"vision": (1, 1), "llm": (1, 2)}
+    assert found.predicted_ms == pytest.approx(6 + 0.6 * 6)
 
 
 @pytest.mark.parametrize("encoders", list(Encoders))
 def test_memory_is_held(encoders: Encoders) -> None:
     costs = CostModel(units=(unit("vision", [1.0] * 4), unit("llm", [1.0] * 8)))
     times = [
-        Cornstarch(encoders=encoders).configure(setting(costs, 8, 8, memory_bytes), table("vision", "llm")).predicted_ms
+        Cornstarch(encoders=(encoders,))
+        .configure(setting(costs, 8, 8, memory_bytes), table("vision", "llm"))
+        .predicted_ms
         for memory_bytes in (None, 60_000, 30_000)
     ]
     assert times == sorted(times)
@@ -275,20 +313,21 @@ def test_memory_is_held(encoders: Encoders) -> None:
         "use more nodes, a smaller microbatch, or another planner"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Cornstarch(encoders=encoders).configure(setting(costs, 8, 8, 2_000), table("vision", "llm"))
+        Cornstarch(encoders=(encoders,)).configure(setting(costs, 8, 8, 2_000), table("vision", "llm"))
 
 
 def test_encoders_keep_microbatches_until_the_language_model_is_done_with_them() -> None:
     costs = CostModel(units=(unit("vision", [1.0]), unit("llm", [1.0])))
     samples = table("vision", "llm")
     # A layer of 4000 bytes, and 1000 bytes of each of two microbatches
-    assert Cornstarch().configure(setting(costs, 2, 8, 6000), samples).units["vision"].pp == 1
+    apart = Cornstarch(encoders=(Encoders.PARALLEL,))
+    assert apart.configure(setting(costs, 2, 8, 6000), samples).units["vision"].pp == 1
     message = (
         "num_nodes must be enough for 'cornstarch', got 1 of 2 devices; "
         "use more nodes, a smaller microbatch, or another planner"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        Cornstarch().configure(setting(costs, 2, 8, 5999), samples)
+        apart.configure(setting(costs, 2, 8, 5999), samples)
 
 
 def test_frozen_encoders_keep_no_activations() -> None:
@@ -296,7 +335,7 @@ def test_frozen_encoders_keep_no_activations() -> None:
     costs = CostModel(units=units).frozen(["vision", "audio"])
     samples = table("vision", "audio", "llm")
     # Three frozen layers of 1000 bytes; two trained ones of 4000, and 1000 of each of a microbatch, on two devices
-    found = Cornstarch().configure(setting(costs, 4, 8, 6000), samples)
+    found = promising(setting(costs, 4, 8, 6000), samples)
     assert {name: spread.num_devices for name, spread in found.units.items()} == {"vision": 1, "audio": 1, "llm": 2}
     with pytest.raises(ValueError, match=r"^num_nodes must be enough for 'cornstarch', got 1 of 4 devices; "):
         UNAWARE.configure(setting(costs, 4, 8, 6000), samples)
