@@ -19,7 +19,7 @@ from resilient.planners.stages.memory_budget import MemoryBudget
 from resilient.templates.common.arrays import Floats, Ints
 
 
-def microbatches(
+def entrain_microbatches(
     encoder_ms: Floats, llm_ms: Floats, num_microbatches: int, samples: SampleTable, budget: MemoryBudget | None
 ) -> tuple[Ints, Ints]:
     """Return the microbatch of each sample in encoders and in the language model.

@@ -27,7 +27,7 @@ from resilient.planners.packing.balance import give_out, loads
 from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.published.baselines.mean_microbatch import fastest
 from resilient.planners.published.entrain.allocation import Settled, settle
-from resilient.planners.published.entrain.microbatches import microbatches
+from resilient.planners.published.entrain.microbatches import entrain_microbatches
 from resilient.planners.published.entrain.search import entrain_configurations
 from resilient.planners.stages.memory_budget import MemoryBudget
 from resilient.templates.common.arrays import Floats, Ints
@@ -36,7 +36,7 @@ _TRIED = 8
 """Configurations that are simulated."""
 
 _LEADS = (1, 2, 3)
-"""How far forwards run ahead in these: more was no faster wherever it was tried."""
+"""How far forwards may run ahead: more was no faster wherever it was tried, and configurations are compared at 2."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,20 @@ class Entrain:
         settled: list[Configuration] = []
         others: list[Configuration] = []
         for each in entrain_configurations(setting, samples):
-            found = _settled(setting, each, samples)
-            if not found.settled:
-                others.append(replace(each, notes=(str(found),)))
-            elif found.num_samples > len(samples):
-                settled.append(replace(each, notes=(f"only {found}, and got {len(samples)}; give more",)))
+            parts = _settled(setting, each, samples)
+            if not parts.settled:
+                others.append(replace(each, notes=(str(parts),)))
+            elif parts.num_samples > len(samples):
+                settled.append(replace(each, notes=(f"only {parts}, and got {len(samples)}; give more",)))
             else:
                 settled.append(each)
             if len(settled) == _TRIED:
                 break
-        tried = settled or others[:_TRIED]
-        plans = [replace(each, lead=lead) for each in tried for lead in _LEADS]
-        return fastest(timed(self, setting, plans, known_batches(setting, samples, 1)), self.name, setting)
+        batches = known_batches(setting, samples, 1)
+        tried = [replace(each, lead=_LEADS[1]) for each in settled or others[:_TRIED]]
+        found = fastest(timed(self, setting, tried, batches), self.name, setting)
+        leads = [replace(found, lead=lead) for lead in _LEADS]
+        return fastest(timed(self, setting, leads, batches), self.name, setting)
 
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
@@ -91,7 +93,7 @@ class Entrain:
         encoder, llm = np.zeros_like(replica), np.zeros_like(replica)
         for index, (each, budget) in enumerate(zip(replicas, budgets, strict=True)):
             own = np.flatnonzero(replica == index)
-            encoder[own], llm[own] = microbatches(
+            encoder[own], llm[own] = entrain_microbatches(
                 encoder_ms[own], llm_ms[own], each.num_microbatches, batch[own], budget
             )
         early, late = Place(replica=replica, microbatch=encoder), Place(replica=replica, microbatch=llm)
