@@ -1,182 +1,115 @@
-"""What papers on multimodal planners report, and what the simulation finds in settings near theirs.
+"""What papers on multimodal planners report, what the simulation finds in settings near theirs, and our planner there.
 
     python benchmarks/headlines.py [--batches 5] [--lengths FOLDER] [claim ...]
+    python benchmarks/headlines.py --own [--batches 2]
 
-Claims are named by their titles. Nothing is fitted to the published numbers. Below each setting are the same two
-planners with something else about them or about the setting: what a gain comes from, and what makes it more or less
-than the published one. Costs are derived from data sheets. ``--lengths`` takes pictures and captions from tables of
+Prints the tables of ``docs/planners.md``. Claims are named by their titles. Nothing is fitted to the published numbers.
+``tried`` is the same two planners with something else about them or about the settings: what a gain comes from, and
+what makes it more or less than the published one. ``--own`` prints the settings instead, with our own planner and the
+fastest other one in each, with all nodes and after losses. ``--lengths`` takes pictures and captions from tables of
 real ones instead of generators.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from headline_claims import CLAIMS, MEASURED, Case, Claim, Instead, Who
-from rich.console import Console
-from rich.table import Table
+from headline_claims import CLAIMS, Claim, Who, who
+from headline_own import OURS, own_rows
+from headline_settings import FILES, MEASURED, Case, Steps, least_ms, simulate
 
-from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
-from resilient.planners.costs.derived_costs import derive_costs
-from resilient.planners.costs.samples import LLM, Lengths, SampleTable
-from resilient.planners.evaluation.evaluate import Result, evaluate
-from resilient.planners.planner import Setting
-from resilient.planners.stages.degraded_replicas import degraded_replicas
-from resilient.planners.workloads.workload import workload
-from resilient.templates.inputs.cluster import Link
-from resilient.templates.inputs.devices import cluster_of
-
-KNOWN_SAMPLES = 2000
-FILES = {"laion": "derived_laion_aesthetics_sizes.csv", "coco": "derived_coco_val2017.csv"}
+NO_PLAN = "no plan"
 
 
-def measured(encoders: Sequence[float]) -> CostModel:
-    """Return what Cornstarch's authors measured with all but projectors frozen, in layers of equal times.
+def claim_rows(names: Sequence[str], num_batches: int, lengths: Path | None, workers: int) -> Iterator[str]:
+    """Yield the rows of the table of claims."""
+    yield "| claim | published | simulated | times the bound: slower, faster, ours | tried |"
+    yield "|---|---|---|---|---|"
+    claims = [number for number, claim in enumerate(CLAIMS) if not names or claim.name in names]
+    jobs = [(number, index) for number in claims for index in range(len(CLAIMS[number].cases))]
+    with ProcessPoolExecutor(workers) as pool:
+        found = pool.map(_looked_for, *zip(*jobs, strict=True), [num_batches] * len(jobs), [lengths] * len(jobs))
+        for number in claims:
+            yield _row(CLAIMS[number], [next(found) for _ in CLAIMS[number].cases])
 
-    Forward and backward are 44 ms and 0.5 ms of an encoder and 138 ms and 285 ms of the language model; with
-    everything trained 44 ms and 121 ms, 140 ms and 376 ms.
 
-    Args:
-        encoders: For each its time, relative to that.
-    """
-    units = [
-        _measured_unit(f"encoder-{number}", 24, 44 * each, 82 * each, 38.5 * each, 0.5)
-        for number, each in enumerate(encoders)
+def _looked_for(number: int, index: int, num_batches: int, lengths: Path | None) -> tuple[list[str], str, float]:
+    """Return a claim's gain in one of its cases and those with something else, times the bound, and the gain again."""
+    claim = CLAIMS[number]
+    case = claim.cases[index]
+    known: dict[tuple[Case, int, int], Steps] = {}
+
+    def steps(case: Case, by: Who) -> Steps:
+        key = (case, id(by[0]), id(by[1]))
+        if key not in known:
+            known[key] = simulate(case, *by, num_batches, lengths)[0]
+        return known[key]
+
+    worse, better = steps(case, claim.worse), steps(case, claim.better)
+    said, gain = _gain(claim, worse, better)
+    tried = [
+        _gain(claim, steps(other, each.worse or claim.worse), steps(other, each.better or claim.better))[0]
+        for each in (claim.reasons if case.model != MEASURED else ())
+        for other in (replace(case, **each.change),)
     ]
-    costs = CostModel(units=(*units, _measured_unit(LLM, 32, 140, 285, 91, None)))
-    return costs.frozen([unit.name for unit in costs.units])
+    bound = least_ms(case, num_batches, lengths)
+    ours = steps(case, who(OURS))
+    times = [
+        f"{each.step_ms / bound:.2f}" if each.fits and each.step_ms < np.inf else "-" for each in (worse, better, ours)
+    ]
+    return [said, *tried], ", ".join(times), gain
 
 
-def _measured_unit(
-    name: str, num_layers: int, forward: float, inputs: float, weights: float, projector: float | None
-) -> UnitCosts:
-    rows = [(str(index), forward, inputs, weights) for index in range(num_layers)]
-    layers = [(each[0], *(ms / num_layers for ms in each[1:])) for each in rows]
-    if projector is not None:
-        layers.append(("projector", 0.0, 0.0, projector))
-    return UnitCosts(
-        name=name,
-        layers=tuple(
-            UnitLayer(
-                name=layer,
-                curves=(
-                    LayerCurves(
-                        forward=Curve(linear=ahead),
-                        backward_input=Curve(linear=back),
-                        backward_weight=Curve(linear=own),
-                    ),
-                ),
-            )
-            for layer, ahead, back, own in layers
-        ),
-    )
+def _gain(claim: Claim, worse: Steps, better: Steps) -> tuple[str, float]:
+    """Return how many times less the better planner takes, in words and as a number."""
+    if np.inf in (worse.step_ms, better.step_ms):
+        return NO_PLAN, 0.0
+    more, less = claim.measure(worse), claim.measure(better)
+    gain = more / less if less else np.inf
+    beyond = "" if worse.fits and better.fits else " beyond memory"
+    return f"{gain:.2f}x{beyond}", 0.0 if beyond else gain
 
 
-@lru_cache(maxsize=8)
-def _samples(case: Case, count: int, lengths: Path | None) -> SampleTable:
-    if case.model == MEASURED:
-        names = [unit.name for unit in measured(case.encoders).units]
-        return SampleTable(units=dict.fromkeys(names, Lengths.of(np.ones(count, np.int64))))
-    name = case.workload
-    if lengths is not None and name in FILES:
-        name = "+".join(str(lengths / FILES[each]) for each in dict.fromkeys((name, "coco")))
-    table = workload(name, int(np.ceil(count / case.short)), 0, case.model, bad="drop")
-    table = table[np.sort(np.argsort(table.units[LLM].tokens, kind="stable")[:count])]
-    if not case.even:
-        return table
-    means = {
-        unit: [np.full(count, np.rint(values.mean())) for values in (each.tokens, each.squares, each.longest)]
-        for unit, each in table.units.items()
-    }
-    return SampleTable(
-        units={
-            unit: Lengths(tokens=each[0].astype(int), squares=each[1].astype(int), longest=each[2].astype(int))
-            for unit, each in means.items()
-        }
-    )
-
-
-def simulate(case: Case, who: Who, num_batches: int, lengths: Path | None = None) -> list[Result]:
-    """Return the steps of some batches."""
-    cluster = cluster_of(case.device, 8)
-    if case.free:
-        cluster = replace(cluster, intra_node=Link(), inter_node=Link())
-    costs = measured(case.encoders) if case.model == MEASURED else None
-    setting = Setting(
-        costs=costs or derive_costs(case.model, case.device, frozen=case.frozen),
-        cluster=cluster,
-        num_nodes=case.nodes,
-        global_batch=case.global_batch,
-        microbatch=case.microbatch,
-    )
-    table = _samples(case, KNOWN_SAMPLES + num_batches * case.global_batch, lengths)
-    configuration = who[0].configure(setting, table[:KNOWN_SAMPLES])
-    replicas = degraded_replicas(setting, configuration, 0)
-
-    def step(batch: SampleTable) -> Result:
-        assignment = who[1].assign(setting, configuration, batch, replicas)
-        return evaluate(setting, configuration, assignment, batch, replicas)
-
-    starts = range(KNOWN_SAMPLES, len(table), case.global_batch)
-    return [step(table[start : start + case.global_batch]) for start in starts]
-
-
-def row(claim: Claim, case: Case, instead: Instead | None, num_batches: int, lengths: Path | None) -> tuple[str, ...]:
-    """Return a row of the table: the gain, the gain without gradient sums, what it comes from."""
-    label = str(case) if instead is None else f"  {instead.what}"
-    better, worse = claim.better, claim.worse
-    if instead is not None:
-        better, worse, case = instead.better or better, instead.worse or worse, replace(case, **instead.change)
-    try:
-        ours, theirs = (simulate(case, who, num_batches, lengths) for who in (better, worse))
-    except ValueError as error:
-        return (label, f"no plan: {error}" if instead is None else "no plan", "", "", "")
-    gain = _mean_ms(theirs) / _mean_ms(ours)
-    without = _mean_ms(theirs, sums=False) / _mean_ms(ours, sums=False)
-    bubbles = [100 * float(np.mean([each.bubble for each in results])) for results in (theirs, ours)]
-    spread = "  ".join(
-        f"{unit} {np.mean([each.std_ms[unit] for each in theirs]):.1f} > "
-        f"{np.mean([each.std_ms[unit] for each in ours]):.1f}"
-        for unit in ours[0].std_ms
-    )
-    found = f"{gain:.2f}x"
-    if instead is None:
-        found += ", below" if gain < 0.995 * claim.low else ", above" if gain > 1.005 * claim.high else ", within"
-    memory = cluster_of(case.device, 8).memory_bytes
-    if memory is not None and max(each.peak_bytes for each in (*ours, *theirs)) > memory:
-        found += ", beyond memory"
-    return (label, found, f"{without:.2f}x", f"{bubbles[0]:.0f} > {bubbles[1]:.0f}", spread)
-
-
-def _mean_ms(results: Sequence[Result], *, sums: bool = True) -> float:
-    return float(np.mean([each.iteration_ms - each.sum_ms * (not sums) for each in results]))
+def _row(claim: Claim, found: Sequence[tuple[list[str], str, float]]) -> str:
+    most = max(gain for *_, gain in found)
+    verdict = "within"
+    if most < 1.005 * min(claim.low, 1.0):
+        verdict = "vanishes"
+    elif most < 0.995 * claim.low or most > 1.005 * claim.high:
+        verdict = "less" if most < claim.low else "more"
+    names = [case.name for case in claim.cases]
+    simulated = ", ".join(f"{name} {gains[0]}" for name, (gains, *_) in zip(names, found, strict=True))
+    times = "; ".join(f"{name} {each}" for name, (_, each, _) in zip(names, found, strict=True))
+    reasons = [
+        f"{reason.what}: {', '.join(gains[number] for gains, *_ in found if len(gains) > 1)}"
+        for number, reason in enumerate(claim.reasons, 1)
+    ]
+    return f"| {claim.name} | {claim.published} | {verdict}: {simulated} | {times} | {'; '.join(reasons)} |"
 
 
 def main() -> None:
-    """Simulate the claims and print what was found."""
+    """Simulate and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=5)
+    parser.add_argument("--own", action="store_true")
+    parser.add_argument("--batches", type=int)
     parser.add_argument("--lengths", type=Path, help=f"folder of {' and '.join(FILES.values())}")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
-    console = Console(highlight=False, emoji=False, width=170)
-    for claim in CLAIMS:
-        if options.names and claim.name not in options.names:
-            continue
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for column in ("setting, and what is tried", "gain", "without sums", "bubble %", "std ms of microbatches"):
-            table.add_column(column)
-        for case in claim.cases:
-            for instead in (None, *(claim.reasons if case.model != MEASURED else ())):
-                found = row(claim, case, instead, options.batches, options.lengths)
-                table.add_row(*found, style="" if instead is None else "dim")
-        console.print(f"\n{claim.name}: published {claim.published}", style="bold")
-        console.print(table)
+    workers = len(os.sched_getaffinity(0))
+    if options.own:
+        rows = own_rows(options.batches or 2, options.lengths, workers)
+    else:
+        rows = claim_rows(options.names, options.batches or 5, options.lengths, workers)
+    for row in rows:
+        sys.stdout.write(f"{row}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
