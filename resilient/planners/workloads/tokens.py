@@ -181,40 +181,29 @@ class DynamicTiles:
         return _equal(sequences, np.full_like(tiles, patches + self.extra), sequences * (patches // self.merge**2))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Frames:
     """Whisper's rule, with Qwen2-Audio's pooling: windows of 30 s, 50 frames a second, two of them to a token.
 
-    Args:
-        window_s: Longer clips are cut into windows, which do not attend to each other.
-        pooling: Frames that become a token.
-        padded: Whether the encoder computes full windows whatever the clip's length, as the released ones do; what is
-            padded is never handed on.
+    Windows do not attend to each other. The last one is computed as long as it is; the released encoders fill it up.
 
     Source: Radford et al. 2022 (Whisper), section 2.2; Chu et al. 2024 (Qwen2-Audio), section 2.
     """
 
-    window_s: float = 30.0
-    pooling: int = 2
-    padded: bool = False
-
     def __call__(self, seconds: Floats) -> Encoded:
         spectra = np.ceil(np.round(seconds * 100, 6)).astype(np.int64)
-        window = round(self.window_s * 100)
-        full, rest = spectra // window, spectra % window
-        window_frames, rest_frames = _half(window), _half(rest)
-        outputs = full * self._pool(window_frames) + self._pool(rest_frames)
-        if self.padded:
-            full, rest_frames = full + (rest > 0), np.zeros_like(rest)
+        full, rest = spectra // _WINDOW, spectra % _WINDOW
+        window_frames, rest_frames = _half(_WINDOW), _half(rest)
         lengths = Lengths(
             tokens=full * window_frames + rest_frames,
             squares=full * window_frames**2 + rest_frames**2,
             longest=np.where(full > 0, window_frames, rest_frames),
         )
-        return Encoded(lengths=lengths, outputs=outputs)
+        return Encoded(lengths=lengths, outputs=full * (window_frames // 2) + rest_frames // 2)
 
-    def _pool(self, frames: Ints | int) -> Ints:
-        return np.asarray(frames) // self.pooling
+
+_WINDOW = 3000
+"""Spectra, of 10 ms."""
 
 
 def _half(spectra: Ints | int) -> Ints:
