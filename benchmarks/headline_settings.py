@@ -93,7 +93,7 @@ COCO = Case(name="7B even", workload="coco")
 SOUND = Case(name="7B sound", model="qwen2-vl+whisper-large-v3+qwen2.5-7b", workload="mixed")
 SEVERAL = Case(name="7B several", workload="interleaved", device="h200", nodes=8, microbatch=1)
 VIDEO = Case(name="7B video", workload="video", device="h200", nodes=8, global_batch=128, microbatch=1)
-NARROW = replace(VIDEO, name="7B video, less memory", device="h100")
+NARROW = replace(VIDEO, name="7B video 80 GB", device="h100")
 LARGE = Case(name="38B", model="internvl2.5-38b", device="h100", nodes=8, microbatch=1)
 HUGE = Case(name="72B", model="qwen2-vl-72b", device="h100", nodes=16, global_batch=512, microbatch=1)
 HUGE_SEVERAL = Case(
