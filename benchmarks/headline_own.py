@@ -19,6 +19,8 @@ from resilient.planners.registry import PLANNERS, planner
 OURS = "resilient"
 LOST = (0, 1, 2, 4)
 """Nodes."""
+NONE = float("inf")
+"""Where there is no plan, or not so many nodes."""
 
 
 def own_rows(num_batches: int, lengths: Path | None, workers: int) -> Iterator[str]:
@@ -43,9 +45,8 @@ def _of_bound(case: Case, name: str, num_batches: int, lengths: Path | None) -> 
     safe = replace(case, max_failures=1)
     steps = simulate(case, who, who, num_batches, lengths) + simulate(safe, who, who, num_batches, lengths, left)
     least = [least_ms(case, num_batches, lengths, lost) for lost in (0, *left)]
-    return [each.step_ms / bound if each.fits else float("inf") for each, bound in zip(steps, least, strict=True)] + [
-        float("inf")
-    ] * (len(LOST) - len(steps))
+    found = [each.step_ms / bound if each.fits else NONE for each, bound in zip(steps, least, strict=True)]
+    return found + [NONE] * (len(LOST) - len(found))
 
 
 def _row(case: Case, found: dict[str, list[float]], bound: float) -> str:
@@ -55,7 +56,7 @@ def _row(case: Case, found: dict[str, list[float]], bound: float) -> str:
         name, theirs = min(
             ((name, each[index]) for name, each in found.items() if name != OURS), key=lambda pair: pair[1]
         )
-        if ours == theirs == float("inf"):
+        if ours == theirs == NONE:
             cells.append("-")
         else:
             cells.append(f"{_said(ours)}, {name} {_said(theirs)}")
@@ -63,4 +64,4 @@ def _row(case: Case, found: dict[str, list[float]], bound: float) -> str:
 
 
 def _said(times: float) -> str:
-    return "none" if times == float("inf") else f"{times:.2f}x"
+    return "none" if times == NONE else f"{times:.2f}x"
