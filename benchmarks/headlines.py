@@ -22,9 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from headline_claims import CLAIMS, Claim, Who, who
-from headline_own import OURS, own_rows
-from headline_settings import FILES, MEASURED, Case, Steps, least_ms, simulate
+from papers.claims import CLAIMS, Claim, Who, who
+from papers.own import OURS, own_rows
+from papers.settings import FILES, MEASURED, Case, Steps, least_ms, simulate
 
 NO_PLAN = "no plan"
 

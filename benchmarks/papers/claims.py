@@ -1,6 +1,6 @@
 """Published claims about multimodal planners, and what may be the reasons for gains and differences.
 
-Owns claims; :mod:`headline_settings` has what they are looked for in, :mod:`headlines` prints what is found.
+Owns claims; :mod:`papers.settings` has what they are looked for in, :mod:`headlines` prints what is found.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from headline_settings import (
+from papers.settings import (
     COCO,
     FROZEN,
     FROZEN_HUGE,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from headline_settings import CASES, Case, least_ms, simulate
+from papers.settings import CASES, Case, least_ms, simulate
 
 from resilient.planners.registry import PLANNERS, planner
 
