@@ -25,12 +25,13 @@ PLANNERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "disttrain": ("published.disttrain.planner", "DistTrain"),
         "dflop": ("published.dflop.planner", "Dflop"),
         "dhp": ("published.dhp.planner", "DHP"),
+        "dhp-across-nodes": ("published.dhp.planner", "dhp_across_nodes"),
         "orchmllm": ("published.orchmllm.planner", "OrchMLLM"),
         "entrain": ("published.entrain.planner", "Entrain"),
         "resilient": ("own.planner", "ResilientPlanner"),
     }
 )
-"""By name, in the order they are shown: the module in :mod:`resilient.planners`, and its class."""
+"""By name, in the order they are shown: the module in :mod:`resilient.planners`, and what makes it."""
 
 
 def planner(name: str) -> Planner:

@@ -157,6 +157,7 @@ class UnitCosts:
         degrees: Profiled (tp, cp) pairs, ascending; planners use no others.
         boundary_bytes: Per token, of what travels between two of its stages.
         output_bytes: Per token of its input, of what it hands to the next unit.
+        padded: Whether a call computes each of its sequences as long as the longest of them.
     """
 
     name: str
@@ -164,6 +165,7 @@ class UnitCosts:
     degrees: tuple[tuple[int, int], ...] = ((1, 1),)
     boundary_bytes: float = 0.0
     output_bytes: float = 0.0
+    padded: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers or any(len(layer.curves) != len(self.degrees) for layer in self.layers):

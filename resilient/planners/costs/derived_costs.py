@@ -77,6 +77,7 @@ def derive_costs(model: str, device: str, *, frozen: Collection[str] = ()) -> Co
             encoder.blocks,
             hardware,
             output_bytes=2 * hidden / encoder.tokens_per_output,
+            padded=encoder.padded,
         )
         for encoder in encoders.values()
     ]
@@ -110,7 +111,15 @@ def _language_works(language: KnownModel) -> Iterator[LayerWork]:
     yield head_work(language, 1, _TOKENS)
 
 
-def _unit(name: str, works: Iterable[LayerWork], blocks: Blocks, device: Device, *, output_bytes: float) -> UnitCosts:
+def _unit(
+    name: str,
+    works: Iterable[LayerWork],
+    blocks: Blocks,
+    device: Device,
+    *,
+    output_bytes: float,
+    padded: bool = False,
+) -> UnitCosts:
     degrees = tuple(
         (tp, cp) for tp in TP_DEGREES if not blocks.num_heads % tp and not blocks.num_kv_heads % tp for cp in CP_DEGREES
     )
@@ -137,6 +146,7 @@ def _unit(name: str, works: Iterable[LayerWork], blocks: Blocks, device: Device,
         degrees=degrees,
         boundary_bytes=2.0 * blocks.hidden,
         output_bytes=output_bytes,
+        padded=padded,
     )
 
 

@@ -29,6 +29,7 @@ class Encoder:
         projector: ``merge``: two matrices, the first as wide as the tokens put together (Qwen2-VL); ``mlp``: two, both
             as wide as the language model (LLaVA); ``linear``: one.
         pooled: Whether tokens are averaged, not put together, to become one.
+        padded: Whether all of a batch are computed as long as the longest: convolutions along a clip are not packed.
     """
 
     source: str
@@ -40,6 +41,7 @@ class Encoder:
     tokens_per_output: int = 1
     projector: Literal["merge", "mlp", "linear"] = "mlp"
     pooled: bool = False
+    padded: bool = False
 
     def widths(self, hidden: int) -> tuple[int, ...]:
         """Return the widths in the projector to a language model that is ``hidden`` wide."""
@@ -121,6 +123,7 @@ ENCODERS = {
         tokens_per_output=2,
         projector="linear",
         pooled=True,
+        padded=True,
     ),
 }
 """By name; what is on top of the last block for other uses (pooling heads) is left out."""

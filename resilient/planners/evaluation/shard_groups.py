@@ -13,7 +13,8 @@ import numpy as np
 
 from resilient.planners.evaluation.step_unit import StepUnit
 from resilient.planners.planner import Configuration, Setting
-from resilient.planners.stages.stage_work import Work, gathers_ms
+from resilient.planners.stages.call_work import Work
+from resilient.planners.stages.stage_work import gathers_ms
 from resilient.templates.common.arrays import Floats, Ints
 
 
@@ -44,7 +45,7 @@ def in_step(setting: Setting, configuration: Configuration, unit: StepUnit) -> S
         kept_bytes=unit.work.kept_bytes,
         filled=filled,
     )
-    return replace(unit, there=there, work=work)
+    return replace(unit, there=there, work=work, calls=None)
 
 
 def _largest(values: Floats, group: Ints) -> Floats:

@@ -16,9 +16,10 @@ from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.packing.balance import deal_whole, loads
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica
+from resilient.planners.stages.call_work import Calls, CallWork, Work
 from resilient.planners.stages.degraded_replicas import ranks_left, tokens_held
 from resilient.planners.stages.device_layout import lane_part, lanes_of_pipelines
-from resilient.planners.stages.stage_work import Calls, Work, by_stage, dealt_by, stage_work
+from resilient.planners.stages.stage_work import by_stage, dealt_by
 from resilient.templates.common.arrays import Flags, Floats, Ints
 from resilient.templates.schedules.graph import Backward
 
@@ -37,6 +38,8 @@ class StepUnit:
         tokens: Of each cell.
         there: Whether it is: if it has some, or devices are in step with those of another that does.
         work: What cells take at full speed.
+        calls: What they take, call by call; None where devices that divide a copy wait for each other.
+        held: Times the tokens of before that devices of each cell hold of it, after losses.
         speeds: Of each cell's pipeline.
         backwards: What each stage differentiates.
     """
@@ -50,6 +53,8 @@ class StepUnit:
     tokens: Floats
     there: Flags
     work: Work
+    calls: CallWork | None
+    held: Floats
     speeds: Floats
     backwards: tuple[Backward, ...]
 
@@ -80,8 +85,8 @@ class StepUnit:
         np.maximum.at(last, lane, position + 1)
         pipeline = np.repeat(np.searchsorted(lanes[:, 1], np.arange(num_lanes), side="right"), width)
         pipeline[cell] = place.replica
-        calls = _calls(place, cell, lengths, spread, num_lanes * width)
-        work = stage_work(costs, spread, calls)
+        calls = _calls(place, cell, lengths, spread, num_lanes * width, padded=costs.padded)
+        alone = CallWork.of(costs, spread, calls)
         tokens = loads(lengths.tokens, cell, num_lanes * width)
         grouped = place.degree is not None
         held = np.array([1.0 if grouped else tokens_held(spread, each.devices) for each in replicas])
@@ -96,7 +101,9 @@ class StepUnit:
             counted=(np.arange(width) < (counts if costs.name == LLM else last)[:, None]).ravel(),
             tokens=tokens,
             there=tokens > 0,
-            work=replace(work, kept_bytes=work.kept_bytes * held[pipeline]),
+            work=_held(alone.by_cell(spread.cp), held[pipeline]),
+            calls=alone,
+            held=held[pipeline],
             speeds=speeds[pipeline],
             backwards=_backwards(costs, spread),
         )
@@ -113,23 +120,36 @@ class StepUnit:
                     f"places in {each.costs.name!r} must be those of the language model where encoders are replicated, "
                     f"got others; assign them alike"
                 )
+        return replace(
+            self,
+            tokens=np.sum([each.tokens for each in (self, *encoders)], axis=0),
+            there=np.any([each.there for each in (self, *encoders)], axis=0),
+            work=self._with_work_of(encoders),
+            backwards=tuple(max([each, *(other.backwards[0] for other in encoders)]) for each in self.backwards),
+        )
+
+    def _with_work_of(self, encoders: Sequence[StepUnit]) -> Work:
+        """Return the work of a microbatch in all units.
+
+        A group goes from one unit to the next by itself, but where it gathers parameters with others.
+        """
+        if self.calls is not None:
+            together = self.calls
+            for each in encoders:
+                assert each.calls is not None
+                together = each.calls.followed_by(together)
+            return _held(together.by_cell(self.spread.cp), self.held)
         works = [each.work for each in (self, *encoders)]
         nothing = np.zeros_like(self.work.forward_ms)
         forward = sum((each.forward_ms for each in works), nothing)
         backward = sum((each.backward_ms for each in works), nothing)
         filled = sum(((each.forward_ms + each.backward_ms) * each.filled for each in works), nothing)
         total = forward + backward
-        return replace(
-            self,
-            tokens=np.sum([each.tokens for each in (self, *encoders)], axis=0),
-            there=np.any([each.there for each in (self, *encoders)], axis=0),
-            work=Work(
-                forward_ms=forward,
-                backward_ms=backward,
-                kept_bytes=sum((each.kept_bytes for each in works), nothing),
-                filled=np.divide(filled, total, out=np.ones_like(total), where=total > 0),
-            ),
-            backwards=tuple(max([each, *(other.backwards[0] for other in encoders)]) for each in self.backwards),
+        return Work(
+            forward_ms=forward,
+            backward_ms=backward,
+            kept_bytes=sum((each.kept_bytes for each in works), nothing),
+            filled=np.divide(filled, total, out=np.ones_like(total), where=total > 0),
         )
 
     @property
@@ -137,6 +157,10 @@ class StepUnit:
         """Standard deviation of its cells' times at full speed."""
         total = (self.work.forward_ms + self.work.backward_ms).sum(axis=0)[self.counted]
         return float(total.std()) if len(total) else 0.0
+
+
+def _held(work: Work, held: Floats) -> Work:
+    return replace(work, kept_bytes=work.kept_bytes * held)
 
 
 def _check(costs: UnitCosts, spread: Parallelism, place: Place, replicas: Sequence[Replica]) -> None:
@@ -170,7 +194,7 @@ def _grouped_speed(spread: Parallelism, replica: Replica) -> float:
     return replica.speed / replica.devices * min(1.0, replica.devices * spread.cp)
 
 
-def _calls(place: Place, cell: Ints, lengths: Lengths, spread: Parallelism, num_cells: int) -> Calls:
+def _calls(place: Place, cell: Ints, lengths: Lengths, spread: Parallelism, num_cells: int, *, padded: bool) -> Calls:
     """Return the calls of a unit: one of each group of devices in each cell."""
     if place.group is None or place.degree is None:
         group, degree = np.zeros_like(cell), np.full_like(cell, spread.cp)
@@ -179,11 +203,18 @@ def _calls(place: Place, cell: Ints, lengths: Lengths, spread: Parallelism, num_
     keys, first, call = np.unique(
         cell * (int(group.max(initial=0)) + 1) + group, return_index=True, return_inverse=True
     )
+    tokens, squares = (loads(each, call, len(keys)) for each in (lengths.tokens, lengths.squares))
+    if padded:
+        longest = np.zeros(len(keys))
+        np.maximum.at(longest, call, lengths.longest)
+        sequences = loads(-(-lengths.tokens // np.maximum(lengths.longest, 1)), call, len(keys))
+        tokens, squares = sequences * longest, sequences * longest**2
     return Calls(
         cell=cell[first],
+        group=group[first],
         degree=degree[first],
-        tokens=loads(lengths.tokens, call, len(keys)),
-        squares=loads(lengths.squares, call, len(keys)),
+        tokens=tokens,
+        squares=squares,
         num_cells=num_cells,
     )
 

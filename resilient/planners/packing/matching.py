@@ -64,12 +64,7 @@ def pair_up(together: Floats, rows_alone: Floats, columns_alone: Floats) -> Ints
 
     Returns:
         The column of each row, -1 where it stays alone. [num_rows]
-
-    Source: bisection over the values, each time a test for a perfect matching of rows and columns with each other or
-    with a stand-in for staying alone; a bottleneck assignment (Gross 1959).
     """
-    from scipy.optimize import linear_sum_assignment  # pyright: ignore[reportMissingTypeStubs]
-
     num_rows, num_columns = together.shape
     if not num_rows or not num_columns:
         return np.full(num_rows, -1)
@@ -78,17 +73,35 @@ def pair_up(together: Floats, rows_alone: Floats, columns_alone: Floats) -> Ints
     table[np.arange(num_rows), num_columns + np.arange(num_rows)] = rows_alone
     table[num_rows + np.arange(num_columns), np.arange(num_columns)] = columns_alone
     table[num_rows:, num_columns:] = -np.inf  # stand-ins that are not needed
+    partner = match_all(table)[:num_rows]
+    return np.where(partner < num_columns, partner, -1)
+
+
+def match_all(table: Floats) -> Ints:
+    """Match each row with a column such that the largest value there is then is least, and then their sum.
+
+    Args:
+        table: The value of each pair; infinite where it must not be, minus infinity where it does not count. Some
+            matching of finite values has to exist. [num, num]
+
+    Returns:
+        The column of each row.
+
+    Source: bisection over the values, each time a test for a perfect matching; a bottleneck assignment (Gross 1959).
+    """
+    from scipy.optimize import linear_sum_assignment  # pyright: ignore[reportMissingTypeStubs]
+    from scipy.sparse import csr_array  # pyright: ignore[reportMissingTypeStubs]
+    from scipy.sparse.csgraph import maximum_bipartite_matching  # pyright: ignore[reportMissingTypeStubs]
+
     real = table[np.isfinite(table)]
-    least = max(table[:num_rows].min(axis=1).max(), table[:, :num_columns].min(axis=0).max())
+    least = max(table.min(axis=1).max(), table.min(axis=0).max())
     values = np.unique(real[real >= least])
     low, high = 0, len(values) - 1
     while low < high:
         middle = (low + high) // 2
-        missing = (table > values[middle]).astype(np.float64)
-        if missing[linear_sum_assignment(missing)].any():
+        if (maximum_bipartite_matching(csr_array(table <= values[middle])) < 0).any():
             low = middle + 1
         else:
             high = middle
-    costs = np.where(table <= values[low], np.maximum(table, 0), np.inf)
-    partner = np.asarray(linear_sum_assignment(costs)[1])[:num_rows].astype(np.int64)
-    return np.where(partner < num_columns, partner, -1)
+    costs = np.where(table <= values[low], np.maximum(table, 0), np.inf) if len(values) else np.zeros_like(table)
+    return np.asarray(linear_sum_assignment(costs)[1]).astype(np.int64)

@@ -23,9 +23,9 @@ def kept_shares(
 
     The room is what parameters, gradients and the optimizer, which is sharded over replicas, leave of the memory,
     divided by the microbatches that a stage holds at a time: under 1F1B one for each stage from it on, and all of them
-    in encoders on the language model's devices, as their work comes first
-    (where they are replicated, each microbatch's does). Units on the same devices divide the room as
-    these samples need it: a device may have much of one unit in one microbatch, and of another in the next. So a
+    in encoders on the language model's devices, as their work comes first. These divide the room as
+    these samples need it: a device may have much of one unit in one microbatch, and of another in the next. Where
+    encoders are replicated, each microbatch is encoded when its turn comes, and takes what it does in all units. So a
     microbatch whose shares sum up to 1 or less fits, as long as no other one has more. Where several ranks share its
     samples, that sum is their number.
 
@@ -48,6 +48,9 @@ def kept_shares(
     kept = {
         name: each.kept_bytes[:, None] * each.held[:, None] * batch.units[name].tokens for name, each in stages.items()
     }
+    if configuration.encoders is Encoders.REPLICATED:
+        free = stages[LLM].free_bytes[:, None]
+        return (sum(kept.values(), np.zeros_like(kept[LLM])) / free).max(axis=0)
     shares: list[Floats] = []
     for name, each in stages.items():
         part = np.ones(len(each.free_bytes))
@@ -83,7 +86,9 @@ def _stages(
     for unit in reversed(setting.costs.units):
         spread, early = configuration.units[unit.name], names.index(unit.name) < names.index(LLM)
         held = np.minimum(behind + np.arange(spread.pp, 0, -1), number)
-        if configuration.colocated and early and configuration.encoders is not Encoders.REPLICATED:
+        if early and configuration.encoders is Encoders.REPLICATED:
+            held = found[LLM].held
+        elif early and configuration.colocated:
             held = np.full(spread.pp, number)
         kept = kept_bytes(unit, replace(spread, cp=1))
         # A lane may have all samples of a microbatch, or those of several pipelines.
@@ -92,7 +97,7 @@ def _stages(
         found[unit.name] = _Stages(kept * pipelines, held, memory - state)
         behind += 0 if early or configuration.colocated else spread.pp
     if configuration.colocated:
-        free = np.sum([each.free_bytes for each in found.values()], axis=0) - memory * (len(found) - 1)
+        free = sum((each.free_bytes - memory for each in found.values()), np.full(language.pp, float(memory)))
         found = {name: each._replace(free_bytes=free) for name, each in found.items()}
     gathered = gathered_bytes(setting.costs.units, configuration)
     found = {name: each._replace(free_bytes=each.free_bytes - gathered) for name, each in found.items()}

@@ -1,9 +1,8 @@
-"""What the stages of a unit take for given microbatches: times, messages and memory, at any context-parallel degree."""
+"""What the stages of a unit take: state, what a token keeps, sums of gradients and other messages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,114 +14,9 @@ from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.inputs.cluster import Cluster, Link
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Calls:
-    """Calls of a unit: the sequences that some of its devices process at once.
-
-    Args:
-        cell: Of each, the microbatch that it is a part of, ``[num_calls]``; a microbatch takes as long as the longest
-            of its calls.
-        degree: Devices that share its sequences, in the direction of context parallelism, by a ring.
-        tokens: Sum of the sequences' lengths.
-        squares: Sum of their squares.
-        num_cells: Microbatches.
-    """
-
-    cell: Ints
-    degree: Ints
-    tokens: Floats
-    squares: Floats
-    num_cells: int
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Work:
-    """Time and memory of microbatches on each stage; all ``[num_stages, num_cells]``.
-
-    Args:
-        forward_ms: Time of the forward.
-        backward_ms: Time of the backward; 0 on stages that need none.
-        kept_bytes: Activations on each device, of layers that have a backward.
-        filled: Part of the devices' time in that of the microbatch: groups that are done earlier wait.
-    """
-
-    forward_ms: Floats
-    backward_ms: Floats
-    kept_bytes: Floats
-    filled: Floats
-
-
-def stage_work(unit: UnitCosts, spread: Parallelism, calls: Calls) -> Work:
-    """Return what the calls take.
-
-    Args:
-        unit: The unit.
-        spread: How it is spread.
-        calls: What it processes.
-    """
-    shape = (spread.pp, calls.num_cells)
-    forward, backward, kept, used = np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape)
-    firsts = np.concatenate(([0], np.cumsum(spread.stage_layers)))
-    for degree in np.unique(calls.degree).tolist():
-        chosen = calls.degree == degree
-        cells, tokens, squares = calls.cell[chosen], calls.tokens[chosen], calls.squares[chosen]
-        for stage in range(spread.pp):
-            layers = range(firsts[stage], firsts[stage + 1])
-            curves = [curves_at(unit, layer, spread.tp, degree) for layer in layers]
-            for table, curve in (
-                (forward, sum((each[0] for each in curves), Curve())),
-                (backward, sum((each[1] for each in curves), Curve())),
-            ):
-                work = np.where(tokens > 0, curve.attention * squares + curve.linear * tokens + curve.fixed, 0.0)
-                np.maximum.at(table[stage], cells, work)
-                np.add.at(used[stage], cells, work * degree / spread.cp)
-            of_token = sum(each[2] for each in curves if each[1] != Curve())
-            np.maximum.at(kept[stage], cells, tokens * of_token)
-    total = forward + backward
-    filled = np.divide(used, total, out=np.ones(shape), where=total > 0)
-    return Work(forward_ms=forward, backward_ms=backward, kept_bytes=kept, filled=np.minimum(filled, 1.0))
-
-
 def dealt_by(unit: UnitCosts, spread: Parallelism) -> Curve:
     """Return the work by which a unit's samples are dealt over its lanes: that of the fewest devices that share one."""
     return unit.work(spread.tp, min((cp for tp, cp in unit.degrees if tp == spread.tp), default=1))
-
-
-def curves_at(unit: UnitCosts, layer: int, tp: int, cp: int) -> tuple[Curve, Curve, float]:
-    """Return a layer's forward, its backward and its activations per token.
-
-    Between profiled degrees of context parallelism they go linearly in ``1 / cp``, as shares of work and the bytes that
-    a ring sends do; beyond the largest, too.
-
-    Raises:
-        ValueError: The tensor-parallel degree was not profiled.
-    """
-    known = [degree for each, degree in unit.degrees if each == tp]
-    if cp in known or len(known) < 2:
-        return _profiled(unit, layer, tp, cp)
-    above = min(int(np.searchsorted(known, cp)), len(known) - 1)
-    low, high = known[max(above - 1, 0)], known[max(above, 1)]
-    weight = (1 / low - 1 / cp) / (1 / low - 1 / high)
-    one, other = _profiled(unit, layer, tp, low), _profiled(unit, layer, tp, high)
-    return (
-        _between(one[0], other[0], weight),
-        _between(one[1], other[1], weight),
-        max(0.0, one[2] + weight * (other[2] - one[2])),
-    )
-
-
-def _profiled(unit: UnitCosts, layer: int, tp: int, cp: int) -> tuple[Curve, Curve, float]:
-    index = unit.index(tp, cp)
-    of = unit.layers[layer]
-    return of.curves[index].forward, of.backward(index), of.curves[index].activation_bytes
-
-
-def _between(one: Curve, other: Curve, weight: float) -> Curve:
-    return Curve(
-        attention=max(0.0, one.attention + weight * (other.attention - one.attention)),
-        linear=max(0.0, one.linear + weight * (other.linear - one.linear)),
-        fixed=max(0.0, one.fixed + weight * (other.fixed - one.fixed)),
-    )
 
 
 def state_bytes(

@@ -1,23 +1,22 @@
 """DHP: in each microbatch, context-parallel groups of whatever degrees make it fastest.
 
 Source: DHP, the cost model (section 4.2) and the two stages (:mod:`resilient.planners.published.dhp.groups`). What the
-paper takes as given is decided once (:mod:`resilient.planners.published.dhp.search`): stages, and the ranks of one
-replica. A step's samples go to the microbatches of all replicas by work, longest first. Where they are too many for the
-memory of one, all are packed first and the packs spread.
+paper takes as given is decided once (:mod:`resilient.planners.published.dhp.search`): stages, replicas, and the ranks
+of each. A step's samples go to the microbatches of all replicas by work, longest first. A microbatch whose groups need
+more ranks than there are is split into several, as published: a replica may have more microbatches than it is given.
 
-Differences to the paper: ranks that are left over are used (see
-:func:`~resilient.planners.published.dhp.group_kernels.min_max_degrees`), other groups than its own are tried (see
+Differences to the paper: groups lie within a node, but for :func:`dhp_across_nodes`; ranks that are left over are used
+(see :func:`~resilient.planners.published.dhp.group_kernels.min_max_degrees`), other groups than its own are tried (see
 :func:`~resilient.planners.published.dhp.groups.plan_groups`), and eta is 0: the language model's curve is that of its
-own mask. What rings of encoders take is not predicted. The paper splits a microbatch that needs more ranks than there
-are; here what is too much goes to the others, and where it is too much for all of them, as it may be when nodes are
-lost, every replica has more microbatches. It plans one batch ahead; ``assign`` does so whenever a batch's lengths are
-known.
+own mask. What rings of encoders take is not predicted. It plans one batch ahead; ``assign`` does so whenever a batch's
+lengths are known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,26 +24,28 @@ from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import loads, longest_first
 from resilient.planners.packing.slots import slots
-from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
+from resilient.planners.planner import Assignment, Configuration, Encoders, Place, Replica, Setting
 from resilient.planners.published.dhp.groups import Ranks, Sequences, pack, pack_ranks, plan_groups
 from resilient.planners.published.dhp.search import dhp_configuration
 from resilient.planners.stages.degraded_replicas import ranks_left
 from resilient.planners.stages.memory_shares import kept_shares
 from resilient.templates.common.arrays import Floats, Ints
 
-_ROUNDS = 4
-"""More microbatches leave each less room: where they do not suffice by then, they are not tried."""
-
 
 @dataclass(frozen=True)
 class DHP:
-    """The planner."""
+    """The planner.
+
+    Args:
+        across_nodes: Whether groups are of the ranks of all nodes, as published. One replica has all of them then.
+    """
 
     name: str = "dhp"
     source: str = "DHP (dynamic hybrid parallelism), section 4"
+    across_nodes: bool = False
 
     def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
-        """Return the stages, ranks and microbatches under which a step takes least, as one replica.
+        """Return the stages, replicas, ranks and microbatches under which a step takes least.
 
         Args:
             setting: The job.
@@ -53,7 +54,7 @@ class DHP:
         Raises:
             ValueError: It does not fit.
         """
-        return dhp_configuration(setting, samples)
+        return dhp_configuration(setting, samples, self.name, across_nodes=self.across_nodes)
 
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
@@ -67,20 +68,47 @@ class DHP:
             replicas: The language model's replicas as they are now.
 
         Raises:
-            ValueError: A sample, or all of them, are too long for the memory; the message says what to change.
+            ValueError: A sample needs more memory than the ranks of any replica have; the message says what to change.
         """
-        # Of ranks that replicas lost no groups are formed; all have as many as the one that has least.
-        num_ranks = min(ranks_left(configuration.units[LLM], each.devices) for each in replicas)
-        ranks = ranks_of(setting, configuration, num_ranks)
-        sequences, replicas = _with_room(setting, configuration, batch, replicas, ranks)
-        replica, microbatch, speeds = slots(replicas)
-        slot, packs = _microbatches(sequences, len(ranks), speeds)
-        group, degree = np.zeros(len(batch), dtype=np.int64), np.zeros(len(batch), dtype=np.int64)
-        for members, (bins, least) in packs:
-            groups = plan_groups(sequences[members], ranks, bins, least)
-            group[members], degree[members] = groups.group, groups.degrees[groups.group]
-        place = Place(replica=replica[slot], microbatch=microbatch[slot], group=group, degree=degree)
+        # Of ranks that replicas lost no groups are formed.
+        there = [ranks_left(configuration.units[LLM], each.devices) for each in replicas]
+        ranks = {number: ranks_of(setting, configuration, number) for number in set(there)}
+        sequences = sequences_of(setting, configuration, batch, replicas)
+        most = [int(np.isfinite(ranks[number].start_ms).sum()) for number in there]
+        # More microbatches leave each less room, until stages hold as many as they do at a time.
+        number = max(each.num_microbatches for each in replicas)
+        if configuration.encoders is Encoders.REPLICATED:
+            # Nothing flows from stage to stage: microbatches are as large as the memory holds.
+            replicas = [replace(each, num_microbatches=1) for each in replicas]
+        while True:
+            _check(sequences, batch, max(most))
+            parts = _split(sequences, replicas, there, most)
+            count = max(part.microbatch for part in parts) + 1 if parts else 0
+            if count <= number:
+                break
+            if count > len(batch):
+                raise ArgumentError(
+                    "memory_bytes",
+                    f"hold a batch of {len(batch)} samples in as many microbatches",
+                    f"{setting.cluster.memory_bytes}, which holds them in no number of microbatches",
+                    "use more devices, or larger ones",
+                )
+            number = count
+            more = [replace(each, num_microbatches=number) for each in replicas]
+            sequences = replace(sequences, kept=kept_shares(setting, configuration, batch, more))
+        replica, microbatch, group, degree = np.zeros((4, len(batch)), dtype=np.int64)
+        for part in parts:
+            own = part.members
+            groups = plan_groups(sequences[own], ranks[there[part.replica]], part.bins, part.least)
+            replica[own], microbatch[own] = part.replica, part.microbatch
+            group[own], degree[own] = groups.group, groups.degrees[groups.group]
+        place = Place(replica=replica, microbatch=microbatch, group=group, degree=degree)
         return Assignment(units=dict.fromkeys(configuration.units, place))
+
+
+def dhp_across_nodes() -> DHP:
+    """Return the planner in the paper's setting: groups may cross nodes."""
+    return DHP(name="dhp-across-nodes", across_nodes=True)
 
 
 def sequences_of(
@@ -123,55 +151,81 @@ def ranks_of(setting: Setting, configuration: Configuration, num_ranks: int) -> 
     return Ranks(fixed_ms=fixed, ring_ms=ring, start_ms=start)
 
 
-def _with_room(
-    setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica], ranks: Ranks
-) -> tuple[Sequences, Sequence[Replica]]:
-    """Return the batch's sequences, and the replicas with as many microbatches as hold them.
+class _Part(NamedTuple):
+    """A microbatch: its samples, and their packing into groups."""
 
-    Raises:
-        ValueError: A sample, or all of them, are too long for the memory.
+    replica: int
+    microbatch: int
+    members: Ints
+    bins: Ints
+    least: Ints
+
+
+def _check(sequences: Sequences, batch: SampleTable, most: int) -> None:
+    """Refuse a sample that needs more ranks than a group has at most."""
+    if sequences.kept.max(initial=0) > most:
+        worst = int(sequences.kept.argmax())
+        raise ArgumentError(
+            "samples",
+            f"fit into {most} ranks, the most of a group",
+            f"{batch.name(worst)} that needs {np.ceil(sequences.kept[worst]):.0f}",
+            "leave it out, or use more devices",
+        )
+
+
+def _split(
+    sequences: Sequences, replicas: Sequence[Replica], there: Sequence[int], most: Sequence[int]
+) -> Sequence[_Part]:
+    """Return the microbatches of all replicas, those that need more ranks than there are split.
+
+    Args:
+        sequences: Of the batch.
+        replicas: They.
+        there: Ranks of each.
+        most: Of which a group has so many at most.
     """
-    usable, needed, number = int(np.isfinite(ranks.start_ms).sum()), 0, 0
-    for _ in range(_ROUNDS):
-        sequences = sequences_of(setting, configuration, batch, replicas)
-        if sequences.kept.max(initial=0) > usable:
-            worst = int(sequences.kept.argmax())
-            raise ArgumentError(
-                "samples",
-                f"fit into {usable} ranks, the most of a group",
-                f"{batch.name(worst)} that needs {np.ceil(sequences.kept[worst]):.0f}",
-                "leave it out, or use more devices",
-            )
-        needed = int(pack_ranks(pack(sequences.kept)[1], len(ranks)).max(initial=0)) + 1
-        number = sum(each.num_microbatches for each in replicas)
-        if needed <= number:
-            return sequences, replicas
-        more = -(-(needed - number) // len(replicas))
-        replicas = [replace(each, num_microbatches=each.num_microbatches + more) for each in replicas]
-    raise ArgumentError(
-        "memory_bytes",
-        f"hold a batch on {len(ranks)} ranks in some number of microbatches",
-        f"{setting.cluster.memory_bytes}, which {number} did not suffice for, and {needed} are not known to",
-        "use more devices, or larger ones",
-    )
+    replica, _, speeds = slots(replicas)
+    slot = _spread(sequences, speeds, np.array(most)[replica])
+    parts: list[_Part] = []
+    done = [0] * len(replicas)
+    for index, members in zip(replica.tolist(), _members(slot, len(speeds)), strict=True):
+        for own, (bins, least) in _parts(sequences, members, there[index]):
+            parts.append(_Part(index, done[index], own, bins, least))
+            done[index] += 1
+    return parts
 
 
-def _microbatches(
-    sequences: Sequences, num_ranks: int, speeds: Floats
-) -> tuple[Ints, list[tuple[Ints, tuple[Ints, Ints]]]]:
-    """Return the microbatch of each sequence, and of each microbatch its sequences and their packing."""
-    slot = longest_first(sequences.work_ms, speeds)
-    packs = [(members, pack(sequences.kept[members])) for members in _members(slot, len(speeds))]
-    if all(least.sum() <= num_ranks for _, (_, least) in packs):
-        return slot, packs
-    bins, least = pack(sequences.kept)
-    slot_of_bin = _place(loads(sequences.work_ms, bins, len(least)), least, num_ranks, speeds)
-    slot = slot_of_bin[bins]
-    packs = []
-    for members in _members(slot, len(speeds)):
-        used, local = np.unique(bins[members], return_inverse=True)
-        packs.append((members, (local.astype(np.int64), least[used])))
-    return slot, packs
+def _parts(sequences: Sequences, members: Ints, num_ranks: int) -> list[tuple[Ints, tuple[Ints, Ints]]]:
+    """Return sequences of as few microbatches as have ranks for them, and the packing of each."""
+    bins, least = pack(sequences.kept[members])
+    if least.sum() <= num_ranks:
+        return [(members, (bins, least))]
+    packed = pack_ranks(least, num_ranks)
+    number = int(packed.max()) + 1
+    work = sequences.work_ms[members]
+    parts = [members[each] for each in _members(longest_first(work, np.ones(number)), number)]
+    packs = [pack(sequences.kept[each]) for each in parts]
+    if all(each.sum() <= num_ranks for _, each in packs):
+        return list(zip(parts, packs, strict=True))
+    part_of = _place(loads(work, bins, len(least)), least, packed, num_ranks)
+    found: list[tuple[Ints, tuple[Ints, Ints]]] = []
+    for each in _members(part_of[bins], number):
+        used, local = np.unique(bins[each], return_inverse=True)
+        found.append((members[each], (local.astype(np.int64), least[used])))
+    return found
+
+
+def _spread(sequences: Sequences, speeds: Floats, most: Ints) -> Ints:
+    """Return the microbatch of each sequence, longest first; of those that have ranks for it."""
+    needed = np.ceil(sequences.kept)
+    if needed.max(initial=0) <= most.min():
+        return longest_first(sequences.work_ms, speeds)
+    slot, load = np.empty(len(needed), dtype=np.int64), np.zeros(len(speeds))
+    for item in np.argsort(-sequences.work_ms, kind="stable"):
+        after = np.where(most >= needed[item], (load + sequences.work_ms[item]) / speeds, np.inf)
+        slot[item] = best = int(after.argmin())
+        load[best] += sequences.work_ms[item]
+    return slot
 
 
 def _members(slot: Ints, num_slots: int) -> list[Ints]:
@@ -179,26 +233,19 @@ def _members(slot: Ints, num_slots: int) -> list[Ints]:
     return np.split(order, np.searchsorted(slot[order], np.arange(1, num_slots)))
 
 
-def _place(work: Floats, least: Ints, num_ranks: int, speeds: Floats) -> Ints:
-    """Place groups, those of most ranks first, into the microbatch that has room and is done first.
+def _place(work: Floats, least: Ints, packed: Ints, num_ranks: int) -> Ints:
+    """Place groups, those of most ranks first, into the microbatch with room that has least work so far.
 
-    Where one is left without room they are put into as few microbatches as can be; the one with most work goes to the
-    fastest replica.
+    Where one is left without room they stay as they are packed.
     """
-    slot = np.empty(len(work), dtype=np.int64)
-    load, room = np.zeros(len(speeds)), np.full(len(speeds), num_ranks)
+    number = int(packed.max()) + 1
+    part = np.empty(len(work), dtype=np.int64)
+    load, room = np.zeros(number), np.full(number, num_ranks)
     for group in np.lexsort((-work, -least)):
-        done = np.where(room >= least[group], (load + work[group]) / speeds, np.inf)
-        best = int(done.argmin())
-        if done[best] == np.inf:
-            break
-        slot[group] = best
+        best = int(np.where(room >= least[group], load, np.inf).argmin())
+        if room[best] < least[group]:
+            return packed
+        part[group] = best
         load[best] += work[group]
         room[best] -= least[group]
-    else:
-        return slot
-    packed = pack_ranks(least, num_ranks)
-    needed = int(packed.max()) + 1
-    position = np.empty(needed, dtype=np.int64)
-    position[np.argsort(-loads(work, packed, needed), kind="stable")] = np.argsort(-speeds, kind="stable")[:needed]
-    return position[packed]
+    return part

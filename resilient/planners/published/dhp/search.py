@@ -1,15 +1,16 @@
 """How many stages, ranks and microbatches DHP's groups work on: the paper takes them as given.
 
-All units share the ranks, of ``tp`` devices each, that are left after stages have been cut: either each unit has stages
-of its own, as many as it needs not to be slower than the others, or all of them are on the same devices and encoders'
-work comes first. Groups are planned later and level the microbatches, so the step is predicted as if each rank had the
-mean samples, without rings:
+A replica is a pool of ranks, of ``tp`` devices each, of which groups are formed. Either each unit has stages of its
+own, as many as it needs not to be slower than the others, or there is one stage of all units, and a rank encodes what
+it then reads. The ranks of a stage lie in one node, and there are as many replicas as nodes have devices for; in the
+paper's setting one replica has the ranks of all nodes. Groups are planned later and level the microbatches, so the
+step is predicted as if each rank had the mean samples, without rings:
 
-    own stages    sum(stages) + (K - 1) * slowest stage
-    same devices  the same for the language model, and for the encoders' forwards and backwards
+    own stages   sum(stages) + (K - 1) * slowest stage
+    one stage    K * stage
 
-and, beyond the paper, the part of the sums of gradients over ranks that no backward hides. K is what the job asks for,
-and more where the samples, packed, would not fit.
+and, beyond the paper, the part of the sums of gradients over ranks that no backward hides. The optimizer is sharded
+over all ranks of all replicas. K is what the job asks for, and more where the samples, packed, would not fit.
 """
 
 from __future__ import annotations
@@ -23,14 +24,13 @@ import numpy as np
 
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, SampleTable
-from resilient.planners.planner import Configuration, Parallelism, Setting
+from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
 from resilient.planners.published.baselines.mean_microbatch import Stages, chained, fastest, num_microbatches
 from resilient.planners.published.dhp.groups import pack, pack_ranks
 from resilient.planners.stages.expected_step import expected, parallelism
 from resilient.planners.stages.memory_shares import kept_shares
 from resilient.planners.stages.redundancy import is_redundant
-from resilient.planners.stages.stage_work import exposed_sum_ms
-from resilient.templates.common.arrays import Floats
+from resilient.planners.stages.stage_work import exposed_sum_ms, gradient_sum_ms, unhidden_ms
 
 _LARGER = 1.25
 """Times the largest sample known that one of a batch may be."""
@@ -38,30 +38,30 @@ _LARGER = 1.25
 _DEVIATIONS = 3
 """Standard deviations of a batch's memory that it may have more than the mean."""
 
-_ROUNDS = 4
-"""More microbatches leave each less room: where they do not suffice by then, they are not tried."""
-
 
 class _Layout(NamedTuple):
     least_ns: int  # of a step, whatever the number of microbatches
     num_devices: int
     tp: int
-    ranks: int
-    colocated: bool
+    dp: int
+    ranks: int  # of each replica
+    one_stage: bool
     stages: tuple[int, ...]  # of each unit
 
 
-def dhp_configuration(setting: Setting, samples: SampleTable) -> Configuration:
+def dhp_configuration(setting: Setting, samples: SampleTable, name: str, *, across_nodes: bool) -> Configuration:
     """Return the configuration that takes least and holds the samples; of equals one on the fewest devices.
 
     Args:
         setting: The job.
         samples: A sample of the data set.
+        name: Of the planner, for messages.
+        across_nodes: Whether one replica has the ranks of all nodes, as published.
 
     Raises:
         ValueError: There is none; the message says what to change.
     """
-    candidates = _Candidates(setting, samples)
+    candidates = _Candidates(setting, samples, across_nodes)
     layouts = sorted(candidates.layouts())
     found: list[Configuration] = []
     for careful in (True, False):
@@ -75,12 +75,12 @@ def dhp_configuration(setting: Setting, samples: SampleTable) -> Configuration:
                 best_ns = min(best_ns, round(configuration.predicted_ms * 1e6))
         if found:
             break
-    return fastest(found, "dhp", setting)
+    return fastest(found, name, setting)
 
 
 class _Candidates:
-    def __init__(self, setting: Setting, samples: SampleTable) -> None:
-        self.setting, self.samples = setting, samples
+    def __init__(self, setting: Setting, samples: SampleTable, across_nodes: bool) -> None:
+        self.setting, self.samples, self.across_nodes = setting, samples, across_nodes
         self.spread = cache(self._spread)
 
     def layouts(self) -> Iterator[_Layout]:
@@ -94,18 +94,29 @@ class _Candidates:
             slowest = [each[tp] for each in by_unit]
             bounds = {ms for each in slowest for ms in each.tolist() if all(ms >= other[-1] for other in slowest)}
             apart = {tuple(int((each > bound).sum()) + 1 for each in slowest) for bound in bounds}
-            together = {(pp,) * len(slowest) for pp in range(1, 1 + min(len(each) for each in slowest))}
-            for colocated, all_stages in ((False, apart), (True, together)):
-                for stages in all_stages:
-                    size = tp * (stages[0] if colocated else sum(stages))
-                    ranks = setting.num_devices // size
-                    if ranks:
-                        times = [float(each[pp - 1]) for pp, each in zip(stages, slowest, strict=True)]
-                        least = setting.global_batch / ranks * (sum(times) if colocated else max(times))
-                        yield _Layout(int(least * 1e6), ranks * size, tp, ranks, colocated, stages)
+            for one_stage, every in ((False, apart), (True, {(1,) * len(slowest)})):
+                for stages in every:
+                    times = [float(each[pp - 1]) for pp, each in zip(stages, slowest, strict=True)]
+                    rank_ms = sum(times) if one_stage else max(times)
+                    for dp, ranks in self._pools(tp * (1 if one_stage else sum(stages)), tp):
+                        least = int(1e6 * setting.global_batch / (dp * ranks) * rank_ms)
+                        used = dp * ranks * tp * (1 if one_stage else sum(stages))
+                        yield _Layout(least, used, tp, dp, ranks, one_stage, stages)
+
+    def _pools(self, rank_devices: int, tp: int) -> Iterator[tuple[int, int]]:
+        """Yield replicas, and the ranks of each, of so many devices in all stages."""
+        setting, in_node = self.setting, self.setting.cluster.devices_per_node
+        if self.across_nodes:
+            pools = [setting.num_devices // rank_devices]
+        else:
+            pools = [ranks for ranks in range(1, in_node // tp + 1) if in_node % (ranks * tp) == 0]
+        for ranks in pools:
+            dp = setting.num_devices // (rank_devices * max(ranks, 1))
+            if ranks and dp:
+                yield dp, ranks
 
     def with_room(self, layout: _Layout, *, careful: bool) -> Configuration | None:
-        """Return the configuration with as many microbatches as hold the samples, None if no number is known to.
+        """Return the configuration with as many microbatches as hold the samples, None if no number does.
 
         Args:
             layout: Of the configuration.
@@ -113,16 +124,21 @@ class _Candidates:
         """
         setting, samples = self.setting, self.samples
         units = {
-            unit.name: replace(self.spread(unit, layout.tp, pp), cp=layout.ranks)
+            unit.name: replace(self.spread(unit, layout.tp, pp), dp=layout.dp, cp=layout.ranks)
             for unit, pp in zip(setting.costs.units, layout.stages, strict=True)
         }
-        number = num_microbatches(setting, layout.ranks)
+        found = Configuration(
+            units=units,
+            num_microbatches=1 if layout.one_stage else num_microbatches(setting, layout.dp * layout.ranks),
+            colocated=layout.one_stage,
+            encoders=Encoders.REPLICATED if layout.one_stage else Encoders.PARALLEL,
+        )
+        if not is_redundant(setting, found):
+            return None
         rings = any(tp == layout.tp and cp > 1 for tp, cp in setting.costs.by_name[LLM].degrees)
         largest_group = layout.ranks if rings else 1
-        for _ in range(_ROUNDS):
-            found = Configuration(units=units, num_microbatches=number, colocated=layout.colocated)
-            if not is_redundant(setting, found):
-                return None
+        # More microbatches leave each less room, until stages hold as many as they do at a time.
+        while True:
             try:
                 shares = kept_shares(setting, found, samples)
             except ValueError:
@@ -132,35 +148,28 @@ class _Candidates:
             microbatches = pack_ranks(pack(shares)[1], layout.ranks).max() + 1
             deviation = float(shares.std() / max(shares.mean(), 1e-30)) / np.sqrt(setting.global_batch)
             spare = 1 + _DEVIATIONS * deviation if careful else 1.0
-            least = int(np.ceil(spare * microbatches / len(samples) * setting.global_batch))
-            if least <= number:
+            least = int(np.ceil(spare * microbatches / len(samples) * setting.global_batch / layout.dp))
+            if least <= found.num_microbatches:
                 return replace(found, predicted_ms=self._predicted_ms(found))
-            number = least
-        return None
+            found = replace(found, num_microbatches=least)
 
     def _spread(self, unit: UnitCosts, tp: int, pp: int) -> Parallelism:
         return parallelism(unit, self.samples.units[unit.name], 1, pp, tp)
 
     def _predicted_ms(self, configuration: Configuration) -> float:
-        setting, number = self.setting, configuration.num_microbatches
-        mean = setting.global_batch / (number * configuration.units[LLM].cp)
-        stages: dict[str, Stages] = {}
-        for unit in setting.costs.units:
-            alone = replace(configuration.units[unit.name], cp=1)
-            stages[unit.name] = Stages.of(unit, alone, self.samples.units[unit.name], mean)
-        backward_ms = {name: each.backward_ms for name, each in stages.items()}
-
-        def pipelined(stage_ms: Floats) -> float:
-            return float(stage_ms.sum() + (number - 1) * stage_ms.max())
-
-        def sums(*units: UnitCosts) -> float:
-            return exposed_sum_ms(units, configuration.units, setting.cluster, backward_ms)
-
-        if not configuration.colocated:
-            return pipelined(chained(stages.values()).work_ms) + sums(*setting.costs.units)
-        encoders = [unit for unit in setting.costs.units if unit.name != LLM]
-        before = sum(pipelined(stages[unit.name].forward_ms) for unit in encoders)
-        after = sum(pipelined(stages[unit.name].backward_ms) for unit in encoders)
-        # While the language model's gradients are summed, encoders run all their backwards.
-        left = max(sums(setting.costs.by_name[LLM]) - after, sums(*encoders))
-        return before + pipelined(stages[LLM].work_ms) + after + left
+        setting, spreads, number = self.setting, configuration.units, configuration.num_microbatches
+        mean = setting.global_batch / (number * spreads[LLM].dp * spreads[LLM].cp)
+        units = setting.costs.units
+        stages = {
+            unit.name: Stages.of(unit, replace(spreads[unit.name], cp=1), self.samples.units[unit.name], mean)
+            for unit in units
+        }
+        if configuration.encoders is Encoders.REPLICATED:
+            backward_ms = sum((each.backward_ms for each in stages.values()), np.zeros(1))
+            sums = [(gradient_sum_ms(each, spreads[each.name], setting.cluster), len(each.layers)) for each in units]
+            left = max(float(unhidden_ms(ms, backward_ms, np.array([layers]))) for ms, layers in sums)
+            return number * float(sum(each.work_ms.sum() for each in stages.values())) + left
+        stage_ms = chained(stages.values()).work_ms
+        backwards = {name: each.backward_ms for name, each in stages.items()}
+        left = exposed_sum_ms(units, spreads, setting.cluster, backwards)
+        return float(stage_ms.sum() + (number - 1) * stage_ms.max()) + left

@@ -16,6 +16,9 @@ dealt to turns by their work in all units. Who reads a sample from disk is free,
 model's batches of a turn, between equal replicas, such that little encoder output crosses; replicas take the place of
 the paper's nodes.
 
+An encoder may have more or fewer replicas than the language model has: what a replica of that has of it counts as its
+speed. Batches of units that pad are balanced by what they take when padded.
+
 Where encoders have stages of their own and replicas are unequal, as failures leave them, all units place a sample as
 the language model does: to wait for another replica's encoder, which is at another microbatch, costs more than the
 encoders' balance brings.
@@ -24,20 +27,22 @@ encoders' balance brings.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import loads, longest_first
 from resilient.planners.packing.slots import slots
-from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
+from resilient.planners.planner import Assignment, Configuration, Encoders, Place, Replica, Setting
 from resilient.planners.published.baselines.balanced import EncoderFirst, FullySharded
 from resilient.planners.published.baselines.mean_microbatch import fastest
 from resilient.planners.published.baselines.uniform import Uniform
 from resilient.planners.published.orchmllm.nodewise import rearrange
 from resilient.planners.published.orchmllm.post_balance import balance_padded, balance_quadratic
+from resilient.planners.stages.device_layout import lanes_of_pipelines
 from resilient.templates.common.arrays import Floats, Ints
 
 _ATTENTION = 0.1
@@ -52,16 +57,10 @@ _ALIKE_SPEEDS = 0.2
 
 @dataclass(frozen=True)
 class OrchMLLM:
-    """The planner.
-
-    Args:
-        padded: Units whose batches are padded to their longest sample, with the cost of a squared length relative to a
-            length (0 without convolutional attention); the others are packed.
-    """
+    """The planner."""
 
     name: str = "orchmllm"
     source: str = "OrchMLLM (arXiv 2503.23830), batch post-balancing and global orchestrator"
-    padded: Mapping[str, float] = field(default_factory=dict)
 
     def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
         """Return the fastest of the configurations of DIP, fully sharded data parallelism and the uniform planner.
@@ -98,41 +97,56 @@ class OrchMLLM:
         units: dict[str, Place] = {}
         together = not configuration.colocated and len(set(replicas)) > 1
         for name in [LLM] if together else sorted(work, key=lambda each: each == LLM):
-            lengths, quadratic = self._lengths(setting, configuration, batch, name)
+            lengths, balance = _phase(setting, configuration, batch, name)
+            lanes = _lanes(configuration, name, len(replicas))
+            own, pace = speeds * lanes[replica], rates * lanes
             where, done = np.empty(len(batch), dtype=np.int64), np.zeros(len(replicas))
             for number in range(len(rate)):
                 chosen, here = np.flatnonzero(turn == number), np.flatnonzero(turn_of == number)
                 # The first instances get the longest samples: they are those that would be done with one first.
                 longest = work[name][chosen].max(initial=0.0)
-                here = here[np.argsort((done + longest / rates)[replica[here]], kind="stable")]
-                instance = self._balance(lengths[chosen], speeds[here], name, quadratic)
+                here = here[np.argsort((done + longest / pace)[replica[here]], kind="stable")]
+                instance = balance(lengths[chosen], own[here])
                 if name == LLM and units:
                     before = {each: place.replica[chosen] for each, place in units.items()}
                     taken_by = _rearrange(setting, batch[chosen], instance, before, replica[here], speeds[here])
                     instance = taken_by[instance]
                 where[chosen] = here[instance]
-                done += loads(work[name][chosen], replica[where[chosen]], len(replicas)) / rates
+                done += loads(work[name][chosen], replica[where[chosen]], len(replicas)) / pace
             units[name] = Place(replica=replica[where], microbatch=microbatch[where])
         return Assignment(units={name: units[LLM] if together else units[name] for name in configuration.units})
 
-    @staticmethod
-    def _lengths(setting: Setting, configuration: Configuration, batch: SampleTable, name: str) -> tuple[Floats, bool]:
-        """Return what counts as a unit's lengths, and whether attention counts, too."""
-        lengths, spread = batch.units[name], configuration.units[name]
-        # What takes longer than predicted counts as so much longer.
-        factor = setting.correction.factor(name, spread.tp, lengths.longest)
-        curve = setting.costs.by_name[name].work(spread.tp, spread.cp)
-        attention = curve.attention * float((lengths.squares * factor).sum())
-        tokens = lengths.tokens * factor
-        return tokens, attention > _ATTENTION * (attention + curve.linear * float(tokens.sum()))
 
-    def _balance(self, lengths: Floats, speeds: Floats, name: str, quadratic: bool) -> Ints:
-        if name in self.padded:
-            return balance_padded(lengths, speeds, squared=self.padded[name])
-        if not quadratic or not len(lengths):
-            return longest_first(lengths, speeds)
-        # Speeds are relative: so is what an instance holds per speed, and with it the tolerance.
-        return balance_quadratic(lengths, speeds, max(float(lengths.mean()), 1.0) / float(speeds.mean()))
+def _phase(
+    setting: Setting, configuration: Configuration, batch: SampleTable, name: str
+) -> tuple[Floats, Callable[[Floats, Floats], Ints]]:
+    """Return what counts as a unit's lengths, and what gives such lengths out to instances of such speeds."""
+    lengths, spread = batch.units[name], configuration.units[name]
+    # What takes longer than predicted counts as so much longer.
+    factor = setting.correction.factor(name, spread.tp, lengths.longest)
+    curve = setting.costs.by_name[name].work(spread.tp, spread.cp)
+    tokens = lengths.tokens * factor
+    if setting.costs.by_name[name].padded:
+        return tokens, partial(balance_padded, squared=curve.attention / curve.linear if curve.linear else 0.0)
+    attention = curve.attention * float((lengths.squares * factor).sum())
+    if attention > _ATTENTION * (attention + curve.linear * float(tokens.sum())):
+        return tokens, _by_squares
+    return tokens, longest_first
+
+
+def _by_squares(lengths: Floats, speeds: Floats) -> Ints:
+    # Speeds are relative: so is what an instance holds per speed, and with it the tolerance.
+    mean = max(float(lengths.mean()), 1.0) if len(lengths) else 1.0
+    return balance_quadratic(lengths, speeds, mean / float(speeds.mean()))
+
+
+def _lanes(configuration: Configuration, name: str, num_pipelines: int) -> Floats:
+    """Return how many lanes of a unit each pipeline has, parts of one where several share it. [num_pipelines]"""
+    if configuration.encoders is Encoders.REPLICATED:
+        return np.ones(num_pipelines)
+    lanes = lanes_of_pipelines(configuration.units[name], configuration.units[LLM], num_pipelines)
+    first = lanes[:, 0]
+    return (lanes[:, 1] - first) / np.bincount(first)[first]
 
 
 def _classes(speeds: Floats) -> Floats:

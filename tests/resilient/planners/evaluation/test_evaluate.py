@@ -14,7 +14,8 @@ from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, U
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Place, Replica, Setting
-from resilient.planners.stages.stage_work import curves_at, gathers_ms
+from resilient.planners.stages.call_work import curves_at
+from resilient.planners.stages.stage_work import gathers_ms
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind

@@ -14,10 +14,11 @@ from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.planner import Configuration, Planner, Setting
-from resilient.planners.published.dhp.planner import DHP
+from resilient.planners.published.dhp.planner import DHP, dhp_across_nodes
 from resilient.planners.registry import planner
 from resilient.planners.stages.degraded_replicas import degraded_replicas
 from resilient.planners.stages.memory_shares import kept_shares
+from resilient.planners.stages.redundancy import check_redundancy
 from resilient.templates.inputs.cluster import Cluster, Link
 from tests.resilient.planners.jobs_of_planners import COSTS, setting, table
 
@@ -33,6 +34,11 @@ def simulate(who: Planner, job: Setting, known: SampleTable, batch: SampleTable)
 def equal(count: int, vision: int, text: int) -> SampleTable:
     lengths = {"vision": np.full(count, vision), "llm": np.full(count, text)}
     return SampleTable(units={name: Lengths.of(each) for name, each in lengths.items()})
+
+
+def even_batch(configuration: Configuration, microbatch: int) -> int:
+    language = configuration.units[LLM]
+    return configuration.num_microbatches * language.dp * language.cp * microbatch
 
 
 @settings(max_examples=20, deadline=None)
@@ -53,31 +59,68 @@ def test_steps_of_equal_samples_take_little_less_than_is_predicted(
         job = replace(job, cluster=Cluster(devices_per_node=2, memory_bytes=None, intra_node=SLOW, inter_node=SLOW))
     found = DHP().configure(job, equal(8, vision, text))
     # As many samples as give each rank as many in every microbatch.
-    job = replace(job, global_batch=found.num_microbatches * found.units[LLM].cp * microbatch)
+    job = replace(job, global_batch=even_batch(found, microbatch))
     known = equal(job.global_batch, vision, text)
     found, result = simulate(DHP(), job, known, known)
-    if job.global_batch == found.num_microbatches * found.units[LLM].cp * microbatch:
+    if job.global_batch == even_batch(found, microbatch):
         assert 0.85 * found.predicted_ms < result.iteration_ms < found.predicted_ms * (1 + 1e-6)
 
 
 @settings(max_examples=15, deadline=None)
-@given(memory=st.integers(100_000, 3_000_000), seed=st.integers(0, 9))
-def test_the_samples_it_was_asked_for_fit(memory: int, seed: int) -> None:
-    job, known = setting(memory), table(32, seed)
+@given(
+    memory=st.integers(100_000, 3_000_000),
+    seed=st.integers(0, 9),
+    # Alone in a node, a sample has two ranks.
+    planner_needs=st.sampled_from([(DHP(), 1_100_000), (dhp_across_nodes(), 400_000)]),
+)
+def test_the_samples_it_was_asked_for_fit(memory: int, seed: int, planner_needs: tuple[DHP, int]) -> None:
+    (who, needed), job, known = planner_needs, setting(memory), table(32, seed)
     try:
-        found = DHP().configure(job, known)
+        found = who.configure(job, known)
     except ValueError:
-        assert memory < 400_000
+        assert memory < needed
         return
     assert sum(found.units[LLM].stage_layers) == 8
-    assert simulate(DHP(), job, known, known)[1].peak_bytes <= memory
+    assert simulate(who, job, known, known)[1].peak_bytes <= memory
 
 
 def test_room_is_left_for_samples_a_quarter_larger_than_those_known() -> None:
-    # Groups of all 16 ranks hold the longest sample known, of 14.7, and would be faster.
-    job, known = setting(900_000), table(200)
-    found = DHP().configure(job, known)
-    assert kept_shares(job, found, known).max() * 1.25 <= found.units[LLM].cp
+    # The two ranks of a node hold the longest sample known in one stage, which is faster.
+    job, known = setting(2_200_000), table(200)
+    found, faster = DHP().configure(job, known), DHP().configure(setting(), known)
+    assert kept_shares(job, faster, known).max() < faster.units[LLM].cp == 2
+    assert kept_shares(job, found, known).max() * 1.25 <= found.units[LLM].cp == 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    devices_per_node=st.integers(1, 8),
+    num_nodes=st.integers(1, 6),
+    memory=st.none() | st.integers(500_000, 3_000_000),
+    max_failures=st.integers(0, 2),
+)
+def test_groups_lie_within_nodes_that_have_state_enough(
+    devices_per_node: int, num_nodes: int, memory: int | None, max_failures: int
+) -> None:
+    job = replace(setting(), num_nodes=num_nodes, max_failures=max_failures)
+    job = replace(job, cluster=Cluster(devices_per_node=devices_per_node, memory_bytes=memory))
+    try:
+        found = DHP().configure(job, table(100))
+    except ValueError:
+        return
+    language = found.units[LLM]
+    assert devices_per_node % (language.tp * language.cp) == 0
+    check_redundancy(job, found)
+
+
+@pytest.mark.parametrize("who", [DHP(), dhp_across_nodes()], ids=lambda who: who.name)
+def test_the_optimizer_is_divided_among_all_ranks_as_often_as_nodes_may_fail(who: DHP) -> None:
+    batch, peaks = table(32), list[int]()
+    for max_failures in range(3):
+        job = replace(setting(), max_failures=max_failures)
+        peaks.append(simulate(who, job, table(200), batch)[1].peak_bytes)
+    # 12 layers of 8 kB, on 16 ranks
+    assert np.diff(peaks).tolist() == [12 * 8000 // 16] * 2
 
 
 @pytest.mark.parametrize("seed", range(3))

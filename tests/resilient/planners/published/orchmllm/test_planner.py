@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.planners.costs.correction import Correction, Factor, buckets
+from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.packing.balance import loads
 from resilient.planners.planner import Configuration, Parallelism, Place, Replica
@@ -18,6 +19,7 @@ from resilient.planners.published.baselines.balanced import EncoderFirst, FullyS
 from resilient.planners.published.baselines.uniform import Uniform
 from resilient.planners.published.orchmllm.planner import OrchMLLM
 from resilient.planners.stages.degraded_replicas import degraded_replicas
+from resilient.planners.stages.device_layout import lanes_of_pipelines
 from resilient.templates.common.arrays import Ints
 from tests.resilient.planners.jobs_of_planners import (
     COSTS,
@@ -29,7 +31,7 @@ from tests.resilient.planners.jobs_of_planners import (
     with_attention,
 )
 
-PLANNERS = (OrchMLLM(), OrchMLLM(padded={"vision": 0.0}), OrchMLLM(padded={"vision": 0.01, "llm": 0.0}))
+PADDED = replace(COSTS, units=(replace(COSTS.units[0], padded=True), COSTS.units[1]))
 CONFIGURATION = OrchMLLM().configure(setting(), table(200))
 
 
@@ -61,14 +63,14 @@ def test_what_fits_in_no_way_is_refused() -> None:
     count=st.integers(0, 60),
     replicas=after_failures(),
     seed=st.integers(0, 9),
-    planner=st.sampled_from(PLANNERS),
+    costs=st.sampled_from([COSTS, PADDED, with_attention(PADDED, 100.0)]),
 )
 def test_every_sample_has_one_place_after_failures(
-    count: int, replicas: list[Replica], seed: int, planner: OrchMLLM
+    count: int, replicas: list[Replica], seed: int, costs: CostModel
 ) -> None:
-    batch = table(count, seed)
-    assignment = planner.assign(setting(), CONFIGURATION, batch, replicas)
-    check_places(assignment, planner.assign(setting(), CONFIGURATION, batch, replicas), count, replicas)
+    batch, job = table(count, seed), replace(setting(), costs=costs)
+    assignment = OrchMLLM().assign(job, CONFIGURATION, batch, replicas)
+    check_places(assignment, OrchMLLM().assign(job, CONFIGURATION, batch, replicas), count, replicas)
     turns = [turn_of(place, replicas).tolist() for place in assignment.units.values()]
     assert turns[0] == turns[1], "pipelines would wait"
 
@@ -116,6 +118,40 @@ def test_each_turn_of_each_phase_is_balanced_over_unequal_replicas(
             even = (tokens.sum() + (here.sum() - 1) * tokens.max(initial=0)) / rates[here].sum()
             tolerance = max(float(tokens.mean()), 1.0) / rates[here].mean() if len(tokens) else 0.0
             assert held.max() <= 1.2 * (even + 2 * tolerance * (times > 0)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("times", [1.0, 100.0])
+def test_padded_batches_are_balanced_by_what_they_take_padded(times: float) -> None:
+    padded, packed = (replace(setting(), costs=with_attention(costs, times)) for costs in (PADDED, COSTS))
+    replicas, steps = [Replica(num_microbatches=1)] * 6, np.zeros(2)
+    for seed in range(5):
+        batch = table(60, seed)
+        for index, known in enumerate((padded, packed)):
+            assignment = OrchMLLM().assign(known, CONFIGURATION, batch, replicas)
+            steps[index] += evaluate(padded, CONFIGURATION, assignment, batch, replicas).iteration_ms
+    assert steps[0] < 0.9 * steps[1]
+
+
+@pytest.mark.parametrize(("lanes", "pipelines"), [(3, 4), (5, 4), (8, 3), (2, 5)])
+def test_an_encoder_with_another_number_of_replicas_is_balanced_over_its_own(lanes: int, pipelines: int) -> None:
+    units = {
+        "vision": Parallelism(dp=lanes, pp=1, stage_layers=(4,)),
+        "llm": Parallelism(dp=pipelines, pp=1, stage_layers=(8,)),
+    }
+    configuration = Configuration(units=units, num_microbatches=2)
+    replicas, loaded = [Replica(num_microbatches=2)] * pipelines, list[float]()
+    bounds = lanes_of_pipelines(units["vision"], units["llm"], pipelines)
+    for seed in range(5):
+        batch = table(200, seed)
+        place = OrchMLLM().assign(setting(), configuration, batch, replicas).units["vision"]
+        held = loads(batch.units["vision"].tokens, place.replica, pipelines)
+        # By groups of pipelines and lanes that have nothing to do with others.
+        group = np.unique(bounds[:, 0], return_inverse=True)[1]
+        of_lane = loads(held, group, group.max() + 1) / [
+            bounds[group == each, 1].max() - bounds[group == each, 0].min() for each in range(group.max() + 1)
+        ]
+        loaded.append(of_lane.max() * lanes / held.sum())
+    assert np.mean(loaded) < 1.05
 
 
 @pytest.mark.parametrize("lost", [1, 2, 3])
