@@ -29,7 +29,7 @@ from resilient.planners.published.cornstarch.planner import Cornstarch
 from resilient.planners.published.dflop.planner import Dflop
 from resilient.planners.published.dflop.vector_packing import pack_vectors
 from resilient.planners.published.dhp.groups import pack, plan_groups
-from resilient.planners.published.dhp.planner import DHP, ranks_of, sequences_of
+from resilient.planners.published.dhp.planner import DHP, dhp_across_nodes, ranks_of, sequences_of
 from resilient.planners.published.disttrain.planner import DistTrain
 from resilient.planners.published.entrain.planner import Entrain
 from resilient.planners.published.orchmllm.nodewise import rearrange
@@ -277,6 +277,39 @@ def groups() -> list[Row]:
     ]
 
 
+def large() -> list[Row]:
+    """DHP and OrchMLLM for Qwen2-VL 7B: a step on 64 and 1024 devices, the configuration on 4096."""
+    model = "qwen2-vl-7b"
+    costs, samples = derive_costs(model, "h100"), workload("laion+coco", 4096, 0, model)
+
+    def job(nodes: int, batch: int) -> Setting:
+        return Setting(costs=costs, cluster=cluster_of("h100", 8), num_nodes=nodes, global_batch=batch, microbatch=2)
+
+    rows: list[Row] = []
+    for each in (DHP(), dhp_across_nodes(), OrchMLLM()):
+        for nodes, size, target in ((8, 512, "20 ms"), (128, 8192, "150 ms")):
+            setting, batch = job(nodes, size), workload("laion+coco", size, 1, model)
+            found = each.configure(setting, samples)
+            replicas = degraded_replicas(setting, found, 0)
+            rows.append(
+                Row(
+                    name=each.name,
+                    case=f"{size} samples on {8 * nodes} devices, a step",
+                    call=lambda each=each, job=(setting, found, batch, replicas): each.assign(*job),
+                    target=target,
+                )
+            )
+        rows.append(
+            Row(
+                name=each.name,
+                case="Qwen2-VL 7B on 4096 devices, once",
+                call=lambda each=each: each.configure(job(512, 8192), samples),
+                target="5 s",
+            )
+        )
+    return rows
+
+
 def post_balance() -> list[Row]:
     """OrchMLLM's balancing of one phase, and its node-wise rearrangement."""
     draw = np.random.default_rng(0)
@@ -286,17 +319,6 @@ def post_balance() -> list[Row]:
     volumes = loads(lengths, batches * 320 + read_on, 2560 * 320).reshape(2560, 320)
     nodes, kinds = np.arange(2560) // 8, np.zeros(2560, dtype=np.int64)
     case, published, target = "153,600 samples, 2,560 instances", "54 ms, all of it", "20 ms"
-    model = "qwen2-vl-7b"
-    job = Setting(
-        costs=derive_costs(model, "h100"),
-        cluster=cluster_of("h100", 8),
-        num_nodes=8,
-        global_batch=512,
-        microbatch=2,
-    )
-    batch = workload("laion+coco", 512, 1, model)
-    configuration = OrchMLLM().configure(job, workload("laion+coco", 2000, 0, model))
-    replicas = degraded_replicas(job, configuration, 0)
     return [
         Row(
             name="post_balance",
@@ -318,11 +340,6 @@ def post_balance() -> list[Row]:
             call=lambda: rearrange(volumes, nodes, kinds),
             target="1000 ms",
         ),
-        Row(
-            name="orchmllm",
-            case=f"512 samples to {len(replicas)} replicas of {replicas[0].num_microbatches} microbatches, a step",
-            call=lambda: OrchMLLM().assign(job, configuration, batch, replicas),
-        ),
     ]
 
 
@@ -336,6 +353,7 @@ ROWS: tuple[Callable[[], list[Row]], ...] = (
     vector_packing,
     cornstarch,
     groups,
+    large,
     post_balance,
 )
 """Makers of rows, in the order of the table."""

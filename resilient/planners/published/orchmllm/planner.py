@@ -6,15 +6,15 @@ each phase, and encoder outputs go straight to where the language model needs th
 
 The paper's phases follow each other on the same devices. Where an encoder has stages of its own, the slowest stage
 decides how long a step takes, and no balance over replicas helps the others. So of the configurations of those planners
-that only spread units evenly, the one is taken that is fastest with even microbatches; mostly one with all units on
-the same devices.
+that only spread units evenly, the one is taken that is fastest in simulation; mostly one with all units on the same
+devices.
 
-The paper's step has one microbatch per instance. Here a replica has several, and those of one turn, which run at the
-same time on different replicas, are balanced as the paper's step is: a sample has the same turn in all units, so that
-pipelines do not wait for encoders. Replicas with fewer microbatches are left out of some turns, evenly. Samples are
-dealt to turns by their work in all units. Who reads a sample from disk is free, so what is rearranged is the language
-model's batches of a turn, between equal replicas, such that little encoder output crosses; replicas take the place of
-the paper's nodes.
+The paper's step has one microbatch per instance. Where there are no stages, so has this one if the memory holds it.
+Else a replica has several, and those of one turn, which run at the same time on different replicas, are balanced as the
+paper's step is: a sample has the same turn in all units, so that pipelines do not wait for encoders. Replicas with
+fewer microbatches are left out of some turns, evenly. Samples are dealt to turns by their work in all units. Who reads
+a sample from disk is free, so what is rearranged is the language model's batches of a turn, between equal replicas,
+such that little encoder output crosses; replicas take the place of the paper's nodes.
 
 An encoder may have more or fewer replicas than the language model has: what a replica of that has of it counts as its
 speed. Batches of units that pad are balanced by what they take when padded.
@@ -27,13 +27,14 @@ encoders' balance brings.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from resilient.planners.costs.samples import LLM, SampleTable
+from resilient.planners.evaluation.known_batches import known_batches, simulated
 from resilient.planners.packing.balance import loads, longest_first
 from resilient.planners.packing.slots import slots
 from resilient.planners.planner import Assignment, Configuration, Encoders, Place, Replica, Setting
@@ -67,15 +68,19 @@ class OrchMLLM:
 
         Args:
             setting: The job.
-            samples: A sample of the data set.
+            samples: A sample of the data set; the first batch of them is simulated.
 
         Raises:
             ValueError: It does not fit.
         """
+        batches, limit = known_batches(setting, samples, 1), setting.cluster.memory_bytes
         found: list[Configuration] = []
         for each in (EncoderFirst(), FullySharded(), Uniform()):
             with contextlib.suppress(ValueError):  # the last of them says why none fits
-                found.append(each.configure(setting, samples))
+                for one in _with_fewer_microbatches(each.configure(setting, samples)):
+                    (step,) = simulated(self, setting, one, batches)
+                    if limit is None or step.peak_bytes <= limit:
+                        found.append(replace(one, predicted_ms=step.iteration_ms))
         return fastest(found, self.name, setting) if found else Uniform(name=self.name).configure(setting, samples)
 
     def assign(
@@ -115,6 +120,15 @@ class OrchMLLM:
                 done += loads(work[name][chosen], replica[where[chosen]], len(replicas)) / pace
             units[name] = Place(replica=replica[where], microbatch=microbatch[where])
         return Assignment(units={name: units[LLM] if together else units[name] for name in configuration.units})
+
+
+def _with_fewer_microbatches(configuration: Configuration) -> Iterator[Configuration]:
+    """Yield a configuration, and if it has one stage, it with half of the microbatches, a quarter, ... and one."""
+    yield configuration
+    number = configuration.num_microbatches if configuration.units[LLM].pp == 1 else 1
+    while number > 1:
+        number = -(-number // 2)
+        yield replace(configuration, num_microbatches=number)
 
 
 def _phase(

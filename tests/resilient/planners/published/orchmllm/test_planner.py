@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from resilient.planners.costs.correction import Correction, Factor, buckets
 from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.evaluation.evaluate import evaluate
+from resilient.planners.evaluation.known_batches import known_batches, simulated
 from resilient.planners.packing.balance import loads
 from resilient.planners.planner import Configuration, Parallelism, Place, Replica
 from resilient.planners.published.baselines.balanced import EncoderFirst, FullySharded
@@ -36,9 +37,23 @@ CONFIGURATION = OrchMLLM().configure(setting(), table(200))
 
 
 def test_the_configuration_is_the_fastest_of_those_that_spread_units_evenly() -> None:
-    found = [each.configure(setting(), table(200)) for each in (EncoderFirst(), FullySharded(), Uniform())]
-    assert min(found, key=lambda each: each.predicted_ms) == CONFIGURATION
+    known = table(200)
+    (batch,) = known_batches(setting(), known, 1)
+
+    def step_ms(configuration: Configuration) -> float:
+        (result,) = simulated(OrchMLLM(), setting(), configuration, [batch])
+        return result.iteration_ms
+
+    assert step_ms(CONFIGURATION) == CONFIGURATION.predicted_ms
+    for each in (EncoderFirst(), FullySharded(), Uniform()):
+        assert CONFIGURATION.predicted_ms <= step_ms(each.configure(setting(), known))
     assert CONFIGURATION.colocated
+
+
+def test_without_stages_there_is_one_microbatch_if_the_memory_holds_it() -> None:
+    numbers = {memory: OrchMLLM().configure(setting(memory), table(200)) for memory in (None, 3_000_000, 1_500_000)}
+    assert all(each.units["llm"].pp == 1 for each in numbers.values())
+    assert [each.num_microbatches for each in numbers.values()] == [1, 1, 2]
 
 
 def test_a_configuration_with_one_unit_after_the_other_is_left_out_where_it_does_not_fit() -> None:
@@ -46,7 +61,8 @@ def test_a_configuration_with_one_unit_after_the_other_is_left_out_where_it_does
     at = setting(1_070_000)
     with pytest.raises(ValueError, match="'dip'"):
         EncoderFirst().configure(at, table(200))
-    assert OrchMLLM().configure(at, table(200)) == Uniform().configure(at, table(200))
+    uniform, found = Uniform().configure(at, table(200)), OrchMLLM().configure(at, table(200))
+    assert replace(found, predicted_ms=uniform.predicted_ms) == uniform
 
 
 def test_what_fits_in_no_way_is_refused() -> None:
