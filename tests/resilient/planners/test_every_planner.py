@@ -19,6 +19,7 @@ from resilient.planners.published.cornstarch.planner import Cornstarch
 from resilient.planners.registry import PLANNERS, planner
 from resilient.planners.stages.degraded_replicas import degraded_replicas
 from resilient.planners.stages.device_layout import used_devices
+from resilient.planners.stages.redundancy import check_redundancy
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.schedules.validator import validate
 
@@ -122,6 +123,33 @@ def test_every_answer_could_run_before_and_after_nodes_are_lost(seed: int) -> No
                 computing_ms = (1 - result.bubble) * result.iteration_ms * used_devices(configuration)
                 assert computing_ms == pytest.approx(work_ms, rel=1e-5), each.name
     assert found
+
+
+@pytest.mark.parametrize("max_failures", [1, 2])
+def test_redundant_answers_go_on_after_as_many_losses(max_failures: int) -> None:
+    """With copies that are divided among the devices of a node, or of all nodes, too."""
+    found = 0
+    for seed in range(5):
+        setting, known, batch = planned_job(np.random.default_rng(seed))
+        setting = replace(setting, max_failures=max_failures)
+        for each in EVERY:
+            try:
+                configuration = each.configure(setting, known)
+            except ValueError:
+                continue  # it fits in no way
+            in_node = setting.cluster.devices_per_node
+            shards = {configuration.shard, in_node} if configuration.units[LLM].dp % in_node == 0 else {1}
+            for shard in shards if configuration.colocated else {1}:
+                found += shard > 1
+                divided = replace(configuration, shard=shard)
+                check_redundancy(setting, divided)
+                for lost in {0, max_failures} & set(range(setting.num_nodes)):
+                    replicas = degraded_replicas(setting, divided, lost)
+                    assignment = each.assign(setting, divided, batch, replicas)
+                    result = evaluate(setting, divided, assignment, batch, replicas)
+                    validate(result.timeline.schedule)
+                    assert 0 <= result.sum_ms < result.iteration_ms
+    assert found > 5
 
 
 @pytest.mark.parametrize("each", EVERY, ids=lambda each: each.name)

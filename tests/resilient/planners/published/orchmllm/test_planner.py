@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from resilient.planners.costs.correction import Correction, Factor, buckets
 from resilient.planners.costs.cost_model import CostModel
+from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.evaluation.known_batches import known_batches, simulated
 from resilient.planners.packing.balance import loads
@@ -51,9 +52,15 @@ def test_the_configuration_is_the_fastest_of_those_that_spread_units_evenly() ->
 
 
 def test_without_stages_there_is_one_microbatch_if_the_memory_holds_it() -> None:
-    numbers = {memory: OrchMLLM().configure(setting(memory), table(200)) for memory in (None, 3_000_000, 1_500_000)}
-    assert all(each.units["llm"].pp == 1 for each in numbers.values())
-    assert [each.num_microbatches for each in numbers.values()] == [1, 1, 2]
+    alike = SampleTable(units={"vision": Lengths.of(np.full(640, 100)), "llm": Lengths.of(np.full(640, 150))})
+    numbers: list[int] = []
+    for memory in (None, 5_000_000, 2_000_000):
+        job = replace(setting(memory), global_batch=640)
+        asked_for, found = (each.configure(job, alike) for each in (EncoderFirst(), OrchMLLM()))
+        assert (asked_for.units["llm"].pp, asked_for.num_microbatches) == (1, 20)
+        assert found.units["llm"].pp == 1
+        numbers.append(found.num_microbatches)
+    assert numbers == [1, 2, 20]
 
 
 def test_a_configuration_with_one_unit_after_the_other_is_left_out_where_it_does_not_fit() -> None:
