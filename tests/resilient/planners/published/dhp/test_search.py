@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.planners.costs.cost_model import CostModel
+from resilient.planners.costs.derived_costs import derive_costs
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.planner import Configuration, Planner, Setting
@@ -19,7 +20,9 @@ from resilient.planners.registry import planner
 from resilient.planners.stages.degraded_replicas import degraded_replicas
 from resilient.planners.stages.memory_shares import kept_shares
 from resilient.planners.stages.redundancy import check_redundancy
+from resilient.planners.workloads.workload import workload
 from resilient.templates.inputs.cluster import Cluster, Link
+from resilient.templates.inputs.devices import cluster_of
 from tests.resilient.planners.jobs_of_planners import COSTS, setting, table
 
 SLOW = Link(bytes_per_s=1e6)
@@ -111,6 +114,20 @@ def test_groups_lie_within_nodes_that_have_state_enough(
     language = found.units[LLM]
     assert devices_per_node % (language.tp * language.cp) == 0
     check_redundancy(job, found)
+
+
+def test_ranks_of_two_devices_are_not_on_nodes_of_three() -> None:
+    model = "qwen2-vl-7b"
+    job = Setting(
+        costs=derive_costs(model, "a100-80gb"),
+        cluster=cluster_of("a100-80gb", 3),
+        num_nodes=5,
+        global_batch=8,
+        microbatch=1,
+    )
+    known = workload("coco", 200, 0, model)
+    found = [who.configure(job, known).units[LLM] for who in (DHP(), dhp_across_nodes())]
+    assert [(each.tp, 3 % (each.tp * each.cp)) for each in found] == [(1, 0), (2, 1)]
 
 
 @pytest.mark.parametrize("who", [DHP(), dhp_across_nodes()], ids=lambda who: who.name)
