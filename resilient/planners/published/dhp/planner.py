@@ -86,13 +86,6 @@ class DHP:
             count = max(part.microbatch for part in parts) + 1 if parts else 0
             if count <= number:
                 break
-            if count > len(batch):
-                raise ArgumentError(
-                    "memory_bytes",
-                    f"hold a batch of {len(batch)} samples in as many microbatches",
-                    f"{setting.cluster.memory_bytes}, which holds them in no number of microbatches",
-                    "use more devices, or larger ones",
-                )
             number = count
             more = [replace(each, num_microbatches=number) for each in replicas]
             sequences = replace(sequences, kept=kept_shares(setting, configuration, batch, more))

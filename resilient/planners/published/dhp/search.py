@@ -10,7 +10,8 @@ step is predicted as if each rank had the mean samples, without rings:
     one stage    K * stage
 
 and, beyond the paper, the part of the sums of gradients over ranks that no backward hides. The optimizer is sharded
-over all ranks of all replicas. K is what the job asks for, and more where the samples, packed, would not fit.
+over all ranks of all replicas. K is what the job asks for, or 1 in one stage, and more where the samples, packed, would
+not fit.
 """
 
 from __future__ import annotations

@@ -183,6 +183,20 @@ def test_a_batch_that_needs_more_microbatches_than_there_are_has_more() -> None:
     assert evaluate(job, CONFIGURATION, found, batch, replicas).peak_bytes <= MEMORY
 
 
+def test_encoders_that_come_first_hold_a_batch_in_more_microbatches_or_in_none() -> None:
+    """As static context parallelism has them: what they keep of all microbatches has to fit, what the others do not."""
+    units = {
+        name: replace(each, pp=1, stage_layers=(sum(each.stage_layers),)) for name, each in CONFIGURATION.units.items()
+    }
+    configuration = replace(CONFIGURATION, units=units, colocated=True)
+    batch, replicas = table(300), [Replica(num_microbatches=3)]
+    held = DHP().assign(setting(8_000_000), configuration, batch, replicas)
+    assert held.units[LLM].microbatch.max() > 3
+    assert evaluate(setting(8_000_000), configuration, held, batch, replicas).peak_bytes <= 8_000_000
+    with pytest.raises(ValueError, match=r"^samples must fit into 6 ranks, the most of a group, got sample 185 that "):
+        DHP().assign(setting(2_000_000), configuration, batch, replicas)
+
+
 def test_no_group_is_formed_of_ranks_that_are_gone() -> None:
     job, batch = setting(), table(60)
     for devices, left in ((0.5, 3), (0.3, 1), (0.1, 1)):
