@@ -44,6 +44,7 @@ from resilient.planners.published.baselines.uniform import Uniform
 from resilient.planners.published.orchmllm.nodewise import rearrange
 from resilient.planners.published.orchmllm.post_balance import balance_padded, balance_quadratic
 from resilient.planners.stages.device_layout import lanes_of_pipelines
+from resilient.planners.stages.memory_shares import kept_shares
 from resilient.templates.common.arrays import Floats, Ints
 
 _ATTENTION = 0.1
@@ -86,7 +87,29 @@ class OrchMLLM:
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
     ) -> Assignment:
-        """Balance each phase of each turn for itself, then rearrange the language model's."""
+        """Balance each phase of each turn for itself, then rearrange the language model's.
+
+        Without stages, replicas that are given more microbatches than configured, as after losses, have them only where
+        fewer do not fit.
+
+        Args:
+            setting: The job.
+            configuration: As decided.
+            batch: The global batch.
+            replicas: The language model's replicas as they are now.
+        """
+        number = configuration.num_microbatches
+        fewer = [replace(each, num_microbatches=min(each.num_microbatches, number)) for each in replicas]
+        if configuration.units[LLM].pp == 1 and fewer != list(replicas):
+            found = self._balanced(setting, configuration, batch, fewer)
+            if _fits(setting, configuration, batch, fewer, found):
+                return found
+        return self._balanced(setting, configuration, batch, replicas)
+
+    @staticmethod
+    def _balanced(
+        setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
+    ) -> Assignment:
         replica, microbatch, speeds = slots(replicas)
         speeds = _classes(speeds)
         counts = np.array([each.num_microbatches for each in replicas])
@@ -129,6 +152,21 @@ def _with_fewer_microbatches(configuration: Configuration) -> Iterator[Configura
     while number > 1:
         number = -(-number // 2)
         yield replace(configuration, num_microbatches=number)
+
+
+def _fits(
+    setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica], found: Assignment
+) -> bool:
+    """Return whether what samples keep surely fits into the memory."""
+    try:
+        shares = kept_shares(setting, configuration, batch, replicas)
+    except ValueError:
+        return False
+    number = configuration.num_microbatches
+    return all(
+        loads(shares, place.replica * number + place.microbatch, 1).max(initial=0) <= configuration.units[name].cp
+        for name, place in found.units.items()
+    )
 
 
 def _phase(

@@ -35,6 +35,7 @@ from tests.resilient.planners.jobs_of_planners import (
 
 PADDED = replace(COSTS, units=(replace(COSTS.units[0], padded=True), COSTS.units[1]))
 CONFIGURATION = OrchMLLM().configure(setting(), table(200))
+SEVERAL = replace(CONFIGURATION, num_microbatches=1000)  # than which no replica is given more
 
 
 def test_the_configuration_is_the_fastest_of_those_that_spread_units_evenly() -> None:
@@ -92,8 +93,8 @@ def test_every_sample_has_one_place_after_failures(
     count: int, replicas: list[Replica], seed: int, costs: CostModel
 ) -> None:
     batch, job = table(count, seed), replace(setting(), costs=costs)
-    assignment = OrchMLLM().assign(job, CONFIGURATION, batch, replicas)
-    check_places(assignment, OrchMLLM().assign(job, CONFIGURATION, batch, replicas), count, replicas)
+    assignment = OrchMLLM().assign(job, SEVERAL, batch, replicas)
+    check_places(assignment, OrchMLLM().assign(job, SEVERAL, batch, replicas), count, replicas)
     turns = [turn_of(place, replicas).tolist() for place in assignment.units.values()]
     assert turns[0] == turns[1], "pipelines would wait"
 
@@ -123,7 +124,7 @@ def test_each_turn_of_each_phase_is_balanced_over_unequal_replicas(
     Speeds that differ by less than a fifth are taken to be equal.
     """
     job, batch = replace(setting(), costs=with_attention(COSTS, times)), table(count, seed)
-    assignment = OrchMLLM().assign(job, CONFIGURATION, batch, replicas)
+    assignment = OrchMLLM().assign(job, SEVERAL, batch, replicas)
     rates = np.array([each.speed / each.num_microbatches for each in replicas])
     most = max(each.num_microbatches for each in replicas)
     for turn in range(most):
@@ -191,13 +192,22 @@ def test_balance_is_better_than_none_on_what_failures_leave(lost: int) -> None:
     assert steps[0] < 0.8 * steps[1]
 
 
+def test_more_microbatches_than_configured_are_for_what_does_not_fit_into_fewer() -> None:
+    used: list[int] = []
+    for memory in (None, 8_000_000, 1_000_000):
+        replicas = [Replica(num_microbatches=2)] * 4
+        units = OrchMLLM().assign(setting(memory), CONFIGURATION, table(32), replicas).units
+        used.append(1 + max(int(place.microbatch.max()) for place in units.values()))
+    assert used == [1, 1, 2]
+
+
 @pytest.mark.parametrize("counts", [[16] * 4, [22, 22, 21, 21]])
 def test_no_replica_gets_the_longest_sample_of_every_turn(counts: list[int]) -> None:
     """Nor those that are faster than others by a little, as their microbatches are fewer by one."""
     replicas, largest = [Replica(num_microbatches=count) for count in counts], list[float]()
     for seed in range(1, 4):
         batch = table(256, seed)
-        place = OrchMLLM().assign(setting(), CONFIGURATION, batch, replicas).units["vision"]
+        place = OrchMLLM().assign(setting(), SEVERAL, batch, replicas).units["vision"]
         held = loads(batch.units["vision"].tokens, place.replica, 4)
         largest.append(held.max() / held.mean())
     assert np.mean(largest) < 1.12
