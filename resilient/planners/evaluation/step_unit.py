@@ -34,7 +34,7 @@ class StepUnit:
         lengths: Of the samples.
         width: Cells of each lane.
         cell: Of each sample.
-        counted: The cells that count as microbatches.
+        counted: The cells that count as microbatches: of each lane those up to the last that is used.
         tokens: Of each cell.
         there: Whether it is: if it has some, or devices are in step with those of another that does.
         work: What cells take at full speed.
@@ -98,7 +98,7 @@ class StepUnit:
             lengths=lengths,
             width=width,
             cell=cell,
-            counted=(np.arange(width) < (counts if costs.name == LLM else last)[:, None]).ravel(),
+            counted=(np.arange(width) < last[:, None]).ravel(),
             tokens=tokens,
             there=tokens > 0,
             work=_held(alone.by_cell(spread.cp), held[pipeline]),
