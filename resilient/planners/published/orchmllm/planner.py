@@ -34,7 +34,7 @@ from functools import partial
 import numpy as np
 
 from resilient.planners.costs.samples import LLM, SampleTable
-from resilient.planners.evaluation.known_batches import known_batches, simulated
+from resilient.planners.evaluation.known_batches import known_batches, timed
 from resilient.planners.packing.balance import loads, longest_first
 from resilient.planners.packing.slots import slots
 from resilient.planners.planner import Assignment, Configuration, Encoders, Place, Replica, Setting
@@ -74,14 +74,12 @@ class OrchMLLM:
         Raises:
             ValueError: It does not fit.
         """
-        batches, limit = known_batches(setting, samples, 1), setting.cluster.memory_bytes
+        batches = known_batches(setting, samples, 1)
         found: list[Configuration] = []
         for each in (EncoderFirst(), FullySharded(), Uniform()):
             with contextlib.suppress(ValueError):  # the last of them says why none fits
-                for one in _with_fewer_microbatches(each.configure(setting, samples)):
-                    (step,) = simulated(self, setting, one, batches)
-                    if limit is None or step.peak_bytes <= limit:
-                        found.append(replace(one, predicted_ms=step.iteration_ms))
+                plans = list(_with_fewer_microbatches(each.configure(setting, samples)))
+                found.extend(timed(self, setting, plans, batches))
         return fastest(found, self.name, setting) if found else Uniform(name=self.name).configure(setting, samples)
 
     def assign(
