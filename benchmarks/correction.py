@@ -20,7 +20,7 @@ from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, U
 from resilient.planners.costs.derived_costs import derive_costs
 from resilient.planners.costs.samples import LLM
 from resilient.planners.evaluation.evaluate import evaluate
-from resilient.planners.evaluation.measured_step import corrected, stage_times
+from resilient.planners.evaluation.measured_step import cell_times, corrected
 from resilient.planners.planner import Configuration, Planner, Setting
 from resilient.planners.published.dflop.planner import Dflop
 from resilient.planners.published.disttrain.planner import DistTrain
@@ -59,7 +59,7 @@ def mean_ms(
         assignment = planner.assign(known, found, batch, replicas)
         taken.append(evaluate(truth, found, assignment, batch, replicas).iteration_ms)
         if learns:
-            measured = stage_times(truth, found, assignment, batch, replicas)
+            measured = cell_times(truth, found, assignment, batch, replicas)
             known = corrected(known, found, assignment, batch, replicas, measured)
     return float(np.mean(taken[steps // 2 :]))
 

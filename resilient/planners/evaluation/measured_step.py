@@ -19,7 +19,7 @@ from resilient.planners.planner import Assignment, Configuration, Replica, Setti
 from resilient.templates.common.arrays import Floats
 
 
-def stage_times(
+def cell_times(
     setting: Setting,
     configuration: Configuration,
     assignment: Assignment,
@@ -62,12 +62,12 @@ def corrected(
         assignment: Where the samples went.
         batch: The samples.
         replicas: What ``assign`` was given.
-        measured_ms: As :func:`stage_times` returns them, measured.
+        measured_ms: As :func:`cell_times` returns them, measured.
 
     Raises:
         ValueError: They are of other cells.
     """
-    predicted_ms = stage_times(setting, configuration, assignment, batch, replicas)
+    predicted_ms = cell_times(setting, configuration, assignment, batch, replicas)
     seen: list[Observation] = []
     for name, predicted in predicted_ms.items():
         measured = measured_ms.get(name, np.empty(0))

@@ -11,7 +11,7 @@ import pytest
 from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
-from resilient.planners.evaluation.measured_step import corrected, stage_times
+from resilient.planners.evaluation.measured_step import cell_times, corrected
 from resilient.planners.planner import Configuration, Parallelism, Setting
 from resilient.planners.published.dflop.planner import Dflop
 from resilient.planners.stages.degraded_replicas import degraded_replicas
@@ -38,7 +38,7 @@ def step(known: Setting, truth: Setting, seed: int, lost: int = 0) -> tuple[Sett
     """The job after a step, and what this took in truth."""
     batch, replicas = even(seed), degraded_replicas(known, FOUND, lost)
     assignment = Dflop().assign(known, FOUND, batch, replicas)
-    measured = stage_times(truth, FOUND, assignment, batch, replicas)
+    measured = cell_times(truth, FOUND, assignment, batch, replicas)
     after = corrected(known, FOUND, assignment, batch, replicas, measured)
     return after, evaluate(truth, FOUND, assignment, batch, replicas).iteration_ms
 
@@ -70,7 +70,7 @@ def test_a_step_without_encoder_work_teaches_nothing_of_it() -> None:
     job, replicas = setting(), degraded_replicas(setting(), FOUND, 0)
     text = SampleTable(units={"vision": Lengths.of(np.zeros(8, np.int64)), LLM: Lengths.of(np.full(8, 50))})
     assignment = Dflop().assign(job, FOUND, text, replicas)
-    measured = stage_times(job, FOUND, assignment, text, replicas)
+    measured = cell_times(job, FOUND, assignment, text, replicas)
     after = corrected(job, FOUND, assignment, text, replicas, measured)
     assert {unit for unit, _, _ in after.correction.factors} == {LLM}
 
@@ -78,7 +78,7 @@ def test_a_step_without_encoder_work_teaches_nothing_of_it() -> None:
 def test_times_of_other_cells_are_refused() -> None:
     job, batch, replicas = setting(), table(64), degraded_replicas(setting(), FOUND, 0)
     assignment = Dflop().assign(job, FOUND, batch, replicas)
-    measured = stage_times(job, FOUND, assignment, batch, replicas)
+    measured = cell_times(job, FOUND, assignment, batch, replicas)
     message = (
         "measured_ms must have (4, 12) times of 'llm', by stage and cell, got (4, 11); give those of the step that was "
         "assigned so"
