@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import numpy as np
 from rich.console import Console
@@ -24,17 +25,16 @@ from resilient.planners.packing.balance import by_speed, loads, longest_first
 from resilient.planners.packing.kernels import descending, spread
 from resilient.planners.packing.microbatch_order import reorder
 from resilient.planners.planner import Configuration, Parallelism, Replica, Setting
-from resilient.planners.published.baselines.uniform import Uniform, UniformSorted
 from resilient.planners.published.cornstarch.planner import Cornstarch
-from resilient.planners.published.dflop.planner import Dflop
+from resilient.planners.published.dflop.search import dflop_configurations
 from resilient.planners.published.dflop.vector_packing import pack_vectors
 from resilient.planners.published.dhp.groups import pack, plan_groups
 from resilient.planners.published.dhp.planner import DHP, dhp_across_nodes, ranks_of, sequences_of
-from resilient.planners.published.disttrain.planner import DistTrain
-from resilient.planners.published.entrain.planner import Entrain
+from resilient.planners.published.disttrain.search import disttrain_configurations
 from resilient.planners.published.orchmllm.nodewise import rearrange
 from resilient.planners.published.orchmllm.planner import OrchMLLM
 from resilient.planners.published.orchmllm.post_balance import balance_padded, balance_quadratic
+from resilient.planners.registry import PLANNERS, planner
 from resilient.planners.stages.degraded_replicas import degraded_replicas
 from resilient.planners.workloads.workload import workload
 from resilient.templates.common.arrays import Floats, Ints
@@ -162,63 +162,40 @@ def orchestration() -> list[Row]:
     return [
         Row(
             name="disttrain",
-            case="three units on 1,296 devices, batch 1,920",
-            call=lambda: DistTrain().configure(three, samples),
+            case="three units on 1,296 devices, batch 1,920, by its formulas",
+            call=lambda: disttrain_configurations(three, samples),
             published="922 ms",
             target="50 ms",
         ),
-        Row(name="dflop", case="two units on the same", call=lambda: Dflop().configure(two, samples)),
+        Row(name="dflop", case="two units on the same", call=lambda: dflop_configurations(two, samples)),
     ]
 
 
-def uniform() -> list[Row]:
-    """The best uniform plan of Qwen2-VL 7B."""
-    model = "qwen2-vl-7b"
-    costs, samples = derive_costs(model, "h100"), workload("laion+coco", 3 * 4096, 0, model)
-    jobs = [
-        Setting(costs=costs, cluster=cluster_of("h100", 8), num_nodes=nodes, global_batch=batch, microbatch=2)
-        for nodes, batch in ((8, 512), (512, 4096))
-    ]
-    return [
-        Row(
-            name=each.name,
-            case=f"Qwen2-VL 7B on {job.num_devices} devices, once",
-            call=lambda each=each, job=job: each.configure(job, samples),
-            target="5 s",
-        )
-        for each in (Uniform(), UniformSorted())
-        for job in jobs
-    ]
+def every_planner() -> list[Row]:
+    """Steps of all planners on 64 and 1,024 devices, and their configurations for 4,096, of Qwen2-VL 7B."""
+    model, device, data = "qwen2-vl-7b", "a100-80gb", "laion+coco"
+    costs, known = derive_costs(model, device), workload(data, 3 * 4096, 0, model)
 
+    def job(nodes: int, batch: int) -> Setting:
+        cluster = cluster_of(device, 8)
+        return Setting(costs=costs, cluster=cluster, num_nodes=nodes, global_batch=batch, microbatch=2)
 
-def entrain() -> list[Row]:
-    """Configurations of Qwen2-VL 7B, and its microbatches with deferral."""
-    model = "qwen2-vl-7b"
-    costs, samples, batch = (
-        derive_costs(model, "h100"),
-        workload("laion", 2000, 0, model),
-        workload("laion", 512, 1, model),
-    )
-    large, small = (
-        Setting(costs=costs, cluster=cluster_of("h100", 8), num_nodes=nodes, global_batch=samples, microbatch=4)
-        for nodes, samples in ((512, 4096), (4, 512))
-    )
-    configuration = Entrain().configure(small, samples)
-    replicas = [Replica(num_microbatches=32)] * 4
-    return [
-        Row(
-            name="entrain",
-            case="Qwen2-VL 7B on 4096 devices, once",
-            call=lambda: Entrain().configure(large, samples),
-            target="5 s",
-        ),
-        Row(
-            name="entrain",
-            case="512 samples to 4 replicas of 32 microbatches, a step",
-            call=lambda: Entrain().assign(small, configuration, batch, replicas),
-            target="20 ms",
-        ),
-    ]
+    @cache
+    def configured(name: str, nodes: int, batch: int) -> tuple[Configuration, SampleTable, Sequence[Replica]]:
+        found = planner(name).configure(job(nodes, batch), known)
+        return found, workload(data, batch, 1, model), degraded_replicas(job(nodes, batch), found, 0)
+
+    def assign(name: str, nodes: int, batch: int) -> object:
+        return planner(name).assign(job(nodes, batch), *configured(name, nodes, batch))
+
+    rows: list[Row] = []
+    for name in PLANNERS:
+        for nodes, batch, target in ((8, 512, "20 ms"), (128, 8192, "150 ms")):
+            case = f"{batch:,} samples on {8 * nodes:,} devices, a step"
+            rows.append(Row(name=name, case=case, call=partial(assign, name, nodes, batch), target=target))
+        call = partial(planner(name).configure, job(512, 8192), known)
+        rows.append(Row(name=name, case="8,192 samples on 4,096 devices, once", call=call, target="5 s"))
+    return rows
 
 
 def vector_packing() -> list[Row]:
@@ -348,8 +325,7 @@ ROWS: tuple[Callable[[], list[Row]], ...] = (
     kernels,
     orchestration,
     order,
-    uniform,
-    entrain,
+    every_planner,
     vector_packing,
     cornstarch,
     groups,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -11,6 +12,12 @@ from resilient.planners.costs.samples import SampleTable
 from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.planner import Configuration, Planner, Setting
 from resilient.planners.stages.degraded_replicas import degraded_replicas
+
+_BATCHES = 2
+"""Known batches that candidates are simulated on."""
+
+_CANDIDATES, _SAMPLES = 8, 2**14
+"""Candidates that are simulated at most, and samples of all these steps, if two are: large jobs take seconds each."""
 
 
 def known_batches(setting: Setting, samples: SampleTable, count: int) -> Sequence[SampleTable]:
@@ -53,3 +60,29 @@ def timed(
         results = list(simulated(planner, setting, plan, batches))
         if limit is None or max(each.peak_bytes for each in results) <= limit:
             yield replace(plan, predicted_ms=float(np.mean([each.iteration_ms for each in results])))
+
+
+def fastest_simulated(
+    planner: Planner, setting: Setting, candidates: Sequence[Configuration], samples: SampleTable
+) -> Configuration:
+    """Return which of the first candidates has steps of known batches that take least on average, and predict that.
+
+    Of those that memory holds, if there are any; of equals the first one.
+
+    Args:
+        planner: Who assigns.
+        setting: The job.
+        candidates: At least one, those of which most is expected first. Where known batches have room in none, the
+            first is returned as it is.
+        samples: What the planner knows of the data.
+    """
+    batches, memory = known_batches(setting, samples, _BATCHES), setting.cluster.memory_bytes or np.inf
+    found: list[tuple[bool, int, int, Configuration]] = []
+    count = min(max(_SAMPLES // (len(batches) * setting.global_batch), 2), _CANDIDATES)
+    for number, each in enumerate(candidates[:count]):
+        with contextlib.suppress(ValueError):  # a sample has no room
+            results = list(simulated(planner, setting, each, batches))
+            step_ms = float(np.mean([result.iteration_ms for result in results]))
+            lacks = max(result.peak_bytes for result in results) > memory
+            found.append((lacks, round(step_ms * 1e6), number, replace(each, predicted_ms=step_ms)))
+    return min(found, key=lambda each: each[:3])[3] if found else candidates[0]

@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from resilient.templates.common.arrays import Ints
-from resilient.templates.common.compiled import compiled
 
-_SEARCH = 2**20
-"""Forwards and backwards that the search may time, over all orders: some ten milliseconds."""
+_SEARCH = 2**18
+"""Forwards and backwards that the search may time, over all orders: a few milliseconds."""
 
 
 def reorder(forward_ms: npt.ArrayLike, backward_ms: npt.ArrayLike) -> Ints:
@@ -33,10 +32,12 @@ def reorder(forward_ms: npt.ArrayLike, backward_ms: npt.ArrayLike) -> Ints:
     Raises:
         ValueError: The shapes differ, a time is negative, or there is nothing to order.
     """
+    from resilient.planners.packing.order_kernels import search_order
+
     forward, backward = _times(forward_ms, backward_ms)
     starts = [np.arange(forward.shape[1]), _ascending(forward, backward), fill_intervals(forward_ms, backward_ms)]
-    best = min(starts, key=lambda order: _run(order, forward, backward)[0]).copy()
-    compiled(_search)(best, forward, backward, _SEARCH // forward.size, np.empty((2, *forward.shape), np.int64))
+    best = min(starts, key=lambda order: _run(order, forward, backward)).copy()
+    search_order(best, forward, backward, _SEARCH // forward.size, np.empty((2, *forward.shape), np.int64))
     return best
 
 
@@ -59,6 +60,8 @@ def fill_intervals(forward_ms: npt.ArrayLike, backward_ms: npt.ArrayLike) -> Int
 
     Source: DistTrain (SIGCOMM'25), algorithm 2.
     """
+    from resilient.planners.packing.order_kernels import fill_order
+
     forward, backward = _times(forward_ms, backward_ms)
     ascending = _ascending(forward, backward)
     num_stages, num_microbatches = forward.shape
@@ -73,14 +76,8 @@ def fill_intervals(forward_ms: npt.ArrayLike, backward_ms: npt.ArrayLike) -> Int
     start = int(np.abs(sums - interval).argmin())
     order = np.concatenate((first, free[start : start + num_stages - 1]))
     free = np.delete(free, np.s_[start : start + num_stages - 1])
-    while len(free):
-        # The first stages' backwards so far depend on no later microbatch than those already placed.
-        number = len(order) - num_stages
-        ends = _run(order, forward, backward)[1]
-        interval = ends[1, number + 1] - ends[0, number]
-        fits = int(np.abs(forward[0, free] - interval).argmin())
-        order = np.append(order, free[fits])
-        free = np.delete(free, fits)
+    order = np.concatenate((order, free))
+    fill_order(order, len(order) - len(free), forward, backward)
     return np.concatenate((order, last))
 
 
@@ -89,7 +86,7 @@ def pipeline_ms(order: npt.ArrayLike, forward_ms: npt.ArrayLike, backward_ms: np
 
     Equal to :func:`resilient.templates.schedules.simulator.simulate`, in a hundredth of the time.
     """
-    return _run(np.asarray(order, dtype=np.int64), *_times(forward_ms, backward_ms))[0] / 1e6
+    return _run(np.asarray(order, dtype=np.int64), *_times(forward_ms, backward_ms)) / 1e6
 
 
 def _times(forward_ms: npt.ArrayLike, backward_ms: npt.ArrayLike) -> tuple[Ints, Ints]:
@@ -108,48 +105,8 @@ def _ascending(forward: Ints, backward: Ints) -> Ints:
     return np.argsort((forward + backward).sum(axis=0), kind="stable")
 
 
-def _run(order: Ints, forward: Ints, backward: Ints) -> tuple[int, Ints]:
-    """Return when the last backward ends, and when each does. [num_stages, num_microbatches]"""
-    ends = np.empty((2, len(forward), len(order)), np.int64)
-    return int(compiled(_search)(order, forward, backward, 0, ends)), ends[1]
+def _run(order: Ints, forward: Ints, backward: Ints) -> int:
+    """Return when the last backward ends."""
+    from resilient.planners.packing.order_kernels import search_order
 
-
-def _search(order: Ints, forward: Ints, backward: Ints, tries: int, ends: Ints) -> int:
-    """Time 1F1B, then exchange two microbatches of ``order`` as long as it gets faster, at most ``tries`` times.
-
-    ``ends`` receives the ends of the forwards and backwards timed last.
-    """
-    num_stages, count = len(forward), len(order)
-    done = np.empty(num_stages, np.int64)
-    clock = np.empty(num_stages, np.int64)
-    best, first, second, since = -1, 0, 0, 0
-    while True:
-        done[:] = 0
-        clock[:] = 0
-        for number in range(count):
-            for stage in range(num_stages):
-                while done[stage] < min(count, number + num_stages - stage):
-                    k = done[stage]
-                    if stage and ends[0, stage - 1, k] > clock[stage]:
-                        clock[stage] = ends[0, stage - 1, k]
-                    clock[stage] += forward[stage, order[k]]
-                    ends[0, stage, k] = clock[stage]
-                    done[stage] += 1
-            for stage in range(num_stages - 1, -1, -1):
-                if stage + 1 < num_stages and ends[1, stage + 1, number] > clock[stage]:
-                    clock[stage] = ends[1, stage + 1, number]
-                clock[stage] += backward[stage, order[number]]
-                ends[1, stage, number] = clock[stage]
-        if best < 0 or clock[0] < best:
-            best, since = clock[0], 0
-        else:
-            order[first], order[second] = order[second], order[first]
-            since += 1
-        if tries == 0 or since == count * (count - 1) // 2:
-            return best
-        tries -= 1
-        second += 1
-        if second == count:
-            first = first + 1 if first + 2 < count else 0
-            second = first + 1
-        order[first], order[second] = order[second], order[first]
+    return search_order(order, forward, backward, 0, np.empty((2, len(forward), len(order)), np.int64))

@@ -218,3 +218,19 @@ class MemoryBudget:
         rows = -(-len(size) // window)
         place = (rank % rows) * window + rank // rows
         return np.argsort(np.argsort(place, kind="stable"), kind="stable")
+
+
+def able(budgets: Sequence[MemoryBudget | None], batch: SampleTable) -> Ints:
+    """Return the replicas that have memory for each sample of a batch alone: losses may leave others too little.
+
+    Args:
+        budgets: Of each replica.
+        batch: The samples.
+
+    Raises:
+        ValueError: There is none; the message names a sample that has no room in any one.
+    """
+    found = [number for number, each in enumerate(budgets) if each is None or each.holds(batch).all()]
+    if not found and budgets[-1] is not None:
+        budgets[-1].check(batch, np.arange(len(batch)))
+    return np.array(found)

@@ -7,6 +7,7 @@ takes them away; within a pipeline, lanes and their stages follow each other.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -42,6 +43,15 @@ def is_redundant(setting: Setting, configuration: Configuration) -> bool:
     except ArgumentError:
         return False
     return True
+
+
+def with_redundancy_noted(setting: Setting, configuration: Configuration) -> Configuration:
+    """Return a configuration whose notes name the units that may lose state when one node is lost."""
+    single = [name for name in configuration.units if int(_nodes_of_state(setting, configuration, name).min()) == 1]
+    if not single:
+        return configuration
+    note = f"state of {' and '.join(single)} is on one node only, and lost with it"
+    return replace(configuration, notes=(*configuration.notes, note))
 
 
 def possibly_redundant(setting: Setting, dp: Ints, lane_devices: Ints) -> Flags:

@@ -18,20 +18,22 @@ is a function of the lengths of a batch, whenever they are known.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from resilient.planners.costs.samples import LLM, SampleTable
+from resilient.planners.evaluation.known_batches import fastest_simulated
 from resilient.planners.packing.balance import loads, longest_first
 from resilient.planners.packing.memory_constrained_order import fit_order
 from resilient.planners.packing.slots import slots
 from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
-from resilient.planners.published.dflop.search import dflop_configuration
+from resilient.planners.published.dflop.search import dflop_configurations
 from resilient.planners.published.dflop.vector_packing import pack_vectors
-from resilient.planners.stages.memory_budget import MemoryBudget
+from resilient.planners.stages.memory_budget import MemoryBudget, able
 from resilient.planners.stages.memory_shares import kept_shares
+from resilient.planners.stages.redundancy import with_redundancy_noted
 from resilient.templates.common.arrays import Floats, Ints
 
 _FILLED = (1.0, 0.875, 0.75, 0.625, 0.5)
@@ -53,7 +55,7 @@ class Dflop:
     source: str = "DFLOP, data-aware optimizer and online microbatch scheduler"
 
     def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
-        """Return the parallelism and number of microbatches under which a step takes least; of equals, fewest devices.
+        """Return the parallelism and microbatches under which a step takes least in simulation, of the best expected.
 
         Args:
             setting: The job; its ``microbatch`` is not used.
@@ -62,7 +64,8 @@ class Dflop:
         Raises:
             ValueError: The model does not fit.
         """
-        return dflop_configuration(setting, samples)
+        found = fastest_simulated(self, setting, dflop_configurations(setting, samples), samples)
+        return with_redundancy_noted(setting, found)
 
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
@@ -70,32 +73,32 @@ class Dflop:
         """Put samples into microbatches such that the one that takes longest, in any unit, takes least.
 
         Where memory does not hold them in any order that is tried, samples are put into microbatches by memory instead,
-        into some of them at last: those without any may be next to one that needs all the memory that is left.
-        Of answers that do not fit either, the one that comes nearest is returned.
+        into some of them at last: those without any may be next to one that needs all the memory that is left. Where
+        that is not enough there are more microbatches.
 
         Raises:
             ValueError: Memory is too small for a sample, even alone; the message names it.
         """
-        _, _, speeds = slots(replicas)
-        weights = stage_weights(setting, configuration, batch)
         budgets = MemoryBudget.of_each(setting, configuration, replicas)
-        bucket = pack_vectors(weights, speeds, time_limit_s=self.time_limit_s)
-        place, used = _placed(bucket, weights, batch, replicas, budgets)
-        if used > 1:
-            shares = kept_shares(setting, configuration, batch, replicas)
-            for part in _FILLED:
-                count = int(np.ceil(part * len(speeds)))
-                filled = np.arange(count) * len(speeds) // count
-                by_memory = filled[longest_first(shares, np.ones(count))]
-                other, less = _placed(by_memory, weights, batch, replicas, budgets)
-                if less < used:
-                    place, used = other, less
-                if used <= 1:
-                    break
-            for number, budget in enumerate(budgets):
-                if budget is not None:
-                    budget.check(batch, np.flatnonzero(place.replica == number))
-        return Assignment(units=dict.fromkeys(configuration.units, place))
+        used = able(budgets, batch)
+        own, budgets = [replicas[each] for each in used], [budgets[each] for each in used]
+        weights = stage_weights(setting, configuration, batch)
+        shares = kept_shares(setting, configuration, batch, replicas)
+        while True:
+            for bucket in self._packed(weights, shares, slots(own)[2]):
+                place, most = _ordered(bucket, weights, batch, own, budgets)
+                if most <= 1:
+                    place = replace(place, replica=used[place.replica])
+                    return Assignment(units=dict.fromkeys(configuration.units, place))
+            own = [replace(each, num_microbatches=2 * each.num_microbatches) for each in own]
+
+    def _packed(self, weights: Floats, shares: Floats, speeds: Floats) -> Iterator[Ints]:
+        """Yield the microbatch of each sample, the fastest ones first."""
+        yield pack_vectors(weights, speeds, time_limit_s=self.time_limit_s)
+        for part in _FILLED:
+            count = int(np.ceil(part * len(speeds)))
+            filled = np.arange(count) * len(speeds) // count
+            yield filled[longest_first(shares, np.ones(count))]
 
 
 def stage_weights(setting: Setting, configuration: Configuration, batch: SampleTable) -> Floats:
@@ -111,7 +114,7 @@ def stage_weights(setting: Setting, configuration: Configuration, batch: SampleT
     return np.stack(rows)
 
 
-def _placed(
+def _ordered(
     bucket: Ints,
     weights: Floats,
     batch: SampleTable,
@@ -126,16 +129,20 @@ def _placed(
     number = sum(each.num_microbatches for each in replicas)
     size = np.stack([loads(row, bucket, number) for row in weights]).max(axis=0)
     replica, microbatch = np.empty(number, np.int64), np.empty(number, np.int64)
-    used = 0.0
-    for index, (own, budget) in enumerate(zip(_dealt(size, replicas), budgets, strict=True)):
+    dealt = _dealt(size, replicas)
+    for index, own in enumerate(dealt):
         replica[own], microbatch[own] = index, np.arange(len(own))
+    order = np.argsort(replica[bucket], kind="stable")
+    ends = np.cumsum(np.bincount(replica[bucket], minlength=len(replicas)))
+    used = 0.0
+    for own, samples, budget in zip(dealt, np.split(order, ends[:-1]), budgets, strict=True):
         if budget is not None:
-            samples = np.flatnonzero(np.isin(bucket, own))
-            needs = budget.needs(batch[samples], bucket[samples], number)[:, own]
-            order = fit_order(np.arange(len(own)), needs, budget.windows)
-            microbatch[own] = budget.apart(needs.max(axis=0)) if order is None else np.argsort(order)
+            table, place = batch[samples], microbatch[bucket[samples]]
+            needs = budget.needs(table, place, len(own))
+            found = fit_order(np.arange(len(own)), needs, budget.windows)
+            microbatch[own] = budget.apart(needs.max(axis=0)) if found is None else np.argsort(found)
             place = microbatch[bucket[samples]]
-            used = max(used, budget.used(batch[samples], place, place, len(own)))
+            used = max(used, budget.used(table, place, place, len(own)))
     return Place(replica=replica[bucket], microbatch=microbatch[bucket]), used
 
 

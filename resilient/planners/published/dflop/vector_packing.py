@@ -18,8 +18,8 @@ from resilient.planners.packing.balance import longest_first
 from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.compiled import compiled
 
-_SEARCH = 2**23
-"""Exchanges that may be considered: up to a tenth of a second."""
+_SEARCH = 2**22
+"""Exchanges that may be considered: some ten milliseconds."""
 
 _ENOUGH = 1.0001
 """Of an even share: where exchanges end."""

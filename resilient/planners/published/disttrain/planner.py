@@ -10,14 +10,17 @@ pp stages of tp devices computes, for each microbatch of all replicas of the lan
 and keeps P / (pp * tp) + S / (pp * tp * dp) + L / tp bytes (parameters with gradients, the sharded optimizer, and the
 activations of a microbatch). The paper relaxes pp to a convex problem. Here it is a whole number, and T_u is that of
 the slowest stage when layers stay whole; what a call takes however few its samples are counts too. Beyond the paper,
-the sum of gradients is added that takes longest, for the stage that has most of them, and memory has room for what
+samples are whole: M * DP_llm / dp is that of the fullest of dp replicas, of which each pipeline has a whole number, or
+each a whole number of pipelines, and what that takes is at least the expected time of the longest of M samples.
+The sum of gradients is added that takes longest, for the stage that has most of them, and memory has room for what
 else is in flight. The search (:mod:`resilient.planners.published.disttrain.search`) is exact under these formulas: it
-leaves out only what a lower bound excludes.
+leaves out only what a lower bound excludes. The best for each number of the language model's replicas are then
+simulated (:func:`~resilient.planners.evaluation.known_batches.fastest_simulated`).
 
 Samples are spread longest first over replicas by what they cost, and microbatches put into an order
 (:mod:`resilient.planners.packing.microbatch_order`). Replicas here are of unequal speed, so they need not get equally
-many
-samples: batches are packed, not padded. An order that needs more memory than there is is not taken.
+many samples: batches are packed, not padded. An order that needs more memory than there is is not taken; where memory
+holds none, a replica has more microbatches.
 """
 
 from __future__ import annotations
@@ -29,13 +32,15 @@ import numpy as np
 import numpy.typing as npt
 
 from resilient.planners.costs.samples import LLM, SampleTable
+from resilient.planners.evaluation.known_batches import fastest_simulated
 from resilient.planners.packing.balance import loads, longest_first
 from resilient.planners.packing.memory_constrained_order import fastest_fitting, order_fits
 from resilient.planners.packing.microbatch_order import fill_intervals, pipeline_ms, reorder
 from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
-from resilient.planners.published.disttrain.search import disttrain_configuration
+from resilient.planners.published.disttrain.search import disttrain_configurations
 from resilient.planners.stages.expected_step import stage_curves
-from resilient.planners.stages.memory_budget import MemoryBudget
+from resilient.planners.stages.memory_budget import MemoryBudget, able
+from resilient.planners.stages.redundancy import with_redundancy_noted
 from resilient.templates.common.arrays import Floats, Ints
 
 
@@ -53,7 +58,7 @@ class DistTrain:
     order: Callable[[npt.ArrayLike, npt.ArrayLike], Ints] = reorder
 
     def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
-        """Return the parallelism of each unit under which a step takes least; of equals, one on the fewest devices.
+        """Return the parallelism of each unit under which a step takes least in simulation, of the best expected.
 
         Args:
             setting: The job.
@@ -62,7 +67,8 @@ class DistTrain:
         Raises:
             ValueError: The model does not fit.
         """
-        return disttrain_configuration(setting, samples)
+        found = fastest_simulated(self, setting, disttrain_configurations(setting, samples), samples)
+        return with_redundancy_noted(setting, found)
 
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
@@ -74,20 +80,22 @@ class DistTrain:
         """
         forward, backward, calls = _stage_ms(setting, configuration, batch)
         budgets = MemoryBudget.of_each(setting, configuration, replicas)
-        replica = longest_first((forward + backward).sum(axis=0), [each.speed for each in replicas])
+        used = able(budgets, batch)
+        replica = used[longest_first((forward + backward).sum(axis=0), [replicas[each].speed for each in used])]
         microbatch = np.zeros(len(batch), np.int64)
-        for number, each in enumerate(replicas):
+        for number in used.tolist():
             own = np.flatnonzero(replica == number)
-            budget = budgets[number]
-            if budget is not None:
-                budget.check(batch, own)
             samples = _Samples(batch[own], forward[:, own], backward[:, own], calls)
-            microbatch[own] = self._microbatches(samples, each.num_microbatches, budget)
+            count, found = replicas[number].num_microbatches, None
+            while found is None:
+                found = self._microbatches(samples, count, budgets[number])
+                count *= 2
+            microbatch[own] = found
         place = Place(replica=replica, microbatch=microbatch)
         return Assignment(units=dict.fromkeys(configuration.units, place))
 
-    def _microbatches(self, samples: _Samples, number: int, budget: MemoryBudget | None) -> Ints:
-        """Return the microbatch of each sample of a replica.
+    def _microbatches(self, samples: _Samples, number: int, budget: MemoryBudget | None) -> Ints | None:
+        """Return the microbatch of each sample of a replica, None where memory holds none that are tried.
 
         Where memory does not hold the order of the microbatches that samples come in, others are tried, as well as
         microbatches that are even in memory: the fastest of those that fit is taken.
@@ -106,7 +114,7 @@ class DistTrain:
             best = fastest_fitting(orders, needs, budget.windows, forward, backward)
             if best is not None:
                 found.append((pipeline_ms(best, forward, backward), np.argsort(best)[each]))
-        return min(found, key=lambda each: each[0])[1] if found else even
+        return min(found, key=lambda each: each[0])[1] if found else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ There is room for three standard deviations more than the mean, and for the long
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,14 +18,20 @@ from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Setting
 from resilient.planners.published.baselines.mean_microbatch import fastest
-from resilient.planners.stages.expected_step import Expected, expected, parallelism
+from resilient.planners.stages.device_layout import used_devices
+from resilient.planners.stages.expected_step import Expected, expected, longest_ms, parallelism
 from resilient.planners.stages.redundancy import Redundant, is_redundant, possibly_redundant, surely_redundant
 from resilient.templates.common.arrays import Flags, Floats, Ints
 from resilient.templates.common.compiled import compiled
 
+_SLACK = 1.25
+"""How many times the least time steps may take of configurations that are simulated."""
 
-def disttrain_configuration(setting: Setting, samples: SampleTable) -> Configuration:
-    """Return the configuration that takes least; of equals, one on the fewest devices.
+
+def disttrain_configurations(setting: Setting, samples: SampleTable) -> list[Configuration]:
+    """Return the fastest configuration for each number of the language model's replicas, the fastest of all first.
+
+    Of equals, one on the fewest devices.
 
     Args:
         setting: The job.
@@ -35,13 +41,13 @@ def disttrain_configuration(setting: Setting, samples: SampleTable) -> Configura
         ValueError: There is none.
     """
     for redundant in (possibly_redundant, surely_redundant):
-        found = _fastest(setting, samples, redundant)
-        if found is not None and is_redundant(setting, found):
-            return found
-    return fastest((), "disttrain", setting)
+        found = [each for each in _fastest(setting, samples, redundant) if is_redundant(setting, each)]
+        if found:
+            return sorted(found, key=lambda each: (each.predicted_ms, used_devices(each)))
+    return [fastest((), "disttrain", setting)]
 
 
-def _fastest(setting: Setting, samples: SampleTable, redundant: Redundant) -> Configuration | None:
+def _fastest(setting: Setting, samples: SampleTable, redundant: Redundant) -> Iterator[Configuration]:
     names, language = [unit.name for unit in setting.costs.units], setting.language
     total = -(-setting.global_batch // setting.microbatch)
     # The language model, what comes after it, encoders: each unit after those that it waits for.
@@ -54,7 +60,7 @@ def _fastest(setting: Setting, samples: SampleTable, redundant: Redundant) -> Co
         )
         for unit in units
     ]
-    best_ns, devices, chosen, dp_llm = np.iinfo(np.int64).max, setting.num_devices + 1, [0] * len(units), 0
+    limit_ns = np.iinfo(np.int64).max
     for dp in _divisors(total):
         picked: list[_Picked] = []
         for table in tables:
@@ -63,30 +69,32 @@ def _fastest(setting: Setting, samples: SampleTable, redundant: Redundant) -> Co
                 break
         if not len(picked[-1].index):
             continue
-        found = np.zeros(len(units), np.int64)
-        step_ns, used = compiled(_search)(
+        found = np.full(len(units), -1, np.int64)
+        step_ns = compiled(_search)(
             np.cumsum([0, *(len(each.index) for each in picked)]),
             np.concatenate([each.counts for each in picked], axis=1),
             np.concatenate([each.room for each in picked], axis=1),
             early,
             total // dp,
             setting.num_devices,
-            best_ns,
-            devices,
+            limit_ns,
             found,
         )
-        if (step_ns, used) < (best_ns, devices):
-            best_ns, devices, dp_llm = int(step_ns), int(used), dp
-            chosen = [int(each.index[i]) for each, i in zip(picked, found, strict=True)]
-    if not dp_llm:
-        return None
-    spread = {
-        unit.name: parallelism(unit, samples.units[unit.name], int(table.dp[i]), int(table.pp[i]), int(table.tp[i]))
-        for unit, table, i in zip(units, tables, chosen, strict=True)
-    }
-    return Configuration(
-        units={name: spread[name] for name in names}, num_microbatches=total // dp_llm, predicted_ms=best_ns / 1e6
-    )
+        if found[0] >= 0:
+            limit_ns = min(limit_ns, int(_SLACK * step_ns))
+            chosen = {
+                unit.name: parallelism(
+                    unit, samples.units[unit.name], int(table.dp[at]), int(table.pp[at]), int(table.tp[at])
+                )
+                for unit, table, at in zip(
+                    units, tables, (each.index[at] for each, at in zip(picked, found, strict=True)), strict=True
+                )
+            }
+            yield Configuration(
+                units={name: chosen[name] for name in names},
+                num_microbatches=total // dp,
+                predicted_ms=step_ns / 1e6,
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,8 +121,9 @@ class _Options:
     dp: Ints
     pp: Ints
     sample_ms: Floats
+    longest_ms: Floats
     call_ms: Floats
-    slowest_ms: Floats
+    slowest_part: Floats
     sum_ns: Ints
     state_bytes: Floats
     token_bytes: Floats
@@ -128,8 +137,17 @@ class _Options:
     ) -> _Options:
         lengths = samples.units[unit.name]
         degrees = expected(unit, lengths, setting.num_devices, setting.cluster.devices_per_node)
-        columns = [_columns(each, replicas, setting, redundant) for each in degrees]
-        tp, dp, pp, sample_ms, call_ms, slowest_ms, sum_ms, state_bytes, token_bytes = (
+        columns = [
+            _columns(
+                each,
+                longest_ms(unit.work(each.tp).of(lengths), setting.microbatch),
+                replicas,
+                setting,
+                redundant,
+            )
+            for each in degrees
+        ]
+        tp, dp, pp, sample_ms, longest, call_ms, slowest_part, sum_ms, state_bytes, token_bytes = (
             np.concatenate(each) for each in zip(*columns, strict=True)
         )
         return cls(
@@ -137,8 +155,9 @@ class _Options:
             dp=dp.astype(np.int64),
             pp=pp.astype(np.int64),
             sample_ms=sample_ms,
+            longest_ms=longest,
             call_ms=call_ms,
-            slowest_ms=slowest_ms,
+            slowest_part=slowest_part,
             sum_ns=np.rint(sum_ms * 1e6).astype(np.int64),
             state_bytes=state_bytes,
             token_bytes=token_bytes,
@@ -152,9 +171,9 @@ class _Options:
         samples, number = replicas * setting.microbatch, -(-setting.global_batch // setting.microbatch) // replicas
         index = np.flatnonzero(samples % self.dp == 0 if dp is None else self.dp == dp)
         memory = float(setting.cluster.memory_bytes or np.inf)
-        share, pp = samples / self.dp[index], self.pp[index]
         # A replica that works for several of the language model has a microbatch of each, the longest sample in all.
-        several = np.maximum(replicas / self.dp[index], 1.0)
+        several = -(-replicas // self.dp[index])
+        share, pp = setting.microbatch * several / np.maximum(self.dp[index] // replicas, 1), self.pp[index]
         deviation = 3 * self.deviation * np.sqrt(share * several)
         excess = (self.longest - self.mean) * several
         held = self.token_bytes[index] * np.stack([share * self.mean, deviation, excess])
@@ -162,15 +181,18 @@ class _Options:
         own = np.minimum(pp, number)
         fits = room[0] + room[1] * own + np.maximum(room[2] * np.sqrt(own), room[3]) <= 1
         index, share, pp, room = index[fits], share[fits], pp[fits], room[:, fits]
-        warm = share * self.sample_ms[index] + self.call_ms[index]
-        stage = share * self.slowest_ms[index] + self.call_ms[index] / pp
+        lane_ms = np.maximum(share * self.sample_ms[index], self.longest_ms[index])
+        warm = lane_ms + self.call_ms[index]
+        stage = lane_ms * self.slowest_part[index] + self.call_ms[index] / pp
         warm_ns, stage_ns = np.rint(warm * 1e6).astype(np.int64), np.rint(stage * 1e6).astype(np.int64)
         order = np.argsort(stage_ns, kind="stable")
         counts = np.stack([self.tp[index] * self.dp[index] * pp, pp, warm_ns, stage_ns, self.sum_ns[index]])
         return _Picked(index=index[order], counts=counts[:, order], room=room[:, order])
 
 
-def _columns(each: Expected, replicas: Sequence[int], setting: Setting, redundant: Redundant) -> tuple[Floats, ...]:
+def _columns(
+    each: Expected, longest: float, replicas: Sequence[int], setting: Setting, redundant: Redundant
+) -> tuple[Floats, ...]:
     dp, pp = (grid.ravel() for grid in np.meshgrid(replicas, np.arange(1, len(each.slowest_ms) + 1), indexing="ij"))
     few = (dp * pp * each.tp <= setting.num_devices) & redundant(setting, dp, pp * each.tp)
     dp, pp = dp[few], pp[few]
@@ -179,8 +201,9 @@ def _columns(each: Expected, replicas: Sequence[int], setting: Setting, redundan
         dp,
         pp,
         each.sample_ms,
+        longest,
         each.call_ms,
-        each.slowest_ms[pp - 1],
+        each.slowest_ms[pp - 1] / max(each.sample_ms, 1e-30),
         each.sum_ms(dp, pp, setting.cluster),
         each.held_bytes[pp - 1] + each.optimizer_bytes[pp - 1] * setting.sharded_part(dp),
         each.token_bytes[pp - 1],
@@ -200,11 +223,11 @@ def _search(
     microbatches: int,
     devices: int,
     best: int,
-    best_size: int,
     found: Ints,
-) -> tuple[int, int]:
-    """Choose one option per unit, depth first, and fill in which; leave out what cannot beat (best, best_size)."""
-    count = len(ends) - 1
+) -> int:
+    """Choose one option per unit, depth first; fill in which, if a step takes no more than ``best`` ns, and return what
+    it takes."""
+    count, best_size = len(ends) - 1, devices + 1
     size, pp, warm, stage, after = counts
     # Of all units from one on: the least devices, warm-up and stage time, device times, and sums of gradients.
     least = np.zeros((5, count + 1), np.int64)
@@ -260,4 +283,4 @@ def _search(
                     best, best_size = step, used
                     found[:] = at - ends[:-1]
         at[depth] += 1
-    return best, best_size
+    return best

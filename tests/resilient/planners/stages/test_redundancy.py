@@ -13,7 +13,12 @@ from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Place, Planner, Setting
 from resilient.planners.stages.degraded_replicas import degraded_replicas
-from resilient.planners.stages.redundancy import check_redundancy, is_redundant, surely_redundant
+from resilient.planners.stages.redundancy import (
+    check_redundancy,
+    is_redundant,
+    surely_redundant,
+    with_redundancy_noted,
+)
 from resilient.templates.inputs.cluster import Cluster
 from tests.resilient.planners.test_every_planner import EVERY, planned_job
 
@@ -134,6 +139,12 @@ def test_planners_choose_what_holds_the_redundancy(each: Planner) -> None:
         evaluate(setting, configuration, each.assign(setting, configuration, batch, replicas), batch, replicas)
         chosen += 1
     assert chosen >= {"entrain": 5}.get(each.name, 6)
+
+
+def test_what_one_lost_node_loses_is_noted() -> None:
+    one, two = _of(llm=_spread(1, tp=4)), _of(llm=_spread(2, tp=4))
+    assert with_redundancy_noted(_setting(0), one).notes == ("state of llm is on one node only, and lost with it",)
+    assert with_redundancy_noted(_setting(0), two) == two
 
 
 def test_planners_say_what_redundancy_they_have_no_devices_for() -> None:
