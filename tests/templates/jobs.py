@@ -73,7 +73,9 @@ def layer(
     )
 
 
-def template(*stages_ms: float, num_nodes: int | None = None, sync_ms: float = 0.0) -> PipelineTemplate:
+def template(
+    *stages_ms: float, num_nodes: int | None = None, sync_ms: float = 0.0, shard: int = 1
+) -> PipelineTemplate:
     """A template with one layer for each stage time, and one node unless ``num_nodes`` says else."""
     nodes = len(stages_ms) if num_nodes is None else num_nodes
     return PipelineTemplate(
@@ -83,7 +85,9 @@ def template(*stages_ms: float, num_nodes: int | None = None, sync_ms: float = 0
                 first_layer=i,
                 end_layer=i + 1,
                 node_index=i * nodes // len(stages_ms),
-                first_device=i - -(-(i * nodes // len(stages_ms)) * len(stages_ms) // nodes),
+                first_device=(i - -(-(i * nodes // len(stages_ms)) * len(stages_ms) // nodes)) * shard,
+                num_devices=shard,
+                shard=shard,
                 forward_ms=ms / 3,
                 backward_ms=ms - ms / 3,
             )
