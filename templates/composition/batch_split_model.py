@@ -5,8 +5,8 @@ constrained.
 
 The model: pipeline i has ``m_i`` microbatches and runs one of its layouts, j: ``z_ij`` is 1 and ``m_ij = m_i`` for that
 one, both are 0 for the others. It takes ``sum_j (fill_ij z_ij + slowest_ij r_ij)``: of rounds with several microbatches
-``r_ij`` is a whole number that holds ``m_ij``, else it is ``m_ij``. The solver works with tolerances; so what it finds is taken as whole numbers, and that there is nothing better by a nanosecond is proved with bounds on
-``m_i`` alone.
+``r_ij`` is a whole number that holds ``m_ij``, else it is ``m_ij``. The solver works with tolerances; so what it finds
+is taken as whole numbers, and that there is nothing better by a nanosecond is proved with bounds on ``m_i`` alone.
 """
 
 from __future__ import annotations
@@ -161,9 +161,7 @@ class _Model:
             block.only = self._pyo.Constraint(layouts, rule=lambda b, j: share[j] <= num_microbatches * chosen[j])
         several = [j for j in layouts if pipeline[j].round_size > 1]
         block.rounds = self._pyo.Var(several, within=self._pyo.NonNegativeIntegers)
-        block.hold = self._pyo.Constraint(
-            several, rule=lambda b, j: share[j] <= pipeline[j].round_size * b.rounds[j]
-        )
+        block.hold = self._pyo.Constraint(several, rule=lambda b, j: share[j] <= pipeline[j].round_size * b.rounds[j])
         return sum(
             line.fill_ns / unit * chosen[j] + line.slowest_ns / unit * (block.rounds[j] if j in several else share[j])
             for j, line in enumerate(pipeline)

@@ -1,9 +1,9 @@
 """Which templates, and how many pipelines of each, for a number of nodes.
 
 For a step time tau, a pipeline of i nodes gets through ``c_i(tau)`` microbatches, with whichever of its layouts does
-most: the greatest ``floor((tau - fill) / slowest) round``. A knapsack over the nodes finds the composition that gets through
-most; the least tau with enough is the best step time over all compositions, layouts and batch splits. Times are whole
-nanoseconds, so bisection over tau is exact.
+most: the greatest ``floor((tau - fill) / slowest) round``. A knapsack over the nodes finds the composition that gets
+through most; the least tau with enough is the best step time over all compositions, layouts and batch splits. Times are
+whole nanoseconds, so bisection over tau is exact.
 
 Where more pipelines fit than there are microbatches, some would idle, and the knapsack has to count them. A table with
 a row per count is large, so most taus are decided without: a price on each pipeline (a Lagrange multiplier) gives a

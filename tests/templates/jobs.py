@@ -73,9 +73,7 @@ def layer(
     )
 
 
-def template(
-    *stages_ms: float, num_nodes: int | None = None, sync_ms: float = 0.0, shard: int = 1
-) -> PipelineTemplate:
+def template(*stages_ms: float, num_nodes: int | None = None, sync_ms: float = 0.0, shard: int = 1) -> PipelineTemplate:
     """A template with one layer for each stage time, and one node unless ``num_nodes`` says else."""
     nodes = len(stages_ms) if num_nodes is None else num_nodes
     return PipelineTemplate(
