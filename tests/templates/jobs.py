@@ -135,7 +135,7 @@ _DEVICES_AND_DEGREES = [(1, (1,)), (2, (1,)), (2, (1, 2)), (2, (2,)), (4, (1, 2,
 
 @st.composite
 def problems(draw: st.DrawFn, min_layers: int = 1, max_degree: int = 4) -> PlanningProblem:
-    """Random jobs: uneven layers, tied states, frozen layers, several degrees, memory limits, slow links.
+    """Random jobs: uneven layers, tied states, frozen layers, several degrees, memory limits, slow links, sharding.
 
     Every one can be planned on :func:`enough_nodes` nodes; some need more than (f + 1) x ``min_pipeline_nodes``.
     """
@@ -172,6 +172,7 @@ def problems(draw: st.DrawFn, min_layers: int = 1, max_degree: int = 4) -> Plann
         max_failures=max_failures,
         min_pipeline_nodes=min_pipeline_nodes,
         activation_checkpointing=draw(st.booleans()),
+        sharding=max_degree > 1 and draw(st.booleans()),
     )
 
 

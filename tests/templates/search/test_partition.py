@@ -209,7 +209,8 @@ def test_stages_cover_layers_and_devices_in_order_and_fit(problem: PlanningProbl
             used = [(s.node_index, s.first_device + k) for s in template.stages for k in range(s.num_devices)]
             assert used == [(node, device) for node in range(size) for device in range(cluster.devices_per_node)]
             for stage in template.stages:
-                assert stage.num_devices in problem.profile.tp_degrees
+                assert stage.tp_degree in problem.profile.tp_degrees
+                assert stage.shard in (1, template.round_size)
                 assert cluster.memory_bytes is None or stage.memory_bytes <= cluster.memory_bytes
                 assert problem.activation_checkpointing or not stage.checkpointing
 
