@@ -74,14 +74,15 @@ class _RoundsSearch:
 
     def fits(self, size: int) -> bool:
         """Return whether there is a template for a number of nodes."""
-        return any(self._able(size))
+        return any(size in search.sizes and search.fits(size) for search in self._searches.values())
 
     def layouts(self, size: int, counts: range, *, with_sync: bool) -> tuple[PipelineTemplate, ...]:
         """Return the best templates for a number of nodes and each of these numbers of microbatches."""
         found: list[tuple[LayoutSearch, Corner]] = []
         times: list[Ints] = []
-        for round_size in self._able(size):
-            search = self._searches[round_size]
+        for round_size, search in self._searches.items():
+            if size not in search.sizes:
+                continue
             extra = range(-(-counts.start // round_size) - 1, -(-(counts.stop - 1) // round_size))
             rounds = -(-np.arange(counts.start, counts.stop) // round_size)
             for corner in search.corners(size, extra, with_sync=with_sync):
@@ -98,6 +99,3 @@ class _RoundsSearch:
     def misfit(self) -> ArgumentError:
         """Return why no number of nodes has a template."""
         return next((s for s in self._searches.values() if s.sizes), self._searches[1]).misfit()
-
-    def _able(self, size: int) -> list[int]:
-        return [rounds for rounds, search in self._searches.items() if size in search.sizes and search.fits(size)]
