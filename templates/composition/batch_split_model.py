@@ -138,7 +138,8 @@ class _Model:
         self._own.last = self._pyo.Var(self._indices, within=self._pyo.Binary)
         self._own.room.store_values(dict(enumerate(by_then)))
         self._own.before = self._pyo.Constraint(
-            self._indices, rule=lambda own, i: self._counts[i] <= before[i] + (by_then[i] - before[i]) * own.last[i]
+            self._indices,
+            rule=lambda own, i: self._counts[i] <= before[i] + max(1, by_then[i] - before[i]) * own.last[i],
         )
         num_last = sum(self._own.last[i] for i in self._indices)
         # Weighed by more than the sum of all finishing times can be.
@@ -148,22 +149,27 @@ class _Model:
 
     def _time(self, index: int, pipeline: Lines, num_microbatches: int, unit: int) -> Any:
         """Return the expression of a pipeline's time, in units; add what a choice of layouts needs."""
+        first, *others = pipeline
+        if not others and first.round_size == 1:
+            return first.fill_ns / unit + first.slowest_ns / unit * self._counts[index]
         block = self._pyo.Block()
         self._own.add_component(f"layouts{index}", block)
         layouts = range(len(pipeline))
-        if len(pipeline) == 1:
-            chosen, share = [1], [self._counts[index]]
-        else:
-            chosen = block.chosen = self._pyo.Var(layouts, within=self._pyo.Binary)
-            share = block.share = self._pyo.Var(layouts, within=self._pyo.NonNegativeReals)
-            block.one = self._pyo.Constraint(expr=sum(chosen[j] for j in layouts) == 1)
-            block.whole = self._pyo.Constraint(expr=sum(share[j] for j in layouts) == self._counts[index])
-            block.only = self._pyo.Constraint(layouts, rule=lambda b, j: share[j] <= num_microbatches * chosen[j])
+        block.chosen = self._pyo.Var(layouts, within=self._pyo.Binary)
+        block.share = self._pyo.Var(layouts, within=self._pyo.NonNegativeReals)
+        block.one = self._pyo.Constraint(expr=sum(block.chosen[j] for j in layouts) == 1)
+        block.whole = self._pyo.Constraint(expr=sum(block.share[j] for j in layouts) == self._counts[index])
+        block.only = self._pyo.Constraint(layouts, rule=lambda b, j: b.share[j] <= num_microbatches * b.chosen[j])
+        rounds = dict(block.share.items())
         several = [j for j in layouts if pipeline[j].round_size > 1]
-        block.rounds = self._pyo.Var(several, within=self._pyo.NonNegativeIntegers)
-        block.hold = self._pyo.Constraint(several, rule=lambda b, j: share[j] <= pipeline[j].round_size * b.rounds[j])
+        if several:
+            block.rounds = self._pyo.Var(several, within=self._pyo.NonNegativeIntegers)
+            block.hold = self._pyo.Constraint(
+                several, rule=lambda b, j: b.share[j] <= pipeline[j].round_size * b.rounds[j]
+            )
+            rounds |= dict(block.rounds.items())
         return sum(
-            line.fill_ns / unit * chosen[j] + line.slowest_ns / unit * (block.rounds[j] if j in several else share[j])
+            line.fill_ns / unit * block.chosen[j] + line.slowest_ns / unit * rounds[j]
             for j, line in enumerate(pipeline)
         )
 
