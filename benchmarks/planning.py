@@ -104,6 +104,12 @@ def zero_bubble(num_layers: int, num_nodes: int, devices: int, *, equal: bool) -
     return lambda: plan_templates(problem, num_nodes)
 
 
+def sharded(num_layers: int, num_nodes: int, devices: int, *, equal: bool) -> Callable[[], TemplateSet]:
+    """Search for the templates of all sizes where stages may be sharded as well."""
+    problem = job(num_layers, devices, equal=equal, sharding=True)
+    return lambda: plan_templates(problem, num_nodes)
+
+
 def searches(repeats: int) -> list[Row]:
     """Measure the template search."""
     rows: list[Row] = []
@@ -132,6 +138,12 @@ def searches(repeats: int) -> list[Row]:
                 f"the same for ZB-H2 on A40s, 96 {kind} layers",
                 zero_bubble(96, 64, 8, equal=equal),
                 "",
+                "",
+            ),
+            (
+                f"the same with sharded stages, 96 {kind} layers",
+                sharded(96, 64, 8, equal=equal),
+                "5 s",
                 "",
             ),
         ):

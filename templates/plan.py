@@ -34,6 +34,7 @@ class PlanningProblem:
         failure_interval_s: Expected time between two changes of membership, over which a reconfiguration must pay.
         schedule: What pipelines run; memory must hold the microbatches that it keeps in flight.
         num_chunks: Stages of each device: 1, or more under interleaved 1F1B.
+        sharding: Whether stages may be sharded (:attr:`StageSpec.shard`); jobs do not run such stages yet.
     """
 
     profile: ModelProfile
@@ -45,6 +46,7 @@ class PlanningProblem:
     failure_interval_s: float = 3600.0
     schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
     num_chunks: int = 1
+    sharding: bool = False
 
     def __post_init__(self) -> None:
         if self.max_failures < 0:
@@ -80,6 +82,13 @@ class PlanningProblem:
                 f"begin with 1 for {ScheduleKind.INTERLEAVED.value} (its stages have one device each)",
                 self.profile.tp_degrees,
                 "profile that degree or choose another schedule",
+            )
+        if self.schedule is ScheduleKind.INTERLEAVED and self.sharding:
+            raise ArgumentError(
+                "sharding",
+                f"be off for {ScheduleKind.INTERLEAVED.value} (its stages have one device each)",
+                self.sharding,
+                "choose another schedule",
             )
         if self.cluster.devices_per_node < self.profile.tp_degrees[0]:
             raise ArgumentError(
@@ -139,7 +148,8 @@ class Slot:
     def intervals(self, profile: ModelProfile) -> dict[str, ByteIntervals]:
         """Return what it needs of each state that its stages use, in layer order.
 
-        One device of several has an equal part of the buffer, as planning counts it: what runs has one device a stage.
+        One device of several, tensor parallel or sharded, has an equal part of the buffer, as planning counts it: what
+        runs has one device a stage.
         """
         layers = (layer for stage in self.stages for layer in profile.layers[stage.first_layer : stage.end_layer])
         used = {name for layer in layers for name in (layer.name, *layer.shares)}
@@ -239,7 +249,7 @@ class Plan:
         return generate(
             kind,
             len(template.rows),
-            pipeline.num_microbatches,
+            template.num_rounds(pipeline.num_microbatches),
             states=states,
             num_chunks=template.num_chunks,
             max_in_flight=None

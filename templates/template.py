@@ -12,7 +12,7 @@ import msgspec
 from resilient.errors import ArgumentError, literal
 from resilient.templates.common.durations import nanoseconds
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of :meth:`TemplateSet.to_json`; files of another version are refused."""
 
 
@@ -25,14 +25,16 @@ class StageSpec:
         end_layer: One past the index of the last layer.
         node_index: Which of the template's nodes (0 .. num_nodes - 1) runs the stage.
         first_device: Index, within the node, of the first of its devices.
-        num_devices: Tensor-parallel degree: the stage has devices ``first_device .. first_device + num_devices - 1``.
+        num_devices: The stage has devices ``first_device .. first_device + num_devices - 1``.
+        shard: Groups of its devices with microbatches of their own, which divide the stage's state among them and
+            gather it layer by layer; the devices of a group are tensor parallel. 1 where the stage is not sharded.
         checkpointing: Whether layers keep only their inputs and run their forward again in the backward.
-        forward_ms: Forward time of one microbatch.
-        backward_ms: Backward time of one microbatch, the forward that is run again included.
-        send_ms: Time of the two messages of one microbatch over the boundary before the stage, 0 for the first.
+        forward_ms: Forward time of one round of microbatches; where nothing is sharded, that is one.
+        backward_ms: Backward time of one round, the forward that is run again included.
+        send_ms: Time of the messages of one round over the boundary before the stage, 0 for the first.
         memory_bytes: Most that one device holds: states, gradients and the activations in flight; under eager 1F1B
             those of 1F1B.
-        max_in_flight: For eager 1F1B, how many microbatches the memory holds; None where it is not limited.
+        max_in_flight: For eager 1F1B, how many rounds the memory holds; None where it is not limited.
     """
 
     first_layer: int
@@ -40,6 +42,7 @@ class StageSpec:
     node_index: int
     first_device: int = 0
     num_devices: int = 1
+    shard: int = 1
     checkpointing: bool = False
     forward_ms: float
     backward_ms: float
@@ -48,8 +51,13 @@ class StageSpec:
     max_in_flight: int | None = None
 
     @property
+    def tp_degree(self) -> int:
+        """Devices that share each microbatch of the stage."""
+        return self.num_devices // self.shard
+
+    @property
     def stage_ms(self) -> float:
-        """Time of one microbatch here: computing, and the messages over the boundary before."""
+        """Time of one round here: computing, and the messages over the boundary before."""
         return self.forward_ms + self.backward_ms + self.send_ms
 
 
@@ -58,6 +66,9 @@ class PipelineTemplate:
     """Stages in order; together they cover every layer once and every device of the template's nodes in order.
 
     Under interleaved 1F1B a device has several stages: stage ``s`` is in row ``s % len(rows)``.
+
+    What its schedule calls a microbatch is a round of them: one for each group of devices of a sharded stage. A stage
+    that is not sharded, beside others that are, takes those of a round one after the other.
 
     Args:
         num_nodes: Nodes it is made for.
@@ -83,27 +94,36 @@ class PipelineTemplate:
         return len(self.stages) // len(self.rows)
 
     @cached_property
+    def round_size(self) -> int:
+        """Microbatches of a round."""
+        return max(stage.shard for stage in self.stages)
+
+    def num_rounds(self, num_microbatches: int) -> int:
+        """Return the rounds that microbatches take; the last may leave groups without one."""
+        return -(-num_microbatches // self.round_size)
+
+    @cached_property
     def slowest_ms(self) -> float:
-        """Time of the slowest row: what one more microbatch costs."""
+        """Time of the slowest row: what one more round costs."""
         return max(math.fsum(stage.stage_ms for stage in row) for row in self.rows)
 
     @cached_property
     def fill_ms(self) -> float:
-        """Time of a step beside its microbatches: one through all other rows, and the exposed sum.
+        """Time of a step beside its rounds: one through all other rows, and the exposed sum.
 
         With several stages in each row, the pipeline fills as many times faster.
         """
         return (math.fsum(stage.stage_ms for stage in self.stages) - self.slowest_ms) / self.num_chunks + self.sync_ms
 
     def iteration_ms(self, num_microbatches: int) -> float:
-        """Return the time of one step, with one stage for each device ``sum(t) + (N - 1) max(t) + sync``.
+        """Return the time of one step of N rounds, with one stage for each device ``sum(t) + (N - 1) max(t) + sync``.
 
         1F1B takes no longer where messages are free and every stage's backward is the same multiple of its forward.
-        Otherwise it can: its warm-up runs forwards of later microbatches before a backward that is ready.
+        Otherwise it can: its warm-up runs forwards of later rounds before a backward that is ready.
 
         Source: Oobleck (SOSP'23), section 4.1.2, to first order.
         """
-        return self.fill_ms + num_microbatches * self.slowest_ms
+        return self.fill_ms + self.num_rounds(num_microbatches) * self.slowest_ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +135,8 @@ class TemplateSet:
 
     Args:
         problem_digest: Of what they were computed for (:attr:`resilient.templates.plan.PlanningProblem.digest`).
-        layouts: By size, consecutive and ascending; each a non-empty tuple in order of falling ``slowest_ms``.
+        layouts: By size, consecutive and ascending; each a non-empty tuple in order of rising ``round_size``, then of
+            falling ``slowest_ms``.
     """
 
     problem_digest: str

@@ -1,19 +1,22 @@
 """How the step's microbatches are split over pipelines of unequal speed.
 
 A pipeline is described by its *lines*: of each layout that its nodes could take, the time a step costs beside its
-microbatches (fill) and the time of one microbatch more (slowest). It takes the layout that suits its share, so m
-microbatches take ``min(fill + m slowest)``: a time that grows with m, and all that the split needs to know.
+microbatches (fill), the time of one round of microbatches more (slowest), and how many these are (1, unless stages are
+sharded). It takes the layout that suits its share, so m microbatches take ``min(fill + ceil(m / round) slowest)``: a
+time that grows with m, and all that the split needs to know.
 
 Which split is best: the step ends with the latest pipeline, so the latest finish must be as early as can be; then the
 second latest, then the third, and so on (lexicographically smallest finishing times, latest first). No pipeline then
 finishes later than the split of the others demands. The variance of the finishing times, which Oobleck minimises, is
-no better guide to the second place: to lower it, pipelines that are done early would be given slower work.
+no better guide to the second place: to lower it, pipelines that are done early would be given slower work. Where rounds
+have several microbatches, the latest finish is as early as can be, and as few pipelines as can be finish then.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,16 +25,52 @@ from resilient.templates.common.arrays import Ints
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.template import PipelineTemplate
 
-Line = tuple[int, int]
-"""(fill_ns, slowest_ns) of one layout."""
+
+class Line(NamedTuple):
+    """The time of a layout, by its microbatches.
+
+    Args:
+        fill_ns: Of a step, beside its microbatches.
+        slowest_ns: Of one round of them.
+        round_size: Microbatches of a round.
+    """
+
+    fill_ns: int
+    slowest_ns: int
+    round_size: int = 1
+
+    def finish_ns(self, num_microbatches: int) -> int:
+        """Return the time of a step with so many microbatches."""
+        return self.fill_ns + -(-num_microbatches // self.round_size) * self.slowest_ns
+
+
 Lines = tuple[Line, ...]
 """The layouts among which a pipeline may choose, one or more."""
-LineTable = Ints
+
+
+class LineTable(NamedTuple):
+    """The lines of several pipelines. Each [pipelines, most lines]; rows are filled up with a pipeline's last line."""
+
+    fill: Ints
+    slowest: Ints
+    round_size: Ints
+
+    def capacities(self, tau_ns: int) -> Ints:
+        """Return how many microbatches each pipeline gets through by ``tau_ns``; below 1 means none. [pipelines]"""
+        return ((tau_ns - self.fill) // self.slowest * self.round_size).max(axis=1)
+
+    def ends_around(self, tau_ns: int) -> tuple[int, int]:
+        """Return the last time up to ``tau_ns`` and the first after it at which a layout is done with one round more.
+
+        In between, all pipelines get through as many.
+        """
+        done = (tau_ns - self.fill) // self.slowest
+        return int((self.fill + done * self.slowest).max()), int((self.fill + (done + 1) * self.slowest).min())
 
 
 def lines(layouts: Iterable[PipelineTemplate]) -> Lines:
-    """Return the lines of a pipeline that may take any of the layouts. A microbatch counts for 1 ns at least."""
-    return tuple((nanoseconds(t.fill_ms), max(1, nanoseconds(t.slowest_ms))) for t in layouts)
+    """Return the lines of a pipeline that may take any of the layouts. A round counts for 1 ns at least."""
+    return tuple(Line(nanoseconds(t.fill_ms), max(1, nanoseconds(t.slowest_ms)), t.round_size) for t in layouts)
 
 
 def slowed_line(template: PipelineTemplate, node_factors: Sequence[float]) -> Line:
@@ -54,12 +93,12 @@ def slowed_line(template: PipelineTemplate, node_factors: Sequence[float]) -> Li
     times = [math.fsum(stage.stage_ms for stage in row) * node_factors[row[0].node_index] for row in template.rows]
     slowest = max(times)
     fill = (math.fsum(times) - slowest) / template.num_chunks + template.sync_ms
-    return nanoseconds(fill), max(1, nanoseconds(slowest))
+    return Line(nanoseconds(fill), max(1, nanoseconds(slowest)), template.round_size)
 
 
 def finish_ns(pipeline: Lines, num_microbatches: int) -> int:
     """Return the time of a pipeline's share of the step."""
-    return min(fill + num_microbatches * slowest for fill, slowest in pipeline)
+    return min(line.finish_ns(num_microbatches) for line in pipeline)
 
 
 def split_microbatches(pipelines: Sequence[Lines], num_microbatches: int) -> tuple[int, ...]:
@@ -69,8 +108,8 @@ def split_microbatches(pipelines: Sequence[Lines], num_microbatches: int) -> tup
     choice, earlier ones get more.
 
     Below the least time by which all microbatches can be done, every pipeline has time for a number that is then
-    fixed; the few that are left over go to pipelines that finish exactly at that time with one more. Those of them
-    that would finish latest without it take it.
+    fixed; the few that are left over go to pipelines that finish exactly at that time with a round more. Those of them
+    with the largest rounds take it, and of these those that would finish latest without it.
 
     Args:
         pipelines: The pipelines.
@@ -90,35 +129,34 @@ def split_microbatches(pipelines: Sequence[Lines], num_microbatches: int) -> tup
     kinds = {id(of): of for of in pipelines}
     numbers = dict(zip(kinds, range(len(kinds)), strict=True))
     kind = np.array([numbers[id(of)] for of in pipelines])
-    fill, slowest = line_table(list(kinds.values()))
+    table = line_table(list(kinds.values()))
     num_each = np.bincount(kind)
     low, high = 0, finish_ns(pipelines[0], num_microbatches)
     while low < high:
-        # Between the times at which some layout is done with one more, all are alike.
-        done = ((low + high) // 2 - fill) // slowest
-        if num_each @ np.maximum(done.max(axis=1), 1) >= num_microbatches:
-            high = max(low, int((fill + done * slowest).max()))
+        middle = (low + high) // 2
+        last, following = table.ends_around(middle)
+        if num_each @ np.maximum(table.capacities(middle), 1) >= num_microbatches:
+            high = max(low, last)
         else:
-            low = int((fill + (done + 1) * slowest).min())
-    least = np.maximum(capacities(fill, slowest, low - 1), 1)
-    able = capacities(fill, slowest, low) > least
-    without = (fill + least[:, None] * slowest).min(axis=1)
-    counts, candidates = least[kind], np.flatnonzero(able[kind])
-    left_over = num_microbatches - int(counts.sum())
-    counts[candidates[np.argsort(-without[kind[candidates]], kind="stable")[:left_over]]] += 1
+            low = following
+    least = np.maximum(table.capacities(low - 1), 1)
+    more = np.maximum(table.capacities(low) - least, 0)
+    without = (table.fill + -(-least[:, None] // table.round_size) * table.slowest).min(axis=1)
+    counts, candidates = least[kind], np.flatnonzero(more[kind])
+    # What completes a round that ends then anyway costs nothing.
+    of = kind[candidates]
+    ordered = candidates[np.lexsort((-without[of], -more[of], without[of] < low))]
+    most = more[kind[ordered]]
+    left_over = num_microbatches - int(counts.sum()) - (np.cumsum(most) - most)
+    counts[ordered] += np.clip(left_over, 0, most)
     return tuple(counts.tolist())
 
 
-def line_table(pipelines: Sequence[Lines]) -> tuple[LineTable, LineTable]:
-    """Return all fills and all slowests, rows filled up with a pipeline's last line. Both [pipelines, most lines]."""
+def line_table(pipelines: Sequence[Lines]) -> LineTable:
+    """Return the lines of pipelines as a table."""
     width = max(map(len, pipelines))
     table = np.array([(*of, *(of[-1:] * (width - len(of)))) for of in pipelines], dtype=np.int64)
-    return np.ascontiguousarray(table[:, :, 0]), np.ascontiguousarray(table[:, :, 1])
-
-
-def capacities(fill: LineTable, slowest: LineTable, tau_ns: int) -> LineTable:
-    """Return how many microbatches each pipeline gets through by ``tau_ns``; below 1 means none. [pipelines]"""
-    return ((tau_ns - fill) // slowest).max(axis=1)
+    return LineTable(*np.ascontiguousarray(np.moveaxis(table, 2, 0)))
 
 
 def check_batch(global_batch: int, microbatch: int, num_pipelines: int) -> None:

@@ -4,9 +4,9 @@
 constrained.
 
 The model: pipeline i has ``m_i`` microbatches and runs one of its layouts, j: ``z_ij`` is 1 and ``m_ij = m_i`` for that
-one, both are 0 for the others. It takes ``sum_j (fill_ij z_ij + slowest_ij m_ij)``. The solver works with tolerances;
-so what it finds is taken as whole numbers, and that there is nothing better by a nanosecond is proved with bounds on
-``m_i`` alone.
+one, both are 0 for the others. It takes ``sum_j (fill_ij z_ij + slowest_ij r_ij)``: of rounds with several microbatches
+``r_ij`` is a whole number that holds ``m_ij``, else it is ``m_ij``. The solver works with tolerances; so what it finds
+is taken as whole numbers, and that there is nothing better by a nanosecond is proved with bounds on ``m_i`` alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from resilient.common.extras import require
 from resilient.errors import ArgumentError
-from resilient.templates.composition.batch_split import Lines, capacities, finish_ns, line_table
+from resilient.templates.composition.batch_split import Lines, finish_ns, line_table
 
 
 def split_with_constraints(
@@ -117,28 +117,29 @@ class _Model:
         """Return the best split; there must be one."""
         self._own.total = self._pyo.Constraint(expr=sum(self._counts[i] for i in self._indices) == num_microbatches)
         # In units of a slow microbatch, so that the solver's tolerances are small beside every time.
-        unit = max(slowest for pipeline in pipelines for _, slowest in pipeline)
+        unit = max(line.slowest_ns for pipeline in pipelines for line in pipeline)
         times = [self._time(i, pipeline, num_microbatches, unit) for i, pipeline in enumerate(pipelines)]
         self._own.latest = self._pyo.Var()
         self._own.until = self._pyo.Constraint(self._indices, rule=lambda own, i: times[i] <= own.latest)
-        fill, slowest = line_table(pipelines)
+        table = line_table(pipelines)
         self._own.room = self._pyo.Param(self._indices, mutable=True, initialize=num_microbatches)
         self._own.in_time = self._pyo.Constraint(self._indices, rule=lambda own, i: self._counts[i] <= own.room[i])
         counts = self._solve(self._own.latest)
         while True:
             assert counts
             tau = max(map(finish_ns, pipelines, counts))
-            before, by_then = (capacities(fill, slowest, time).tolist() for time in (tau - 1, tau))
+            before, by_then = (table.capacities(time).tolist() for time in (tau - 1, tau))
             self._own.room.store_values(dict(enumerate(before)))
             better = self._solve(self._own.latest)
             if better is None:
                 break
             counts = better
-        # Whoever takes one more than there was time for before is done at tau itself.
+        # Whoever takes more than there was time for before is done at tau itself.
         self._own.last = self._pyo.Var(self._indices, within=self._pyo.Binary)
         self._own.room.store_values(dict(enumerate(by_then)))
         self._own.before = self._pyo.Constraint(
-            self._indices, rule=lambda own, i: self._counts[i] <= before[i] + own.last[i]
+            self._indices,
+            rule=lambda own, i: self._counts[i] <= before[i] + max(1, by_then[i] - before[i]) * own.last[i],
         )
         num_last = sum(self._own.last[i] for i in self._indices)
         # Weighed by more than the sum of all finishing times can be.
@@ -148,9 +149,9 @@ class _Model:
 
     def _time(self, index: int, pipeline: Lines, num_microbatches: int, unit: int) -> Any:
         """Return the expression of a pipeline's time, in units; add what a choice of layouts needs."""
-        (fill, slowest), *others = pipeline
-        if not others:
-            return fill / unit + slowest / unit * self._counts[index]
+        first, *others = pipeline
+        if not others and first.round_size == 1:
+            return first.fill_ns / unit + first.slowest_ns / unit * self._counts[index]
         block = self._pyo.Block()
         self._own.add_component(f"layouts{index}", block)
         layouts = range(len(pipeline))
@@ -159,9 +160,17 @@ class _Model:
         block.one = self._pyo.Constraint(expr=sum(block.chosen[j] for j in layouts) == 1)
         block.whole = self._pyo.Constraint(expr=sum(block.share[j] for j in layouts) == self._counts[index])
         block.only = self._pyo.Constraint(layouts, rule=lambda b, j: b.share[j] <= num_microbatches * b.chosen[j])
+        rounds = dict(block.share.items())
+        several = [j for j in layouts if pipeline[j].round_size > 1]
+        if several:
+            block.rounds = self._pyo.Var(several, within=self._pyo.NonNegativeIntegers)
+            block.hold = self._pyo.Constraint(
+                several, rule=lambda b, j: b.share[j] <= pipeline[j].round_size * b.rounds[j]
+            )
+            rounds |= dict(block.rounds.items())
         return sum(
-            fill / unit * block.chosen[j] + slowest / unit * block.share[j]
-            for j, (fill, slowest) in enumerate(pipeline)
+            line.fill_ns / unit * block.chosen[j] + line.slowest_ns / unit * rounds[j]
+            for j, line in enumerate(pipeline)
         )
 
     def _solve(self, objective: Any) -> list[int] | None:

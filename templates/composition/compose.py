@@ -1,9 +1,9 @@
 """Which templates, and how many pipelines of each, for a number of nodes.
 
 For a step time tau, a pipeline of i nodes gets through ``c_i(tau)`` microbatches, with whichever of its layouts does
-most: the greatest ``floor((tau - fill) / slowest)``. A knapsack over the nodes finds the composition that gets through
-most; the least tau with enough is the best step time over all compositions, layouts and batch splits. Times are whole
-nanoseconds, so bisection over tau is exact.
+most: the greatest ``floor((tau - fill) / slowest) round``. A knapsack over the nodes finds the composition that gets
+through most; the least tau with enough is the best step time over all compositions, layouts and batch splits. Times are
+whole nanoseconds, so bisection over tau is exact.
 
 Where more pipelines fit than there are microbatches, some would idle, and the knapsack has to count them. A table with
 a row per count is large, so most taus are decided without: a price on each pipeline (a Lagrange multiplier) gives a
@@ -19,8 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from resilient.errors import ArgumentError
+from resilient.templates.common.arrays import Ints
 from resilient.templates.common.compiled import compiled
-from resilient.templates.composition.batch_split import LineTable, capacities, finish_ns, line_table, lines
+from resilient.templates.composition.batch_split import finish_ns, line_table, lines
 from resilient.templates.template import TemplateSet
 
 _IMPOSSIBLE = -(2**61)
@@ -72,25 +73,22 @@ class _Knapsack:
     def __init__(self, templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> None:
         pipelines = [lines(templates.of(size)) for size in templates.sizes if size <= num_nodes]
         self._smallest = templates.sizes[0]
-        self._fill, self._slowest = line_table(pipelines)
+        self._lines = line_table(pipelines)
         self._longest = max(finish_ns(pipeline, num_microbatches) for pipeline in pipelines)
         self._num_nodes = num_nodes
         self._num_microbatches = num_microbatches
         self._min_pipelines = min_pipelines
 
     def least_tau(self, tau_ns: int, is_enough: Callable[[int], bool]) -> int:
-        """Return the least step time from ``tau_ns`` on that is enough.
-
-        Between the times at which some layout is done with one more, all are alike.
-        """
+        """Return the least step time from ``tau_ns`` on that is enough."""
         low, high = tau_ns, self._longest
         while low < high:
             middle = (low + high) // 2
-            done = (middle - self._fill) // self._slowest
+            last, following = self._lines.ends_around(middle)
             if is_enough(middle):
-                high = max(low, int((self._fill + done * self._slowest).max()))
+                high = max(low, last)
             else:
-                low = int((self._fill + (done + 1) * self._slowest).min())
+                low = following
         return low
 
     def is_enough(self, tau_ns: int) -> bool:
@@ -118,20 +116,20 @@ class _Knapsack:
         values = capacity[sizes - self._smallest]
         return self._read_back(self._most_limited(sizes, values), sizes, values)
 
-    def _capacity(self, tau_ns: int) -> LineTable:
+    def _capacity(self, tau_ns: int) -> Ints:
         """Return what each size gets through."""
-        capacity = capacities(self._fill, self._slowest, tau_ns)
+        capacity = self._lines.capacities(tau_ns)
         capacity[capacity < 1] = _IMPOSSIBLE
         return capacity
 
-    def _most(self, values: LineTable) -> LineTable:
+    def _most(self, values: Ints) -> Ints:
         """Return a table: ``[r, n]`` is the most that r pipelines or more, of n nodes in total, are worth."""
         best = np.full((self._min_pipelines + 1, self._num_nodes + 1), _IMPOSSIBLE)
         best[0, 0] = 0
         compiled(_fill_rows)(best, values, self._smallest)
         return best
 
-    def _most_limited(self, sizes: LineTable, values: LineTable) -> LineTable:
+    def _most_limited(self, sizes: Ints, values: Ints) -> Ints:
         """Return a table: ``[r, n]`` is the most that up to r pipelines, of n nodes in total, get through.
 
         They are so many that they can be the fewest allowed in the last row.
@@ -142,7 +140,7 @@ class _Knapsack:
         compiled(_fill_limited)(best, sizes, values)
         return best
 
-    def _bound(self, capacity: LineTable) -> tuple[bool, LineTable]:
+    def _bound(self, capacity: Ints) -> tuple[bool, Ints]:
         """Return whether a limited composition that is enough was found, and the sizes of which the best can be made.
 
         Of all compositions, those worth most at some price are the corners of the hull of (pipelines, capacity). The
@@ -174,7 +172,7 @@ class _Knapsack:
         able = -(-with_size // (self._num_nodes + 1)) + price * limit >= scale * enough
         return below.capacity >= limit, np.flatnonzero(able) + self._smallest
 
-    def _priced(self, capacity: LineTable, scale: int, price: int) -> tuple[LineTable, LineTable, _Corner]:
+    def _priced(self, capacity: Ints, scale: int, price: int) -> tuple[Ints, Ints, _Corner]:
         """Return the table of what compositions are worth, the values of the sizes, and the composition worth most.
 
         A pipeline is worth ``scale`` times its capacity less the price. Of equals the one with the fewest pipelines
@@ -187,7 +185,7 @@ class _Knapsack:
         count = -worth % base
         return table, values, _Corner(((worth + count) // base + price * count) // scale, count)
 
-    def _read_back(self, best: LineTable, sizes: LineTable, values: LineTable) -> tuple[int, ...]:
+    def _read_back(self, best: Ints, sizes: Ints, values: Ints) -> tuple[int, ...]:
         """Walk the table from all nodes to none; of equally good steps take the largest template."""
         chosen: list[int] = []
         row, nodes = len(best) - 1, self._num_nodes
@@ -202,7 +200,7 @@ class _Knapsack:
         return tuple(chosen)
 
 
-def _fill_rows(best: LineTable, values: LineTable, smallest: int) -> None:
+def _fill_rows(best: Ints, values: Ints, smallest: int) -> None:
     """Fill in a table of which only column 0 is known; a row grows from the one before, the first from itself."""
     num_rows, num_columns = best.shape
     for nodes in range(num_columns - smallest):
@@ -216,7 +214,7 @@ def _fill_rows(best: LineTable, values: LineTable, smallest: int) -> None:
                 grown[i] = max(grown[i], so_far + values[i])
 
 
-def _fill_limited(best: LineTable, sizes: LineTable, values: LineTable) -> None:
+def _fill_limited(best: Ints, sizes: Ints, values: Ints) -> None:
     """Fill in a table of which only column 0 is known, where the last entry can depend on it; rows grow downwards."""
     last_row, last_column = best.shape[0] - 1, best.shape[1] - 1
     for row in range(1, last_row + 1):

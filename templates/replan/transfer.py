@@ -46,7 +46,7 @@ def plan_transfers(
         As :func:`transfers_between`.
 
     Raises:
-        ValueError: ``held`` names a state or rank that does not exist, or a stage of the plan is sharded.
+        ValueError: ``held`` names a state or rank that does not exist, or a stage of the plan has several devices.
     """
     _check_whole(plan)
     _check_held(problem, len(plan.slots) + num_sources, held)
@@ -131,8 +131,8 @@ def _check_whole(plan: Plan) -> None:
     degree = max(stage.num_devices for pipeline in plan.pipelines for stage in pipeline.template.stages)
     if degree > 1:
         raise ValueError(
-            f"num_devices of every stage must be 1 in a plan that is executed, got {degree}; sharded stages are "
-            f"planned and simulated only: train with a profile of tp_degrees (1,)"
+            f"num_devices of every stage must be 1 in a plan that is executed, got {degree}; stages of several devices "
+            f"are planned and simulated only: train with a profile of tp_degrees (1,), and without sharding"
         )
 
 

@@ -36,7 +36,7 @@ class Found(NamedTuple):
     """The best template under a bound.
 
     Args:
-        stages: ``(end_layer, degree_index)`` of each.
+        stages: ``(end_layer, option)`` of each.
         total: What all stages and the first one's gradient sum take, in nanoseconds.
         slowest: What the slowest stage takes, in nanoseconds.
     """
@@ -103,13 +103,13 @@ class BoundedSearch:
 def _reach(tables: Tables, bound: int) -> CostTable:
     """Return the last end that the bound allows, the first layer where none. [forward again, starts a node, D, L]"""
     sums, send = tables.sums, tables.send
-    num_degrees, num_layers = sums.shape[2], sums.shape[3] - 1
-    reach = np.empty((2, 2, num_degrees, num_layers), dtype=np.int64)
+    num_options, num_layers = sums.shape[2], sums.shape[3] - 1
+    reach = np.empty((2, 2, num_options, num_layers), dtype=np.int64)
     for again in range(2):
         for into in range(2):
-            for q in range(num_degrees):
+            for q in range(num_options):
                 for i in range(num_layers):
-                    limit = sums[again, 0, q, i] + bound - send[into, i]
+                    limit = sums[again, 0, q, i] + bound - send[into, q, i]
                     end, stop = i, num_layers
                     while end < stop:
                         middle = (end + stop + 1) >> 1
@@ -128,7 +128,7 @@ def _band(tables: Tables, bound: int, num_devices: int) -> CostTable:
     The first layer, the last layer, and the fewest stages from there on. Messages are not counted, so that a later
     start always allows a later end.
     """
-    sums, ends, degrees, counts = tables.sums, tables.ends, tables.degrees, tables.fewest
+    sums, ends, devices, counts = tables.sums, tables.ends, tables.devices, tables.fewest
     num_layers, size = sums.shape[3] - 1, len(counts) - 1
     band = np.empty((num_devices + 1, 3), dtype=np.int64)
     for e in range(num_devices + 1):
@@ -137,9 +137,9 @@ def _band(tables: Tables, bound: int, num_devices: int) -> CostTable:
         band[e, 2] = e // size * counts[size] + counts[e % size]
     band[num_devices, 1] = 0
     for e in range(num_devices, 0, -1):
-        for q in range(len(degrees)):
-            rest = e - degrees[q]
-            if degrees[q] <= (e - 1) % size + 1 and band[e, 1] >= 0 and band[rest, 2] < num_layers:
+        for q in range(len(devices)):
+            rest = e - devices[q]
+            if devices[q] <= (e - 1) % size + 1 and band[e, 1] >= 0 and band[rest, 2] < num_layers:
                 i = j = min(band[e, 1], num_layers - 1)
                 fitting = ends[1, q, i, band[rest, 2] + 1]
                 while j < fitting and sums[0, 0, q, j + 1] <= sums[0, 0, q, i] + bound:
@@ -147,9 +147,9 @@ def _band(tables: Tables, bound: int, num_devices: int) -> CostTable:
                 band[rest, 1] = max(band[rest, 1], j)
     band[0, 0] = num_layers
     for e in range(1, num_devices + 1):
-        for q in range(len(degrees)):
-            rest = e - degrees[q]
-            if degrees[q] <= (e - 1) % size + 1 and band[rest, 0] <= num_layers and band[rest, 2] < num_layers:
+        for q in range(len(devices)):
+            rest = e - devices[q]
+            if devices[q] <= (e - 1) % size + 1 and band[rest, 0] <= num_layers and band[rest, 2] < num_layers:
                 i = j = band[rest, 0]
                 while i > 0 and sums[0, 0, q, i - 1] >= sums[0, 0, q, j] - bound:
                     if ends[1, q, i - 1, band[rest, 2] + 1] < j:
@@ -168,7 +168,7 @@ def _sums(tables: Tables, reach: CostTable, band: CostTable) -> CostTable:
 
     No more is in flight than the fewest stages for the devices left. States outside the band have no label.
     """
-    sums, send, ends, degrees = tables.sums, tables.send, tables.ends, tables.degrees
+    sums, send, ends, devices = tables.sums, tables.send, tables.ends, tables.devices
     next_backward = tables.next_backward
     num_layers, num_devices, size = sums.shape[3] - 1, len(band) - 1, len(tables.fewest) - 1
     labels = np.full((num_devices + 1) * (num_layers + 1), NEVER)
@@ -176,9 +176,9 @@ def _sums(tables: Tables, reach: CostTable, band: CostTable) -> CostTable:
     for e in range(1, num_devices + 1):
         into, first = int(e % size == 0), int(e == num_devices)
         state = labels[e * (num_layers + 1) : (e + 1) * (num_layers + 1)]
-        for q in range(len(degrees)):
-            rest = e - degrees[q]
-            if degrees[q] > (e - 1) % size + 1 or band[rest, 2] >= num_layers:
+        for q in range(len(devices)):
+            rest = e - devices[q]
+            if devices[q] > (e - 1) % size + 1 or band[rest, 2] >= num_layers:
                 continue
             after = labels[rest * (num_layers + 1) : (rest + 1) * (num_layers + 1)]
             kept, fitting = ends[0, q, :, band[rest, 2] + 1], ends[1, q, :, band[rest, 2] + 1]
@@ -195,7 +195,7 @@ def _sums(tables: Tables, reach: CostTable, band: CostTable) -> CostTable:
                     for j in range(max(begin, earliest), min(end, farthest[i]) + 1):
                         least = min(least, until[j] + after[j])
                     if least < NEVER:
-                        state[i] = min(state[i], least - before[i] + send[into, i] + 1)
+                        state[i] = min(state[i], least - before[i] + send[into, q, i] + 1)
     return labels
 
 
@@ -205,7 +205,7 @@ def _sums_by_stages(tables: Tables, reach: CostTable, band: CostTable) -> tuple[
 
     State k has ``labels[start[k] : start[k + 1]]``. A stage has in flight what its number of stages says.
     """
-    sums, send, ends, degrees = tables.sums, tables.send, tables.ends, tables.degrees
+    sums, send, ends, devices = tables.sums, tables.send, tables.ends, tables.devices
     next_backward = tables.next_backward
     num_layers, num_devices, size = sums.shape[3] - 1, len(band) - 1, len(tables.fewest) - 1
     start = np.zeros((num_devices + 1) * (num_layers + 1) + 1, dtype=np.int64)
@@ -216,10 +216,10 @@ def _sums_by_stages(tables: Tables, reach: CostTable, band: CostTable) -> tuple[
         into, first = int(e % size == 0), int(e == num_devices)
         for i in range(num_layers + 1):
             most = 0
-            for q in range(len(degrees)):
-                rest = e - degrees[q]
+            for q in range(len(devices)):
+                rest = e - devices[q]
                 outside = i < band[e, 0] or i > band[e, 1]
-                if outside or degrees[q] > (e - 1) % size + 1 or band[rest, 2] >= num_layers:
+                if outside or devices[q] > (e - 1) % size + 1 or band[rest, 2] >= num_layers:
                     continue
                 end = min(reach[0, into, q, i], min(ends[1, q, i, band[rest, 2] + 1], band[rest, 1]))
                 for j in range(max(i + 1, band[rest, 0]), end + 1):
@@ -229,7 +229,7 @@ def _sums_by_stages(tables: Tables, reach: CostTable, band: CostTable) -> tuple[
                         again = int(j > max(ends[0, q, i, stages], next_backward[i]))
                         if j > min(ends[1, q, i, stages], reach[again, into, q, i]):
                             break
-                        total = labels[k] + sums[again, first, q, j] - sums[again, 0, q, i] + send[into, i] + 1
+                        total = labels[k] + sums[again, first, q, j] - sums[again, 0, q, i] + send[into, q, i] + 1
                         least[stages] = min(least[stages], total)
                         most = max(most, stages)
             if count + most > len(labels):
@@ -262,7 +262,7 @@ def _stages(
 
     Only labels of up to ``most_stages`` count.
     """
-    sums, send, ends, degrees = tables.sums, tables.send, tables.ends, tables.degrees
+    sums, send, ends, devices = tables.sums, tables.send, tables.ends, tables.devices
     next_backward = tables.next_backward
     num_layers, e, size = sums.shape[3] - 1, len(band) - 1, len(tables.fewest) - 1
     chosen = np.empty((num_layers, 2), dtype=np.int64)
@@ -275,16 +275,16 @@ def _stages(
     while i < num_layers and label < NEVER:
         into, first = int(e % size == 0), int(count == 0)
         longest, next_i, next_e, next_label = -1, 0, 0, 0
-        for q in range(len(degrees)):
-            rest = e - degrees[q]
-            if degrees[q] > (e - 1) % size + 1 or band[rest, 2] >= num_layers:
+        for q in range(len(devices)):
+            rest = e - devices[q]
+            if devices[q] > (e - 1) % size + 1 or band[rest, 2] >= num_layers:
                 continue
             in_flight = label & COUNT if by_stages else band[rest, 2] + 1
             for j in range(max(i + 1, band[rest, 0]), min(ends[1, q, i, in_flight], band[rest, 1]) + 1):
                 again = int(j > max(ends[0, q, i, in_flight], next_backward[i]))
                 if j > reach[again, into, q, i]:
                     break
-                time = sums[again, 0, q, j] - sums[again, 0, q, i] + send[into, i]
+                time = sums[again, 0, q, j] - sums[again, 0, q, i] + send[into, q, i]
                 before = label - time - 1 - (sums[again, first, q, j] - sums[again, 0, q, j])
                 state = rest * (num_layers + 1) + j
                 for k in range(start[state], start[state + 1]):
@@ -294,7 +294,7 @@ def _stages(
         assert longest >= 0
         q, in_flight = chosen[count, 1], label & COUNT
         again = int(next_i > max(ends[0, q, i, in_flight], next_backward[i]))
-        time = sums[again, 0, q, next_i] - sums[again, 0, q, i] + send[into, i]
+        time = sums[again, 0, q, next_i] - sums[again, 0, q, i] + send[into, q, i]
         holds = holds and time == longest and next_i <= ends[1, q, i, in_flight]
         slowest = max(slowest, longest)
         count += 1

@@ -66,7 +66,7 @@ class ChunkSearch:
         """Return whether there is a template for a number of nodes."""
         return size in self.sizes and bool(self._cut(size).costs[0, 0] == 0)
 
-    def layouts(self, size: int, extra: range, *, with_sync: bool) -> tuple[PipelineTemplate, ...]:
+    def layouts(self, size: int, counts: range, *, with_sync: bool) -> tuple[PipelineTemplate, ...]:
         """Return the template for a number of nodes, whatever number of microbatches it gets; none where none fits."""
         if not self.fits(size):
             return ()

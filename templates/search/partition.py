@@ -1,45 +1,31 @@
 """Layers -> stages -> devices: for each number of nodes the templates with the shortest step.
 
-A template for n nodes uses all their devices in order. Each stage has contiguous layers and the devices of one node, as
+A template for n nodes uses all their devices in order. Each stage has contiguous layers and devices of one node, as
 many as one of the profile's tensor-parallel degrees; a node may have several stages, of different degrees. Stages hold
 what the schedule keeps in flight (:mod:`resilient.templates.search.stage_cost_model` has their times and bytes).
 
-Interleaved 1F1B has several stages on each device: :mod:`resilient.templates.search.chunks` cuts for it.
+Where stages may be sharded, microbatches may go through a template in rounds, of as many as some number divides a
+node's devices into. Each stage then has a choice more: so many groups of devices that divide its state, each with a
+microbatch of its own (:mod:`resilient.templates.search.layer_costs`). For each size of rounds the search is the same,
+:mod:`resilient.templates.search.layout_search`; the layouts of all are compared.
 
-Objective: ``sum(t) + sync + (N - 1) max(t)`` for N microbatches, exactly the least of all templates. How many a
-pipeline gets is decided when templates are composed, so a size has a layout for each N that it can expect: from half
-its proportional share up to all. These are corners of the lower hull of all (max(t), sum(t) + sync). The compiled
-search finds the shortest sum under a bound on max(t), which no smaller bound undercuts. So a range of bounds needs no
-search where even the shortest sum of its largest, with the smallest, would be the shortest step for no N.
-
-Times are compared as whole nanoseconds and ties are broken by rule (:mod:`resilient.templates.search.bounded_search`),
-so every machine finds the same templates.
+How many microbatches a pipeline gets is decided when templates are composed, so a size has a layout for each number
+that it can expect: from half its proportional share up to all. Interleaved 1F1B has several stages on each device:
+:mod:`resilient.templates.search.chunks` cuts for it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+import numpy as np
 
-from resilient.errors import ArgumentError, literal
-from resilient.templates.common.words import counted
+from resilient.errors import ArgumentError
+from resilient.templates.common.arrays import Ints
 from resilient.templates.plan import PlanningProblem
-from resilient.templates.schedules.kind import ScheduleKind, most_in_flight
+from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.search.chunks import ChunkSearch
-from resilient.templates.search.stage_cost_model import StageCosts, Tables
+from resilient.templates.search.layout_search import Corner, LayoutSearch
 from resilient.templates.search.template_sizes import node_counts
-from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSet
-
-if TYPE_CHECKING:
-    from resilient.templates.search.bounded_search import Found
-
-_UNLIMITED = 1 << 62
-"""More than any time."""
-
-_GROWTH = 1.125
-"""Of the bound on the slowest stage, from the devices' even share of the work up, until there is a template."""
+from resilient.templates.template import PipelineTemplate, TemplateSet
 
 
 def plan_templates(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
@@ -58,225 +44,58 @@ def plan_templates(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
         TooFewNodes: ``num_nodes < (max_failures + 1) n0``.
         ValueError: No number of nodes has a template; the message says what to change.
     """
-    search = ChunkSearch(problem) if problem.schedule is ScheduleKind.INTERLEAVED else _Search(problem)
+    search = ChunkSearch(problem) if problem.schedule is ScheduleKind.INTERLEAVED else _RoundsSearch(problem)
     smallest = next((size for size in search.sizes if search.fits(size)), None)
     if smallest is None:
         raise search.misfit()
     layouts: list[tuple[PipelineTemplate, ...]] = []
     for size in node_counts(num_nodes, problem.max_failures, smallest):
         share = problem.num_microbatches * size // (2 * num_nodes)
-        extra = range(max(1, share) - 1, problem.num_microbatches)
-        found = search.layouts(size, extra, with_sync=size + smallest <= num_nodes)
+        counts = range(max(1, share), problem.num_microbatches + 1)
+        found = search.layouts(size, counts, with_sync=size + smallest <= num_nodes)
         if not found:
             break
         layouts.append(found)
     return TemplateSet(problem_digest=problem.digest, layouts=tuple(layouts))
 
 
-class _Corner(NamedTuple):
-    """Of the hull: the shortest step with ``extra`` or more microbatches beyond the first, up to the next corner's."""
-
-    slowest: int
-    total: int
-    extra: int
-
-
-class _Search:
-    """The search for all sizes of one problem."""
+class _RoundsSearch:
+    """The search for all sizes of templates and of rounds."""
 
     def __init__(self, problem: PlanningProblem) -> None:
-        self.problem = problem
-        self.costs = StageCosts(problem)
-        self._tables: dict[tuple[bool, int | None], Tables] = {}
-        self._impossible: dict[int, dict[int, int]] = {}
-        self._times: list[int] = self.costs.times().tolist()
+        devices = problem.cluster.devices_per_node
+        round_sizes = [size for size in range(1, devices + 1) if devices % size == 0] if problem.sharding else [1]
+        self._searches = {size: LayoutSearch(problem, size) for size in round_sizes}
 
     @property
     def sizes(self) -> range:
         """The numbers of nodes whose devices the layers suffice for."""
-        return range(self.problem.min_pipeline_nodes, self.costs.num_layers // self.costs.fewest_per_node + 1)
+        return max((search.sizes for search in self._searches.values()), key=len)
 
     def fits(self, size: int) -> bool:
         """Return whether there is a template for a number of nodes."""
-        return self._least_sum(size, self._times[-1], with_sync=False) is not None
+        return any(size in search.sizes and search.fits(size) for search in self._searches.values())
 
-    def layouts(self, size: int, extra: range, *, with_sync: bool) -> tuple[PipelineTemplate, ...]:
-        """Return the best templates for a number of nodes and each number of microbatches beyond the first."""
-        corners: list[_Corner] = []
-        bound = self.costs.least_total / (size * self.problem.cluster.devices_per_node)
-        ranges = [(0, len(self._times), self.costs.least_total)]
-        while ranges:
-            first, end, least = ranges.pop()
-            end = min(end, bisect_right(self._times, _worth(corners, least, extra)))
-            if first >= end:
+    def layouts(self, size: int, counts: range, *, with_sync: bool) -> tuple[PipelineTemplate, ...]:
+        """Return the best templates for a number of nodes and each of these numbers of microbatches."""
+        found: list[tuple[LayoutSearch, Corner]] = []
+        times: list[Ints] = []
+        for round_size, search in self._searches.items():
+            if size not in search.sizes:
                 continue
-            middle = (first + end - 1) // 2
-            if not corners:
-                bound *= _GROWTH
-                middle = min(max(first, bisect_left(self._times, bound)), end - 1)
-            found = self._least_sum(
-                size,
-                self._times[middle],
-                with_sync=with_sync,
-                most_total=_most_total(corners, self._times[first], extra),
-            )
-            ranges.append((middle + 1, end, least))
-            if found is not None:
-                points = [(corner.slowest, corner.total) for corner in corners]
-                corners = _hull([*points, (found.slowest, found.total)], extra)
-                ranges.append((first, bisect_left(self._times, found.slowest), found.total))
-        return tuple(self._template(size, corner.slowest, with_sync=with_sync) for corner in corners)
+            extra = range(-(-counts.start // round_size) - 1, -(-(counts.stop - 1) // round_size))
+            rounds = -(-np.arange(counts.start, counts.stop) // round_size)
+            for corner in search.corners(size, extra, with_sync=with_sync):
+                found.append((search, corner))
+                times.append(corner.total + (rounds - 1) * corner.slowest)
+        # Of equal steps the first, with the smaller rounds: a layout without a sharded stage is never better in larger
+        # ones.
+        best = np.unique(np.argmin(times, axis=0)).tolist() if times else []
+        return tuple(
+            search.template(size, corner.slowest, with_sync=with_sync)
+            for search, corner in (found[index] for index in best)
+        )
 
     def misfit(self) -> ArgumentError:
         """Return why no number of nodes has a template."""
-        problem, costs = self.problem, self.costs
-        devices, degrees = problem.cluster.devices_per_node, problem.profile.tp_degrees
-        if costs.fewest_per_node > costs.num_layers:
-            return ArgumentError(
-                "devices_per_node",
-                f"be filled by stages of {counted(costs.num_layers, 'layer')} at tensor-parallel degrees "
-                f"{', '.join(map(str, degrees))}",
-                devices,
-                "lower it, or profile other degrees",
-            )
-        if not self.sizes:
-            return ArgumentError(
-                "min_pipeline_nodes",
-                f"be at most {self.sizes.stop - 1} ({counted(costs.num_layers, 'layer')}, at least "
-                f"{counted(costs.fewest_per_node, 'stage')} in a node)",
-                problem.min_pipeline_nodes,
-                "lower it",
-            )
-        memory = problem.cluster.memory_bytes
-        assert memory is not None
-        fixes = "use smaller microbatches" + ", activation checkpointing" * (not problem.activation_checkpointing)
-        fixes += f", higher tensor-parallel degrees than {costs.degrees[-1]}" * (costs.degrees[-1] < devices)
-        fixes += ", schedule 1f1b" * (problem.schedule not in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.EAGER))
-        fixes += " or devices with more memory"
-        in_flight = costs.in_flight(self.sizes.start * costs.fewest_per_node) or 1
-        needed, layer = max((costs.least_memory_bytes(i, in_flight), -i) for i in range(costs.num_layers))
-        if needed > memory:
-            return ArgumentError(
-                "memory_bytes",
-                literal(f"hold layer {problem.profile.layers[-layer].name!r} alone in a stage, ")
-                + f"{needed} bytes on each device",
-                memory,
-                fixes,
-            )
-        enough, size = _enough_memory(problem, memory)
-        return ArgumentError(
-            "memory_bytes",
-            f"hold the stages of a pipeline of {self.sizes.start} to {self.sizes.stop - 1} nodes with what they have "
-            f"in flight",
-            memory,
-            f"{fixes}: {enough} bytes would do for {counted(size, 'node')}",
-        )
-
-    def _least_sum(self, size: int, bound: int, *, with_sync: bool, most_total: int = _UNLIMITED) -> Found | None:
-        """Return the template with the shortest sum under a bound; where it is above ``most_total``, None will do."""
-        from resilient.templates.search.bounded_search import BoundedSearch
-        from resilient.templates.search.depths import least_sum_of_depths
-
-        num_devices = size * self.problem.cluster.devices_per_node
-        depths = range(size * self.costs.fewest_per_node, min(self.costs.num_layers, num_devices) + 1)
-
-        def search(num_stages: int, like: BoundedSearch | None = None) -> BoundedSearch:
-            tables = self._tables_of(self.costs.in_flight(num_stages), with_sync=with_sync)
-            return BoundedSearch(tables, bound, num_devices, like)
-
-        if self.costs.in_flight(depths.start) == self.costs.in_flight(depths.stop - 1):
-            return search(depths.start).best()
-        impossible = self._impossible.setdefault(size, {})
-        return least_sum_of_depths(search, depths, most_total, bound=bound, impossible=impossible)
-
-    def _tables_of(self, in_flight: int | None, *, with_sync: bool) -> Tables:
-        if (with_sync, in_flight) not in self._tables:
-            self._tables[with_sync, in_flight] = self.costs.tables(with_sync=with_sync, in_flight=in_flight)
-        return self._tables[with_sync, in_flight]
-
-    def _template(self, size: int, slowest: int, *, with_sync: bool) -> PipelineTemplate:
-        found = self._least_sum(size, slowest, with_sync=with_sync)
-        assert found is not None
-        stages: list[StageSpec] = []
-        first = device = 0
-        in_flight = most_in_flight(self.problem.schedule, len(found.stages), self.problem.most_microbatches)
-        for (end, degree_index), count in zip(found.stages, in_flight, strict=True):
-            stages.append(self.costs.stage(first, end, degree_index, device, count))
-            first, device = end, device + self.costs.degrees[degree_index]
-        end, degree_index = found.stages[0]
-        sync_ms = self.costs.sync_ms(end, degree_index) if with_sync else 0.0
-        return PipelineTemplate(num_nodes=size, stages=tuple(stages), sync_ms=sync_ms)
-
-
-def _hull(points: Iterable[tuple[int, int]], extra: range) -> list[_Corner]:
-    """Return the ``(slowest, total)`` that are the shortest step for some number in ``extra``, by falling ``slowest``.
-
-    Of equal steps the shorter sum.
-    """
-    corners: list[_Corner] = []
-    for slowest, total in sorted(points, key=lambda point: (-point[0], point[1])):
-        start = extra.start
-        while corners:
-            last = corners[-1]
-            if total <= last.total and slowest < last.slowest:
-                start = extra.start
-            elif slowest < last.slowest:
-                start = max(extra.start, (total - last.total) // (last.slowest - slowest) + 1)
-            else:
-                start = extra.stop
-            if start > last.extra:
-                break
-            corners.pop()
-        if start < extra.stop:
-            corners.append(_Corner(slowest, total, start))
-    return corners
-
-
-def _worth(corners: Sequence[_Corner], total: int, extra: range) -> int:
-    """Return the greatest time of a slowest stage with which a sum would make a shorter step than all found so far."""
-    if not corners:
-        return _UNLIMITED
-    worth = -1
-    for corner, count in _ends(corners, extra):
-        less = corner.total + count * corner.slowest - total - 1
-        if count:
-            worth = max(worth, less // count)
-        elif less >= 0:
-            return _UNLIMITED
-    return worth
-
-
-def _most_total(corners: Sequence[_Corner], slowest: int, extra: range) -> int:
-    """Return the greatest sum with which a slowest stage would make a step no longer than all found so far."""
-    if not corners:
-        return _UNLIMITED
-    return max(corner.total + count * (corner.slowest - slowest) for corner, count in _ends(corners, extra))
-
-
-def _ends(corners: Sequence[_Corner], extra: range) -> Iterator[tuple[_Corner, int]]:
-    """Yield each corner with the first and with the last number of microbatches that it is the shortest step for."""
-    stops = [corner.extra for corner in corners[1:]] + [extra.stop]
-    for corner, stop in zip(corners, stops, strict=True):
-        yield corner, corner.extra
-        yield corner, stop - 1
-
-
-def _enough_memory(problem: PlanningProblem, too_little: int) -> tuple[int, int]:
-    """Return how much memory suffices, within 2 % of the least, and for how many nodes. Not all sizes are tried."""
-    enough = 2 * too_little
-    while (size := _first_fit(problem, enough)) is None:
-        too_little, enough = enough, 2 * enough
-    while enough > too_little + max(1, too_little // 50):
-        middle = (too_little + enough) // 2
-        fit = _first_fit(problem, middle)
-        if fit is None:
-            too_little = middle
-        else:
-            enough, size = middle, fit
-    return enough, size
-
-
-def _first_fit(problem: PlanningProblem, memory_bytes: int) -> int | None:
-    search = _Search(replace(problem, cluster=replace(problem.cluster, memory_bytes=memory_bytes)))
-    sizes = (search.sizes.start << k for k in range(search.sizes.stop.bit_length()))
-    return next((size for size in sizes if size in search.sizes and search.fits(size)), None)
+        return next((s for s in self._searches.values() if s.sizes), self._searches[1]).misfit()

@@ -1,16 +1,18 @@
-"""What a stage costs: time and memory of contiguous layers at a tensor-parallel degree, as whole nanoseconds and bytes.
+"""What a stage costs: time and memory of contiguous layers on some devices of a node, as whole nanoseconds and bytes.
 
-A stage of layers i .. j - 1 on d devices of a node costs, for one microbatch, their forward, their backward and the two
-messages over the boundary before it (the gradient's only where layer i needs one). Activation checkpointing adds the
-forward of all its layers once more, where it runs a backward at all. Each device holds
+A stage of layers i .. j - 1 costs, for one round of microbatches, their forward, their backward and the messages over
+the boundary before it (the gradients' only where layer i needs them); :mod:`resilient.templates.search.layer_costs` has
+each layer's. Activation checkpointing adds the forward of all its layers once more, where it runs a backward at all.
+Each of d devices holds
 
-    ceil((states + gradients) / d) + in_flight * activations
+    ceil((states + gradients) / d) + in_flight * activations + 2 * gathered
 
-where the states and gradients are those of the layers and of the owners they share from, and in_flight is what the
-schedule keeps of a pipeline that has enough microbatches, so that a template holds whatever its share becomes. In 1F1B
-that is the number of stages from this one to the last; in the others it follows from the number of all stages
-(:func:`resilient.templates.schedules.kind.most_in_flight`). With checkpointing, in_flight counts the layers'
-inputs, and the activations of one layer (the largest) come on top. A stage keeps its activations if they fit, and
+where the states and gradients are those of the layers and of the owners they share from, in_flight is how many rounds
+the schedule keeps of a pipeline that has enough microbatches, so that a template holds whatever its share becomes, and
+gathered is the largest layer of a sharded stage, whole: one computes, one comes in meanwhile. In 1F1B in_flight is the
+number of stages from this one to the last; in the others it follows from the number of all stages
+(:func:`resilient.templates.schedules.kind.most_in_flight`). With checkpointing, it counts the layers' inputs, and one
+microbatch's activations of one layer (the largest) come on top. A stage keeps its activations if they fit, and
 checkpoints if only that fits.
 
 Before the first stage's gradient sum there is no backward left that could hide it: its time comes on top of the step
@@ -30,6 +32,7 @@ from resilient.templates.common.arrays import Ints
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.kind import ScheduleKind, most_in_flight
+from resilient.templates.search.layer_costs import LayerCosts
 from resilient.templates.template import StageSpec
 
 CostTable = Ints
@@ -45,23 +48,23 @@ _MOST_NS = 10**14
 
 
 class Tables(NamedTuple):
-    """The costs as the compiled search reads them. D degrees, L layers, M devices of a node.
+    """The costs as the compiled search reads them. D options of devices, L layers, M devices of a node.
 
     Times are shifted left by ``STAGE_BITS``. An end is the last j up to which stages i .. j - 1 qualify, i where none
     does.
 
     Args:
-        degrees: Those that fit in a node, ascending. [D]
+        devices: Of each option, ascending. [D]
         sums: Times of the layers before each one: forward and backward, or two forwards and backward; without, or with
             the gradient sum of a first stage that ends there. [forward again, with gradient sum, D, L + 1]
-        send: Messages before a stage that starts with the layer, within a node or between nodes. [2, L]
+        send: Messages before a stage that starts with the layer, within a node or between nodes. [2, D, L]
         next_backward: First layer, from each one on, that runs a backward; L where none does. [L]
         ends: Ends of stages that fit in memory with activations kept, or with those or checkpoints, by how much is in
             flight. [2, D, L, L + 1]
         fewest: Least number of stages that use x devices of a node; L + 1 where none can. [M + 1]
     """
 
-    degrees: CostTable
+    devices: CostTable
     sums: CostTable
     send: CostTable
     next_backward: CostTable
@@ -96,41 +99,39 @@ class SingleDeviceCosts(NamedTuple):
 class StageCosts:
     """Costs of all stages of a problem.
 
-    Layers that all take no time count for one nanosecond each, so that they are cut evenly.
+    Args:
+        problem: The job.
+        round_size: Microbatches of a round.
     """
 
-    def __init__(self, problem: PlanningProblem) -> None:
+    def __init__(self, problem: PlanningProblem, round_size: int = 1) -> None:
         profile, cluster = problem.profile, problem.cluster
         layers = profile.layers
         self.problem = problem
         self.num_layers = len(layers)
-        self.degrees = tuple(d for d in profile.tp_degrees if d <= cluster.devices_per_node)
-        forward = [[nanoseconds(layer.costs[q].forward_ms) for layer in layers] for q in range(len(self.degrees))]
-        backward = [[nanoseconds(layer.backward_ms(q)) for layer in layers] for q in range(len(self.degrees))]
-        if not any(map(any, forward)) and not any(map(any, backward)):
-            forward = [[1] * self.num_layers for _ in self.degrees]
-        self._forward = [_prefix_sums(row) for row in forward]
-        self._backward = [_prefix_sums(row) for row in backward]
-        self._send = [
-            [0] + [nanoseconds(link.transfer_ms(x.input_bytes)) * (1 + x.input_gradient) for x in layers[1:]]
-            for link in (cluster.intra_node, cluster.inter_node)
-        ]
+        self.round_size = round_size
+        costs = LayerCosts(problem, round_size)
+        self.options = costs.options
+        self._forward = [_prefix_sums(row) for row in costs.forward]
+        self._backward = [_prefix_sums(row) for row in costs.backward]
+        self._send = costs.send
         self._fewest = self._fewest_stages()
         gradients = _prefix_sums([layer.gradient_bytes for layer in layers])
         self._sync = [
-            [nanoseconds(cluster.inter_node.transfer_ms(2 * total / degree)) if total else 0 for total in gradients]
-            for degree in self.degrees
+            [nanoseconds(cluster.inter_node.transfer_ms(2 * total / of)) if total else 0 for total in gradients]
+            for option in self.options
+            for of in [option.num_devices * cluster.cards_per_device]
         ]
-        messages = max(map(sum, self._send)) + max(map(max, self._sync))
-        _check_times(2 * max(map(sum, forward)) + max(map(sum, backward)) + messages)
+        messages = max(sum(row) for rows in self._send for row in rows) + max(map(max, self._sync))
+        _check_times(2 * max(map(sum, costs.forward)) + max(map(sum, costs.backward)) + messages)
         self._next_backward = [self.num_layers] * (self.num_layers + 1)
         for i in reversed(range(self.num_layers)):
             runs = layers[i].trainable or layers[i].input_gradient
             self._next_backward[i] = i if runs else self._next_backward[i + 1]
         self._held = _held_bytes(problem)
-        self._inputs = _prefix_sums([layer.input_bytes for layer in layers])
-        self._activations = [[layer.costs[q].activation_bytes for layer in layers] for q in range(len(self.degrees))]
-        self._kept = [_prefix_sums(row) for row in self._activations]
+        self._inputs = [_prefix_sums(row) for row in costs.inputs]
+        self._kept = [_prefix_sums(row) for row in costs.kept]
+        self._activations, self._gathered = costs.largest, costs.gathered
 
     @property
     def fewest_per_node(self) -> int:
@@ -144,14 +145,19 @@ class StageCosts:
         return int(work.min(axis=0).sum())
 
     def in_flight(self, num_stages: int) -> int | None:
-        """Return how many microbatches every stage of a pipeline of so many stages must hold.
+        """Return how many rounds every stage of a pipeline of so many stages must hold.
 
         None where that is the number of stages from it to the last, or where memory is not limited.
         """
         problem = self.problem
         if problem.schedule in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.EAGER) or problem.cluster.memory_bytes is None:
             return None
-        return most_in_flight(problem.schedule, num_stages, problem.most_microbatches)[0]
+        return self.in_flight_of_stages(num_stages)[0]
+
+    def in_flight_of_stages(self, num_stages: int) -> tuple[int, ...]:
+        """Return how many rounds each stage of a pipeline of so many stages must hold."""
+        most_rounds = -(-self.problem.most_microbatches // self.round_size)
+        return most_in_flight(self.problem.schedule, num_stages, most_rounds)
 
     def tables(self, *, with_sync: bool, in_flight: int | None) -> Tables:
         """Return the costs for the search.
@@ -165,7 +171,7 @@ class StageCosts:
         sync = np.array(self._sync, dtype=np.int64) * with_sync
         sums = np.stack([np.stack([times, times + sync]) for times in (work, work + forward)])
         return Tables(
-            degrees=np.array(self.degrees, dtype=np.int64),
+            devices=np.array([option.num_devices for option in self.options], dtype=np.int64),
             sums=sums << STAGE_BITS,
             send=np.array(self._send, dtype=np.int64) << STAGE_BITS,
             next_backward=np.array(self._next_backward[:-1], dtype=np.int64),
@@ -183,20 +189,20 @@ class StageCosts:
         if self.problem.cluster.memory_bytes is not None and self.problem.activation_checkpointing:
             again = np.array(self._next_backward)[first] < end
             spans.append(spans[0] + again * (forward[:, end] - forward[:, first]))
-        sends = np.unique(np.array(self._send, dtype=np.int64)[:, first], axis=0)
+        sends = np.unique(np.array(self._send, dtype=np.int64)[:, :, first], axis=0)
         return np.unique([span + send for span in spans for send in sends])
 
     def single_device(self) -> SingleDeviceCosts:
-        """Return the costs of stages on one device, the first degree."""
+        """Return the costs of stages on one device, the first option."""
         forward = np.array(self._forward[0], dtype=np.int64)
         return SingleDeviceCosts(
             forward=forward,
             work=forward + np.array(self._backward[0], dtype=np.int64),
-            send=np.array(self._send, dtype=np.int64),
+            send=np.array(self._send, dtype=np.int64)[:, 0],
             held=self._held,
             kept=np.array(self._kept[0], dtype=np.int64),
-            inputs=np.array(self._inputs, dtype=np.int64),
-            largest=self._largest(0),
+            inputs=np.array(self._inputs[0], dtype=np.int64),
+            largest=self._largest(self._activations[0]),
             next_backward=np.array(self._next_backward[:-1], dtype=np.int64),
         )
 
@@ -204,7 +210,7 @@ class StageCosts:
         self,
         first: int,
         end: int,
-        degree_index: int,
+        option: int,
         device: int,
         in_flight: int,
         *,
@@ -216,71 +222,73 @@ class StageCosts:
         Args:
             first: First layer.
             end: One past the last layer.
-            degree_index: Of its tensor-parallel degree.
+            option: Index of its devices in :attr:`options`.
             device: Its first device, counted over the nodes of the template.
-            in_flight: Microbatches that it must hold at once.
+            in_flight: Rounds that it must hold at once.
             checkpointing: Whether it does that; by default where only that fits.
             send_ms: Of its messages; by default they come from the device before.
         """
         devices_per_node = self.problem.cluster.devices_per_node
-        forward = self._forward[degree_index][end] - self._forward[degree_index][first]
-        backward = self._backward[degree_index][end] - self._backward[degree_index][first]
-        memory = self._memory_bytes(first, end, degree_index, in_flight, checkpointing=False)
+        forward = self._forward[option][end] - self._forward[option][first]
+        backward = self._backward[option][end] - self._backward[option][first]
+        memory = self._memory_bytes(first, end, option, in_flight, checkpointing=False)
         limit = self.problem.cluster.memory_bytes
         if checkpointing is None:
             checkpointing = limit is not None and memory > limit
         if checkpointing:
-            memory = self._memory_bytes(first, end, degree_index, in_flight, checkpointing=True)
+            memory = self._memory_bytes(first, end, option, in_flight, checkpointing=True)
             backward += forward * (self._next_backward[first] < end)
         most: int | None = None
         if limit is not None and self.problem.schedule is ScheduleKind.EAGER:
-            each = self._memory_bytes(first, end, degree_index, in_flight + 1, checkpointing=checkpointing) - memory
+            each = self._memory_bytes(first, end, option, in_flight + 1, checkpointing=checkpointing) - memory
             most = in_flight + (limit - memory) // each if each else self.problem.num_microbatches
         return StageSpec(
             first_layer=first,
             end_layer=end,
             node_index=device // devices_per_node,
             first_device=device % devices_per_node,
-            num_devices=self.degrees[degree_index],
+            num_devices=self.options[option].num_devices,
+            shard=self.options[option].shard,
             checkpointing=checkpointing,
             forward_ms=forward / 1e6,
             backward_ms=backward / 1e6,
-            send_ms=self._send[device % devices_per_node == 0][first] / 1e6 if send_ms is None else send_ms,
+            send_ms=self._send[device % devices_per_node == 0][option][first] / 1e6 if send_ms is None else send_ms,
             memory_bytes=memory,
             max_in_flight=most,
         )
 
-    def sync_ms(self, end: int, degree_index: int) -> float:
+    def sync_ms(self, end: int, option: int) -> float:
         """Return the time of the gradient sum of a first stage of layers ``0 .. end - 1``."""
-        return self._sync[degree_index][end] / 1e6
+        return self._sync[option][end] / 1e6
 
     def least_memory_bytes(self, layer: int, in_flight: int) -> int:
-        """Return what a stage of one layer needs at least, on each device, at the best of degrees."""
+        """Return what a stage of one layer needs at least, on each device, with the best of devices."""
         checkpointing = (False, True) if self.problem.activation_checkpointing else (False,)
         return min(
             self._memory_bytes(layer, layer + 1, q, in_flight, checkpointing=again)
-            for q in range(len(self.degrees))
+            for q in range(len(self.options))
             for again in checkpointing
         )
 
-    def _memory_bytes(self, first: int, end: int, degree_index: int, in_flight: int, *, checkpointing: bool) -> int:
-        held = -(-int(self._held[first, end]) // self.degrees[degree_index])
+    def _memory_bytes(self, first: int, end: int, option: int, in_flight: int, *, checkpointing: bool) -> int:
+        held = -(-int(self._held[first, end]) // self.options[option].num_devices)
+        held += 2 * max(self._gathered[option][first:end])
         if not checkpointing:
-            return held + in_flight * (self._kept[degree_index][end] - self._kept[degree_index][first])
-        largest = max(self._activations[degree_index][first:end])
-        return held + in_flight * (self._inputs[end] - self._inputs[first]) + largest
+            return held + in_flight * (self._kept[option][end] - self._kept[option][first])
+        largest = max(self._activations[option][first:end])
+        return held + in_flight * (self._inputs[option][end] - self._inputs[option][first]) + largest
 
     def _fewest_stages(self) -> list[int]:
         fewest = [0]
         for devices in range(1, self.problem.cluster.devices_per_node + 1):
-            before = [fewest[devices - degree] for degree in self.degrees if degree <= devices]
+            before = [fewest[devices - of.num_devices] for of in self.options if of.num_devices <= devices]
             fewest.append(min([self.num_layers + 1, *(count + 1 for count in before)]))
         return fewest
 
     def _ends(self, in_flight: int | None) -> CostTable:
         """Return the ``ends`` of :class:`Tables`."""
         size = self.num_layers
-        shape = (2, len(self.degrees), size, size + 1)
+        shape = (2, len(self.options), size, size + 1)
         if self.problem.cluster.memory_bytes is None:
             return np.full(shape, size, dtype=np.int64)
         if in_flight is not None:
@@ -300,23 +308,22 @@ class StageCosts:
         """
         size, memory = self.num_layers, self.problem.cluster.memory_bytes
         assert memory is not None
-        most = np.empty((2, len(self.degrees), size, size + 1), dtype=np.int64)
-        inputs = np.array(self._inputs, dtype=np.int64)
-        for q, degree in enumerate(self.degrees):
-            kept = np.array(self._kept[q], dtype=np.int64)
-            free = memory - -(-self._held // degree)
+        most = np.empty((2, len(self.options), size, size + 1), dtype=np.int64)
+        for q, option in enumerate(self.options):
+            kept, inputs = np.array(self._kept[q], dtype=np.int64), np.array(self._inputs[q], dtype=np.int64)
+            free = memory - -(-self._held // option.num_devices) - 2 * self._largest(self._gathered[q])
             most[:, q] = _times_that_fit(free, kept - kept[:-1, None])
             if self.problem.activation_checkpointing:
-                again = _times_that_fit(free - self._largest(q), inputs - inputs[:-1, None])
+                again = _times_that_fit(free - self._largest(self._activations[q]), inputs - inputs[:-1, None])
                 most[1, q] = np.maximum(most[1, q], again)
         most[:, :, np.tri(size, size + 1, dtype=bool)] = -1
         return most
 
-    def _largest(self, degree_index: int) -> CostTable:
-        """Return the activations of the largest of layers i .. j - 1. [L, L + 1]"""
+    def _largest(self, num_bytes: Sequence[int]) -> CostTable:
+        """Return the most of layers i .. j - 1. [L, L + 1]"""
         largest = np.zeros((self.num_layers, self.num_layers + 1), dtype=np.int64)
         for i in range(self.num_layers):
-            largest[i, i + 1 :] = np.maximum.accumulate(self._activations[degree_index][i:])
+            largest[i, i + 1 :] = np.maximum.accumulate(num_bytes[i:])
         return largest
 
 

@@ -73,7 +73,7 @@ def layer(
     )
 
 
-def template(*stages_ms: float, num_nodes: int | None = None, sync_ms: float = 0.0) -> PipelineTemplate:
+def template(*stages_ms: float, num_nodes: int | None = None, sync_ms: float = 0.0, shard: int = 1) -> PipelineTemplate:
     """A template with one layer for each stage time, and one node unless ``num_nodes`` says else."""
     nodes = len(stages_ms) if num_nodes is None else num_nodes
     return PipelineTemplate(
@@ -83,7 +83,9 @@ def template(*stages_ms: float, num_nodes: int | None = None, sync_ms: float = 0
                 first_layer=i,
                 end_layer=i + 1,
                 node_index=i * nodes // len(stages_ms),
-                first_device=i - -(-(i * nodes // len(stages_ms)) * len(stages_ms) // nodes),
+                first_device=(i - -(-(i * nodes // len(stages_ms)) * len(stages_ms) // nodes)) * shard,
+                num_devices=shard,
+                shard=shard,
                 forward_ms=ms / 3,
                 backward_ms=ms - ms / 3,
             )
@@ -133,7 +135,7 @@ _DEVICES_AND_DEGREES = [(1, (1,)), (2, (1,)), (2, (1, 2)), (2, (2,)), (4, (1, 2,
 
 @st.composite
 def problems(draw: st.DrawFn, min_layers: int = 1, max_degree: int = 4) -> PlanningProblem:
-    """Random jobs: uneven layers, tied states, frozen layers, several degrees, memory limits, slow links.
+    """Random jobs: uneven layers, tied states, frozen layers, several degrees, memory limits, slow links, sharding.
 
     Every one can be planned on :func:`enough_nodes` nodes; some need more than (f + 1) x ``min_pipeline_nodes``.
     """
@@ -170,6 +172,7 @@ def problems(draw: st.DrawFn, min_layers: int = 1, max_degree: int = 4) -> Plann
         max_failures=max_failures,
         min_pipeline_nodes=min_pipeline_nodes,
         activation_checkpointing=draw(st.booleans()),
+        sharding=max_degree > 1 and draw(st.booleans()),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,6 +35,10 @@ class PlanOptions(JobOptions):
     """The options of ``resilient plan``."""
 
     nodes: Annotated[int, typer.Option(callback=within(1, MOST_NODES), help="Nodes of the job.")]
+    shard: Annotated[
+        bool,
+        typer.Option("--shard", help="Devices may divide a stage's state, each with microbatches of its own."),
+    ] = False
     share: Annotated[
         str | None,
         typer.Option(
@@ -55,6 +59,7 @@ def plan_command(ctx: typer.Context, options: PlanOptions) -> None:
     started = time.monotonic()
     with refusals(ctx):
         problem, samples = described_job(options)
+        problem = replace(problem, sharding=options.shard)
         outputs = (("--json", options.json_file), ("--png", options.png_file), ("--templates", options.templates_file))
         check_outputs(outputs, [options.profile])
         for package in ("pyomo", "highspy") if options.share is not None else ():

@@ -38,9 +38,10 @@ class TemplateRow:
 
     Args:
         num_nodes: Its nodes.
-        tp_degrees: Devices of each stage.
+        tp_degrees: Devices of each stage that share a microbatch.
+        shards: Groups of such devices that divide each stage's state, a microbatch each; 1 where it is not sharded.
         num_checkpointing: Stages that run their forward again.
-        slowest_ms: Of a microbatch on the slowest stage.
+        slowest_ms: Of a microbatch on the slowest stage; of a round of them, one for each group of a sharded stage.
         num_microbatches: Its share.
         iteration_ms: Predicted time of its share.
         memory_bytes: Most that one device holds.
@@ -48,6 +49,7 @@ class TemplateRow:
 
     num_nodes: int
     tp_degrees: tuple[int, ...]
+    shards: tuple[int, ...]
     num_checkpointing: int
     slowest_ms: float
     num_microbatches: int
@@ -242,7 +244,8 @@ def _loss_row(num_lost: int, plans: Sequence[Plan], num_nodes: int, global_batch
 def _template_row(template: PipelineTemplate, share: int) -> TemplateRow:
     return TemplateRow(
         num_nodes=template.num_nodes,
-        tp_degrees=tuple(stage.num_devices for stage in template.stages),
+        tp_degrees=tuple(stage.tp_degree for stage in template.stages),
+        shards=tuple(stage.shard for stage in template.stages),
         num_checkpointing=sum(stage.checkpointing for stage in template.stages),
         slowest_ms=template.slowest_ms,
         num_microbatches=share,

@@ -26,6 +26,8 @@ def show_plan(report: PlanReport, console: Console) -> None:
     console.print("\nTemplates", style="bold")
     console.print(_templates(report))
     notes = ["share: microbatches, at its part of all nodes; step: predicted with them"]
+    if _any_sharded(report):
+        notes.append("shard: groups of devices that divide a stage's state; slowest ms: of a microbatch for each")
     if any(row.num_checkpointing for row in report.templates):
         notes.append("redo: stages that run their forward again to save memory")
     _lines(console, notes, style="dim")
@@ -61,13 +63,16 @@ def _headline(report: PlanReport) -> list[str]:
 
 def _templates(report: PlanReport) -> Table:
     redo = any(row.num_checkpointing for row in report.templates)
+    shard = _any_sharded(report)
+    more = [*(["shard"] if shard else []), *(["redo"] if redo else [])]
     before, after = ("nodes", "stages", "tp degrees"), ("slowest ms", "share", "step s", "GB")
-    table = plain_table(*before, *(["redo"] if redo else []), *after, left=("tp degrees",))
+    table = plain_table(*before, *more, *after, left=("tp degrees", "shard"))
     for row in _some(report.templates):
         table.add_row(
             str(row.num_nodes),
             str(len(row.tp_degrees)),
             compact(row.tp_degrees),
+            *([compact(row.shards)] if shard else []),
             *([str(row.num_checkpointing or "-")] if redo else []),
             f"{row.slowest_ms:.1f}",
             str(row.num_microbatches),
@@ -75,6 +80,10 @@ def _templates(report: PlanReport) -> Table:
             _gb(row.memory_bytes),
         )
     return table
+
+
+def _any_sharded(report: PlanReport) -> bool:
+    return any(max(row.shards) > 1 for row in report.templates)
 
 
 def _plan(report: PlanReport) -> Table:

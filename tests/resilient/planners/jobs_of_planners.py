@@ -100,7 +100,7 @@ def after_failures(draw: st.DrawFn) -> list[Replica]:
             plan = replan(problem, plan, [node for node in range(num_nodes + 1) if node != lost][:num_nodes])
     except TooFewNodes:
         assume(False)
-    slowest = [pipeline.template.slowest_ms for pipeline in plan.pipelines]
+    slowest = [pipeline.template.slowest_ms / pipeline.template.round_size for pipeline in plan.pipelines]
     return [
         Replica(num_microbatches=pipeline.num_microbatches, speed=min(slowest) / ms if ms else 1.0)
         for pipeline, ms in zip(plan.pipelines, slowest, strict=True)

@@ -4,10 +4,11 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.templates.composition.batch_split import (
+    Line,
     Lines,
     check_batch,
     finish_ns,
@@ -37,11 +38,12 @@ def finishes(pipelines: list[Lines], split: tuple[int, ...]) -> list[int]:
 
 
 # Few different numbers, so that there are ties and pipelines that one microbatch alone keeps longest.
-line = st.tuples(st.integers(0, 12), st.integers(1, 5))
-some_pipelines = st.lists(st.lists(line, min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
+def some_pipelines(*round_sizes: int) -> st.SearchStrategy[list[Lines]]:
+    line = st.builds(Line, st.integers(0, 12), st.integers(1, 5), st.sampled_from(round_sizes))
+    return st.lists(st.lists(line, min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
 
 
-@given(some_pipelines, st.integers(0, 8))
+@given(some_pipelines(1), st.integers(0, 8))
 def test_finishing_times_latest_first_equal_exhaustive_search(pipelines: list[Lines], more: int) -> None:
     total = len(pipelines) + more
     counts = split_microbatches(pipelines, total)
@@ -52,9 +54,31 @@ def test_finishing_times_latest_first_equal_exhaustive_search(pipelines: list[Li
     assert step_ns(pipelines, total) == best[0]
 
 
+@settings(max_examples=200)
+@given(some_pipelines(1, 2, 3, 4), st.integers(0, 8))
+def test_with_rounds_the_latest_finish_and_how_many_finish_then_equal_exhaustive_search(
+    pipelines: list[Lines], more: int
+) -> None:
+    def quality(split: tuple[int, ...]) -> tuple[int, int]:
+        times = finishes(pipelines, split)
+        return times[0], times.count(times[0])
+
+    total = len(pipelines) + more
+    counts = split_microbatches(pipelines, total)
+    assert sum(counts) == total
+    assert min(counts) >= 1
+    assert quality(counts) == min(quality(split) for split in splits(total, len(pipelines)))
+
+
+def test_rounds_are_filled_before_new_ones_begin() -> None:
+    assert split_microbatches([(Line(0, 8, 4),), (Line(0, 3),)], 21) == (12, 9), "24 and 27 ns"
+    assert split_microbatches([(Line(0, 8, 4),), (Line(0, 8, 4),)], 16) == (8, 8)
+    assert split_microbatches([(Line(0, 8, 4),), (Line(0, 8, 4),)], 17) == (9, 8)
+
+
 def test_large_split_gives_each_pipeline_what_the_greedy_rule_gives_it() -> None:
     """The greedy rule, microbatch by microbatch: to whom is done with it first, of these to the one done last now."""
-    pipelines = [((7919 * i % 97, 13 + 31 * i % 17), (5, 29 + i % 3)) for i in range(40)]
+    pipelines = [(Line(7919 * i % 97, 13 + 31 * i % 17), Line(5, 29 + i % 3)) for i in range(40)]
     counts = [1] * len(pipelines)
     for _ in range(1000 - len(pipelines)):
         now, then = (list(map(finish_ns, pipelines, [c + more for c in counts])) for more in (0, 1))
@@ -75,32 +99,32 @@ def test_equal_pipelines_differ_by_one_at_most_and_the_first_gets_more() -> None
 
 
 def test_of_two_that_could_finish_last_the_one_that_finishes_later_without_does() -> None:
-    assert split_microbatches([((0, 10),), ((0, 5),)], 5) == (1, 4)
-    assert split_microbatches([((0, 5),), ((0, 10),)], 5) == (4, 1)
+    assert split_microbatches([(Line(0, 10),), (Line(0, 5),)], 5) == (1, 4)
+    assert split_microbatches([(Line(0, 5),), (Line(0, 10),)], 5) == (4, 1)
 
 
 def test_others_finish_early_where_one_microbatch_alone_takes_longest() -> None:
-    assert split_microbatches([((100, 1),), ((0, 2),), ((0, 3),)], 11) == (1, 6, 4)
+    assert split_microbatches([(Line(100, 1),), (Line(0, 2),), (Line(0, 3),)], 11) == (1, 6, 4)
 
 
 def test_pipeline_takes_the_layout_that_suits_its_share() -> None:
     few, many = template(4, 0.5), template(3, 3, 3)
     layouts = lines([few, many])
-    assert layouts == ((500_000, 4_000_000), (6_000_000, 3_000_000))
+    assert layouts == (Line(500_000, 4_000_000), Line(6_000_000, 3_000_000))
     assert [finish_ns(layouts, m) for m in (1, 5, 6)] == [4_500_000, 20_500_000, 24_000_000]
     assert split_microbatches([layouts, one(4.25)], 24) == (13, 11)
 
 
 def test_a_microbatch_takes_time_though_none_was_measured() -> None:
-    assert lines([template(0, 0)]) == ((0, 1),)
+    assert lines([template(0, 0)]) == (Line(0, 1),)
     assert split_microbatches([one(0), one(0)], 6) == (3, 3)
 
 
 def test_slowed_line_moves_the_slowest_stage() -> None:
     pair = template(4, 3, 2, 1, num_nodes=2, sync_ms=0.5)
-    assert slowed_line(pair, (1, 1)) == lines([pair])[0] == (6_500_000, 4_000_000)
-    assert slowed_line(pair, (1, 2)) == (9_500_000, 4_000_000)
-    assert slowed_line(pair, (1.0, 2.5)) == (10_000_000, 5_000_000)
+    assert slowed_line(pair, (1, 1)) == lines([pair])[0] == Line(6_500_000, 4_000_000)
+    assert slowed_line(pair, (1, 2)) == Line(9_500_000, 4_000_000)
+    assert slowed_line(pair, (1.0, 2.5)) == Line(10_000_000, 5_000_000)
 
 
 def test_slowed_line_needs_a_factor_for_each_node() -> None:

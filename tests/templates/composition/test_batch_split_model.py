@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient.templates.composition.batch_split import Lines, finish_ns, split_microbatches
+from resilient.templates.composition.batch_split import Line, Lines, finish_ns, split_microbatches
 from resilient.templates.composition.batch_split_model import split_with_constraints
 from tests.templates.jobs import step_ns
 
-EQUAL: list[Lines] = [((0, 10),)] * 4
+EQUAL: list[Lines] = [(Line(0, 10),)] * 4
 
 
 def splits(total: int, choices: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
@@ -33,7 +33,7 @@ def quality(pipelines: Sequence[Lines], split: Sequence[int]) -> tuple[int, int,
     return max(times), times.count(max(times)), sum(times)
 
 
-line = st.tuples(st.integers(0, 12), st.integers(1, 5))
+line = st.builds(Line, st.integers(0, 12), st.integers(1, 5), st.sampled_from([1, 1, 2, 3]))
 pipeline = st.lists(line, min_size=1, max_size=3).map(tuple)
 
 
@@ -80,7 +80,7 @@ def test_split_equals_exhaustive_search_under_constraints(data: st.DataObject) -
 @given(st.data())
 def test_without_constraints_the_finishing_times_are_those_of_the_direct_split(data: st.DataObject) -> None:
     """Times as measured: milliseconds in nanoseconds, with odd ends. Any pipeline can be filled up to the latest."""
-    layout = st.tuples(st.integers(10**6, 10**7), st.integers(5 * 10**6, 10**7))
+    layout = st.builds(Line, st.integers(10**6, 10**7), st.integers(5 * 10**6, 10**7), st.just(1))
     pipelines = data.draw(st.lists(st.lists(layout, min_size=1, max_size=2).map(tuple), min_size=2, max_size=6))
     total = data.draw(st.integers(8, 40)) * len(pipelines)
     found = split_with_constraints(pipelines, total)
@@ -92,21 +92,21 @@ def test_a_nanosecond_decides_though_the_solver_does_not_see_it() -> None:
     """Steps of 1000 s: with its tolerances HiGHS alone ends 3 ns later."""
     fill, slow = 10**12, 10**7
     pipelines: list[Lines] = [
-        ((fill + 3, slow), (fill + slow + 1, slow - 1), (fill + 2 * slow, slow - 20)),
-        ((fill + 4, slow), (fill + slow + 4, slow - 3), (fill + 2 * slow + 1, slow - 10)),
-        ((fill, slow), (fill + slow + 1, slow - 1), (fill + 2 * slow + 5, slow - 2)),
-        ((fill + 3, slow), (fill + slow, slow - 1), (fill + 2 * slow, slow - 2)),
+        (Line(fill + 3, slow), Line(fill + slow + 1, slow - 1), Line(fill + 2 * slow, slow - 20)),
+        (Line(fill + 4, slow), Line(fill + slow + 4, slow - 3), Line(fill + 2 * slow + 1, slow - 10)),
+        (Line(fill, slow), Line(fill + slow + 1, slow - 1), Line(fill + 2 * slow + 5, slow - 2)),
+        (Line(fill + 3, slow), Line(fill + slow, slow - 1), Line(fill + 2 * slow, slow - 2)),
     ]
     assert max(map(finish_ns, pipelines, split_with_constraints(pipelines, 21))) == step_ns(pipelines, 21)
 
 
 def test_few_pipelines_finish_last_then_all_together_take_the_least_time() -> None:
     """The first is latest with one microbatch; the second is fastest, but with ten it would be as late."""
-    assert split_with_constraints([((109, 1),), ((100, 1),), ((0, 2),)], 16) == (1, 9, 6)
+    assert split_with_constraints([(Line(109, 1),), (Line(100, 1),), (Line(0, 2),)], 16) == (1, 9, 6)
 
 
 def test_memory_caps_move_work_to_slower_pipelines() -> None:
-    pipelines: list[Lines] = [((0, 10),), ((0, 20),), ((0, 30),)]
+    pipelines: list[Lines] = [(Line(0, 10),), (Line(0, 20),), (Line(0, 30),)]
     assert split_with_constraints(pipelines, 11) == (6, 3, 2)
     assert split_with_constraints(pipelines, 11, max_microbatches=[4, 11, 11]) == (4, 4, 3)
 

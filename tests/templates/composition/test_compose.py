@@ -35,7 +35,7 @@ def exhaustive(templates: TemplateSet, num_nodes: int, num_microbatches: int, mi
     best = min(steps.values(), default=0)
 
     def microbatches(pipeline: Lines) -> int:
-        return max((best - fill) // slowest for fill, slowest in pipeline)
+        return max((best - fill) // slowest * round_size for fill, slowest, round_size in pipeline)
 
     ties = [sizes for sizes, step in steps.items() if step == best]
     return max(ties, key=lambda sizes: (sum(microbatches(pipelines[s]) for s in sizes), sizes), default=())
@@ -56,7 +56,10 @@ def test_composition_equals_exhaustive_search(data: st.DataObject) -> None:
     stages = st.lists(st.integers(1, 12), min_size=1, max_size=3)
     templates = template_set(
         *(
-            [template(*stages_ms, num_nodes=size) for stages_ms in data.draw(st.lists(stages, min_size=1, max_size=3))]
+            [
+                template(*stages_ms, num_nodes=size, shard=data.draw(st.sampled_from([1, 1, 2, 3])))
+                for stages_ms in data.draw(st.lists(stages, min_size=1, max_size=3))
+            ]
             for size in range(smallest, smallest + data.draw(st.integers(1, 5)))
         )
     )

@@ -228,8 +228,8 @@ def test_plan_with_a_sharded_stage_is_refused() -> None:
         max_failures=0,
     )
     message = (
-        r"^num_devices of every stage must be 1 in a plan that is executed, got 2; sharded stages are planned and "
-        r"simulated only: train with a profile of tp_degrees \(1,\)$"
+        r"^num_devices of every stage must be 1 in a plan that is executed, got 2; stages of several devices are "
+        r"planned and simulated only: train with a profile of tp_degrees \(1,\), and without sharding$"
     )
     with pytest.raises(ValueError, match=message):
         plan_transfers(problem, first_plan(problem, [0]), {})

@@ -8,6 +8,7 @@ from itertools import combinations, product
 
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.inputs.cluster import Link
+from resilient.templates.inputs.profile import LayerProfile
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.template import PipelineTemplate, StageSpec
@@ -15,23 +16,42 @@ from resilient.templates.template import PipelineTemplate, StageSpec
 Ns = int
 
 
+Devices = tuple[int, int]
+"""Of a stage: its groups of devices, and the devices of each."""
+
+
 def all_templates(problem: PlanningProblem, num_nodes: int, *, with_sync: bool) -> Iterator[PipelineTemplate]:
     """Yield every template for a number of nodes that fits in memory."""
+    per_node = problem.cluster.devices_per_node
+    degrees = problem.profile.tp_degrees
+    yield from templates_of_round(problem, num_nodes, 1, [(1, degree) for degree in degrees], with_sync)
+    for size in range(2, per_node + 1) if problem.sharding else ():
+        if per_node % size == 0:
+            choices = [(groups, degree) for groups in (1, size) for degree in degrees]
+            for template in templates_of_round(problem, num_nodes, size, choices, with_sync):
+                if any(stage.shard > 1 for stage in template.stages):
+                    yield template
+
+
+def templates_of_round(
+    problem: PlanningProblem, num_nodes: int, round_size: int, choices: list[Devices], with_sync: bool
+) -> Iterator[PipelineTemplate]:
+    """Yield every template whose stages have one of these choices of devices."""
     layers = problem.profile.layers
-    devices = problem.cluster.devices_per_node
 
     @cache
-    def stage(first: int, end: int, degree: int, device: int, in_flight: int) -> StageSpec | None:
-        return make_stage(problem, first, end, degree, device, in_flight)
+    def stage(first: int, end: int, chosen: Devices, device: int, in_flight: int) -> StageSpec | None:
+        return make_stage(problem, first, end, chosen, device, in_flight, round_size)
 
-    for nodes in product(list(_splits(devices, problem.profile.tp_degrees)), repeat=num_nodes):
-        degrees = [degree for node in nodes for degree in node]
-        for cuts in combinations(range(1, len(layers)), len(degrees) - 1):
+    for nodes in product(list(_splits(problem.cluster.devices_per_node, tuple(choices))), repeat=num_nodes):
+        chosen = [each for node in nodes for each in node]
+        devices = [groups * degree for groups, degree in chosen]
+        for cuts in combinations(range(1, len(layers)), len(chosen) - 1):
             bounds = [0, *cuts, len(layers)]
             stages: list[StageSpec] = []
-            for k, degree in enumerate(degrees):
-                count = in_flight(problem, len(degrees), k)
-                made = stage(bounds[k], bounds[k + 1], degree, sum(degrees[:k]), count)
+            for k, each in enumerate(chosen):
+                count = in_flight(problem, len(chosen), k, round_size)
+                made = stage(bounds[k], bounds[k + 1], each, sum(devices[:k]), count)
                 if made is None:
                     break
                 stages.append(made)
@@ -40,18 +60,18 @@ def all_templates(problem: PlanningProblem, num_nodes: int, *, with_sync: bool) 
                 yield PipelineTemplate(num_nodes=num_nodes, stages=tuple(stages), sync_ms=sync_ms)
 
 
-def _splits(devices: int, degrees: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def _splits(devices: int, choices: tuple[Devices, ...]) -> Iterator[tuple[Devices, ...]]:
     if devices == 0:
         yield ()
-    for degree in degrees:
-        if degree <= devices:
-            for others in _splits(devices - degree, degrees):
-                yield (degree, *others)
+    for groups, degree in choices:
+        if groups * degree <= devices:
+            for others in _splits(devices - groups * degree, choices):
+                yield ((groups, degree), *others)
 
 
-def in_flight(problem: PlanningProblem, num_stages: int, stage: int) -> int:
-    """Return how many microbatches a stage must hold."""
-    most = problem.num_microbatches - problem.max_failures
+def in_flight(problem: PlanningProblem, num_stages: int, stage: int, round_size: int) -> int:
+    """Return how many rounds of microbatches a stage must hold."""
+    most = -(-(problem.num_microbatches - problem.max_failures) // round_size)
     return {
         ScheduleKind.ONE_F_ONE_B: num_stages - stage,
         ScheduleKind.EAGER: num_stages - stage,
@@ -62,62 +82,86 @@ def in_flight(problem: PlanningProblem, num_stages: int, stage: int) -> int:
 
 
 def make_stage(
-    problem: PlanningProblem, first: int, end: int, degree: int, device: int, in_flight: int
+    problem: PlanningProblem, first: int, end: int, chosen: Devices, device: int, in_flight: int, round_size: int
 ) -> StageSpec | None:
     """Return the stage of layers ``first .. end - 1``, or None where a device cannot hold it."""
     cluster, profile = problem.cluster, problem.profile
+    groups, degree = chosen
+    devices, turns = groups * degree, round_size // groups
     q = profile.tp_degrees.index(degree)
     layers = profile.layers[first:end]
-    names = {layer.name for layer in layers} | {owner for layer in layers for owner in layer.shares}
-    held = sum(layer.state_bytes + layer.gradient_bytes for layer in profile.layers if layer.name in names)
+
+    def used(layer: LayerProfile) -> list[LayerProfile]:
+        return [layer, *(profile.layers[profile.index(owner)] for owner in layer.shares)]
+
+    names = {each.name for layer in layers for each in used(layer)}
+    held = -(-sum(x.state_bytes + x.gradient_bytes for x in profile.layers if x.name in names) // devices)
+    if groups > 1:
+        whole = [sum(x.parameter_bytes + x.gradient_bytes for x in used(layer)) for layer in layers]
+        held += 2 * max(-(-each // degree) for each in whole)
     activations = [layer.costs[q].activation_bytes for layer in layers]
-    plain = -(-held // degree) + in_flight * sum(activations)
-    again = -(-held // degree) + in_flight * sum(layer.input_bytes for layer in layers) + max(activations)
+    inputs = sum(layer.input_bytes for layer in layers)
+    plain = held + in_flight * turns * sum(activations)
+    again = held + in_flight * turns * inputs + max(activations)
     limit = plain if cluster.memory_bytes is None else cluster.memory_bytes
     checkpointing = plain > limit
     if checkpointing and (not problem.activation_checkpointing or again > limit):
         return None
-    forward = sum(nanoseconds(layer.costs[q].forward_ms) for layer in layers)
-    backward = sum(nanoseconds(layer.backward_ms(q)) for layer in layers)
     usable = range(sum(other <= cluster.devices_per_node for other in profile.tp_degrees))
-    if not any(
+    timeless = not any(
         nanoseconds(x.costs[k].forward_ms) or nanoseconds(x.backward_ms(k)) for x in profile.layers for k in usable
-    ):
-        forward = len(layers)
+    )
+    forward = backward = 0
+    for layer in layers:
+        gather, scatter = (
+            (groups - 1) * _message(cluster.intra_node, num_bytes / devices) if num_bytes else 0
+            for num_bytes in (
+                sum(x.parameter_bytes for x in used(layer)),
+                sum(x.gradient_bytes for x in used(layer)),
+            )
+        )
+        runs = layer.trainable or layer.input_gradient
+        forward += max(turns * (1 if timeless else nanoseconds(layer.costs[q].forward_ms)), gather)
+        backward += max(turns * nanoseconds(layer.backward_ms(q)), runs * gather + scatter)
     if checkpointing and any(layer.trainable or layer.input_gradient for layer in layers):
         backward += forward
-    per_microbatch = sum(layer.input_bytes for layer in layers) if checkpointing else sum(activations)
+    per_round = turns * (inputs if checkpointing else sum(activations))
     send = 0
     if first > 0:
-        link = cluster.inter_node if device % cluster.devices_per_node == 0 else cluster.intra_node
-        send = _message(link, layers[0].input_bytes) * (2 if layers[0].input_gradient else 1)
+        between = device % cluster.devices_per_node == 0
+        link = cluster.inter_node if between else cluster.intra_node
+        cards = cluster.cards_per_node or cluster.devices_per_node
+        share = max(1, groups / cards) if between else 1
+        send = turns * _message(link, layers[0].input_bytes * share) * (2 if layers[0].input_gradient else 1)
     return StageSpec(
         first_layer=first,
         end_layer=end,
         node_index=device // cluster.devices_per_node,
         first_device=device % cluster.devices_per_node,
-        num_devices=degree,
+        num_devices=devices,
+        shard=groups,
         checkpointing=checkpointing,
         forward_ms=forward / 1e6,
         backward_ms=backward / 1e6,
         send_ms=send / 1e6,
         memory_bytes=again if checkpointing else plain,
-        max_in_flight=_most_that_fit(problem, again if checkpointing else plain, per_microbatch, in_flight),
+        max_in_flight=_most_that_fit(problem, again if checkpointing else plain, per_round, in_flight),
     )
 
 
-def _most_that_fit(problem: PlanningProblem, planned: int, per_microbatch: int, in_flight: int) -> int | None:
+def _most_that_fit(problem: PlanningProblem, planned: int, per_round: int, in_flight: int) -> int | None:
     if problem.schedule is not ScheduleKind.EAGER or problem.cluster.memory_bytes is None:
         return None
-    if per_microbatch == 0:
+    if per_round == 0:
         return problem.num_microbatches
-    return (problem.cluster.memory_bytes - (planned - in_flight * per_microbatch)) // per_microbatch
+    return (problem.cluster.memory_bytes - (planned - in_flight * per_round)) // per_round
 
 
 def gradient_sum_ms(problem: PlanningProblem, stage: StageSpec) -> float:
     """Return how long the gradients of a stage's layers take to be summed over the pipelines."""
     gradients = sum(layer.gradient_bytes for layer in problem.profile.layers[stage.first_layer : stage.end_layer])
-    each = 2 * gradients / stage.num_devices
+    cards = problem.cluster.cards_per_node or problem.cluster.devices_per_node
+    each = 2 * gradients / (stage.num_devices * (cards / problem.cluster.devices_per_node))
     return _message(problem.cluster.inter_node, each) / 1e6 if gradients else 0.0
 
 

@@ -65,12 +65,15 @@ def check_against_all(problem: PlanningProblem, num_nodes: int) -> TemplateSet |
             return templates
         layouts = templates.of(size)
         assert set(layouts) <= set(every)
-        assert [t.slowest_ms for t in layouts] == sorted({t.slowest_ms for t in layouts}, reverse=True)
-        times = {(nanoseconds(t.fill_ms), nanoseconds(t.slowest_ms)) for t in every}
+        order = [(t.round_size, -t.slowest_ms) for t in layouts]
+        assert order == sorted(set(order))
+        times = {(nanoseconds(t.fill_ms), nanoseconds(t.slowest_ms), t.round_size) for t in every}
         needed: set[PipelineTemplate] = set()
         for count in range(max(1, problem.num_microbatches * size // (2 * num_nodes)), problem.num_microbatches + 1):
             best = templates.best(size, count)
-            assert nanoseconds(best.iteration_ms(count)) == min(fill + count * slowest for fill, slowest in times)
+            assert nanoseconds(best.iteration_ms(count)) == min(
+                fill + -(-count // rounds) * slowest for fill, slowest, rounds in times
+            )
             needed.add(best)
         assert needed == set(layouts)
     assert templates.sizes.stop == num_nodes - f * smallest + 1
@@ -124,11 +127,13 @@ def small_problems(draw: st.DrawFn) -> tuple[PlanningProblem, int]:
             memory_bytes=draw(st.none() | st.integers(5, 90)),
             intra_node=draw(links),
             inter_node=draw(links),
+            cards_per_node=draw(st.none() | st.integers(1, 4)),
         ),
         max_failures=f,
         min_pipeline_nodes=draw(st.integers(1, 2)),
         activation_checkpointing=draw(st.booleans()),
         schedule=draw(st.sampled_from(KINDS)),
+        sharding=draw(st.booleans()),
     )
     return problem, most_nodes * (f + 1)
 
@@ -204,7 +209,8 @@ def test_stages_cover_layers_and_devices_in_order_and_fit(problem: PlanningProbl
             used = [(s.node_index, s.first_device + k) for s in template.stages for k in range(s.num_devices)]
             assert used == [(node, device) for node in range(size) for device in range(cluster.devices_per_node)]
             for stage in template.stages:
-                assert stage.num_devices in problem.profile.tp_degrees
+                assert stage.tp_degree in problem.profile.tp_degrees
+                assert stage.shard in (1, template.round_size)
                 assert cluster.memory_bytes is None or stage.memory_bytes <= cluster.memory_bytes
                 assert problem.activation_checkpointing or not stage.checkpointing
 

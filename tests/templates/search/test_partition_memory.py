@@ -40,18 +40,20 @@ def test_no_pipeline_takes_more_memory_than_there_is(drawn: PlanningProblem, kin
 def memory_taken(
     problem: PlanningProblem, template: PipelineTemplate, num_microbatches: int
 ) -> tuple[list[int], list[int]]:
-    """Per stage: what a device holds all the time (with checkpointing, a layer's activations too), and the rest."""
+    """Per stage: what a device holds all the time (layers it gathers or checkpoints, too), and the rest."""
     held: list[int] = []
     each: list[int] = []
     for stage in template.stages:
         layers = problem.profile.layers[stage.first_layer : stage.end_layer]
-        activations = [
-            layer.costs[problem.profile.tp_degrees.index(stage.num_devices)].activation_bytes for layer in layers
-        ]
+        degree_index, turns = problem.profile.tp_degrees.index(stage.tp_degree), template.round_size // stage.shard
+        activations = [layer.costs[degree_index].activation_bytes for layer in layers]
         states = problem.profile.states(stage.first_layer, stage.end_layer)
         total = sum(x.state_bytes + x.gradient_bytes for x in problem.profile.layers if x.name in states)
         held.append(-(-total // stage.num_devices) + stage.checkpointing * max(activations))
-        each.append(sum(layer.input_bytes for layer in layers) if stage.checkpointing else sum(activations))
+        if stage.shard > 1:
+            held[-1] += 2 * max(-(-(x.parameter_bytes + x.gradient_bytes) // stage.tp_degree) for x in layers)
+        kept = sum(layer.input_bytes for layer in layers) if stage.checkpointing else sum(activations)
+        each.append(turns * kept)
     schedule = schedule_alone(problem.schedule, template, num_microbatches)
     costs = ActionCosts(forward_ms=1, backward_input_ms=1, backward_weight_ms=1, activation_bytes=each)
     return held, [int(peak) for peak in simulate(schedule, costs).peak_bytes]

@@ -37,9 +37,9 @@ SMALL = {
 }
 
 
-def run(options: dict[str, str | None]) -> Result:
+def run(options: dict[str, str | None], *flags: str) -> Result:
     arguments = [part for option, value in options.items() if value is not None for part in (option, value)]
-    return CliRunner().invoke(app, ["plan", *arguments])
+    return CliRunner().invoke(app, ["plan", *arguments, *flags])
 
 
 def planned(folder: Path, **changes: str | None) -> dict[str, Any]:
@@ -80,6 +80,7 @@ def test_json_is_the_plan_that_the_job_would_make(tmp_path: Path) -> None:
     for row in report["templates"]:
         template = templates_for(problem, 7).best(row["num_nodes"], row["num_microbatches"])
         assert row["tp_degrees"] == [stage.num_devices for stage in template.stages]
+        assert set(row["shards"]) == {1}, "nobody asked for it"
         assert row["iteration_ms"] == template.iteration_ms(row["num_microbatches"])
         assert 0 < row["memory_bytes"] <= report["device_memory_bytes"]
 
@@ -188,6 +189,26 @@ def test_a_cluster_of_192_devices_keeps_its_share_down_to_the_fewest_nodes(tmp_p
     for row in report["losses"]:
         assert row["worst_kept"] > 0.95 * (1 - row["num_lost"] / 24)
         assert row["num_idle"] == 0
+
+
+def test_sharded_stages_are_planned_where_asked_for(tmp_path: Path) -> None:
+    job = {**SMALL, "--gpus-per-node": "4", "--nodes": "3"}
+    plain = run({**job, "--json": str(tmp_path / "plain.json")}).output
+    ended = run({**job, "--json": str(tmp_path / "sharded.json")}, "--shard")
+    assert ended.exit_code == 0, ended.output
+    sharded = json.loads((tmp_path / "sharded.json").read_text())
+    problem = replace(small_problem(), cluster=cluster_of("a40", 4), sharding=True)
+    for row in sharded["templates"]:
+        template = templates_for(problem, 3).best(row["num_nodes"], row["num_microbatches"])
+        assert row["shards"] == [stage.shard for stage in template.stages]
+        assert row["tp_degrees"] == [stage.tp_degree for stage in template.stages]
+        devices = sum(shard * degree for shard, degree in zip(row["shards"], row["tp_degrees"], strict=True))
+        assert devices == 4 * row["num_nodes"], "all devices work"
+        assert row["iteration_ms"] == template.iteration_ms(row["num_microbatches"])
+    assert sharded["step_ms"] < json.loads((tmp_path / "plain.json").read_text())["step_ms"]
+    note = "shard: groups of devices that divide a stage's state; slowest ms: of a microbatch for each\n"
+    assert (note in ended.output, note in plain) == (True, False)
+    assert ("tp degrees  shard" in ended.output, " shard" in plain) == (True, False)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""What each layer costs a stage for one round of microbatches, by the devices that the stage has.
+
+A stage of d devices is tensor parallel at one of the profile's degrees t. In a round of one microbatch that is all. In
+a round of r it either has r groups of t devices and is *sharded*: each group takes a microbatch of its own, and all
+devices of the stage divide its states and gradients. Or it has one group, which takes the round's microbatches one
+after the other.
+
+Devices of a sharded stage gather a layer before its forward and before its backward, and scatter its gradients, summed,
+after the backward: in a ring inside the node, (r - 1) messages of 1 / (r t) of the bytes. They do so while another
+layer computes, so of a layer's time and that of its messages the longer counts. Two layers, whole with their gradients,
+are in memory at a time: the one that computes and the one that comes in meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from resilient.templates.common.durations import nanoseconds
+from resilient.templates.inputs.profile import LayerProfile
+from resilient.templates.plan import PlanningProblem
+
+
+class StageOption(NamedTuple):
+    """The devices that a stage may have; options are in this order.
+
+    Args:
+        num_devices: All of them.
+        shard: Groups that they form.
+        degree_index: Of the tensor-parallel degree of a group.
+    """
+
+    num_devices: int
+    shard: int
+    degree_index: int
+
+
+class LayerCosts:
+    """Costs of all layers in whole nanoseconds and bytes, each by option and layer.
+
+    Layers that all take no time count for one nanosecond each, so that they are cut evenly.
+
+    Args:
+        problem: The job.
+        round_size: Microbatches of a round.
+
+    Attributes:
+        options: Those that fit in a node.
+        forward: Time of the forward.
+        backward: Time of the backward, where something needs it.
+        kept: Activations that a device keeps.
+        inputs: What enters the layer, of all microbatches of a device.
+        largest: Activations of one microbatch.
+        gathered: Parameters and gradients that a device of a sharded stage holds while the layer computes.
+        send: Messages over the boundary before the layer: within a node, and between nodes.
+    """
+
+    def __init__(self, problem: PlanningProblem, round_size: int) -> None:
+        layers = problem.profile.layers
+        self._cluster, self._round_size = problem.cluster, round_size
+        self.options = sorted(
+            StageOption(degree * shard, shard, index)
+            for index, degree in enumerate(problem.profile.tp_degrees)
+            for shard in {1, round_size}
+            if degree * shard <= self._cluster.devices_per_node
+        )
+        turns = [round_size // option.shard for option in self.options]
+        costs = [[layer.costs[option.degree_index] for layer in layers] for option in self.options]
+        forward = [[nanoseconds(cost.forward_ms) for cost in row] for row in costs]
+        backward = [[nanoseconds(layer.backward_ms(o.degree_index)) for layer in layers] for o in self.options]
+        if not any(map(any, forward)) and not any(map(any, backward)):
+            forward = [[1] * len(layers) for _ in self.options]
+        parameters = _with_owners(layers, [layer.parameter_bytes for layer in layers])
+        gradients = _with_owners(layers, [layer.gradient_bytes for layer in layers])
+        gathers = [self._rings_ns(option, parameters) for option in self.options]
+        scatters = [self._rings_ns(option, gradients) for option in self.options]
+        runs_backward = [layer.trainable or layer.input_gradient for layer in layers]
+        self.forward = [
+            [max(count * time, gather) for time, gather in zip(*rows, strict=True)]
+            for count, *rows in zip(turns, forward, gathers, strict=True)
+        ]
+        self.backward = [
+            [max(count * time, runs * gather + scatter) for time, gather, scatter, runs in zip(*rows, strict=True)]
+            for count, *rows in zip(turns, backward, gathers, scatters, [runs_backward] * len(turns), strict=True)
+        ]
+        self.largest = [[cost.activation_bytes for cost in row] for row in costs]
+        self.kept = [[count * each for each in row] for count, row in zip(turns, self.largest, strict=True)]
+        self.inputs = [[count * layer.input_bytes for layer in layers] for count in turns]
+        whole = [sum(each) for each in zip(parameters, gradients, strict=True)]
+        self.gathered = [
+            [-(-each * option.shard // option.num_devices) * (option.shard > 1) for each in whole]
+            for option in self.options
+        ]
+        self.send = [
+            [[0, *(self._messages_ns(option, layer, between) for layer in layers[1:])] for option in self.options]
+            for between in (False, True)
+        ]
+
+    def _rings_ns(self, option: StageOption, num_bytes: Sequence[int]) -> list[int]:
+        """Return how long it takes until all groups have had each layer's bytes, of which all devices have a part."""
+        link = self._cluster.intra_node
+        times = [nanoseconds(link.transfer_ms(each / option.num_devices)) if each else 0 for each in num_bytes]
+        return [(option.shard - 1) * time for time in times]
+
+    def _messages_ns(self, option: StageOption, layer: LayerProfile, between: bool) -> int:
+        """Return the time of a round's messages before a layer.
+
+        Those of several groups go at the same time, and share the cards of their nodes.
+        """
+        link, sharing = self._cluster.intra_node, 1.0
+        if between:
+            num_cards = self._cluster.devices_per_node * self._cluster.cards_per_device
+            link, sharing = self._cluster.inter_node, max(1.0, option.shard / num_cards)
+        each = nanoseconds(link.transfer_ms(layer.input_bytes * sharing))
+        return self._round_size // option.shard * each * (1 + layer.input_gradient)
+
+
+def _with_owners(layers: Sequence[LayerProfile], num_bytes: Sequence[int]) -> list[int]:
+    """Return a layer's bytes with those of the layers whose states it uses."""
+    of = {layer.name: each for layer, each in zip(layers, num_bytes, strict=True)}
+    return [of[layer.name] + sum(of[owner] for owner in layer.shares) for layer in layers]

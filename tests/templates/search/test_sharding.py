@@ -1,0 +1,142 @@
+"""Templates with sharded stages: the best there are, within memory, on one node, and copies as redundancy asks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient.templates.inputs.cluster import Cluster, Link
+from resilient.templates.plan import PlanningProblem
+from resilient.templates.replan.replan import first_plan, replan
+from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.simulator import ActionCosts, simulate
+from resilient.templates.search.partition import plan_templates
+from resilient.templates.template import PipelineTemplate
+from tests.templates.jobs import enough_nodes, problems, profile
+from tests.templates.search.test_partition import check_against_all, small_problems, tight_problem
+
+
+def eight_layers(**more: object) -> PlanningProblem:
+    """Two nodes of four devices, layers of 4 ms; tensor parallelism is not profiled."""
+    problem = PlanningProblem(
+        profile=profile([4.0] * 8, state_bytes=3000, activation_bytes=100, input_bytes=1000),
+        num_microbatches=32,
+        cluster=Cluster(devices_per_node=4),
+        sharding=True,
+    )
+    return replace(problem, **more)  # pyright: ignore[reportArgumentType]
+
+
+def only(problem: PlanningProblem, size: int) -> PipelineTemplate:
+    """The template of a size at the whole batch."""
+    return plan_templates(problem, size + problem.max_failures).best(size, problem.num_microbatches)
+
+
+@settings(max_examples=100)
+@given(small_problems())
+def test_layouts_are_the_shortest_of_all_templates_with_sharded_stages(case: tuple[PlanningProblem, int]) -> None:
+    problem, num_nodes = case
+    check_against_all(replace(problem, sharding=True), num_nodes)
+
+
+@pytest.mark.parametrize("kind", [ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB_H2])
+def test_sharded_stages_stand_beside_others_where_memory_is_tight(kind: ScheduleKind) -> None:
+    """Where groups would gather for longer than they compute, some stages are tensor parallel instead."""
+    stages: set[tuple[int, int]] = set()
+    mixed = 0
+    for seed in range(30):
+        problem = tight_problem(seed)
+        cluster = replace(problem.cluster, intra_node=Link(latency_ms=(0.0, 0.05, 0.4)[seed % 3], bytes_per_s=1e5))
+        templates = check_against_all(replace(problem, cluster=cluster, sharding=True, schedule=kind), 2)
+        for template in (template for of in (templates.layouts if templates else ()) for template in of):
+            stages.update((stage.shard, stage.tp_degree) for stage in template.stages)
+            mixed += len({stage.shard for stage in template.stages}) > 1
+    assert {(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)} <= stages
+    assert mixed
+
+
+@settings(max_examples=30)
+@given(problems(max_degree=1), st.booleans())
+def test_with_one_device_a_node_nothing_changes(problem: PlanningProblem, scarce: bool) -> None:
+    nodes = enough_nodes(problem)
+    one = replace(problem, cluster=replace(problem.cluster, devices_per_node=1))
+    layouts = [msgspec.json.encode(plan_templates(replace(one, sharding=on), nodes).layouts) for on in (False, True)]
+    assert layouts[0] == layouts[1]
+
+
+def test_a_node_that_holds_the_model_is_one_stage_whose_devices_take_a_microbatch_each() -> None:
+    (stage,) = only(eight_layers(), 1).stages
+    assert (stage.num_devices, stage.shard, stage.tp_degree) == (4, 4, 1)
+    assert stage.stage_ms == pytest.approx(32.0), "of four microbatches"
+    whole, each, activations = 8 * 4000, 2000, 8 * 100
+    assert stage.memory_bytes == whole // 4 + 2 * each + activations
+    assert only(eight_layers(), 1).iteration_ms(32) == pytest.approx(8 * 32.0)
+
+
+def test_what_is_left_of_a_round_is_charged() -> None:
+    template = only(eight_layers(), 1)
+    assert [template.iteration_ms(count) / 32 for count in (1, 4, 5, 8, 9)] == pytest.approx([1, 1, 2, 2, 3])
+
+
+def test_gathers_hide_behind_computation_and_take_over_where_they_are_longer() -> None:
+    """A layer's parameters are 1000 bytes, as its gradients: three messages of 250 bytes gather, as many scatter."""
+    fast, slow = (
+        only(eight_layers(cluster=Cluster(devices_per_node=4, intra_node=Link(latency_ms=ms))), 1) for ms in (0.4, 2.0)
+    )
+    assert fast.stages[0].forward_ms == pytest.approx(8 * 4 / 3)
+    assert fast.stages[0].backward_ms == pytest.approx(8 * 4 * 2 / 3)
+    sharded = {stage.shard for stage in slow.stages}
+    assert sharded == {1}, "gathering 6 ms for 1.3 ms of forward is worse than a pipeline"
+
+
+def test_microbatches_of_groups_share_the_cards_between_nodes() -> None:
+    link = Link(bytes_per_s=1e6)
+    sends: list[float] = []
+    for cards in (None, 4, 2, 1):
+        cluster = Cluster(devices_per_node=4, inter_node=link, cards_per_node=cards)
+        template = only(eight_layers(cluster=cluster, max_failures=0, min_pipeline_nodes=2, num_microbatches=400), 2)
+        assert [stage.shard for stage in template.stages] == [4, 4]
+        sends.append(template.stages[1].send_ms)
+    assert sends == pytest.approx([2, 2, 4, 8])
+
+
+def test_every_pipeline_has_a_whole_copy_on_its_nodes_and_a_lost_node_takes_its_shards() -> None:
+    problem = eight_layers(max_failures=2)
+    plan = first_plan(problem, range(6))
+    assert any(stage.shard > 1 for pipeline in plan.pipelines for stage in pipeline.template.stages)
+    assert plan.redundancy(problem.profile) == len(plan.pipelines) == 6
+    after = replan(problem, plan, range(2, 6))
+    assert set(after.nodes) == set(range(2, 6))
+    assert after.redundancy(problem.profile) == 4
+    assert sum(pipeline.num_microbatches for pipeline in after.pipelines) == 32
+
+
+def test_rounds_are_what_the_schedule_runs_within_the_planned_memory() -> None:
+    problem = eight_layers(max_failures=0, min_pipeline_nodes=2, num_microbatches=31)
+    plan = first_plan(problem, range(2))
+    (pipeline,) = plan.pipelines
+    schedule = plan.schedule(0)
+    assert pipeline.template.num_rounds(31) == 8
+    stages = pipeline.template.stages
+    costs = ActionCosts(
+        forward_ms=[stage.forward_ms for stage in stages],
+        backward_input_ms=[stage.backward_ms for stage in stages],
+        activation_bytes=[100 * (stage.end_layer - stage.first_layer) for stage in stages],
+    )
+    timeline = simulate(schedule, costs)
+    assert timeline.iteration_ms == pytest.approx(pipeline.template.iteration_ms(31))
+    for stage, peak in zip(stages, timeline.peak_bytes, strict=True):
+        held = (stage.end_layer - stage.first_layer) * 4000 // 4 + 2 * 2000
+        assert stage.memory_bytes == held + peak
+
+
+def test_interleaved_stages_are_not_sharded() -> None:
+    with pytest.raises(ValueError, match="must") as caught:
+        eight_layers(schedule=ScheduleKind.INTERLEAVED, num_chunks=2)
+    assert str(caught.value) == (
+        "sharding must be off for interleaved-1f1b (its stages have one device each), got True; choose another schedule"
+    )
