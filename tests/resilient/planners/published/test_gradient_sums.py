@@ -136,7 +136,7 @@ def mean_samples(samples: SampleTable, count: int) -> SampleTable:
 @pytest.mark.parametrize("planner", CHOOSING, ids=lambda planner: planner.name)
 def test_counting_sums_never_slows_a_step_and_some_are_faster(planner: Planner) -> None:
     job, samples = setting(), table(400)
-    if isinstance(planner, Cornstarch):  # it simulates what it knows, too
+    if isinstance(planner, Cornstarch | DistTrain):  # they simulate what they know, too
         samples = mean_samples(samples, 400)
     # Messages are not predicted; between these nodes they take no time.
     job = replace(job, costs=CostModel(units=tuple(replace(each, output_bytes=0.0) for each in job.costs.units)))
