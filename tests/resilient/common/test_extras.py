@@ -14,6 +14,7 @@ from resilient.cli import run
 from resilient.cli.app import app
 from resilient.common.extras import _EXTRAS, MissingPackageError, require
 from resilient.planners.published.dflop.vector_packing import pack_vectors
+from resilient.templates.composition.batch_split import Line
 from resilient.templates.composition.batch_split_model import split_with_constraints
 from tests.resilient.observability.made_up_runs import failure_and_join
 
@@ -98,6 +99,6 @@ def test_highs_is_asked_for_where_it_is_used() -> None:
 @pytest.mark.usefixtures("bare")
 def test_pyomo_is_asked_for_where_it_is_used() -> None:
     with pytest.raises(MissingPackageError) as caught:
-        split_with_constraints([((1, 1),), ((1, 1),)], 4, multiple_of=[2, 2])
+        split_with_constraints([(Line(1, 1),), (Line(1, 1),)], 4, multiple_of=[2, 2])
     told = "a batch split under constraints needs pyomo, which is not installed; pip install 'resilient-train[solvers]'"
     assert str(caught.value) == told
