@@ -89,7 +89,9 @@ class Setting:
 class Parallelism:
     """Devices of one unit: ``dp`` replicas of ``pp`` stages of ``tp * cp`` devices.
 
-    ``stage_layers`` counts the layers of each stage; it sums up to the unit's layers.
+    ``stage_layers`` counts the layers of each stage; it sums up to the unit's layers. ``recompute`` is the part of the
+    layers of each stage, rounded up, that keep nothing but their inputs, and run their forward again in the backward
+    (activation checkpointing).
     """
 
     dp: int
@@ -97,6 +99,11 @@ class Parallelism:
     tp: int = 1
     cp: int = 1
     stage_layers: tuple[int, ...] = ()
+    recompute: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.recompute <= 1:
+            raise ArgumentError("recompute", "be a part of the layers, 0 to 1", self.recompute, "1 means all")
 
     @property
     def num_devices(self) -> int:
@@ -132,6 +139,7 @@ class Configuration:
             (HSDP), or all (FSDP). Their microbatches are in step, as all take part in all gathers.
         lead: Microbatches that a stage runs ahead of the next one: 1 is 1F1B, 2 is eager 1F1B. Less, in steps in which
             memory does not hold so many.
+        assigned_by: The planner that assigns samples, where it is another one than decided.
         predicted_ms: Step time as the planner itself predicts it.
         notes: What people should know of the decision, a sentence each.
     """
@@ -142,6 +150,7 @@ class Configuration:
     encoders: Encoders = Encoders.PARALLEL
     shard: int = 1
     lead: int = 1
+    assigned_by: str = ""
     predicted_ms: float = 0.0
     notes: tuple[str, ...] = ()
 

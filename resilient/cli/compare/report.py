@@ -56,7 +56,10 @@ class PlannerRow:
     def to_dict(self) -> dict[str, Any]:
         """Return what is written as JSON."""
         spread = {
-            name: {"dp": each.dp, "pp": each.pp, "tp": each.tp, "cp": each.cp, "stage_layers": each.stage_layers}
+            name: {
+                **{field: getattr(each, field) for field in ("dp", "pp", "tp", "cp", "recompute")},
+                "stage_layers": each.stage_layers,
+            }
             for name, each in self.configuration.units.items()
         }
         numbers = ("num_devices", "iteration_ms", "sum_ms", "bubble", "peak_bytes", "fits", "configure_ms", "assign_ms")
@@ -69,6 +72,7 @@ class PlannerRow:
             "encoders": self.configuration.encoders.value,
             "shard": self.configuration.shard,
             "lead": self.configuration.lead,
+            "assigned_by": self.configuration.assigned_by or self.name,
             "predicted_ms": self.configuration.predicted_ms,
             "notes": list(self.configuration.notes),
             "std_ms": dict(self.std_ms),

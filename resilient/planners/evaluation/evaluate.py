@@ -126,8 +126,20 @@ def described_step(
     )
     run = [in_step(setting, configuration, unit) for unit in units]
     if layout.replicated:
+        if not _alike(assignment):  # a group of one unit waits for several of another
+            run = [replace(unit, calls=None) for unit in run]
         run = [run[-1].with_encoders(run[:-1])]
     return planned_step(setting, configuration, run, layout), units, layout
+
+
+def _alike(assignment: Assignment) -> bool:
+    """Return whether units have the same samples in the same groups."""
+    language = assignment.units[LLM]
+    return all(
+        place.group is language.group or np.array_equal(place.group, language.group)
+        for place in assignment.units.values()
+        if place.group is not None and language.group is not None
+    )
 
 
 class _Judge:

@@ -29,7 +29,9 @@ def in_step(setting: Setting, configuration: Configuration, unit: StepUnit) -> S
     if configuration.shard == 1:
         return unit
     num_lanes = len(unit.tokens) // unit.width
-    group = np.arange(num_lanes) * unit.spread.cp // configuration.shard
+    # Where devices are missing, some groups have more: those of a group have a whole copy.
+    num_groups = min(max(1, num_lanes * unit.spread.cp // configuration.shard), num_lanes)
+    group = np.arange(num_lanes) * num_groups // num_lanes
     gather, scatter = gathers_ms(unit.costs, unit.spread, setting.cluster, configuration.shard)
     there = _largest(unit.there.astype(np.float64), group) > 0
     own = unit.work.forward_ms / unit.speeds, unit.work.backward_ms / unit.speeds

@@ -1,58 +1,60 @@
-"""Configurations that may be the fastest: one stage on all devices, with copies divided or not, and published ones.
+"""Configurations of one stage: all units on all devices, and nothing waits for another stage.
 
-With one stage all units are on the same devices, and nothing waits for another stage: a step takes what its slowest
-replica takes. Units do one microbatch after the other, so what the memory does not hold, as after a loss, is divided.
+A step takes what its slowest replica takes, and units do one microbatch after the other, so what the memory does not
+hold, as after a loss, is divided into more of them.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import product
 
-from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
-from resilient.planners.published.baselines.balanced import EncoderFirst, StaticContext
 from resilient.planners.published.baselines.mean_microbatch import common_degrees
-from resilient.planners.published.baselines.uniform import Uniform, UniformSorted
+
+_SMALL = 0.05
+"""Of a device's memory: where its part of a copy is that small, dividing it among more devices gives no more room."""
 
 
-def candidates(setting: Setting, samples: SampleTable) -> Iterator[Configuration]:
-    """Yield configurations.
+def one_stage(setting: Setting, *, wide: bool = False) -> Iterator[Configuration]:
+    """Yield configurations of one stage without recomputation, those with fewer messages first.
 
-    In those of one stage copies are whole on each device, or divided among the devices of a node (HSDP): every node has
-    one. They are not divided among all devices, where each node that is lost takes a part of the only copy with it.
+    They differ in tensor-parallel degree; in how many devices divide a copy of the parameters: none, those of a node
+    (HSDP), or of twice as many nodes each time, as long as that gives room; and in replicas: single ranks, which have
+    all units of their samples (replicated encoders) or of each unit other samples; or the ranks of a node, which form
+    groups that share samples.
 
     Args:
         setting: The job.
-        samples: A sample of the data set.
+        wide: Whether a replica is the ranks of two nodes instead: a loss takes half of it, and no group is larger then.
     """
-    yield from _one_stage(setting)
-    for published in (EncoderFirst(), StaticContext(), Uniform(), UniformSorted()):
-        with contextlib.suppress(ValueError):  # it has none that fits
-            yield published.configure(setting, samples)
-
-
-def has_one_stage(configuration: Configuration) -> bool:
-    """Return whether all units are in one stage."""
-    return configuration.encoders is Encoders.REPLICATED and configuration.units[LLM].pp == 1
-
-
-def _one_stage(setting: Setting) -> Iterator[Configuration]:
-    """Yield them for each tensor-parallel degree, with as many microbatches as samples allow."""
     for tp, cp in common_degrees(setting.costs):
         in_node = setting.cluster.devices_per_node // tp
-        dp = min(setting.num_nodes * in_node, setting.global_batch)
         if cp > 1 or not in_node:
             continue
-        units = {
-            unit.name: Parallelism(dp=dp, pp=1, tp=tp, stage_layers=(len(unit.layers),)) for unit in setting.costs.units
-        }
-        for shard in sorted({1, in_node}):
-            if dp % shard == 0:
-                yield Configuration(
-                    units=units,
-                    num_microbatches=-(-setting.global_batch // dp),
-                    colocated=True,
-                    encoders=Encoders.REPLICATED,
-                    shard=shard,
-                )
+        ranks = setting.num_nodes * in_node
+        shared = all(sum(each == tp for each, _ in unit.degrees) > 1 for unit in setting.costs.units)
+        widths = {min(2 * in_node, ranks)} if wide else {in_node, 1}
+        for shard, width in product(_shards(setting, tp, in_node, ranks), sorted(widths, reverse=True)):
+            if max(width, shard) % min(width, shard) or (width > 1 and not shared):
+                continue  # replicas that divide a copy are whole, and ranks share samples as they were profiled
+            dp = min(ranks // width, setting.global_batch)
+            units = {
+                unit.name: Parallelism(dp=dp, pp=1, tp=tp, cp=width, stage_layers=(len(unit.layers),))
+                for unit in setting.costs.units
+            }
+            ways = (Encoders.REPLICATED, Encoders.PARALLEL) if width == 1 and len(units) > 1 else (Encoders.REPLICATED,)
+            for way in ways:
+                yield Configuration(units=units, num_microbatches=1, colocated=True, encoders=way, shard=shard)
+
+
+def _shards(setting: Setting, tp: int, in_node: int, ranks: int) -> Sequence[int]:
+    """Return how many devices may divide a copy, ascending."""
+    memory = setting.cluster.memory_bytes
+    state = sum(unit.state_bytes for unit in setting.costs.units) / tp
+    found = [1]
+    shard = in_node
+    while found[-1] < ranks and (shard == in_node or (memory is not None and state / found[-1] > _SMALL * memory)):
+        found.append(min(shard, ranks))
+        shard *= 2
+    return sorted(set(found))

@@ -1,8 +1,8 @@
 """Our planner: the configuration that is fastest in simulation, with samples dealt the longest first.
 
-A configuration is chosen by simulating batches of known samples, dealt as those of a step are. All units place a sample
-alike. With one stage they go to replicas by what they take in all units, and within a replica likewise to as few
-microbatches as the memory holds, as none has to fill a pipeline; in pipelines, to the microbatch with least work.
+Configurations of one stage (:mod:`resilient.planners.own.candidates`) are simulated with batches of known samples,
+dealt as those of a step are. Where none of them comes near the bound that no plan is faster than, the answers of other
+planners are simulated as well, and the fastest of all is taken, with the rule of its planner.
 """
 
 from __future__ import annotations
@@ -15,18 +15,49 @@ import numpy as np
 
 from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM, SampleTable
+from resilient.planners.evaluation.bound import bound_ms
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.evaluation.known_batches import known_batches
-from resilient.planners.own.candidates import candidates, has_one_stage
-from resilient.planners.packing.balance import deal_whole, loads, longest_first
-from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
+from resilient.planners.own.candidates import one_stage
+from resilient.planners.own.dealing import deal_to_stage
+from resilient.planners.own.least import least_ms
+from resilient.planners.own.recomputation import with_room
+from resilient.planners.planner import Assignment, Configuration, Replica, Setting
 from resilient.planners.published.baselines.mean_microbatch import fastest
-from resilient.planners.published.baselines.uniform import UniformSorted
-from resilient.planners.stages.memory_shares import kept_shares
-from resilient.templates.common.arrays import Floats, Ints
+from resilient.planners.registry import planner
+from resilient.planners.stages.redundancy import is_redundant
 
-_KNOWN_BATCHES = 2
-"""That a configuration is simulated with."""
+_KNOWN_SAMPLES = 1024
+"""That a configuration is simulated with, in four batches at most, and in one at least."""
+
+_ASKED = (
+    "uniform-sorted",
+    "uniform",
+    "dip",
+    "static-cp",
+    "cornstarch",
+    "disttrain",
+    "dflop",
+    "dhp",
+    "orchmllm",
+    "entrain",
+)
+"""Other planners whose answers may be faster."""
+
+_MANY_DEVICES = 1024
+"""On more of them one other is asked alone, the first: all would take too long."""
+
+_LONGER = 1.25
+"""Samples may be as much longer than all that are known, if some configuration has memory for these."""
+
+_NEAR = 1.1
+"""Times the bound: others are not asked where a plan is as near."""
+
+_WORTH = 0.99
+"""Of the time of the best: what may take more than that at the very least is not simulated."""
+
+_DIVIDED = 1.02
+"""Times as long counts a step whose copies are divided among several nodes: a loss leaves fewer that are whole."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +77,21 @@ class ResilientPlanner:
         Raises:
             ValueError: None fits.
         """
-        batches = known_batches(setting, samples, _KNOWN_BATCHES)
-        found: list[Configuration] = []
-        best_ms = np.inf
-        # What takes longer than another at the very least need not be simulated.
-        bounds = [(_least_ms(setting, each, batches), each) for each in candidates(setting, samples)]
-        for least_ms, each in sorted(bounds, key=lambda bound: bound[0]):
-            if least_ms >= best_ms:
-                break
-            with contextlib.suppress(ValueError):  # it has no memory for a batch
-                found.append(self._simulated(setting, each, batches))
-                best_ms = min(best_ms, found[-1].predicted_ms)
-        return fastest(found, self.name, setting)
+        count = min(max(1, _KNOWN_SAMPLES // setting.global_batch), 4)
+        batches = known_batches(setting, samples, count)
+        found = self._of_one_stage(setting, samples, batches)
+        best_ms = min((each.predicted_ms for each in found), default=np.inf)
+        if best_ms > _NEAR * np.mean([bound_ms(setting, batch) for batch in batches]):
+            for name in _ASKED if setting.num_devices <= _MANY_DEVICES else _ASKED[:1]:
+                with contextlib.suppress(ValueError):  # it has none that fits
+                    theirs = replace(planner(name).configure(setting, samples), assigned_by=name)
+                    found.append(self._simulated(setting, theirs, batches))
+        return fastest(sorted(found, key=lambda each: _rated(setting, each, each.predicted_ms))[:1], self.name, setting)
 
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
     ) -> Assignment:
-        """Deal samples to replicas and to their microbatches, the longest first.
+        """Deal samples to replicas and to their microbatches.
 
         Args:
             setting: The job.
@@ -71,46 +100,43 @@ class ResilientPlanner:
             replicas: As they are now.
 
         Raises:
-            ValueError: The batch does not fit into the memory of one stage.
+            ValueError: A sample does not fit into the memory of one stage.
         """
-        if not has_one_stage(configuration):
-            # What a pipeline holds at a time was seen in simulation.
-            return UniformSorted().assign(setting, configuration, batch, replicas)
-        work = _work_ms(setting, configuration, batch)
-        counts = np.array([each.num_microbatches for each in replicas])
-        replica = longest_first(work, [each.speed for each in replicas])
-        room = configuration.units[LLM].cp + 1e-9
-        number = 1
-        shares = kept_shares(setting, configuration, batch, replicas)
-        while True:
-            place = _dealt(work, replica, np.minimum(counts, number))
-            fullest = loads(shares, replica * number + place.microbatch, len(replicas) * number).max()
-            if fullest <= room:
-                return Assignment(units=dict.fromkeys(configuration.units, place))
-            if number >= counts.max():
-                raise ArgumentError(
-                    "batch",
-                    f"fit into {int(counts.sum())} microbatches on {len(replicas)} replicas",
-                    f"one that takes {fullest / room:.2f} times the memory of a device",
-                    "configure the job again, or use more devices",
-                )
-            needed = loads(shares, replica, len(replicas)).max() / room
-            number = min(max(number + 1, int(np.ceil(needed))), int(counts.max()))
+        if configuration.assigned_by:
+            return planner(configuration.assigned_by).assign(setting, configuration, batch, replicas)
+        return deal_to_stage(setting, configuration, batch, replicas)
+
+    def _of_one_stage(
+        self, setting: Setting, samples: SampleTable, batches: Sequence[SampleTable]
+    ) -> list[Configuration]:
+        """Return configurations of one stage, with their times, the fastest among them."""
+        known = known_batches(setting, samples, 2 * len(batches))
+        for longer, wide in ((_LONGER, False), (1.0, False), (1.0, True)):
+            shapes = [each for each in one_stage(setting, wide=wide) if is_redundant(setting, each)]
+            least = [_rated(setting, each, least_ms(setting, each, batches)) for each in shapes]
+            found: list[Configuration] = []
+            best_ms = np.inf
+            for index in np.argsort(least, kind="stable"):
+                if least[index] >= _WORTH * best_ms:
+                    break
+                for each in with_room(setting, shapes[index], samples, known, longer):
+                    if _rated(setting, each, least_ms(setting, each, batches)) < _WORTH * best_ms:
+                        with contextlib.suppress(ValueError):  # it has no memory for a batch
+                            found.append(self._simulated(setting, each, batches))
+                            best_ms = min(best_ms, _rated(setting, each, found[-1].predicted_ms))
+            if found:
+                return found
+        return []
 
     def _simulated(
         self, setting: Setting, configuration: Configuration, batches: Sequence[SampleTable]
     ) -> Configuration:
-        """Return a configuration with the microbatches it needs, and what a step with these batches takes.
+        """Return a configuration with what a step with these batches takes.
 
         Raises:
             ValueError: One does not fit.
         """
         replicas = [Replica(num_microbatches=configuration.num_microbatches)] * configuration.units[LLM].dp
-        if has_one_stage(configuration):
-            placed = [self.assign(setting, configuration, batch, replicas).units[LLM].microbatch for batch in batches]
-            number = 1 + max(int(each.max(initial=0)) for each in placed)
-            configuration = replace(configuration, num_microbatches=number)
-            replicas = [Replica(num_microbatches=number)] * len(replicas)
         steps: list[float] = []
         for batch in batches:
             assignment = self.assign(setting, configuration, batch, replicas)
@@ -121,29 +147,7 @@ class ResilientPlanner:
         return replace(configuration, predicted_ms=float(np.mean(steps)))
 
 
-def _least_ms(setting: Setting, configuration: Configuration, batches: Sequence[SampleTable]) -> float:
-    """Return what a step takes at least: its work on all devices at once, in one stage its longest sample."""
-    stages = [each.pp for each in configuration.units.values()]
-    rows = configuration.units[LLM].dp * (max(stages) if configuration.colocated else sum(stages))
-    work = [_work_ms(setting, configuration, batch) for batch in batches]
-    longest = float(has_one_stage(configuration))
-    return float(np.mean([max(each.sum() / rows, longest * each.max(initial=0)) for each in work]))
-
-
-def _work_ms(setting: Setting, configuration: Configuration, batch: SampleTable) -> Floats:
-    """Return what samples take in all units. [num_samples]"""
-    times = [
-        setting.sample_ms(name, batch.units[name], spread.tp, spread.cp) for name, spread in configuration.units.items()
-    ]
-    return np.sum(times, axis=0)
-
-
-def _dealt(work: Floats, replica: Ints, counts: Ints) -> Place:
-    """Return the place of each sample, when a replica has so many microbatches: first those with most work."""
-    ends = np.cumsum(counts)
-    bins = np.stack([ends - counts, ends], axis=1)[replica]
-    slot = deal_whole(work, bins, np.zeros_like(replica))
-    of_slot = np.repeat(np.arange(len(counts)), counts)
-    position = np.empty(len(of_slot), dtype=np.int64)
-    position[np.lexsort((-loads(work, slot, len(of_slot)), of_slot))] = np.arange(len(of_slot))
-    return Place(replica=replica, microbatch=position[slot] - (ends - counts)[replica])
+def _rated(setting: Setting, configuration: Configuration, step_ms: float) -> float:
+    """Return what a step counts as."""
+    ranks = setting.cluster.devices_per_node // configuration.units[LLM].tp
+    return step_ms * (_DIVIDED if configuration.shard > ranks else 1.0)

@@ -8,6 +8,7 @@ import numpy as np
 
 from resilient.planners.costs.cost_model import Curve, UnitCosts
 from resilient.planners.planner import Parallelism
+from resilient.planners.stages.stage_work import num_recomputed, token_bytes
 from resilient.templates.common.arrays import Floats, Ints
 
 
@@ -76,13 +77,15 @@ class CallWork:
             for stage in range(spread.pp):
                 layers = range(firsts[stage], firsts[stage + 1])
                 curves = [curves_at(unit, layer, spread.tp, degree) for layer in layers]
+                passed = [each for each in curves if each[1] != Curve()]
+                again = [each[0] for each in passed[: num_recomputed(spread, len(passed))]]
                 for table, curve in (
                     (forward, sum((each[0] for each in curves), Curve())),
-                    (backward, sum((each[1] for each in curves), Curve())),
+                    (backward, sum((*(each[1] for each in passed), *again), Curve())),
                 ):
                     work = curve.attention * squares + curve.linear * tokens + curve.fixed
                     table[stage, chosen] = np.where(tokens > 0, work, 0.0)
-                kept[stage, chosen] = tokens * sum(each[2] for each in curves if each[1] != Curve())
+                kept[stage, chosen] = tokens * token_bytes(unit, spread, degree, np.array([each[2] for each in passed]))
         return cls(calls=calls, forward_ms=forward, backward_ms=backward, kept_bytes=kept)
 
     def followed_by(self, other: CallWork) -> CallWork:

@@ -62,6 +62,27 @@ def kept_shares(
     return np.max(shares, axis=0)
 
 
+def unit_shares(
+    setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
+) -> Mapping[str, Floats]:
+    """Return what samples take in each unit of the room of a device that has one stage of all of them. [num_samples]
+
+    Args:
+        setting: The job.
+        configuration: Of one stage.
+        batch: The samples.
+        replicas: Of the language model: the room is that of the one that has least.
+
+    Raises:
+        ValueError: The state alone does not fit.
+    """
+    stages = _stages(setting, configuration, replicas)
+    if stages is None:
+        return dict.fromkeys(configuration.units, np.zeros(len(batch)))
+    rooms = {name: float(each.kept_bytes[0] / each.free_bytes[0]) for name, each in stages.items()}
+    return {name: np.multiply(batch.units[name].tokens, part, dtype=np.float64) for name, part in rooms.items()}
+
+
 class _Stages(NamedTuple):
     kept_bytes: Floats  # of a token of one pipeline; all [num_stages]
     held: Ints  # microbatches at a time

@@ -64,7 +64,26 @@ def kept_bytes(unit: UnitCosts, spread: Parallelism) -> Floats:
     Layers without a backward keep nothing.
     """
     index = unit.index(spread.tp, spread.cp)
-    return by_stage(spread, [layer.curves[index].activation_bytes * layer.has_backward for layer in unit.layers])
+    ends = np.cumsum(spread.stage_layers)[:-1]
+    passed = np.split(np.array([layer.has_backward for layer in unit.layers]), ends)
+    kept = np.split(np.array([layer.curves[index].activation_bytes for layer in unit.layers]), ends)
+    found = [token_bytes(unit, spread, spread.cp, each[some]) for each, some in zip(kept, passed, strict=True)]
+    return np.array(found)
+
+
+def num_recomputed(spread: Parallelism, num_layers: int) -> int:
+    """Return how many of the layers of a stage that have a backward run again in it: the first ones."""
+    return int(np.ceil(spread.recompute * num_layers - 1e-9))
+
+
+def token_bytes(unit: UnitCosts, spread: Parallelism, degree: int, of_layers: Floats) -> float:
+    """Return what a token keeps on each of the devices that share it, of layers of a stage that have a backward.
+
+    Layers that run again keep their inputs, and the one that does so has all of its activations.
+    """
+    number = num_recomputed(spread, len(of_layers))
+    again = of_layers[:number]
+    return number * unit.boundary_bytes / degree + float(again.max(initial=0.0) + of_layers[number:].sum())
 
 
 def gradient_sum_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster, shard: int = 1) -> Floats:

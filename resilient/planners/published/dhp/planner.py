@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from resilient.errors import ArgumentError
+from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import loads, longest_first
 from resilient.planners.packing.slots import slots
@@ -124,24 +125,28 @@ def sequences_of(
 
 
 def ranks_of(setting: Setting, configuration: Configuration, num_ranks: int) -> Ranks:
-    """Return what so many ranks of a replica cost to group.
+    """Return what so many ranks of a replica cost to group, by the language model."""
+    language = setting.costs.by_name[LLM]
+    fixed = sum(setting.costs.by_name[name].work(spread.tp).fixed for name, spread in configuration.units.items())
+    return replace(ranks_of_unit(language, configuration.units[LLM].tp, num_ranks), fixed_ms=fixed)
 
-    The ring's share of the language model's curves is what they have more than a cp-th of the curve without context
+
+def ranks_of_unit(unit: UnitCosts, tp: int, num_ranks: int) -> Ranks:
+    """Return what so many ranks cost to group, by one unit.
+
+    The ring's share of the unit's curves is what they have more than a cp-th of the curve without context
     parallelism. Degrees between profiled ones have the next higher one's links, those above all the highest one's;
     where none was profiled, groups are of one rank.
     """
-    language = setting.costs.by_name[LLM]
-    tp = configuration.units[LLM].tp
-    alone = language.work(tp)
-    together = {cp: language.work(tp, cp) for each, cp in language.degrees if each == tp and cp > 1}
+    alone = unit.work(tp)
+    together = {cp: unit.work(tp, cp) for each, cp in unit.degrees if each == tp and cp > 1}
     ring, start = np.zeros(num_ranks), np.full(num_ranks, np.inf)
     start[0] = 0.0
     for degree in range(2, num_ranks + 1 if together else 0):
         cp = min((each for each in together if each >= degree), default=max(together))
         ring[degree - 1] = max(together[cp].linear - alone.linear / cp, 0.0) * cp / (cp - 1)
         start[degree - 1] = max(together[cp].fixed - alone.fixed, 0.0)
-    fixed = sum(setting.costs.by_name[name].work(spread.tp).fixed for name, spread in configuration.units.items())
-    return Ranks(fixed_ms=fixed, ring_ms=ring, start_ms=start)
+    return Ranks(fixed_ms=alone.fixed, ring_ms=ring, start_ms=start)
 
 
 class _Part(NamedTuple):

@@ -1,8 +1,7 @@
-"""Our planner: it is no slower than the uniform one, fits the memory, and comes near the bound of a real job."""
+"""Our planner: it is no slower than the uniform ones, fits the memory, and comes near the bound of a real job."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.planners.costs.derived_costs import derive_costs
-from resilient.planners.evaluation.evaluate import evaluate
+from resilient.planners.costs.samples import LLM, SampleTable
+from resilient.planners.evaluation.bound import bound_ms
+from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.evaluation.known_batches import known_batches
-from resilient.planners.own.candidates import candidates, has_one_stage
 from resilient.planners.own.planner import ResilientPlanner
-from resilient.planners.planner import Planner, Replica, Setting
+from resilient.planners.planner import Configuration, Planner, Replica, Setting
 from resilient.planners.registry import planner
 from resilient.planners.stages.degraded_replicas import degraded_replicas
 from resilient.planners.workloads.workload import workload
@@ -26,17 +26,22 @@ from tests.resilient.planners.jobs_of_planners import after_failures, check_plac
 OURS = ResilientPlanner()
 
 
-def _step_ms(chosen: Planner, job: Setting, samples_seed: int) -> float:
-    samples = table(100, samples_seed)
-    configuration = chosen.configure(job, samples)
-    replicas = degraded_replicas(job, configuration, 0)
-    steps: list[float] = []
-    for batch in known_batches(job, samples, 2):
-        result = evaluate(job, configuration, chosen.assign(job, configuration, batch, replicas), batch, replicas)
-        if job.cluster.memory_bytes is not None and result.peak_bytes > job.cluster.memory_bytes:
-            raise ValueError(f"{chosen.name} needs {result.peak_bytes} bytes")
-        steps.append(result.iteration_ms)
-    return float(np.mean(steps))
+def _step(chosen: Planner, job: Setting, configuration: Configuration, batch: SampleTable, lost: int = 0) -> Result:
+    replicas = degraded_replicas(job, configuration, lost)
+    return evaluate(job, configuration, chosen.assign(job, configuration, batch, replicas), batch, replicas)
+
+
+def _known_ms(chosen: Planner, job: Setting, samples: SampleTable) -> float:
+    """Return what known batches take that fit; infinite if there is no such plan."""
+    try:
+        configuration = chosen.configure(job, samples)
+        results = [_step(chosen, job, configuration, batch) for batch in known_batches(job, samples, 4)]
+    except ValueError:
+        return np.inf
+    memory = job.cluster.memory_bytes
+    if memory is not None and max(each.peak_bytes for each in results) > memory:
+        return np.inf
+    return float(np.mean([each.iteration_ms for each in results]))
 
 
 @st.composite
@@ -51,72 +56,89 @@ def _jobs(draw: st.DrawFn) -> Setting:
 
 
 @given(_jobs(), st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
-def test_known_batches_fit_and_take_hardly_ever_longer_than_in_the_best_uniform_plan(job: Setting, seed: int) -> None:
-    try:
-        uniform_ms = _step_ms(planner("uniform-sorted"), job, seed)
-    except ValueError:
-        return  # it finds no plan that fits
-    # Of few samples, some order may be better than the longest first.
-    assert _step_ms(OURS, job, seed) <= 1.03 * uniform_ms
+@settings(max_examples=15, deadline=None)
+def test_known_batches_fit_and_take_no_longer_than_in_the_best_uniform_plan(job: Setting, seed: int) -> None:
+    samples = table(100, seed)
+    uniform_ms = min(_known_ms(planner(name), job, samples) for name in ("uniform", "uniform-sorted"))
+    # So near to the bound others are not asked.
+    near_ms = 1.1 * np.mean([bound_ms(job, batch) for batch in known_batches(job, samples, 4)])
+    assert _known_ms(OURS, job, samples) <= max(uniform_ms, near_ms)
 
 
-@given(after_failures(), st.integers(1, 60), st.integers(0, 1000))
+@pytest.fixture(scope="module")
+def small() -> tuple[Setting, Configuration]:
+    return setting(), OURS.configure(setting(), table(200))
+
+
+@given(replicas=after_failures(), count=st.integers(1, 60), seed=st.integers(0, 1000))
 @settings(max_examples=40, deadline=None)
-def test_every_sample_has_a_place_after_failures(replicas: list[Replica], count: int, seed: int) -> None:
-    job = setting()
-    configuration = OURS.configure(job, table(200))
+def test_every_sample_has_a_place_after_failures(
+    small: tuple[Setting, Configuration], replicas: list[Replica], count: int, seed: int
+) -> None:
+    job, configuration = small
     batch = table(count, seed)
     found, again = (OURS.assign(job, configuration, batch, replicas) for _ in range(2))
     check_places(found, again, count, replicas)
 
 
-@pytest.fixture(scope="module")
-def qwen() -> Setting:
-    return Setting(
-        costs=derive_costs("qwen2-vl-7b", "a100-80gb"),
-        cluster=cluster_of("a100-80gb", 8),
-        num_nodes=8,
-        global_batch=512,
-        microbatch=2,
-    )
+def _real(model: str, nodes: int, global_batch: int) -> Setting:
+    costs, cluster = derive_costs(model, "a100-80gb"), cluster_of("a100-80gb", 8)
+    return Setting(costs=costs, cluster=cluster, num_nodes=nodes, global_batch=global_batch, microbatch=2)
 
 
 @pytest.mark.parametrize("lost", [0, 1, 4])
-def test_steps_are_within_six_per_cent_of_all_work_on_all_devices(qwen: Setting, lost: int) -> None:
-    samples = workload("laion+coco", 2048, 7, "qwen2-vl-7b")
-    configuration = OURS.configure(qwen, samples)
-    assert configuration.shard == 8
-    batch = workload("laion+coco", 512, 1, "qwen2-vl-7b")
-    work_ms = sum(float(qwen.sample_ms(name, lengths).sum()) for name, lengths in batch.units.items())
-    replicas = degraded_replicas(qwen, configuration, lost)
-    assert len(replicas) == 64 - 8 * lost
-    result = evaluate(qwen, configuration, OURS.assign(qwen, configuration, batch, replicas), batch, replicas)
-    assert result.iteration_ms < 1.06 * work_ms / len(replicas)
-    assert qwen.cluster.memory_bytes is not None
-    assert result.peak_bytes <= qwen.cluster.memory_bytes
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        ("qwen2-vl-7b", "laion+coco"),
+        ("qwen2-vl-7b", "coco"),
+        ("siglip-so400m+llama3.2-3b", "laion+coco"),
+    ],
+)
+def test_steps_are_within_eight_per_cent_of_all_work_on_all_devices(model: str, data: str, lost: int) -> None:
+    job = _real(model, 8, 512)
+    configuration = OURS.configure(job, workload(data, 2048, 7, model, bad="drop"))
+    batch = workload(data, 512, 1, model, bad="drop")
+    result = _step(OURS, job, configuration, batch, lost)
+    assert result.iteration_ms < 1.08 * bound_ms(job, batch, lost)
+    assert job.cluster.memory_bytes is not None
+    assert result.peak_bytes <= job.cluster.memory_bytes
 
 
-def test_samples_go_to_as_few_microbatches_as_the_memory_holds(qwen: Setting) -> None:
-    configuration = OURS.configure(qwen, workload("laion+coco", 2048, 7, "qwen2-vl-7b"))
-    batch = workload("laion+coco", 512, 1, "qwen2-vl-7b")
-    replicas = [Replica(num_microbatches=8)] * 64
-    counts: list[int] = []
-    for memory in (80e9, 50e9, 42e9):
-        job = replace(qwen, cluster=replace(qwen.cluster, memory_bytes=int(memory)))
-        assignment = OURS.assign(job, configuration, batch, replicas)
-        counts.append(int(assignment.units["llm"].microbatch.max()) + 1)
-        assert evaluate(job, configuration, assignment, batch, replicas).peak_bytes <= memory
-    assert counts == [1, 2, 3]
+def test_a_model_larger_than_a_node_is_divided_among_several_and_runs_layers_again() -> None:
+    model = "qwen2-vl+llama3-70b"
+    job = _real(model, 8, 256)
+    configuration = OURS.configure(job, workload("coco", 1024, 7, model))
+    language = configuration.units[LLM]
+    assert configuration.shard * language.tp > 8
+    assert language.pp == configuration.num_microbatches == 1
+    assert 0 < language.recompute < 1
+    batch = workload("coco", 256, 1, model)
+    result = _step(OURS, job, configuration, batch)
+    assert result.iteration_ms < 1.25 * bound_ms(job, batch)
+    assert job.cluster.memory_bytes is not None
+    assert result.peak_bytes <= job.cluster.memory_bytes
 
 
-def test_a_batch_without_room_is_refused() -> None:
-    job = setting(memory_bytes=200_000)
-    samples = table(200)
-    configuration = next(filter(has_one_stage, candidates(setting(), samples)))
+def test_the_fastest_of_others_assigns_by_its_rule_where_one_stage_is_slower() -> None:
+    # Between nodes messages take so long that few devices sum what is large.
+    cluster = Cluster(devices_per_node=1, inter_node=Link(bytes_per_s=1e4))
+    job = replace(setting(), cluster=cluster, num_nodes=6)
+    samples = table(100)
+    configuration = OURS.configure(job, samples)
+    other = planner(configuration.assigned_by)
+    for name, place in OURS.assign(
+        job, configuration, samples[:32], degraded_replicas(job, configuration, 0)
+    ).units.items():
+        theirs = other.assign(job, configuration, samples[:32], degraded_replicas(job, configuration, 0)).units[name]
+        np.testing.assert_array_equal(place.replica, theirs.replica)
+        np.testing.assert_array_equal(place.microbatch, theirs.microbatch)
+
+
+def test_a_job_without_room_is_refused() -> None:
     message = (
-        r"batch must fit into 1 microbatches on 1 replicas, got one that takes \d+\.\d\d times the memory of a device; "
-        r"configure the job again, or use more devices"
+        "num_nodes must be enough for 'resilient', got 8 of 2 devices; use more nodes, a smaller microbatch, or "
+        "another planner"
     )
-    with pytest.raises(ValueError, match=re.compile(f"^{message}$")):
-        OURS.assign(job, configuration, samples, [Replica(num_microbatches=1)])
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        OURS.configure(setting(memory_bytes=10_000), table(200))

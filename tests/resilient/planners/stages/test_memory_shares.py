@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from resilient.planners.costs.samples import Lengths, SampleTable
-from resilient.planners.planner import Configuration, Parallelism, Replica
-from resilient.planners.stages.memory_shares import kept_shares
+from resilient.planners.planner import Configuration, Encoders, Parallelism, Replica
+from resilient.planners.stages.memory_shares import kept_shares, unit_shares
 from tests.resilient.planners.jobs_of_planners import setting
 
 
@@ -50,6 +50,23 @@ def test_the_room_is_that_of_the_replica_that_lost_most() -> None:
     # Of two ranks one is left, with as much state as before, and the whole of the optimizer.
     wide = replace(found, units={name: replace(each, dp=1, cp=2) for name, each in units.items()})
     assert kept_shares(job, wide, batch, left[1:]).tolist() == pytest.approx([100 * 800 / (1e6 - 128_000)])
+
+
+def test_units_share_the_room_of_a_microbatch_where_encoders_are_replicated() -> None:
+    job, batch = setting(1_000_000), lengths([100, 0], [100, 300])
+    found = replace(two_units(1, colocated=True), encoders=Encoders.REPLICATED)
+    room = 1e6 - 12 * 16_000
+    assert kept_shares(job, found, batch).tolist() == pytest.approx([(400 * 100 + 800 * 100) / room, 800 * 300 / room])
+    shares = unit_shares(job, found, batch, [Replica(num_microbatches=1)])
+    assert {name: each.tolist() for name, each in shares.items()} == {
+        "vision": pytest.approx([400 * 100 / room, 0]),
+        "llm": pytest.approx([800 * 100 / room, 800 * 300 / room]),
+    }
+    # Its first stage holds two microbatches, each with all of the encoder.
+    units = {**found.units, "llm": Parallelism(dp=1, pp=2, stage_layers=(4, 4))}
+    free = 1e6 - (4 + 4) * 16_000
+    of_first = [2 * (400 * 100 + 400 * 100) / free, 2 * 400 * 300 / free]
+    assert kept_shares(job, replace(found, units=units), batch).tolist() == pytest.approx(of_first)
 
 
 def test_frozen_parts_without_a_backward_keep_nothing() -> None:
