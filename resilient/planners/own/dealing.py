@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -38,18 +38,20 @@ def deal_to_stage(
     if configuration.units[LLM].cp > 1:
         return deal_to_groups(setting, configuration, batch, replicas, work, shares)
     if configuration.encoders is Encoders.REPLICATED:
-        every, share = sum(work.values(), np.zeros(len(batch))), sum(shares.values(), np.zeros(len(batch)))
-        place = _in_fewest(batch, every, share, longest_first(every, speeds), np.zeros(len(replicas)))
+        every = sum(work.values(), np.zeros(len(batch)))
+        place = _in_fewest(
+            batch, every, _Room(setting, batch, shares), longest_first(every, speeds), np.zeros(len(replicas))
+        )
         return Assignment(units=dict.fromkeys(configuration.units, place))
     used = np.zeros(len(replicas))
     places: dict[str, Place] = {}
     for name in configuration.units:
         replica = longest_first(work[name], speeds)
         if name == LLM:
-            places[name] = _in_fewest(batch, work[name], shares[name], replica, used)
+            places[name] = _in_fewest(batch, work[name], _Room(setting, batch, {name: shares[name]}), replica, used)
         else:
             places[name] = Place(replica=replica, microbatch=np.zeros_like(replica))
-            used += loads(shares[name], replica, len(replicas))
+            used += _Room(setting, batch, {name: shares[name]}).taken(replica, len(replicas))
     return Assignment(units=places)
 
 
@@ -73,20 +75,57 @@ def work_ms(setting: Setting, configuration: Configuration, batch: SampleTable) 
     return found
 
 
-def _in_fewest(batch: SampleTable, work: Floats, shares: Floats, replica: Ints, used: Floats) -> Place:
+class _Room:
+    """What samples take of a device's room, which in units that pad depends on who is with them.
+
+    Args:
+        setting: The job.
+        batch: The samples.
+        shares: By unit, what each takes of the room without padding.
+    """
+
+    def __init__(self, setting: Setting, batch: SampleTable, shares: Mapping[str, Floats]) -> None:
+        self._packed: list[Floats] = []
+        self._padded: list[tuple[Ints, Floats]] = []  # sequences of each sample, and what its longest one takes
+        for name, share in shares.items():
+            lengths = batch.units[name]
+            if setting.costs.by_name[name].padded:
+                longest = share / np.maximum(lengths.tokens, 1) * lengths.longest
+                self._padded.append((-(-lengths.tokens // np.maximum(lengths.longest, 1)), longest))
+            else:
+                self._packed.append(share)
+
+    @property
+    def alone(self) -> Floats:
+        """What each takes alone. [num_samples]"""
+        return np.sum([*self._packed, *(sequences * longest for sequences, longest in self._padded)], axis=0)
+
+    def taken(self, cell: Ints, num_cells: int) -> Floats:
+        """Return what samples take together that are in these cells. [num_cells]"""
+        found = np.zeros(num_cells)
+        for share in self._packed:
+            found += loads(share, cell, num_cells)
+        for sequences, longest in self._padded:
+            largest = np.zeros(num_cells)
+            np.maximum.at(largest, cell, longest)
+            found += largest * loads(sequences, cell, num_cells)
+        return found
+
+
+def _in_fewest(batch: SampleTable, work: Floats, room_of: _Room, replica: Ints, used: Floats) -> Place:
     """Return the places in as few microbatches as hold all samples of each replica.
 
     Args:
         batch: The samples.
         work: Of each.
-        shares: What each takes of the room.
+        room_of: What they take of the room.
         replica: Of each.
         used: What each replica's room already holds.
 
     Raises:
         ValueError: A sample does not fit even alone.
     """
-    num_replicas, room = len(used), 1 + 1e-9 - used
+    num_replicas, room, shares = len(used), 1 + 1e-9 - used, room_of.alone
     alone = shares - room[replica]
     if np.any((alone > 0) & (shares > 0)):
         worst = int(alone.argmax())
@@ -100,7 +139,7 @@ def _in_fewest(batch: SampleTable, work: Floats, shares: Floats, replica: Ints, 
     number = max(1, int(np.ceil(np.divide(total, room, out=np.zeros_like(total), where=total > 0).max(initial=0.0))))
     while True:
         place = _dealt(work, replica, np.full(num_replicas, number))
-        filled = loads(shares, replica * number + place.microbatch, num_replicas * number).reshape(-1, number)
+        filled = room_of.taken(replica * number + place.microbatch, num_replicas * number).reshape(-1, number)
         if np.all((filled.max(axis=1) <= room) | (total == 0)):
             return place
         number += 1
