@@ -24,7 +24,7 @@ from resilient.errors import ArgumentError, SampleError, literal
 
 logger = logging.getLogger(__name__)
 
-Lengths = dict[str, list[int]]
+UnitLengths = dict[str, list[int]]
 """Unit -> the tokens of each of a sample's sequences; units without any are left out."""
 
 
@@ -33,7 +33,7 @@ class Measure(Protocol):
 
     def check(self, sample: Sample, name: str) -> None: ...
 
-    def lengths(self, sample: Sample) -> Lengths: ...
+    def lengths(self, sample: Sample) -> UnitLengths: ...
 
     def digest(self) -> str: ...
 
@@ -67,21 +67,21 @@ class SampleLengths:
         return cache_folder("lengths") / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.jsonl"
 
     @cached_property
-    def _learnt(self) -> dict[int, Lengths]:
+    def _learnt(self) -> dict[int, UnitLengths]:
         try:
             lines = self.file.read_bytes().splitlines()
         except OSError:
             return {}
-        learnt: dict[int, Lengths] = {}
+        learnt: dict[int, UnitLengths] = {}
         for line in lines:
             try:
-                index, lengths = msgspec.json.decode(line, type=tuple[int, Lengths])
+                index, lengths = msgspec.json.decode(line, type=tuple[int, UnitLengths])
             except msgspec.DecodeError:  # empty, or of a process that was killed while it wrote
                 continue
             learnt[index] = lengths
         return learnt
 
-    def of(self, indices: Sequence[int]) -> list[Lengths]:
+    def of(self, indices: Sequence[int]) -> list[UnitLengths]:
         """Return the lengths of samples; those that nobody knows are loaded, and remembered.
 
         Raises:
@@ -113,7 +113,7 @@ class SampleLengths:
             f"the index alone, or, if it was changed on purpose, delete {self.file}"
         )
 
-    def _said(self, index: int, value: Any) -> Lengths:
+    def _said(self, index: int, value: Any) -> UnitLengths:
         field = f"lengths({index}) of {self._kind}"
         if not isinstance(value, Mapping) or not all(isinstance(each, list | tuple) for each in value.values()):
             fix = literal("return {'vision': [tokens of each image], 'llm': [tokens of its text]}")
@@ -121,7 +121,7 @@ class SampleLengths:
         fix = "leave out sequences without tokens"
         return _some({unit: [whole_number(field, each, 1, fix) for each in lengths] for unit, lengths in value.items()})
 
-    def _loaded(self, index: int) -> Lengths:
+    def _loaded(self, index: int) -> UnitLengths:
         name = f"sample {index} of {self._kind}"
         with generators_kept():
             seed_generators("lengths", index)
@@ -129,7 +129,7 @@ class SampleLengths:
         self._model.check(sample, name)
         return _some(self._model.lengths(sample))
 
-    def _keep(self, new: Mapping[int, Lengths]) -> None:
+    def _keep(self, new: Mapping[int, UnitLengths]) -> None:
         # a line begins with its end: the one before may have been cut off
         lines = b"".join(b"\n" + msgspec.json.encode(item) for item in new.items())
         try:
@@ -140,7 +140,7 @@ class SampleLengths:
             logger.warning("the lengths of samples are not kept, the next run loads them again: %s", error)
 
 
-def _some(lengths: Mapping[str, Sequence[int]]) -> Lengths:
+def _some(lengths: Mapping[str, Sequence[int]]) -> UnitLengths:
     return {unit: list(each) for unit, each in sorted(lengths.items()) if each}
 
 
