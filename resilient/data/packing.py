@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resilient.data.multimodal import images_of
+from resilient.data.multimodal import IGNORED_LABEL, images_of
 from resilient.data.seeding import GOLDEN, mixed
 
 
@@ -17,7 +17,7 @@ def pack_texts(samples: Sequence[Mapping[str, Any]], labels: Sequence[Tensor]) -
 
     Args:
         samples: With ``input_ids [seq]``; there may be none.
-        labels: Of each, what is predicted after each token ``[seq]``.
+        labels: Of each, what is predicted after its first token, its second, ...: up to ``[seq]``.
 
     Returns:
         ``input_ids``, ``labels`` and ``llm.positions`` (in their own text) ``[1, tokens]``, and ``llm.segments
@@ -27,7 +27,7 @@ def pack_texts(samples: Sequence[Mapping[str, Any]], labels: Sequence[Tensor]) -
     lengths = [len(sample["input_ids"]) for sample in samples]
     return {
         "input_ids": torch.cat([nothing, *(sample["input_ids"] for sample in samples)])[None],
-        "labels": torch.cat([nothing, *labels])[None],
+        "labels": torch.cat([nothing, *(_filled(*each) for each in zip(labels, lengths, strict=True))])[None],
         "llm.positions": torch.cat([nothing, *map(torch.arange, lengths)])[None],
         "llm.segments": torch.tensor(lengths, dtype=torch.int64),
     }
@@ -79,3 +79,7 @@ def pack_images(
         f"{unit}.keys": torch.cat([nothing, *token_keys]),
         f"{unit}.segments": torch.tensor([len(each) for each in positions], dtype=torch.int64),
     }
+
+
+def _filled(labels: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(labels, (0, length - len(labels)), value=IGNORED_LABEL)

@@ -141,8 +141,9 @@ class MultimodalModule:
         logits = activations["logits"]
         logits = logits if logits.dtype is torch.float64 else logits.float()
         labels = batch["labels"]
-        if self.labels == "unshifted" and "llm.segments" not in batch:
-            logits, labels = logits[:, :-1], labels[:, 1:]
+        if "llm.segments" not in batch:
+            labels = self._predicted(labels)
+            logits = logits[:, : labels.shape[1]]
         return torch.nn.functional.cross_entropy(
             logits.flatten(0, 1),
             labels.flatten(),
@@ -194,8 +195,7 @@ class MultimodalModule:
             ``{unit}.segments`` is read on the host, so it is best left there.
         """
         if unit == "llm":
-            labels = [self._targets(sample["labels"]) for sample in samples]
-            return pack_texts(samples, labels)
+            return pack_texts(samples, [self._predicted(sample["labels"]) for sample in samples])
         encoder = self.encoders[unit]
         return pack_images(
             samples,
@@ -210,7 +210,7 @@ class MultimodalModule:
     def num_targets(self, sample: Mapping[str, Any]) -> int | None:
         """Return how many tokens of a sample are predicted; None without labels."""
         labels = sample.get("labels")
-        return None if labels is None else int((self._targets(labels) != IGNORED_LABEL).sum())
+        return None if labels is None else int((self._predicted(labels) != IGNORED_LABEL).sum())
 
     def check(self, sample: Mapping[str, Any], name: str) -> None:
         """Raise :class:`SampleError` if the sample cannot be trained on.
@@ -282,11 +282,9 @@ class MultimodalModule:
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
-    def _targets(self, labels: Tensor) -> Tensor:
-        """Return what is predicted after each token of one sample."""
-        return (
-            torch.nn.functional.pad(labels[1:], (0, 1), value=IGNORED_LABEL) if self.labels == "unshifted" else labels
-        )
+    def _predicted(self, labels: Tensor) -> Tensor:
+        """Return the labels that something is read before."""
+        return labels[..., 1:] if self.labels == "unshifted" else labels
 
     def _check_encoders(self, vocab_size: int) -> None:
         seen: dict[int, str] = {}
@@ -314,7 +312,7 @@ class MultimodalModule:
         longest = config.max_position_embeddings
         if len(input_ids) > longest:
             raise SampleError(f"{name}: must have at most {longest} tokens, got {len(input_ids)}; shorten it")
-        targets = self._targets(labels)
+        targets = self._predicted(labels)
         targets = targets[targets != IGNORED_LABEL]
         if not len(targets):
             raise SampleError(
