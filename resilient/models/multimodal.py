@@ -193,7 +193,13 @@ class MultimodalModule:
         Returns:
             As :func:`resilient.data.packing.pack_texts` and :func:`~resilient.data.packing.pack_images` describe it.
             ``{unit}.segments`` is read on the host, so it is best left there.
+
+        Raises:
+            ArgumentError: The model is :attr:`unpackable`.
         """
+        if self.unpackable is not None:
+            got, fix = f"one whose {self.unpackable}", "change that in its config, or pad: collate(samples)"
+            raise ArgumentError("model", "allow its samples to be packed", got, fix)
         if unit == "llm":
             return pack_texts(samples, [self._predicted(sample["labels"]) for sample in samples])
         encoder = self.encoders[unit]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, Qwen2Config, SiglipVisionConfig, ViTConfig
 
 from resilient.data import collate_multimodal
 from resilient.data.seeding import sample_key
+from resilient.errors import ArgumentError
 from resilient.models.chain import Chain
 from resilient.models.layer import Activations, WholeModel
 from resilient.models.multimodal import EncoderModule, MultimodalModule
@@ -269,6 +271,20 @@ def test_what_cannot_be_packed_is_named(language: dict[str, Any], vision: dict[s
     encoder = EncoderModule(SiglipVisionConfig(**VISION, **vision), placeholder_id=3)
     model = MultimodalModule(encoders={"vision": encoder}, language_model=Qwen2Config(**TEXT, **language))
     assert why_padded(model, Tokens()) == reason
+    if reason is None:
+        return
+    message = f"model must allow its samples to be packed, got one whose {reason}; change that in its config, or pad: "
+    with pytest.raises(ArgumentError, match=f"^{re.escape(message + 'collate(samples)')}$"):
+        model.collate_unit("llm", [], [])
+
+
+def test_images_without_values_are_packed_without() -> None:
+    model = unit_model(whole_model("llama with clip"))
+    sample = make_sample({"vision": [(1, 2)]}, 1, seed=0)
+    sample["vision.pixels"] = [image.to("meta") for image in sample["vision.pixels"]]
+    batch = model.collate_unit("vision", [sample], [1])
+    assert (batch["vision.patches"].shape, batch["vision.patches"].is_meta) == ((2, 16), True)
+    assert batch["vision.segments"].tolist() == [3]
 
 
 def test_own_collates_and_other_models_keep_padding() -> None:
