@@ -31,9 +31,11 @@ class Dataset(Protocol):
     ends and names the sample. ``__getitem__`` may run in processes forked from the worker when training begins; an
     entry that takes long to load may be :class:`resilient.data.Lazy`.
 
-    Two more methods are optional: ``num_targets(i) -> int``, how many targets sample i has in the loss, known without
-    loading it (see :func:`num_targets`), and ``collate(samples) -> dict[str, Tensor]`` (see :func:`collate_of`), which
-    must keep all samples, each once, and draw no random numbers.
+    Three more methods are optional: ``num_targets(i) -> int``, how many targets sample i has in the loss, known without
+    loading it (see :func:`num_targets`); ``collate(samples) -> dict[str, Tensor]`` (see :func:`collate_of`), which must
+    keep all samples, each once, and draw no random numbers; and, for models that pack samples, ``lengths(i)``, how many
+    tokens each sequence of sample i has, by unit: ``{"vision": [256, 64], "llm": [700]}`` (see
+    :class:`resilient.data.lengths.SampleLengths`).
     """
 
     def __len__(self) -> int: ...

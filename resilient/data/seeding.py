@@ -34,3 +34,26 @@ def generators_kept() -> Iterator[None]:
         random.setstate(pythons)
         np.random.set_state(numpys)
         torch.default_generator.set_state(torchs)
+
+
+GOLDEN = 0x1E3779B97F4A7C15
+"""An odd number whose multiples differ in all their bits."""
+
+
+def sample_key(seed: int, step: int, index: int) -> int:
+    """Return what the random numbers of a sample in a step are drawn from, 63 bits."""
+    digest = hashlib.blake2b(repr((seed, step, index)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def mixed(values: torch.Tensor) -> torch.Tensor:
+    """Return integers that look random, each a function of one of ``values`` alone, the same on every device.
+
+    Args:
+        values: int64.
+
+    Source: the finalizer of splitmix64 (Steele, Lea and Flood, 2014), whose shifts are of unsigned integers.
+    """
+    values = (values ^ ((values >> 30) & ((1 << 34) - 1))) * -0x40A7B892E31B1A47
+    values = (values ^ ((values >> 27) & ((1 << 37) - 1))) * -0x6B2FB644ECCEEE15
+    return values ^ ((values >> 31) & ((1 << 33) - 1))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec
 from resilient.models.pretrained import Source, first, initializer, load_pretrained, modeling
+from resilient.models.segments import Segments, through_block, window_mask
 from resilient.models.vision import valid_patches
 
 LANGUAGE_FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -21,27 +22,32 @@ LANGUAGE_FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "
 
 
 class Rotary:
-    """Rotary position embeddings of positions 0, 1, ...; shared by the blocks of a process, part of no state.
+    """Rotary position embeddings; shared by the blocks of a process, part of no state.
 
     Keeps the last microbatch's, which all blocks of a forward pass ask for.
     """
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._last: tuple[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] | None = None
+        self._last: tuple[tuple[int, torch.dtype, torch.device], Tensor | None, tuple[Tensor, Tensor]] | None = None
 
-    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines ``[1, seq, head_dim]`` for ``hidden [microbatch, seq, hidden]``."""
+    def __call__(self, hidden: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines ``[1, seq, head_dim]`` for ``hidden [microbatch, seq, hidden]``.
+
+        Args:
+            hidden: Its shape, type and device count.
+            positions: Of the tokens ``[1, seq]``; None for 0, 1, ...
+        """
         key = (hidden.shape[1], hidden.dtype, hidden.device)
-        if self._last is not None and self._last[0] == key:
-            return self._last[1]
+        if self._last is not None and self._last[0] == key and self._last[1] is positions:
+            return self._last[2]
         family = self._source.family
         (embedding,) = modeling(family, LANGUAGE_FAMILIES[family] + "RotaryEmbedding")
         # tensors made in inference mode could not be used in training later
         with torch.inference_mode(False), hidden.device:
-            positions = torch.arange(hidden.shape[1])[None]
-            tables = embedding(self._source.config)(torch.empty(0, dtype=hidden.dtype), positions)
-        self._last = (key, tables)
+            places = torch.arange(hidden.shape[1])[None] if positions is None else positions
+            tables = embedding(self._source.config)(torch.empty(0, dtype=hidden.dtype), places)
+        self._last = (key, positions, tables)
         return tables
 
 
@@ -66,14 +72,15 @@ class LanguageEmbed(Layer):
     def forward(self, activations: Activations, batch: Batch) -> Activations:
         hidden = self.embed_tokens(batch["input_ids"])
         for name, token in self.placeholders.items():
-            padded = activations[f"{name}.features"]
-            features = padded[valid_patches(batch, name, self.patch_sizes[name], padded.device)]
+            features = activations[f"{name}.features"]
+            if features.ndim == 3:  # padded, not packed
+                features = features[valid_patches(batch, name, self.patch_sizes[name], features.device)]
             hidden = hidden.masked_scatter((batch["input_ids"] == token)[..., None], features.to(hidden.dtype))
         return {"hidden": hidden}
 
 
 class LanguageBlock(Layer):
-    """One decoder block. Sequences are padded on the right: causal attention never reads the padding."""
+    """One decoder block. Sequences are packed, or padded on the right: causal attention never reads the padding."""
 
     def __init__(self, source: Source, index: int, rotary: Rotary) -> None:
         super().__init__()
@@ -83,14 +90,22 @@ class LanguageBlock(Layer):
         self.rotary = rotary
 
     def forward(self, activations: Activations, batch: Batch) -> Activations:
-        hidden = activations["hidden"]
+        return {"hidden": through_block(partial(self._run, batch), activations["hidden"])}
+
+    def _run(self, batch: Batch, hidden: Tensor) -> Tensor:
+        seq, device = hidden.shape[1], hidden.device
+        lengths, positions = batch.get("llm.segments"), batch.get("llm.positions")
+        if positions is not None and not positions.numel():
+            positions = None
         output = self.block(
             hidden,
-            attention_mask=_window_mask(hidden, self.window),
-            position_ids=torch.arange(hidden.shape[1], device=hidden.device)[None],
-            position_embeddings=self.rotary(hidden),
+            attention_mask=window_mask(seq, self.window, device)
+            if lengths is None
+            else Segments.of(lengths, self.window),
+            position_ids=torch.arange(seq, device=device)[None] if positions is None else positions,
+            position_embeddings=self.rotary(hidden, positions),
         )
-        return {"hidden": first(output)}
+        return first(output)
 
 
 class LanguageHead(Layer):
@@ -124,9 +139,10 @@ def language_layers(
     parts: list[tuple[str, Any, dict[str, str], dict[str, tuple[str, str]], tuple[str, ...]]] = [
         ("embed", embed, {"embed_tokens.": "model.embed_tokens."}, {}, embed_reads)
     ]
+    packed = ("llm.segments", "llm.positions")
     for i in range(config.num_hidden_layers):
         parts.append(
-            (f"block.{i}", partial(LanguageBlock, source, i, rotary), {"block.": f"model.layers.{i}."}, {}, ())
+            (f"block.{i}", partial(LanguageBlock, source, i, rotary), {"block.": f"model.layers.{i}."}, {}, packed)
         )
     parts.append(("head", partial(LanguageHead, source), head_names, tied, ("labels",)))
     return [
@@ -183,11 +199,3 @@ def _window(config: Any, index: int) -> int | None:
     if types is not None and types[index] != "sliding_attention":
         return None
     return getattr(config, "sliding_window", None)
-
-
-def _window_mask(hidden: Tensor, window: int | None) -> Tensor | None:
-    seq = hidden.shape[1]
-    if window is None or seq <= window:
-        return None
-    causal = torch.ones(seq, seq, dtype=torch.bool, device=hidden.device).tril()
-    return causal.triu(1 - window)[None, None]

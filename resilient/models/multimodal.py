@@ -15,11 +15,13 @@ from transformers import PretrainedConfig
 
 from resilient.common.arguments import described, kind_of, whole_number
 from resilient.data.multimodal import IGNORED_LABEL, LARGEST_PIXEL, collate_multimodal, images_of
+from resilient.data.packing import pack_images, pack_texts
 from resilient.data.sample_types import check_tensor
 from resilient.errors import ArgumentError, SampleError, literal
 from resilient.models import language, vision
 from resilient.models.language import language_layers
 from resilient.models.layer import Activations, Batch
+from resilient.models.packing import why_unpackable
 from resilient.models.pretrained import resolve
 from resilient.models.vision import pair, vision_layers
 
@@ -138,11 +140,13 @@ class MultimodalModule:
         """Return the cross entropy summed over all positions with a label."""
         logits = activations["logits"]
         logits = logits if logits.dtype is torch.float64 else logits.float()
-        if self.labels == "unshifted":
-            logits = logits[:, :-1]
+        labels = batch["labels"]
+        if "llm.segments" not in batch:
+            labels = self._predicted(labels)
+            logits = logits[:, : labels.shape[1]]
         return torch.nn.functional.cross_entropy(
             logits.flatten(0, 1),
-            self._predicted(batch["labels"]).flatten(),
+            labels.flatten(),
             ignore_index=IGNORED_LABEL,
             reduction="sum",
         )
@@ -150,6 +154,64 @@ class MultimodalModule:
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Join samples to a microbatch, padded: :func:`resilient.data.collate_multimodal`."""
         return collate_multimodal(samples)
+
+    @property
+    def units(self) -> dict[str, tuple[str, ...]]:
+        """The model's units in order, and of each those whose features it reads: ``llm`` reads every encoder's."""
+        return {**dict.fromkeys(self.encoders, ()), "llm": tuple(self.encoders)}
+
+    @property
+    def unpackable(self) -> str | None:
+        """Why samples must be padded, in words; None where :meth:`collate_unit` may pack them."""
+        configs = {name: encoder.source.config for name, encoder in self.encoders.items()}
+        return why_unpackable({**configs, "llm": self.language.config})
+
+    def lengths(self, sample: Mapping[str, Any]) -> dict[str, list[int]]:
+        """Return the tokens of a sample's sequences by unit: of ``llm`` its one text, of encoders each image.
+
+        Args:
+            sample: One that passed :meth:`check`; its images need no values.
+        """
+        patches = {
+            name: [_num_features(image, encoder, name) for image in images_of(sample, name)]
+            for name, encoder in self.encoders.items()
+        }
+        return {**patches, "llm": [len(sample["input_ids"])]}
+
+    def collate_unit(self, unit: str, samples: Sequence[Mapping[str, Any]], keys: Sequence[int]) -> dict[str, Tensor]:
+        """Pack what one unit reads of samples into one row without padding; several units' may be joined with ``|``.
+
+        An encoder makes ``{unit}.features [tokens, width]`` of it, in the order of the samples, as many of each sample
+        as :meth:`lengths` says. The activations of ``llm`` begin with those of its own samples, from wherever they were
+        made; of none they are ``[0, width]``.
+
+        Args:
+            unit: One of :attr:`units`.
+            samples: Those of the cell, in any number, also none.
+            keys: Of each sample, what its random numbers are drawn from: :func:`resilient.data.seeding.sample_key`.
+
+        Returns:
+            As :func:`resilient.data.packing.pack_texts` and :func:`~resilient.data.packing.pack_images` describe it.
+            ``{unit}.segments`` is read on the host, so it is best left there.
+
+        Raises:
+            ArgumentError: The model is :attr:`unpackable`.
+        """
+        if self.unpackable is not None:
+            got, fix = f"one whose {self.unpackable}", "change that in its config, or pad: collate(samples)"
+            raise ArgumentError("model", "allow its samples to be packed", got, fix)
+        if unit == "llm":
+            return pack_texts(samples, [self._predicted(sample["labels"]) for sample in samples])
+        encoder = self.encoders[unit]
+        return pack_images(
+            samples,
+            keys,
+            unit,
+            num_channels=encoder.source.config.num_channels,
+            patch_size=encoder.patch_size,
+            num_columns=encoder.grid[1],
+            num_class_tokens=int(vision.VISION_FAMILIES[encoder.source.family].class_token is not None),
+        )
 
     def num_targets(self, sample: Mapping[str, Any]) -> int | None:
         """Return how many tokens of a sample are predicted; None without labels."""

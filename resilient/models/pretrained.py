@@ -22,6 +22,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from resilient.common.arguments import kind_of
 from resilient.common.file_digest import file_digest
+from resilient.models.segments import ATTENTION, register_attention
 
 _PREFIXES = ("", "model.", "vit.", "vision_model.", "language_model.", "model.vision_tower.", "model.language_model.")
 """What checkpoints of larger models put before the names of the part we read."""
@@ -122,7 +123,7 @@ def resolve(given: Any, argument: str, families: Collection[str]) -> Source:
             got += ", a model of several parts"
             fix = f"pass a config or a checkpoint folder of its {argument.replace('_', ' ')} alone"
         raise ValueError(f"{argument} must be of a supported family ({supported}), got {got}; {fix}")
-    source.config._attn_implementation = "sdpa"
+    source.config._attn_implementation = ATTENTION
     return source
 
 
@@ -144,6 +145,7 @@ def _from_folder(given: str | Path, argument: str) -> Source:
 
 def modeling(family: str, *names: str) -> tuple[Any, ...]:
     """Import classes from transformers' modeling file of a family, which is slow: only when a layer is built."""
+    register_attention()
     module = import_module(f"transformers.models.{family}.modeling_{family}")
     return tuple(getattr(module, name) for name in names)
 

@@ -1,8 +1,8 @@
 """Vision encoders as layers: patch embedding, transformer blocks, and the projector into the language model.
 
-Images of a microbatch differ in size and are zero-padded on the right and at the bottom. Padding patches are masked
-out of attention, so that no real patch's value depends on them. An image smaller than the encoder's own takes the
-top left part of its table of positions.
+Images of a microbatch differ in size. They are packed patch by patch into one row, or zero-padded on the right and at
+the bottom; padding patches are masked out of attention, so that no real patch's value depends on them. An image smaller
+than the encoder's own takes the top left part of its table of positions.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec
 from resilient.models.pretrained import Source, first, initializer, load_pretrained, modeling
+from resilient.models.sample_dropout import seed_by_sample
+from resilient.models.segments import Segments, through_block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +134,24 @@ class VisionEmbed(Layer):
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if family.pre_norm else nn.Identity()
 
     def forward(self, activations: Activations, batch: Batch) -> Activations:
+        packed = f"{self.unit}.patches" in batch
+        hidden = self._packed(batch) if packed else self._padded(batch.get(f"{self.unit}.pixels"))
+        return {**activations, f"{self.unit}.hidden": self.norm(hidden)}
+
+    def _packed(self, batch: Batch) -> Tensor:
+        """Return all images' tokens in one row, ``[1, tokens, hidden]``."""
+        weight, positions = self.patch.weight, batch[f"{self.unit}.positions"]
+        patches = batch[f"{self.unit}.patches"].to(weight.dtype)
+        hidden = nn.functional.linear(patches, weight.flatten(1), self.patch.bias).to(self.positions.dtype)
+        num_class_tokens = len(self.positions) - self.grid[0] * self.grid[1]
+        if num_class_tokens:
+            is_patch = positions >= num_class_tokens
+            hidden = torch.cat((self.class_token[0], hidden))[is_patch.cumsum(0) * is_patch]
+        return (hidden + nn.functional.embedding(positions, self.positions))[None]
+
+    def _padded(self, pixels: Tensor | None) -> Tensor:
+        """Return each image's tokens, ``[num_images, tokens, hidden]``."""
         weight = self.patch.weight
-        pixels = batch.get(f"{self.unit}.pixels")
         if pixels is None:
             pixels = weight.new_zeros(1, weight.shape[1], *self.patch_size)
         patches: Tensor = self.patch(pixels.to(weight.dtype))
@@ -143,28 +161,38 @@ class VisionEmbed(Layer):
         if len(class_position):
             token = (self.class_token + class_position).expand(len(hidden), -1, -1)
             hidden = torch.cat((token.to(hidden.dtype), hidden), dim=1)
-        return {**activations, f"{self.unit}.hidden": self.norm(hidden)}
+        return hidden
 
 
 class VisionBlock(Layer):
-    """One transformer block; attention reads real patches (and the class token) only."""
+    """One transformer block; attention reads real patches (and the class token) of the same image only."""
 
-    def __init__(self, source: Source, name: str) -> None:
+    def __init__(self, source: Source, name: str, index: int) -> None:
         super().__init__()
         family = VISION_FAMILIES[source.family]
         (block,) = modeling(family.module, family.block)
         self.block = block(source.config)
+        self.dropouts = seed_by_sample(self.block, f"{name}.block.{index}")
         self.arguments = family.arguments
         self.unit = name
         self.patch_size = pair(source.config.patch_size)
 
     def forward(self, activations: Activations, batch: Batch) -> Activations:
-        hidden = activations[f"{self.unit}.hidden"]
+        name = f"{self.unit}.hidden"
+        return {**activations, name: through_block(partial(self._run, batch), activations[name])}
+
+    def _run(self, batch: Batch, hidden: Tensor) -> Tensor:
+        keys, lengths = batch.get(f"{self.unit}.keys"), batch.get(f"{self.unit}.segments")
+        for dropout in self.dropouts:
+            dropout.begin(keys if keys is not None and len(keys) else None)
+        mask = self._valid(hidden, batch) if lengths is None else Segments.of(lengths)
+        return first(self.block(hidden, mask, **self.arguments))
+
+    def _valid(self, hidden: Tensor, batch: Batch) -> Tensor:
         valid = valid_patches(batch, self.unit, self.patch_size, hidden.device)
         keys = nn.functional.pad(valid, (hidden.shape[1] - valid.shape[1], 0), value=True)
         keys = keys | (torch.arange(keys.shape[1], device=keys.device) == 0)  # an empty row would give nan
-        mask = keys[:, None, None, :].expand(-1, -1, keys.shape[1], -1)
-        return {**activations, f"{self.unit}.hidden": first(self.block(hidden, mask, **self.arguments))}
+        return keys[:, None, None, :].expand(-1, -1, keys.shape[1], -1)
 
 
 class Projector(Layer):
@@ -190,7 +218,11 @@ class Projector(Layer):
 
     def forward(self, activations: Activations, batch: Batch) -> Activations:
         rest = {key: value for key, value in activations.items() if key != f"{self.unit}.hidden"}
-        patches = activations[f"{self.unit}.hidden"][:, self.num_class_tokens :]
+        hidden, positions = activations[f"{self.unit}.hidden"], batch.get(f"{self.unit}.positions")
+        if positions is None:
+            patches = hidden[:, self.num_class_tokens :]
+        else:
+            patches = hidden[0, positions >= self.num_class_tokens]
         return {**rest, f"{self.unit}.features": self.projection(self.norm(patches))}
 
 
@@ -216,19 +248,22 @@ def vision_layers(
     def spec(part: str, build: Any, initialize: Any, *reads: str) -> LayerSpec:
         return LayerSpec(name=f"{name}.{part}", unit=name, build=build, initialize=initialize, reads=frozenset(reads))
 
-    build = partial(_build, VisionEmbed, source, name, frozen)
-    specs = [spec("embed", build, partial(_initialize_embed, source), f"{name}.pixels")]
+    def reads(*entries: str) -> list[str]:
+        return [f"{name}.{entry}" for entry in entries]
+
+    build = partial(_build, frozen, VisionEmbed, source, name)
+    specs = [spec("embed", build, partial(_initialize_embed, source), *reads("pixels", "patches", "positions"))]
     for i in range(config.num_hidden_layers):
-        build = partial(_build, VisionBlock, source, name, frozen)
-        specs.append(
-            spec(f"block.{i}", build, partial(_initialize_block, source, f"{family.blocks}.{i}."), f"{name}.sizes")
-        )
-    specs.append(spec("projector", build_projector, partial(_initialize_projector, source)))
+        build = partial(_build, frozen, VisionBlock, source, name, i)
+        initialize = partial(_initialize_block, source, f"{family.blocks}.{i}.")
+        specs.append(spec(f"block.{i}", build, initialize, *reads("sizes", "segments", "keys")))
+    initialize = partial(_initialize_projector, source)
+    specs.append(spec("projector", build_projector, initialize, *reads("positions")))
     return specs
 
 
-def _build(layer: Any, source: Source, name: str, frozen: bool) -> nn.Module:
-    return layer(source, name).requires_grad_(not frozen)
+def _build(frozen: bool, layer: Any, *arguments: Any) -> nn.Module:
+    return layer(*arguments).requires_grad_(not frozen)
 
 
 def _rule(source: Source) -> Any:
