@@ -13,6 +13,8 @@ from torch import Tensor
 def tensor_bytes(tensor: Tensor) -> Tensor:
     """Return a tensor's values as bytes, ``[num_bytes]`` on its device, without a copy where they lie together."""
     values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if not values.numel():  # numpy's empty arrays have strides that no view takes
+        return values.new_empty(0, dtype=torch.uint8)
     return values.reshape(-1).view(torch.uint8)
 
 

@@ -25,6 +25,7 @@ def test_equal_entries_have_equal_checksums_however_they_lie_in_memory() -> None
     assert entry_checksum(grid.T) == entry_checksum(grid.T.contiguous().requires_grad_())
     assert entry_checksum((grid, 1)) == entry_checksum([grid.clone(), 1])
     assert entry_checksum(object()) == entry_checksum(object())
+    assert entry_checksum(torch.from_numpy(np.zeros(0))) == entry_checksum(torch.zeros(0, dtype=torch.float64))
 
 
 def test_arrays_of_objects_count_by_what_they_hold() -> None:
