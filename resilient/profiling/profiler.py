@@ -15,6 +15,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from resilient.emulation.device import DEVICE
 from resilient.errors import ArgumentError, note
 from resilient.models.buffers import ConstantBuffers
 from resilient.models.layer import Activations, Batch, LayerSpec, initialize_layer
@@ -353,7 +354,10 @@ class _Pass:
 
 def _clock(device: torch.device) -> Timed:
     # its own processor time is what a single thread takes where nobody disturbs it, and workers start all at once
-    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    alone = torch.get_num_threads() == 1
+
+    def now() -> float:
+        return time.thread_time() + DEVICE.waited_s if alone else time.perf_counter()
 
     def on_cpu(run: Run) -> float:
         started = now()
