@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from resilient.emulation.device import DEVICE
 from resilient.emulation.unit import EmulatedUnit, check_units
@@ -76,13 +75,13 @@ class _EmulatedLayer(Layer):
 
     def forward(self, activations: Activations, batch: Batch) -> Activations:
         since = DEVICE.now()
-        cost = self.unit.cost
+        cost, backward = self.unit.cost, _Backward()
         forward_s = cost.forward_ms(batch[f"{self.unit.name}_lengths"].tolist()) / 1e3
         hidden = self._enter(activations, batch) if self.is_first else activations["hidden"]
         # the two lie on separate branches of the graph: each part of a split backward passes its own alone
-        hidden = _wait_in_backward(hidden, forward_s * cost.backward_input)
-        scale = _wait_in_backward(self.weight.mean(0), forward_s * cost.backward_weight)
-        hidden = hidden + torch.tanh(hidden * scale) / 8
+        hidden = backward.waits_at(hidden, forward_s * cost.backward_input)
+        scale = backward.waits_at(self.weight.mean(0), forward_s * cost.backward_weight)
+        hidden = backward.begins_at(hidden + torch.tanh(hidden * scale) / 8)
         DEVICE.wait(forward_s, since)
         return {"hidden": hidden}
 
@@ -125,19 +124,50 @@ def _sample_means(hidden: Tensor, sizes: Tensor) -> Tensor:
     return sums / sizes.clamp(min=1)
 
 
-def _wait_in_backward(tensor: Tensor, duration_s: float) -> Tensor:
-    """Return a tensor whose gradient, if there is one, comes that much later."""
-    waited: Tensor = _Wait.apply(tensor, duration_s)  # pyright: ignore[reportAssignmentType]
-    return waited
+class _Backward:
+    """When the backward of one forward of a layer began; the wait that comes first lasts from there."""
+
+    def __init__(self) -> None:
+        self._began_s: float | None = None
+
+    def begins_at(self, tensor: Tensor) -> Tensor:
+        """Return the layer's result, at whose gradient the backward begins."""
+        return _Begin.apply(tensor, self)  # pyright: ignore[reportReturnType]
+
+    def waits_at(self, tensor: Tensor, duration_s: float) -> Tensor:
+        """Return a tensor whose gradient, if there is one, comes that much later."""
+        return _Wait.apply(tensor, self, duration_s)  # pyright: ignore[reportReturnType]
+
+    def begin(self) -> None:
+        """Note the time."""
+        self._began_s = DEVICE.now()
+
+    def wait(self, duration_s: float) -> None:
+        """Wait, since the beginning if nothing has waited since then."""
+        since = DEVICE.now() if self._began_s is None else self._began_s
+        self._began_s = None
+        DEVICE.wait(duration_s, since)
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, backward: _Backward) -> Tensor:  # pyright: ignore
+        ctx.of = backward
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+        ctx.of.begin()
+        return gradient, None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor, duration_s: float) -> Tensor:  # pyright: ignore
-        ctx.duration_s = duration_s  # pyright: ignore[reportAttributeAccessIssue]
+    def forward(ctx: Any, tensor: Tensor, backward: _Backward, duration_s: float) -> Tensor:  # pyright: ignore
+        ctx.of, ctx.duration_s = backward, duration_s
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
-        DEVICE.wait(ctx.duration_s, DEVICE.now())  # pyright: ignore[reportAttributeAccessIssue]
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
+        ctx.of.wait(ctx.duration_s)
+        return gradient, None, None

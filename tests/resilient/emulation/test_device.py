@@ -21,7 +21,7 @@ def test_wait_that_is_over_already_does_not_sleep() -> None:
     clock = FakeClock()
     device = clock.device()
     device.wait(1.0, device.now() - 2.0)
-    assert (clock.slept_s, device.waited_s, device.num_waits) == ([], 0.0, 1)
+    assert (clock.slept_s, device.waited_s) == ([], 0.0)
 
 
 def test_what_one_wait_oversleeps_the_next_makes_up_for() -> None:
@@ -34,9 +34,9 @@ def test_what_one_wait_oversleeps_the_next_makes_up_for() -> None:
     assert device.waited_s == pytest.approx(50 * 0.01)
 
 
-def test_what_a_busy_machine_oversleeps_is_lost() -> None:
+def test_what_is_overslept_by_far_is_lost() -> None:
     clock = FakeClock(late_s=0.5)
     device = clock.device()
     for _ in range(3):
-        device.wait(0.01, device.now())
-    assert clock.slept_s == [0.01, 0.009, 0.009]
+        device.wait(0.1, device.now())
+    assert clock.slept_s == [0.1, 0.08, 0.08]

@@ -84,11 +84,31 @@ def test_parts_of_a_split_backward_take_what_the_curves_say(clock: FakeClock) ->
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in parameters)
 
 
+def test_computing_is_part_of_what_a_layer_takes(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    tanh = torch.tanh
+
+    def slow_tanh(values: torch.Tensor) -> torch.Tensor:
+        def spend(_: object) -> None:
+            clock.time_s += 1e-4
+
+        spend(None)
+        result = tanh(values)
+        result.register_hook(spend)
+        return result
+
+    monkeypatch.setattr(torch, "tanh", slow_tanh)
+    parts, of = units(), samples(0, 1, 2)
+    assemble(EmulatedModel(parts), seed=0).loss(EmulatedDataset(parts).collate(of)).backward()
+    vision, language = (forward_ms(part, of) for part in parts)
+    expected_ms = (1 + WEIGHT) * 2 * (vision + language) + INPUT * (vision + 2 * language)
+    assert clock.time_s == pytest.approx(100 + expected_ms / 1e3)
+
+
 def test_loss_is_that_of_its_samples_alone(clock: FakeClock) -> None:
     dataset, of = EmulatedDataset(units()), samples(*range(12))
     assert any(len(sample["vision"]) == 0 for sample in of), "one without pictures"
     model = assemble(EmulatedModel(units()), seed=0, dtype=torch.float64)
-    together, *alone = (float(model.loss(dataset.collate(some))) for some in (of, *([each] for each in of)))
+    together, *alone = (model.loss(dataset.collate(some)).item() for some in (of, *([each] for each in of)))
     assert together == pytest.approx(sum(alone), rel=1e-12)
     assert len(set(alone)) == 12
 
