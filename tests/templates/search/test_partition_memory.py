@@ -27,7 +27,8 @@ def test_no_pipeline_takes_more_memory_than_there_is(drawn: PlanningProblem, kin
     scarce = int(share * max(stage.memory_bytes for template in largest for stage in template.stages))
     problem = replace(roomy, cluster=replace(drawn.cluster, memory_bytes=scarce))
     try:
-        templates = plan_templates(problem, enough_nodes(problem))
+        # as many as f + 1 of the largest take: the smallest that fits may be that
+        templates = plan_templates(problem, (problem.max_failures + 1) * largest[0].num_nodes)
     except ValueError:
         assert share < 1, "the largest templates fit"
         return
