@@ -46,6 +46,7 @@ _REPEATED = (
     "grace_s",
     "wait_for_nodes_s",
     "allow_different",
+    "planner",
 )
 """Options that a job keeps when it is resumed, as they are; a test asks of each new one whether it is such."""
 
@@ -72,6 +73,7 @@ class LaunchOptions:
         injections: Failures to cause.
         domains: What the simulated nodes fail together with (zones, racks), in turn; empty for each by itself.
         trace_steps: Steps of which workers write down when they did what, as in "10" or "10-12"; "" for none.
+        planner: What places the samples of units, instead of what the script asks for; "" for that.
         allow_different: What may differ between nodes: of :data:`resilient.protocol.alike.ALLOWABLE`.
         validate: Check after everything that happens that the membership is consistent; a job of a thousand nodes
             feels it.
@@ -94,6 +96,7 @@ class LaunchOptions:
     injections: tuple[Injection, ...] = ()
     domains: tuple[str, ...] = ()
     trace_steps: str = ""
+    planner: str = ""
     allow_different: tuple[str, ...] = ()
     validate: bool = False
     environment: dict[str, str] = field(default_factory=dict[str, str])
@@ -284,6 +287,7 @@ class Launcher:
             grace_s=options.grace_s,
             wait_for_nodes_s=options.wait_for_nodes_s,
             trace=options.trace_steps,
+            planner=options.planner,
             allow_different=options.allow_different,
             validate=options.validate,
         )

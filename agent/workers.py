@@ -159,6 +159,8 @@ class WorkerPool:
             "RESILIENT_NODE": str(welcome.node),
             "RESILIENT_RUN_DIR": welcome.run_directory,
             "RESILIENT_TRACE": welcome.trace,
+            "RESILIENT_PLANNER": welcome.planner,
+            "RESILIENT_NETWORK": msgspec.json.encode(welcome.network).decode(),
         }
 
     def _error_file(self, local_rank: int) -> Path:

@@ -36,6 +36,7 @@ from resilient.planners.published.orchmllm.planner import OrchMLLM
 from resilient.planners.published.orchmllm.post_balance import balance_padded, balance_quadratic
 from resilient.planners.registry import PLANNERS, planner
 from resilient.planners.stages.degraded_replicas import degraded_replicas
+from resilient.planners.stages.one_pipeline import pipeline_configurations
 from resilient.planners.workloads.workload import workload
 from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.compiled import compiled
@@ -198,6 +199,28 @@ def every_planner() -> list[Row]:
     return rows
 
 
+def pipelines() -> list[Row]:
+    """One pipeline on each number of nodes, for every planner."""
+    model = "siglip-so400m+llama3.2-1b"
+    setting = Setting(
+        costs=derive_costs(model, "h200"),
+        cluster=cluster_of("h200", 1),
+        num_nodes=16,
+        global_batch=64,
+        microbatch=1,
+    )
+    samples, case = workload("laion", 1024, 0, model), "one pipeline on 1 to 16 nodes of one device, once"
+    return [
+        Row(
+            name=name,
+            case=case,
+            call=partial(pipeline_configurations, planner(name), setting, samples, range(1, 17)),
+            target="5 s for each number",
+        )
+        for name in PLANNERS
+    ]
+
+
 def vector_packing() -> list[Row]:
     """DFLOP's scheduler: exchanges alone, and HiGHS after them."""
     draw = np.random.default_rng(0)
@@ -326,6 +349,7 @@ ROWS: tuple[Callable[[], list[Row]], ...] = (
     orchestration,
     order,
     every_planner,
+    pipelines,
     vector_packing,
     cornstarch,
     groups,

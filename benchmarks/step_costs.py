@@ -17,6 +17,7 @@ from statistics import median
 import torch
 
 from resilient.comm import Communicator, SingleProcessCommunicator, StoreClient, StoreHost, connect
+from resilient.data.reader import Cell
 from resilient.pipeline.gradient_sync import GradientSync
 from resilient.protocol.messages import StepOutcome
 from resilient.runtime.batches import Batches
@@ -47,7 +48,7 @@ class Network:
 def load_ms(job: Job) -> float:
     """Return what loading a microbatch takes, as in steps whose samples were not seen before."""
     batches, per_step = Batches(job), job.global_batch // job.microbatch
-    places = [(1 + i // per_step, i % per_step) for i in range(LOADS)]
+    places = [(1 + i // per_step, Cell.of_chain(i % per_step, job.microbatch)) for i in range(LOADS)]
     return median(_processor_ms(lambda place=place: batches.batch(*place)) for place in places)
 
 

@@ -17,14 +17,16 @@ from resilient.common.malloc import keep_freed_memory
 from resilient.data.dataset import Dataset
 from resilient.data.processes import DataProcesses
 from resilient.data.read_ahead import data_processes
+from resilient.data.reader import Cell
 from resilient.errors import ArgumentError
 from resilient.models.layer import Model, WholeModel
 from resilient.observability.step_trace import parse_steps
 from resilient.optim import Optimizer
 from resilient.profiling.cache import job_profile
+from resilient.profiling.planned_job import planned_job
 from resilient.profiling.profiler import draw_samples
 from resilient.profiling.script import leave_description
-from resilient.protocol.agent_client import AgentClient
+from resilient.protocol.agent_client import AgentClient, cluster_from_environment
 from resilient.protocol.foreign_launchers import check_started_once
 from resilient.protocol.job_config import training_schedule
 from resilient.protocol.messages import Note, Output
@@ -86,6 +88,9 @@ class Trainer:
             (split the backward to shorten the waiting); "gpipe". Results are the same. Memory is planned for what each
             keeps in flight; "1f1b" needs the least, "eager-1f1b" no more than that, and takes what is left.
         num_chunks: Stages of each worker, under "interleaved-1f1b".
+        planner: What places the samples of a multimodal model, by its name in ``resilient compare``: encoders and the
+            language model then run cells of their own, packed, in lanes of their own. By default all layers are a chain
+            of padded microbatches. ``resilient run --planner`` goes before it; a script run by itself has no planner.
         num_workers: Processes of each worker that read samples ahead of time, while it computes; 0 for none. By default
             none where a sample takes under a millisecond to read, otherwise two.
         device: Where to train; by default "cuda", which is a device of this worker's own, if there is one, else "cpu".
@@ -114,6 +119,7 @@ class Trainer:
         compare_replicas_every: int = 100,
         schedule: str = "1f1b",
         num_chunks: int = 2,
+        planner: str | None = None,
         num_workers: int | None = None,
         device: str | torch.device | None = None,
         comm_timeout_s: float = 120.0,
@@ -134,6 +140,7 @@ class Trainer:
             compare_replicas_every=compare_replicas_every,
             schedule=training_schedule(schedule),
             num_chunks=num_chunks,
+            planner=os.environ.get("RESILIENT_PLANNER") or planner or "",
             num_workers=num_workers,
             device=_device(device),
             comm_timeout_s=comm_timeout_s,
@@ -174,7 +181,8 @@ class Trainer:
             check_started_once(os.environ, sys.argv, is_script=True)
         _log_to_stderr()
         # forked before there are connections, threads of communication or CUDA, of which they are to have nothing
-        with data_processes(reader_of(job).read, job.num_workers) as processes:
+        first = Cell.of_chain(0, job.microbatch)
+        with data_processes(reader_of(job).read, job.num_workers, first) as processes:
             return self._train(job, resume, processes)
 
     def _train(self, job: Job, resume: str | Path | None, processes: DataProcesses | None) -> FitResult:
@@ -191,10 +199,15 @@ class Trainer:
         )
         samples = draw_samples(job)
         told = alike(job, [read for each in samples for read in each.samples]) if agent is not None else {}
-        profile = job_profile(job, samples, lambda text: client.send(Output(text=text)))
+        planning = None
+        if agent is not None and job.planner:
+            cluster, num_nodes = cluster_from_environment()
+            profile, planning = planned_job(job, cluster, num_nodes, lambda text: client.send(Output(text=text)))
+        else:
+            profile = job_profile(job, samples, lambda text: client.send(Output(text=text)))
         del samples  # they may be large
         host, traced_steps = os.environ.get("RESILIENT_HOST", "127.0.0.1"), os.environ.get("RESILIENT_TRACE", "")
-        self._worker = Worker(job, profile, client, host, parse_steps(traced_steps), processes, told)
+        self._worker = Worker(job, profile, client, host, parse_steps(traced_steps), processes, told, planning)
         if isinstance(client, AgentClient):
             sys.stdout = _ForwardedOutput(sys.stdout, client, self._worker)
             self._worker.run()

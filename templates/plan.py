@@ -13,7 +13,6 @@ from resilient.templates.common.byte_intervals import ByteIntervals, Piece, comm
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.schedules.generators import generate
-from resilient.templates.schedules.graph import CHAIN, LaneName
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.template import PipelineTemplate, StageSpec
@@ -35,6 +34,8 @@ class PlanningProblem:
         schedule: What pipelines run; memory must hold the microbatches that it keeps in flight.
         num_chunks: Stages of each device: 1, or more under interleaved 1F1B.
         sharding: Whether stages may be sharded (:attr:`StageSpec.shard`); jobs do not run such stages yet.
+        templates: What a planner of units answered for consecutive numbers of nodes, instead of a search; empty for
+            chains.
     """
 
     profile: ModelProfile
@@ -47,6 +48,7 @@ class PlanningProblem:
     schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
     num_chunks: int = 1
     sharding: bool = False
+    templates: tuple[PipelineTemplate, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_failures < 0:
@@ -90,6 +92,9 @@ class PlanningProblem:
                 self.sharding,
                 "choose another schedule",
             )
+        sizes = [template.num_nodes for template in self.templates]
+        if sizes != list(range(sizes[0], sizes[0] + len(sizes)) if sizes else []):
+            raise ArgumentError("templates", "be for consecutive numbers of nodes", sizes, "leave none out")
         if self.cluster.devices_per_node < self.profile.tp_degrees[0]:
             raise ArgumentError(
                 "devices_per_node",
@@ -130,9 +135,8 @@ class Slot:
         node: Its node.
         local_rank: Its device of the node.
         pipeline_index: Its pipeline.
-        lane: That its stages are of: of which unit, and which of its replicas in the pipeline.
         row_index: Of its row, within the pipeline's template.
-        stages: What it runs: one stage, several under interleaved 1F1B.
+        stages: What it runs: one stage, several under interleaved 1F1B and where units share devices.
         shard_index: Counts the devices of its stages.
     """
 
@@ -143,7 +147,6 @@ class Slot:
     row_index: int
     stages: tuple[StageSpec, ...]
     shard_index: int = 0
-    lane: LaneName = CHAIN
 
     def intervals(self, profile: ModelProfile) -> dict[str, ByteIntervals]:
         """Return what it needs of each state that its stages use, in layer order.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,8 +12,9 @@ import msgspec
 
 from resilient.errors import ArgumentError, literal
 from resilient.templates.common.durations import nanoseconds
+from resilient.templates.schedules.graph import CHAIN, LaneName
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Of :meth:`TemplateSet.to_json`; files of another version are refused."""
 
 
@@ -21,6 +23,8 @@ class StageSpec:
     """Contiguous layers on one device group, the devices of which are in one node.
 
     Args:
+        lane: Of which unit, and which of its replicas in the pipeline; :data:`CHAIN` where the model is not cut into
+            units.
         first_layer: Index of the first layer.
         end_layer: One past the index of the last layer.
         node_index: Which of the template's nodes (0 .. num_nodes - 1) runs the stage.
@@ -29,7 +33,8 @@ class StageSpec:
         shard: Groups of its devices with microbatches of their own, which divide the stage's state among them and
             gather it layer by layer; the devices of a group are tensor parallel. 1 where the stage is not sharded.
         checkpointing: Whether layers keep only their inputs and run their forward again in the backward.
-        forward_ms: Forward time of one round of microbatches; where nothing is sharded, that is one.
+        forward_ms: Forward time of one round of microbatches; where nothing is sharded, that is one. Of units: what
+            falls to the lane for one microbatch of the language model.
         backward_ms: Backward time of one round, the forward that is run again included.
         send_ms: Time of the messages of one round over the boundary before the stage, 0 for the first.
         memory_bytes: Most that one device holds: states, gradients and the activations in flight; under eager 1F1B
@@ -37,6 +42,7 @@ class StageSpec:
         max_in_flight: For eager 1F1B, how many rounds the memory holds; None where it is not limited.
     """
 
+    lane: LaneName = CHAIN
     first_layer: int
     end_layer: int
     node_index: int
@@ -63,9 +69,11 @@ class StageSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTemplate:
-    """Stages in order; together they cover every layer once and every device of the template's nodes in order.
+    """Stages in order; together they cover every device of the template's nodes in order, and every layer: once where
+    the model is a chain, once in each lane of its unit otherwise.
 
-    Under interleaved 1F1B a device has several stages: stage ``s`` is in row ``s % len(rows)``.
+    Under interleaved 1F1B a device has several stages: stage ``s`` is in row ``s % len(rows)``. Stages of units come
+    lane after lane, in the units' order; a device may have some of several lanes.
 
     What its schedule calls a microbatch is a round of them: one for each group of devices of a sharded stage. A stage
     that is not sharded, beside others that are, takes those of a round one after the other.
@@ -74,24 +82,43 @@ class PipelineTemplate:
         num_nodes: Nodes it is made for.
         stages: The stages.
         sync_ms: The part of the gradient sum that no backward hides: that of the first stage.
+        decision: What a planner of units decided of it, for those who assign samples by it: the JSON of a
+            :class:`resilient.planners.planner.Configuration`. Empty for chains.
     """
 
     num_nodes: int
     stages: tuple[StageSpec, ...]
     sync_ms: float = 0.0
+    decision: str = ""
+
+    @cached_property
+    def row_stages(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each device group by number, in order of the first ones."""
+        rows: dict[tuple[int, int], list[int]] = {}
+        for number, stage in enumerate(self.stages):
+            rows.setdefault((stage.node_index, stage.first_device), []).append(number)
+        return tuple(map(tuple, rows.values()))
 
     @cached_property
     def rows(self) -> tuple[tuple[StageSpec, ...], ...]:
-        """The stages of each device group, in order of the first ones."""
-        rows: dict[tuple[int, int], list[StageSpec]] = {}
-        for stage in self.stages:
-            rows.setdefault((stage.node_index, stage.first_device), []).append(stage)
-        return tuple(map(tuple, rows.values()))
+        """The stages of each device group."""
+        return tuple(tuple(self.stages[number] for number in row) for row in self.row_stages)
+
+    @cached_property
+    def row_of(self) -> tuple[int, ...]:
+        """The row of each stage."""
+        place = {number: row for row, numbers in enumerate(self.row_stages) for number in numbers}
+        return tuple(place[number] for number in range(len(self.stages)))
+
+    @cached_property
+    def lanes(self) -> tuple[LaneName, ...]:
+        """The lanes in order."""
+        return tuple(dict.fromkeys(stage.lane for stage in self.stages))
 
     @property
     def num_chunks(self) -> int:
-        """Stages of each device group."""
-        return len(self.stages) // len(self.rows)
+        """Stages of each device group of a chain."""
+        return len(self.stages) // len(self.rows) if self.lanes == (CHAIN,) else 1
 
     @cached_property
     def round_size(self) -> int:
@@ -105,15 +132,45 @@ class PipelineTemplate:
     @cached_property
     def slowest_ms(self) -> float:
         """Time of the slowest row: what one more round costs."""
-        return max(math.fsum(stage.stage_ms for stage in row) for row in self.rows)
+        return self._line_ms((1.0,) * self.num_nodes)[1]
 
     @cached_property
     def fill_ms(self) -> float:
         """Time of a step beside its rounds: one through all other rows, and the exposed sum.
 
-        With several stages in each row, the pipeline fills as many times faster.
+        With several stages in each row, the pipeline fills as many times faster. Units are passed one after the other,
+        lanes of one side by side.
         """
-        return (math.fsum(stage.stage_ms for stage in self.stages) - self.slowest_ms) / self.num_chunks + self.sync_ms
+        return self._line_ms((1.0,) * self.num_nodes)[0]
+
+    def line_ms(self, node_factors: Sequence[float]) -> tuple[float, float]:
+        """Return ``fill_ms`` and ``slowest_ms`` on nodes that were seen to be slow.
+
+        Args:
+            node_factors: For each of the nodes, by how much the stages on it take longer; 1 as profiled.
+
+        Raises:
+            ValueError: Not one factor per node.
+        """
+        if len(node_factors) != self.num_nodes:
+            raise ArgumentError(
+                "node_factors",
+                f"be one for each of the template's {self.num_nodes} nodes",
+                len(node_factors),
+                "give 1.0 for nodes as fast as profiled",
+            )
+        return self._line_ms(node_factors)
+
+    def _line_ms(self, node_factors: Sequence[float]) -> tuple[float, float]:
+        slowest = max(math.fsum(stage.stage_ms for stage in row) * node_factors[row[0].node_index] for row in self.rows)
+        lanes: dict[LaneName, list[float]] = {}
+        for stage in self.stages:
+            lanes.setdefault(stage.lane, []).append(stage.stage_ms * node_factors[stage.node_index])
+        units: dict[str, float] = {}
+        for lane, times in lanes.items():
+            units[lane.unit] = max(units.get(lane.unit, 0.0), math.fsum(times))
+        through = max(math.fsum(units.values()), slowest)  # colocated lanes may take longer than one microbatch's way
+        return (through - slowest) / self.num_chunks + self.sync_ms, slowest
 
     def iteration_ms(self, num_microbatches: int) -> float:
         """Return the time of one step of N rounds, with one stage for each device ``sum(t) + (N - 1) max(t) + sync``.

@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.test_layering import MODULES, ROOT, files
 
 KEPT = {
+    "extra_repr": "what torch asks a layer for when it is shown",
     "old_trace": "renamed options, which say so when they are typed",
     "remove_node": "of a launcher, beside what adds one",
 }

@@ -89,6 +89,8 @@ class Handlers:
                 heartbeat_s=settings.heartbeat_s,
                 num_nodes=settings.num_nodes,
                 trace=settings.trace,
+                planner=settings.planner,
+                network=settings.network,
             ),
         )
         if event.num_workers != settings.workers_per_node:

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from resilient.agent.launch import LaunchOptions, launch
 from resilient.cli.shared.printing import plain_table
-from resilient.data.sampler import StepSampler, microbatches
+from resilient.data.sampler import StepSampler
 from resilient.emulation.dataset import EmulatedDataset
 from resilient.emulation.unit import EmulatedUnit
 from resilient.templates.schedules.generators import generate
@@ -48,8 +48,8 @@ def predicted_ms(
     layers = [part for part in parts for _ in range(part.num_layers)]
     shape = (len(pipeline["stages"]), number)
     forward, inputs, weights = (np.zeros(shape) for _ in range(3))
-    for cell, samples in enumerate(microbatches(order, 1)):
-        lengths = dataset.lengths(int(samples[0]))
+    for cell, sample in enumerate(order.tolist()):
+        lengths = dataset.lengths(sample)
         for row, stage in enumerate(pipeline["stages"]):
             for index in range(stage["first_layer"], stage["end_layer"]):
                 cost = layers[index].cost

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from resilient import Chain
 from resilient.data.read_ahead import data_processes
+from resilient.data.reader import Cell
 from resilient.optim import SGD
 from resilient.protocol.job_config import training_schedule
 from resilient.runtime.batches import Batches, reader_of
@@ -56,16 +57,16 @@ def waiting_ms(num_workers: int) -> float:
         num_steps=STEPS,
         num_workers=num_workers,
     )
-    positions = tuple(range(SAMPLES // MICROBATCH))
+    cells = [Cell.of_chain(position, MICROBATCH) for position in range(SAMPLES // MICROBATCH)]
     waited: list[float] = []
-    with data_processes(reader_of(job).read, num_workers) as processes:
+    with data_processes(reader_of(job).read, num_workers, cells[0]) as processes:
         batches = Batches(job, processes)
-        batches.enter(positions, None)
+        batches.enter(lambda step: cells, None)
         for step in range(1, STEPS + 1):
             waited.append(0.0)
-            for position in positions:
+            for cell in cells:
                 started = time.perf_counter()
-                batches.batch(step, position)
+                batches.batch(step, cell)
                 waited[-1] += 1000 * (time.perf_counter() - started)
                 time.sleep(SAMPLE_S * MICROBATCH)
     return median(waited[2:])

@@ -68,6 +68,9 @@ def run(
     trace_steps: Annotated[
         str, typer.Option(metavar="STEPS", help='Write what each worker did when in these steps: "10" or "10-12".')
     ] = "",
+    planner: Annotated[
+        str, typer.Option(help="Places samples of multimodal models, instead of what the script asks for.")
+    ] = "",
     allow_different: Annotated[
         list[str] | None,
         typer.Option(
@@ -102,6 +105,7 @@ def run(
             injections=tuple(parse_injection(text) for text in inject or ()),
             domains=tuple(label.strip() for label in domains.split(",") if label.strip()),
             trace_steps=trace_steps,
+            planner=planner,
             allow_different=tuple(allow_different or ()),
             validate=os.environ.get("RESILIENT_VALIDATE", "") not in ("", "0"),
         )

@@ -3,7 +3,7 @@
 from resilient.data.dataset import Dataset, Sample, collate_of, num_targets, stack
 from resilient.data.lazy import Lazy
 from resilient.data.multimodal import IGNORED_LABEL, collate_multimodal, images_of
-from resilient.data.sampler import StepSampler, microbatches
+from resilient.data.sampler import StepSampler
 
 __all__ = [
     "IGNORED_LABEL",
@@ -14,7 +14,6 @@ __all__ = [
     "collate_multimodal",
     "collate_of",
     "images_of",
-    "microbatches",
     "num_targets",
     "stack",
 ]

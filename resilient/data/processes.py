@@ -1,4 +1,4 @@
-"""Processes that read microbatches ahead of time, forked from the worker before it is connected to anything.
+"""Processes that read cells ahead of time, forked from the worker before it is connected to anything.
 
 A process of its own protocol instead of :class:`concurrent.futures.ProcessPoolExecutor`: no thread is started here, so
 that none can be lost in a fork; a process that dies is known, and how; and its tensors need no room in ``/dev/shm``.
@@ -20,6 +20,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable
+from itertools import groupby
 
 import msgspec
 import torch
@@ -27,12 +28,12 @@ import torch
 from resilient.common.places import place_of
 from resilient.common.processes import die_with_parent, open_files_anew, signal_name
 from resilient.data import shared
-from resilient.data.reader import Microbatch, Reads
+from resilient.data.reader import Cell, Microbatch, Reads
 from resilient.errors import DataProcessError
 
-Load = Callable[[int, int, Reads], Microbatch]
+Load = Callable[[int, Cell, Reads], Microbatch]
 
-MOST_ASKED = 32
+_MOST_ASKED, _MOST_ASKED_BYTES = 32, 32 << 10
 """Of one process: what is sent to it, and by it, always fits the sockets, so that nobody waits to send."""
 
 _MOST_OPEN = 1 << 16
@@ -61,20 +62,27 @@ class RemoteTracebackError(Exception):
 class _Request(msgspec.Struct, frozen=True, array_like=True):
     ticket: int
     step: int
-    position: int
+    unit: str
+    lane: int
+    samples: tuple[tuple[int, int], ...]  # of those that follow one another, the first and their number
     reads: tuple[str, ...] | None
+
+    @property
+    def cell(self) -> Cell:
+        samples = (sample for first, count in self.samples for sample in range(first, first + count))
+        return Cell(self.unit, tuple(samples), self.lane)
 
 
 _decode = msgspec.msgpack.Decoder(_Request).decode
 
 
 class DataProcesses:
-    """Reads microbatches in processes of its own, each of which answers in the order it is asked.
+    """Reads cells in processes of its own, each of which answers in the order it is asked.
 
     They end with this process. Whoever makes this closes it.
 
     Args:
-        load: Reads a microbatch; forked with all that it refers to, nothing is pickled.
+        load: Reads a cell; forked with all that it refers to, nothing is pickled.
         num_processes: How many to start.
     """
 
@@ -92,15 +100,24 @@ class DataProcesses:
         for _ in range(num_processes):
             self._processes.append(_Process(self._load, self._processes))
 
-    def ask(self, step: int, position: int, reads: Reads) -> int:
-        """Have a microbatch read; return the ticket for it.
+    @property
+    def has_room(self) -> bool:
+        """Whether more may be asked of the process whose turn it is, before what was asked of it is taken."""
+        return self._of(self._num_asked).has_room
+
+    def ask(self, step: int, cell: Cell, reads: Reads) -> int:
+        """Have a cell read; return the ticket for it.
 
         Raises:
             DataProcessError: The process whose turn it is is gone.
         """
         ticket, self._num_asked = self._num_asked, self._num_asked + 1
         wanted = None if reads is None else tuple(sorted(reads))
-        self._of(ticket).ask(_Request(ticket=ticket, step=step, position=position, reads=wanted))
+        self._of(ticket).ask(
+            _Request(
+                ticket=ticket, step=step, unit=cell.unit, lane=cell.lane, samples=_runs(cell.samples), reads=wanted
+            )
+        )
         return ticket
 
     def take(self, ticket: int) -> Microbatch:
@@ -136,7 +153,7 @@ class _Process:
     def __init__(self, load: Load, older: list[_Process]) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._number = len(older) + 1
-        self._asked: set[int] = set()
+        self._asked: dict[int, int] = {}  # the bytes of each request, by ticket
         self._answers: dict[int, Microbatch | shared.Raised] = {}
         sys.stdout.flush()
         sys.stderr.flush()
@@ -148,9 +165,15 @@ class _Process:
             _become(load, theirs, parent, [self._connection, *(process._connection for process in older)])
         theirs.close()
 
+    @property
+    def has_room(self) -> bool:
+        return len(self._asked) < _MOST_ASKED and sum(self._asked.values()) < _MOST_ASKED_BYTES
+
     def ask(self, request: _Request) -> None:
-        self._send(msgspec.msgpack.encode(request))
-        self._asked.add(request.ticket)
+        packet = msgspec.msgpack.encode(request)
+        assert len(packet) <= _REQUEST_BYTES, "cells have a few thousand samples"
+        self._send(packet)
+        self._asked[request.ticket] = len(packet)
 
     def take(self, ticket: int) -> Microbatch | shared.Raised:
         while ticket not in self._answers:
@@ -186,8 +209,7 @@ class _Process:
             self._tell_end()
         ticket, end = _ANSWER.unpack(packet)
         answer = shared.mapped(memories[0], end)
-        if ticket in self._asked:
-            self._asked.remove(ticket)
+        if self._asked.pop(ticket, None) is not None:
             self._answers[ticket] = answer
 
     def _tell_end(self) -> None:
@@ -198,6 +220,12 @@ class _Process:
             f"data process {self._number} (pid {pid}), which reads samples, must live as long as its worker, got "
             f"{how}; if memory ran out, lower num_workers or the microbatch, else see the worker's log"
         )
+
+
+def _runs(samples: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return the runs of consecutive numbers, each its first and how many they are."""
+    runs = (list(run) for _, run in groupby(enumerate(samples), lambda each: each[1] - each[0]))
+    return tuple((run[0][1], len(run)) for run in runs)
 
 
 def _become(load: Load, connection: socket.socket, parent: int, inherited: list[socket.socket]) -> None:
@@ -253,7 +281,7 @@ def _serve(load: Load, connection: socket.socket) -> None:
 
 def _read(load: Load, request: _Request) -> Microbatch | shared.Raised:
     try:
-        return load(request.step, request.position, None if request.reads is None else frozenset(request.reads))
+        return load(request.step, request.cell, None if request.reads is None else frozenset(request.reads))
     except Exception as error:
         return shared.Raised(_told_as(error), traceback.format_exc(), place_of(error))
 

@@ -1,19 +1,22 @@
-"""Reads what a worker will train on next while it computes: which microbatches, in how many processes."""
+"""Reads what a worker will train on next while it computes: which cells, in how many processes."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
 import torch
 
-from resilient.data.processes import MOST_ASKED, DataProcesses, Load
-from resilient.data.reader import Microbatch, Reads
+from resilient.data.processes import DataProcesses, Load
+from resilient.data.reader import Cell, Microbatch, Reads
 
 logger = logging.getLogger(__name__)
+
+CellsOf = Callable[[int], Sequence[Cell] | None]
+"""What a worker reads in a step, each cell once, in the order of need; None where that is not known yet."""
 
 DEFAULT_PROCESSES = 2
 _SLOW_MS = 1.0
@@ -21,13 +24,14 @@ _SLOW_MS = 1.0
 
 
 @contextmanager
-def data_processes(load: Load, wanted: int | None) -> Iterator[DataProcesses | None]:
+def data_processes(load: Load, wanted: int | None, first: Cell) -> Iterator[DataProcesses | None]:
     """Start the processes that read samples; call this before the worker is connected to anything: they inherit it.
 
     Args:
-        load: Reads a microbatch.
-        wanted: How many; 0 for none, None to have the time decide that a first microbatch takes in one, if a fork is
-            sure to have all that a data set needs.
+        load: Reads a cell.
+        wanted: How many; 0 for none, None to have the time decide that a first cell takes in one, if a fork is sure to
+            have all that a data set needs.
+        first: A cell of the first step.
     """
     # a data set may live on the device, or have threads of its own read: neither is there after a fork
     if wanted == 0 or (wanted is None and (torch.cuda.is_initialized() or threading.active_count() > 1)):
@@ -35,13 +39,13 @@ def data_processes(load: Load, wanted: int | None) -> Iterator[DataProcesses | N
         return
     processes = DataProcesses(load, wanted or 1)
     try:
-        yield processes if wanted or _are_worth_it(processes) else None
+        yield processes if wanted or _are_worth_it(processes, first) else None
     finally:
         processes.close()
 
 
-def _are_worth_it(processes: DataProcesses) -> bool:
-    sample_ms = processes.take(processes.ask(1, 0, None)).reading.sample_ms
+def _are_worth_it(processes: DataProcesses, first: Cell) -> bool:
+    sample_ms = processes.take(processes.ask(1, first, None)).reading.sample_ms
     if sample_ms < _SLOW_MS:
         processes.close()
         logger.info("samples are read when they are needed (%.2f ms each); num_workers says otherwise", sample_ms)
@@ -53,9 +57,10 @@ def _are_worth_it(processes: DataProcesses) -> bool:
 
 
 class ReadAhead:
-    """Keeps data processes busy with the microbatches that come next.
+    """Keeps data processes busy with the cells that come next.
 
-    At least a whole step is asked for ahead of time, unless that is more than the processes can be asked at once.
+    As many as this step has are asked for ahead of time, unless that is more than the processes can be asked at once,
+    or than is known of the steps to come.
 
     Args:
         processes: What reads.
@@ -65,32 +70,52 @@ class ReadAhead:
     def __init__(self, processes: DataProcesses, num_steps: int) -> None:
         self._processes = processes
         self._num_steps = num_steps
-        self._positions: tuple[int, ...] = ()
+        self._cells_of: CellsOf = lambda step: None
         self._reads: Reads = None
-        self._tickets: dict[tuple[int, int], int] = {}
+        self._steps: dict[int, tuple[Cell, ...]] = {}  # what was asked for is of these, whatever cells_of says later
+        self._tickets: dict[tuple[int, int], int] = {}  # by step, and place among its cells
 
-    def enter(self, positions: tuple[int, ...], reads: Reads) -> None:
-        """Begin to read other microbatches of each step, or other entries; what was asked for before is dropped."""
-        if (positions, reads) != (self._positions, self._reads):
+    def enter(self, cells_of: CellsOf, reads: Reads) -> None:
+        """Begin to read other cells of each step, or other entries; what was asked for in vain is dropped."""
+        known = ((cells, cells_of(step)) for step, cells in self._steps.items())
+        if reads != self._reads or any(now is None or tuple(now) != before for before, now in known):
             self._forget()
-        self._positions, self._reads = positions, reads
+        self._cells_of, self._reads = cells_of, reads
 
-    def take(self, step: int, position: int) -> Microbatch:
-        """Return a microbatch, and have the next ones read."""
-        if self._tickets and (step, position) not in self._tickets:
+    def take(self, step: int, cell: Cell) -> Microbatch:
+        """Return a cell of those that a step has, and have the next ones read."""
+        self._steps = {each: cells for each, cells in self._steps.items() if each >= step}
+        cells = self._cells(step)
+        assert cells is not None, "a step is assigned before it begins"
+        place = cells.index(cell)
+        if self._tickets and (step, place) not in self._tickets:
             self._forget()  # a step is read once more; with what was asked for it would be more than fits
-        num_processes = len(self._processes)
-        most = min(max(len(self._positions), 2 * num_processes), MOST_ASKED * num_processes)
-        for key in islice(self._keys_from(step, position), most + 1):
+        most = max(len(cells), 2 * len(self._processes))
+        for number, (key, each) in enumerate(islice(self._keys_from(step, place), most + 1)):
             if key not in self._tickets:
-                self._tickets[key] = self._processes.ask(*key, self._reads)
-        return self._processes.take(self._tickets.pop((step, position)))
+                if number and not self._processes.has_room:
+                    break
+                self._tickets[key] = self._processes.ask(key[0], each, self._reads)
+        return self._processes.take(self._tickets.pop((step, place)))
 
     def _forget(self) -> None:
         self._processes.forget()
         self._tickets.clear()
+        self._steps.clear()
 
-    def _keys_from(self, step: int, position: int) -> Iterator[tuple[int, int]]:
-        yield from ((step, each) for each in self._positions[self._positions.index(position) :])
-        for later in range(step + 1, self._num_steps + 1):
-            yield from ((later, each) for each in self._positions)
+    def _keys_from(self, step: int, place: int) -> Iterator[tuple[tuple[int, int], Cell]]:
+        """Yield the cells that are needed from one on, as far as that is known."""
+        for later in range(step, self._num_steps + 1):
+            cells = self._cells(later)
+            if cells is None:
+                return
+            first = place if later == step else 0
+            yield from (((later, first + i), each) for i, each in enumerate(cells[first:]) if each.samples)
+
+    def _cells(self, step: int) -> tuple[Cell, ...] | None:
+        if step not in self._steps:
+            cells = self._cells_of(step)
+            if cells is None:
+                return None
+            self._steps[step] = tuple(cells)
+        return self._steps[step]

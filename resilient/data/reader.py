@@ -1,4 +1,4 @@
-"""Reads microbatches: a function of (seed, step, position) alone, in whatever process, or refused by name.
+"""Reads cells: a function of (seed, step, samples) alone, in whatever process, or refused by name.
 
 Owns the seeding around a data set's code, the check of its samples, what is left out of them where no layer reads it,
 and the checksums by which those who read the same find out whether they did.
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -18,18 +18,60 @@ from torch import Tensor
 from resilient.data.checksums import entry_checksum
 from resilient.data.dataset import Collate, Dataset, Sample, stack
 from resilient.data.lazy import Lazy
+from resilient.data.lengths import UnitLengths
 from resilient.data.sample_types import check_types
-from resilient.data.sampler import StepSampler, microbatches
-from resilient.data.seeding import draw, generators_kept, seed_generators
+from resilient.data.sampler import StepSampler
+from resilient.data.seeding import draw, generators_kept, sample_key, seed_generators
 from resilient.errors import SampleError
 
 Reads = frozenset[str] | None
-"""Entries of microbatches that some layers read; None for all."""
+"""Entries of cells that some layers read; None for all."""
 
 REPEATABLE = (
     "have __getitem__ depend on the index and on what it draws from the global generators of random, numpy and torch "
     "alone, not on generators of its own, the time or the order of a set"
 )
+
+
+class Cell(NamedTuple):
+    """Samples of a step that are read, and collated, together.
+
+    Args:
+        unit: The part of the model that processes them; "" for a microbatch of a chain, which goes through all layers.
+        samples: Positions in the step's global batch.
+        lane: Which of the unit's replicas in the pipeline.
+    """
+
+    unit: str
+    samples: tuple[int, ...]
+    lane: int = 0
+
+    @classmethod
+    def of_chain(cls, position: int, microbatch: int) -> Cell:
+        """Return the microbatch at a position among those of a step, of so many samples."""
+        return cls("", tuple(range(position * microbatch, (position + 1) * microbatch)))
+
+
+def common(left: Reads, right: Reads) -> Reads:
+    """Return the entries that are in both."""
+    if left is None or right is None:
+        return left if right is None else right
+    return left & right
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """How the cells of a model's units are made of samples (:class:`resilient.models.packing.Packable`).
+
+    Args:
+        reads: By unit, the entries of cells, and those of samples that they are made of, which its layers read.
+        lengths: Measures a sample that was read, with or without values.
+        collate_unit: Joins samples for a unit, given what the random numbers of each are drawn from.
+    """
+
+    reads: Mapping[str, Reads]
+    lengths: Callable[[Sample], UnitLengths]
+    collate_unit: Callable[[str, Sequence[Sample], Sequence[int]], dict[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,31 +85,33 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What was read of a microbatch, to be compared with what others read of it.
+    """What was read of a cell, to be compared with what others read of it.
 
     Args:
-        indices: Its samples.
+        indices: Its samples' in the data set.
         samples: Of each sample, the checksums of its entries.
         batch: Checksums of the collated entries.
         sample_ms: How long reading a sample took, the median.
+        lengths: Of each sample of a unit's cell; none of a chain's microbatch.
     """
 
     indices: tuple[int, ...]
     samples: tuple[dict[str, int], ...]
     batch: dict[str, int]
     sample_ms: float
+    lengths: tuple[UnitLengths, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """A collated microbatch, ``[microbatch, ...]`` by name, in host memory; what nobody asked for is on ``meta``."""
+    """A collated cell: tensors by name, in host memory; what nobody asked for is on ``meta``."""
 
     batch: dict[str, Tensor]
     reading: Reading
 
 
 class MicrobatchReader:
-    """Reads the microbatches of a data set.
+    """Reads the cells of a data set.
 
     Args:
         dataset: The data set.
@@ -75,9 +119,9 @@ class MicrobatchReader:
             for each.
         check_always: Likewise, with its index first; called whenever it is read, with those entries that have values.
         sampler: Says which samples a step trains on.
-        microbatch: Samples of a microbatch.
-        collate: Joins them.
+        collate: Joins those of a chain's microbatch.
         declared: Entries that some layer says it reads: only those are left out where no layer here does.
+        packing: Joins those of a unit's cell; None where there are no such cells.
     """
 
     def __init__(
@@ -86,32 +130,39 @@ class MicrobatchReader:
         check: Callable[[Sample, str], None],
         check_always: Callable[[int, Sample, str], None],
         sampler: StepSampler,
-        microbatch: int,
         collate: Collate,
         declared: frozenset[str] = frozenset(),
+        packing: Packing | None = None,
     ) -> None:
         self._dataset = dataset
         self._check = check
         self._check_always = check_always
         self._sampler = sampler
-        self._microbatch = microbatch
         self._collate = collate
         self._declared = declared
+        self._packing = packing
         self._checked = np.zeros(sampler.num_samples, dtype=np.bool_)  # a byte a sample, a set would take a hundred
-        self._is_repeatable = False
+        self._repeatable = set[str]()  # units for which a sample was read twice
         self._kind = type(dataset).__name__
 
-    def read(self, step: int, position: int, reads: Reads) -> Microbatch:
-        """Read microbatch ``position`` of a step, with those entries that some layers read.
+    def read(self, step: int, cell: Cell, reads: Reads) -> Microbatch:
+        """Read a cell of a step, with those entries that some layers read: of a unit's cell, those that the unit does.
 
         The process's own generators are left as they were.
 
         Raises:
             SampleError: A sample cannot be trained on, or is no function of index, epoch and seed; it is named.
         """
+        packing = self._packing if cell.unit else None
+        reads = reads if packing is None else common(reads, packing.reads[cell.unit])
         with generators_kept():
-            read = self._samples(step, position, reads)
-            joined = self._joined(read)
+            read = self._samples(step, cell, reads)
+            if packing is None:
+                joined, lengths = self._joined(read, self._collate), ()
+            else:
+                keys = [sample_key(self._sampler.seed, step, each.index) for each in read]
+                joined = self._joined(read, lambda samples: packing.collate_unit(cell.unit, samples, keys))
+                lengths = tuple(packing.lengths(each.sample) for each in read)
         batch = {
             entry: value.contiguous() if reads is None or entry in reads else value.to("meta")
             for entry, value in joined.items()
@@ -120,51 +171,55 @@ class MicrobatchReader:
             indices=tuple(each.index for each in read),
             samples=tuple(self._checksums(each.sample, reads) for each in read),
             batch=_checksums(batch),
-            sample_ms=median(each.ms for each in read),
+            sample_ms=median(each.ms for each in read) if read else 0.0,
+            lengths=lengths,
         )
         return Microbatch(batch=batch, reading=reading)
 
-    def samples(self, step: int, position: int, reads: Reads) -> list[Read]:
-        """Read and check the samples of a microbatch, as :meth:`read` does."""
+    def samples(self, step: int, cell: Cell) -> list[Read]:
+        """Read and check the samples of a cell, as :meth:`read` does, with all their entries."""
         with generators_kept():
-            return self._samples(step, position, reads)
+            return self._samples(step, cell, None)
 
     def join(self, read: Sequence[Read]) -> dict[str, Tensor]:
-        """Collate samples.
+        """Collate samples to a chain's microbatch.
 
         Raises:
             SampleError: They cannot be collated, or only at random.
         """
         with generators_kept():
-            return self._joined(read)
+            return self._joined(read, self._collate)
 
-    def _samples(self, step: int, position: int, reads: Reads) -> list[Read]:
-        indices = microbatches(self._sampler.indices(step), self._microbatch)[position].tolist()
-        epochs = microbatches(self._sampler.epochs(step), self._microbatch)[position].tolist()
+    def indices(self, step: int, cell: Cell) -> list[int]:
+        """Return which samples of the data set a cell has."""
+        return self._sampler.indices(step)[list(cell.samples)].tolist()
+
+    def _samples(self, step: int, cell: Cell, reads: Reads) -> list[Read]:
+        indices, epochs = self.indices(step, cell), self._sampler.epochs(step)[list(cell.samples)].tolist()
         read = [self._sample(*each, reads) for each in zip(indices, epochs, strict=True)]
-        if not self._is_repeatable:
+        if read and cell.unit not in self._repeatable:
             self._compare(read[0], self._sample(indices[0], epochs[0], reads), reads)
-            self._is_repeatable = True
+            self._repeatable.add(cell.unit)
         _leave_out_whole_entries([each.sample for each in read])
         return read
 
-    def _joined(self, read: Sequence[Read]) -> dict[str, Tensor]:
-        batch, has_drawn = self._collated(read, "collate")
+    def _joined(self, read: Sequence[Read], collate: Collate) -> dict[str, Tensor]:
+        batch, has_drawn = self._collated(read, collate, "collate")
         # what other threads draw meanwhile is not its own, and changes nothing
-        if has_drawn and _checksums(batch) != _checksums(self._collated(read, "collate again")[0]):
+        if has_drawn and _checksums(batch) != _checksums(self._collated(read, collate, "collate again")[0]):
             raise SampleError(
                 f"collate of {self._kind} must draw no random numbers, got some; draw them in __getitem__, for "
                 "after a failure other samples may be collated together"
             )
         return batch
 
-    def _collated(self, read: Sequence[Read], seed: str) -> tuple[dict[str, Tensor], bool]:
+    def _collated(self, read: Sequence[Read], collate: Collate, seed: str) -> tuple[dict[str, Tensor], bool]:
         """Collate samples; return what came of it, and whether anybody has drawn random numbers meanwhile."""
         seed_generators(seed)
         undrawn = draw()
         seed_generators(seed)
         try:
-            batch = self._collate([each.sample for each in read])
+            batch = collate([each.sample for each in read])
         except SampleError as error:
             raise SampleError(f"samples {[each.index for each in read]} of {self._kind}: {error}") from None
         return batch, draw() != undrawn

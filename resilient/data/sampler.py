@@ -63,14 +63,3 @@ def _permutation(num_samples: int, seed: int, epoch: int) -> Indices:
     order = generator.permutation(num_samples)
     order.flags.writeable = False
     return order
-
-
-def microbatches(indices: Indices, microbatch: int) -> list[Indices]:
-    """Cut the samples of a step into microbatches of equal size.
-
-    Raises:
-        ValueError: If the step's samples cannot be cut evenly.
-    """
-    if microbatch < 1 or len(indices) % microbatch:
-        raise ValueError(f"microbatch must divide the global batch ({len(indices)}), got {microbatch}; pass a divisor")
-    return [indices[begin : begin + microbatch] for begin in range(0, len(indices), microbatch)]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from resilient.common.arguments import whole_number
 from resilient.data.dataset import Sample
@@ -70,12 +69,7 @@ class EmulatedDataset:
         for name, segments in lengths.items():
             sample[name] = torch.from_numpy(generator.normal(size=sum(segments)))
             sample[f"{name}_lengths"] = torch.tensor(segments, dtype=torch.int64)
-            sample[f"{name}_sizes"] = torch.tensor([sum(segments)])
         return sample
-
-    def collate(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
-        """Return the samples packed: one after the other, without padding."""
-        return {entry: torch.cat([sample[entry] for sample in samples]) for entry in samples[0]}
 
     def _draw(self, index: int) -> tuple[dict[str, list[int]], np.random.Generator]:
         if not 0 <= index < self._num_samples:

@@ -7,7 +7,7 @@ that sample alone. So a run with failures can be compared with a single process.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,75 +21,106 @@ from resilient.models.layer import Activations, Batch, Layer, LayerSpec
 
 
 class EmulatedModel:
-    """Units one after the other, on emulated devices; each reads the mean of what the one before made of a sample.
+    """Encoders and a language model on emulated devices; the last unit reads the mean of what each encoder makes.
 
     It trains on an :class:`resilient.emulation.dataset.EmulatedDataset` of the same units, on CPUs. Forwards and both
     parts of backwards sleep: as many workers as have memory run side by side on a core. What the profiler measures is
-    what the layers cost by their curves.
+    what the layers cost by their curves. Units run one after the other, as one chain of layers, or each in lanes of its
+    own: samples are packed in either case, and the loss is the same.
 
     Args:
-        units: In execution order, encoders first.
+        units: In execution order: encoders, then the language model, which reads them all.
 
     Raises:
         ArgumentError: There are none, or two of one name.
     """
 
+    unpackable = None
+    """Samples lie one after the other in any case."""
+
     def __init__(self, units: Sequence[EmulatedUnit]) -> None:
-        self.units = check_units(units)
-        before = [None, *self.units[:-1]]
+        *self._encoders, self._last = self._parts = check_units(units)
+        read = tuple(unit.name for unit in self._encoders)
+        self.units = {**dict.fromkeys(read, ()), self._last.name: read}
         self.layers = tuple(
-            _spec(unit, index, previous, is_last=unit is self.units[-1] and index == unit.num_layers - 1)
-            for unit, previous in zip(self.units, before, strict=True)
+            _spec(unit, index, self.units[unit.name], is_last=unit is self._last and index == unit.num_layers - 1)
+            for unit in self._parts
             for index in range(unit.num_layers)
         )
 
     def loss(self, activations: Activations, batch: Batch) -> Tensor:
         """Return the sum over samples of the squared distance of the last unit's mean from the sample's target."""
-        means = _sample_means(activations["hidden"], batch[f"{self.units[-1].name}_sizes"])
+        name = self._last.name
+        means = _sample_means(activations[_made(name)], batch[f"{name}_sizes"])
         return (means - batch["target"].to(means.dtype)).square().sum()
+
+    def collate(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Return what all units read of the samples."""
+        batch: dict[str, Tensor] = {}
+        for name in self.units:
+            batch |= self.collate_unit(name, samples, [0] * len(samples))
+        return batch
+
+    def lengths(self, sample: Mapping[str, Any]) -> dict[str, list[int]]:
+        """Return the tokens of each segment of a sample, by unit."""
+        return {name: sample[f"{name}_lengths"].tolist() for name in self.units}
+
+    def collate_unit(self, unit: str, samples: Sequence[Mapping[str, Any]], keys: Sequence[int]) -> dict[str, Tensor]:
+        """Pack what one unit reads of samples: one after the other; nothing here draws random numbers from the keys.
+
+        Returns:
+            ``{unit} [tokens]``; ``{unit}_lengths``, the tokens of each segment; and of the last unit ``target
+            [samples]`` and the ``{unit}_sizes`` of all units, the tokens of each sample.
+        """
+        batch = {
+            unit: torch.cat([torch.empty(0, dtype=torch.float64), *(sample[unit] for sample in samples)]),
+            f"{unit}_lengths": _whole(length for sample in samples for length in sample[f"{unit}_lengths"].tolist()),
+        }
+        if unit != self._last.name:
+            return batch
+        sizes = {f"{name}_sizes": _whole(len(sample[name]) for sample in samples) for name in self.units}
+        targets = torch.cat([torch.empty(0, dtype=torch.float64), *(sample["target"] for sample in samples)])
+        return {**batch, **sizes, "target": targets}
 
     def check(self, sample: Mapping[str, Any], name: str) -> None:
         """Raise :class:`resilient.errors.SampleError` if the sample has not what the units read."""
-        for entry in ("target", *(f"{unit.name}{suffix}" for unit in self.units for suffix in _SUFFIXES)):
+        for entry in ("target", *(f"{unit}{suffix}" for unit in self.units for suffix in ("", "_lengths"))):
             if entry not in sample:
                 fix = "train on an EmulatedDataset of the model's units"
                 raise SampleError(f"{name}: must hold {entry!r}, got {sorted(sample)}; {fix}")
 
     def digest(self) -> str:
         """Return a content hash of the units."""
-        return hashlib.sha256(repr(self.units).encode()).hexdigest()
-
-
-_SUFFIXES = ("", "_lengths", "_sizes")
-"""Of a unit's entries: a number for each token, tokens of each segment, tokens of each sample."""
+        return hashlib.sha256(repr(self._parts).encode()).hexdigest()
 
 
 class _EmulatedLayer(Layer):
-    def __init__(self, unit: EmulatedUnit, previous: EmulatedUnit | None, *, is_first: bool) -> None:
+    def __init__(self, unit: EmulatedUnit, read: tuple[str, ...], *, is_first: bool) -> None:
         super().__init__()
         self.unit = unit
-        self.previous = previous
+        self.read = read
         self.is_first = is_first
         shape = (unit.num_parameters // unit.width, unit.width)
         self.weight = nn.Parameter(torch.empty(shape), requires_grad=not unit.frozen)
 
     def forward(self, activations: Activations, batch: Batch) -> Activations:
         since = DEVICE.now()
-        cost, backward = self.unit.cost, _Backward()
+        cost, backward, made = self.unit.cost, _Backward(), _made(self.unit.name)
         forward_s = cost.forward_ms(batch[f"{self.unit.name}_lengths"].tolist()) / 1e3
-        hidden = self._enter(activations, batch) if self.is_first else activations["hidden"]
+        hidden = self._enter(activations, batch) if self.is_first else activations[made]
         # the two lie on separate branches of the graph: each part of a split backward passes its own alone
         hidden = backward.waits_at(hidden, forward_s * cost.backward_input)
         scale = backward.waits_at(self.weight.mean(0), forward_s * cost.backward_weight)
         hidden = backward.begins_at(hidden + torch.tanh(hidden * scale) / 8)
         DEVICE.wait(forward_s, since)
-        return {"hidden": hidden}
+        return {**({} if self.read else activations), made: hidden}
 
     def _enter(self, activations: Activations, batch: Batch) -> Tensor:
         tokens = batch[self.unit.name].to(self.weight.dtype)
-        if self.previous is not None:
-            means = _sample_means(activations["hidden"], batch[f"{self.previous.name}_sizes"])
-            tokens = tokens + means.repeat_interleave(batch[f"{self.unit.name}_sizes"])
+        for name in self.read:
+            if _made(name) in activations:  # nothing comes for a cell whose samples have nothing for the encoder
+                means = _sample_means(activations[_made(name)], batch[f"{name}_sizes"])
+                tokens = tokens + means.repeat_interleave(batch[f"{self.unit.name}_sizes"])
         return tokens[:, None].repeat(1, self.unit.width)
 
     def extra_repr(self) -> str:
@@ -97,16 +128,21 @@ class _EmulatedLayer(Layer):
         return f"{self.unit}, is_first={self.is_first}"
 
 
-def _spec(unit: EmulatedUnit, index: int, previous: EmulatedUnit | None, *, is_last: bool) -> LayerSpec:
+def _made(unit: str) -> str:
+    """Return what is called in activations what a unit makes of its tokens, ``[tokens, width]``."""
+    return f"{unit}.features"
+
+
+def _spec(unit: EmulatedUnit, index: int, read: tuple[str, ...], *, is_last: bool) -> LayerSpec:
     reads = {f"{unit.name}_lengths"}
     if index == 0:
-        reads |= {unit.name, f"{unit.name}_sizes"} | ({f"{previous.name}_sizes"} if previous else set())
+        reads |= {unit.name, *(f"{name}_sizes" for name in (*read, *([unit.name] if read else [])))}
     if is_last:
         reads |= {"target", f"{unit.name}_sizes"}
     return LayerSpec(
         name=f"{unit.name}.{index}",
         unit=unit.name,
-        build=partial(_EmulatedLayer, unit, previous, is_first=index == 0),
+        build=partial(_EmulatedLayer, unit, read if index == 0 else (), is_first=index == 0),
         initialize=_initialize,
         reads=frozenset(reads),
     )
@@ -115,6 +151,10 @@ def _spec(unit: EmulatedUnit, index: int, previous: EmulatedUnit | None, *, is_l
 def _initialize(module: nn.Module) -> None:
     for parameter in module.parameters():
         nn.init.normal_(parameter)
+
+
+def _whole(numbers: Iterable[int]) -> Tensor:
+    return torch.tensor(list(numbers), dtype=torch.int64)
 
 
 def _sample_means(hidden: Tensor, sizes: Tensor) -> Tensor:

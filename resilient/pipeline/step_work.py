@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from resilient.models.layer import Batch
@@ -34,26 +34,3 @@ class StepWork:
     samples: Callable[[CellPart], tuple[int, ...]]
     num_features: Callable[[str, int], int]
     watch: FiniteWatch | None = None
-
-
-def chain_work(
-    *, step: int, schedule: Schedule, num_targets: int, positions: Sequence[int], batch: Callable[[int], Batch]
-) -> StepWork:
-    """Return what a step is for a pipeline that is a chain, whose cells are microbatches.
-
-    Args:
-        step: Its number.
-        schedule: Of the pipeline.
-        num_targets: Loss-bearing targets of the global batch.
-        positions: Index, within the step's microbatches, of each of this pipeline's.
-        batch: Loads the collated microbatch at a position, on the stage's device.
-    """
-    return StepWork(
-        step=step,
-        schedule=schedule,
-        num_targets=num_targets,
-        position=lambda part: positions[part.cell],
-        batch=lambda part: batch(positions[part.cell]),
-        samples=lambda part: (positions[part.cell],),
-        num_features=lambda unit, sample: 1,
-    )

@@ -35,6 +35,8 @@ class Setting:
         global_batch: Samples of a step.
         microbatch: Samples of a microbatch, on average.
         max_failures: Nodes that it survives losing at the same time: no state is on fewer nodes than one more.
+        num_pipelines: Replicas of the language model that are asked for, on all devices, as the runtime runs them:
+            copies of the parameters are whole, and encoders on one stage each. None leaves all that to the planner.
         correction: What was learnt from measured times.
     """
 
@@ -44,6 +46,7 @@ class Setting:
     global_batch: int
     microbatch: int
     max_failures: int = 0
+    num_pipelines: int | None = None
     correction: Correction = UNCORRECTED
 
     def __post_init__(self) -> None:
@@ -52,11 +55,18 @@ class Setting:
                 raise ArgumentError(name, "be >= 1", getattr(self, name), "a job has one at least")
         if self.max_failures < 0:
             raise ArgumentError("max_failures", "be >= 0", self.max_failures, "0 means no redundancy")
+        if self.num_pipelines is not None and self.num_pipelines < 1:
+            raise ArgumentError("num_pipelines", "be >= 1", self.num_pipelines, "None leaves it to the planner")
 
     @property
     def num_devices(self) -> int:
         """Devices of all nodes."""
         return self.num_nodes * self.cluster.devices_per_node
+
+    @property
+    def least_devices(self) -> int:
+        """Devices that an answer uses at least."""
+        return self.num_devices if self.num_pipelines else 0
 
     @property
     def language(self) -> int:

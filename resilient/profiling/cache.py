@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 import torch
@@ -17,8 +18,10 @@ import torch
 from resilient.common.files import write_whole
 from resilient.common.user_cache import cache_folder, one_at_a_time
 from resilient.models.digests import code_text
-from resilient.profiling import profiler
+from resilient.planners.costs.cost_model import COST_MODEL_VERSION, CostModel
+from resilient.profiling import profiler, unit_costs
 from resilient.profiling.profiler import ProfiledBatch
+from resilient.profiling.unit_cells import DrawnSamples
 from resilient.profiling.user_code import settings_digest, sources_digest
 from resilient.runtime.job import Job
 from resilient.state.layout import BufferLayout
@@ -35,13 +38,13 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True):
         code: Hash of the loss's and of the data set's collate's code, of the modules' settings and of all sources of
             the user's that are loaded: they were verified together.
         layouts: Hash of every layer's parameters, trainable or not, and of the number of optimizer slots.
-        shapes: Hash of the shapes of the microbatches looked at.
+        shapes: Hash of the shapes of the microbatches looked at, or of the lengths of the samples drawn.
         microbatch: Samples of a microbatch.
         precision: The job's.
         device: What kind of device.
         torch: Version.
         num_threads: Threads of an operator, on the CPU.
-        profiler: :data:`resilient.profiling.profiler.PROFILER_VERSION`.
+        profiler: :data:`resilient.profiling.profiler.PROFILER_VERSION`, or that of unit costs.
     """
 
     model: str
@@ -57,7 +60,19 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, job: Job, layouts: Mapping[str, BufferLayout], samples: Sequence[ProfiledBatch]) -> ProfileKey:
-        """Return the key of a job on its device."""
+        """Return the key of the profile of a job on its device."""
+        shapes = _hash(*sorted((repr(sample.shapes), sample.count) for sample in samples))
+        return cls._of(job, layouts, shapes, profiler.PROFILER_VERSION)
+
+    @classmethod
+    def of_units(cls, job: Job, drawn: DrawnSamples) -> ProfileKey:
+        """Return the key of the costs of a job's units on its device."""
+        units = drawn.table.units.items()
+        lengths = [(name, each.tokens.tolist(), each.squares.tolist()) for name, each in units]
+        return cls._of(job, job.layouts(), _hash(COST_MODEL_VERSION, *lengths), unit_costs.UNIT_COSTS_VERSION)
+
+    @classmethod
+    def _of(cls, job: Job, layouts: Mapping[str, BufferLayout], shapes: str, version: int) -> ProfileKey:
         sizes = [(name, each.num_trainable, each.num_frozen, each.own_bytes) for name, each in layouts.items()]
         return cls(
             model=job.model.digest(),
@@ -68,13 +83,13 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True):
                 sources_digest(),
             ),
             layouts=_hash(sizes, len(job.optimizer.slots)),
-            shapes=_hash(*sorted((repr(sample.shapes), sample.count) for sample in samples)),
+            shapes=shapes,
             microbatch=job.microbatch,
             precision=job.precision,
             device=job.device_name,
             torch=str(torch.__version__),
             num_threads=torch.get_num_threads(),
-            profiler=profiler.PROFILER_VERSION,
+            profiler=version,
         )
 
     def file(self, folder: Path) -> Path:
@@ -82,9 +97,12 @@ class ProfileKey(msgspec.Struct, frozen=True, kw_only=True):
         return folder / f"{hashlib.sha256(msgspec.json.encode(self)).hexdigest()}.json"
 
 
-class _File(msgspec.Struct, frozen=True, kw_only=True):
+_Profile = TypeVar("_Profile", ModelProfile, CostModel)
+
+
+class _File(msgspec.Struct, Generic[_Profile], frozen=True, kw_only=True):
     key: ProfileKey
-    profile: ModelProfile
+    profile: _Profile
 
 
 def job_profile(job: Job, samples: Sequence[ProfiledBatch], announce: Callable[[str], None]) -> ModelProfile:
@@ -98,7 +116,7 @@ def job_profile(job: Job, samples: Sequence[ProfiledBatch], announce: Callable[[
     layouts = job.layouts()
     folder, key = cache_folder("profiles"), ProfileKey.of(job, layouts, samples)
     with one_at_a_time(key.file(folder)):
-        known = load_profile(folder, key)
+        known = load_kept(folder, key, ModelProfile)
         if known is not None:
             return known
         announce(f"profiling {len(layouts)} layers (first run of this model here)")
@@ -125,11 +143,30 @@ def fresh_profile(job: Job, on_layer: Callable[[str], None]) -> tuple[ModelProfi
     return profile, key.file(folder)
 
 
-def load_profile(folder: Path, key: ProfileKey) -> ModelProfile | None:
+def job_unit_costs(job: Job, drawn: DrawnSamples, announce: Callable[[str], None]) -> CostModel:
+    """Return what the units of a job's model cost on this device, measured now if they never were.
+
+    Args:
+        job: The job, whose model packs its data set's samples.
+        drawn: Samples of :func:`resilient.profiling.unit_cells.draw_lengths`.
+        announce: Told, in words, that it takes a moment.
+    """
+    folder, key = cache_folder("unit_costs"), ProfileKey.of_units(job, drawn)
+    with one_at_a_time(key.file(folder)):
+        known = load_kept(folder, key, CostModel)
+        if known is not None:
+            return known
+        announce(f"profiling units {', '.join(drawn.table.units)} (first run of this model here)")
+        costs = unit_costs.measure_units(job, drawn, on_layer=lambda _: None)
+        keep(folder, key, costs)
+    return costs
+
+
+def load_kept(folder: Path, key: ProfileKey, kind: type[_Profile]) -> _Profile | None:
     """Return what was kept under a key; None for nothing, or (with a warning) for a file that cannot be read."""
     path = key.file(folder)
     try:
-        file = msgspec.json.decode(path.read_bytes(), type=_File)
+        file = msgspec.json.decode(path.read_bytes(), type=_File[kind])
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, msgspec.DecodeError) as error:
@@ -141,8 +178,8 @@ def load_profile(folder: Path, key: ProfileKey) -> ModelProfile | None:
     return file.profile
 
 
-def keep(folder: Path, key: ProfileKey, profile: ModelProfile) -> None:
-    """Write a profile, whole or not at all."""
+def keep(folder: Path, key: ProfileKey, profile: _Profile) -> None:
+    """Write what was measured, whole or not at all."""
     path = key.file(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,7 @@ from resilient.protocol.messages import (
     decode_to_worker,
     encode,
 )
+from resilient.templates.inputs.cluster import Cluster, Link
 
 HEADER_BYTES = 4
 
@@ -214,3 +215,11 @@ class AgentClient:
         self._inbox.put(message)
         if isinstance(message, Regroup) and self.on_regroup is not None:
             self.on_regroup(message)
+
+
+def cluster_from_environment() -> tuple[Cluster, int]:
+    """Return the nodes that this worker's agent knows of, and how many the job was started with."""
+    workers_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    network = msgspec.json.decode(os.environ["RESILIENT_NETWORK"], type=Link)
+    cluster = Cluster(devices_per_node=workers_per_node, inter_node=network)
+    return cluster, int(os.environ["WORLD_SIZE"]) // workers_per_node

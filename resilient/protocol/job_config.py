@@ -39,6 +39,7 @@ class JobConfig:
         compare_replicas_every: Steps between comparisons of the copies of states; 0 for when they are installed.
         schedule: What pipelines run; may be given by its name.
         num_chunks: Stages of each worker: under interleaved-1f1b; all others have 1, whatever is given.
+        planner: What places the samples of a model's units; "" for a chain of all units.
         comm_timeout_s: How long workers wait for each other before they give a generation up.
 
     Raises:
@@ -58,6 +59,7 @@ class JobConfig:
     compare_replicas_every: int = 100
     schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
     num_chunks: int = 2
+    planner: str = ""
     comm_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:

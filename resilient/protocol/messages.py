@@ -20,9 +20,11 @@ from resilient.state.manifest import SavedStates
 from resilient.state.recipe import Recipe
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.state.witnesses import HeldCopy
+from resilient.templates.inputs.cluster import Link
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan
 from resilient.templates.replan.transfer import Transfer
+from resilient.templates.template import PipelineTemplate
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Larger messages are refused, on every connection."""
@@ -41,6 +43,7 @@ class JobSpec(JobConfig):
         num_steps: Steps of the whole job.
         memory_bytes: What training may use of a device's memory; None for no limit.
         alike: What must be equal on all workers of a job, as it is on this one.
+        templates: The pipelines that a planner of units answered, by rising numbers of nodes; empty for chains.
     """
 
     profile: ModelProfile
@@ -48,6 +51,7 @@ class JobSpec(JobConfig):
     num_steps: int
     memory_bytes: int | None = None
     alike: Alike = field(default_factory=Alike)
+    templates: tuple[PipelineTemplate, ...] = ()
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -308,7 +312,8 @@ ToWorkerMessage = Regroup | Generation | Save | Finish | Arm
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The node's number and what to start; workers from before are killed. ``num_nodes``: nodes the job was started
     with. ``trace``: steps of which workers write down when they did what
-    (:func:`resilient.observability.step_trace.parse_steps`)."""
+    (:func:`resilient.observability.step_trace.parse_steps`). ``planner``: what they use instead of the script's.
+    ``network``: between two nodes, for each worker."""
 
     node: int
     script: str
@@ -318,6 +323,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     heartbeat_s: float
     num_nodes: int = 1
     trace: str = ""
+    planner: str = ""
+    network: Link = Link()
 
 
 class FromWorker(msgspec.Struct, frozen=True, kw_only=True, tag=True):

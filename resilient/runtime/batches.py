@@ -1,4 +1,4 @@
-"""Gives a worker the microbatches it trains on, read here or ahead of time, on its device."""
+"""Gives a worker the cells it trains on, read here or ahead of time, on its device."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from functools import partial, reduce
 from torch import Tensor
 
 from resilient.data.dataset import Dataset, Sample, collate_of, num_targets
+from resilient.data.lengths import SampleLengths
 from resilient.data.processes import DataProcesses
-from resilient.data.read_ahead import ReadAhead
-from resilient.data.reader import MicrobatchReader, Read, Reading, Reads
+from resilient.data.read_ahead import CellsOf, ReadAhead
+from resilient.data.reader import Cell, MicrobatchReader, Packing, Read, Reading, Reads
 from resilient.data.sample_types import NamedEntries
-from resilient.data.sampler import StepSampler, microbatches
+from resilient.data.sampler import StepSampler
 from resilient.errors import SampleError
 from resilient.models.chain import Chain
 from resilient.models.layer import LayerSpec, Model
+from resilient.models.packing import Packable
 from resilient.runtime.job import Job
 
 
@@ -25,31 +27,39 @@ def sampler_of(job: Job) -> StepSampler:
 
 
 def reader_of(job: Job) -> MicrobatchReader:
-    """Return what reads the job's microbatches."""
-    declared = frozenset[str]().union(*(spec.reads for spec in job.model.layers if spec.reads is not None))
-    check_always = partial(check_num_targets, job.model, job.dataset)
-    collate = collate_of(job.dataset, job.model)
-    return MicrobatchReader(
-        job.dataset, job.model.check, check_always, sampler_of(job), job.microbatch, collate, declared
-    )
+    """Return what reads the job's cells."""
+    model, dataset = job.model, job.dataset
+    declared = frozenset[str]().union(*(spec.reads for spec in model.layers if spec.reads is not None))
+    packing = None
+    if isinstance(model, Packable):
+        packing = Packing(reads=unit_reads(model), lengths=model.lengths, collate_unit=model.collate_unit)
+    check_always, collate = partial(check_num_targets, model, dataset), collate_of(dataset, model)
+    return MicrobatchReader(dataset, model.check, check_always, sampler_of(job), collate, declared, packing)
 
 
 def reads_of(layers: tuple[LayerSpec, ...]) -> Reads:
-    """Return the entries of a microbatch that some layers read; None for all."""
+    """Return the entries of a cell that some layers read; None for all."""
     return reduce(
         lambda left, right: None if left is None or right is None else left | right, (layer.reads for layer in layers)
     )
 
 
+def unit_reads(model: Model) -> dict[str, Reads]:
+    """Return the entries that each unit's layers read, whatever worker they are on; of a chain's microbatches all."""
+    units = dict.fromkeys(layer.unit for layer in model.layers)
+    return {"": None} | {unit: reads_of(tuple(each for each in model.layers if each.unit == unit)) for unit in units}
+
+
 class Batches:
-    """Loads what steps train on: a pure function of (seed, step), so any worker can load any microbatch at any time.
+    """Loads what steps train on: a pure function of (seed, step), so any worker can load any cell at any time.
 
     Args:
         job: The job.
         processes: What reads samples ahead of time; None to read them here, when they are needed.
 
     Attributes:
-        readings: Position -> what was read of the microbatch that was loaded last.
+        lengths: Of the samples of units' cells, which are compared with those that were read; None where there are no
+            units that can be apart.
     """
 
     def __init__(self, job: Job, processes: DataProcesses | None = None) -> None:
@@ -57,15 +67,17 @@ class Batches:
         self._sampler = sampler_of(job)
         self._reader = reader_of(job)
         self._ahead = None if processes is None else ReadAhead(processes, job.num_steps)
+        self.lengths = SampleLengths(job.dataset, job.model) if isinstance(job.model, Packable) else None
         self._reads: Reads = None
-        self.readings: dict[int, Reading] = {}
+        self._read_step = 0
+        self._readings: dict[Cell, Reading] = {}
 
-    def enter(self, positions: tuple[int, ...], reads: Reads) -> None:
-        """Begin to load other microbatches of each step, or other entries: a generation's plan says which."""
+    def enter(self, cells_of: CellsOf, reads: Reads) -> None:
+        """Begin to load other cells of each step, or other entries: a generation's plan says which."""
         self._reads = reads
-        self.readings.clear()
+        self._readings.clear()
         if self._ahead is not None:
-            self._ahead.enter(positions, reads)
+            self._ahead.enter(cells_of, reads)
 
     def num_targets(self, step: int) -> int:
         """Return the number of loss-bearing targets of a step's global batch, from metadata alone.
@@ -78,48 +90,61 @@ class Batches:
             raise ValueError(f"num_targets of step {step} must be > 0, got {total}; check the data set's num_targets()")
         return total
 
-    def batch(self, step: int, position: int) -> dict[str, Tensor]:
-        """Load microbatch ``position`` of a step.
+    def batch(self, step: int, cell: Cell) -> dict[str, Tensor]:
+        """Load a cell of a step.
 
         Returns:
-            The collated tensors by name, ``[microbatch, ...]``, on the job's device, floating-point ones in its type;
-            those that no layer here reads have a shape, but no values (they are on ``meta``).
+            The collated tensors by name, of a chain ``[microbatch, ...]``, on the job's device, floating-point ones in
+            its type; those that no layer here reads have a shape, but no values (they are on ``meta``). The lengths of
+            a unit's segments stay in host memory, where they are read.
 
         Raises:
             SampleError: A sample cannot be trained on; it is named.
             DataProcessError: A process that reads samples is gone.
         """
-        if self._ahead is None:
-            read = self._reader.read(step, position, self._reads)
+        if self._ahead is None or not cell.samples:
+            read = self._reader.read(step, cell, self._reads)
         else:
-            read = self._ahead.take(step, position)
-        self.readings[position] = read.reading
-        return self._placed(read.batch)
+            read = self._ahead.take(step, cell)
+        self._note(step, cell, read.reading)
+        return self._placed(read.batch, stays=f"{cell.unit}.segments")
 
-    def samples(self, step: int, position: int) -> list[Read]:
-        """Read and check the samples of microbatch ``position`` of a step, each with its index.
+    def readings(self, step: int) -> dict[Cell, Reading]:
+        """Return what was read of the cells of the step that was loaded last; nothing of others."""
+        return self._readings if step == self._read_step else {}
+
+    def samples(self, step: int, cell: Cell) -> list[Read]:
+        """Read and check the samples of a cell of a step, each with its index.
 
         Raises:
             SampleError: A sample cannot be trained on; it is named.
         """
-        return self._reader.samples(step, position, None)
+        return self._reader.samples(step, cell)
 
     def name(self, index: int) -> str:
         """Return what to call a sample in messages."""
         return self._reader.name(index)
 
     def join(self, read: Sequence[Read]) -> dict[str, Tensor]:
-        """Collate samples, as :meth:`batch` returns them."""
+        """Collate samples, as :meth:`batch` returns those of a chain's microbatch."""
         return self._placed(self._reader.join(read))
 
-    def _placed(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        placed = {entry: self._place(value) for entry, value in batch.items()}
+    def _placed(self, batch: dict[str, Tensor], stays: str = "") -> dict[str, Tensor]:
+        placed = {entry: value if entry == stays else self._place(value) for entry, value in batch.items()}
         return NamedEntries(placed, f"microbatches of {type(self._job.dataset).__name__}")
 
-    def told(self, step: int, position: int) -> str:
-        """Return, in words, the samples of a microbatch."""
-        indices = microbatches(self._sampler.indices(step), self._job.microbatch)[position]
-        return f"samples {indices.tolist()} of {type(self._job.dataset).__name__}"
+    def told(self, step: int, cell: Cell) -> str:
+        """Return, in words, the samples of a cell."""
+        return f"samples {self._reader.indices(step, cell)} of {type(self._job.dataset).__name__}"
+
+    def _note(self, step: int, cell: Cell, reading: Reading) -> None:
+        if step != self._read_step:
+            self._read_step, self._readings = step, {}
+        if self.lengths is not None:
+            for index, found in zip(reading.indices, reading.lengths, strict=False):  # a chain's reading has none
+                self.lengths.check(index, found, self._reader.name(index))
+        if cell.samples:
+            self._readings[cell] = reading
 
     def _place(self, value: Tensor) -> Tensor:
         dtype = self._job.dtype if value.is_floating_point() else None

@@ -24,6 +24,8 @@ from resilient.state.layer_state import LayerState
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.templates.common.byte_intervals import ByteIntervals
 
+_NOTHING = torch.zeros(0, dtype=torch.float64)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ballot:
@@ -35,6 +37,7 @@ class Ballot:
         num_targets: Targets of the global batch.
         pause: Ask all workers to stop at the boundary after this step.
         samples: This rank's shares of the checksums of what it read (:mod:`resilient.comm.agreement`).
+        carried: What is summed over all ranks beside that, for later steps; float64, of equal size on all.
     """
 
     loss: Tensor
@@ -42,6 +45,7 @@ class Ballot:
     num_targets: int
     pause: bool = False
     samples: int = 0
+    carried: Tensor = _NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +55,14 @@ class Verdict:
     Args:
         outcome: Of the step.
         pause: Some worker asked to stop at the boundary after it.
-        samples_agree: Whoever read an entry of a microbatch read the same.
+        samples_agree: Whoever read an entry of a cell read the same.
+        carried: The sum of what all brought for later steps.
     """
 
     outcome: StepOutcome
     pause: bool
     samples_agree: bool
+    carried: Tensor
 
 
 class Ledger:
@@ -152,9 +158,10 @@ class Ledger:
         """
         self.complete = True
         brought = (ballot.loss, ballot.squares, ballot.pause, ballot.samples)
-        shared = torch.tensor([float(value) for value in brought], dtype=torch.float64)
+        own = torch.tensor([float(value) for value in brought], dtype=torch.float64)
+        shared = torch.cat((own, ballot.carried))
         comm.all_reduce(shared, tuple(range(comm.size))).wait()
-        loss, squares, pauses, samples = shared.tolist()
+        loss, squares, pauses, samples = shared[: len(own)].tolist()
         loss, grad_norm = loss / ballot.num_targets, squares**0.5
         skipped = self.skipped.after(is_finite=math.isfinite(loss) and math.isfinite(grad_norm))
         outcome = StepOutcome(step=self.version + 1, loss=loss, grad_norm=grad_norm, skipped=skipped)
@@ -162,6 +169,7 @@ class Ledger:
             outcome=outcome,
             pause=pauses > 0,
             samples_agree=all_equal(samples),
+            carried=shared[len(own) :],
         )
 
     def apply(self, outcome: StepOutcome) -> None:

@@ -7,24 +7,28 @@ the missing states come from (peers, initial values, a checkpoint).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 from resilient.comm import Communicator, Group, StoreClient, connect
-from resilient.models.layer import Batch
 from resilient.pipeline.executor import Executor
 from resilient.pipeline.gradient_sync import GradientSync
 from resilient.pipeline.p2p import Channel, Downstream, Upstream
 from resilient.pipeline.stage import Stage, StageLayer
 from resilient.pipeline.stage_timer import StageTimer
-from resilient.pipeline.step_work import StepWork, chain_work
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.messages import INIT, Generation, Installed
+from resilient.runtime.batches import sampler_of
 from resilient.runtime.commit import Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.job import Job
 from resilient.runtime.sample_agreement import SampleAgreement
+from resilient.runtime.steps.assignments import Assignments
+from resilient.runtime.steps.planning import UnitPlanning
+from resilient.runtime.steps.steps import ChainSteps, Steps
+from resilient.runtime.steps.unit_graph import borders, stage_backwards
+from resilient.runtime.steps.unit_steps import UnitSteps
 from resilient.state import checkpoint
 from resilient.state.binding import bind
 from resilient.state.layer_state import LayerState
@@ -35,7 +39,7 @@ from resilient.state.witnesses import witness
 from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals, Piece
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Pipeline, Plan, Slot
-from resilient.templates.schedules.schedule import Schedule
+from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.template import PipelineTemplate, StageSpec
 
 
@@ -47,7 +51,7 @@ class Session:
         generation: Its number.
         plan: Its plan.
         slot: This worker's place.
-        schedule: Of its pipeline.
+        steps: What its steps are.
         comm: Its groups.
         executor: Runs the steps up to the reduced gradients.
         gradient_sync: Sums them.
@@ -59,7 +63,7 @@ class Session:
     generation: int
     plan: Plan
     slot: Slot
-    schedule: Schedule
+    steps: Steps
     comm: Communicator
     executor: Executor
     gradient_sync: GradientSync
@@ -71,17 +75,6 @@ class Session:
     def template(self) -> PipelineTemplate:
         """Of this worker's pipeline."""
         return self.plan.pipelines[self.slot.pipeline_index].template
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """Positions, within a step's microbatches, of those of this worker's pipeline."""
-        return self.plan.microbatches(self.slot.pipeline_index)
-
-    def work(self, step: int, num_targets: int, batch: Callable[[int], Batch]) -> StepWork:
-        """Return what the step is for this worker's pipeline; ``batch`` loads a microbatch by position."""
-        return chain_work(
-            step=step, schedule=self.schedule, num_targets=num_targets, positions=self.positions, batch=batch
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +89,7 @@ class WorkerContext:
         guard: Ends connecting and copying when membership changes again.
         faults: Told of the phases.
         host: This machine's address for its peers.
+        planning: What assigns samples to the cells of units; None for a chain.
         store_client: Keeps the connections to stores.
     """
 
@@ -106,6 +100,7 @@ class WorkerContext:
     guard: GenerationGuard
     faults: Faults
     host: str
+    planning: UnitPlanning | None = None
     store_client: StoreClient = field(default_factory=StoreClient)
 
 
@@ -178,8 +173,7 @@ def connect_ranks(context: WorkerContext, message: Generation, pieces: Pieces) -
     groups: list[Group] = [ranks for ranks in dict.fromkeys(summed) if len(ranks) > 1]
     pairs = [(transfer.source, transfer.target) for transfer in message.transfers]
     slots = message.plan.slots
-    neighbours = pairwise(slots)  # more than these exchange activations only where NCCL is not used
-    pairs += [(left.rank, right.rank) for left, right in neighbours if left.pipeline_index == right.pipeline_index]
+    pairs += _exchanging(context, message.plan)
     comm = connect(
         generation=message.generation,
         rank=message.rank,
@@ -196,6 +190,22 @@ def connect_ranks(context: WorkerContext, message: Generation, pieces: Pieces) -
     )
     context.guard.attach(message.generation, comm)
     return comm
+
+
+def _exchanging(context: WorkerContext, plan: Plan) -> list[tuple[int, int]]:
+    """Return the ranks that exchange activations."""
+    slots = plan.slots
+    if context.planning is None:  # more than these only where NCCL is not used
+        neighbours = pairwise(slots)
+        return [(left.rank, right.rank) for left, right in neighbours if left.pipeline_index == right.pipeline_index]
+    found: list[tuple[int, int]] = []
+    for index, pipeline in enumerate(plan.pipelines):
+        first_rank = next(slot.rank for slot in slots if slot.pipeline_index == index)
+        for pair in borders(pipeline.template, context.planning.feeds):
+            source, target = (first_rank + pipeline.template.row_of[stage] for stage in pair)
+            if source != target:
+                found.append((source, target))
+    return list(dict.fromkeys(found))
 
 
 def gather_states(context: WorkerContext, message: Generation, slot: Slot, comm: Communicator) -> int:
@@ -245,19 +255,22 @@ def build_session(
         pieces: Of each state: their holders sum its gradient.
     """
     job, states, pipeline = context.job, context.ledger.current, message.plan.pipelines[slot.pipeline_index]
-    num_rows, num_stages = len(pipeline.template.rows), len(pipeline.template.stages)
-    indices = range(slot.row_index, num_stages, num_rows)
-    first_rank = slot.rank - slot.row_index
-    ranks = [first_rank + stage % num_rows for stage in range(num_stages)]
+    template, feeds = pipeline.template, context.planning.feeds if context.planning is not None else ()
+    indices = template.row_stages[slot.row_index]
+    ranks = [slot.rank - slot.row_index + row for row in template.row_of]
+    all_borders = borders(template, feeds)
+    crossing = [
+        (pair, Channel(number, len(all_borders)))
+        for number, pair in enumerate(all_borders)
+        if ranks[pair[0]] != ranks[pair[1]]
+    ]
     upstream = {
-        (stage - 1, stage): Upstream(comm, ranks[stage - 1], job.device, Channel(stage, num_stages))
-        for stage in indices
-        if stage > 0 and ranks[stage - 1] != slot.rank
+        pair: Upstream(comm, ranks[pair[0]], job.device, channel)
+        for pair, channel in crossing
+        if ranks[pair[1]] == slot.rank
     }
     downstream = {
-        (stage, stage + 1): Downstream(comm, ranks[stage + 1], Channel(stage + 1, num_stages))
-        for stage in indices
-        if stage < num_stages - 1 and ranks[stage + 1] != slot.rank
+        pair: Downstream(comm, ranks[pair[1]], channel) for pair, channel in crossing if ranks[pair[0]] == slot.rank
     }
     trained = {name: state for name, state in states.items() if state.layout.num_trainable}
     index_of = {name: context.profile.index(name) for name in trained}
@@ -282,7 +295,7 @@ def build_session(
         generation=message.generation,
         plan=message.plan,
         slot=slot,
-        schedule=message.plan.schedule(slot.pipeline_index, _trained_states(context, pipeline)),
+        steps=_steps(context, message.plan, slot, comm),
         comm=comm,
         executor=executor,
         gradient_sync=gradient_sync,
@@ -318,6 +331,29 @@ def _stage(context: WorkerContext, spec: StageSpec) -> Stage:
         autocast=job.autocast,
         seed=job.seed,
         checkpointing=spec.checkpointing,
+    )
+
+
+def _steps(context: WorkerContext, plan: Plan, slot: Slot, comm: Communicator) -> Steps:
+    job, planning = context.job, context.planning
+    pipeline = plan.pipelines[slot.pipeline_index]
+    states = _trained_states(context, pipeline)
+    if planning is None:
+        positions = plan.microbatches(slot.pipeline_index)
+        return ChainSteps(plan.schedule(slot.pipeline_index, states), positions, job.microbatch)
+    placement, sampler = planning.placement(plan, job.microbatch), sampler_of(job)
+    assignments = Assignments(
+        comm, planning.units, job.global_batch, job.num_steps, partial(planning.prepared, placement, sampler)
+    )
+    trained = [context.layouts[spec.name].num_trainable > 0 for spec in job.model.layers]
+    return UnitSteps(
+        assignments=assignments,
+        slot=slot,
+        template=pipeline.template,
+        feeds=planning.feeds,
+        backwards=stage_backwards(pipeline.template, trained, planning.feeds),
+        states=states,
+        split=job.schedule is ScheduleKind.ZB_H1,
     )
 
 

@@ -14,11 +14,12 @@ from resilient.optim import Optimizer, check_groups
 from resilient.protocol.alike import Alike
 from resilient.protocol.job_config import JobConfig
 from resilient.protocol.messages import JobSpec
-from resilient.runtime.job_arguments import check_dataset, check_model, check_optimizer
+from resilient.runtime.job_arguments import check_dataset, check_model, check_optimizer, check_planner
 from resilient.state.layout import BufferLayout
 from resilient.state.recipe import Recipe
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.template import PipelineTemplate
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 """Precision -> type of parameters, gradients and optimizer slots; "bf16" computes matrix products in bfloat16."""
@@ -64,6 +65,8 @@ class Job(JobConfig):
             raise ArgumentError(
                 "schedule", f"be another on CUDA devices ({why})", self.schedule.value, "choose another"
             )
+        if self.planner:
+            check_planner(self.planner, self.model, self.dataset, self.schedule, self.device)
         if self.optimizer.groups:
             check_groups(self.optimizer, self.parameter_names())
 
@@ -107,12 +110,13 @@ class Job(JobConfig):
             if entry.trainable
         )
 
-    def spec(self, profile: ModelProfile, alike: Alike) -> JobSpec:
+    def spec(self, profile: ModelProfile, alike: Alike, templates: tuple[PipelineTemplate, ...] = ()) -> JobSpec:
         """Describe the job to the coordinator.
 
         Args:
             profile: Of the model, on this device.
             alike: What must be equal on all workers, as it is here.
+            templates: What the job's planner of units answered; empty for a chain.
         """
         return JobSpec(
             **self.config(),
@@ -121,6 +125,7 @@ class Job(JobConfig):
             num_steps=self.num_steps,
             memory_bytes=_memory_bytes(self.device),
             alike=alike,
+            templates=templates,
         )
 
     def recipe(self) -> Recipe:

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 
 from resilient.common.arguments import described, kind_of
+from resilient.data.dataset import Dataset
 from resilient.errors import ArgumentError
+from resilient.models.layer import Model
+from resilient.models.packing import why_padded
+from resilient.planners.registry import PLANNERS
+from resilient.templates.common.words import look_up
+from resilient.templates.schedules.kind import ScheduleKind
+
+PLANNED_SCHEDULES = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB_H1)
+"""Beside a planner: whether backwards for the weights stand apart. The rest of the order is the planner's."""
 
 
 def check_model(model: Any) -> None:
@@ -69,3 +78,24 @@ def check_optimizer(optimizer: Any) -> None:
     else:
         got, fix = described(optimizer), "resilient has AdamW and SGD"
     raise ArgumentError("optimizer", "be a description such as resilient.AdamW(lr=3e-4)", got, fix)
+
+
+def check_planner(name: str, model: Model, dataset: Dataset, schedule: ScheduleKind, device: torch.device) -> None:
+    """Check that a planner can place the samples of a job.
+
+    Raises:
+        ArgumentError: There is none of that name, or samples of this job are padded, or what else is chosen rules
+            planners out.
+    """
+    look_up("planner", name, PLANNERS)
+    why = why_padded(model, dataset)
+    if why is not None:
+        fix = "leave {planner} out, to train a chain of padded microbatches, or change that"
+        raise ArgumentError("planner", "be None where samples cannot be packed", f"{name!r}, but {why}", fix)
+    if schedule not in PLANNED_SCHEDULES:
+        known = " or ".join(repr(each.value) for each in PLANNED_SCHEDULES)
+        got, fix = f"{schedule.value!r} beside planner {name!r}", "leave it out: the planner decides the order"
+        raise ArgumentError("schedule", f"be {known} beside a planner", got, fix)
+    if device.type == "cuda":
+        why = "NCCL's messages carry no tags, and both ends do not order those of units alike"
+        raise ArgumentError("planner", f"be None on CUDA devices ({why})", repr(name), "leave it out")

@@ -12,17 +12,21 @@ import torch
 
 from resilient.comm import Communicator
 from resilient.errors import NonFiniteError
-from resilient.models.layer import Model
 from resilient.pipeline.finite_watch import FiniteWatch
 from resilient.pipeline.step_work import StepWork
 from resilient.protocol.messages import StepOutcome
 from resilient.runtime.batches import Batches
 from resilient.runtime.install import Session
+from resilient.runtime.job import Job
 from resilient.state.skipped import MOST_IN_A_ROW
 
 
 def find_nonfinite(
-    session: Session, work: StepWork, outcome: StepOutcome, model: Model, batches: Batches
+    session: Session,
+    work: StepWork,
+    outcome: StepOutcome,
+    job: Job,
+    batches: Batches,
 ) -> NonFiniteError | None:
     """Repeat a step that is not to be committed; all ranks call this.
 
@@ -30,7 +34,7 @@ def find_nonfinite(
         session: The generation.
         work: The step's.
         outcome: Of the step.
-        model: What is trained.
+        job: What is trained, on how many samples.
         batches: Name its samples.
 
     Returns:
@@ -39,14 +43,17 @@ def find_nonfinite(
     Raises:
         CommunicationError: A peer is gone; the step is to be redone.
     """
+    model = job.model
     watch = FiniteWatch(model)
     session.executor.run(replace(work, watch=watch))
     end = len(model.layers) + 1
     # first come the microbatches, layer by layer, then the gradients, from the last layer to the first
-    after_forward = end * sum(pipeline.num_microbatches for pipeline in session.plan.pipelines)
+    after_forward = end * job.global_batch
     if watch.found is not None:
         key = watch.found.position * end + watch.found.layer_index
-        what = f"{watch.found.what}, for {batches.told(outcome.step, watch.found.position)}"
+        unit = model.layers[min(watch.found.layer_index, len(model.layers) - 1)].unit
+        cell = session.steps.cell_at(outcome.step, unit, watch.found.position)
+        what = f"{watch.found.what}, for {batches.told(outcome.step, cell)}"
     elif (layer_index := session.gradient_sync.last_nonfinite()) is not None:
         key = after_forward + end - 1 - layer_index
         what = f"the gradient of layer {model.layers[layer_index].name!r} is not finite, though the loss is"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from resilient.data.reader import Cell
 from resilient.errors import ArgumentError
 from resilient.runtime.batches import Batches, Read
 from resilient.runtime.job import Job
@@ -32,7 +33,7 @@ def first_samples(job: Job) -> list[list[Read]]:
     """
     batches = Batches(job)
     num_microbatches = min(_NUM_MICROBATCHES, job.global_batch // job.microbatch)
-    read = [batches.samples(1, position) for position in range(num_microbatches)]
+    read = [batches.samples(1, Cell.of_chain(position, job.microbatch)) for position in range(num_microbatches)]
     check = getattr(job.model, "check_first", None)
     if check is not None:
         check({batches.name(each.index): each.sample for microbatch in read for each in microbatch})

@@ -13,26 +13,27 @@ import xxhash
 
 from resilient.comm import Communicator, Group
 from resilient.comm.agreement import Shares
-from resilient.data.reader import REPEATABLE, Reading, Reads
+from resilient.data.reader import REPEATABLE, Cell, Reading, Reads
 from resilient.errors import SampleError
 from resilient.models.layer import Model
 from resilient.runtime.batches import reads_of
 from resilient.runtime.job import Job
 from resilient.templates.plan import Plan, Slot
+from resilient.templates.schedules.graph import LaneName
 
-_Told = dict[int, Reading]
+_Told = list[tuple[Cell, Reading]]
 _decode = msgspec.msgpack.Decoder(_Told).decode
 
 
 def slot_reads(model: Model, slot: Slot) -> Reads:
-    """Return the entries of a microbatch that a worker's layers read, and the loss, if it is there; None for all."""
+    """Return the entries of cells that a worker's layers read, and the loss, if it is there; None for all."""
     return reads_of(
         tuple(layer for stage in slot.stages for layer in model.layers[stage.first_layer : stage.end_layer])
     )
 
 
 class SampleAgreement:
-    """Compares what one rank read of a step with what the others of its pipeline did.
+    """Compares what one rank read of a step with what the others of its pipeline did: those of the same lane.
 
     Args:
         job: The job.
@@ -40,38 +41,41 @@ class SampleAgreement:
         slot: The rank's place in it.
 
     Attributes:
-        reads: Entries of a microbatch that this rank reads.
+        reads: Entries of cells that this rank reads.
     """
 
     def __init__(self, job: Job, plan: Plan, slot: Slot) -> None:
         self._plan = plan
         self._rank = slot.rank
         self._dataset = type(job.dataset).__name__
-        self._pipeline = slot.pipeline_index
+        self._own = self._ranks(slot.pipeline_index)
+        self._lanes = {other.rank: {stage.lane for stage in other.stages} for other in plan.slots}
         self._reads = {other.rank: slot_reads(job.model, other) for other in plan.slots}
         self.reads = self._reads[slot.rank]
 
-    def share(self, readings: Mapping[int, Reading]) -> int:
+    def share(self, readings: Mapping[Cell, Reading]) -> int:
         """Return this rank's part of a sum over all ranks that tells whether all read the same."""
         shares = Shares(self._rank)
-        for position, reading in readings.items():
+        for cell, reading in readings.items():
+            lane = LaneName(cell.unit, cell.lane)
+            readers = [rank for rank in self._own if lane in self._lanes[rank]]
             for entry, checksum in reading.batch.items():
-                holders = tuple(rank for rank in self._ranks(self._pipeline) if self._reads_entry(rank, entry))
+                holders = tuple(rank for rank in readers if self._reads_entry(rank, entry))
                 if len(holders) > 1:
-                    placed = f"{position} {entry} {checksum}".encode()  # bare checksums, swapped, would cancel out
+                    placed = msgspec.msgpack.encode((cell, entry, checksum))  # bare ones, swapped, would cancel out
                     shares.add(xxhash.xxh3_64_intdigest(placed), holders)
         return shares.total
 
-    def difference(self, comm: Communicator, step: int, readings: Mapping[int, Reading]) -> SampleError:
+    def difference(self, comm: Communicator, step: int, readings: Mapping[Cell, Reading]) -> SampleError:
         """Return the error that names what was read differently; all ranks call this, and get the same.
 
         Raises:
             CommunicationError: A peer is gone.
         """
-        told = [_decode(text) for text in _gathered(comm, msgspec.msgpack.encode(dict(readings)))]
+        told = [dict(_decode(text)) for text in _gathered(comm, msgspec.msgpack.encode(list(readings.items())))]
         for ranks in map(self._ranks, range(len(self._plan.pipelines))):
-            for position in sorted({position for rank in ranks for position in told[rank]}):
-                read = {rank: told[rank][position] for rank in ranks if position in told[rank]}
+            for cell in sorted({cell for rank in ranks for cell in told[rank]}):
+                read = {rank: told[rank][cell] for rank in ranks if cell in told[rank]}
                 found = self._in_samples(read, step) or self._in_batch(read, step)
                 if found is not None:
                     return found

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -57,6 +58,7 @@ from resilient.runtime.job import Job
 from resilient.runtime.nonfinite import find_nonfinite
 from resilient.runtime.own_errors import error_kind
 from resilient.runtime.saver import Saver
+from resilient.runtime.steps.planning import UnitPlanning
 from resilient.state import manifest
 from resilient.state.checkpoint import HeldPart
 from resilient.state.fingerprint import fingerprint
@@ -96,6 +98,7 @@ class Worker:
         traced_steps: Steps of which it writes down when it did what.
         processes: What reads samples ahead of time; None to read them when they are needed.
         alike: What must be equal on all workers of a job of several.
+        planning: What assigns samples to the cells of units; None for a chain.
     """
 
     def __init__(
@@ -107,13 +110,14 @@ class Worker:
         traced_steps: range = range(0),
         processes: DataProcesses | None = None,
         alike: Alike | None = None,
+        planning: UnitPlanning | None = None,
     ) -> None:
         if job.device.type == "cuda":
             torch.cuda.set_device(job.device)  # seeds and timing events are the current device's
         self._job = job
         self._client = client
         self._traced_steps = traced_steps
-        self._spec = job.spec(profile, alike or {})
+        self._spec = job.spec(profile, alike or {}, () if planning is None else planning.templates)
         self._guard = GenerationGuard()
         self._faults = Faults(client.run_directory)
         self._ledger = Ledger(job.optimizer, job.clip_grad_norm)
@@ -128,6 +132,7 @@ class Worker:
             guard=self._guard,
             faults=self._faults,
             host=host,
+            planning=planning,
         )
         self._session: Session | None = None
         self._left: Communicator | None = None
@@ -185,7 +190,7 @@ class Worker:
             self._session, installed = install(self._context, message)
             self._close_left()
             self._client.send(installed)
-            self._batches.enter(self._session.positions, self._session.sample_agreement.reads)
+            self._batches.enter(self._session.steps.cells, self._session.sample_agreement.reads)
             self._train(self._session, checkpoint_due=message.checkpoint_due)
         except CommunicationError as error:
             node = self._session.slot.node if self._session is not None else None
@@ -234,6 +239,7 @@ class Worker:
         if self._session is not None:
             self._stage_ms = self._session.stage_timer.stage_ms
             self._session.gradient_sync.close()
+            self._session.steps.close()
             self._session = None
 
     def _close_left(self) -> None:
@@ -243,6 +249,7 @@ class Worker:
             self._left = None
 
     def _train(self, session: Session, *, checkpoint_due: bool) -> None:
+        session.steps.begin(self._ledger.version)
         if checkpoint_due:
             self._try_checkpoint(session)
         while self._ledger.version < self._job.num_steps:
@@ -289,28 +296,36 @@ class Worker:
         self._faults.reach("step", step)
         session.comm.check()  # a step that is given up before it begins is not lost
         ledger.begin_step()
-        num_targets, readings = self._batches.num_targets(step), self._batches.readings
-        work = session.work(step, num_targets, lambda position: self._batches.batch(step, position))
+        num_targets = self._batches.num_targets(step)
+        work = session.steps.work(step, num_targets, partial(self._batches.batch, step))
         loss = session.executor.run(work)
         self._faults.reach("prepare", step)
         pause = self._guard.pause_wanted(session.generation)
         with session.executor.span_recorder.during("prepare"):
             session.replicas.check_in_step(step)
-            squares = session.gradient_sync.squares
+            squares, readings = session.gradient_sync.squares, self._batches.readings(step)
             samples = session.sample_agreement.share(readings)
-            ballot = Ballot(loss=loss, squares=squares, num_targets=num_targets, pause=pause, samples=samples)
+            ballot = Ballot(
+                loss=loss,
+                squares=squares,
+                num_targets=num_targets,
+                pause=pause,
+                samples=samples,
+                carried=session.steps.bring(step),
+            )
             verdict = ledger.prepare(session.comm, ballot)
             if not verdict.samples_agree:
                 raise session.sample_agreement.difference(session.comm, step, readings)
         if self._ends_with(verdict.outcome):
             ledger.begin_step()  # it is done once more, and not committed
-            error = find_nonfinite(session, work, verdict.outcome, self._job.model, self._batches)
+            error = find_nonfinite(session, work, verdict.outcome, self._job, self._batches)
             if error is not None:
                 raise error
             return verdict.pause
         self._faults.reach("commit", step)
         with session.executor.span_recorder.during("commit"):
             ledger.apply(verdict.outcome)
+            session.steps.take(step, verdict.carried)
             session.stage_timer.end_step()
         self._steps.append(
             StepDone(

@@ -14,7 +14,6 @@ have several microbatches, the latest finish is as early as can be, and as few p
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -83,16 +82,7 @@ def slowed_line(template: PipelineTemplate, node_factors: Sequence[float]) -> Li
     Raises:
         ValueError: Not one factor per node.
     """
-    if len(node_factors) != template.num_nodes:
-        raise ArgumentError(
-            "node_factors",
-            f"be one for each of the template's {template.num_nodes} nodes",
-            len(node_factors),
-            "give 1.0 for nodes as fast as profiled",
-        )
-    times = [math.fsum(stage.stage_ms for stage in row) * node_factors[row[0].node_index] for row in template.rows]
-    slowest = max(times)
-    fill = (math.fsum(times) - slowest) / template.num_chunks + template.sync_ms
+    fill, slowest = template.line_ms(node_factors)
     return Line(nanoseconds(fill), max(1, nanoseconds(slowest)), template.round_size)
 
 

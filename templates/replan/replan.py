@@ -26,7 +26,7 @@ from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.assignment import assign
 from resilient.templates.replan.replan_candidate import ReplanCandidate, Situation, Way
 from resilient.templates.search.partition import plan_templates
-from resilient.templates.search.template_sizes import TooFewNodes, usable_nodes
+from resilient.templates.search.template_sizes import TooFewNodes, node_counts, usable_nodes
 from resilient.templates.template import TemplateSet
 
 _FEWEST_PLANNED_NODES = 8
@@ -180,7 +180,11 @@ def _checked(slowdowns: Mapping[int, float] | None) -> Mapping[int, float]:
 
 @lru_cache(maxsize=64)
 def _templates(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
-    return plan_templates(problem, num_nodes)
+    if not problem.templates:
+        return plan_templates(problem, num_nodes)
+    sizes = node_counts(num_nodes, problem.max_failures, problem.templates[0].num_nodes)
+    layouts = tuple((template,) for template in problem.templates if template.num_nodes in sizes)
+    return TemplateSet(problem_digest=problem.digest, layouts=layouts)
 
 
 @lru_cache(maxsize=1024)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from resilient.data import StepSampler
+from resilient.data.reader import Cell
 from resilient.errors import ArgumentError, CheckpointError, DataProcessError, SampleError
 from resilient.models.layer import Activations, Batch
 from resilient.optim import SGD, AdamW, Optimizer, WarmupCosine
@@ -71,7 +72,7 @@ def test_training_equals_a_hand_written_loop(name: str, tmp_path: Path) -> None:
     norms = []
     for step in range(1, 7):
         optimizer.zero_grad()
-        (whole.loss(batches.batch(step, 0)) / (16 * 5)).backward()
+        (whole.loss(batches.batch(step, Cell.of_chain(0, 16))) / (16 * 5)).backward()
         norms.append(nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None]).item())
         for parameter in whole.parameters():
             assert parameter.grad is not None
@@ -199,7 +200,7 @@ def test_model_that_fits_with_checkpointing_only_trains_with_it_to_the_same_bits
 
 
 def test_bf16_trains_about_as_fp32_does() -> None:
-    batch = Batches(make_job(precision="fp32", microbatch=16)).batch(1, 0)
+    batch = Batches(make_job(precision="fp32", microbatch=16)).batch(1, Cell.of_chain(0, 16))
     untrained = assemble(TiedModel(num_blocks=2), seed=3)
     losses = {"untrained": untrained.loss(batch).item()}
     for precision in ("fp32", "bf16"):

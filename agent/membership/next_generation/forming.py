@@ -17,6 +17,7 @@ from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.replan import first_plan, replan, templates_for
 from resilient.templates.replan.transfer import Transfer, plan_transfers
+from resilient.templates.schedules.graph import CHAIN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,7 @@ def problem_of(job: JobSpec, workers_per_node: int, network: Link, failure_inter
         failure_interval_s=failure_interval_s,
         schedule=job.schedule,
         num_chunks=job.num_chunks,
+        templates=job.templates,
     )
 
 
@@ -205,6 +207,7 @@ def describe(formed: NextGeneration, members: Mapping[int, Member], slowdowns: M
                 {
                     "node": pipeline.nodes[stage.node_index],
                     "local_rank": stage.first_device,
+                    **({"lane": str(stage.lane)} if stage.lane != CHAIN else {}),
                     "first_layer": stage.first_layer,
                     "end_layer": stage.end_layer,
                 }

@@ -37,6 +37,7 @@ class Settings:
         report_timeout_s: How long a worker may take to get out of its generation before its node is evicted.
         save_timeout_s: How long writing the last checkpoint may take.
         trace: Steps of which workers write down when they did what; "" for none.
+        planner: What workers use instead of the planner that the script asks for; "" for that.
         allow_different: What may differ between nodes: of :data:`resilient.protocol.alike.ALLOWABLE`.
         max_suspicions: Regroups of the same members without a step between them before the job is stopped.
         validate: Check the machine's invariants after every stimulus.
@@ -60,6 +61,7 @@ class Settings:
     report_timeout_s: float = 60.0
     save_timeout_s: float = 600.0
     trace: str = ""
+    planner: str = ""
     allow_different: tuple[str, ...] = ()
     max_suspicions: int = 3
     validate: bool = False

@@ -71,12 +71,23 @@ class Curve:
         return self.attention * squares + self.linear * tokens + self.fixed if tokens else 0.0
 
     @classmethod
-    def fit(cls, tokens: npt.ArrayLike, times_ms: npt.ArrayLike, *, attention: bool = True) -> Curve:
-        """Return the non-negative coefficients with the least relative error on measured calls on one sequence each.
+    def fit(
+        cls,
+        tokens: npt.ArrayLike,
+        times_ms: npt.ArrayLike,
+        *,
+        squares: npt.ArrayLike | None = None,
+        relative_to: npt.ArrayLike | None = None,
+        attention: bool = True,
+    ) -> Curve:
+        """Return the non-negative coefficients with the least relative error on measured calls.
 
         Args:
-            tokens: Lengths, ``[num_points]``.
+            tokens: Sums of the lengths, ``[num_points]``.
             times_ms: Measured times.
+            squares: Sums of the squared lengths; left out where each call was on one sequence.
+            relative_to: Times that errors are measured by; the measured ones where left out. What is the difference of
+                two of them may be next to nothing, and is no measure.
             attention: Whether anything grows with the square. Gradients of parameters do not: what noise makes of it
                 is small between the lengths and large beyond them.
 
@@ -86,14 +97,16 @@ class Curve:
         from scipy.optimize import nnls  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
         x, y = np.asarray(tokens, dtype=np.float64), np.asarray(times_ms, dtype=np.float64)
-        right = x.shape == y.shape and all(((each > 0) & (each < np.inf)).all() for each in (x, y))
-        if not right or np.unique(x).size < 3:
+        scale = y if relative_to is None else np.asarray(relative_to, dtype=np.float64)
+        right = x.shape == y.shape and all(((each > 0) & (each < np.inf)).all() for each in (x, scale))
+        if not right or not np.isfinite(y).all() or np.unique(x).size < 3:
             raise ValueError(
                 f"a curve must be fitted to three lengths or more with times > 0, got {x.tolist()} and {y.tolist()}; "
                 f"measure them again"
             )
-        powers = np.stack([x * x * attention, x, np.ones_like(x)], axis=1)
-        found = cast("tuple[Floats, float]", nnls(powers / y[:, None], np.ones_like(y)))[0]
+        squared = x * x if squares is None else np.asarray(squares, dtype=np.float64)
+        powers = np.stack([squared * attention, x, np.ones_like(x)], axis=1)
+        found = cast("tuple[Floats, float]", nnls(powers / scale[:, None], y / scale))[0]
         return cls(attention=float(found[0]), linear=float(found[1]), fixed=float(found[2]))
 
 

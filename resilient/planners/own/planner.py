@@ -25,7 +25,7 @@ from resilient.planners.own.recomputation import with_room
 from resilient.planners.planner import Assignment, Configuration, Replica, Setting
 from resilient.planners.published.baselines.mean_microbatch import fastest
 from resilient.planners.registry import planner
-from resilient.planners.stages.redundancy import is_redundant
+from resilient.planners.stages.one_pipeline import is_asked_for
 
 _KNOWN_SAMPLES = 1024
 """That a configuration is simulated with, in four batches at most, and in one at least."""
@@ -112,7 +112,7 @@ class ResilientPlanner:
         """Return configurations of one stage, with their times, the fastest among them."""
         known = known_batches(setting, samples, 2 * len(batches))
         for longer, wide in ((_LONGER, False), (1.0, False), (1.0, True)):
-            shapes = [each for each in one_stage(setting, wide=wide) if is_redundant(setting, each)]
+            shapes = [each for each in one_stage(setting, wide=wide) if is_asked_for(setting, each)]
             least = [_rated(setting, each, least_ms(setting, each, batches)) for each in shapes]
             found: list[Configuration] = []
             best_ms = np.inf

@@ -127,14 +127,13 @@ def test_a_sample_that_cannot_be_trained_on_is_named() -> None:
 def test_wrong_lengths_are_named_when_the_sample_is_loaded() -> None:
     dataset = Said()
     lengths = SampleLengths(dataset, Model())
-    sample = {"input_ids": torch.zeros(3), "vision.pixels": [torch.zeros(1, 4, 4), torch.zeros(1, 4, 8)]}
-    lengths.check(1, {**sample, "vision.pixels": [torch.zeros(1, 4, 4)]}, "sample 1 of Said")
+    lengths.check(1, {"vision": [1], **TEXT}, "sample 1 of Said")
     message = (
         "sample 2 of Said: lengths(2) must be {'llm': [3], 'vision': [1, 2]}, those of the sample, got {'llm': [3], "
         "'vision': [1, 1]}; have Said.lengths return {'llm': [3], 'vision': [1, 2]} for it"
     )
     with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
-        lengths.check(2, sample, "sample 2 of Said")
+        lengths.check(2, {"vision": [1, 2], **TEXT}, "sample 2 of Said")
 
 
 def test_a_sample_that_has_changed_is_named() -> None:
@@ -145,7 +144,7 @@ def test_a_sample_that_has_changed_is_named() -> None:
         f"{lengths.file}"
     )
     with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
-        lengths.check(1, {"input_ids": torch.zeros(3), "vision.pixels": []}, "sample 1 of Pictures")
+        lengths.check(1, {"vision": [], **TEXT}, "sample 1 of Pictures")
 
 
 @pytest.mark.parametrize(
@@ -163,3 +162,21 @@ def test_a_sample_that_has_changed_is_named() -> None:
 def test_what_is_no_lengths_is_refused(dataset: Pictures, index: int, message: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
         SampleLengths(dataset, Model()).of([index])
+
+
+def test_only_the_first_few_samples_are_loaded_again_to_be_compared() -> None:
+    class Many(Pictures):
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> Sample:
+            return super().__getitem__(0) if index else super().__getitem__(1)
+
+    dataset = Many(Path("many"))
+    lengths = SampleLengths(dataset, Model())
+    lengths.of([19])
+    for index in range(1, 20):
+        lengths.check(index, TEXT, f"sample {index} of Many")
+    assert len(dataset._loaded) == 1 + 8
+    with pytest.raises(SampleError, match=r"^sample 19 of Many: must have the lengths \{'llm': \[3\]\}, as when"):
+        lengths.check(19, {"vision": [1], **TEXT}, "sample 19 of Many")

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from resilient.data.processes import DataProcesses, Load
-from resilient.data.read_ahead import ReadAhead, data_processes
-from resilient.data.reader import Microbatch, Reading, Reads
+from resilient.data.read_ahead import data_processes
+from resilient.data.reader import Cell, Microbatch, Reading, Reads
 from resilient.errors import DataProcessError, SampleError
 
 
@@ -29,8 +29,13 @@ def microbatch(batch: dict[str, torch.Tensor], sample_ms: float = 0.0) -> Microb
     return Microbatch(batch=batch, reading=reading)
 
 
-def which(step: int, position: int, reads: Reads) -> Microbatch:
-    return microbatch({"which": torch.tensor([step, position, os.getpid()])})
+def at(position: int) -> Cell:
+    """Return a microbatch of one sample."""
+    return Cell.of_chain(position, 1)
+
+
+def which(step: int, cell: Cell, reads: Reads) -> Microbatch:
+    return microbatch({"which": torch.tensor([step, *cell.samples, os.getpid()])})
 
 
 @contextmanager
@@ -51,8 +56,8 @@ def test_a_microbatch_comes_as_it_was_read() -> None:
         "none": torch.empty(0, 4),
         "left_out": torch.empty(2, 3, dtype=torch.int32, device="meta"),
     }
-    with started(lambda step, position, reads: microbatch(values)) as processes:
-        read = processes.take(processes.ask(1, 0, None))
+    with started(lambda step, cell, reads: microbatch(values)) as processes:
+        read = processes.take(processes.ask(1, at(0), None))
     assert read.reading == microbatch({}).reading
     assert list(read.batch) == list(values)
     for name, value in values.items():
@@ -64,7 +69,7 @@ def test_a_microbatch_comes_as_it_was_read() -> None:
 
 def test_processes_take_turns_and_answers_are_taken_in_any_order() -> None:
     with started(which, 2) as processes:
-        tickets = [processes.ask(5, position, None) for position in range(4)]
+        tickets = [processes.ask(5, at(position), None) for position in range(4)]
         read = {position: processes.take(tickets[position]).batch["which"].tolist() for position in (3, 0, 2, 1)}
     assert [read[position][:2] for position in range(4)] == [[5, position] for position in range(4)]
     pids = [read[position][2] for position in range(4)]
@@ -76,8 +81,8 @@ def test_a_file_that_a_data_set_keeps_open_is_read_by_each_process_at_its_own_pl
     (tmp_path / "data").write_bytes(b"abcdef")
     with (tmp_path / "data").open("rb", buffering=0) as file:
         file.seek(1)
-        with started(lambda step, position, reads: microbatch({"read": torch.tensor(ord(file.read(1)))}), 2) as both:
-            tickets = [both.ask(1, position, None) for position in range(4)]
+        with started(lambda step, cell, reads: microbatch({"read": torch.tensor(ord(file.read(1)))}), 2) as both:
+            tickets = [both.ask(1, at(position), None) for position in range(4)]
             read = [chr(int(both.take(ticket).batch["read"])) for ticket in tickets]
         assert (read, file.tell()) == (["b", "b", "c", "c"], 1)
 
@@ -88,9 +93,9 @@ def test_a_low_limit_of_descriptors_leaves_room_for_answers_that_wait() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
     try:
         with started(
-            lambda step, position, reads: microbatch({"most": torch.tensor(resource.getrlimit(resource.RLIMIT_NOFILE))})
+            lambda step, cell, reads: microbatch({"most": torch.tensor(resource.getrlimit(resource.RLIMIT_NOFILE))})
         ) as processes:
-            found = processes.take(processes.ask(1, 0, None)).batch["most"].tolist()
+            found = processes.take(processes.ask(1, at(0), None)).batch["most"].tolist()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert found == [min(hard, 1 << 16), hard]
@@ -100,20 +105,20 @@ def test_what_is_forgotten_is_not_read_any_more(tmp_path: Path) -> None:
     log = tmp_path / "log"
     (begun, tell_begun), (gate, open_gate) = os.pipe(), os.pipe()
 
-    def read(step: int, position: int, reads: Reads) -> Microbatch:
-        if position == 0:
+    def read(step: int, cell: Cell, reads: Reads) -> Microbatch:
+        if cell == at(0):
             os.write(tell_begun, b".")
             os.read(gate, 1)
         with log.open("a") as file:
-            file.write(f"{position}\n")
-        return which(step, position, reads)
+            file.write(f"{cell.samples[0]}\n")
+        return which(step, cell, reads)
 
     with started(read) as processes:
         for position in range(20):
-            processes.ask(1, position, None)
+            processes.ask(1, at(position), None)
         os.read(begun, 1)
         processes.forget()
-        ticket = processes.ask(1, 99, None)
+        ticket = processes.ask(1, at(99), None)
         os.write(open_gate, b".")
         assert processes.take(ticket).batch["which"][1] == 99
     assert log.read_text().split() == ["0", "99"]
@@ -122,12 +127,12 @@ def test_what_is_forgotten_is_not_read_any_more(tmp_path: Path) -> None:
 
 
 def test_the_entries_to_read_are_handed_on() -> None:
-    def read(step: int, position: int, reads: Reads) -> Microbatch:
+    def read(step: int, cell: Cell, reads: Reads) -> Microbatch:
         return microbatch({entry: torch.ones(()) for entry in sorted(reads or {"all"})})
 
     with started(read) as processes:
         wanted: list[Reads] = [frozenset({"b", "a"}), None]
-        tickets = [processes.ask(1, 0, reads) for reads in wanted]
+        tickets = [processes.ask(1, at(0), reads) for reads in wanted]
         assert [list(processes.take(ticket).batch) for ticket in tickets] == [["a", "b"], ["all"]]
 
 
@@ -150,13 +155,13 @@ class OddError(Exception):
 def test_an_error_is_raised_here_and_tells_where_it_came_from(
     error: Exception, kind: type[Exception], message: str
 ) -> None:
-    def read_in_vain(step: int, position: int, reads: Reads) -> Microbatch:
-        if position == 0:
+    def read_in_vain(step: int, cell: Cell, reads: Reads) -> Microbatch:
+        if cell == at(0):
             raise error
-        return which(step, position, reads)
+        return which(step, cell, reads)
 
     with started(read_in_vain) as processes:
-        ticket, other = processes.ask(1, 0, None), processes.ask(1, 1, None)
+        ticket, other = processes.ask(1, at(0), None), processes.ask(1, at(1), None)
         with pytest.raises(kind, match=f"^{re.escape(message)}$") as raised:
             processes.take(ticket)
         assert "in read_in_vain\n    raise error" in "".join(traceback.format_exception(raised.value))
@@ -169,14 +174,14 @@ def test_an_error_is_raised_here_and_tells_where_it_came_from(
     ids=["killed", "exited"],
 )
 def test_a_process_that_dies_is_named(end: Callable[[], None], how: str) -> None:
-    def read(step: int, position: int, reads: Reads) -> Microbatch:
-        if position == 1:
+    def read(step: int, cell: Cell, reads: Reads) -> Microbatch:
+        if cell == at(1):
             end()
-        return which(step, position, reads)
+        return which(step, cell, reads)
 
     others = {child.pid for child in psutil.Process().children()}  # such as the forkserver of tests before this one
     with started(read, 2) as processes:
-        first, second = processes.ask(1, 0, None), processes.ask(1, 1, None)
+        first, second = processes.ask(1, at(0), None), processes.ask(1, at(1), None)
         pid = int(processes.take(first).batch["which"][2])
         (dead,) = {child.pid for child in psutil.Process().children()} - others - {pid}
         message = (
@@ -194,11 +199,12 @@ def test_processes_end_with_a_worker_that_is_killed(tmp_path: Path) -> None:
     script.write_text(
         "import os, signal, sys\n"
         "from resilient.data.processes import DataProcesses\n"
-        "def read(step, position, reads):\n"
+        "from resilient.data.reader import Cell\n"
+        "def read(step, cell, reads):\n"
         "    print(os.getpid(), flush=True)\n"
         "    while True: signal.pause()\n"
         "processes = DataProcesses(read, 2)\n"
-        "processes.ask(1, 0, None), processes.ask(1, 1, None)\n"
+        "processes.ask(1, Cell('', (0,)), None), processes.ask(1, Cell('', (1,)), None)\n"
         "signal.pause()\n"
     )
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as worker:
@@ -221,7 +227,7 @@ def test_how_many_there_are_follows_from_the_time_a_sample_takes(
 ) -> None:
     monkeypatch.setattr(threading, "active_count", lambda: 1)  # those that tests before this one have left aside
     before = len(psutil.Process().children())
-    with data_processes(lambda step, position, reads: microbatch({}, sample_ms), wanted) as processes:
+    with data_processes(lambda step, cell, reads: microbatch({}, sample_ms), wanted, at(0)) as processes:
         assert (None if processes is None else len(processes)) == expected
         assert len(psutil.Process().children()) - before == (expected or 0)
     assert len(psutil.Process().children()) == before
@@ -233,66 +239,40 @@ def test_a_script_with_threads_is_not_forked_unless_it_says_so() -> None:
     thread.start()
     try:
         for wanted, expected in ((None, None), (1, 1)):
-            with data_processes(lambda step, position, reads: microbatch({}, 5.0), wanted) as processes:
+            with data_processes(lambda step, cell, reads: microbatch({}, 5.0), wanted, at(0)) as processes:
                 assert (None if processes is None else len(processes)) == expected
     finally:
         ended.set()
         thread.join()
 
 
-class Asked:
-    """Takes down what is asked of processes."""
+def test_what_is_asked_of_a_process_fits_its_socket_even_if_it_is_busy() -> None:
+    """Nobody would read here what is too much: the worker would wait for the process, which waits for the worker."""
+    begun, tell_begun = os.pipe()
+    gate, open_gate = os.pipe()
 
-    def __init__(self, num_processes: int) -> None:
-        self.asked: list[tuple[int, int]] = []
-        self._num_processes = num_processes
+    def read(step: int, cell: Cell, reads: Reads) -> Microbatch:
+        if step == 1:
+            os.write(tell_begun, b".")
+            os.read(gate, 1)
+        return microbatch({"samples": torch.tensor(cell.samples), "lane": torch.tensor(cell.lane)})
 
-    def __len__(self) -> int:
-        return self._num_processes
-
-    def ask(self, step: int, position: int, reads: Reads) -> int:
-        self.asked.append((step, position))
-        return len(self.asked) - 1
-
-    def take(self, ticket: int) -> tuple[int, int]:
-        return self.asked[ticket]
-
-    def forget(self) -> None:
-        self.asked.append((0, 0))
-
-
-def test_a_whole_step_is_asked_for_ahead_of_time() -> None:
-    asked = Asked(2)
-    positions = (2, 3, 9, 4, 7)
-    ahead = ReadAhead(asked, num_steps=3)  # pyright: ignore[reportArgumentType]
-    ahead.enter(positions, None)
-    asked.asked.clear()
-    steps = [(step, position) for step in (1, 2, 3) for position in positions]
-    for number, key in enumerate(steps):
-        assert ahead.take(*key) == key
-        assert asked.asked == steps[: number + 6], "this one and five more, up to the end of the job"
-    ahead.enter(positions, None)
-    assert ahead.take(3, 2) == (3, 2), "again, after a failure"
-    ahead.enter((0, 1), frozenset({"input"}))
-    assert asked.asked[-1] == (0, 0), "of another place, nothing is wanted any more"
-
-
-def test_not_more_is_asked_for_than_fits() -> None:
-    asked = Asked(1)
-    ahead = ReadAhead(asked, num_steps=2)  # pyright: ignore[reportArgumentType]
-    ahead.enter(tuple(range(1000)), None)
-    asked.asked.clear()
-    ahead.take(1, 0)
-    assert len(asked.asked) == 33
-
-
-def test_not_more_is_asked_for_than_fits_when_a_step_is_read_once_more() -> None:
-    asked = Asked(1)
-    ahead = ReadAhead(asked, num_steps=2)  # pyright: ignore[reportArgumentType]
-    ahead.enter(tuple(range(1000)), None)
-    for position in range(400):
-        ahead.take(1, position)
-    ahead.enter(tuple(range(1000)), None)
-    assert ahead.take(1, 0) == (1, 0)
-    forgotten = len(asked.asked) - 1 - asked.asked[::-1].index((0, 0))
-    assert asked.asked[forgotten + 1 :] == [(1, position) for position in range(33)]
+    apart = Cell("vision", tuple(range(1 << 16, (1 << 16) + 2 * 4096, 2)), 3)
+    reads = frozenset(f"vision.entry.{number}" for number in range(20))
+    with started(read) as processes:
+        processes.ask(1, at(0), None)
+        os.read(begun, 1)
+        numbers: list[int] = []
+        last = -1
+        for cell in (at(1), Cell.of_chain(1, 1 << 16), apart):
+            processes.forget()
+            numbers.append(0)
+            while processes.has_room:
+                last = processes.ask(2, cell, reads)
+                numbers[-1] += 1
+        assert numbers == [32, 32, 2], "one after the other is told as the first and how many they are"
+        os.write(open_gate, b".")
+        read_batch = processes.take(last).batch
+        assert (tuple(read_batch["samples"].tolist()), int(read_batch["lane"])) == apart[1:]
+    for end in (begun, tell_begun, gate, open_gate):
+        os.close(end)

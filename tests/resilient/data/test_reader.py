@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from resilient.data import IGNORED_LABEL, Lazy, Sample, StepSampler, collate_multimodal, collate_of, stack
-from resilient.data.reader import MicrobatchReader
+from resilient.data.reader import Cell, MicrobatchReader
 from resilient.data.seeding import draw, seed_generators
 from resilient.errors import SampleError
+
+FIRST, SECOND, ALL = Cell.of_chain(0, 3), Cell.of_chain(1, 3), Cell.of_chain(0, 6)
 
 GENERATORS: dict[str, Callable[[], float]] = {
     "python": random.random,
@@ -41,25 +43,23 @@ class Drawn:
         return {"input": torch.tensor([index, self._generator()], dtype=torch.float64), "target": torch.tensor(index)}
 
 
-def reader(
-    dataset: Any, *, microbatch: int = 3, declared: frozenset[str] = frozenset(), seed: int = 5
-) -> MicrobatchReader:
+def reader(dataset: Any, *, declared: frozenset[str] = frozenset(), seed: int = 5) -> MicrobatchReader:
     sampler = StepSampler(num_samples=len(dataset), global_batch=len(dataset), seed=seed)
     return MicrobatchReader(
         dataset,
         lambda sample, name: None,
         lambda index, sample, name: None,
         sampler,
-        microbatch,
         collate_of(dataset),
         declared,
     )
 
 
-def drawn_numbers(dataset: Any, step: int, **changes: Any) -> dict[int, float]:
+def drawn_numbers(dataset: Any, step: int, microbatch: int = 3, **changes: Any) -> dict[int, float]:
     """Return index -> number, of a step, which is an epoch here."""
     read = reader(dataset, **changes)
-    rows = [read.read(step, position, None).batch["input"] for position in range(6 // changes.get("microbatch", 3))]
+    cells = [Cell.of_chain(position, microbatch) for position in range(6 // microbatch)]
+    rows = [read.read(step, cell, None).batch["input"] for cell in cells]
     return {int(index): number for index, number in torch.cat(rows).tolist()}
 
 
@@ -82,7 +82,7 @@ def test_the_processs_own_generators_stay_as_they_were() -> None:
     seed_generators(1)
     expected = draw()
     seed_generators(1)
-    reader(Drawn(random.random)).read(1, 0, None)
+    reader(Drawn(random.random)).read(1, FIRST, None)
     assert draw() == expected
 
 
@@ -90,8 +90,8 @@ def test_a_step_that_crosses_epochs_reads_each_sample_in_its_own() -> None:
     sampler = StepSampler(num_samples=6, global_batch=4, seed=5)
     dataset = Drawn(random.random)
     crossing = (
-        MicrobatchReader(dataset, lambda sample, name: None, lambda index, sample, name: None, sampler, 4, stack)
-        .read(2, 0, None)
+        MicrobatchReader(dataset, lambda sample, name: None, lambda index, sample, name: None, sampler, stack)
+        .read(2, Cell.of_chain(0, 4), None)
         .batch["input"]
         .tolist()
     )
@@ -109,7 +109,7 @@ def test_a_generator_of_the_data_sets_own_is_refused() -> None:
         f"sample {index} of Drawn: 'input' must be the same whenever it is read, got another the second time; {FIX}"
     )
     with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
-        reader(Drawn(lambda: own.random())).read(1, 0, None)
+        reader(Drawn(lambda: own.random())).read(1, FIRST, None)
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -123,7 +123,7 @@ def test_random_numbers_in_collate_are_refused(name: str) -> None:
         "other samples may be collated together"
     )
     with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
-        reader(Jittered(lambda: 0.0)).read(1, 0, None)
+        reader(Jittered(lambda: 0.0)).read(1, FIRST, None)
 
 
 class Pictures:
@@ -156,8 +156,8 @@ PICTURES = frozenset({"input_ids", "labels", "vision.pixels", "vision.sizes"})
 
 def test_a_lazy_entry_is_loaded_only_where_it_is_read_and_has_its_shape_everywhere() -> None:
     full, labels = (Pictures(), Pictures())
-    read = reader(full, declared=PICTURES).read(1, 0, None)
-    unread = reader(labels, declared=PICTURES).read(1, 0, frozenset({"labels"}))
+    read = reader(full, declared=PICTURES).read(1, FIRST, None)
+    unread = reader(labels, declared=PICTURES).read(1, FIRST, frozenset({"labels"}))
     assert (len(full.loaded), labels.loaded) == (4, []), "three pictures, the first of them twice"
     assert {entry: tensor.is_meta for entry, tensor in unread.batch.items()} == {
         "input_ids": True, "labels": False, "lengths": True, "vision.pixels": True, "vision.sizes": True,
@@ -173,7 +173,7 @@ def test_a_lazy_entry_is_loaded_only_where_it_is_read_and_has_its_shape_everywhe
 
 def test_a_lazy_entry_that_no_layer_speaks_of_is_loaded() -> None:
     pictures = Pictures()
-    reader(pictures, declared=frozenset({"labels"})).read(1, 0, frozenset({"labels"}))
+    reader(pictures, declared=frozenset({"labels"})).read(1, FIRST, frozenset({"labels"}))
     assert len(pictures.loaded) == 4, "collate may make of it what a layer reads"
 
 
@@ -183,7 +183,7 @@ def test_an_entry_that_is_lazy_in_some_samples_is_left_out_of_all() -> None:
             sample = super().__getitem__(index)
             return sample if index % 2 else {**sample, "vision.pixels": torch.ones(3, 4, 4)}
 
-    batch = reader(Mixed(), declared=PICTURES, microbatch=6).read(1, 0, frozenset({"labels"})).batch
+    batch = reader(Mixed(), declared=PICTURES).read(1, ALL, frozenset({"labels"})).batch
     assert (batch["vision.pixels"].is_meta, list(batch["vision.pixels"].shape)) == (True, [6, 3, 4, 9])
 
 
@@ -198,7 +198,7 @@ def test_an_entry_that_is_lazy_in_some_samples_may_be_missing_in_others() -> Non
             return {"labels": stack([{"count": len(sample["labels"])} for sample in samples])["count"],
                     "vision.pixels": collate_multimodal(pictures)["vision.pixels"]}  # fmt: skip
 
-    batch = reader(Some(), declared=PICTURES, microbatch=6).read(1, 0, frozenset({"labels"})).batch
+    batch = reader(Some(), declared=PICTURES).read(1, ALL, frozenset({"labels"})).batch
     assert (batch["vision.pixels"].is_meta, list(batch["vision.pixels"].shape)) == (True, [3, 3, 4, 9])
 
 
@@ -209,12 +209,12 @@ def test_a_lazy_entry_of_another_shape_than_declared_is_refused() -> None:
         f"torch.float32 of shape [3, 4, {4 + index}]; declare what is loaded"
     )
     with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
-        reader(Pictures((3, 1, 1))).read(1, 0, None)
+        reader(Pictures((3, 1, 1))).read(1, FIRST, None)
 
 
 def test_what_a_lazy_entry_draws_does_not_depend_on_what_else_is_read() -> None:
     def pixels(dataset: Any, reads: frozenset[str] | None) -> Tensor:
-        return reader(dataset, declared=PICTURES).read(1, 0, reads).batch["vision.pixels"]
+        return reader(dataset, declared=PICTURES).read(1, FIRST, reads).batch["vision.pixels"]
 
     assert torch.equal(pixels(Pictures(), None), pixels(Pictures(), frozenset({"vision.pixels"})))
 
@@ -226,9 +226,9 @@ def test_a_sample_is_checked_once() -> None:
         checked.append(name)
 
     sampler = StepSampler(num_samples=6, global_batch=6, seed=5)
-    read = MicrobatchReader(Drawn(random.random), check, lambda index, sample, name: None, sampler, 6, stack)
-    read.read(1, 0, None)
-    read.read(2, 0, None)
+    read = MicrobatchReader(Drawn(random.random), check, lambda index, sample, name: None, sampler, stack)
+    read.read(1, ALL, None)
+    read.read(2, ALL, None)
     assert sorted(checked) == [f"sample {index} of Drawn" for index in range(6)]
 
 
@@ -242,12 +242,12 @@ def test_a_sample_that_is_none_in_a_later_epoch_is_refused() -> None:
 
     dataset = Fading(random.random)
     read = reader(dataset)
-    for position in (0, 1):
-        read.read(1, position, None)
+    for cell in (FIRST, SECOND):
+        read.read(1, cell, None)
     index = int(StepSampler(num_samples=6, global_batch=6, seed=5).indices(2)[0])
     message = (
         f"sample {index} of Fading: must map names to tensors, got None; return a dict such as {{'input': ..., "
         "'target': ...}"
     )
     with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
-        read.read(2, 0, None)
+        read.read(2, FIRST, None)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient.data import StepSampler, microbatches
+from resilient.data import StepSampler
 
 sizes = st.integers(1, 40)
 seeds = st.integers(0, 2**31)
@@ -57,21 +57,6 @@ def test_the_caller_cannot_change_the_order() -> None:
     before = sampler.indices(1).copy()
     sampler.indices(1)[:] = 0
     assert np.array_equal(sampler.indices(1), before)
-
-
-@given(microbatch=sizes, count=st.integers(1, 10))
-def test_microbatches_keep_order_and_size(microbatch: int, count: int) -> None:
-    indices = np.arange(microbatch * count)
-    parts = microbatches(indices, microbatch)
-    assert [len(part) for part in parts] == [microbatch] * count
-    assert np.array_equal(np.concatenate(parts), indices)
-
-
-@pytest.mark.parametrize("microbatch", [0, 3, 16])
-def test_uneven_microbatch_is_refused(microbatch: int) -> None:
-    message = f"microbatch must divide the global batch (8), got {microbatch}; pass a divisor"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        microbatches(np.arange(8), microbatch)
 
 
 @pytest.mark.parametrize(

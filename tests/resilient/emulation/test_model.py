@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from resilient.emulation import model as emulated
 from resilient.emulation.dataset import EmulatedDataset
 from resilient.emulation.model import EmulatedModel
 from resilient.emulation.unit import CostCurve, EmulatedUnit
+from resilient.models.layer import Activations, Batch, WholeModel
+from resilient.models.packing import why_padded
 from resilient.pipeline.backward_split import differentiate_inputs
-from resilient.profiling import profiler
+from resilient.profiling import layer_passes, profiler
 from resilient.testing import train_here
 from tests.resilient.emulation.clocks import FakeClock
 from tests.resilient.small import CPU, assemble, make_job
@@ -56,7 +59,7 @@ def test_forward_and_backward_take_what_the_curves_say(frozen: bool, clock: Fake
     vision, language = (forward_ms(part, of) for part in parts)
     assert min(vision, language) > 0
     model = assemble(EmulatedModel(parts), seed=0, dtype=torch.float64)
-    loss = model.loss(EmulatedDataset(parts).collate(of))
+    loss = model.loss(EmulatedModel(parts).collate(of))
     assert clock.time_s == pytest.approx(100 + (2 * vision + 2 * language) / 1e3)
     clock.time_s = 100.0
     loss.backward()
@@ -68,10 +71,11 @@ def test_forward_and_backward_take_what_the_curves_say(frozen: bool, clock: Fake
 
 def test_parts_of_a_split_backward_take_what_the_curves_say(clock: FakeClock) -> None:
     parts, of = units(), samples(0, 1, 2)
-    batch = EmulatedDataset(parts).collate(of)
+    batch = EmulatedModel(parts).collate(of)
     model = assemble(EmulatedModel(parts), seed=0, dtype=torch.float64)
-    received = model.layer("vision.0")({}, batch)["hidden"].detach().requires_grad_()
-    sent = model.layer("llm.0")(model.layer("vision.1")({"hidden": received}, batch), batch)["hidden"]
+    received = model.layer("vision.0")({}, batch)["vision.features"].detach().requires_grad_()
+    made = model.layer("vision.1")({"vision.features": received}, batch)
+    sent = model.layer("llm.0")(made, batch)["llm.features"]
     work = sum(forward_ms(part, of) for part in parts) / 1e3
     parameters = [model.layer(name).get_parameter("weight") for name in ("vision.1", "llm.0")]
     clock.time_s = 100.0
@@ -98,27 +102,79 @@ def test_computing_is_part_of_what_a_layer_takes(clock: FakeClock, monkeypatch: 
 
     monkeypatch.setattr(torch, "tanh", slow_tanh)
     parts, of = units(), samples(0, 1, 2)
-    assemble(EmulatedModel(parts), seed=0).loss(EmulatedDataset(parts).collate(of)).backward()
+    assemble(EmulatedModel(parts), seed=0).loss(EmulatedModel(parts).collate(of)).backward()
     vision, language = (forward_ms(part, of) for part in parts)
     expected_ms = (1 + WEIGHT) * 2 * (vision + language) + INPUT * (vision + 2 * language)
     assert clock.time_s == pytest.approx(100 + expected_ms / 1e3)
 
 
 def test_loss_is_that_of_its_samples_alone(clock: FakeClock) -> None:
-    dataset, of = EmulatedDataset(units()), samples(*range(12))
+    model, of = EmulatedModel(units()), samples(*range(12))
     assert any(len(sample["vision"]) == 0 for sample in of), "one without pictures"
-    model = assemble(EmulatedModel(units()), seed=0, dtype=torch.float64)
-    together, *alone = (model.loss(dataset.collate(some)).item() for some in (of, *([each] for each in of)))
+    whole = assemble(model, seed=0, dtype=torch.float64)
+    together, *alone = (whole.loss(model.collate(some)).item() for some in (of, *([each] for each in of)))
     assert together == pytest.approx(sum(alone), rel=1e-12)
     assert len(set(alone)) == 12
+
+
+def made_of(whole: WholeModel, unit: str, cell: list[Sample], features: Activations) -> tuple[Activations, Batch]:
+    """Return what a unit makes of a cell, given the features of others."""
+    model = cast("EmulatedModel", whole.model)
+    batch = model.collate_unit(unit, cell, [0] * len(cell))
+    for spec in model.layers:
+        if spec.unit == unit:
+            features = whole.layer(spec.name)(features, batch)
+    return features, batch
+
+
+def test_units_with_cells_of_their_own_train_as_the_chain(clock: FakeClock) -> None:
+    audio = EmulatedUnit(name="audio", num_layers=1, cost=CostCurve(token_ms=0.1), width=2)
+    vision, language = units()
+    parts = [vision, audio, language]
+    model, dataset = EmulatedModel(parts), EmulatedDataset(parts, "heavy")
+    assert model.units == {"vision": (), "audio": (), "llm": ("vision", "audio")}
+    assert why_padded(model, dataset) is None
+    whole = assemble(model, seed=0, dtype=torch.float64)
+    of = [dataset[index] for index in range(9)]
+    together = whole.loss(model.collate(of))
+    made: dict[str, list[torch.Tensor]] = {}
+    for unit in ("vision", "audio"):
+        rows: list[torch.Tensor] = []
+        for cell in (of[:4], of[4:], []):
+            features, _ = made_of(whole, unit, cell, {})
+            rows += features[f"{unit}.features"].split([sum(model.lengths(sample)[unit]) for sample in cell])
+        made[f"{unit}.features"] = rows
+    apart = torch.zeros((), dtype=torch.float64)
+    for cell in ([8, 2, 5], [0, 1, 3, 4], [7, 6]):
+        arrived = {name: torch.cat([rows[index] for index in cell]) for name, rows in made.items()}
+        sent, batch = made_of(whole, "llm", [of[index] for index in cell], arrived)
+        apart = apart + model.loss(sent, batch)
+    assert apart.item() == pytest.approx(together.item(), rel=1e-12)
+    parameters = list(whole.parameters())
+    gradients = (torch.autograd.grad(loss, parameters) for loss in (together, apart))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_language_cell_without_pictures_needs_no_features(clock: FakeClock) -> None:
+    model = EmulatedModel(units())
+    whole = assemble(model, seed=0, dtype=torch.float64)
+    plain = next(sample for sample in samples(*range(12)) if not len(sample["vision"]))
+    sent, batch = made_of(whole, "llm", [plain], {})
+    assert model.loss(sent, batch).item() == whole.loss(model.collate([plain])).item()
+
+
+def test_lengths_are_those_that_the_data_set_says() -> None:
+    dataset, model = EmulatedDataset(units(), "heavy"), EmulatedModel(units())
+    assert [model.lengths(dataset[index]) for index in range(9)] == [dataset.lengths(index) for index in range(9)]
 
 
 def test_layers_are_profiled_as_what_they_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
     device = clock.device()
     monkeypatch.setattr(emulated, "DEVICE", device)
-    monkeypatch.setattr(profiler, "DEVICE", device)
-    monkeypatch.setattr(profiler.time, "thread_time", lambda: 0.0)
+    monkeypatch.setattr(layer_passes, "DEVICE", device)
+    monkeypatch.setattr(layer_passes.time, "thread_time", lambda: 0.0)
     parts = units()
     job = make_job(model=EmulatedModel(parts), dataset=EmulatedDataset(parts, num_samples=2), global_batch=2)
     assert torch.get_num_threads() == 1

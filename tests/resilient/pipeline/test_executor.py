@@ -19,12 +19,13 @@ from resilient.pipeline.executor import Executor
 from resilient.pipeline.row_actions import CellPart
 from resilient.pipeline.stage import Stage
 from resilient.pipeline.stage_timer import StageTimer
-from resilient.pipeline.step_work import StepWork, chain_work
+from resilient.pipeline.step_work import StepWork
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.messages import Injection
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Op, Schedule
+from tests.resilient.pipeline.chain_work import chain_work
 from tests.resilient.small import CPU
 
 TRAINING = [kind for kind in ScheduleKind if kind is not ScheduleKind.FORWARD_ONLY]

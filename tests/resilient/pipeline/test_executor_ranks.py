@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import torch
 from torch import Tensor
 
 from resilient.comm import Communicator
-from resilient.models.layer import Batch, WholeModel
+from resilient.data.reader import Cell
+from resilient.models.layer import WholeModel
 from resilient.pipeline.executor import Executor
 from resilient.pipeline.gradient_sync import GradientSync
 from resilient.pipeline.p2p import Channel, Downstream, Upstream
 from resilient.pipeline.stage import Stage, StageLayer
 from resilient.pipeline.stage_timer import StageTimer
-from resilient.pipeline.step_work import StepWork, chain_work
+from resilient.pipeline.step_work import StepWork
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.job_config import SCHEDULES
 from resilient.protocol.messages import Generation
@@ -28,6 +30,7 @@ from resilient.runtime.commit import Ballot, Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.install import WorkerContext, install
 from resilient.runtime.job import Job
+from resilient.runtime.steps.steps import ChainSteps, Steps
 from resilient.state import checkpoint
 from resilient.state.binding import bind
 from resilient.state.layer_state import LayerState
@@ -36,7 +39,6 @@ from resilient.templates.common.byte_intervals import Piece
 from resilient.templates.plan import Plan
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
-from resilient.templates.schedules.schedule import Schedule
 from tests.resilient.ranks import HOST, as_threads, join
 from tests.resilient.small import CPU, TiedModel, Tokens, all_of, assemble, make_job, make_plan, make_profile
 
@@ -70,8 +72,7 @@ class Place:
     gradient_sync: GradientSync
     comm: Communicator
     ledger: Ledger
-    positions: tuple[int, ...]
-    schedule: Schedule
+    steps: Steps
 
 
 def installed(job: Job, plan: Plan, rank: int, address: str, path: Path) -> Place:
@@ -90,7 +91,7 @@ def installed(job: Job, plan: Plan, rank: int, address: str, path: Path) -> Plac
     assert report.bytes_copied == 0
     return Place(
         executor=session.executor, gradient_sync=session.gradient_sync, comm=session.comm, ledger=ledger,
-        positions=session.positions, schedule=session.schedule,
+        steps=session.steps,
     )  # fmt: skip
 
 
@@ -137,20 +138,12 @@ def interleaved(job: Job, cut: Sequence[int], num_rows: int, rank: int, address:
         upstream=before if num_rows > 1 else {}, downstream=after if num_rows > 1 else {},
         faults=Faults(str(path)), stage_timer=StageTimer(CPU, 8),
     )  # fmt: skip
-    positions = tuple(range(8))
-    return Place(
-        executor=executor, gradient_sync=sync, comm=comm, ledger=ledger, positions=positions, schedule=schedule
-    )
+    steps = ChainSteps(schedule, range(8), 2)
+    return Place(executor=executor, gradient_sync=sync, comm=comm, ledger=ledger, steps=steps)
 
 
 def work_of(place: Place, batches: Batches, step: int) -> StepWork:
-    def batch(position: int) -> Batch:
-        return batches.batch(step, position)
-
-    num_targets = batches.num_targets(step)
-    return chain_work(
-        step=step, schedule=place.schedule, num_targets=num_targets, positions=place.positions, batch=batch
-    )
+    return place.steps.work(step, batches.num_targets(step), partial(batches.batch, step))
 
 
 def one_step(place: Place, batches: Batches) -> tuple[float, dict[str, LayerState]]:
@@ -222,7 +215,7 @@ def test_every_schedule_trains_to_the_same_parameters(chosen: str, frozen: Seque
 
 def in_one_process(job: Job, batches: Batches) -> tuple[WholeModel, float]:
     whole = assemble(job.model, job.seed, torch.float64)
-    losses = [whole.loss(batches.batch(STEP, position)) for position in range(8)]
+    losses = [whole.loss(batches.batch(STEP, Cell.of_chain(position, 2))) for position in range(8)]
     total = torch.stack(losses).sum()
     (total / batches.num_targets(STEP)).backward()
     return whole, total.item()

@@ -27,9 +27,9 @@ from resilient.state.layout import BufferLayout
 from resilient.templates.common.byte_intervals import Piece
 from resilient.templates.schedules.graph import Backward, LaneName, StepGraph, UnitLane
 from resilient.templates.schedules.schedule import Schedule
+from resilient.templates.schedules.step_cells import StepCells
 from resilient.templates.schedules.unit_generator import generate_units
 from resilient.templates.schedules.validator import validate
-from tests.resilient.pipeline.step_cells import StepCells
 from tests.resilient.ranks import as_threads, join
 from tests.resilient.small import CPU
 

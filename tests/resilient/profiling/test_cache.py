@@ -18,9 +18,10 @@ from resilient.errors import ArgumentError
 from resilient.models.chain import Chain
 from resilient.optim import SGD
 from resilient.profiling import profiler
-from resilient.profiling.cache import ProfileKey, keep, load_profile
+from resilient.profiling.cache import ProfileKey, keep, load_kept
 from resilient.profiling.profiler import draw_samples
 from resilient.runtime.job import Job
+from resilient.templates.inputs.profile import ModelProfile
 from tests.resilient.small import TiedModel, Tokens, make_job, make_profile, profiled
 
 MESSAGE = "profiling 6 layers (first run of this model here)"
@@ -182,7 +183,7 @@ def test_file_of_another_key_is_measured_again(folder: Path, caplog: pytest.LogC
     job, other = make_job(), key(microbatch=4)
     keep(folder, other, make_profile(job))
     other.file(folder).rename(key().file(folder))
-    assert load_profile(folder, key()) is None
+    assert load_kept(folder, key(), ModelProfile) is None
     assert caplog.messages == [f"{key().file(folder)} holds the profile of something else and is measured again"]
 
 
@@ -205,7 +206,7 @@ def test_half_written_file_is_never_seen(folder: Path, monkeypatch: pytest.Monke
         patch.setattr(Path, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             announced()
-    assert load_profile(folder, key()) is None
+    assert load_kept(folder, key(), ModelProfile) is None
     assert announced() == [MESSAGE]
 
 

@@ -19,7 +19,8 @@ from resilient.errors import SampleError
 from resilient.models.chain import Chain
 from resilient.models.layer import Batch
 from resilient.models.multimodal import EncoderModule, MultimodalModule
-from resilient.profiling.profiler import Run, _clock, draw_samples, measure
+from resilient.profiling.layer_passes import Run, device_clock
+from resilient.profiling.profiler import draw_samples, measure
 from resilient.templates.inputs.profile import LayerProfile
 from tests.resilient.small import CPU, TiedModel, Tokens, make_job
 
@@ -314,7 +315,7 @@ def test_a_single_thread_is_not_charged_for_what_others_do(
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     monkeypatch.setattr(time, "thread_time", iter([1.0, 1.02]).__next__)
     monkeypatch.setattr(time, "perf_counter", iter([5.0, 8.0]).__next__)
-    assert _clock(CPU)(lambda: None) == pytest.approx(expected_ms)
+    assert device_clock(CPU)(lambda: None) == pytest.approx(expected_ms)
 
 
 class Broken(nn.Linear):

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from resilient.data.reader import Cell
 from resilient.data.sampler import StepSampler
 from resilient.errors import SampleError
 from resilient.runtime.batches import Batches
@@ -16,15 +17,15 @@ from tests.resilient.small import Tokens, make_job
 def test_microbatches_are_the_steps_samples_in_order() -> None:
     job = make_job()
     indices = StepSampler(num_samples=24, global_batch=16, seed=3).indices(5)
-    tokens = torch.cat([Batches(job).batch(5, position)["tokens"] for position in range(8)])
+    tokens = torch.cat([Batches(job).batch(5, Cell.of_chain(position, 2))["tokens"] for position in range(8)])
     assert torch.equal(tokens, torch.stack([job.dataset[int(index)]["tokens"] for index in indices]))
 
 
 def test_a_microbatch_is_the_same_whenever_it_is_read() -> None:
     batches = Batches(make_job())
-    first = batches.batch(5, 2)
-    batches.batch(6, 0)
-    assert all(torch.equal(value, first[key]) for key, value in batches.batch(5, 2).items())
+    first = batches.batch(5, Cell.of_chain(2, 2))
+    batches.batch(6, Cell.of_chain(0, 2))
+    assert all(torch.equal(value, first[key]) for key, value in batches.batch(5, Cell.of_chain(2, 2)).items())
 
 
 def test_targets_are_counted_over_the_global_batch() -> None:
@@ -48,7 +49,7 @@ def test_bad_sample_is_named() -> None:
     step, place = moments[0]
     message = "sample 7 of Tokens: tokens must be < 11, got "
     with pytest.raises(SampleError, match=f"^{re.escape(message)}"):
-        batches.batch(step, place // 2)
+        batches.batch(step, Cell.of_chain(place // 2, 2))
 
 
 def test_samples_that_cannot_be_joined_are_named() -> None:
@@ -63,7 +64,7 @@ def test_samples_that_cannot_be_joined_are_named() -> None:
         "add it"
     )
     with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
-        Batches(make_job(dataset=Ragged())).batch(1, 0)
+        Batches(make_job(dataset=Ragged())).batch(1, Cell.of_chain(0, 2))
 
 
 def test_sample_that_is_no_mapping_is_named() -> None:
@@ -75,7 +76,7 @@ def test_sample_that_is_no_mapping_is_named() -> None:
     fix = "return a dict such as {'input': ..., 'target': ...}"
     message = f"sample {first} of Bare: must map names to tensors, got a tuple; {fix}"
     with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
-        Batches(make_job(dataset=Bare())).batch(1, 0)
+        Batches(make_job(dataset=Bare())).batch(1, Cell.of_chain(0, 2))
 
 
 def test_floats_take_the_jobs_type_and_integers_keep_theirs() -> None:
@@ -83,5 +84,5 @@ def test_floats_take_the_jobs_type_and_integers_keep_theirs() -> None:
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
             return {**super().__getitem__(index), "scale": torch.ones(2)}
 
-    batch = Batches(make_job(dataset=Scaled())).batch(1, 0)
+    batch = Batches(make_job(dataset=Scaled())).batch(1, Cell.of_chain(0, 2))
     assert (batch["scale"].dtype, batch["tokens"].dtype) == (torch.float64, torch.int64)

@@ -203,10 +203,12 @@ def test_optimizer_does_not_count_a_skipped_step(rebuilt: bool) -> None:
 @pytest.mark.parametrize("pause", [False, True])
 def test_barrier_gives_loss_per_target_and_the_gradient_norm(pause: bool) -> None:
     ledger = ledger_at(0, *NAMES)
-    ballot = Ballot(loss=torch.tensor(30.0), squares=torch.tensor(16.0), num_targets=12, pause=pause)
+    carried = torch.tensor([7.0], dtype=torch.float64)
+    ballot = Ballot(loss=torch.tensor(30.0), squares=torch.tensor(16.0), num_targets=12, pause=pause, carried=carried)
     verdict = ledger.prepare(SingleProcessCommunicator(), ballot)
     expected = StepOutcome(step=1, loss=2.5, grad_norm=4.0)
-    assert verdict == Verdict(outcome=expected, pause=pause, samples_agree=True)
+    assert verdict == Verdict(outcome=expected, pause=pause, samples_agree=True, carried=verdict.carried)
+    assert verdict.carried.tolist() == [7.0]
     assert ledger.progress().complete
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from resilient.comm import Pending, SingleProcessCommunicator, StoreHost
+from resilient.data.reader import Cell
 from resilient.errors import CommunicationError
 from resilient.models.layer import WholeModel
 from resilient.observability.trace_events import ACTION
@@ -80,9 +82,7 @@ class Member:
         """Train a step up to the barrier, and pass it."""
         step = self.ledger.version + 1
         num_targets = self.batches.num_targets(step)
-        loss = session.executor.run(
-            session.work(step, num_targets, lambda position: self.batches.batch(step, position))
-        )
+        loss = session.executor.run(session.steps.work(step, num_targets, partial(self.batches.batch, step)))
         ballot = Ballot(loss=loss, squares=session.gradient_sync.squares, num_targets=num_targets)
         return self.ledger.prepare(session.comm, ballot).outcome
 
@@ -105,7 +105,7 @@ def one_process(job: Job, num_steps: int) -> WholeModel:
     for step in range(1, num_steps + 1):
         optimizer.zero_grad()
         for position in range(8):
-            (whole.loss(batches.batch(step, position)) / batches.num_targets(step)).backward()
+            (whole.loss(batches.batch(step, Cell.of_chain(position, 2))) / batches.num_targets(step)).backward()
         optimizer.step()
     return whole
 

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from resilient.data.processes import DataProcesses, RemoteTracebackError
-from resilient.data.reader import Microbatch, Reads
+from resilient.data.reader import Cell, Microbatch, Reads
 from resilient.errors import (
     ArgumentError,
     CheckpointError,
@@ -59,15 +59,15 @@ def test_error_that_names_a_mistake_has_no_kind(error: Exception) -> None:
 
 
 def test_error_of_a_data_process_is_known_by_its_place_there() -> None:
-    def load(step: int, position: int, reads: Reads) -> Microbatch:
-        raise OSError(f"no microbatch {position}")
+    def load(step: int, cell: Cell, reads: Reads) -> Microbatch:
+        raise OSError(f"no microbatch {cell.samples}")
 
     processes = DataProcesses(load, 1)
     try:
         kinds = set()
         for position in (1, 2):
-            with pytest.raises(OSError, match=f"^no microbatch {position}$") as error:
-                processes.take(processes.ask(1, position, None))
+            with pytest.raises(OSError, match=rf"^no microbatch \({position},\)$") as error:
+                processes.take(processes.ask(1, Cell.of_chain(position, 1), None))
             assert isinstance(error.value.__cause__, RemoteTracebackError)
             kinds.add(error_kind(error.value))
         (kind,) = kinds
@@ -77,13 +77,13 @@ def test_error_of_a_data_process_is_known_by_its_place_there() -> None:
 
 
 def test_data_process_that_was_killed_may_be_this_nodes_error() -> None:
-    def load(step: int, position: int, reads: Reads) -> Microbatch:
+    def load(step: int, cell: Cell, reads: Reads) -> Microbatch:
         os._exit(9)
 
     processes = DataProcesses(load, 1)
     try:
         with pytest.raises(DataProcessError) as error:
-            processes.take(processes.ask(1, 0, None))
+            processes.take(processes.ask(1, Cell.of_chain(0, 1), None))
     finally:
         processes.close()
     assert error_kind(error.value).startswith("DataProcessError at ")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from resilient.comm.agreement import all_equal
-from resilient.data.reader import REPEATABLE, Reading
+from resilient.data.reader import REPEATABLE, Cell, Reading
 from resilient.runtime.sample_agreement import SampleAgreement, slot_reads
+from resilient.templates.schedules.graph import LaneName
 from tests.resilient.ranks import as_threads, join
 from tests.resilient.small import TiedModel, make_job, make_plan
 
@@ -40,16 +42,20 @@ def reading(position: int, *, of_batch: int = 0, of_sample: int = 0, entries: st
     )
 
 
-def both(rank: int, **changes: int) -> dict[int, Reading]:
+def at(position: int) -> Cell:
+    return Cell.of_chain(position, 2)
+
+
+def both(rank: int, **changes: int) -> dict[Cell, Reading]:
     """Return what a rank of the first pipeline reads by right, with a difference in microbatch 1."""
     entries = "labels" if rank == 2 else "tokens"
-    return {0: reading(0, entries=entries), 1: reading(1, entries=entries, **changes)}
+    return {at(0): reading(0, entries=entries), at(1): reading(1, entries=entries, **changes)}
 
 
-RIGHT = {0: both(0), 1: both(1), 2: both(2), 3: {2: reading(2)}}
+RIGHT = {0: both(0), 1: both(1), 2: both(2), 3: {at(2): reading(2)}}
 
 
-def told(readings: Mapping[int, Mapping[int, Reading]]) -> list[tuple[bool, str]]:
+def told(readings: Mapping[int, Mapping[Cell, Reading]]) -> list[tuple[bool, str]]:
     """Return what each rank finds out: whether all agree, and what error there would be."""
     job = make_job(model=model())
 
@@ -88,18 +94,18 @@ COLLATED = (
             f"samples [2, 3] of Tokens: {COLLATED}",
         ),
         (
-            {1: {**both(1), 0: replace(reading(0), batch={})}},
+            {1: {**both(1), at(0): replace(reading(0), batch={})}},
             f"samples [0, 1] of Tokens: {COLLATED}",
         ),
         (
-            {1: {0: replace(both(1)[1], indices=(0, 1)), 1: replace(both(1)[0], indices=(2, 3))}},
+            {1: {at(0): replace(both(1)[at(1)], indices=(0, 1)), at(1): replace(both(1)[at(0)], indices=(2, 3))}},
             "sample 0 of Tokens: 'tokens' must be the same on all stages, got different ones on stage 0 (node 0) and "
             f"stage 1 (node 1) in step 3; {REPEATABLE}",
         ),
     ],
     ids=["a sample", "the collated", "one without it", "exchanged microbatches"],
 )
-def test_different_readings_are_named_on_all_ranks(readings: dict[int, dict[int, Reading]], message: str) -> None:
+def test_different_readings_are_named_on_all_ranks(readings: dict[int, dict[Cell, Reading]], message: str) -> None:
     assert told({**RIGHT, **readings}) == [(False, message)] * 4
 
 
@@ -115,3 +121,63 @@ def test_a_worker_reads_what_its_layers_read() -> None:
     ]  # fmt: skip
     made.layers = (replace(made.layers[0], reads=None), *made.layers[1:])
     assert [slot_reads(made, slot) for slot in PLAN.slots] == [None, {"tokens"}, {"labels"}, None]
+
+
+LANES = (("vision", 0), ("vision", 0), ("vision", 1), ("llm", 0), ("llm", 0))
+"""Of the ranks of one pipeline, a layer on each."""
+
+
+def laned() -> tuple[Any, Any]:
+    """Return a model whose units all read the tokens, and a plan of lanes."""
+    made: Any = TiedModel(num_blocks=3)
+    made.layers = tuple(
+        replace(spec, unit=unit, reads=frozenset({"tokens"}))
+        for spec, (unit, _) in zip(made.layers, LANES, strict=True)
+    )
+    slots = [
+        SimpleNamespace(
+            rank=rank, node=rank, pipeline_index=0, row_index=rank, lane=LaneName(*lane),
+            stages=[SimpleNamespace(first_layer=rank, end_layer=rank + 1, lane=LaneName(*lane))],
+        )
+        for rank, lane in enumerate(LANES)
+    ]  # fmt: skip
+    return made, SimpleNamespace(slots=slots, pipelines=[None])
+
+
+VISION, OTHER_VISION, LLM = Cell("vision", (1, 0)), Cell("vision", (2,), 1), Cell("llm", (0, 1, 2))
+LENGTHS = ({"llm": [3]}, {"llm": [2], "vision": [4, 4]})
+
+
+def of_lanes(odd_rank: int | None = None) -> list[dict[Cell, Reading]]:
+    """Return what the ranks read; of one sample each unit has checksums of its own."""
+    cells = [VISION, VISION, OTHER_VISION, LLM, LLM]
+    return [
+        {cell: replace(reading(place, of_batch=rank == odd_rank, of_sample=rank == odd_rank), lengths=LENGTHS)}
+        for rank, (cell, place) in enumerate(zip(cells, (0, 0, 1, 2, 2), strict=True))
+    ]
+
+
+@pytest.mark.parametrize(("odd_rank", "agree"), [(None, True), (0, False), (1, False), (2, True), (3, False)])
+def test_only_the_stages_of_a_lane_are_compared(odd_rank: int | None, agree: bool) -> None:
+    made, plan = laned()
+    readings = of_lanes(odd_rank)
+    job = make_job(model=made)
+    total = sum(SampleAgreement(job, plan, slot).share(readings[slot.rank]) for slot in plan.slots)
+    assert all_equal(total) is agree
+
+
+def test_what_stages_of_a_lane_read_differently_is_named_by_all() -> None:
+    made, plan = laned()
+    job, readings = make_job(model=made), of_lanes(4)
+
+    def rank(number: int, address: str) -> str:
+        comm = join(address, number, 5)
+        error = str(SampleAgreement(job, plan, plan.slots[number]).difference(comm, 3, readings[number]))
+        comm.close()
+        return error
+
+    message = (
+        "sample 5 of Tokens: 'labels' must be the same on all stages, got different ones on stage 3 (node 3) and "
+        f"stage 4 (node 4) in step 3; {REPEATABLE}"
+    )
+    assert as_threads(5, rank) == [message] * 5

@@ -17,7 +17,7 @@ from resilient.errors import ArgumentError
 from resilient.planners.costs.cost_model import CostModel, UnitCosts
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica, Setting
-from resilient.planners.stages.redundancy import is_redundant
+from resilient.planners.stages.one_pipeline import is_asked_for
 from resilient.templates.common.arrays import Floats
 
 
@@ -147,13 +147,20 @@ def common_degrees(costs: CostModel) -> tuple[tuple[int, int], ...]:
 
 
 def fastest(found: Iterable[Configuration], planner: str, setting: Setting) -> Configuration:
-    """Return the configuration with the least predicted time, the first of equals, of those that are redundant.
+    """Return the configuration with the least predicted time, the first of equals, of those that are asked for.
 
     Raises:
         ValueError: There is none.
     """
-    redundant = (each for each in found if is_redundant(setting, each))
-    best = min(redundant, key=lambda each: round(each.predicted_ms * 1e6), default=None)
+    asked = (each for each in found if is_asked_for(setting, each))
+    best = min(asked, key=lambda each: round(each.predicted_ms * 1e6), default=None)
+    if best is None and setting.num_pipelines:
+        raise ArgumentError(
+            "num_pipelines",
+            f"be one that {planner!r} has an answer for, on all devices and without sharding",
+            f"{setting.num_pipelines} on {setting.num_nodes} of {setting.cluster.devices_per_node} devices",
+            "use other numbers of nodes, or another planner",
+        )
     if best is None:
         raise ArgumentError(
             "num_nodes",

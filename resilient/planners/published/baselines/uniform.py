@@ -19,7 +19,7 @@ from resilient.planners.packing.slots import slots
 from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
 from resilient.planners.published.baselines.mean_microbatch import AsTheyCome, fastest
 from resilient.planners.published.baselines.uniform_plans import Estimates, has_room, uniform_plans
-from resilient.planners.stages.redundancy import is_redundant
+from resilient.planners.stages.one_pipeline import is_asked_for
 
 _BATCHES = 3
 """Known batches that the last plans are simulated on."""
@@ -49,7 +49,7 @@ class Uniform(AsTheyCome):
         estimates = Estimates(self, setting, batches[0])
         plans = [replace(each, predicted_ms=estimates.step_ms(each)) for each in uniform_plans(setting, samples)]
         plans.sort(key=lambda each: round(each.predicted_ms * 1e6))
-        with_room = (each for each in plans if is_redundant(setting, each) and has_room(setting, each, samples))
+        with_room = (each for each in plans if is_asked_for(setting, each) and has_room(setting, each, samples))
         found: list[Configuration] = []
         while not found and (some := list(islice(with_room, _TRIED))):
             found = list(timed(self, setting, some, batches[:1]))

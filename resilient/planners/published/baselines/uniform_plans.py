@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import Cuts, loads
+from resilient.planners.packing.proportion import proportional
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Planner, Replica, Setting
 from resilient.planners.published.baselines.mean_microbatch import Stages, chained, common_degrees, fits
 from resilient.planners.stages.stage_work import by_stage, exposed_sum_ms
@@ -40,7 +41,8 @@ def uniform_plans(setting: Setting, samples: SampleTable) -> Iterator[Configurat
     for tp, cp in common_degrees(setting.costs):
         if cp == 1 and tp <= setting.cluster.devices_per_node:
             cuts = {unit.name: _cuts(unit, samples, tp) for unit in setting.costs.units}
-            for shape in _shapes(setting, cuts, tp):
+            shapes = _shapes if setting.num_pipelines is None else _on_all_devices
+            for shape in shapes(setting, cuts, tp):
                 for size in _MICROBATCHES:
                     dp = shape.units[LLM].dp
                     if size == 1 or size <= setting.global_batch // dp:
@@ -80,6 +82,35 @@ def _shapes(setting: Setting, cuts: dict[str, Cuts], tp: int) -> Iterator[Config
                         found.append((way, groups))
         for way, groups in found:
             yield from _shape(setting, cuts, tp, groups, way, colocated=not encoders)
+
+
+def _on_all_devices(setting: Setting, cuts: dict[str, Cuts], tp: int) -> Iterator[Configuration]:
+    """Yield plans of as many pipelines as the job asks for, with one microbatch.
+
+    Each number of the language model's stages leaves encoders the rest, which is divided in proportion to their work.
+    """
+    devices = setting.num_devices // (tp * (setting.num_pipelines or 1))
+    most = {name: len(each.slowest) for name, each in cuts.items()}
+    encoders = [name for name in cuts if name != LLM]
+    if devices <= min(most.values()):
+        yield from _shape(setting, cuts, tp, dict.fromkeys(cuts, (1, devices)), Encoders.PARALLEL, colocated=True)
+    for pp in range(1, min(devices - 1, most[LLM]) + 1):
+        left, language = devices - pp, {LLM: (1, pp)}
+        if encoders and left >= len(encoders):
+            sizes = proportional([cuts[name].slowest[0] for name in encoders], [1] * len(encoders), left)
+            ways = (_lanes(size, most[name]) for name, size in zip(encoders, sizes, strict=True))
+            for groups in product(*ways):
+                own = dict(zip(encoders, groups, strict=True))
+                yield from _shape(setting, cuts, tp, language | own, Encoders.PARALLEL, colocated=False)
+        if len(encoders) > 1:
+            for group in _lanes(left, min(most[name] for name in encoders)):
+                own = dict.fromkeys(encoders, group)
+                yield from _shape(setting, cuts, tp, language | own, Encoders.COLOCATED, colocated=False)
+
+
+def _lanes(size: int, most: int) -> list[tuple[int, int]]:
+    """Return the ways to make lanes of so many devices: how many, and their stages, at most so many."""
+    return [(size // pp, pp) for pp in range(1, most + 1) if size % pp == 0]
 
 
 def _shape(

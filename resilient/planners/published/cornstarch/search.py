@@ -23,7 +23,7 @@ from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.packing.balance import Cuts
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
 from resilient.planners.published.baselines.mean_microbatch import Stages, fits, num_microbatches
-from resilient.planners.stages.redundancy import is_redundant
+from resilient.planners.stages.one_pipeline import is_asked_for
 from resilient.planners.stages.stage_work import ring_ms, unhidden_ms
 from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.inputs.cluster import Cluster
@@ -82,10 +82,11 @@ def _best(
     setting: Setting, options: Sequence[Sequence[_Option]], encoders: Encoders
 ) -> tuple[int, int, Configuration] | None:
     """Return the time, the devices and the best configuration of a combination of degrees; None where none fits."""
-    plans = _plans(options)
+    plans = _plans(options) if setting.num_pipelines is None else _on_all_devices(setting, options)
     # For each number of microbatches the fewest replicas, and so the most devices for each
     most = min(setting.num_devices, setting.global_batch)
-    fewest = {num_microbatches(setting, dp): dp for dp in range(most, 0, -1)}
+    several = range(most, 0, -1) if setting.num_pipelines is None else (setting.num_pipelines,)
+    fewest = {num_microbatches(setting, dp): dp for dp in several}
     number, dp = np.array(list(fewest)), np.array(list(fewest.values()))
     branch_ms, slowest_ms, devices = np.array([plan[1:] for plan in plans]).reshape(-1, 3).T[:, :, None]
     sums_ms = _exposed_ms([plan[0] for plan in plans], dp, setting)
@@ -110,7 +111,7 @@ def _best(
                 colocated=encoders is Encoders.REPLICATED,
                 predicted_ms=float(step_ns[plan, row]) / 1e6,
             )
-            if is_redundant(setting, found):
+            if is_asked_for(setting, found):
                 return int(step_ns[plan, row]), int(used[plan, row]), found
     return None
 
@@ -139,6 +140,11 @@ class _Option:
     def size(self) -> int:
         """Devices of a stage."""
         return self.tp * self.cp
+
+    @property
+    def devices(self) -> int:
+        """Devices of all stages."""
+        return self.size * len(self.stage_ms)
 
     @property
     def least_bytes(self) -> Floats:
@@ -176,6 +182,10 @@ class _Option:
             (each.state_bytes(optimizer_part) + each.activation_bytes(in_flight) for each in self.stages),
             np.zeros(len(in_flight)),
         )
+
+
+_Plan = tuple[tuple[_Option, ...], float, float, int]
+"""Options of all branches, the longest branch, the slowest stage, and devices."""
 
 
 def _options(
@@ -220,16 +230,13 @@ def _layers(unit: UnitCosts, tp: int, cp: int, setting: Setting, samples: Sample
     return Stages.of(unit, spread, samples.units[unit.name], setting.microbatch)
 
 
-def _plans(branches: Sequence[Sequence[_Option]]) -> list[tuple[tuple[_Option, ...], float, float, int]]:
+def _plans(branches: Sequence[Sequence[_Option]]) -> list[_Plan]:
     """Return, for each bound on any stage's time and on its gradients, options within both on the fewest devices.
 
     Gradients of the language model have a bound of their own: its sums may take another link, and encoders hide them.
 
     Args:
         branches: Ways to cut each branch into 1, 2, ... stages; the language model last.
-
-    Returns:
-        Options, the longest branch, the slowest stage, and devices.
     """
     slowest = [np.array([option.stage_ms.max() for option in options]) for options in branches]
     most = [np.array([option.gradient_bytes.max() for option in options]) for options in branches]
@@ -243,13 +250,28 @@ def _plans(branches: Sequence[Sequence[_Option]]) -> list[tuple[tuple[_Option, .
     possible = np.all(np.broadcast_arrays(*(each.any(axis=-1) for each in within)), axis=0)
     fewest = np.broadcast_arrays(*(each.argmax(axis=-1) for each in within))
     first: Ints = np.stack([each[possible] for each in fewest], axis=1)
-    plans: list[tuple[tuple[_Option, ...], float, float, int]] = []
-    for picks in np.unique(first, axis=0).tolist():
-        chosen = tuple(options[pick] for options, pick in zip(branches, picks, strict=True))
-        longest = max((option.branch_ms for option in chosen[:-1]), default=0.0) + chosen[-1].branch_ms
-        stage = max(float(each[pick]) for each, pick in zip(slowest, picks, strict=True))
-        plans.append((chosen, longest, stage, sum(option.size * len(option.stage_ms) for option in chosen)))
-    return plans
+    return [
+        _plan([options[pick] for options, pick in zip(branches, picks, strict=True)])
+        for picks in np.unique(first, axis=0).tolist()
+    ]
+
+
+def _on_all_devices(setting: Setting, branches: Sequence[Sequence[_Option]]) -> list[_Plan]:
+    """Return what :func:`_plans` does, of all options that leave no device out."""
+    devices = setting.num_devices // (setting.num_pipelines or 1)
+    languages = {option.devices: option for option in branches[-1]}
+    found: list[_Plan] = []
+    for encoders in product(*branches[:-1]):
+        left = devices - sum(option.devices for option in encoders)
+        if left in languages:
+            found.append(_plan([*encoders, languages[left]]))
+    return found
+
+
+def _plan(chosen: Sequence[_Option]) -> _Plan:
+    longest = max((option.branch_ms for option in chosen[:-1]), default=0.0) + chosen[-1].branch_ms
+    stage = max(float(option.stage_ms.max()) for option in chosen)
+    return tuple(chosen), longest, stage, sum(option.devices for option in chosen)
 
 
 def _bounds(values: Sequence[Floats]) -> Floats:

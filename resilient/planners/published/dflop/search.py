@@ -48,7 +48,7 @@ from typing import NamedTuple
 import numpy as np
 
 from resilient.planners.costs.cost_model import UnitCosts
-from resilient.planners.costs.samples import Lengths, SampleTable
+from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.planner import Configuration, Setting
 from resilient.planners.published.baselines.mean_microbatch import fastest
 from resilient.planners.published.dflop.columns import (
@@ -62,7 +62,8 @@ from resilient.planners.published.dflop.columns import (
 )
 from resilient.planners.stages.device_layout import used_devices
 from resilient.planners.stages.expected_step import Expected, expected, longest_ms, parallelism
-from resilient.planners.stages.redundancy import Redundant, is_redundant, possibly_redundant, surely_redundant
+from resilient.planners.stages.one_pipeline import is_asked_for
+from resilient.planners.stages.redundancy import Redundant, possibly_redundant, surely_redundant
 from resilient.templates.common.arrays import Floats, Ints
 
 _MARGIN = 2.0
@@ -85,7 +86,7 @@ def dflop_configurations(setting: Setting, samples: SampleTable) -> list[Configu
         ValueError: There is none.
     """
     for redundant in (possibly_redundant, surely_redundant):
-        found = [each for each in _fastest(setting, samples, redundant) if is_redundant(setting, each)]
+        found = [each for each in _fastest(setting, samples, redundant) if is_asked_for(setting, each)]
         if found:
             return sorted(found, key=lambda each: (each.predicted_ms, used_devices(each)))
     return [fastest((), "dflop", setting)]
@@ -126,9 +127,11 @@ def _options(
     most = batch * float(lengths.tokens.mean()) + _MARGIN * batch**0.5 * float(lengths.tokens.std())
     found: list[Floats] = []
     for each, tail in zip(degrees, tails, strict=True):
-        limits = np.arange(1, min(batch, devices // each.tp) + 1), _stage_counts(each)
+        limits = np.arange(1, min(batch, devices // each.tp) + 1), _stage_counts(each, setting)
         dp, pp = (grid.ravel() for grid in np.meshgrid(*limits, indexing="ij"))
         few = (dp * pp * each.tp <= devices) & redundant(setting, dp, pp * each.tp)
+        if unit.name == LLM and setting.num_pipelines:
+            few &= dp == setting.num_pipelines
         dp, pp = dp[few], pp[few]
         token_bytes = each.token_bytes[pp - 1]
         values = (
@@ -153,8 +156,10 @@ def _options(
     return table[:, np.argsort(table[WHOLE], kind="stable")]
 
 
-def _stage_counts(each: Expected) -> Ints:
-    """Return the numbers of stages with which something is less than with all smaller ones."""
+def _stage_counts(each: Expected, setting: Setting) -> Ints:
+    """Return the numbers of stages with which something is less than with all smaller ones, or devices are used."""
+    if setting.num_pipelines:
+        return np.arange(len(each.slowest_ms)) + 1
     tables = np.stack([each.slowest_ms, each.held_bytes, each.optimizer_bytes, each.token_bytes])
     least = np.minimum.accumulate(tables, axis=1)
     less = np.any(tables[:, 1:] < least[:, :-1] * (1 - 1e-9), axis=0)
@@ -224,7 +229,8 @@ def _searched(
     best, found = np.empty(batch + 1), np.zeros((batch + 1, len(tables) + 1), np.int64)
     columns = np.ascontiguousarray(np.concatenate(tables, axis=1))
     ends = np.cumsum([0, *(table.shape[1] for table in tables)])
-    fastest_splits(ends, columns, tails, language, batch, setting.num_devices, memory, slack, limit_ns, best, found)
+    devices = (setting.num_devices, setting.least_devices)
+    fastest_splits(ends, columns, tails, language, batch, devices, memory, slack, limit_ns, best, found)
     return [
         _Split(
             degrees=[

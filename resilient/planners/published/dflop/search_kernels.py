@@ -99,7 +99,7 @@ def fastest_splits(
     tails: Floats,
     language: int,
     batch: int,
-    devices: int,
+    devices: tuple[int, int],
     memory: float,
     slack: float,
     limit: float,
@@ -118,7 +118,7 @@ def fastest_splits(
         tails: What ``TAIL`` counts.
         language: Which unit is the language model.
         batch: Samples of a step.
-        devices: Of all units.
+        devices: Of all units, at most and at least.
         memory: Of a device.
         slack: How many times the best step's time those with other numbers of replicas may take.
         limit: What a step may take, in ns.
@@ -126,7 +126,7 @@ def fastest_splits(
         found: Likewise with the option of each unit, and the microbatches (0: there are none). [batch + 1,
             num_units + 1]
     """
-    count = len(ends) - 1
+    count, (most_devices, least_devices) = len(ends) - 1, devices
     size = (columns[TP] * columns[DP] * columns[PP]).astype(np.int64)
     whole = columns[WHOLE]
     # Of all units from one on: the least devices, the least time, the least device times; of the longest sample.
@@ -147,7 +147,7 @@ def fastest_splits(
     longest = np.zeros(count + 1)
     sums = np.zeros(count + 1)
     most = np.full(count + 1, batch)
-    best_size, depth = np.full(batch + 1, devices + 1), 0
+    best_size, depth = np.full(batch + 1, most_devices + 1), 0
     best[:] = np.inf
     while depth >= 0:
         option = at[depth]
@@ -160,7 +160,7 @@ def fastest_splits(
             continue
         below = depth + 1
         used[below] = used[depth] + size[option]
-        if used[below] + fewest[below] <= devices:
+        if used[below] + fewest[below] <= most_devices and (below < count or used[below] >= least_devices):
             deep[below] = _passed(deep[depth], columns[PP, option], depth, language)
             most[below] = min(most[depth], batch // int(columns[DP, option]))
             slow[below] = max(slow[depth], whole[option])
@@ -172,7 +172,7 @@ def fastest_splits(
             sums[below] = max(sums[depth], columns[SUMS, option])
             bound = max(slow[below], quickest[below])
             if below < count:
-                bound = max(bound, least[below] / (devices - used[below]))
+                bound = max(bound, least[below] / (most_devices - used[below]))
             bound *= 1 + (deep[below] + count - max(below, language) - 1) / most[below]
             bound = max(bound, longest[below] + shortest[below]) + sums[below]
             enough = limit if depth < language else min(limit, best[replicas])

@@ -16,9 +16,10 @@ not fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -30,8 +31,9 @@ from resilient.planners.published.baselines.mean_microbatch import Stages, chain
 from resilient.planners.published.dhp.groups import pack, pack_ranks
 from resilient.planners.stages.expected_step import expected, parallelism
 from resilient.planners.stages.memory_shares import kept_shares
-from resilient.planners.stages.redundancy import is_redundant
+from resilient.planners.stages.one_pipeline import is_asked_for
 from resilient.planners.stages.stage_work import exposed_sum_ms, gradient_sum_ms, unhidden_ms
+from resilient.templates.common.arrays import Floats
 
 _LARGER = 1.25
 """Times the largest sample known that one of a batch may be."""
@@ -93,8 +95,7 @@ class _Candidates:
         ]
         for tp in sorted(set.intersection(*(set(each) for each in by_unit))):
             slowest = [each[tp] for each in by_unit]
-            bounds = {ms for each in slowest for ms in each.tolist() if all(ms >= other[-1] for other in slowest)}
-            apart = {tuple(int((each > bound).sum()) + 1 for each in slowest) for bound in bounds}
+            apart = self._apart(slowest, tp)
             for one_stage, every in ((False, apart), (True, {(1,) * len(slowest)})):
                 for stages in every:
                     times = [float(each[pp - 1]) for pp, each in zip(stages, slowest, strict=True)]
@@ -103,6 +104,16 @@ class _Candidates:
                         least = int(1e6 * setting.global_batch / (dp * ranks) * rank_ms)
                         used = dp * ranks * tp * (1 if one_stage else sum(stages))
                         yield _Layout(least, used, tp, dp, ranks, one_stage, stages)
+
+    def _apart(self, slowest: Sequence[Floats], tp: int) -> set[tuple[int, ...]]:
+        """Return the stages of units that have their own: as few as make all as fast, or as many as use all devices."""
+        setting = self.setting
+        if setting.num_pipelines:
+            pipeline = tp * setting.num_pipelines
+            ways = product(*(range(1, len(each) + 1) for each in slowest))
+            return {way for way in ways if setting.num_devices % (pipeline * sum(way)) == 0}
+        bounds = {ms for each in slowest for ms in each.tolist() if all(ms >= other[-1] for other in slowest)}
+        return {tuple(int((each > bound).sum()) + 1 for each in slowest) for bound in bounds}
 
     def _pools(self, rank_devices: int, tp: int) -> Iterator[tuple[int, int]]:
         """Yield replicas, and the ranks of each, of so many devices in all stages."""
@@ -113,7 +124,8 @@ class _Candidates:
             pools = [ranks for ranks in range(1, in_node // tp + 1) if in_node % (ranks * tp) == 0]
         for ranks in pools:
             dp = setting.num_devices // (rank_devices * max(ranks, 1))
-            if ranks and dp:
+            # Ranks that form no groups are replicas.
+            if ranks and dp and (ranks == 1 or self._rings(tp) or not setting.num_pipelines):
                 yield dp, ranks
 
     def with_room(self, layout: _Layout, *, careful: bool) -> Configuration | None:
@@ -134,10 +146,9 @@ class _Candidates:
             colocated=layout.one_stage,
             encoders=Encoders.REPLICATED if layout.one_stage else Encoders.PARALLEL,
         )
-        if not is_redundant(setting, found):
+        if not is_asked_for(setting, found):
             return None
-        rings = any(tp == layout.tp and cp > 1 for tp, cp in setting.costs.by_name[LLM].degrees)
-        largest_group = layout.ranks if rings else 1
+        largest_group = layout.ranks if self._rings(layout.tp) else 1
         # More microbatches leave each less room, until stages hold as many as they do at a time.
         while True:
             try:
@@ -153,6 +164,10 @@ class _Candidates:
             if least <= found.num_microbatches:
                 return replace(found, predicted_ms=self._predicted_ms(found))
             found = replace(found, num_microbatches=least)
+
+    def _rings(self, tp: int) -> bool:
+        """Return whether ranks of so many devices may form groups."""
+        return any(each == tp and cp > 1 for each, cp in self.setting.costs.by_name[LLM].degrees)
 
     def _spread(self, unit: UnitCosts, tp: int, pp: int) -> Parallelism:
         return parallelism(unit, self.samples.units[unit.name], 1, pp, tp)

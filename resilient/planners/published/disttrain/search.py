@@ -20,7 +20,8 @@ from resilient.planners.planner import Configuration, Setting
 from resilient.planners.published.baselines.mean_microbatch import fastest
 from resilient.planners.stages.device_layout import used_devices
 from resilient.planners.stages.expected_step import Expected, expected, longest_ms, parallelism
-from resilient.planners.stages.redundancy import Redundant, is_redundant, possibly_redundant, surely_redundant
+from resilient.planners.stages.one_pipeline import is_asked_for
+from resilient.planners.stages.redundancy import Redundant, possibly_redundant, surely_redundant
 from resilient.templates.common.arrays import Flags, Floats, Ints
 from resilient.templates.common.compiled import compiled
 
@@ -41,7 +42,7 @@ def disttrain_configurations(setting: Setting, samples: SampleTable) -> list[Con
         ValueError: There is none.
     """
     for redundant in (possibly_redundant, surely_redundant):
-        found = [each for each in _fastest(setting, samples, redundant) if is_redundant(setting, each)]
+        found = [each for each in _fastest(setting, samples, redundant) if is_asked_for(setting, each)]
         if found:
             return sorted(found, key=lambda each: (each.predicted_ms, used_devices(each)))
     return [fastest((), "disttrain", setting)]
@@ -62,6 +63,8 @@ def _fastest(setting: Setting, samples: SampleTable, redundant: Redundant) -> It
     ]
     limit_ns = np.iinfo(np.int64).max
     for dp in _divisors(total):
+        if setting.num_pipelines not in (None, dp):
+            continue
         picked: list[_Picked] = []
         for table in tables:
             picked.append(table.pick(dp, None if picked else dp, setting))
@@ -77,6 +80,7 @@ def _fastest(setting: Setting, samples: SampleTable, redundant: Redundant) -> It
             early,
             total // dp,
             setting.num_devices,
+            setting.least_devices,
             limit_ns,
             found,
         )
@@ -222,6 +226,7 @@ def _search(
     early: Flags,
     microbatches: int,
     devices: int,
+    least_devices: int,
     best: int,
     found: Ints,
 ) -> int:
@@ -274,7 +279,7 @@ def _search(
                     held = min(held, microbatches)
                     more = max(room[2, other] * np.sqrt(held), room[3, other])
                     fits = fits and room[0, other] + room[1, other] * held + more <= 1
-                if fits:
+                if fits and (depth + 1 < count or used >= least_devices):
                     if depth + 1 < count:
                         sums[0, depth + 1], sums[1, depth + 1] = used, warmed
                         sums[2, depth + 1], sums[3, depth + 1] = slowest, longest

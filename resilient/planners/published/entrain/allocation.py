@@ -1,4 +1,4 @@
-"""Devices for units in proportion to their work, and how many samples it takes to know the proportion.
+"""How many samples it takes to know in what proportion to divide devices.
 
 Source: Entrain, section 4.4.2.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from resilient.errors import ArgumentError
+from resilient.planners.packing.proportion import proportional
 from resilient.templates.common.arrays import Floats
 
 ERROR = 0.05
@@ -20,50 +21,6 @@ ERROR = 0.05
 
 DOUBT = 0.05
 """... and how probable it may be that more do."""
-
-
-def proportional(work: Sequence[float], group_sizes: Sequence[int], num_devices: int) -> tuple[int, ...]:
-    """Divide devices in proportion to work, in whole groups, at least one for each unit.
-
-    Each unit gets the groups its share is good for; those left go one by one to the largest remainder that they fit,
-    counted in groups, the first of equals. If "at least one" gives out too many, the units with the smallest
-    remainders give some back, the last of equals first.
-
-    Args:
-        work: Of each unit, >= 0.
-        group_sizes: Devices of a group (tp * cp) of each unit.
-        num_devices: All; fewer than the smallest group are left.
-
-    Returns:
-        The devices of each unit, multiples of its group's.
-
-    Raises:
-        ValueError: There are too few devices for a group each.
-    """
-    if sum(group_sizes) > num_devices:
-        raise ArgumentError(
-            "num_devices",
-            f"be >= {sum(group_sizes)}, a group of {list(group_sizes)} each",
-            num_devices,
-            "use more devices or smaller groups",
-        )
-    total = sum(work)
-    shares = [
-        num_devices * (each / total if total else 1 / len(work)) / size
-        for each, size in zip(work, group_sizes, strict=True)
-    ]
-    groups = [max(1, math.floor(share)) for share in shares]
-    left = num_devices - sum(map(math.prod, zip(groups, group_sizes, strict=True)))
-    units = range(len(groups))
-    while left < 0:
-        unit = min((unit for unit in units if groups[unit] > 1), key=lambda unit: (shares[unit] - groups[unit], -unit))
-        groups[unit] -= 1
-        left += group_sizes[unit]
-    while fitting := [unit for unit in units if group_sizes[unit] <= left]:
-        unit = max(fitting, key=lambda unit: (shares[unit] - groups[unit], -unit))
-        groups[unit] += 1
-        left -= group_sizes[unit]
-    return tuple(count * size for count, size in zip(groups, group_sizes, strict=True))
 
 
 def num_checks(error: float, doubt: float) -> int:
@@ -106,13 +63,13 @@ class Settled:
 
 
 def settle(work: Floats, group_sizes: Sequence[int], num_devices: int, most: int, *, seed: int = 0) -> Settled:
-    """Find the smallest batch that settles the allocation: 16, 32, ... samples.
+    """Find the smallest batch that settles how devices are divided: 16, 32, ... samples.
 
     Batches are drawn from the samples with replacement. Where the mean lies on a rounding edge, none settles it.
 
     Args:
         work: Of each unit for each sample, in device time. [num_units, num_samples]
-        group_sizes: As for :func:`proportional`.
+        group_sizes: As for :func:`~resilient.planners.packing.proportion.proportional`.
         num_devices: As there.
         most: Samples of a batch at most.
         seed: Of the draw.

@@ -35,11 +35,11 @@ from resilient.errors import ArgumentError
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.packing.balance import Cuts
+from resilient.planners.packing.proportion import proportional
 from resilient.planners.planner import Configuration, Parallelism, Setting
 from resilient.planners.published.baselines.mean_microbatch import fastest
-from resilient.planners.published.entrain.allocation import proportional
 from resilient.planners.stages.expected_step import longest_ms
-from resilient.planners.stages.redundancy import is_redundant
+from resilient.planners.stages.one_pipeline import is_asked_for
 from resilient.planners.stages.stage_work import exposed_sum_ms
 from resilient.templates.common.arrays import Floats
 from resilient.templates.inputs.cluster import Link
@@ -67,7 +67,7 @@ def entrain_configurations(setting: Setting, samples: SampleTable) -> Iterator[C
     if not found:
         raise ArgumentError(
             "num_nodes",
-            "give every unit stages in proportion to its work, and no more than it has layers",
+            "let 'entrain' give every unit stages in proportion to its work, and no more than it has layers",
             f"{setting.num_nodes} of {setting.cluster.devices_per_node} devices for {number} microbatches",
             "use more nodes, or fewer",
         )
@@ -78,7 +78,7 @@ def entrain_configurations(setting: Setting, samples: SampleTable) -> Iterator[C
             num_microbatches=number // each.dp,
             predicted_ms=each.step_ns / 1e6,
         )
-        if not is_redundant(setting, configuration):
+        if not is_asked_for(setting, configuration):
             continue
         needed = 0.0 if memory is None else _memory_bytes(each, language, number // each.dp)
         if memory is None or needed <= memory:
@@ -185,6 +185,8 @@ def _candidates(
     longest: dict[tuple[_Option, ...], float] = {}
     names = [unit.name for unit in setting.costs.units]
     for dp in (each for each in range(1, min(number, setting.num_devices) + 1) if number % each == 0):
+        if setting.num_pipelines not in (None, dp):
+            continue
         devices = setting.num_devices // dp
         for chosen in itertools.product(*options):
             sizes = [each.size for each in chosen]

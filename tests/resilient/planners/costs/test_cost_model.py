@@ -89,6 +89,23 @@ def test_calls_beyond_the_longest_are_predicted_by_the_same_curve(
     assert fitted.call_ms(longer, longer**2) == pytest.approx(true.call_ms(longer, longer**2), rel=1e-4)
 
 
+def test_calls_on_several_sequences_tell_attention_by_their_squares() -> None:
+    true = Curve(attention=0.5, linear=3.0, fixed=7.0)
+    calls = [[8], [2] * 8, [4, 9, 1], [1], [5, 5, 5, 5]]
+    tokens, squares = [sum(each) for each in calls], [sum(x * x for x in each) for each in calls]
+    times = [true.call_ms(*sums) for sums in zip(tokens, squares, strict=True)]
+    fitted = Curve.fit(tokens, times, squares=squares)
+    assert (fitted.attention, fitted.linear, fitted.fixed) == pytest.approx((0.5, 3.0, 7.0))
+
+
+def test_errors_of_differences_are_relative_to_what_they_are_differences_of() -> None:
+    tokens, whole = [1, 2, 4, 8], np.array([10.0, 20.0, 40.0, 80.0])
+    times = whole / 2
+    times[0] = -1e-9  # noise is as large as what was measured
+    fitted = Curve.fit(tokens, times, relative_to=whole)
+    assert fitted.call_ms(8, 64) == pytest.approx(40, rel=0.2)
+
+
 def test_attention_stays_within_sequences() -> None:
     curve = Curve(attention=2.0, linear=3.0, fixed=5.0)
     packed = Lengths.of([[4, 6]])
@@ -175,6 +192,11 @@ def test_curves_need_three_lengths_with_times(tokens: list[int], times: list[flo
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Curve.fit(tokens, times)
+
+
+def test_curves_are_not_fitted_to_what_is_no_number() -> None:
+    with pytest.raises(ValueError, match=r"^a curve must be fitted to three lengths or more with times > 0, got "):
+        Curve.fit([1, 2, 3], [1.0, float("nan"), 2.0], relative_to=[1.0, 2.0, 3.0])
 
 
 def test_cost_models_are_saved_and_loaded(tmp_path: Path) -> None:

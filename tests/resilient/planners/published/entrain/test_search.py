@@ -15,8 +15,8 @@ from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.packing.balance import Floats, cut_chain, loads
+from resilient.planners.packing.proportion import proportional
 from resilient.planners.planner import Parallelism, Setting
-from resilient.planners.published.entrain.allocation import proportional
 from resilient.planners.published.entrain.planner import Entrain
 from resilient.planners.published.entrain.search import entrain_configurations
 from resilient.planners.stages.degraded_replicas import degraded_replicas
@@ -110,7 +110,7 @@ def test_no_configuration_is_better(costs: str, num_nodes: int, memory: int | No
             rated.append(by_hand(at, samples, dict(zip(names, spread, strict=True))))
     fitting = [ms for ms, used in rated if memory is None or used <= memory]
     if not fitting:
-        message = "memory_bytes must be >= " if rated else "num_nodes must give every unit stages in proportion to "
+        message = "memory_bytes must be >= " if rated else "num_nodes must let 'entrain' give every unit stages in "
         with pytest.raises(ValueError, match=f"^{message}"):
             next(entrain_configurations(at, samples))
         return
@@ -157,8 +157,8 @@ def test_few_samples_that_take_long_are_predicted_and_make_pipelines_short() -> 
         (
             job(MODELS["three"], 1),
             drawn(MODELS["three"], 30),
-            "num_nodes must give every unit stages in proportion to its work, and no more than it has layers, got 1 of "
-            "2 devices for 8 microbatches; use more nodes, or fewer",
+            "num_nodes must let 'entrain' give every unit stages in proportion to its work, and no more than it has "
+            "layers, got 1 of 2 devices for 8 microbatches; use more nodes, or fewer",
         ),
         (
             job(CostModel(units=COSTS.units[:1]), 1),

@@ -31,17 +31,17 @@ class StepCells:
     feeds: Sequence[tuple[str, str]]
 
     def __post_init__(self) -> None:
-        seen: dict[tuple[str, int], LaneName] = {}
+        seen: set[tuple[str, int]] = set()
         for lane, cells in self.samples.items():
             for cell, samples in cells.items():
                 for sample in samples:
-                    other = seen.setdefault((lane.unit, sample), lane)
-                    if other is not lane or samples.count(sample) > 1:
-                        raise ArgumentError(
-                            "samples", "have each sample in one cell of a unit", f"{sample} again in {lane}:{cell}", ""
-                        )
+                    if (lane.unit, sample) in seen:
+                        got = f"{sample} again in {lane}:{cell}"
+                        raise ArgumentError("samples", "be in one cell of a unit each", got, "place each once")
+                    seen.add((lane.unit, sample))
                 if not samples:
-                    raise ArgumentError("samples", "be left out where a cell has none", f"{lane}:{cell}", "")
+                    fix = "leave the cell out"
+                    raise ArgumentError("samples", "be one or more in each cell", f"none in {lane}:{cell}", fix)
 
     @cached_property
     def flows(self) -> tuple[Flow, ...]:

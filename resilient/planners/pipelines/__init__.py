@@ -1,0 +1,1 @@
+"""From what planners answer to what the runtime plans with and runs."""

@@ -1,0 +1,110 @@
+"""Where each sample of a step goes in the pipelines that there are now, which need not be alike.
+
+A planner answers for pipelines that are alike. So it is asked twice: as if all were like those of which there are most,
+but of their own speeds, for who gets which samples; then of each pipeline alone, as it is, for lanes and cells.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from resilient.planners.costs.correction import UNCORRECTED, Correction
+from resilient.planners.costs.cost_model import CostModel
+from resilient.planners.costs.samples import LLM, SampleTable
+from resilient.planners.evaluation.step_unit import StepUnit
+from resilient.planners.pipelines.decision import decision_of, several
+from resilient.planners.planner import Configuration, Planner, Replica, Setting
+from resilient.templates.common.arrays import Ints
+from resilient.templates.inputs.cluster import Cluster
+from resilient.templates.plan import Pipeline, Plan
+
+NOWHERE = -1
+
+
+class SamplePlaces:
+    """Places samples in the pipelines of a plan.
+
+    Args:
+        planner: Answers.
+        costs: Of the units.
+        cluster: The nodes.
+        microbatch: Mean samples of a cell of the language model.
+        plan: The pipelines; each template has the planner's decision.
+    """
+
+    def __init__(self, planner: Planner, costs: CostModel, cluster: Cluster, microbatch: int, plan: Plan) -> None:
+        self._planner = planner
+        self._costs = costs
+        self._cluster = cluster
+        self._microbatch = microbatch
+        self._pipelines = plan.pipelines
+
+    def places(self, batch: SampleTable, correction: Correction = UNCORRECTED) -> Ints:
+        """Return pipeline, lane and cell of each sample in each unit; ``NOWHERE`` where that has nothing to do.
+
+        Args:
+            batch: The step's samples.
+            correction: What was learnt from measured times.
+
+        Returns:
+            ``[num_units, num_samples, 3]``
+
+        Raises:
+            ValueError: A sample does not fit.
+        """
+        found = np.full((len(self._costs.units), len(batch), 3), NOWHERE, dtype=np.int64)
+        pipeline_of = self._pipeline_of(batch, correction)
+        for number, pipeline in enumerate(self._pipelines):
+            mine = np.flatnonzero(pipeline_of == number)
+            if not len(mine):
+                continue
+            configuration = decision_of(pipeline.template)
+            replicas = [Replica(num_microbatches=pipeline.num_microbatches)]
+            setting, table = self._setting([pipeline], len(mine), correction), batch[mine]
+            assignment = self._planner.assign(setting, configuration, table, replicas)
+            for unit, costs in enumerate(self._costs.units):
+                there = table.units[costs.name].tokens > 0
+                placed = StepUnit.of(configuration, costs, assignment, table, replicas)
+                lane, cell = np.divmod(placed.cell[there], placed.width)
+                found[unit, mine[there]] = np.stack([np.full_like(lane, number), lane, cell], axis=1)
+        return found
+
+    def _pipeline_of(self, batch: SampleTable, correction: Correction) -> Ints:
+        """Return the pipeline of each sample. [num_samples]"""
+        if len(self._pipelines) == 1:
+            return np.zeros(len(batch), dtype=np.int64)
+        setting = self._setting(self._pipelines, len(batch), correction)
+        answer = self._planner.assign(setting, self._alike, batch, self._replicas)
+        return np.asarray(answer.units[LLM].replica, dtype=np.int64)
+
+    @cached_property
+    def _alike(self) -> Configuration:
+        """As many pipelines as there are, all like those of which there are most."""
+        ((template, _),) = Counter(pipeline.template for pipeline in self._pipelines).most_common(1)
+        return several(decision_of(template), len(self._pipelines))
+
+    @cached_property
+    def _replicas(self) -> list[Replica]:
+        fastest = min(pipeline.template.slowest_ms for pipeline in self._pipelines)
+        return [
+            Replica(num_microbatches=each.num_microbatches, speed=_ratio(fastest, each.template.slowest_ms))
+            for each in self._pipelines
+        ]
+
+    def _setting(self, pipelines: Sequence[Pipeline], num_samples: int, correction: Correction) -> Setting:
+        return Setting(
+            costs=self._costs,
+            cluster=self._cluster,
+            num_nodes=sum(len(pipeline.nodes) for pipeline in pipelines),
+            global_batch=num_samples,
+            microbatch=self._microbatch,
+            correction=correction,
+        )
+
+
+def _ratio(fastest_ms: float, own_ms: float) -> float:
+    return fastest_ms / own_ms if own_ms > 0 and fastest_ms > 0 else 1.0

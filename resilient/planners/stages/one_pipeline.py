@@ -1,0 +1,81 @@
+"""One pipeline on each number of nodes: what the plans of a job that runs are put together of.
+
+As many nodes as there are have several of these pipelines, on as many nodes each as they add up to, and lose and gain
+some: so a planner is asked what it does with one replica of the language model, on all devices of so many nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from resilient.errors import ArgumentError
+from resilient.planners.costs.samples import LLM, SampleTable
+from resilient.planners.planner import Configuration, Encoders, Planner, Setting
+from resilient.planners.stages.device_layout import used_devices
+from resilient.planners.stages.redundancy import is_redundant
+
+
+def is_asked_for(setting: Setting, configuration: Configuration) -> bool:
+    """Return whether a configuration is redundant, and of the pipelines that the job asks for, on all its devices."""
+    if not is_redundant(setting, configuration):
+        return False
+    if setting.num_pipelines is None:
+        return True
+    language = configuration.units[LLM]
+    everywhere = configuration.encoders is Encoders.REPLICATED and language.pp > 1
+    return (
+        language.dp == setting.num_pipelines
+        and configuration.shard == 1
+        and not everywhere
+        and used_devices(configuration) == setting.num_devices
+    )
+
+
+def pipeline_configurations(
+    planner: Planner, setting: Setting, samples: SampleTable, sizes: range
+) -> dict[int, Configuration]:
+    """Return a planner's configuration of one pipeline on each number of nodes.
+
+    Those are consecutive, from the fewest that it answers for to the most. Between them, numbers that it does not
+    answer for have the configuration of the next smaller one, which leaves nodes standing by. A pipeline has its part
+    of the batch, and need not be redundant: others hold what it holds.
+
+    Args:
+        planner: Who is asked.
+        setting: The job, with all its nodes.
+        samples: A sample of the data set.
+        sizes: Numbers of nodes, ascending one by one.
+
+    Raises:
+        ValueError: It has no answer; the message says why, of the most nodes.
+    """
+    found: dict[int, Configuration] = {}
+    refusal: ValueError | None = None
+    for size in sizes:
+        try:
+            answer = planner.configure(_of_one(setting, size), samples)
+        except ValueError as error:
+            refusal = error
+            continue
+        found |= {between: found[max(found)] for between in range(max(found, default=size) + 1, size)}
+        found[size] = answer
+    if not found:
+        raise ArgumentError(
+            "planner",
+            f"have an answer for one pipeline on {sizes[0]} to {sizes[-1]} nodes",
+            f"{planner.name!r}, which has none: {refusal}",
+            "choose another one",
+        ) from refusal
+    return found
+
+
+def _of_one(setting: Setting, num_nodes: int) -> Setting:
+    """Return the job of one pipeline."""
+    batch = -(-setting.global_batch // max(setting.num_nodes // num_nodes, 1))
+    return replace(
+        setting,
+        num_nodes=num_nodes,
+        global_batch=max(batch, setting.microbatch),
+        max_failures=0,
+        num_pipelines=1,
+    )

@@ -1,0 +1,221 @@
+"""Takes a layer's passes, and their times: forward, backward for what it received, whole backward.
+
+Owns what one pass of one layer is; which layers and which samples, and what is made of the times, is decided by others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from resilient.emulation.device import DEVICE
+from resilient.models.layer import Activations, Batch, LayerSpec, initialize_layer
+from resilient.models.summed_loss import summed_loss
+from resilient.runtime.job import Job
+from resilient.state.layout import BufferLayout
+
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 20
+_MIN_SAMPLES = 5
+"""Rounds of a kind of layer whose median has settled, over all layers of the kind."""
+_ENOUGH_MS = 10.0
+"""A layer measured for this long, and in the fewest rounds, is done."""
+_TOO_LONG_MS = 2000.0
+"""A layer measured for this long is done in any case."""
+
+Run = Callable[[], object]
+Timed = Callable[[Run], float]
+"""Runs something and returns how long it took, in ms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassSeen:
+    """What one layer does with microbatches of one shape.
+
+    Args:
+        activation_bytes: Kept from forward to backward.
+        input_bytes: Of what enters.
+        input_gradient: Some tensor that enters wants a gradient, though the layer may do no more than hand it on: an
+            encoder does so with the features of the encoders before it.
+        differentiates: A gradient is computed for one of them.
+    """
+
+    activation_bytes: int
+    input_bytes: int
+    input_gradient: bool
+    differentiates: bool
+
+
+@dataclass(kw_only=True)
+class PassTimes:
+    """How long one kind of layer takes for microbatches of one shape, round by round."""
+
+    forward_ms: list[float] = field(default_factory=list)
+    backward_input_ms: list[float] = field(default_factory=list)
+    backward_ms: list[float] = field(default_factory=list)
+
+
+def materialise(job: Job, spec: LayerSpec, layouts: Mapping[str, BufferLayout]) -> nn.Module:
+    """Build a layer with its initial values and, as in training, with gradients to add to."""
+    module = initialize_layer(spec, job.seed, job.dtype).to(job.device)
+    for name, (owner, owned) in spec.tied.items():
+        entry = next(entry for entry in layouts[owner].entries if entry.name == owned)
+        parameter = module.get_parameter(name).requires_grad_(entry.trainable)
+        parameter.data = parameter.data.to(entry.dtype or job.dtype)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    return module
+
+
+def layout_bytes(job: Job, layout: BufferLayout) -> tuple[int, int, int]:
+    """Return the bytes of a layer's parameters, of its optimizer slots and of its gradients."""
+    itemsize = job.dtype.itemsize
+    trained = layout.num_trainable * itemsize
+    return layout.num_bytes(0, itemsize), trained * len(job.optimizer.slots), trained
+
+
+def take_times(
+    passes: Sequence[LayerPass],
+    seen: Sequence[PassSeen],
+    times: Sequence[PassTimes],
+    timed: Timed,
+    *,
+    trainable: bool,
+) -> None:
+    """Run passes of one layer in turn, round by round, until their medians have settled.
+
+    Args:
+        passes: One or more.
+        seen: What their inspection has shown.
+        times: Of the layer's kind, by pass: those taken are added.
+        timed: The clock.
+        trainable: Whether the layer is.
+    """
+    elapsed_ms = 0.0
+    for num_rounds in range(1, _MAX_ROUNDS + 1):
+        for one, found, taken in zip(passes, seen, times, strict=True):
+            elapsed_ms += one.time(taken, timed, trainable=trainable, differentiates=found.differentiates)
+        settled = num_rounds >= _MIN_ROUNDS and len(times[0].forward_ms) >= _MIN_SAMPLES
+        if elapsed_ms >= _TOO_LONG_MS or (elapsed_ms >= _ENOUGH_MS and settled):
+            break
+
+
+class LayerPass:
+    """Takes one batch through one layer, any number of times.
+
+    Args:
+        job: The job.
+        module: The layer.
+        batch: The batch.
+        activations: What enters the layer; tensors require a gradient where they do in training.
+        is_last: Whether the model ends here, with its loss.
+    """
+
+    def __init__(self, job: Job, module: nn.Module, batch: Batch, activations: Activations, *, is_last: bool) -> None:
+        self._job = job
+        self._module = module
+        self._batch = batch
+        self._activations = activations
+        self._is_last = is_last
+        self._received: Activations = {}
+        self._sent: Activations = {}
+        self._ends: list[Tensor] = []
+
+    def inspect(self) -> PassSeen:
+        """Run once, untimed, to see what is kept and where gradients go."""
+        batch, parameters = self._batch, [*self._module.parameters(), *self._module.buffers()]
+        others = {tensor.untyped_storage().data_ptr() for tensor in [*batch.values(), *parameters]}
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in others:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self._forward()
+        activation_bytes = sum(kept.values())  # the graph is alive: no address stands for two storages
+        seen = PassSeen(
+            activation_bytes=activation_bytes,
+            input_bytes=sum(tensor.numel() * tensor.element_size() for tensor in self._received.values()),
+            input_gradient=any(tensor.requires_grad for tensor in self._received.values()),
+            differentiates=any(gradient is not None for gradient in self._input_gradients()),
+        )
+        self._let_go()
+        return seen
+
+    def time(self, times: PassTimes, timed: Timed, *, trainable: bool, differentiates: bool) -> float:
+        """Run once, timed; return the ms of it all."""
+        forward_ms, input_ms, backward_ms = timed(self._forward), 0.0, 0.0
+        if trainable and differentiates:
+            input_ms = timed(self._input_gradients)
+            self._forward()
+        if self._ends:
+            backward_ms = timed(self._backward)
+        times.forward_ms.append(forward_ms)
+        times.backward_input_ms.append(input_ms if trainable else backward_ms)
+        times.backward_ms.append(backward_ms)
+        self._let_go()
+        return forward_ms + input_ms + backward_ms
+
+    def sent(self) -> Activations:
+        """Return what enters the next layer."""
+        self._forward()
+        sent = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in self._sent.items()}
+        self._let_go()
+        return sent
+
+    def _let_go(self) -> None:
+        """Free the graph: passes of several batches take turns."""
+        self._received, self._sent, self._ends = {}, {}, []
+
+    def _forward(self) -> None:
+        job, batch = self._job, self._batch
+        self._received = {
+            name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in self._activations.items()
+        }
+        with torch.autocast(job.device.type, dtype=job.autocast, enabled=job.autocast is not None):
+            self._sent = self._module(dict(self._received), batch)
+            ends = [summed_loss(job.model, self._sent, batch)] if self._is_last else list(self._sent.values())
+        passed_on = {id(tensor) for tensor in self._received.values()}
+        self._ends = [tensor for tensor in ends if tensor.requires_grad and id(tensor) not in passed_on]
+
+    def _backward(self) -> None:
+        torch.autograd.backward(self._ends, [torch.ones_like(tensor) for tensor in self._ends])
+
+    def _input_gradients(self) -> Sequence[Tensor | None]:
+        wanted = [tensor for tensor in self._received.values() if tensor.requires_grad]
+        if not wanted or not self._ends:
+            return ()
+        ones = [torch.ones_like(tensor) for tensor in self._ends]
+        return torch.autograd.grad(self._ends, wanted, ones, allow_unused=True)
+
+
+def device_clock(device: torch.device) -> Timed:
+    """Return what times runs on a device."""
+    # its own processor time is what a single thread takes where nobody disturbs it, and workers start all at once
+    alone = torch.get_num_threads() == 1
+
+    def now() -> float:
+        return time.thread_time() + DEVICE.waited_s if alone else time.perf_counter()
+
+    def on_cpu(run: Run) -> float:
+        started = now()
+        run()
+        return 1e3 * (now() - started)
+
+    def on_cuda(run: Run) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream = torch.cuda.current_stream(device)
+        begin.record(stream)
+        run()
+        end.record(stream)
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    return on_cuda if device.type == "cuda" else on_cpu

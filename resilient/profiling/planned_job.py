@@ -1,0 +1,71 @@
+"""What a job whose samples a planner places is planned with: costs measured here, the planner's pipelines of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from resilient.data.lengths import SampleLengths
+from resilient.models.packing import Packable
+from resilient.planners.costs.cost_model import CostModel
+from resilient.planners.costs.samples import SampleTable
+from resilient.planners.pipelines.decision import template_of
+from resilient.planners.planner import Setting
+from resilient.planners.registry import planner
+from resilient.planners.stages.one_pipeline import pipeline_configurations
+from resilient.profiling.cache import job_unit_costs
+from resilient.profiling.unit_cells import draw_lengths
+from resilient.profiling.unit_costs import mean_profile
+from resilient.runtime.job import Job
+from resilient.runtime.steps.planning import UnitPlanning, feeds_of
+from resilient.templates.inputs.cluster import Cluster
+from resilient.templates.inputs.profile import ModelProfile
+
+_MORE_NODES = 3
+"""Pipelines are planned for so many numbers of nodes, at least: any number is a sum of n to 2 n - 1, and some of these
+may be faster."""
+
+
+def planned_job(
+    job: Job, cluster: Cluster, num_nodes: int, announce: Callable[[str], None]
+) -> tuple[ModelProfile, UnitPlanning]:
+    """Return the profile of a job's mean cells on this device, and what places its samples.
+
+    Args:
+        job: The job; its planner is set.
+        cluster: The nodes.
+        num_nodes: How many the job begins with.
+        announce: Told, in words, that it takes a moment.
+
+    Raises:
+        ValueError: The planner has no answer for a pipeline of one device a stage.
+        SampleError: A sample cannot be trained on.
+    """
+    drawn = draw_lengths(job)
+    costs = job_unit_costs(job, drawn, announce)
+    return mean_profile(job, costs, drawn.table), _planning(job, costs, drawn.table, cluster, num_nodes)
+
+
+def _planning(job: Job, costs: CostModel, samples: SampleTable, cluster: Cluster, num_nodes: int) -> UnitPlanning:
+    """Ask a job's planner for its pipelines."""
+    chosen = planner(job.planner)
+    setting = Setting(
+        costs=costs,
+        cluster=cluster,
+        num_nodes=num_nodes,
+        global_batch=job.global_batch,
+        microbatch=job.microbatch,
+    )
+    fewest = job.min_pipeline_nodes
+    answers = pipeline_configurations(chosen, setting, samples, range(fewest, fewest + max(fewest, _MORE_NODES)))
+    assert isinstance(job.model, Packable)
+    return UnitPlanning(
+        planner=chosen,
+        costs=costs,
+        lengths=SampleLengths(job.dataset, job.model),
+        feeds=feeds_of(job.model.units),
+        templates=tuple(
+            template_of(replace(setting, num_nodes=size), answer, samples) for size, answer in answers.items()
+        ),
+        cluster=cluster,
+    )

@@ -1,0 +1,299 @@
+"""Measures what the layers of each unit of a model cost by the lengths of the samples that are packed together.
+
+Owns the measurement and what is made of it: curves for planners, and one microbatch's costs for templates. A unit is
+given what it is given in a planned step: cells of its own, and the features of these samples alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import numpy as np
+import torch
+
+from resilient.errors import ArgumentError, note
+from resilient.models.buffers import ConstantBuffers
+from resilient.models.layer import Activations, Batch, LayerSpec
+from resilient.models.packing import Packable
+from resilient.pipeline.p2p import signature
+from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.samples import SampleTable
+from resilient.profiling.layer_passes import (
+    LayerPass,
+    PassTimes,
+    Timed,
+    device_clock,
+    layout_bytes,
+    materialise,
+    take_times,
+)
+from resilient.profiling.unit_cells import CellReader, DrawnSamples
+from resilient.runtime.job import Job
+from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
+
+UNIT_COSTS_VERSION = 1
+"""Of what is measured, and how; costs of another version are measured again."""
+
+_LEAST_MS = 1e-6
+"""Measured times are at least this long: errors are relative to them."""
+
+
+_Places = tuple[int, ...]
+"""A cell: the positions of its samples among those that were drawn."""
+
+
+@dataclass(kw_only=True)
+class _Packed:
+    """A cell on its way through the layers of a unit.
+
+    Args:
+        batch: What the unit reads of it.
+        tokens: Sum of its lengths in this unit.
+        squares: Sum of their squares.
+        activations: What enters the next layer.
+    """
+
+    batch: Batch
+    tokens: int
+    squares: int
+    activations: Activations = field(default_factory=dict)
+
+    def bytes_per_token(self) -> float:
+        """Return how large the activations are."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.activations.values()) / self.tokens
+
+
+def measure_units(
+    job: Job, drawn: DrawnSamples, *, on_layer: Callable[[str], None], timed: Timed | None = None
+) -> CostModel:
+    """Measure all layers of a job's model by unit, on cells of several sizes, and fit curves to their times.
+
+    A time is the median over some rounds. Equal layers of a unit are measured once, and no two layers are there at the
+    same time.
+
+    Args:
+        job: The job, whose model packs its data set's samples; its device is free but for this.
+        drawn: Samples of :func:`resilient.profiling.unit_cells.draw_lengths`.
+        on_layer: Called with the name of each layer that is done.
+        timed: The clock; the device's own by default.
+
+    Returns:
+        The units without tensor and context parallelism. Bytes per token are those of the largest cell.
+
+    Raises:
+        ArgumentError: No sample is for one of the units, or a layer changes its buffers.
+        SampleError: A sample cannot be trained on.
+    """
+    assert isinstance(job.model, Packable)
+    units = job.model.units
+    own = {unit: drawn.cells(unit, job.microbatch) for unit in units}
+    needed = _needed(units, own)
+    measuring, reader = _Measuring(job, timed or device_clock(job.device), on_layer), CellReader(job, drawn)
+    made: dict[tuple[str, _Places], Activations] = {}
+    costs: list[UnitCosts] = []
+    cuda = [job.device] if job.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):  # dropout draws here; the script's own draws stay what they were
+        for unit, read in units.items():
+            lengths = drawn.table.units[unit]
+            cells: list[_Packed] = []
+            for places in needed[unit]:
+                tokens, squares = (int(each[list(places)].sum()) for each in (lengths.tokens, lengths.squares))
+                packed = _Packed(batch=reader.batch(unit, places), tokens=tokens, squares=squares)
+                for name in read:
+                    packed.activations |= made[name, places]
+                cells.append(packed)
+            costs.append(measuring.unit(unit, cells, len(own[unit]), wanted=any(map(measuring.trains, read))))
+            made |= {(unit, places): packed.activations for places, packed in zip(needed[unit], cells, strict=True)}
+    if cuda:
+        torch.cuda.empty_cache()
+    return CostModel(units=tuple(costs), source=f"measured on {job.device_name}, {job.precision}")
+
+
+def _needed(units: Mapping[str, tuple[str, ...]], own: Mapping[str, Sequence[_Places]]) -> dict[str, list[_Places]]:
+    """Return the cells that go through each unit: its own, and then those of units that read it."""
+    found: dict[str, list[_Places]] = {}
+    for unit in reversed(list(units)):
+        further = (places for reader, read in units.items() if unit in read for places in found[reader])
+        found[unit] = list(dict.fromkeys((*own[unit], *further)))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """What was measured of equal layers of a unit: the costs, and what they make of each cell."""
+
+    layer: UnitLayer
+    sent: list[Activations]
+
+
+class _Measuring:
+    """Measures one unit after the other.
+
+    Args:
+        job: The job.
+        timed: The clock.
+        on_layer: Called with the name of each layer that is done.
+    """
+
+    def __init__(self, job: Job, timed: Timed, on_layer: Callable[[str], None]) -> None:
+        self._job = job
+        self._layouts = job.layouts()
+        self._timed = timed
+        self._on_layer = on_layer
+        self._trained: set[str] = set()
+
+    def trains(self, unit: str) -> bool:
+        """Return whether gradients go back into a unit that was measured."""
+        return unit in self._trained
+
+    def unit(self, name: str, cells: Sequence[_Packed], num_own: int, *, wanted: bool) -> UnitCosts:
+        """Measure a unit.
+
+        Args:
+            name: Its name.
+            cells: That go through it, with what it reads of other units; they end up at its end.
+            num_own: Those that are measured, the first ones; units that read this one need the others.
+            wanted: Whether something before it wants a gradient.
+        """
+        kinds: dict[Hashable, _Kind] = {}
+        layers: list[UnitLayer] = []
+        boundary_bytes = 0.0
+        largest = max(cells[:num_own], key=lambda cell: cell.tokens)
+        for spec in self._job.model.layers:
+            if spec.unit != name:
+                continue
+            if layers:
+                boundary_bytes = max(boundary_bytes, largest.bytes_per_token())
+            kind = self._kind(spec, cells, wanted=wanted)
+            if kind not in kinds:
+                kinds[kind] = self._noted(spec, cells, num_own, wanted=wanted)
+            found = kinds[kind]
+            for cell, sent in zip(cells, found.sent, strict=True):
+                cell.activations = sent
+            layers.append(replace(found.layer, name=spec.name.removeprefix(f"{name}.")))
+            wanted = wanted or found.layer.trainable
+            self._on_layer(spec.name)
+        if wanted:
+            self._trained.add(name)
+        is_last = self._job.model.layers[-1].unit == name
+        return UnitCosts(
+            name=name,
+            layers=tuple(layers),
+            boundary_bytes=boundary_bytes,
+            output_bytes=0.0 if is_last else largest.bytes_per_token(),
+        )
+
+    def _kind(self, spec: LayerSpec, cells: Sequence[_Packed], *, wanted: bool) -> Hashable:
+        """Return what is equal of layers that cost the same."""
+        with torch.device("meta"):
+            built = spec.build()
+        received = tuple(signature(cell.activations) for cell in cells)
+        is_last = spec is self._job.model.layers[-1]
+        return repr(built), self._layouts[spec.name], tuple(sorted(spec.tied.items())), is_last, wanted, received
+
+    def _noted(self, spec: LayerSpec, cells: Sequence[_Packed], num_own: int, *, wanted: bool) -> _Kind:
+        try:
+            return self._measured(spec, cells, num_own, wanted=wanted)
+        except ArgumentError:  # says all there is to say
+            raise
+        except Exception as error:  # the job's own code: it keeps its type
+            note(error, f"while measuring layer {spec.name!r}")
+            raise
+
+    def _measured(self, spec: LayerSpec, cells: Sequence[_Packed], num_own: int, *, wanted: bool) -> _Kind:
+        job, layout = self._job, self._layouts[spec.name]
+        module = materialise(job, spec, self._layouts)
+        buffers = ConstantBuffers(spec.name, module)
+        trainable = any(parameter.requires_grad for parameter in module.parameters())
+        is_last = spec is job.model.layers[-1]
+        passes = [LayerPass(job, module, each.batch, each.activations, is_last=is_last) for each in cells]
+        own = passes[:num_own]
+        seen = [one.inspect() for one in own]
+        times = [PassTimes() for _ in own]
+        take_times(own, seen, times, self._timed, trainable=trainable)
+        buffers.check()
+        largest = max(range(num_own), key=lambda number: cells[number].tokens)
+        parameter_bytes, optimizer_bytes, gradient_bytes = layout_bytes(job, layout)
+        kept = seen[largest].activation_bytes / cells[largest].tokens
+        layer = UnitLayer(
+            name=spec.name,
+            curves=(_curves(cells[:num_own], times, kept),),
+            parameter_bytes=parameter_bytes,
+            optimizer_bytes=optimizer_bytes,
+            gradient_bytes=gradient_bytes,
+            trainable=trainable,
+            input_gradient=wanted,
+        )
+        return _Kind(layer=layer, sent=[one.sent() for one in passes])
+
+
+def _curves(cells: Sequence[_Packed], times: Sequence[PassTimes], activation_bytes: float) -> LayerCurves:
+    tokens, squares = ([getattr(cell, name) for cell in cells] for name in ("tokens", "squares"))
+
+    def fit(times_ms: Sequence[float], relative_to: Sequence[float]) -> Curve:
+        if not any(times_ms):  # there is nothing to compute
+            return Curve()
+        scale = np.maximum(relative_to, _LEAST_MS)
+        return Curve.fit(tokens, times_ms, squares=squares, relative_to=scale)
+
+    forward_ms = [median(each.forward_ms) for each in times]
+    backward_ms = [median(each.backward_ms) for each in times]
+    # what is measured is the time of both and of one; the other is the rest
+    input_ms = [min(median(each.backward_input_ms), both) for each, both in zip(times, backward_ms, strict=True)]
+    weight_ms = [both - one for both, one in zip(backward_ms, input_ms, strict=True)]
+    return LayerCurves(
+        forward=fit(forward_ms, forward_ms),
+        backward_input=fit(input_ms, backward_ms),
+        backward_weight=fit(weight_ms, backward_ms),
+        activation_bytes=activation_bytes,
+    )
+
+
+def mean_profile(job: Job, costs: CostModel, samples: SampleTable) -> ModelProfile:
+    """Return what a job's layers cost for the mean cell of their unit, in which a microbatch of mean samples is.
+
+    Args:
+        job: The job.
+        costs: Of its model's units.
+        samples: Of its data set.
+    """
+    model = job.model
+    assert isinstance(model, Packable)
+    means = {
+        unit: tuple(job.microbatch * float(each.mean()) for each in (lengths.tokens, lengths.squares))
+        for unit, lengths in samples.units.items()
+    }
+    layers_of = {unit.name: iter(unit.layers) for unit in costs.units}
+    begun: set[str] = set()
+    layers: list[LayerProfile] = []
+    for spec in model.layers:
+        of_unit, (tokens, squares) = costs.by_name[spec.unit], means[spec.unit]
+        layer = next(layers_of[spec.unit])
+        curves = layer.curves[of_unit.index(1, 1)]
+        input_bytes = of_unit.boundary_bytes * tokens
+        if spec.unit not in begun:
+            input_bytes = sum(costs.by_name[unit].output_bytes * means[unit][0] for unit in model.units[spec.unit])
+        begun.add(spec.unit)
+        layers.append(
+            LayerProfile(
+                name=spec.name,
+                costs=(
+                    LayerCost(
+                        forward_ms=curves.forward.call_ms(tokens, squares),
+                        backward_input_ms=curves.backward_input.call_ms(tokens, squares),
+                        backward_weight_ms=curves.backward_weight.call_ms(tokens, squares),
+                        activation_bytes=round(curves.activation_bytes * tokens),
+                    ),
+                ),
+                parameter_bytes=layer.parameter_bytes,
+                optimizer_bytes=layer.optimizer_bytes,
+                gradient_bytes=layer.gradient_bytes,
+                input_bytes=round(input_bytes),
+                trainable=layer.trainable,
+                input_gradient=layer.input_gradient,
+                shares=tuple(dict.fromkeys(owner for owner, _ in spec.tied.values())),
+            )
+        )
+    return ModelProfile(layers=tuple(layers), source=costs.source, microbatch=job.microbatch)

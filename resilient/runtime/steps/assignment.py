@@ -1,0 +1,60 @@
+"""Where the samples of one step go, as all workers know it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from resilient.planners.pipelines.sample_places import NOWHERE
+from resilient.templates.schedules.graph import LaneName
+from resilient.templates.schedules.step_cells import StepCells
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepAssignment:
+    """Places and lengths of one step's samples.
+
+    Args:
+        units: Names, in order.
+        places: Pipeline, lane and cell of each sample in each unit; all -1 where it has nothing to do. ``[num_units,
+            num_samples, 3]``
+        tokens: Of each sample in each unit. ``[num_units, num_samples]``
+    """
+
+    units: tuple[str, ...]
+    places: Tensor
+    tokens: Tensor
+
+    @staticmethod
+    def encoded_size(num_units: int, num_samples: int) -> int:
+        """Return how many numbers :meth:`encoded` has."""
+        return num_units * num_samples * 4
+
+    def encoded(self) -> Tensor:
+        """Return it as numbers that may be added to zeros; float64, ``[encoded_size]``."""
+        return torch.cat((self.places, self.tokens[..., None]), dim=2).to(torch.float64).flatten()
+
+    @classmethod
+    def decoded(cls, units: tuple[str, ...], numbers: Tensor) -> StepAssignment:
+        """Return what :meth:`encoded` gave these numbers."""
+        table = numbers.to(torch.int64).reshape(len(units), -1, 4)
+        return cls(units=units, places=table[..., :3], tokens=table[..., 3])
+
+    def cells(self, pipeline_index: int, lanes: Sequence[LaneName], feeds: Sequence[tuple[str, str]]) -> StepCells:
+        """Return the cells of one pipeline.
+
+        Args:
+            pipeline_index: The pipeline.
+            lanes: Its lanes, in order.
+            feeds: Which unit's features go to which later one.
+        """
+        samples: dict[LaneName, dict[int, list[int]]] = {lane: {} for lane in lanes}
+        for unit, places in zip(self.units, self.places.tolist(), strict=True):
+            for sample, (pipeline, lane, cell) in enumerate(places):
+                if pipeline == pipeline_index != NOWHERE:
+                    samples[LaneName(unit, lane)].setdefault(cell, []).append(sample)
+        ordered = {lane: {cell: tuple(cells[cell]) for cell in sorted(cells)} for lane, cells in samples.items()}
+        return StepCells(samples=ordered, feeds=feeds)

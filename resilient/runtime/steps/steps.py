@@ -1,0 +1,108 @@
+"""What the steps of a generation are for one worker, and those of a chain: equal microbatches in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from resilient.data.reader import Cell
+from resilient.models.layer import Batch
+from resilient.pipeline.step_work import StepWork
+from resilient.templates.schedules.schedule import Schedule
+
+
+class Steps(Protocol):
+    """The steps of one generation on one worker.
+
+    What all must know of a later step travels in the barrier of an earlier one (``bring``, ``take``).
+    """
+
+    def begin(self, version: int) -> None:
+        """Meet the other ranks, which call this, too, before the first step after ``version``.
+
+        Raises:
+            CommunicationError: A peer is gone.
+        """
+        ...
+
+    def cells(self, step: int) -> Sequence[Cell] | None:
+        """Return what this worker reads in a step, in the order of need; None while nobody knows."""
+        ...
+
+    def cell_at(self, step: int, unit: str, position: int) -> Cell:
+        """Return the cell of a unit of which :attr:`StepWork.position` is the number."""
+        ...
+
+    def work(self, step: int, num_targets: int, batch: Callable[[Cell], Batch]) -> StepWork:
+        """Return what a step is here.
+
+        Args:
+            step: Its number.
+            num_targets: Loss-bearing targets of the global batch.
+            batch: Loads a cell's samples, collated, on the stage's device.
+        """
+        ...
+
+    def bring(self, step: int) -> Tensor:
+        """Return what this rank adds to the sum over all ranks in the barrier of a step; float64, ``[size]``."""
+        ...
+
+    def take(self, step: int, total: Tensor) -> None:
+        """Take in that sum; all ranks have the same one."""
+        ...
+
+    def close(self) -> None:
+        """End what runs beside the steps."""
+        ...
+
+
+class ChainSteps:
+    """The steps of a chain.
+
+    Args:
+        schedule: Of the pipeline.
+        positions: Those of its microbatches within a step's.
+        microbatch: Samples of each.
+    """
+
+    def __init__(self, schedule: Schedule, positions: Sequence[int], microbatch: int) -> None:
+        self._schedule = schedule
+        self._positions = positions
+        self._microbatch = microbatch
+        self._cells = [Cell.of_chain(position, microbatch) for position in positions]
+
+    def begin(self, version: int) -> None:
+        """Nothing is to be known before a step."""
+
+    def cells(self, step: int) -> Sequence[Cell]:
+        """Return the microbatches of the pipeline."""
+        return self._cells
+
+    def cell_at(self, step: int, unit: str, position: int) -> Cell:
+        """Return the microbatch at a position."""
+        return Cell.of_chain(position, self._microbatch)
+
+    def work(self, step: int, num_targets: int, batch: Callable[[Cell], Batch]) -> StepWork:
+        """Return what a step is here: the same in every one."""
+        return StepWork(
+            step=step,
+            schedule=self._schedule,
+            num_targets=num_targets,
+            position=lambda part: self._positions[part.cell],
+            batch=lambda part: batch(self._cells[part.cell]),
+            samples=lambda part: (self._positions[part.cell],),
+            num_features=lambda unit, sample: 1,
+        )
+
+    def bring(self, step: int) -> Tensor:
+        """Return nothing."""
+        return torch.zeros(0, dtype=torch.float64)
+
+    def take(self, step: int, total: Tensor) -> None:
+        """There is nothing to take."""
+
+    def close(self) -> None:
+        """Nothing runs beside the steps."""

@@ -1,0 +1,42 @@
+"""Planned jobs train what one process trains: every planner, with nodes that are killed and that join."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from resilient.planners.registry import PLANNERS
+from resilient.testing import fail_at
+from tests.integration.harness import Run, check_equals_one_process, check_survivors, run_alone, run_job
+
+SCRIPT = Path(__file__).parent / "jobs" / "planned.py"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The job in one process, a chain of padded microbatches: its folder and its log."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, run_alone(folder, script=SCRIPT)
+
+
+def lanes(run: Run) -> set[str]:
+    """Return the lanes of a run's first generation."""
+    return {stage["lane"] for pipeline in run.generations[0]["pipelines"] for stage in pipeline["stages"]}
+
+
+FEWEST = {
+    **dict.fromkeys(("disttrain", "dflop", "entrain"), 3),  # a device for each unit
+    **dict.fromkeys(("fsdp", "static-cp", "dhp", "dhp-across-nodes"), 1),  # no stages
+}
+"""Nodes of the smallest pipelines asked for; of other planners 2."""
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_planner_through_a_kill(planner: str, alone: tuple[Path, str], tmp_path: Path) -> None:
+    fewest = FEWEST.get(planner, 2)
+    options = ("--planner", planner, "--min-pipeline-nodes", str(fewest))
+    inject = [fail_at(node=1, step=3, phase="backward")]
+    run = run_job(tmp_path, *options, script=SCRIPT, nodes=2 * fewest + 1, inject=inject)
+    check_equals_one_process(run, *alone)
+    check_survivors(run)

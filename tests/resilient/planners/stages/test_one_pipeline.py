@@ -1,0 +1,193 @@
+"""What planners answer for one pipeline on so many nodes: on all devices, and as the runtime runs it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient.errors import ArgumentError
+from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
+from resilient.planners.costs.samples import LLM, Lengths, SampleTable
+from resilient.planners.evaluation.evaluate import evaluate
+from resilient.planners.planner import Configuration, Encoders, Replica, Setting
+from resilient.planners.registry import PLANNERS, planner
+from resilient.planners.stages.device_layout import used_devices
+from resilient.planners.stages.one_pipeline import pipeline_configurations
+from resilient.templates.inputs.cluster import Cluster, Link
+from resilient.templates.schedules.validator import validate
+
+_FEWER = {
+    "fsdp": range(1, 2),
+    "static-cp": range(1, 2),
+    "disttrain": range(2, 6),
+    "dflop": range(2, 6),
+    "entrain": range(2, 6),
+}
+"""Numbers of nodes of one device that planners answer for, if not for 1 to 5: some have no stages, others want devices
+for each unit."""
+
+
+def _unit(name: str, layer_ms: Sequence[float], fixed: float = 0.1) -> UnitCosts:
+    layers = [
+        UnitLayer(
+            name=str(index),
+            curves=(
+                LayerCurves(
+                    forward=Curve(linear=ms, attention=0.001, fixed=fixed),
+                    backward_input=Curve(linear=ms),
+                    backward_weight=Curve(linear=ms),
+                    activation_bytes=100.0,
+                ),
+            ),
+            parameter_bytes=1000,
+            gradient_bytes=1000,
+            optimizer_bytes=2000,
+        )
+        for index, ms in enumerate(layer_ms)
+    ]
+    return UnitCosts(name=name, layers=tuple(layers), degrees=((1, 1),), boundary_bytes=10.0, output_bytes=10.0)
+
+
+def _table(draw: np.random.Generator, names: Sequence[str], count: int) -> SampleTable:
+    lengths = {name: np.rint(draw.lognormal(3, 1, count)).astype(np.int64) for name in names}
+    pictures = {name: each * (draw.random(count) < 0.7) for name, each in lengths.items() if name != LLM}
+    return SampleTable(units={name: Lengths.of(each) for name, each in (pictures | {LLM: lengths[LLM] + 1}).items()})
+
+
+def _job(seed: int, devices_per_node: int) -> tuple[Setting, SampleTable, SampleTable]:
+    """One or two encoders, frozen or not, of two to six layers, and a language model of six to nine."""
+    draw = np.random.default_rng(seed)
+    names = [*("vision", "audio")[: int(draw.integers(1, 3))], LLM]
+    frozen = [name for name in names[:-1] if draw.random() < 0.4]
+    units = [
+        _unit(name, draw.uniform(0.5, 2, int(draw.integers(6, 10) if name == LLM else draw.integers(2, 7))).tolist())
+        for name in names
+    ]
+    setting = Setting(
+        costs=CostModel(units=tuple(units)).frozen(frozen),
+        cluster=Cluster(
+            devices_per_node=devices_per_node,
+            inter_node=Link(latency_ms=0.01, bytes_per_s=1e8),
+            intra_node=Link(bytes_per_s=1e9),
+        ),
+        num_nodes=int(draw.integers(1, 6)),
+        global_batch=int(draw.integers(1, 25)),
+        microbatch=int(draw.integers(1, 4)),
+        num_pipelines=1,
+    )
+    return setting, _table(draw, names, 64), _table(draw, names, setting.global_batch)
+
+
+def _small(encoders: Sequence[str] = ("vision",)) -> tuple[Setting, SampleTable]:
+    """Five equal layers of each encoder, seven of the language model."""
+    units = [*(_unit(name, [1.0] * 5) for name in encoders), _unit(LLM, [1.5] * 7)]
+    setting = Setting(
+        costs=CostModel(units=tuple(units)), cluster=Cluster(), num_nodes=5, global_batch=12, microbatch=1
+    )
+    return setting, _table(np.random.default_rng(0), [*encoders, LLM], 64)
+
+
+def _answer(name: str, setting: Setting, known: SampleTable) -> Configuration | None:
+    """None where the planner refuses by name."""
+    try:
+        return planner(name).configure(setting, known)
+    except ArgumentError as error:
+        if f"{name!r}" not in str(error):
+            raise
+    return None
+
+
+@pytest.mark.parametrize("devices_per_node", [1, 2])
+@pytest.mark.parametrize("name", PLANNERS)
+@given(seed=st.integers(0, 2**32 - 1), num_microbatches=st.integers(1, 6))
+@settings(max_examples=12, deadline=None)
+def test_an_answer_for_one_pipeline_uses_all_devices_and_runs_any_number_of_microbatches(
+    name: str, devices_per_node: int, seed: int, num_microbatches: int
+) -> None:
+    setting, known, batch = _job(seed, devices_per_node)
+    configuration = _answer(name, setting, known)
+    if configuration is None:
+        return
+    assert configuration.units[LLM].dp == 1
+    assert used_devices(configuration) == setting.num_devices
+    assert all(spread.tp == spread.cp == 1 for spread in configuration.units.values())
+    assert configuration.shard == 1
+    assert configuration.encoders is not Encoders.REPLICATED or configuration.units[LLM].pp == 1
+    replicas = [Replica(num_microbatches=num_microbatches)]
+    assignment = planner(name).assign(setting, configuration, batch, replicas)
+    for unit in configuration.units:
+        place = assignment.units[unit]
+        assert place.replica.tolist() == [0] * len(batch)
+        assert place.microbatch.shape == (len(batch),)
+        assert place.microbatch.min() >= 0
+    result = evaluate(setting, configuration, assignment, batch, replicas)
+    validate(result.timeline.schedule)
+    assert result.iteration_ms > 0
+    assert 0 <= result.bubble < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    (dict.fromkeys(PLANNERS, range(1, 6)) | _FEWER).items(),
+)
+def test_every_planner_answers_for_the_numbers_of_nodes_that_suit_it(name: str, sizes: range) -> None:
+    setting, known = _small()
+    found = pipeline_configurations(planner(name), setting, known, range(1, 6))
+    assert {size: used_devices(each) for size, each in found.items()} == {size: size for size in sizes}
+
+
+def test_a_number_of_nodes_without_an_answer_leaves_nodes_standing_by() -> None:
+    setting, known = _small(encoders=("vision", "audio"))
+    found = pipeline_configurations(planner("dhp"), setting, known, range(1, 5))
+    assert list(found) == [1, 2, 3, 4]
+    assert [used_devices(each) for each in found.values()] == [1, 1, 3, 4]
+    assert found[2] is found[1]
+
+
+@pytest.mark.parametrize("name", [name for name in PLANNERS if name not in ("fsdp", "static-cp", "entrain")])
+def test_devices_that_make_nothing_faster_are_used(name: str) -> None:
+    """One layer takes longer than all others: two stages would do."""
+    setting, known = _small()
+    units = (_unit("vision", [0.01] * 5, fixed=0), _unit(LLM, [*[0.01] * 6, 9.0], fixed=0))
+    slow = replace(setting, costs=CostModel(units=units), num_pipelines=1)
+    assert used_devices(planner(name).configure(slow, known)) == setting.num_devices
+
+
+def test_a_pipeline_has_its_part_of_the_batch_and_needs_no_copy() -> None:
+    """It would not be redundant by itself."""
+    setting, known = _small()
+    setting = replace(setting, num_nodes=7, global_batch=32, microbatch=2, max_failures=1)
+    found = pipeline_configurations(planner("disttrain"), setting, known, range(2, 6))
+    # Of 2 nodes there are three, of 3 two, of more one.
+    assert {size: each.num_microbatches for size, each in found.items()} == {2: 6, 3: 8, 4: 16, 5: 16}
+
+
+def test_a_planner_without_an_answer_is_refused_by_name() -> None:
+    setting, known = _small()
+    message = (
+        "planner must have an answer for one pipeline on 2 to 3 nodes, got 'fsdp', which has none: num_pipelines must "
+        "be one that 'fsdp' has an answer for, on all devices and without sharding, got 1 on 3 of 1 devices; use "
+        "other numbers of nodes, or another planner; choose another one"
+    )
+    with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
+        pipeline_configurations(planner("fsdp"), setting, known, range(2, 4))
+
+
+@pytest.mark.parametrize("name", [name for name in PLANNERS if name not in ("fsdp", "static-cp", "dhp-across-nodes")])
+def test_several_pipelines_share_all_devices(name: str) -> None:
+    setting, known = _small()
+    configuration = planner(name).configure(replace(setting, num_nodes=6, num_pipelines=2), known)
+    assert configuration.units[LLM].dp == 2
+    assert used_devices(configuration) == 6
+
+
+def test_no_pipelines_are_refused() -> None:
+    message = "num_pipelines must be >= 1, got 0; None leaves it to the planner"
+    with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
+        replace(_small()[0], num_pipelines=0)
