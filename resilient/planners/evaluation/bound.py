@@ -13,8 +13,8 @@ def bound_ms(setting: Setting, batch: SampleTable, lost_nodes: int = 0) -> float
 
     The work of a sample in a unit is its forward and backward in all layers times the devices that share it, at the
     profiled tensor- and context-parallel degree at which that is least. What calls take beside their samples counts
-    nothing, nor do messages, sums of gradients, waiting, and memory. That sharing a sample among more devices than
-    were profiled never makes less work of it in all is taken for granted.
+    nothing, nor do messages, sums of gradients, waiting, and memory. Sharing a sample among more devices than were
+    profiled makes no less work of it in all (:func:`~resilient.planners.stages.call_work.curves_at`).
 
     Args:
         setting: The job.

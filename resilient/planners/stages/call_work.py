@@ -137,7 +137,8 @@ def curves_at(unit: UnitCosts, layer: int, tp: int, cp: int) -> tuple[Curve, Cur
     """Return a layer's forward, its backward and its activations per token.
 
     Between profiled degrees of context parallelism they go linearly in ``1 / cp``, as shares of work and the bytes that
-    a ring sends do; beyond the largest, too.
+    a ring sends do; beyond the largest, too, but there all devices together have no less than of the largest. A profile
+    in which a ring of two is a little more than twice as fast would have one of many take no time.
 
     Raises:
         ValueError: The tensor-parallel degree was not profiled.
@@ -148,11 +149,13 @@ def curves_at(unit: UnitCosts, layer: int, tp: int, cp: int) -> tuple[Curve, Cur
     above = min(int(np.searchsorted(known, cp)), len(known) - 1)
     low, high = known[max(above - 1, 0)], known[max(above, 1)]
     weight = (1 / low - 1 / cp) / (1 / low - 1 / high)
+    least = high / cp if cp > high else 0.0
     one, other = _profiled(unit, layer, tp, low), _profiled(unit, layer, tp, high)
+
     return (
-        _between(one[0], other[0], weight),
-        _between(one[1], other[1], weight),
-        max(0.0, one[2] + weight * (other[2] - one[2])),
+        _between(one[0], other[0], weight, least),
+        _between(one[1], other[1], weight, least),
+        max(least * other[2], one[2] + weight * (other[2] - one[2])),
     )
 
 
@@ -162,9 +165,9 @@ def _profiled(unit: UnitCosts, layer: int, tp: int, cp: int) -> tuple[Curve, Cur
     return of.curves[index].forward, of.backward(index), of.curves[index].activation_bytes
 
 
-def _between(one: Curve, other: Curve, weight: float) -> Curve:
+def _between(one: Curve, other: Curve, weight: float, least: float) -> Curve:
     return Curve(
-        attention=max(0.0, one.attention + weight * (other.attention - one.attention)),
-        linear=max(0.0, one.linear + weight * (other.linear - one.linear)),
-        fixed=max(0.0, one.fixed + weight * (other.fixed - one.fixed)),
+        attention=max(least * other.attention, one.attention + weight * (other.attention - one.attention)),
+        linear=max(least * other.linear, one.linear + weight * (other.linear - one.linear)),
+        fixed=max(least * other.fixed, one.fixed + weight * (other.fixed - one.fixed)),
     )

@@ -45,7 +45,7 @@ def uniform_plans(setting: Setting, samples: SampleTable) -> Iterator[Configurat
             for shape in shapes(setting, cuts, tp):
                 for size in _MICROBATCHES:
                     dp = shape.units[LLM].dp
-                    if size == 1 or size <= setting.global_batch // dp:
+                    if size * dp < 2 * setting.global_batch:  # the largest has all samples of a replica
                         yield replace(shape, num_microbatches=-(-setting.global_batch // (dp * size)))
 
 

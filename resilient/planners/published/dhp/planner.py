@@ -27,7 +27,7 @@ from resilient.planners.packing.balance import loads, longest_first
 from resilient.planners.packing.slots import slots
 from resilient.planners.planner import Assignment, Configuration, Encoders, Place, Replica, Setting
 from resilient.planners.published.dhp.groups import Ranks, Sequences, pack, pack_ranks, plan_groups
-from resilient.planners.published.dhp.search import dhp_configuration
+from resilient.planners.published.dhp.search import dhp_configuration, has_rings
 from resilient.planners.stages.degraded_replicas import ranks_left
 from resilient.planners.stages.memory_shares import kept_shares
 from resilient.templates.common.arrays import Floats, Ints
@@ -126,9 +126,12 @@ def sequences_of(
 
 def ranks_of(setting: Setting, configuration: Configuration, num_ranks: int) -> Ranks:
     """Return what so many ranks of a replica cost to group, by the language model."""
-    language = setting.costs.by_name[LLM]
+    tp = configuration.units[LLM].tp
     fixed = sum(setting.costs.by_name[name].work(spread.tp).fixed for name, spread in configuration.units.items())
-    return replace(ranks_of_unit(language, configuration.units[LLM].tp, num_ranks), fixed_ms=fixed)
+    ranks = replace(ranks_of_unit(setting.costs.by_name[LLM], tp, num_ranks), fixed_ms=fixed)
+    if has_rings(setting, tp):
+        return ranks
+    return replace(ranks, start_ms=np.where(np.arange(num_ranks) == 0, ranks.start_ms, np.inf))
 
 
 def ranks_of_unit(unit: UnitCosts, tp: int, num_ranks: int) -> Ranks:

@@ -81,6 +81,11 @@ def dhp_configuration(setting: Setting, samples: SampleTable, name: str, *, acro
     return fastest(found, name, setting)
 
 
+def has_rings(setting: Setting, tp: int) -> bool:
+    """Return whether groups may be of several ranks: a sample has the same one in all units, which must all know it."""
+    return all(any(each == tp and cp > 1 for each, cp in unit.degrees) for unit in setting.costs.units)
+
+
 class _Candidates:
     def __init__(self, setting: Setting, samples: SampleTable, across_nodes: bool) -> None:
         self.setting, self.samples, self.across_nodes = setting, samples, across_nodes
@@ -125,7 +130,7 @@ class _Candidates:
         for ranks in pools:
             dp = setting.num_devices // (rank_devices * max(ranks, 1))
             # Ranks that form no groups are replicas.
-            if ranks and dp and (ranks == 1 or self._rings(tp) or not setting.num_pipelines):
+            if ranks and dp and (ranks == 1 or has_rings(setting, tp) or not setting.num_pipelines):
                 yield dp, ranks
 
     def with_room(self, layout: _Layout, *, careful: bool) -> Configuration | None:
@@ -148,7 +153,7 @@ class _Candidates:
         )
         if not is_asked_for(setting, found):
             return None
-        largest_group = layout.ranks if self._rings(layout.tp) else 1
+        largest_group = layout.ranks if has_rings(setting, layout.tp) else 1
         # More microbatches leave each less room, until stages hold as many as they do at a time.
         while True:
             try:
@@ -164,10 +169,6 @@ class _Candidates:
             if least <= found.num_microbatches:
                 return replace(found, predicted_ms=self._predicted_ms(found))
             found = replace(found, num_microbatches=least)
-
-    def _rings(self, tp: int) -> bool:
-        """Return whether ranks of so many devices may form groups."""
-        return any(each == tp and cp > 1 for each, cp in self.setting.costs.by_name[LLM].degrees)
 
     def _spread(self, unit: UnitCosts, tp: int, pp: int) -> Parallelism:
         return parallelism(unit, self.samples.units[unit.name], 1, pp, tp)

@@ -106,3 +106,23 @@ def test_lost_nodes_do_no_work() -> None:
     batch = SampleTable(units={"vision": Lengths.of(np.array([4])), "llm": Lengths.of(np.array([6]))})
     setting = job(unit("vision", 1, 1.0, 0.0, 1.0), unit("llm", 2, 2.0, 0.0, 1.0), 4, 1)
     assert bound_ms(setting, batch, lost_nodes=3) == pytest.approx(4 * bound_ms(setting, batch))
+
+
+@pytest.mark.parametrize("num_devices", [3, 8, 64])
+def test_more_devices_than_were_profiled_take_the_bound_where_two_do_less_than_one(num_devices: int) -> None:
+    batch = SampleTable(units={"vision": Lengths.of(np.array([0])), "llm": Lengths.of(np.array([1000]))})
+    rings = [
+        replace(each, degrees=((1, 1), (1, 2)))
+        for each in (unit("vision", 1, 1.0, 0.0, 0.98), unit("llm", 2, 2.0, 0.5, 0.98))
+    ]
+    setting, ones = job(rings[0], rings[1], num_devices, 1), np.ones(1, np.int64)
+    units = {each.name: Parallelism(dp=1, pp=1, cp=num_devices, stage_layers=(len(each.layers),)) for each in rings}
+    place = Place(replica=ones - 1, microbatch=ones - 1, group=ones - 1, degree=num_devices * ones)
+    found = evaluate(
+        setting,
+        Configuration(units=units, num_microbatches=1, colocated=True),
+        Assignment(units=dict.fromkeys(units, place)),
+        batch,
+        [Replica(num_microbatches=1)],
+    )
+    assert found.iteration_ms == pytest.approx(bound_ms(setting, batch))

@@ -9,7 +9,7 @@ import pytest
 
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.evaluation.known_batches import known_batches, simulated
-from resilient.planners.planner import Configuration, Replica
+from resilient.planners.planner import Configuration, Replica, Setting
 from resilient.planners.published.baselines.uniform import Uniform, UniformSorted
 from resilient.planners.published.baselines.uniform_plans import Estimates, has_room, uniform_plans
 from resilient.templates.inputs.cluster import Cluster
@@ -18,9 +18,10 @@ from tests.resilient.planners.jobs_of_planners import check_places, setting, tab
 BOTH = pytest.mark.parametrize("planner", [Uniform(), UniformSorted()], ids=lambda planner: planner.name)
 
 
-def mean_ms(planner: Uniform, plan: Configuration, samples: SampleTable) -> float:
-    batches = known_batches(setting(), samples, 3)
-    return float(np.mean([each.iteration_ms for each in simulated(planner, setting(), plan, batches)]))
+def mean_ms(planner: Uniform, plan: Configuration, samples: SampleTable, job: Setting | None = None) -> float:
+    job = job or setting()
+    batches = known_batches(job, samples, 3)
+    return float(np.mean([each.iteration_ms for each in simulated(planner, job, plan, batches)]))
 
 
 @BOTH
@@ -31,6 +32,21 @@ def test_no_uniform_plan_is_much_faster_on_the_known_batches(planner: Uniform) -
     assert len(steps) > 80
     assert found.predicted_ms == mean_ms(planner, found, samples)
     assert found.predicted_ms <= 1.05 * min(steps)
+
+
+@BOTH
+@pytest.mark.parametrize("global_batch", [4, 5, 7, 11])
+def test_no_number_of_microbatches_is_faster_for_batches_that_replicas_do_not_divide(
+    planner: Uniform, global_batch: int
+) -> None:
+    job = replace(setting(), cluster=Cluster(), num_nodes=3, global_batch=global_batch)
+    samples = table(3 * global_batch)
+    found = planner.configure(job, samples)
+    assert found.units[LLM].dp == 3
+    steps = [
+        mean_ms(planner, replace(found, num_microbatches=number), samples, job) for number in range(1, global_batch + 1)
+    ]
+    assert found.predicted_ms == min(steps)
 
 
 @BOTH

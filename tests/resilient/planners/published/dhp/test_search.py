@@ -167,3 +167,16 @@ def test_what_fits_in_no_way_is_refused() -> None:
         DHP().configure(setting(10_000), table(50))
     with pytest.raises(ValueError, match=r"^samples must be one or more, got none; draw some from the data set$"):
         DHP().configure(setting(), table(0))
+
+
+@pytest.mark.parametrize("who", [DHP(), dhp_across_nodes()], ids=lambda each: each.name)
+@pytest.mark.parametrize("position", [0, 1], ids=["vision", "llm"])
+def test_groups_are_of_one_rank_where_a_unit_was_profiled_without_rings(who: DHP, position: int) -> None:
+    units = list(COSTS.units)
+    without = [replace(each, curves=each.curves[:1]) for each in units[position].layers]
+    units[position] = replace(units[position], layers=tuple(without), degrees=((1, 1),))
+    job, batch = replace(setting(), costs=CostModel(units=tuple(units)), num_nodes=2), table(32)
+    batch.units[LLM].tokens[0], batch.units[LLM].squares[0] = 10**5, 10**10  # worth a group of its own
+    configuration, result = simulate(who, job, table(500), batch)
+    assert configuration.units[LLM].cp > 1
+    assert result.iteration_ms >= job.sample_ms(LLM, batch.units[LLM])[0]
