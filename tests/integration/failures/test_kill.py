@@ -188,6 +188,14 @@ def multimodal_reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+def test_node_of_a_job_with_two_encoders_killed(tmp_path: Path) -> None:
+    """Samples without pictures, without sound, and with several pictures."""
+    script = DIGITS.with_name("sight_and_sound.py")
+    reference = run_job(tmp_path / "reference", *VLM, script=script, nodes=5)
+    run = run_job(tmp_path / "run", *VLM, script=script, nodes=5, inject=[fail_at(node=2, step=3, phase="backward")])
+    check_recovered(run, reference)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_float32_run_is_about_as_far_off_as_batch_splits_are_from_each_other(optimizer: str, tmp_path: Path) -> None:
     arguments = ("--precision", "fp32", "--optimizer", optimizer)
