@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from resilient.templates.inputs.profile import ModelProfile
-from resilient.templates.schedules.simulator import ActionCosts
+from resilient.templates.schedules.schedule import Action, Op
 from resilient.templates.template import PipelineTemplate, StageSpec
 
 
@@ -47,11 +47,17 @@ def _of_stage(stage: StageSpec, profile: ModelProfile) -> StageTimes:
     )
 
 
-def action_costs(stages: Sequence[StageTimes]) -> ActionCosts:
-    """Return the costs of a chain's actions, as the simulator takes them."""
-    return ActionCosts(
-        forward_ms=[stage.forward_ms for stage in stages],
-        backward_input_ms=[stage.backward_input_ms for stage in stages],
-        backward_weight_ms=[stage.backward_weight_ms for stage in stages],
-        transfer_ms=[stage.send_ms for stage in stages[1:]],
-    )
+def action_ms(stages: Sequence[StageTimes], action: Action) -> float:
+    """Return what an action of a chain is expected to take; waiting is nothing, a message takes as long as it is sent.
+
+    Args:
+        stages: Of the pipeline.
+        action: Of one of its rows.
+    """
+    times = stages[action.stage]
+    if action.op is Op.FORWARD:
+        return times.forward_ms
+    if action.op is Op.SEND_F:
+        return stages[action.stage + 1].send_ms
+    of_inputs = times.backward_input_ms * (action.op in (Op.BACKWARD, Op.BACKWARD_INPUT))
+    return of_inputs + times.backward_weight_ms * (action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT))

@@ -95,6 +95,7 @@ class JobParts:
             **step_fields(done.outcome),
             num_samples=done.num_samples,
             step_ms=done.step_ms,
+            waited_ms=done.waited_ms,
             learning_rate=done.learning_rate,
         )
 

@@ -30,6 +30,8 @@ class EmulatedModel:
 
     Args:
         units: In execution order: encoders, then the language model, which reads them all.
+        padded: Whether the microbatches of a chain take as long as if each segment were as long as the longest of them,
+            which is what real models compute there. Cells of units are packed in either case.
 
     Raises:
         ArgumentError: There are none, or two of one name.
@@ -38,7 +40,8 @@ class EmulatedModel:
     unpackable = None
     """Samples lie one after the other in any case."""
 
-    def __init__(self, units: Sequence[EmulatedUnit]) -> None:
+    def __init__(self, units: Sequence[EmulatedUnit], *, padded: bool = False) -> None:
+        self._padded = padded
         *self._encoders, self._last = self._parts = check_units(units)
         read = tuple(unit.name for unit in self._encoders)
         self.units = {**dict.fromkeys(read, ()), self._last.name: read}
@@ -59,6 +62,9 @@ class EmulatedModel:
         batch: dict[str, Tensor] = {}
         for name in self.units:
             batch |= self.collate_unit(name, samples, [0] * len(samples))
+            if self._padded:
+                lengths = batch[f"{name}_lengths"]
+                batch[f"{name}_lengths"] = torch.full_like(lengths, max(lengths.tolist(), default=0))
         return batch
 
     def lengths(self, sample: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -91,7 +97,7 @@ class EmulatedModel:
 
     def digest(self) -> str:
         """Return a content hash of the units."""
-        return hashlib.sha256(repr(self._parts).encode()).hexdigest()
+        return hashlib.sha256(repr((self._parts, self._padded)).encode()).hexdigest()
 
 
 class _EmulatedLayer(Layer):

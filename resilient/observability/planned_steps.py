@@ -1,7 +1,7 @@
 """Sets steps as they were planned beside what their workers did: one simulated from the other's actions.
 
-What was executed is the schedule, so a step is simulated by the actions that its workers wrote down, with the times
-that the plan expects of each; it begins with the first action of its pipeline. Must not import torch.
+What was executed is the schedule, so a step is simulated by the actions that its workers wrote down, with the time
+that each of them expected of its own; it begins with the first action of its pipeline. Must not import torch.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from resilient.observability.step_trace import TracedStep
 from resilient.observability.trace_events import ACTION, PLANNED, Slice, Thread, Trace
 from resilient.observability.wording import duration
-from resilient.templates.schedules.schedule import Action, Schedule
-from resilient.templates.schedules.simulator import Timeline, simulate
-from resilient.templates.stage_times import action_costs
+from resilient.templates.schedules.schedule import Action, Op, Schedule
+from resilient.templates.schedules.simulator import ActionCosts, Timeline, simulate
 
 PLANNED_THREAD = 1000
 """A worker's thread of what was planned for it has the number of its own and this."""
@@ -75,11 +76,46 @@ def planned_steps(traced: Sequence[TracedStep]) -> list[ComparedStep]:
     found: list[ComparedStep] = []
     for _, rows in sorted(groups.items()):
         rows.sort(key=lambda row: row.row)
-        is_whole = [row.row for row in rows] == list(range(rows[0].num_rows)) and all(map(_is_finished, rows))
-        if is_whole and rows[0].costs:
-            schedule = Schedule.of([[Action.parse(name) for name in _times(row)] for row in rows])
-            found.append(ComparedStep(rows=tuple(rows), timeline=simulate(schedule, action_costs(rows[0].costs))))
+        graph = rows[0].planned.graph
+        if [row.row for row in rows] == list(range(graph.num_rows)) and all(map(_is_finished, rows)):
+            schedule = Schedule.of([[Action.parse(name) for name in _times(row)] for row in rows], graph)
+            costs = _costs(schedule, [each for row in rows for each in row.planned.action_ms])
+            found.append(ComparedStep(rows=tuple(rows), timeline=simulate(schedule, costs)))
     return found
+
+
+def _costs(schedule: Schedule, action_ms: Sequence[float]) -> ActionCosts:
+    """Return what was expected as the simulator takes it.
+
+    Args:
+        schedule: What was run.
+        action_ms: Of all its actions, row after row.
+    """
+    graph, codes, times = schedule.graph, schedule.codes, np.array(action_ms)
+    op, stage, cell, part, flow = codes.T
+    num_parts = max(1, int(graph.tables.parts.max(initial=1)))
+    forward, sent = np.zeros((2, graph.num_stages, graph.num_cells))
+    inputs, weights = np.zeros((2, graph.num_stages, graph.num_cells, num_parts))
+    handed = np.zeros(len(graph.flows))
+    for table, chosen in (
+        (forward, op == Op.FORWARD),
+        (sent, (op == Op.SEND_F) & (flow < 0)),
+    ):
+        table[stage[chosen], cell[chosen]] = times[chosen]
+    for table, chosen in (
+        (inputs, (op == Op.BACKWARD) | (op == Op.BACKWARD_INPUT)),
+        (weights, op == Op.BACKWARD_WEIGHT),
+    ):
+        table[stage[chosen], cell[chosen], part[chosen]] = times[chosen]
+    chosen = (op == Op.SEND_F) & (flow >= 0)
+    handed[flow[chosen]] = times[chosen]
+    return ActionCosts(
+        forward_ms=forward,
+        backward_input_ms=inputs,
+        backward_weight_ms=weights,
+        transfer_ms=sent[:-1],
+        flow_transfer_ms=handed,
+    )
 
 
 def with_plans(trace: Trace, steps: Sequence[ComparedStep]) -> Trace:
@@ -90,7 +126,7 @@ def with_plans(trace: Trace, steps: Sequence[ComparedStep]) -> Trace:
     for (process, thread), name in trace.threads.items():
         threads[process, thread] = name
         if (process, PLANNED_THREAD + thread) in workers:
-            threads[process, PLANNED_THREAD + thread] = f"{name}, planned"
+            threads[process, PLANNED_THREAD + thread] = f"{name} (planned)"
     return replace(trace, threads=threads, slices=(*trace.slices, *planned))
 
 

@@ -20,9 +20,10 @@ import msgspec
 
 from resilient.errors import ArgumentError
 from resilient.observability.event_log import Event, read_events
-from resilient.observability.trace_events import ACTION, PART, RECOVERY, STEP, Slice, Trace
+from resilient.observability.trace_events import ACTION, PART, RECOVERY, STEP, Slice, Thread, Trace
+from resilient.observability.wording import stages_text
+from resilient.templates.schedules.graph import LaneName, StepGraph
 from resilient.templates.schedules.schedule import Action
-from resilient.templates.stage_times import StageTimes
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,19 @@ class _ThoroughEntry(_Entry):
         super().__exit__()
 
 
+class PlannedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker's step is expected to be.
+
+    Args:
+        graph: The step of its whole pipeline.
+        action_ms: What each of its actions takes, in order. Of messages that is how long they are on their way, and
+            only those with activations are said; waiting is nothing.
+    """
+
+    graph: StepGraph
+    action_ms: tuple[float, ...]
+
+
 class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
     """The spans of one worker in one step, whether the step was finished or given up.
 
@@ -139,12 +153,11 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
         local_rank: Which of the node's workers.
         pipeline: Its pipeline in that generation.
         row: Its row of the pipeline's schedule.
-        num_rows: How many the pipeline has.
         start_ns: When the step started, Unix time.
         end_ns: When it ended.
         busy_us: Processor time it took.
         spans: What was done.
-        costs: What the plan expects of each of the pipeline's stages.
+        planned: What was expected.
     """
 
     step: int
@@ -153,12 +166,11 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
     local_rank: int
     pipeline: int
     row: int
-    num_rows: int
     start_ns: int
     end_ns: int
     busy_us: int
     spans: tuple[RecordedSpan, ...]
-    costs: tuple[StageTimes, ...] = ()
+    planned: PlannedRow
 
     def write(self, run_directory: str | Path) -> None:
         """Append it to the worker's file; where that cannot be written, the log says so and training goes on."""
@@ -213,7 +225,7 @@ def recorded_trace(run_directory: str | Path, steps: Sequence[TracedStep]) -> Tr
     if not steps:
         return None
     processes = {step.node: f"node {step.node}" for step in steps}
-    threads = {(step.node, step.local_rank): f"worker {step.local_rank}" for step in steps}
+    threads = _workers(steps)
     slices = [each for step in steps for each in step.slices()]
     start_ns, end_ns = min(step.start_ns for step in steps), max(step.end_ns for step in steps)
     events = read_events(Path(run_directory, "events.jsonl"))
@@ -225,6 +237,18 @@ def recorded_trace(run_directory: str | Path, steps: Sequence[TracedStep]) -> Tr
             processes.setdefault(each.process, f"node {each.process}" if is_worker else "coordinator")
             threads.setdefault((each.process, each.thread), f"worker {each.thread}" if is_worker else "membership")
     return Trace(processes=processes, threads=threads, slices=tuple(slices))
+
+
+def _workers(steps: Sequence[TracedStep]) -> dict[Thread, str]:
+    """Return the workers by name: of units with their stages, which may be others after a recovery."""
+    stages: dict[Thread, list[tuple[LaneName, int]]] = {}
+    for step in steps:
+        of_row = (stage for stage in step.planned.graph.stages_of(step.row) if stage[0].unit)
+        stages.setdefault((step.node, step.local_rank), []).extend(of_row)
+    return {
+        worker: f"worker {worker[1]}" + (f": {stages_text(dict.fromkeys(found))}" if found else "")
+        for worker, found in stages.items()
+    }
 
 
 def _recoveries(events: Sequence[Event], coordinator: int) -> Iterator[Slice]:

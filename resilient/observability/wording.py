@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import groupby
 from typing import Any
 
 from resilient.templates.common.words import counted
@@ -46,14 +45,13 @@ def lost_work(recovery: Mapping[str, Any]) -> str:
 
 
 def stages_text(stages: Iterable[tuple[LaneName, int]]) -> str:
-    """Return stages as ``stages 0, 3``, of units as ``vision.0 stage 1; llm.0 stage 0``.
+    """Return stages as ``stages 0, 3``, of units as their actions begin: ``vision.0:1, llm.0:0``.
 
     Args:
-        stages: The lane of each, and its number there; those of a lane follow each other.
+        stages: The lane of each, and its number there.
     """
-    texts: list[str] = []
-    for lane, group in groupby(stages, key=lambda stage: stage[0]):
-        numbers = [str(number) for _, number in group]
-        name = f"{lane} " if lane.unit else ""
-        texts.append(f"{name}stage{'s' * (len(numbers) > 1)} {', '.join(numbers)}")
-    return "; ".join(texts) or "no stage"
+    listed = list(stages)
+    numbers = ", ".join(f"{lane}:{number}" if lane.unit else str(number) for lane, number in listed)
+    if not listed or listed[0][0].unit:
+        return numbers or "no stage"
+    return f"stage{'s' * (len(listed) > 1)} {numbers}"

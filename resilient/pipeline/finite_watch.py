@@ -36,7 +36,8 @@ class FiniteWatch:
         model: Names the layers.
 
     Attributes:
-        found: The first, by microbatch and layer; None if all was finite.
+        found: The first, by layer and microbatch; None if all was finite. What units make of samples is packed anew for
+            those that they feed, so an earlier microbatch of a later layer may be broken by what this one gave it.
     """
 
     def __init__(self, model: Model) -> None:
@@ -68,7 +69,7 @@ class FiniteWatch:
 
     def _note(self, position: int, layer_index: int, what: str) -> None:
         found = NonFinite(position=position, layer_index=layer_index, what=what)
-        if self.found is None or (position, layer_index) < (self.found.position, self.found.layer_index):
+        if self.found is None or (layer_index, position) < (self.found.layer_index, self.found.position):
             self.found = found
 
 

@@ -9,7 +9,7 @@ answer by itself.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
@@ -97,9 +97,10 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """Devices of one unit: ``dp`` replicas of ``pp`` stages of ``tp * cp`` devices.
+    """Devices of one unit: ``dp`` replicas of ``pp`` rows of ``tp * cp`` devices.
 
-    ``stage_layers`` counts the layers of each stage; it sums up to the unit's layers. ``recompute`` is the part of the
+    Each row has a stage, or ``chunks`` (virtual) stages: stage ``s`` is on row ``s % pp``. ``stage_layers`` counts the
+    layers of each stage; it sums up to the unit's layers. ``recompute`` is the part of the
     layers of each stage, rounded up, that keep nothing but their inputs, and run their forward again in the backward
     (activation checkpointing).
     """
@@ -108,10 +109,14 @@ class Parallelism:
     pp: int
     tp: int = 1
     cp: int = 1
+    chunks: int = 1
     stage_layers: tuple[int, ...] = ()
     recompute: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.chunks < 1 or (self.chunks > 1 and self.pp == 1):
+            fix = "on a single row, several stages follow each other as one does"
+            raise ArgumentError("chunks", "be >= 1, and 1 where pp is", self.chunks, fix)
         if not 0 <= self.recompute <= 1:
             raise ArgumentError("recompute", "be a part of the layers, 0 to 1", self.recompute, "1 means all")
 
@@ -119,6 +124,11 @@ class Parallelism:
     def num_devices(self) -> int:
         """Devices of all replicas."""
         return self.dp * self.pp * self.tp * self.cp
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of a replica."""
+        return self.pp * self.chunks
 
 
 class Encoders(str, Enum):
@@ -169,6 +179,9 @@ class Configuration:
             raise ArgumentError("shard", "be >= 1", self.shard, "1 means that each device has a copy")
         if self.lead < 1:
             raise ArgumentError("lead", "be >= 1", self.lead, "1 is 1F1B, 2 is eager 1F1B")
+        chunks = max((each.chunks for each in self.units.values()), default=1)
+        if chunks > 1 and (self.colocated or self.encoders is not Encoders.PARALLEL or self.shard > 1):
+            raise ArgumentError("chunks", "be 1 where units share devices or divide copies", chunks, "leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,9 +235,19 @@ class Assignment:
 
     A unit may process a sample in a later microbatch than the encoder before it (deferral), and on another replica
     (rearrangement).
+
+    Args:
+        units: By unit.
+        recompute: By unit, the part of its layers that run again in this step, where that is not as configured.
     """
 
     units: Mapping[str, Place]
+    recompute: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def spread(self, configuration: Configuration, unit: str) -> Parallelism:
+        """Return how a unit is spread in this step."""
+        spread = configuration.units[unit]
+        return replace(spread, recompute=self.recompute.get(unit, spread.recompute))
 
     def members(self, unit: str, replica: int, microbatch: int) -> npt.NDArray[np.intp]:
         """Return the samples of one microbatch, ascending."""

@@ -43,11 +43,22 @@ def planned_job(
     """
     drawn = draw_lengths(job)
     costs = job_unit_costs(job, drawn, announce)
-    return mean_profile(job, costs, drawn.table), _planning(job, costs, drawn.table, cluster, num_nodes)
+    return mean_profile(job, costs, drawn.table), planning_of(job, costs, drawn.table, cluster, num_nodes)
 
 
-def _planning(job: Job, costs: CostModel, samples: SampleTable, cluster: Cluster, num_nodes: int) -> UnitPlanning:
-    """Ask a job's planner for its pipelines."""
+def planning_of(job: Job, costs: CostModel, samples: SampleTable, cluster: Cluster, num_nodes: int) -> UnitPlanning:
+    """Ask a job's planner for its pipelines.
+
+    Args:
+        job: The job.
+        costs: Of its model's units.
+        samples: Of its data set.
+        cluster: The nodes.
+        num_nodes: How many the job begins with.
+
+    Raises:
+        ValueError: The planner has no answer for a pipeline of one device a stage.
+    """
     chosen = planner(job.planner)
     setting = Setting(
         costs=costs,

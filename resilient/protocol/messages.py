@@ -147,7 +147,8 @@ class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A step was committed; sent by global rank 0."""
+    """A step was committed; sent by global rank 0. ``waited_ms``: the part of it in which nothing was done but wait for
+    the assignment of a later step."""
 
     generation: int
     outcome: StepOutcome
@@ -155,6 +156,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     step_ms: float
     learning_rate: float
     at: float
+    waited_ms: float = 0.0
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -29,6 +29,7 @@ from resilient.runtime.steps.planning import UnitPlanning
 from resilient.runtime.steps.steps import ChainSteps, Steps
 from resilient.runtime.steps.unit_graph import borders, stage_backwards
 from resilient.runtime.steps.unit_steps import UnitSteps
+from resilient.runtime.steps.unit_times import UnitTimes
 from resilient.state import checkpoint
 from resilient.state.binding import bind
 from resilient.state.layer_state import LayerState
@@ -40,6 +41,7 @@ from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals, P
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Pipeline, Plan, Slot
 from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.stage_times import stage_times
 from resilient.templates.template import PipelineTemplate, StageSpec
 
 
@@ -340,7 +342,8 @@ def _steps(context: WorkerContext, plan: Plan, slot: Slot, comm: Communicator) -
     states = _trained_states(context, pipeline)
     if planning is None:
         positions = plan.microbatches(slot.pipeline_index)
-        return ChainSteps(plan.schedule(slot.pipeline_index, states), positions, job.microbatch)
+        times = stage_times(pipeline.template, context.profile)
+        return ChainSteps(plan.schedule(slot.pipeline_index, states), positions, job.microbatch, slot.row_index, times)
     placement, sampler = planning.placement(plan, job.microbatch), sampler_of(job)
     assignments = Assignments(
         comm, planning.units, job.global_batch, job.num_steps, partial(planning.prepared, placement, sampler)
@@ -354,6 +357,7 @@ def _steps(context: WorkerContext, plan: Plan, slot: Slot, comm: Communicator) -
         backwards=stage_backwards(pipeline.template, trained, planning.feeds),
         states=states,
         split=job.schedule is ScheduleKind.ZB_H1,
+        times=UnitTimes(pipeline.template, planning.costs, planning.cluster),
     )
 
 

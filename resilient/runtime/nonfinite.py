@@ -47,10 +47,10 @@ def find_nonfinite(
     watch = FiniteWatch(model)
     session.executor.run(replace(work, watch=watch))
     end = len(model.layers) + 1
-    # first come the microbatches, layer by layer, then the gradients, from the last layer to the first
+    # first come the layers, microbatch by microbatch, then the gradients, from the last layer to the first
     after_forward = end * job.global_batch
     if watch.found is not None:
-        key = watch.found.position * end + watch.found.layer_index
+        key = watch.found.layer_index * job.global_batch + watch.found.position
         unit = model.layers[min(watch.found.layer_index, len(model.layers) - 1)].unit
         cell = session.steps.cell_at(outcome.step, unit, watch.found.position)
         what = f"{watch.found.what}, for {batches.told(outcome.step, cell)}"

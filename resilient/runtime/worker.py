@@ -66,7 +66,6 @@ from resilient.state.replicas import OddCopiesError
 from resilient.state.skipped import MOST_IN_A_ROW
 from resilient.state.witnesses import HeldCopy
 from resilient.templates.inputs.profile import ModelProfile
-from resilient.templates.stage_times import stage_times
 
 logger = logging.getLogger(__name__)
 
@@ -270,25 +269,26 @@ class Worker:
         """Train one step, and write down how if that was asked for; return whether to stop at the boundary after it."""
         step, slot, recorder = self._ledger.version + 1, session.slot, session.executor.span_recorder
         recorder.with_processor_time = step in self._traced_steps
+        if step not in self._traced_steps:
+            return self._step(session)
+        planned = session.steps.planned(step)
         started_ns, started_busy_ns = time.time_ns(), time.thread_time_ns()
         try:
             return self._step(session)
         finally:
-            if step in self._traced_steps:
-                TracedStep(
-                    step=step,
-                    generation=session.generation,
-                    node=slot.node,
-                    local_rank=slot.local_rank,
-                    pipeline=slot.pipeline_index,
-                    row=slot.row_index,
-                    num_rows=len(session.template.rows),
-                    start_ns=started_ns,
-                    end_ns=time.time_ns(),
-                    busy_us=(time.thread_time_ns() - started_busy_ns) // 1000,
-                    spans=recorder.spans(),
-                    costs=stage_times(session.template, self._spec.profile),
-                ).write(self._client.run_directory)
+            TracedStep(
+                step=step,
+                generation=session.generation,
+                node=slot.node,
+                local_rank=slot.local_rank,
+                pipeline=slot.pipeline_index,
+                row=slot.row_index,
+                start_ns=started_ns,
+                end_ns=time.time_ns(),
+                busy_us=(time.thread_time_ns() - started_busy_ns) // 1000,
+                spans=recorder.spans(),
+                planned=planned,
+            ).write(self._client.run_directory)
 
     def _step(self, session: Session) -> bool:
         started = time.perf_counter()
@@ -335,6 +335,7 @@ class Worker:
                 step_ms=1000 * (time.perf_counter() - started),
                 learning_rate=learning_rate(self._job.optimizer, step),
                 at=time.time(),
+                waited_ms=1000 * session.steps.waited_s,
             )
         )
         if session.slot.rank == 0:

@@ -1,4 +1,4 @@
-"""How long stages keep their cells before the backward: as long as hides most, or as their memory allows."""
+"""Has stages keep their cells for a shorter time, where memory does not hold as many as hide most."""
 
 from __future__ import annotations
 
@@ -9,36 +9,25 @@ import numpy as np
 
 from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
-from resilient.templates.schedules.graph import Backward, StepGraph
+from resilient.templates.schedules.graph import Backward
 from resilient.templates.schedules.schedule import Op, Schedule
 
 
-def longest_delays(graph: StepGraph, lead: int, *, split: bool) -> Ints:
-    """Return by how many turns each stage's backward comes later than the lane's first one, where memory is no matter.
-
-    Args:
-        graph: The step.
-        lead: How many cells a stage runs ahead of the next one.
-        split: Take the backward for the weights.
-    """
-    first, end = graph.tables.ends_of[graph.tables.lane_of].T
-    return lead * (end - 1 - (first if split else np.arange(graph.num_stages)))
-
-
-def shorten(schedule: Schedule, kept: Ints, max_in_flight: Sequence[int]) -> bool:
+def shorten(schedule: Schedule, kept: Ints, max_in_flight: Sequence[int], parts: int) -> bool:
     """Have rows that keep more cells than they may keep them shorter; return whether there are any.
 
     Args:
         schedule: Made with these delays.
-        kept: By how many turns each stage's last backward comes later than the lane's first one; changed here.
+        kept: By how much each stage's last backward comes later than the lane's first one; changed here.
         max_in_flight: What each row may keep.
+        parts: Of a turn, that delays count.
 
     Raises:
         ArgumentError: A row keeps more although neither it nor a lane that it feeds could keep any shorter.
     """
     tables = schedule.graph.tables
     found = False
-    np.minimum(kept, schedule.graph.num_cells, out=kept)  # later than all forwards is as late as can be
+    np.minimum(kept, parts * schedule.graph.num_cells, out=kept)  # later than all forwards is as late as can be
     for row, (most, peak) in enumerate(zip(max_in_flight, _most_kept(schedule), strict=True)):
         if peak <= most:
             continue

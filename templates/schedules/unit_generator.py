@@ -7,6 +7,9 @@ which never grows along a lane), and a unit of the one in other rows that it fee
 backwards, and these before what is left of them where they are split; forwards of earlier units before those of later
 ones, backwards the other way round. So whatever an action waits for stands before it in this order of all actions, of
 which every row's is a part. Where memory is short delays are shorter.
+
+Lanes that come to the same rows several times (virtual stages) take parts of a turn for each stage
+(:mod:`resilient.templates.schedules.rounds`).
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import numpy as np
 from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.schedules.graph import Backward, GraphTables, StepGraph
+from resilient.templates.schedules.rounds import Rounds
 from resilient.templates.schedules.schedule import Op, Schedule
-from resilient.templates.schedules.unit_delays import longest_delays, shorten
+from resilient.templates.schedules.unit_delays import shorten
 
 _RECEIVE, _COMPUTE, _SEND = range(3)
 
@@ -66,43 +70,47 @@ def generate_units(
     if max_in_flight is not None and (len(max_in_flight) != graph.num_rows or min(max_in_flight) < 1):
         fix = "a row whose memory holds no cell cannot run"
         raise ArgumentError("max_in_flight", f"be >= 1 for each of the {graph.num_rows} rows", list(max_in_flight), fix)
-    unit_of = np.array([units.index(lane.name.unit) for lane in graph.lanes])
-    forward_turns = _forward_turns(graph, unit_of, units.index(pace), apart)
+    unit_of, rounds = np.array([units.index(lane.name.unit) for lane in graph.lanes]), Rounds.of(graph)
+    forward_turns = _forward_turns(graph, unit_of, units.index(pace), apart, rounds)
     num_last = units.index(pace) if apart else 0
-    kept = longest_delays(graph, lead, split=split)
+    longest = lead * rounds.delays
+    kept = longest[graph.tables.ends_of[graph.tables.lane_of, 0]] if split else longest.copy()
     while True:
-        delays = np.minimum(kept, longest_delays(graph, lead, split=False))
+        delays = np.minimum(kept, longest)
         for start, end in graph.tables.ends_of:
             delays[start:end] = np.minimum.accumulate(delays[start:end])
         actions = _Actions(graph)
-        _add_forwards(actions, forward_turns)
-        backward_turns = _backward_turns(graph, unit_of, forward_turns, delays, lead, num_last)
+        _add_forwards(actions, forward_turns, rounds)
+        backward_turns = _backward_turns(graph, unit_of, forward_turns, delays, lead, num_last, rounds)
         _add_backwards(actions, backward_turns, delays, kept if split else None)
         schedule = actions.in_order(states)
-        if max_in_flight is None or not shorten(schedule, kept, max_in_flight):
+        if max_in_flight is None or not shorten(schedule, kept, max_in_flight, rounds.parts):
             return schedule
 
 
-def _forward_turns(graph: StepGraph, unit_of: Ints, pace: int, apart: bool) -> Ints:
-    """Return the turn of each cell's forward. [num_lanes, num_cells]"""
+def _forward_turns(graph: StepGraph, unit_of: Ints, pace: int, apart: bool, rounds: Rounds) -> Ints:
+    """Return the turn of each cell's forward on its first stage. [num_lanes, num_cells]"""
     tables = graph.tables
     source, cell, _, target, target_cell = tables.flows.T
+    later = rounds.later[source]
     source, target = tables.lane_of[source], tables.lane_of[target]
-    turns = np.where(tables.parts > 0, np.arange(graph.num_cells), 0)
+    turns = np.where(tables.parts > 0, rounds.begins, 0)
     last = int(turns[unit_of == pace].max(initial=0))
     turns[unit_of > pace] = 0
-    turns[unit_of < pace] = np.arange(graph.num_cells) - graph.num_cells if apart else last
+    early = rounds.parts * (np.arange(graph.num_cells) - graph.num_cells) - pace * int(rounds.later.max(initial=0))
+    turns[unit_of < pace] = early if apart else last
     for unit in range(0 if apart else pace + 1, int(unit_of.max()) + 1):
         fed = (unit_of[target] == unit) & ((unit_of[source] >= pace) | (unit < pace)) & (unit != pace)
-        np.maximum.at(turns, (target[fed], target_cell[fed]), turns[source[fed], cell[fed]])
+        np.maximum.at(turns, (target[fed], target_cell[fed]), turns[source[fed], cell[fed]] + later[fed])
+    later += rounds.early.max(axis=1, initial=0)[target] - rounds.early[target, target_cell]
     for unit in reversed(range(0 if apart else pace)):
         feeds = unit_of[source] == unit
-        np.minimum.at(turns, (source[feeds], cell[feeds]), turns[target[feeds], target_cell[feeds]])
+        np.minimum.at(turns, (source[feeds], cell[feeds]), turns[target[feeds], target_cell[feeds]] - later[feeds])
     return turns
 
 
 def _backward_turns(
-    graph: StepGraph, unit_of: Ints, forward_turns: Ints, delays: Ints, lead: int, num_last: int
+    graph: StepGraph, unit_of: Ints, forward_turns: Ints, delays: Ints, lead: int, num_last: int, rounds: Rounds
 ) -> Ints:
     """Return the turn of each part of a cell's backward on its last stage. [num_lanes, num_cells, num_parts]
 
@@ -113,20 +121,23 @@ def _backward_turns(
         delays: Of each stage, by how many turns its backward comes later than the last one's.
         lead: Cells by which a unit is ahead of the one in other rows that it feeds.
         num_last: Of so many units, the first ones, backwards come after those of all others.
+        rounds: Of all lanes.
     """
     tables = graph.tables
     source, cell, part, target, target_cell = tables.flows.T
-    ahead = np.where(tables.row_of[source] != tables.row_of[target], lead, 0)
+    ahead = np.where(tables.row_of[source] != tables.row_of[target], lead * rounds.parts, 0)
     source, target = tables.lane_of[source], tables.lane_of[target]
+    ahead += rounds.early[target, target_cell]
     real = _parts(tables.parts)
-    turns = np.repeat(forward_turns[:, :, None], real.shape[2], axis=2)
+    on_last = forward_turns + rounds.later[tables.ends_of[:, 1] - 1, None]
+    turns = np.repeat(on_last[:, :, None], real.shape[2], axis=2)
     before = delays[tables.ends_of[:, 0], None, None]
     done = np.zeros_like(forward_turns)  # with a cell's backward on its lane's first stage
     end = 0
     for unit in reversed(range(int(unit_of.max()) + 1)):
         mine, feeds = unit_of == unit, unit_of[source] == unit
         if unit < num_last:
-            turns[mine] = end + np.arange(graph.num_cells)[:, None]
+            turns[mine] = end + rounds.parts * np.arange(graph.num_cells)[:, None]
         at = source[feeds], cell[feeds], part[feeds]
         turns[at] = np.maximum(turns[at], done[target[feeds], target_cell[feeds]] + ahead[feeds])
         done[mine] = np.where(real, turns + before, 0)[mine].max(axis=2)
@@ -201,17 +212,18 @@ class _Actions:
         return Schedule(graph, np.concatenate(rows).astype(np.int32), ends)
 
 
-def _add_forwards(actions: _Actions, turns: Ints) -> None:
+def _add_forwards(actions: _Actions, turns: Ints, rounds: Rounds) -> None:
     """Add all forwards, with the messages before and after each."""
     tables = actions.graph.tables
     stage, cell = np.nonzero(tables.parts[tables.lane_of])
-    turn = turns[tables.lane_of[stage], cell]
+    turn = turns[tables.lane_of[stage], cell] + rounds.later[stage]
     actions.add(Op.FORWARD, stage, cell, turn=turn)
     before, after = (each[stage] for each in _crossed(tables))
     actions.add(Op.RECV_F, stage[before], cell[before], turn=turn[before])
     actions.add(Op.SEND_F, stage[after], cell[after], turn=turn[after])
     flow, (source, cell, part, target, target_cell) = _apart(tables)
-    there, here = turns[tables.lane_of[target], target_cell], turns[tables.lane_of[source], cell]
+    there = turns[tables.lane_of[target], target_cell]
+    here = turns[tables.lane_of[source], cell] + rounds.later[source]
     actions.add(Op.RECV_F, target, target_cell, part=part, flow=flow, turn=there)
     actions.add(Op.SEND_F, source, cell, part=part, flow=flow, turn=here)
 

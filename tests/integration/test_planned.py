@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from resilient.data.sampler import StepSampler
 from resilient.planners.registry import PLANNERS
 from resilient.testing import fail_at
 from tests.integration.harness import Run, check_equals_one_process, check_survivors, run_alone, run_job
+from tests.integration.jobs.planned import Mixed
 
 SCRIPT = Path(__file__).parent / "jobs" / "planned.py"
 
@@ -40,3 +43,21 @@ def test_planner_through_a_kill(planner: str, alone: tuple[Path, str], tmp_path:
     run = run_job(tmp_path, *options, script=SCRIPT, nodes=2 * fewest + 1, inject=inject)
     check_equals_one_process(run, *alone)
     check_survivors(run)
+
+
+def test_picture_that_is_not_finite_is_named_before_what_the_language_model_makes_of_it(tmp_path: Path) -> None:
+    data, batch = Mixed(), 8
+    indices = StepSampler(num_samples=len(data), global_batch=batch, seed=0).indices(2).tolist()
+    first, *_, broken = indices
+    assert not data.lengths(first)["vision"], "the language model's cell begins before that of the images"
+    assert data.lengths(broken)["vision"]
+    options = ("--planner", "resilient", "--max-failures", "0", "--batch", "8", "--microbatch", "8")
+    options += ("--broken", str(broken))
+    run = run_job(tmp_path, *options, script=SCRIPT, nodes=2)
+    assert re.fullmatch(
+        r"node \d: NonFiniteError: a step must have a finite loss and gradient, got loss nan and gradient norm nan: "
+        r"entry 'vision\.patches', which layer 'vision\.embed' may read, is not finite \(nan\), for samples "
+        rf"\[(\d+, )*{broken}(, \d+)*\] of Mixed; mend that, or leave such steps out with "
+        r"Trainer\(on_nonfinite='skip'\) \(generation 1, step 2\); resume with: resilient run .*",
+        run.reason,
+    ), run.reason

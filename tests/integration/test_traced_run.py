@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -125,3 +126,32 @@ def test_step_that_was_given_up_and_the_recovery_are_in_the_trace(
     assert survivors == {"regroup": [0, 2, 3, 4], "copy": [0, 2, 3, 4]}
     (coordinator,) = [process for process, name in trace.processes.items() if name == "coordinator"]
     assert [s.name for s in trace.of(coordinator, 0, RECOVERY)] == ["detect", "agree"]
+
+
+def test_steps_of_a_planned_job_lie_beside_their_plans(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "jobs" / "planned.py"
+    options = "--planner resilient --trace-steps 2-3"
+    arguments = ("--steps", 3, "--max-failures", 0)
+    with started(tmp_path, *arguments, nodes=2, options=options, script=script) as job:
+        run = job.wait()
+    assert run.exit_code == 0, run.reason
+    trace = Trace.from_json((tmp_path / "trace.json").read_bytes())
+    (pipeline,) = run.generations[0]["pipelines"]
+    lanes: dict[tuple[int, int], list[str]] = {}
+    for stage in pipeline["stages"]:
+        lanes.setdefault((stage["node"], stage["local_rank"]), []).append(stage["lane"])
+    assert len(lanes) == 2
+    for (process, thread), of_worker in lanes.items():
+        name = trace.threads[process, thread]
+        assert re.findall(r"([a-z]+\.\d+):\d+", name) == of_worker
+        assert trace.threads[process, PLANNED_THREAD + thread] == f"{name} (planned)"
+        planned = [(s.args["step"], s.name) for s in trace.of(process, PLANNED_THREAD + thread, PLANNED)]
+        run_actions = [(s.args["step"], s.name) for s in trace.of(process, thread, ACTION)]
+        assert planned == [(step, name) for step, name in run_actions if Action.parse(name).op.computes]
+        computed = {str(Action.parse(name).lane) for _, name in planned}
+        assert computed == set(of_worker)
+    traced = json.loads((tmp_path / "report.json").read_text())["traced"]
+    assert traced["steps"] == 2
+    for each in traced["largest"]:
+        assert each["action"].partition(":")[0] in lanes[each["node"], each["local_rank"]]
+    assert (tmp_path / "trace.png").stat().st_size > 10_000

@@ -57,7 +57,7 @@ class PlannerRow:
         """Return what is written as JSON."""
         spread = {
             name: {
-                **{field: getattr(each, field) for field in ("dp", "pp", "tp", "cp", "recompute")},
+                **{field: getattr(each, field) for field in ("dp", "pp", "chunks", "tp", "cp", "recompute")},
                 "stage_layers": each.stage_layers,
             }
             for name, each in self.configuration.units.items()

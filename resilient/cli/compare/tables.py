@@ -43,7 +43,8 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
             _line(console, text, "yellow")
         console.print("\nConfigurations", style="bold")
         console.print(_configurations(rows, units))
-        _line(console, "a unit: replicas x stages x tensor-parallel [x context-parallel] devices", "dim")
+        text = "a unit: replicas x stages [* on each device] x tensor-parallel [x context-parallel] devices"
+        _line(console, text, "dim")
     for row in rows:
         for note in row.configuration.notes:
             _line(console, f"{row.name}: {note}", "yellow")
@@ -91,7 +92,8 @@ def _configurations(rows: Sequence[PlannerRow], units: Sequence[str]) -> Table:
 
 def _spread(row: PlannerRow, unit: str) -> str:
     spread = row.configuration.units[unit]
-    return f"{spread.dp}x{spread.pp}x{spread.tp}" + (f"x{spread.cp}" if spread.cp > 1 else "")
+    stages = f"{spread.pp}" if spread.chunks == 1 else f"{spread.pp}*{spread.chunks}"
+    return f"{spread.dp}x{stages}x{spread.tp}" + (f"x{spread.cp}" if spread.cp > 1 else "")
 
 
 def _line(console: Console, text: str, style: str) -> None:

@@ -162,8 +162,9 @@ def _chart_of(title: str, steps: list[Slice], done: list[list[Slice]], start_ns:
     """Return the chart of what workers did in a step, or were to do: a row each."""
     computed = (ACTION, PLANNED)
     actions = [(each.start_ns, Action.parse(each.name)) for own in done for each in own if each.category in computed]
-    # a unit begins before those that it feeds
-    units = list(dict.fromkeys(action.lane.unit for _, action in sorted(actions, key=lambda action: action[0])))
+    # a unit computes before those that it feeds, which may wait from the start
+    actions.sort(key=lambda action: (not action[1].op.computes, action[0]))
+    units = list(dict.fromkeys(action.lane.unit for _, action in actions))
     bars: list[Bar] = []
     rows: list[str] = []
     for row, (step, own) in enumerate(zip(steps, done, strict=True)):

@@ -11,11 +11,12 @@ Source: DFLOP, section 3.4.3.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from resilient.planners.costs.tracking import Tracking
 from resilient.templates.common.arrays import Floats, Ints
 
 CorrectionKey = tuple[str, int, int]
@@ -69,9 +70,15 @@ class Factor:
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """The factors, by key. A value: :meth:`observe` returns the next."""
+    """What was learnt. A value: :meth:`observe` returns the next.
+
+    Args:
+        factors: By key.
+        tracking: Whether more is to be learnt.
+    """
 
     factors: Mapping[CorrectionKey, Factor] = field(default_factory=dict, hash=False)
+    tracking: Tracking = field(default_factory=Tracking)
 
     def factor(self, unit: str, tp: int, tokens: npt.ArrayLike) -> Floats:
         """Return what predictions for calls or samples of these lengths are to be multiplied with.
@@ -105,7 +112,7 @@ class Correction:
             num_steps = before.num_steps + 1
             value = before.value + max(_WEIGHT, 1 / num_steps) * (actual / predicted - before.value)
             factors[key] = Factor(value=value, num_steps=num_steps)
-        return Correction(factors=factors)
+        return replace(self, factors=factors)
 
 
 UNCORRECTED = Correction()

@@ -120,16 +120,41 @@ def described_step(
     if configuration.encoders is Encoders.REPLICATED:
         configuration = replace(configuration, colocated=True)
     layout = DeviceLayout(configuration, len(replicas))
+    units, run = units_of_step(setting, configuration, assignment, batch, replicas)
+    return planned_step(setting, configuration, run, layout), units, layout
+
+
+def units_of_step(
+    setting: Setting,
+    configuration: Configuration,
+    assignment: Assignment,
+    batch: SampleTable,
+    replicas: Sequence[Replica],
+) -> tuple[Sequence[StepUnit], Sequence[StepUnit]]:
+    """Return what each unit does in a step as if each lane were alone, the language model last, and what is run of it.
+
+    Devices that divide a copy are in step, and replicated encoders run with the language model, as one unit.
+
+    Args:
+        setting: As for :func:`evaluate`.
+        configuration: As there.
+        assignment: As there.
+        batch: As there.
+        replicas: As there.
+
+    Raises:
+        ValueError: As there.
+    """
     units = sorted(
         (StepUnit.of(configuration, unit, assignment, batch, replicas) for unit in setting.costs.units),
         key=lambda unit: unit.costs.name == LLM,
     )
     run = [in_step(setting, configuration, unit) for unit in units]
-    if layout.replicated:
+    if configuration.encoders is Encoders.REPLICATED:
         if not _alike(assignment):  # a group of one unit waits for several of another
             run = [replace(unit, calls=None) for unit in run]
         run = [run[-1].with_encoders(run[:-1])]
-    return planned_step(setting, configuration, run, layout), units, layout
+    return units, run
 
 
 def _alike(assignment: Assignment) -> bool:
@@ -179,7 +204,12 @@ class _Judge:
             sums_ms = gradient_sum_ms(unit.costs, self._copies(unit), self._setting.cluster, self._configuration.shard)
             sums = np.rint(1e6 * sums_ms).astype(np.int64)
             last = sums // np.array(unit.spread.stage_layers)
-            step = max(step, int(np.maximum(begun[own] + sums, done[own] + last).max()))
+            sums, last = np.broadcast_to(sums, rows.shape[1:]), np.broadcast_to(last, rows.shape[1:])
+            summed = np.zeros(1, np.int64)  # a row sums what its later stages have before
+            for stages in np.split(np.arange(rows.shape[1]), unit.spread.chunks)[::-1]:
+                begins = np.maximum(begun[own][:, stages], summed)
+                summed = np.maximum(begins + sums[stages], done[own][:, stages] + last[stages])
+            step = max(step, int(summed.max()))
         return step
 
     def bubble(self) -> float:
@@ -198,7 +228,7 @@ class _Judge:
         peaks = np.array(self.timeline.peak_bytes, np.float64)
         for unit in self._units:
             state = left_bytes(self._setting, unit.costs, self._copies(unit), self._configuration, self._replicas)
-            rows = self._rows(unit)
+            rows = self._rows(unit)[:, : self._configuration.units[self._host(unit)].pp]
             np.add.at(peaks, rows, np.broadcast_to(state[self._layout.pipelines[rows[:, 0]]], rows.shape))
         return round(peaks.max() + gathered_bytes(self._setting.costs.units, self._configuration))
 

@@ -39,11 +39,10 @@ def cell_times(
         By unit, forward and backward of each cell on each stage, 0 where there is nothing to do. [num_stages,
         num_cells], where each of the unit's lanes has as many cells, lane by lane.
     """
-    times: dict[str, Floats] = {}
-    for costs in setting.costs.units:
-        unit = StepUnit.of(configuration, costs, assignment, batch, replicas)
-        times[costs.name] = (unit.work.forward_ms + unit.work.backward_ms) / unit.speeds
-    return times
+    return {
+        costs.name: _stage_ms(StepUnit.of(configuration, costs, assignment, batch, replicas))
+        for costs in setting.costs.units
+    }
 
 
 def corrected(
@@ -53,8 +52,14 @@ def corrected(
     batch: SampleTable,
     replicas: Sequence[Replica],
     measured_ms: Mapping[str, Floats],
+    *,
+    cost_ms: float,
 ) -> Setting:
     """Return the job with a correction that has learnt from one more step: what the next is to be assigned with.
+
+    What correction brings a step is how much nearer to the truth the largest error is that a device of any lane was
+    assigned work with. A common factor on all predictions moves nothing, and does not count; the paper does not say
+    what a benefit is. Where measuring takes more, tracking stops, and little is learnt until the error has grown.
 
     Args:
         setting: The job as it is corrected so far.
@@ -62,15 +67,19 @@ def corrected(
         assignment: Where the samples went.
         batch: The samples.
         replicas: What ``assign`` was given.
-        measured_ms: As :func:`cell_times` returns them, measured.
+        measured_ms: As :func:`cell_times` returns them, measured. Steps are, of which ``setting.correction.tracking``
+            says so.
+        cost_ms: What it took to measure and to learn.
 
     Raises:
         ValueError: They are of other cells.
     """
-    predicted_ms = cell_times(setting, configuration, assignment, batch, replicas)
-    seen: list[Observation] = []
-    for name, predicted in predicted_ms.items():
-        measured = measured_ms.get(name, np.empty(0))
+    seen, known = list[Observation](), setting.correction
+    # Of all lanes, and of all their cells: predicted, corrected and measured.
+    of_lanes, of_cells = [np.zeros((3, 0))], [np.zeros((3, 0))]
+    for costs in setting.costs.units:
+        name, unit = costs.name, StepUnit.of(configuration, costs, assignment, batch, replicas)
+        predicted, measured = _stage_ms(unit), measured_ms.get(costs.name, np.empty(0))
         if measured.shape != predicted.shape:
             raise ArgumentError(
                 "measured_ms",
@@ -78,14 +87,34 @@ def corrected(
                 measured.shape,
                 "give those of the step that was assigned so",
             )
-        unit = StepUnit.of(configuration, setting.costs.by_name[name], assignment, batch, replicas)
         longest = np.zeros(predicted.shape[1], np.int64)
         np.maximum.at(longest, unit.cell, unit.lengths.longest)
-        of_cells = longest, predicted.sum(axis=0), measured.sum(axis=0)
-        tp = configuration.units[name].tp
+        before, after = predicted.sum(axis=0), measured.sum(axis=0)
+        cells = np.stack([before, before * known.factor(name, unit.spread.tp, longest), after])
+        of_cells.append(cells)
+        of_lanes.append(cells.reshape(3, -1, unit.width).sum(axis=2) / unit.spread.pp)
         seen += [
-            Observation(unit=name, tp=tp, tokens=tokens, predicted_ms=before, actual_ms=after)
-            for tokens, before, after in zip(*(each.tolist() for each in of_cells), strict=True)
+            Observation(unit=name, tp=unit.spread.tp, tokens=tokens, predicted_ms=before, actual_ms=after)
+            for tokens, before, after in zip(longest.tolist(), before.tolist(), after.tolist(), strict=True)
             if before > 0 and after > 0
         ]
-    return replace(setting, correction=setting.correction.observe(seen))
+    if not seen:
+        return setting
+    uncorrected, now, true = np.concatenate(of_lanes, axis=1)
+    _, right, taken = np.concatenate(of_cells, axis=1)
+    tracking = known.tracking.after(
+        benefit_ms=_largest_error(uncorrected, true) - _largest_error(now, true),
+        cost_ms=cost_ms,
+        error=float(np.abs(taken - right).sum() / taken.sum()),
+    )
+    learnt = known.observe(seen) if known.tracking.on or tracking.on else known
+    return replace(setting, correction=replace(learnt, tracking=tracking))
+
+
+def _stage_ms(unit: StepUnit) -> Floats:
+    return (unit.work.forward_ms + unit.work.backward_ms) / unit.speeds
+
+
+def _largest_error(predicted: Floats, actual: Floats) -> float:
+    """Return by how much the worst prediction is off, once all of them have the right sum."""
+    return float(np.abs(actual - predicted * (actual.sum() / predicted.sum())).max())

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from resilient.planners.costs.samples import LLM
 from resilient.planners.evaluation.step_unit import StepUnit
 from resilient.planners.planner import Configuration, Setting
 from resilient.planners.stages.call_work import Work
@@ -28,10 +29,7 @@ def in_step(setting: Setting, configuration: Configuration, unit: StepUnit) -> S
     """
     if configuration.shard == 1:
         return unit
-    num_lanes = len(unit.tokens) // unit.width
-    # Where devices are missing, some groups have more: those of a group have a whole copy.
-    num_groups = min(max(1, num_lanes * unit.spread.cp // configuration.shard), num_lanes)
-    group = np.arange(num_lanes) * num_groups // num_lanes
+    group = in_step_groups(len(unit.tokens) // unit.width, configuration)
     gather, scatter = gathers_ms(unit.costs, unit.spread, setting.cluster, configuration.shard)
     there = _largest(unit.there.astype(np.float64), group) > 0
     own = unit.work.forward_ms / unit.speeds, unit.work.backward_ms / unit.speeds
@@ -48,6 +46,19 @@ def in_step(setting: Setting, configuration: Configuration, unit: StepUnit) -> S
         filled=filled,
     )
     return replace(unit, there=there, work=work, calls=None)
+
+
+def in_step_groups(num_lanes: int, configuration: Configuration) -> Ints:
+    """Return which devices each of a unit's lanes divides a copy with. [num_lanes]
+
+    Where devices are missing, some groups have more: those of a group have a whole copy.
+
+    Args:
+        num_lanes: Of one of the units, which have as many ranks each.
+        configuration: How it uses its devices.
+    """
+    num_groups = min(max(1, num_lanes * configuration.units[LLM].cp // configuration.shard), num_lanes)
+    return np.arange(num_lanes) * num_groups // num_lanes
 
 
 def _largest(values: Floats, group: Ints) -> Floats:

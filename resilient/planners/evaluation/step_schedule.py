@@ -113,7 +113,7 @@ class _Step:
             link = cluster.intra_node if inside else cluster.inter_node
             sent = _occupied_ms(link, unit.tokens * unit.costs.boundary_bytes / size)
             passed.append(np.broadcast_to(sent, forward[-1].shape))
-            latency.append(np.full((len(self._layout.rows[unit.costs.name]), unit.spread.pp), link.latency_ms))
+            latency.append(np.full((len(self._layout.rows[unit.costs.name]), unit.spread.num_stages), link.latency_ms))
         part = self._parts(graph)
         flow_latency, flow_transfer = self._handovers()
         return ActionCosts(
@@ -131,7 +131,7 @@ class _Step:
         """Return what units have by stage and cell as the graph numbers them. [num_stages, num_cells]"""
         found: list[Floats] = []
         for unit, table in zip(self._units, tables, strict=True):
-            lanes = table.reshape(unit.spread.pp, -1, unit.width).swapaxes(0, 1).reshape(-1, unit.width)
+            lanes = table.reshape(unit.spread.num_stages, -1, unit.width).swapaxes(0, 1).reshape(-1, unit.width)
             wide = np.zeros((len(lanes), num_cells))
             wide[:, : unit.width] = lanes[:, :num_cells]
             found.append(wide)

@@ -67,7 +67,8 @@ class StepUnit:
         batch: SampleTable,
         replicas: Sequence[Replica],
     ) -> StepUnit:
-        spread, place, lengths = configuration.units[costs.name], assignment.units[costs.name], batch.units[costs.name]
+        spread = assignment.spread(configuration, costs.name)
+        place, lengths = assignment.units[costs.name], batch.units[costs.name]
         _check(costs, spread, place, replicas)
         lanes = lanes_of_pipelines(spread, configuration.units[LLM], len(replicas))
         num_lanes = int(lanes.max())
@@ -165,10 +166,10 @@ def _held(work: Work, held: Floats) -> Work:
 
 def _check(costs: UnitCosts, spread: Parallelism, place: Place, replicas: Sequence[Replica]) -> None:
     """Refuse places that there are not."""
-    if len(spread.stage_layers) != spread.pp or sum(spread.stage_layers) != len(costs.layers):
+    if len(spread.stage_layers) != spread.num_stages or sum(spread.stage_layers) != len(costs.layers):
         raise ValueError(
-            f"stage_layers of {costs.name!r} must spread {len(costs.layers)} layers over {spread.pp} stages, got "
-            f"{spread.stage_layers}; give each stage its number of layers"
+            f"stage_layers of {costs.name!r} must spread {len(costs.layers)} layers over {spread.num_stages} stages, "
+            f"got {spread.stage_layers}; give each stage its number of layers"
         )
     if np.any(place.replica >= len(replicas)):
         raise ValueError(

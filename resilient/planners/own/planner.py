@@ -1,4 +1,4 @@
-"""Our planner: the configuration that is fastest in simulation, with samples dealt the longest first.
+"""Our planner: the configuration that is fastest in simulation, with samples dealt evenly.
 
 Configurations of one stage (:mod:`resilient.planners.own.candidates`) are simulated with batches of known samples,
 dealt as those of a step are. Where none of them comes near the bound that no plan is faster than, the answers of other
@@ -18,10 +18,9 @@ from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.evaluation.bound import bound_ms
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.evaluation.known_batches import known_batches
-from resilient.planners.own.candidates import one_stage
+from resilient.planners.own.candidates import as_dealt, holds_longer, one_stage
 from resilient.planners.own.dealing import deal_to_stage
 from resilient.planners.own.least import least_ms
-from resilient.planners.own.recomputation import with_room
 from resilient.planners.planner import Assignment, Configuration, Replica, Setting
 from resilient.planners.published.baselines.mean_microbatch import fastest
 from resilient.planners.registry import planner
@@ -53,11 +52,8 @@ _LONGER = 1.25
 _NEAR = 1.1
 """Times the bound: others are not asked where a plan is as near."""
 
-_WORTH = 0.99
+_WORTH = 0.995
 """Of the time of the best: what may take more than that at the very least is not simulated."""
-
-_DIVIDED = 1.02
-"""Times as long counts a step whose copies are divided among several nodes: a loss leaves fewer that are whole."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ class ResilientPlanner:
                 with contextlib.suppress(ValueError):  # it has none that fits
                     theirs = replace(planner(name).configure(setting, samples), assigned_by=name)
                     found.append(self._simulated(setting, theirs, batches))
-        return fastest(sorted(found, key=lambda each: _rated(setting, each, each.predicted_ms))[:1], self.name, setting)
+        return fastest(found, self.name, setting)
 
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
@@ -110,20 +106,22 @@ class ResilientPlanner:
         self, setting: Setting, samples: SampleTable, batches: Sequence[SampleTable]
     ) -> list[Configuration]:
         """Return configurations of one stage, with their times, the fastest among them."""
-        known = known_batches(setting, samples, 2 * len(batches))
         for longer, wide in ((_LONGER, False), (1.0, False), (1.0, True)):
-            shapes = [each for each in one_stage(setting, wide=wide) if is_asked_for(setting, each)]
-            least = [_rated(setting, each, least_ms(setting, each, batches)) for each in shapes]
+            shapes = [
+                each
+                for each in one_stage(setting, wide=wide)
+                if is_asked_for(setting, each) and holds_longer(setting, each, samples, longer)
+            ]
+            least = [least_ms(setting, each, batches) for each in shapes]
             found: list[Configuration] = []
             best_ms = np.inf
             for index in np.argsort(least, kind="stable"):
                 if least[index] >= _WORTH * best_ms:
                     break
-                for each in with_room(setting, shapes[index], samples, known, longer):
-                    if _rated(setting, each, least_ms(setting, each, batches)) < _WORTH * best_ms:
-                        with contextlib.suppress(ValueError):  # it has no memory for a batch
-                            found.append(self._simulated(setting, each, batches))
-                            best_ms = min(best_ms, _rated(setting, each, found[-1].predicted_ms))
+                with contextlib.suppress(ValueError):  # it has no memory for a batch
+                    expected = as_dealt(setting, shapes[index], batches)
+                    found.append(self._simulated(setting, expected, batches))
+                    best_ms = min(best_ms, found[-1].predicted_ms)
             if found:
                 return found
         return []
@@ -145,9 +143,3 @@ class ResilientPlanner:
                 raise ArgumentError("memory_bytes", f"be >= {result.peak_bytes}", setting.cluster.memory_bytes, "")
             steps.append(result.iteration_ms)
         return replace(configuration, predicted_ms=float(np.mean(steps)))
-
-
-def _rated(setting: Setting, configuration: Configuration, step_ms: float) -> float:
-    """Return what a step counts as."""
-    ranks = setting.cluster.devices_per_node // configuration.units[LLM].tp
-    return step_ms * (_DIVIDED if configuration.shard > ranks else 1.0)

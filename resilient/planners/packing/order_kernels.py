@@ -18,6 +18,11 @@ def search_order(order: Ints, forward: Ints, backward: Ints, tries: int, ends: I
     done = np.empty(num_stages, np.int64)
     clock = np.empty(num_stages, np.int64)
     best, first, second, since = -1, 0, 0, 0
+    # Pairs are tried far apart, so that few tries are not all of the first microbatches.
+    num_pairs = count * (count - 1) // 2
+    pair, stride = 0, int(0.618 * num_pairs) + 1
+    while np.gcd(stride, num_pairs) > 1:
+        stride += 1
     while True:
         done[:] = 0
         clock[:] = 0
@@ -40,13 +45,12 @@ def search_order(order: Ints, forward: Ints, backward: Ints, tries: int, ends: I
         else:
             order[first], order[second] = order[second], order[first]
             since += 1
-        if tries == 0 or since == count * (count - 1) // 2:
+        if tries == 0 or since == num_pairs:
             return best
         tries -= 1
-        second += 1
-        if second == count:
-            first = first + 1 if first + 2 < count else 0
-            second = first + 1
+        pair = (pair + stride) % num_pairs
+        second = int((1 + np.sqrt(1 + 8 * pair)) / 2)
+        first = pair - second * (second - 1) // 2
         order[first], order[second] = order[second], order[first]
 
 

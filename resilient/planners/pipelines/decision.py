@@ -91,6 +91,9 @@ def _check(configuration: Configuration) -> None:
         if spread.tp * spread.cp > 1:
             got = f"{spread.tp} x {spread.cp} in {name!r}"
             raise ArgumentError("devices of a stage", "be one", got, "profile no other degrees")
+        if spread.chunks > 1:
+            got = f"{spread.chunks} of {name!r}"
+            raise ArgumentError("stages of a device", "be one", got, "interleaved stages are for simulation alone")
     if configuration.units[LLM].dp != 1:
         got = configuration.units[LLM].dp
         raise ArgumentError("replicas of the language model", "be one in a pipeline", got, "ask for one pipeline")

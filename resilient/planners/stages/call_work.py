@@ -69,12 +69,12 @@ class CallWork:
             spread: How it is spread.
             calls: What it processes.
         """
-        forward, backward, kept = np.zeros((3, spread.pp, len(calls.cell)))
+        forward, backward, kept = np.zeros((3, spread.num_stages, len(calls.cell)))
         firsts = np.concatenate(([0], np.cumsum(spread.stage_layers)))
         for degree in np.unique(calls.degree).tolist():
             chosen = calls.degree == degree
             tokens, squares = calls.tokens[chosen], calls.squares[chosen]
-            for stage in range(spread.pp):
+            for stage in range(spread.num_stages):
                 layers = range(firsts[stage], firsts[stage + 1])
                 curves = [curves_at(unit, layer, spread.tp, degree) for layer in layers]
                 passed = [each for each in curves if each[1] != Curve()]

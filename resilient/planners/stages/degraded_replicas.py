@@ -64,7 +64,7 @@ def degraded_replicas(setting: Setting, configuration: Configuration, lost_nodes
 def left_bytes(
     setting: Setting, unit: UnitCosts, spread: Parallelism, configuration: Configuration, replicas: Sequence[Replica]
 ) -> Floats:
-    """Return the state of a unit on a device of each stage and replica. [num_replicas, num_stages]
+    """Return the state of a unit on a device of each replica's rows. [num_replicas, pp]
 
     Devices that are left of a replica hold all of it, and fewer replicas have more of the optimizer each.
 

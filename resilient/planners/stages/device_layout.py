@@ -2,7 +2,8 @@
 
 An encoder with k times the language model's replicas has k lanes in each pipeline, or one more or less where k is not
 whole; one with fewer has lanes that work for several pipelines. The rows of a lane are its stages' devices: a row runs
-one task at a time. Units whose stages share rows are a *group*.
+one task at a time, and may have several stages of a unit that has its devices for itself. Units whose stages share rows
+are a *group*.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class DeviceLayout:
             count = int(lanes.max(initial=0))
             first = sum(map(len, sizes))
             for name in group:
-                self.rows[name] = first + np.arange(count)[:, None] * depth + np.arange(spreads[name].pp)
+                stages = np.arange(spreads[name].num_stages) % depth
+                self.rows[name] = first + np.arange(count)[:, None] * depth + stages
             works_for = np.searchsorted(lanes[:, 1], np.arange(count), side="right")
             pipelines.append(np.repeat(works_for, depth))
             sizes.append(np.full(count * depth, spread.tp * spread.cp))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from resilient.planners.costs.samples import Lengths
 from resilient.planners.packing.balance import cut_chain, slowest_stages
 from resilient.planners.planner import Parallelism
 from resilient.planners.stages.stage_work import ring_ms
+from resilient.planners.stages.virtual_stages import cut_rounds
 from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.compiled import compiled
 from resilient.templates.inputs.cluster import Cluster
@@ -104,6 +105,13 @@ def expected(unit: UnitCosts, lengths: Lengths, max_devices: int, max_tp: int) -
 def parallelism(unit: UnitCosts, lengths: Lengths, dp: int, pp: int, tp: int) -> Parallelism:
     """Return how a unit is spread, with its layers cut where :class:`Expected` assumes it."""
     return Parallelism(dp=dp, pp=pp, tp=tp, stage_layers=cut_chain(_sample_ms(unit, tp, lengths), pp))
+
+
+def virtual_stages(unit: UnitCosts, lengths: Lengths, spread: Parallelism, chunks: int) -> Parallelism:
+    """Return how a unit is spread with so many stages on each row of devices, its layers cut for that."""
+    return replace(
+        spread, chunks=chunks, stage_layers=cut_rounds(_sample_ms(unit, spread.tp, lengths), spread.pp, chunks)
+    )
 
 
 def longest_ms(times_ms: Floats, batch: int) -> float:

@@ -1,7 +1,8 @@
 """What microbatches keep of the devices' memory, and microbatches for when that is scarce.
 
-Under 1F1B a stage with d stages after it holds d + 1 microbatches in a row; in encoders, those of the language model
-count as after it. An encoder also holds what is deferred of the microbatch before them (Entrain).
+Under 1F1B a stage with d stages after it holds d + 1 microbatches in a row, of virtual stages the first ones more; in
+encoders, those of the language model count as after it. An encoder also holds what is deferred of the microbatch before
+them (Entrain).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from resilient.planners.packing.balance import fullest, loads, longest_first
 from resilient.planners.planner import Configuration, Replica, Setting
 from resilient.planners.stages.degraded_replicas import left_bytes, tokens_held
 from resilient.planners.stages.stage_work import dealt_by, kept_bytes
+from resilient.planners.stages.virtual_stages import in_flight, passed, room_parts
 from resilient.templates.common.arrays import Flags, Floats, Ints
 
 
@@ -108,13 +110,14 @@ class MemoryBudget:
                     memory,
                     "configure the job again",
                 )
-            behind = sum(configuration.units[each].pp for each in names[max(position + 1, language) :])
+            after = [configuration.units[each] for each in names[max(position + 1, language) :]]
+            held, kept = in_flight(spread, sum(map(passed, after))), kept_bytes(unit, spread)
             units[name] = Kept(
-                windows=np.arange(spread.pp, 0, -1) + behind,
+                windows=held,
                 # Of several pipelines that a stage works for, each has a part of it.
-                parts=kept_bytes(unit, spread)
+                parts=kept
                 * tokens_held(spread, devices)
-                / (memory - state)
+                / (np.tile(memory - state, spread.chunks) * room_parts(spread, kept, held))
                 * -(-configuration.units[LLM].dp // spread.dp),
                 encodes=position < language,
                 lanes=max(1, spread.dp // configuration.units[LLM].dp),

@@ -26,6 +26,7 @@ def is_asked_for(setting: Setting, configuration: Configuration) -> bool:
     return (
         language.dp == setting.num_pipelines
         and configuration.shard == 1
+        and language.chunks == 1
         and not everywhere
         and used_devices(configuration) == setting.num_devices
     )

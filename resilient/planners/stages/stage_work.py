@@ -10,6 +10,7 @@ import numpy.typing as npt
 from resilient.planners.costs.cost_model import Curve, UnitCosts
 from resilient.planners.costs.samples import LLM
 from resilient.planners.planner import Configuration, Parallelism, Setting
+from resilient.planners.stages.virtual_stages import by_row
 from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.inputs.cluster import Cluster, Link
 
@@ -22,7 +23,7 @@ def dealt_by(unit: UnitCosts, spread: Parallelism) -> Curve:
 def state_bytes(
     setting: Setting, unit: UnitCosts, spread: Parallelism, *, shard: int = 1, devices: float = 1.0
 ) -> Floats:
-    """Return what parameters, gradients and the optimizer take on a device of each stage. [num_stages]
+    """Return what parameters, gradients and the optimizer take on a device of each row of a replica. [pp]
 
     Those that divide a copy have equal parts of all of it; else the optimizer alone is spread, over all replicas. Of
     state that is spread there are copies as the job's redundancy asks for; gradients are none. Of devices in the
@@ -44,7 +45,7 @@ def state_bytes(
     parameters = by_stage(spread, [layer.parameter_bytes for layer in unit.layers]) * of_parameters
     gradients = by_stage(spread, [layer.gradient_bytes for layer in unit.layers]) * of_gradients
     optimizer = by_stage(spread, [layer.optimizer_bytes for layer in unit.layers]) * part
-    return (parameters + gradients + optimizer) / spread.tp
+    return by_row(spread, parameters + gradients + optimizer) / spread.tp
 
 
 def gathered_bytes(units: Sequence[UnitCosts], configuration: Configuration) -> float:

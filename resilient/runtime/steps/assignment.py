@@ -22,26 +22,29 @@ class StepAssignment:
         places: Pipeline, lane and cell of each sample in each unit; all -1 where it has nothing to do. ``[num_units,
             num_samples, 3]``
         tokens: Of each sample in each unit. ``[num_units, num_samples]``
+        squares: Sums of its sequences' squared lengths, likewise.
     """
 
     units: tuple[str, ...]
     places: Tensor
     tokens: Tensor
+    squares: Tensor
 
     @staticmethod
     def encoded_size(num_units: int, num_samples: int) -> int:
         """Return how many numbers :meth:`encoded` has."""
-        return num_units * num_samples * 4
+        return num_units * num_samples * 5
 
     def encoded(self) -> Tensor:
         """Return it as numbers that may be added to zeros; float64, ``[encoded_size]``."""
-        return torch.cat((self.places, self.tokens[..., None]), dim=2).to(torch.float64).flatten()
+        lengths = torch.stack((self.tokens, self.squares), dim=2)
+        return torch.cat((self.places, lengths), dim=2).to(torch.float64).flatten()
 
     @classmethod
     def decoded(cls, units: tuple[str, ...], numbers: Tensor) -> StepAssignment:
         """Return what :meth:`encoded` gave these numbers."""
-        table = numbers.to(torch.int64).reshape(len(units), -1, 4)
-        return cls(units=units, places=table[..., :3], tokens=table[..., 3])
+        table = numbers.to(torch.int64).reshape(len(units), -1, 5)
+        return cls(units=units, places=table[..., :3], tokens=table[..., 3], squares=table[..., 4])
 
     def cells(self, pipeline_index: int, lanes: Sequence[LaneName], feeds: Sequence[tuple[str, str]]) -> StepCells:
         """Return the cells of one pipeline.

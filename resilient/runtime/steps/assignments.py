@@ -35,7 +35,7 @@ class Assignments:
         prepared: Called on rank 0 with a step, in this thread; what it returns makes the assignment, in another.
 
     Attributes:
-        waited_s: How long rank 0 has waited at barriers for one to be made.
+        waited_s: How long rank 0 has waited, at the newest barrier, for one to be made.
     """
 
     def __init__(
@@ -77,11 +77,12 @@ class Assignments:
 
     def bring(self, step: int) -> Tensor:
         """Return what travels in the barrier of a step: on rank 0 a later one's assignment, else zeros."""
+        self.waited_s = 0.0
         if self._coming is None:
             return torch.zeros(self._size, dtype=torch.float64)
         started = time.perf_counter()
         made = self._coming.result()
-        self.waited_s += time.perf_counter() - started
+        self.waited_s = time.perf_counter() - started
         return made.encoded()
 
     def take(self, step: int, total: Tensor) -> None:

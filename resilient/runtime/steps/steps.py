@@ -10,8 +10,10 @@ from torch import Tensor
 
 from resilient.data.reader import Cell
 from resilient.models.layer import Batch
+from resilient.observability.step_trace import PlannedRow
 from resilient.pipeline.step_work import StepWork
 from resilient.templates.schedules.schedule import Schedule
+from resilient.templates.stage_times import StageTimes, action_ms
 
 
 class Steps(Protocol):
@@ -19,6 +21,11 @@ class Steps(Protocol):
 
     What all must know of a later step travels in the barrier of an earlier one (``bring``, ``take``).
     """
+
+    @property
+    def waited_s(self) -> float:
+        """How long the newest :meth:`bring` had to wait here for what others are to know."""
+        ...
 
     def begin(self, version: int) -> None:
         """Meet the other ranks, which call this, too, before the first step after ``version``.
@@ -46,6 +53,10 @@ class Steps(Protocol):
         """
         ...
 
+    def planned(self, step: int) -> PlannedRow:
+        """Return what a step that begins is expected to take here."""
+        ...
+
     def bring(self, step: int) -> Tensor:
         """Return what this rank adds to the sum over all ranks in the barrier of a step; float64, ``[size]``."""
         ...
@@ -66,10 +77,18 @@ class ChainSteps:
         schedule: Of the pipeline.
         positions: Those of its microbatches within a step's.
         microbatch: Samples of each.
+        row: This worker's of the schedule.
+        times: What each stage is expected to take.
     """
 
-    def __init__(self, schedule: Schedule, positions: Sequence[int], microbatch: int) -> None:
+    waited_s = 0.0
+
+    def __init__(
+        self, schedule: Schedule, positions: Sequence[int], microbatch: int, row: int, times: Sequence[StageTimes]
+    ) -> None:
         self._schedule = schedule
+        self._row = row
+        self._times = times
         self._positions = positions
         self._microbatch = microbatch
         self._cells = [Cell.of_chain(position, microbatch) for position in positions]
@@ -95,6 +114,13 @@ class ChainSteps:
             batch=lambda part: batch(self._cells[part.cell]),
             samples=lambda part: (self._positions[part.cell],),
             num_features=lambda unit, sample: 1,
+        )
+
+    def planned(self, step: int) -> PlannedRow:
+        """Return what every step is expected to take here."""
+        actions = self._schedule.row(self._row)
+        return PlannedRow(
+            graph=self._schedule.graph, action_ms=tuple(action_ms(self._times, action) for action in actions)
         )
 
     def bring(self, step: int) -> Tensor:

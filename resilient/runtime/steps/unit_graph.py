@@ -1,10 +1,15 @@
-"""How the stages of a pipeline hang together: who sends to whom, and what each differentiates."""
+"""How the stages of a pipeline hang together: who sends to whom, what each differentiates, and in which order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from resilient.templates.schedules.graph import CHAIN, Backward
+from resilient.planners.costs.samples import LLM
+from resilient.planners.pipelines.decision import decision_of, encoders_come_first
+from resilient.templates.schedules.graph import CHAIN, Backward, LaneName, StepGraph, UnitLane
+from resilient.templates.schedules.schedule import Schedule
+from resilient.templates.schedules.step_cells import StepCells
+from resilient.templates.schedules.unit_generator import generate_units
 from resilient.templates.template import PipelineTemplate
 
 
@@ -52,3 +57,43 @@ def stage_backwards(
         wanted[unit] = own or before
     assert all(unit in wanted or unit == CHAIN.unit for unit, _ in feeds), "units come before those that they feed"
     return tuple(found)
+
+
+def step_schedule(
+    template: PipelineTemplate,
+    cells: StepCells,
+    backwards: Sequence[Backward],
+    states: Sequence[Sequence[int]] | None = None,
+    *,
+    split: bool = False,
+) -> Schedule:
+    """Return what the rows of a pipeline do in a step.
+
+    Args:
+        template: Of the pipeline.
+        cells: Of the step.
+        backwards: What each stage differentiates.
+        states: Per stage, the indices of the states whose gradients are summed; None for no sums.
+        split: Whether backwards for the weights stand apart.
+    """
+    stages: dict[LaneName, list[int]] = {}
+    for number, stage in enumerate(template.stages):
+        stages.setdefault(stage.lane, []).append(number)
+    lanes = tuple(
+        UnitLane(
+            name=lane,
+            rows=tuple(template.row_of[number] for number in stages[lane]),
+            cells=tuple(cells.samples[lane]),
+            backwards=tuple(backwards[number] for number in stages[lane]),
+        )
+        for lane in template.lanes
+    )
+    decision = decision_of(template)
+    return generate_units(
+        StepGraph(lanes=lanes, flows=cells.flows, num_rows=len(template.rows)),
+        pace=LLM,
+        lead=decision.lead,
+        split=split,
+        apart=encoders_come_first(decision),
+        states=states,
+    )

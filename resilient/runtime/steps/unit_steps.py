@@ -8,17 +8,17 @@ from torch import Tensor
 
 from resilient.data.reader import Cell
 from resilient.models.layer import Batch
+from resilient.observability.step_trace import PlannedRow
 from resilient.pipeline.row_actions import CellPart, RowActions
 from resilient.pipeline.step_work import StepWork
-from resilient.planners.costs.samples import LLM
-from resilient.planners.pipelines.decision import decision_of, encoders_come_first
 from resilient.runtime.steps.assignment import StepAssignment
 from resilient.runtime.steps.assignments import Assignments
+from resilient.runtime.steps.unit_graph import step_schedule
+from resilient.runtime.steps.unit_times import UnitTimes
 from resilient.templates.plan import Slot
-from resilient.templates.schedules.graph import Backward, StepGraph, UnitLane
+from resilient.templates.schedules.graph import Backward
 from resilient.templates.schedules.schedule import Op, Schedule
 from resilient.templates.schedules.step_cells import StepCells
-from resilient.templates.schedules.unit_generator import generate_units
 from resilient.templates.template import PipelineTemplate
 
 
@@ -33,6 +33,7 @@ class UnitSteps:
         backwards: What each stage differentiates.
         states: Per stage, the indices of the states whose gradients are summed.
         split: Whether backwards for the weights stand apart.
+        times: What its actions are expected to take.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class UnitSteps:
         backwards: Sequence[Backward],
         states: Sequence[Sequence[int]],
         split: bool,
+        times: UnitTimes,
     ) -> None:
         self._assignments = assignments
         self._slot = slot
@@ -53,8 +55,13 @@ class UnitSteps:
         self._backwards = backwards
         self._states = states
         self._split = split
-        self._decision = decision_of(template)
+        self._times = times
         self._made: dict[int, tuple[StepCells, Schedule]] = {}
+
+    @property
+    def waited_s(self) -> float:
+        """How long rank 0 has waited, at the newest barrier, for an assignment."""
+        return self._assignments.waited_s
 
     def begin(self, version: int) -> None:
         """Share the assignments of the first steps."""
@@ -99,6 +106,13 @@ class UnitSteps:
             num_features=lambda unit, sample: tokens[number[unit]][sample],
         )
 
+    def planned(self, step: int) -> PlannedRow:
+        """Return what a step that begins is expected to take here."""
+        assignment = self._assignments.of(step)
+        assert assignment is not None, "a step begins only with its assignment"
+        cells, schedule = self._of(step, assignment)
+        return self._times.planned(schedule, self._slot.row_index, assignment, cells)
+
     def bring(self, step: int) -> Tensor:
         """Return what travels in the barrier of a step."""
         return self._assignments.bring(step)
@@ -115,30 +129,9 @@ class UnitSteps:
     def _of(self, step: int, assignment: StepAssignment) -> tuple[StepCells, Schedule]:
         if step not in self._made:
             cells = assignment.cells(self._slot.pipeline_index, self._template.lanes, self._feeds)
-            self._made[step] = cells, self._schedule(cells)
+            schedule = step_schedule(self._template, cells, self._backwards, self._states, split=self._split)
+            self._made[step] = cells, schedule
         return self._made[step]
-
-    def _schedule(self, cells: StepCells) -> Schedule:
-        stages: dict[object, list[int]] = {}
-        for number, stage in enumerate(self._template.stages):
-            stages.setdefault(stage.lane, []).append(number)
-        lanes = tuple(
-            UnitLane(
-                name=lane,
-                rows=tuple(self._template.row_of[number] for number in stages[lane]),
-                cells=tuple(cells.samples[lane]),
-                backwards=tuple(self._backwards[number] for number in stages[lane]),
-            )
-            for lane in self._template.lanes
-        )
-        return generate_units(
-            StepGraph(lanes=lanes, flows=cells.flows, num_rows=len(self._template.rows)),
-            pace=LLM,
-            lead=self._decision.lead,
-            split=self._split,
-            apart=encoders_come_first(self._decision),
-            states=self._states,
-        )
 
 
 def _cell(cells: StepCells, part: CellPart) -> Cell:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 
 import torch
@@ -15,7 +16,14 @@ PATCH, VOCABULARY, PICTURE, SOUND = 4, 40, 38, 39
 
 
 class Mixed:
-    """Samples of up to four images and three sounds; some are text alone. Nothing is learnt of them."""
+    """Samples of up to four images and three sounds; some are text alone. Nothing is learnt of them.
+
+    Args:
+        broken: The sample whose images are not finite.
+    """
+
+    def __init__(self, broken: int | None = None) -> None:
+        self.broken = broken
 
     def __len__(self) -> int:
         return 200
@@ -37,7 +45,8 @@ class Mixed:
         drawn = torch.Generator().manual_seed(index)
 
         def pictures(unit: str, channels: int) -> list[Tensor]:
-            return [torch.randn(channels, PATCH, PATCH * n, generator=drawn) for n in lengths[unit]]
+            factor = math.nan if (unit, index) == ("vision", self.broken) else 1.0
+            return [factor * torch.randn(channels, PATCH, PATCH * n, generator=drawn) for n in lengths[unit]]
 
         num_pictures, num_sounds = sum(lengths["vision"]), sum(lengths["audio"])
         words = torch.randint(3, 30, (self.num_targets(index),), generator=drawn)
@@ -79,6 +88,7 @@ def main() -> None:
     parser.add_argument("--min-pipeline-nodes", type=int, default=2)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--frozen", action="store_true")
+    parser.add_argument("--broken", type=int)
     arguments = parser.parse_args()
     llm = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -99,7 +109,7 @@ def main() -> None:
     )
     rs.Trainer(
         model,
-        Mixed(),
+        Mixed(arguments.broken),
         optimizer=rs.AdamW(lr=1e-2),
         global_batch=arguments.batch,
         microbatch=arguments.microbatch,

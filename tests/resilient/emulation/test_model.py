@@ -156,6 +156,29 @@ def test_units_with_cells_of_their_own_train_as_the_chain(clock: FakeClock) -> N
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+def test_padded_microbatches_take_as_long_as_their_longest_segments(clock: FakeClock) -> None:
+    parts, of = units(), samples(0, 1, 2)
+    packed, padded = EmulatedModel(parts), EmulatedModel(parts, padded=True)
+    segments = {
+        part.name: [length for each in of for length in each[f"{part.name}_lengths"].tolist()] for part in parts
+    }
+    assert all(len(set(lengths)) > 1 for lengths in segments.values())
+    assert [padded.collate_unit(part.name, of, [0, 0, 0])[f"{part.name}_lengths"].tolist() for part in parts] == list(
+        segments.values()
+    )
+    model = assemble(padded, seed=0, dtype=torch.float64)
+    loss = model.loss(padded.collate(of))
+    times_ms = [2 * part.cost.forward_ms([max(segments[part.name])] * len(segments[part.name])) for part in parts]
+    assert clock.time_s == pytest.approx(100 + sum(times_ms) / 1e3)
+    assert loss == assemble(packed, seed=0, dtype=torch.float64).loss(packed.collate(of))
+    assert packed.digest() != padded.digest()
+
+
+def test_padded_microbatch_of_an_encoder_that_has_nothing_to_do(clock: FakeClock) -> None:
+    sample = next(each for each in samples(*range(20)) if not len(each["vision_lengths"]))
+    assert EmulatedModel(units(), padded=True).collate([sample])["vision_lengths"].tolist() == []
+
+
 def test_language_cell_without_pictures_needs_no_features(clock: FakeClock) -> None:
     model = EmulatedModel(units())
     whole = assemble(model, seed=0, dtype=torch.float64)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from resilient.cli.app import app
 from resilient.observability.figures.bars import Bar, recorded_chart
 from resilient.observability.step_trace import (
+    PlannedRow,
     RecordedSpan,
     SpanRecorder,
     TracedStep,
@@ -24,6 +25,7 @@ from resilient.observability.step_trace import (
     traced_steps,
 )
 from resilient.observability.trace_events import ACTION, PART, RECOVERY, STEP, Trace
+from resilient.templates.schedules.graph import Backward, LaneName, StepGraph, UnitLane, chain_graph
 from resilient.templates.schedules.schedule import Action
 from tests.resilient.observability.made_up_runs import START, Run
 
@@ -82,10 +84,12 @@ def at(time_ms: float) -> int:
 
 def step(number: int, node: int, start_ms: float, *spans: tuple[str, str, float, float], **changes: Any) -> TracedStep:
     made = tuple(RecordedSpan(category, name, at(start), at(end), 7) for category, name, start, end in spans)
-    fields = {"generation": 1, "local_rank": 0, "pipeline": 0, "row": node, "num_rows": 1, **changes}
+    planned = PlannedRow(graph=changes.pop("graph", chain_graph([0, 1], 2, 1)), action_ms=())
+    fields = {"generation": 1, "local_rank": 0, "pipeline": 0, "row": node, **changes}
     return TracedStep(
-        step=number, node=node, start_ns=at(start_ms), end_ns=made[-1].end_ns, busy_us=9, spans=made, **fields
-    )
+        step=number, node=node, start_ns=at(start_ms), end_ns=made[-1].end_ns, busy_us=9, spans=made, planned=planned,
+        **fields,
+    )  # fmt: skip
 
 
 def write_run(folder: Path, run: Run, *steps: TracedStep) -> None:
@@ -136,6 +140,28 @@ def test_workers_files_become_one_trace_with_the_recoveries_between(tmp_path: Pa
     assert trace.of(0, 0, ACTION)[2].args == {**known, "busy_us": 7}
     (agreed,) = [s for s in trace.slices if s.name == "agree"]
     assert [round((t - at(0)) / MS) for t in (agreed.start_ns, agreed.end_ns)] == [130, 140]
+
+
+def test_workers_of_units_are_named_by_all_stages_that_they_had(tmp_path: Path) -> None:
+    def graph(*lanes: tuple[str, tuple[int, ...]]) -> StepGraph:
+        made = (
+            UnitLane(name=LaneName(unit), rows=rows, cells=(), backwards=(Backward.ALL,) * len(rows))
+            for unit, rows in lanes
+        )
+        return StepGraph(lanes=tuple(made), num_rows=2)
+
+    forward = (ACTION, "vision.0:0F0", 101, 112)
+    before, after = graph(("vision", (0,)), ("llm", (1,))), graph(("vision", (0, 1)), ("llm", (1, 0)))
+    write_run(
+        tmp_path,
+        Run(),
+        step(2, 0, 100, forward, graph=before),
+        step(3, 0, 200, forward, graph=after, generation=2),
+        step(3, 1, 200, forward, graph=after, generation=2),
+    )
+    trace = recorded_trace(tmp_path, traced_steps(tmp_path))
+    assert trace is not None
+    assert trace.threads == {(0, 0): "worker 0: vision.0:0, llm.0:1", (1, 0): "worker 0: vision.0:1, llm.0:0"}
 
 
 def test_picture_is_of_the_first_step_that_all_finished(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def interleaved(job: Job, cut: Sequence[int], num_rows: int, rank: int, address:
         upstream=before if num_rows > 1 else {}, downstream=after if num_rows > 1 else {},
         faults=Faults(str(path)), stage_timer=StageTimer(CPU, 8),
     )  # fmt: skip
-    steps = ChainSteps(schedule, range(8), 2)
+    steps = ChainSteps(schedule, range(8), 2, rank, ())
     return Place(executor=executor, gradient_sync=sync, comm=comm, ledger=ledger, steps=steps)
 
 

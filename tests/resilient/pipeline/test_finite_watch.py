@@ -69,12 +69,12 @@ def test_mask_of_minus_infinity_is_no_fault_and_an_activation_of_it_is() -> None
     )  # fmt: skip
 
 
-def test_first_microbatch_and_its_first_layer_win() -> None:
+def test_first_layer_and_its_first_microbatch_win() -> None:
     watch = FiniteWatch(MODEL)
-    for position, layer in ((2, 0), (1, 2), (1, 1), (1, 2), (3, 0)):
+    for position, layer in ((3, 0), (1, 2), (2, 0), (1, 1), (3, 0)):
         watch.see_layer(layer, nn.Identity(), position, {}, output(NAN))
     assert watch.found is not None
-    assert (watch.found.position, watch.found.layer_index) == (1, 1)
+    assert (watch.found.position, watch.found.layer_index) == (2, 0)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

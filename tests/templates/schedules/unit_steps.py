@@ -20,7 +20,11 @@ def random_graph(rng: Random) -> StepGraph:
     units = sorted(rng.sample(UNITS, rng.randint(1, 3)), key=UNITS.index)
     num_rows = rng.randint(1, 4)
     shapes = [
-        (LaneName(unit, number), rng.randint(1, 3), sorted(rng.sample(range(6), rng.choice((0, 1, 2, 2, 3, 4)))))
+        (
+            LaneName(unit, number),
+            rng.choice((1, 2, 3, 3, 4, 6)),
+            sorted(rng.sample(range(6), rng.choice((0, 1, 2, 2, 3, 4)))),
+        )
         for unit in units
         for number in range(rng.randint(1, 2))
     ]
@@ -43,6 +47,8 @@ def random_graph(rng: Random) -> StepGraph:
             first = rng.choice((0, 0, rng.randint(0, num_stages)))
             kinds[first:] = [rng.choice((Backward.ALL, Backward.ALL, Backward.INPUTS)) for _ in kinds[first:]]
         rows = tuple(rng.randrange(num_rows) for _ in range(num_stages))
+        if rng.random() < 0.3:  # comes to the same rows again and again
+            rows = tuple((rows[0] + stage % max(1, num_stages // 2)) % num_rows for stage in range(num_stages))
         lanes.insert(0, UnitLane(name=name, rows=rows, cells=tuple(cells), backwards=tuple(kinds)))
     return StepGraph(lanes=tuple(lanes), flows=flows, num_rows=num_rows)
 

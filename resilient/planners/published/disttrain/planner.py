@@ -15,7 +15,9 @@ each a whole number of pipelines, and what that takes is at least the expected t
 The sum of gradients is added that takes longest, for the stage that has most of them, and memory has room for what
 else is in flight. The search (:mod:`resilient.planners.published.disttrain.search`) is exact under these formulas: it
 leaves out only what a lower bound excludes. The best for each number of the language model's replicas are then
-simulated (:func:`~resilient.planners.evaluation.known_batches.fastest_simulated`).
+simulated (:func:`~resilient.planners.evaluation.known_batches.fastest_simulated`). The paper divides the warm-up of the
+language model by the stages that each of its devices has (virtual pipeline stages): of what is simulated the fastest
+is compared with all of them with two stages each.
 
 Samples are spread longest first over replicas by what they cost, and microbatches put into an order
 (:mod:`resilient.planners.packing.microbatch_order`). Replicas here are of unequal speed, so they need not get equally
@@ -31,13 +33,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from resilient.planners.costs.cost_model import Curve
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.evaluation.known_batches import fastest_simulated
 from resilient.planners.packing.balance import loads, longest_first
 from resilient.planners.packing.memory_constrained_order import fastest_fitting, order_fits
 from resilient.planners.packing.microbatch_order import fill_intervals, pipeline_ms, reorder
 from resilient.planners.planner import Assignment, Configuration, Place, Replica, Setting
-from resilient.planners.published.disttrain.search import disttrain_configurations
+from resilient.planners.published.disttrain.search import disttrain_configurations, interleaved
 from resilient.planners.stages.expected_step import stage_curves
 from resilient.planners.stages.memory_budget import MemoryBudget, able
 from resilient.planners.stages.redundancy import with_redundancy_noted
@@ -67,7 +70,10 @@ class DistTrain:
         Raises:
             ValueError: The model does not fit.
         """
-        found = fastest_simulated(self, setting, disttrain_configurations(setting, samples), samples)
+        candidates = disttrain_configurations(setting, samples)
+        found = fastest_simulated(self, setting, candidates, samples)
+        others = [each for each in candidates if each.units != found.units]
+        found = fastest_simulated(self, setting, [found, *interleaved(setting, [found, *others], samples)], samples)
         return with_redundancy_noted(setting, found)
 
     def assign(
@@ -157,7 +163,9 @@ def _stage_ms(
     for unit in setting.costs.units:
         spread, lengths = configuration.units[unit.name], batch.units[unit.name]
         share = replicas / spread.dp * setting.correction.factor(unit.name, spread.tp, lengths.longest)
-        for forward, backward in stage_curves(unit, spread):
+        stages = stage_curves(unit, spread)
+        for row in range(spread.pp):
+            forward, backward = (sum(each, Curve()) for each in zip(*stages[row :: spread.pp], strict=True))
             rows.append((forward.of(lengths) * share, backward.of(lengths) * share))
             fixed.append((forward.fixed, backward.fixed))
     calls = np.array(fixed)

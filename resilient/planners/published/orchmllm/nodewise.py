@@ -4,9 +4,9 @@ Source: OrchMLLM, node-wise rearrangement. Balanced batches are alike, so any in
 x[i, k] = 1 where batch i goes to node k, one node for each batch and as many batches on a node as it has instances, the
 largest volume that a node sends to or receives from others is to be least. The paper solves that as an integer program,
 which for all turns of a step would take longer than the step. Here it is solved exactly where each node has one
-instance and there are not too many: what a node sends and receives then depends on its own batch alone, so it is a
-bottleneck assignment. Else the answer need not be the best: batches start from the pairs that keep most on their node,
-and are exchanged two at a time, one of them on the worst node.
+instance, as in the planner, whose nodes are replicas, and there are not too many: what a node sends and receives then
+depends on its own batch alone, so it is a bottleneck assignment. Else the answer need not be the best: batches start
+from the pairs that keep most on their node, and are exchanged two at a time, one of them on the worst node.
 """
 
 from __future__ import annotations

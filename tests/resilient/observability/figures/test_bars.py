@@ -33,8 +33,8 @@ def timeline() -> Timeline:
 def test_simulated_step_of_units_names_lanes_and_parts() -> None:
     chart = simulated_chart("step", timeline())
     assert chart.rows == (
-        "worker 0\nvision.0 stage 0; llm.0 stage 0",
-        "worker 1\nvision.0 stage 1; llm.0 stage 1",
+        "worker 0\nvision.0:0, llm.0:0",
+        "worker 1\nvision.0:1, llm.0:1",
         "worker 2\nno stage",
     )
     assert chart.odd_chunks == "vision"
@@ -47,8 +47,8 @@ def test_simulated_step_of_units_names_lanes_and_parts() -> None:
 def test_simulated_trace_of_units_has_a_thread_for_each_row_and_link() -> None:
     trace = simulated_trace({"units": timeline()})
     assert list(trace.threads.values()) == [
-        "worker 0: vision.0 stage 0; llm.0 stage 0", "worker 0: gradient sums", "worker 0 sends to 1",
-        "worker 1: vision.0 stage 1; llm.0 stage 1", "worker 1: gradient sums", "worker 1 sends to 0",
+        "worker 0: vision.0:0, llm.0:0", "worker 0: gradient sums", "worker 0 sends to 1",
+        "worker 1: vision.0:1, llm.0:1", "worker 1: gradient sums", "worker 1 sends to 0",
         "worker 2: no stage",
     ]  # fmt: skip
     sent = [each.name for each in trace.of(0, 5, ACTION)]
@@ -67,6 +67,8 @@ def test_recorded_step_of_units_is_drawn_like_the_simulated_one() -> None:
         for span in simulated.spans
         if span.action.op.computes
     ]  # fmt: skip
+    waits = {"name": "llm.0:0RECV_F0<vision.0:0", "category": ACTION, "start_ns": 0, "end_ns": 0, "args": {}}
+    slices.insert(0, Slice(process=0, thread=0, **waits))  # before anything is computed
     end_ns, known = simulated.iteration_ns, {"generation": 1, "step": 1, "pipeline": 0}
     for row in range(2):
         more = {"process": row, "thread": 0, "args": {**known, "row": row}}
@@ -75,7 +77,7 @@ def test_recorded_step_of_units_is_drawn_like_the_simulated_one() -> None:
     trace = Trace(processes={0: "a", 1: "b"}, threads={(0, 0): "a", (1, 0): "b"}, slices=tuple(slices))
     chart = recorded_chart(trace)
     assert chart is not None
-    assert chart.rows[0] == "node 0\npipeline 0, vision.0 stage 0; llm.0 stage 0"
+    assert chart.rows[0] == "node 0\npipeline 0, vision.0:0, llm.0:0"
     assert chart.odd_chunks == "vision"
 
     def computing(bars: tuple[Bar, ...]) -> list[tuple[int, str, str, int, int]]:

@@ -34,12 +34,12 @@ def even(seed: int) -> SampleTable:
     return SampleTable(units={"vision": Lengths.of(vision), LLM: Lengths.of(text)})
 
 
-def step(known: Setting, truth: Setting, seed: int, lost: int = 0) -> tuple[Setting, float]:
+def step(known: Setting, truth: Setting, seed: int, lost: int = 0, cost_ms: float = 0.01) -> tuple[Setting, float]:
     """The job after a step, and what this took in truth."""
     batch, replicas = even(seed), degraded_replicas(known, FOUND, lost)
     assignment = Dflop().assign(known, FOUND, batch, replicas)
     measured = cell_times(truth, FOUND, assignment, batch, replicas)
-    after = corrected(known, FOUND, assignment, batch, replicas, measured)
+    after = corrected(known, FOUND, assignment, batch, replicas, measured, cost_ms=cost_ms)
     return after, evaluate(truth, FOUND, assignment, batch, replicas).iteration_ms
 
 
@@ -71,8 +71,56 @@ def test_a_step_without_encoder_work_teaches_nothing_of_it() -> None:
     text = SampleTable(units={"vision": Lengths.of(np.zeros(8, np.int64)), LLM: Lengths.of(np.full(8, 50))})
     assignment = Dflop().assign(job, FOUND, text, replicas)
     measured = cell_times(job, FOUND, assignment, text, replicas)
-    after = corrected(job, FOUND, assignment, text, replicas, measured)
+    after = corrected(job, FOUND, assignment, text, replicas, measured, cost_ms=0.0)
     assert {unit for unit, _, _ in after.correction.factors} == {LLM}
+
+
+def after(known: Setting, truth: Setting, steps: range, cost_ms: float) -> tuple[Setting, list[int]]:
+    """The job after some steps, and those that were measured."""
+    seen: list[int] = []
+    for number in steps:
+        if known.correction.tracking.measures(number):
+            known, _ = step(known, truth, number, cost_ms=cost_ms)
+            seen.append(number)
+    return known, seen
+
+
+def test_tracking_stops_where_it_brings_less_than_it_takes() -> None:
+    right, wrong = setting(), replace(setting(), costs=TRUTH)
+    stopped, seen = after(right, right, range(1, 120), 0.01)
+    assert seen == [*range(1, 21), 50, 100]
+    assert stopped.correction.tracking.benefit_ms == pytest.approx(0, abs=1e-9)
+    tracked, seen = after(right, wrong, range(40), 0.01)
+    assert seen == list(range(40))
+    benefit = tracked.correction.tracking.benefit_ms
+    assert benefit > 1
+    dear, seen = after(right, wrong, range(1, 50), 3 * benefit)
+    assert seen == list(range(1, 21))
+    assert dear.correction.factor("vision", 1, [500])[0] > 1.1  # what was learnt stays
+
+
+def test_nothing_is_gained_where_all_takes_a_multiple() -> None:
+    """All of a machine half as fast: no assignment is changed by that."""
+    known, replicas = setting(), degraded_replicas(setting(), FOUND, 0)
+    for seed in range(20):
+        batch = even(seed)
+        assignment = Dflop().assign(known, FOUND, batch, replicas)
+        times = cell_times(known, FOUND, assignment, batch, replicas)
+        twice = {name: 2 * each for name, each in times.items()}
+        known = corrected(known, FOUND, assignment, batch, replicas, twice, cost_ms=0.01)
+        assert known.correction.tracking.on == (seed < 19)
+    assert known.correction.factor("vision", 1, [500, 2000]) == pytest.approx(2)
+
+
+def test_tracking_goes_on_when_the_error_has_grown() -> None:
+    right, wrong = setting(), replace(setting(), costs=TRUTH)
+    stopped, _ = after(right, right, range(1, 40), 0.01)
+    same, _ = after(stopped, right, range(40, 1000), 0.01)
+    assert not same.correction.tracking.on
+    assert same.correction.factors == stopped.correction.factors
+    grown, seen = after(stopped, wrong, range(40, 140), 0.01)
+    assert seen == [50, *range(51, 140)]
+    assert grown.correction.factor("vision", 1, [500])[0] > 1.1
 
 
 def test_times_of_other_cells_are_refused() -> None:
@@ -84,4 +132,4 @@ def test_times_of_other_cells_are_refused() -> None:
         "assigned so"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        corrected(job, FOUND, assignment, batch, replicas, {**measured, LLM: measured[LLM][:, 1:]})
+        corrected(job, FOUND, assignment, batch, replicas, {**measured, LLM: measured[LLM][:, 1:]}, cost_ms=0.0)

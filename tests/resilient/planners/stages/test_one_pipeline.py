@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.errors import ArgumentError
-from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
-from resilient.planners.costs.samples import LLM, Lengths, SampleTable
+from resilient.planners.costs.cost_model import CostModel
+from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.planner import Configuration, Encoders, Replica, Setting
 from resilient.planners.registry import PLANNERS, planner
 from resilient.planners.stages.device_layout import used_devices
 from resilient.planners.stages.one_pipeline import pipeline_configurations
-from resilient.templates.inputs.cluster import Cluster, Link
+from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.schedules.validator import validate
+from tests.resilient.planners.small_jobs import small_job, small_table, small_unit
 
 _FEWER = {
     "fsdp": range(1, 2),
@@ -33,64 +34,13 @@ _FEWER = {
 for each unit."""
 
 
-def _unit(name: str, layer_ms: Sequence[float], fixed: float = 0.1) -> UnitCosts:
-    layers = [
-        UnitLayer(
-            name=str(index),
-            curves=(
-                LayerCurves(
-                    forward=Curve(linear=ms, attention=0.001, fixed=fixed),
-                    backward_input=Curve(linear=ms),
-                    backward_weight=Curve(linear=ms),
-                    activation_bytes=100.0,
-                ),
-            ),
-            parameter_bytes=1000,
-            gradient_bytes=1000,
-            optimizer_bytes=2000,
-        )
-        for index, ms in enumerate(layer_ms)
-    ]
-    return UnitCosts(name=name, layers=tuple(layers), degrees=((1, 1),), boundary_bytes=10.0, output_bytes=10.0)
-
-
-def _table(draw: np.random.Generator, names: Sequence[str], count: int) -> SampleTable:
-    lengths = {name: np.rint(draw.lognormal(3, 1, count)).astype(np.int64) for name in names}
-    pictures = {name: each * (draw.random(count) < 0.7) for name, each in lengths.items() if name != LLM}
-    return SampleTable(units={name: Lengths.of(each) for name, each in (pictures | {LLM: lengths[LLM] + 1}).items()})
-
-
-def _job(seed: int, devices_per_node: int) -> tuple[Setting, SampleTable, SampleTable]:
-    """One or two encoders, frozen or not, of two to six layers, and a language model of six to nine."""
-    draw = np.random.default_rng(seed)
-    names = [*("vision", "audio")[: int(draw.integers(1, 3))], LLM]
-    frozen = [name for name in names[:-1] if draw.random() < 0.4]
-    units = [
-        _unit(name, draw.uniform(0.5, 2, int(draw.integers(6, 10) if name == LLM else draw.integers(2, 7))).tolist())
-        for name in names
-    ]
-    setting = Setting(
-        costs=CostModel(units=tuple(units)).frozen(frozen),
-        cluster=Cluster(
-            devices_per_node=devices_per_node,
-            inter_node=Link(latency_ms=0.01, bytes_per_s=1e8),
-            intra_node=Link(bytes_per_s=1e9),
-        ),
-        num_nodes=int(draw.integers(1, 6)),
-        global_batch=int(draw.integers(1, 25)),
-        microbatch=int(draw.integers(1, 4)),
-        num_pipelines=1,
-    )
-    return setting, _table(draw, names, 64), _table(draw, names, setting.global_batch)
-
-
 def _small(encoders: Sequence[str] = ("vision",)) -> tuple[Setting, SampleTable]:
     """Five equal layers of each encoder, seven of the language model."""
-    units = [*(_unit(name, [1.0] * 5) for name in encoders), _unit(LLM, [1.5] * 7)]
+    units = [*(small_unit(name, [1.0] * 5) for name in encoders), small_unit(LLM, [1.5] * 7)]
     setting = Setting(
         costs=CostModel(units=tuple(units)), cluster=Cluster(), num_nodes=5, global_batch=12, microbatch=1
     )
-    return setting, _table(np.random.default_rng(0), [*encoders, LLM], 64)
+    return setting, small_table(np.random.default_rng(0), [*encoders, LLM], 64)
 
 
 def _answer(name: str, setting: Setting, known: SampleTable) -> Configuration | None:
@@ -110,7 +60,7 @@ def _answer(name: str, setting: Setting, known: SampleTable) -> Configuration | 
 def test_an_answer_for_one_pipeline_uses_all_devices_and_runs_any_number_of_microbatches(
     name: str, devices_per_node: int, seed: int, num_microbatches: int
 ) -> None:
-    setting, known, batch = _job(seed, devices_per_node)
+    setting, known, batch = small_job(seed, devices_per_node)
     configuration = _answer(name, setting, known)
     if configuration is None:
         return
@@ -154,7 +104,7 @@ def test_a_number_of_nodes_without_an_answer_leaves_nodes_standing_by() -> None:
 def test_devices_that_make_nothing_faster_are_used(name: str) -> None:
     """One layer takes longer than all others: two stages would do."""
     setting, known = _small()
-    units = (_unit("vision", [0.01] * 5, fixed=0), _unit(LLM, [*[0.01] * 6, 9.0], fixed=0))
+    units = (small_unit("vision", [0.01] * 5, fixed=0), small_unit(LLM, [*[0.01] * 6, 9.0], fixed=0))
     slow = replace(setting, costs=CostModel(units=units), num_pipelines=1)
     assert used_devices(planner(name).configure(slow, known)) == setting.num_devices
 

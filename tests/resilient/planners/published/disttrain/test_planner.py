@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from resilient.planners.costs.correction import UNCORRECTED, Observation
 from resilient.planners.costs.cost_model import CostModel, Floats
+from resilient.planners.costs.derived_costs import derive_costs
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import Result, evaluate
+from resilient.planners.evaluation.known_batches import known_batches, timed
 from resilient.planners.packing.balance import cut_chain, loads, longest_first
 from resilient.planners.packing.memory_constrained_order import order_fits
 from resilient.planners.packing.microbatch_order import fill_intervals, pipeline_ms
@@ -23,7 +25,9 @@ from resilient.planners.published.disttrain.planner import DistTrain
 from resilient.planners.published.disttrain.search import disttrain_configurations
 from resilient.planners.stages.memory_budget import MemoryBudget
 from resilient.planners.stages.stage_work import by_stage, gradient_sum_ms
+from resilient.planners.workloads.workload import workload
 from resilient.templates.inputs.cluster import Cluster, Link
+from resilient.templates.inputs.devices import cluster_of
 from tests.resilient.planners.jobs_of_planners import COSTS, after_failures, check_places, setting, table, unit
 
 SMALL = CostModel(units=(unit("vision", 2, 0.001, 1e-6), unit("llm", 3, 0.002, 1e-6)))
@@ -152,6 +156,20 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         DistTrain().configure(setting(memory_bytes=1000), table(50))
 
 
+@pytest.mark.parametrize(("data", "chunks"), [("interleaved", 2), ("video", 1)])
+def test_two_stages_are_on_each_device_where_that_is_faster(data: str, chunks: int) -> None:
+    model, planner = "qwen2-vl-7b", DistTrain()
+    job = Setting(
+        costs=derive_costs(model, "h200"), cluster=cluster_of("h200", 8), num_nodes=4, global_batch=64, microbatch=1
+    )
+    known = workload(data, 128, 0, model)
+    found = planner.configure(job, known)
+    assert found.units[LLM].chunks == chunks
+    plain = [each for each in disttrain_configurations(job, known) if each.units[LLM].pp > 1]
+    step_ms = [each.predicted_ms for each in timed(planner, job, plain, known_batches(job, known, 2))]
+    assert min(step_ms) > found.predicted_ms or chunks == 1
+
+
 @settings(max_examples=25, deadline=None)
 @given(after_failures(), st.integers(0, 60), st.integers(0, 100))
 def test_places_on_the_replicas_that_failures_leave(replicas: list[Replica], count: int, seed: int) -> None:
@@ -257,7 +275,7 @@ def test_memory_that_is_a_little_short_costs_little(seed: int) -> None:
     apart = result(job, Assignment(units=dict.fromkeys(stages, place)))
     assert held.peak_bytes <= 0.9 * free.peak_bytes
     assert held.iteration_ms <= 1.1 * free.iteration_ms
-    assert apart.iteration_ms >= 1.4 * free.iteration_ms
+    assert apart.iteration_ms >= 1.5 * free.iteration_ms
 
 
 def test_memory_holds_what_the_order_puts_in_a_row() -> None:

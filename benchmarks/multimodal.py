@@ -1,0 +1,230 @@
+"""Steps of planned multimodal jobs: every planner, three mixes of lengths, measured beside what was predicted.
+
+    python benchmarks/multimodal.py [--quick] [--workers 8 16] [--mixes short heavy] [--planners resilient dflop ...]
+                                    [--real] [--scale 0.25] [--json FILE]
+
+Workers are emulated, a node of one device each: layers sleep by cost curves, so two cores hold 16 of them. ``--real``
+adds a small real model on two workers. Jobs come one after the other. "chain" has no planner: padded microbatches of
+equally many samples go through all layers in a row.
+
+Measured is the median of the steps after the first ones, from commit to commit, so it has messages, reading, gradient
+norms, the optimizer and the barriers, too. Predicted is the schedule that the workers ran for the very same samples,
+simulated with the layers' measured curves alone; "above" is the median of the steps' ratios. "of bound" is the time
+that all work would take spread evenly over all workers, with nothing else, as a part of what was measured. "waited" is
+the part of all steps in which rank 0 did nothing but wait for an assignment. A busy machine wakes sleepers late:
+``--scale`` makes layers slower, so that this matters less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from parts.predicted_steps import PredictedSteps, kept_costs
+from rich.console import Console
+
+from resilient.agent.launch import LaunchOptions, launch
+from resilient.cli.shared.printing import plain_table
+from resilient.planners.registry import PLANNERS
+from resilient.profiling.script import job_of
+
+SCRIPT = str(Path(__file__).parent / "jobs" / "multimodal.py")
+CHAIN = "chain"
+MIXES = {"short": "even", "mixed": "moderate", "heavy": "heavy-tailed"}
+WARM_UP_STEPS = 3
+PIPELINE_NODES = {8: 4, 16: 4, 2: 2}
+"""By number of workers: nodes of the smallest pipelines, of planners that put layers on stages."""
+WITHOUT_STAGES = ("fsdp", "static-cp", "dhp", "dhp-across-nodes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A job.
+
+    Args:
+        workers: How many.
+        mix: Of lengths.
+        planner: Its name, or :data:`CHAIN`.
+        real: Whether layers compute.
+        scale: How slow they are if they do not.
+    """
+
+    workers: int
+    mix: str
+    planner: str
+    real: bool
+    scale: float
+
+    def arguments(self, steps: int) -> tuple[str, ...]:
+        """Return the script's."""
+        given: dict[str, Any] = {
+            "steps": steps,
+            "mix": self.mix,
+            "layers": 0 if self.real else 16,
+            "scale": self.scale,
+            "batch": 4 * self.workers,
+            "min-pipeline-nodes": 1 if self.planner in WITHOUT_STAGES else PIPELINE_NODES[self.workers],
+        }
+        if self.planner != CHAIN:
+            given["planner"] = self.planner
+        return tuple(text for name, value in given.items() for text in (f"--{name}", str(value)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a job did.
+
+    Args:
+        pipelines: Nodes of each.
+        step_ms: Median.
+        predicted_ms: Median; None for a chain.
+        above: Median of measured over predicted steps, less one; None for a chain.
+        bound: Part of the median step that the work takes if it is spread evenly; None for a chain.
+        waited: Part of the steps in which rank 0 waited for an assignment.
+    """
+
+    pipelines: tuple[int, ...]
+    step_ms: float
+    predicted_ms: float | None = None
+    above: float | None = None
+    bound: float | None = None
+    waited: float
+
+
+def measure(case: Case, steps: int, cache: Path) -> Measured:
+    """Run a job, and predict its steps.
+
+    Args:
+        case: The job.
+        steps: How many.
+        cache: Where what is measured is kept, of jobs that differ in the planner alone.
+    """
+    events: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        launched = LaunchOptions(
+            script=SCRIPT,
+            arguments=case.arguments(steps),
+            num_nodes=case.workers,
+            run_directory=folder,
+            heartbeat_s=60.0,
+            environment={"XDG_CACHE_HOME": str(cache)},
+        )
+        if exit_code := launch(launched, events.append):
+            said = [event.get("text") or event.get("reason") for event in events]
+            raise SystemExit(f"{case} ended with exit code {exit_code}: {[each for each in said if each]}")
+    (generation,) = [event for event in events if event["kind"] == "generation"]
+    done = [event for event in events if event["kind"] == "step"]
+    times = {after["step"]: 1e3 * (after["time"] - before["time"]) for before, after in pairwise(done)}
+    times = {step: time_ms for step, time_ms in times.items() if step > WARM_UP_STEPS}
+    step_ms = median(times.values())
+    pipelines = tuple(len(pipeline["nodes"]) for pipeline in generation["pipelines"])
+    waited = sum(event["waited_ms"] for event in done) / sum(event["step_ms"] for event in done)
+    if case.planner == CHAIN:
+        return Measured(pipelines=pipelines, step_ms=step_ms, waited=waited)
+    predicted = PredictedSteps(job_of(SCRIPT, case.arguments(steps)), kept_costs(cache), case.workers, generation)
+    steps_ms = {step: predicted.step_ms(step) for step in times}
+    return Measured(
+        pipelines=pipelines,
+        step_ms=step_ms,
+        predicted_ms=median(steps_ms.values()),
+        above=median(time_ms / steps_ms[step] for step, time_ms in times.items()) - 1,
+        bound=median(predicted.bound_ms(step) / time_ms for step, time_ms in times.items()),
+        waited=waited,
+    )
+
+
+def cells(case: Case, measured: Measured, step_ms: dict[str, float]) -> Iterator[str]:
+    """Yield the texts of a row.
+
+    Args:
+        case: The job.
+        measured: What it did.
+        step_ms: Measured before, by planner, of the same workers and mix.
+    """
+    yield f"{case.workers}{' real' if case.real else ''}"
+    yield MIXES[case.mix]
+    yield case.planner
+    yield "+".join(map(str, measured.pipelines))
+    yield "" if measured.predicted_ms is None else f"{measured.predicted_ms:.0f}"
+    yield f"{measured.step_ms:.0f}"
+    yield "" if measured.above is None else f"{100 * measured.above:+.0f} %"
+    for other in (CHAIN, "uniform", "uniform-sorted"):
+        yield f"{step_ms[other] / measured.step_ms:.2f}" if other in step_ms else ""
+    yield "" if measured.bound is None else f"{100 * measured.bound:.0f} %"
+    yield f"{100 * measured.waited:.2f} %"
+
+
+def cases(options: argparse.Namespace) -> Iterator[list[Case]]:
+    """Yield the jobs that are compared with each other."""
+    names = list(dict.fromkeys((CHAIN, "uniform", "uniform-sorted", *options.planners)))
+    for workers in options.workers:
+        for mix in options.mixes:
+            yield [Case(workers=workers, mix=mix, planner=name, real=False, scale=options.scale) for name in names]
+    if options.real:
+        for mix in options.mixes:
+            yield [Case(workers=2, mix=mix, planner=name, real=True, scale=1.0) for name in names]
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="8 workers, heavy-tailed lengths, ours alone, few steps")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--workers", type=int, nargs="*", choices=(8, 16), default=[8, 16])
+    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
+    parser.add_argument("--planners", nargs="+", choices=PLANNERS, default=list(PLANNERS))
+    parser.add_argument("--scale", type=float, default=0.25)
+    parser.add_argument("--real", action="store_true", help="a small real model on two workers, too")
+    parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.steps, options.workers, options.mixes = 6, [8], ["heavy"]
+        options.planners = ["resilient"]
+    return options
+
+
+def main() -> None:
+    """Run the jobs and print the table."""
+    options = parsed()
+    title = f"step time, ms: medians of {options.steps - WARM_UP_STEPS} steps"
+    words = ("lengths", "planner", "pipelines")
+    table = plain_table(
+        *(
+            "workers",
+            *words,
+            "predicted",
+            "measured",
+            "above",
+            "x chain",
+            "x uniform",
+            "x sorted",
+            "of bound",
+            "waited",
+        ),
+        left=words,
+        title=title,
+    )
+    rows: list[dict[str, Any]] = []
+    for group in cases(options):
+        step_ms: dict[str, float] = {}
+        with tempfile.TemporaryDirectory() as cache:
+            for case in group:
+                measured = measure(case, options.steps, Path(cache))
+                step_ms[case.planner] = measured.step_ms
+                table.add_row(*cells(case, measured, step_ms))
+                rows.append({**asdict(case), **asdict(measured), "load": os.getloadavg()[0]})
+                if options.json:
+                    options.json.write_text(json.dumps(rows, indent=2))
+    Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What the actions of a planned step are expected to take, by the costs that its planner knows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from resilient.observability.step_trace import PlannedRow
+from resilient.planners.costs.cost_model import CostModel, Curve, UnitCosts
+from resilient.runtime.steps.assignment import StepAssignment
+from resilient.templates.inputs.cluster import Cluster
+from resilient.templates.schedules.schedule import Action, Op, Schedule
+from resilient.templates.schedules.step_cells import Samples, StepCells
+from resilient.templates.template import PipelineTemplate, StageSpec
+
+
+class _StageCurves(NamedTuple):
+    forward: Curve
+    backward_input: Curve
+    backward_weight: Curve
+
+
+class UnitTimes:
+    """Times of the actions of a pipeline of units.
+
+    Args:
+        template: Of the pipeline.
+        costs: Of the units, on this worker's device.
+        cluster: The nodes.
+    """
+
+    def __init__(self, template: PipelineTemplate, costs: CostModel, cluster: Cluster) -> None:
+        self._costs = costs
+        self._cluster = cluster
+        self._nodes = [row[0].node_index for row in template.rows]
+        first = {stage.lane: stage.first_layer for stage in reversed(template.stages)}
+        self._curves = [
+            _stage_curves(costs.by_name[stage.lane.unit], stage, first[stage.lane]) for stage in template.stages
+        ]
+
+    def planned(self, schedule: Schedule, row: int, assignment: StepAssignment, cells: StepCells) -> PlannedRow:
+        """Return what a row of a step is expected to take: a call for each cell, which its parts share by tokens.
+
+        Args:
+            schedule: Of the step.
+            row: Of the schedule.
+            assignment: Says how long samples are.
+            cells: Those of the pipeline.
+        """
+        number = {unit: index for index, unit in enumerate(assignment.units)}
+        tokens, squares = assignment.tokens.tolist(), assignment.squares.tolist()
+
+        def sums(unit: str, samples: Samples) -> tuple[int, int]:
+            index = number[unit]
+            return sum(tokens[index][each] for each in samples), sum(squares[index][each] for each in samples)
+
+        def action_ms(action: Action) -> float:
+            if not action.op.computes and action.op is not Op.SEND_F:
+                return 0.0
+            lane, unit = action.lane, action.lane.unit
+            of_cell = sums(unit, cells.samples[lane][action.index])
+            if action.op is Op.FORWARD:
+                return self._curves_of(schedule, action).forward.call_ms(*of_cell)
+            if action.op is Op.SEND_F:
+                costs = self._costs.by_name[unit]
+                if action.peer is None:
+                    num_bytes = of_cell[0] * costs.boundary_bytes
+                else:
+                    num_bytes = sums(unit, cells.part(lane, action.index, action.part))[0] * costs.output_bytes
+                within = self._nodes[row] == self._nodes[schedule.target_row(action)]
+                return (self._cluster.intra_node if within else self._cluster.inter_node).transfer_ms(num_bytes)
+            curves, share = self._curves_of(schedule, action), sums(unit, cells.part(lane, action.index, action.part))
+            of_inputs = curves.backward_input.call_ms(*of_cell) * (action.op is not Op.BACKWARD_WEIGHT)
+            of_weights = curves.backward_weight.call_ms(*of_cell) * (action.op is not Op.BACKWARD_INPUT)
+            return (of_inputs + of_weights) * share[0] / of_cell[0]
+
+        return PlannedRow(graph=schedule.graph, action_ms=tuple(map(action_ms, schedule.row(row))))
+
+    def _curves_of(self, schedule: Schedule, action: Action) -> _StageCurves:
+        return self._curves[schedule.graph.first_stage[action.lane] + action.stage]
+
+
+def _stage_curves(unit: UnitCosts, stage: StageSpec, first: int) -> _StageCurves:
+    """Return the curves of a stage.
+
+    Args:
+        unit: Its unit.
+        stage: The stage.
+        first: The first layer of its lane.
+    """
+    index = unit.index(1, 1)
+    layers = unit.layers[stage.first_layer - first : stage.end_layer - first]
+    forward, of_inputs, of_weights = Curve(), Curve(), Curve()
+    for layer in layers:
+        curves = layer.curves[index]
+        forward += curves.forward
+        of_inputs += curves.backward_input * float(layer.input_gradient)
+        of_weights += curves.backward_weight * float(layer.trainable)
+    return _StageCurves(forward, of_inputs + forward * float(stage.checkpointing), of_weights)

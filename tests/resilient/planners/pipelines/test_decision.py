@@ -1,0 +1,80 @@
+"""Templates have the lanes that planners answered, on devices of their own or shared, and each layer in each lane."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient.errors import ArgumentError
+from resilient.planners.costs.samples import LLM
+from resilient.planners.pipelines.decision import decision_of, several, template_of
+from resilient.planners.planner import Encoders
+from resilient.planners.registry import planner
+from resilient.templates.template import PipelineTemplate
+from tests.resilient.planners.small_jobs import small_job
+
+CHOSEN = ("uniform", "cornstarch", "disttrain", "dhp", "resilient")
+
+
+@pytest.mark.parametrize("devices_per_node", [1, 2])
+@pytest.mark.parametrize("name", CHOSEN)
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=12, deadline=None)
+def test_each_lane_has_each_layer_of_its_unit_once(name: str, devices_per_node: int, seed: int) -> None:
+    setting, known, _ = small_job(seed, devices_per_node)
+    try:
+        configuration = planner(name).configure(setting, known)
+    except ArgumentError:
+        return
+    template = template_of(setting, configuration, known)
+    assert decision_of(template) == configuration
+    assert msgspec.json.decode(msgspec.json.encode(template), type=PipelineTemplate) == template
+    first = 0
+    for unit in setting.costs.units:
+        lanes = [lane for lane in template.lanes if lane.unit == unit.name]
+        assert [lane.number for lane in lanes] == list(range(configuration.units[unit.name].dp))
+        for lane in lanes:
+            cuts = [(stage.first_layer, stage.end_layer) for stage in template.stages if stage.lane == lane]
+            assert (cuts[0][0], cuts[-1][1]) == (first, first + len(unit.layers))
+            assert all(before[1] == after[0] for before, after in pairwise(cuts))
+        first += len(unit.layers)
+    places = {(stage.node_index, stage.first_device) for stage in template.stages}
+    assert places == {divmod(device, devices_per_node) for device in range(setting.num_devices)}
+    assert len(template.rows) == setting.num_devices
+
+
+def test_a_lane_of_several_takes_its_share_of_a_microbatch() -> None:
+    setting, known, _ = small_job(0, 1)
+    setting = replace(setting, num_nodes=3, microbatch=4)
+    one = planner("disttrain").configure(setting, known)
+    vision = replace(one.units["vision"], pp=1, stage_layers=(len(setting.costs.units[0].layers),))
+    rest = {name: each for name, each in one.units.items() if name != "vision"}
+    times: list[float] = []
+    for lanes in (1, 2):
+        units = {"vision": replace(vision, dp=lanes), **rest}
+        template = template_of(setting, replace(one, units=units, colocated=False), known)
+        shares = [stage.forward_ms for stage in template.stages if stage.lane.unit == "vision"]
+        assert len(shares) == lanes
+        times.append(shares[0])
+    tokens, squares = (4 * float(each.mean()) for each in (known.units["vision"].tokens, known.units["vision"].squares))
+    expected = [float(setting.costs.units[0].layer_ms(tokens / lanes, squares / lanes)[0].sum()) for lanes in (1, 2)]
+    np.testing.assert_allclose(times, expected)
+
+
+def test_what_does_not_run_is_refused() -> None:
+    setting, known, _ = small_job(1, 1)
+    one = planner("uniform").configure(replace(setting, num_nodes=2), known)
+    with pytest.raises(ArgumentError, match=r"^replicas of the language model must be one in a pipeline, got 2; ask "):
+        template_of(setting, several(one, 2), known)
+    wide = {**one.units, LLM: replace(one.units[LLM], cp=2)}
+    with pytest.raises(ArgumentError, match=r"^devices of a stage must be one, got 1 x 2 in 'llm'; profile no other "):
+        template_of(setting, replace(one, units=wide), known)
+    everywhere = replace(one, encoders=Encoders.REPLICATED)
+    with pytest.raises(ArgumentError, match=r"^replicated encoders must be beside one stage of the language model, "):
+        template_of(setting, everywhere, known)

@@ -1,0 +1,59 @@
+"""Samples are placed once in each unit that has something to do, all of one sample in one pipeline, however unlike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient.planners.costs.samples import LLM
+from resilient.planners.pipelines.decision import template_of
+from resilient.planners.pipelines.sample_places import NOWHERE, SamplePlaces
+from resilient.planners.registry import PLANNERS, planner
+from resilient.planners.stages.one_pipeline import pipeline_configurations
+from resilient.templates.plan import Pipeline, Plan
+from tests.resilient.planners.small_jobs import small_job
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=8, deadline=None)
+def test_each_sample_has_one_place_in_pipelines_of_all_sizes(name: str, seed: int) -> None:
+    setting, known, batch = small_job(seed, 1)
+    chosen, draw = planner(name), np.random.default_rng(seed)
+    answers = pipeline_configurations(chosen, replace(setting, num_nodes=5), known, range(1, 5))
+    templates = [template_of(replace(setting, num_nodes=size), answer, known) for size, answer in answers.items()]
+    drawn = [templates[draw.integers(len(templates))] for _ in range(draw.integers(1, 4))]
+    pipelines = tuple(
+        Pipeline(template=each, nodes=tuple(range(each.num_nodes)), num_microbatches=int(draw.integers(1, 4)))
+        for each in drawn
+    )
+    placing = SamplePlaces(chosen, setting.costs, setting.cluster, setting.microbatch, Plan(pipelines=pipelines))
+    places = placing.places(batch)
+    assert np.array_equal(places, placing.places(batch))
+    of_llm = places[list(batch.units).index(LLM), :, 0]
+    assert of_llm.min() >= 0
+    for unit, of_unit in zip(batch.units, places, strict=True):
+        there = batch.units[unit].tokens > 0
+        assert np.all(of_unit[~there] == NOWHERE)
+        assert np.array_equal(of_unit[there, 0], of_llm[there])
+        for pipeline, lane, cell in of_unit[there]:
+            assert (unit, lane) in pipelines[pipeline].template.lanes
+            assert cell >= 0
+
+
+def test_faster_pipelines_get_more() -> None:
+    setting, known, _ = small_job(3, 1)
+    answers = pipeline_configurations(planner("resilient"), replace(setting, num_nodes=4), known, range(1, 4))
+    templates = [template_of(replace(setting, num_nodes=size), answers[size], known) for size in (1, 3)]
+    pipelines = tuple(
+        Pipeline(template=each, nodes=tuple(range(each.num_nodes)), num_microbatches=4) for each in templates
+    )
+    placing = SamplePlaces(planner("resilient"), setting.costs, setting.cluster, 1, Plan(pipelines=pipelines))
+    work = setting.sample_ms(LLM, known.units[LLM])
+    pipeline_of = placing.places(known)[list(known.units).index(LLM), :, 0]
+    slow, fast = (work[pipeline_of == number].sum() for number in (0, 1))
+    assert fast > 1.5 * slow
