@@ -161,6 +161,7 @@ class WorkerPool:
             "RESILIENT_TRACE": welcome.trace,
             "RESILIENT_PLANNER": welcome.planner,
             "RESILIENT_NETWORK": msgspec.json.encode(welcome.network).decode(),
+            "RESILIENT_PLANNED": "1" if welcome.is_planned else "",
         }
 
     def _error_file(self, local_rank: int) -> Path:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -202,9 +203,10 @@ class Trainer:
         planning = None
         if agent is not None and job.planner:
             cluster, num_nodes = cluster_from_environment()
-            profile, planning = planned_job(job, cluster, num_nodes, lambda text: client.send(Output(text=text)))
+            known = bool(os.environ.get("RESILIENT_PLANNED"))
+            profile, planning = planned_job(job, cluster, num_nodes, partial(_say, client), is_planned=known)
         else:
-            profile = job_profile(job, samples, lambda text: client.send(Output(text=text)))
+            profile = job_profile(job, samples, partial(_say, client))
         del samples  # they may be large
         host, traced_steps = os.environ.get("RESILIENT_HOST", "127.0.0.1"), os.environ.get("RESILIENT_TRACE", "")
         self._worker = Worker(job, profile, client, host, parse_steps(traced_steps), processes, told, planning)
@@ -288,6 +290,10 @@ def _device(wanted: str | torch.device | None) -> torch.device:
         # not the local rank: nodes that are simulated on one machine share its GPUs out, too
         return torch.device("cuda", int(os.environ.get("RANK", "0")) % torch.cuda.device_count())
     return device
+
+
+def _say(client: AgentClient | SingleProcessClient, text: str) -> None:
+    client.send(Output(text=text))
 
 
 def _single_process_directory() -> str:

@@ -91,6 +91,7 @@ class Handlers:
                 trace=settings.trace,
                 planner=settings.planner,
                 network=settings.network,
+                is_planned=self._parts.job.is_known,
             ),
         )
         if event.num_workers != settings.workers_per_node:

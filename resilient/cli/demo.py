@@ -32,6 +32,7 @@ from resilient.protocol.messages import Injection
 from resilient.templates.common.words import counted
 
 NUM_NODES = 5
+PLANNER = "resilient"
 KILL_PHASES = ("forward", "backward", "reduce", "prepare", "commit")
 PARAM_TOLERANCE = 1e-9
 """Largest accepted ``max_param_rel_diff``: float64, where only the order of summation differs."""
@@ -197,7 +198,7 @@ def demo(
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<time> by default.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
 ) -> None:
-    """Train on five nodes, kill one in mid-step, let one join, and compare with the same job without failures."""
+    """Train vision and language, kill a node in mid-step, let one join, and compare with a run without failures."""
     from resilient.cli.shared.run_folder import new_run_directory
 
     console = Console(highlight=False, emoji=False)
@@ -233,6 +234,7 @@ def _train(num_steps: int, scenario: DemoScenario | None, run_directory: Path, v
         script=str(example_script()),
         arguments=("--steps", str(num_steps), "--precision", "fp64"),
         num_nodes=NUM_NODES,
+        planner=PLANNER,
         run_directory=str(run_directory),
         injections=(scenario.kill,) if scenario else (),
     )

@@ -13,6 +13,9 @@ from resilient.templates.common.words import look_up
 BASELINE = "uniform"
 """What others are compared with: one uniform plan for the whole model."""
 
+AUTO = "auto"
+"""All planners, of whose answers the best is taken (:mod:`resilient.planners.own.best`)."""
+
 PLANNERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "uniform": ("published.baselines.uniform", "Uniform"),

@@ -9,9 +9,10 @@ from resilient.data.lengths import SampleLengths
 from resilient.models.packing import Packable
 from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.costs.samples import SampleTable
+from resilient.planners.own.best import BestOfAll
 from resilient.planners.pipelines.decision import template_of
 from resilient.planners.planner import Setting
-from resilient.planners.registry import planner
+from resilient.planners.registry import AUTO, planner
 from resilient.planners.stages.one_pipeline import pipeline_configurations
 from resilient.profiling.cache import job_unit_costs
 from resilient.profiling.unit_cells import draw_lengths
@@ -27,7 +28,7 @@ may be faster."""
 
 
 def planned_job(
-    job: Job, cluster: Cluster, num_nodes: int, announce: Callable[[str], None]
+    job: Job, cluster: Cluster, num_nodes: int, announce: Callable[[str], None], *, is_planned: bool = False
 ) -> tuple[ModelProfile, UnitPlanning]:
     """Return the profile of a job's mean cells on this device, and what places its samples.
 
@@ -36,6 +37,7 @@ def planned_job(
         cluster: The nodes.
         num_nodes: How many the job begins with.
         announce: Told, in words, that it takes a moment.
+        is_planned: Whether the job has its pipelines: the planner, which may take seconds, is not asked for them.
 
     Raises:
         ValueError: The planner has no answer for a pipeline of one device a stage.
@@ -43,10 +45,13 @@ def planned_job(
     """
     drawn = draw_lengths(job)
     costs = job_unit_costs(job, drawn, announce)
-    return mean_profile(job, costs, drawn.table), planning_of(job, costs, drawn.table, cluster, num_nodes)
+    planning = planning_of(job, costs, drawn.table, cluster, num_nodes, is_planned=is_planned)
+    return mean_profile(job, costs, drawn.table), planning
 
 
-def planning_of(job: Job, costs: CostModel, samples: SampleTable, cluster: Cluster, num_nodes: int) -> UnitPlanning:
+def planning_of(
+    job: Job, costs: CostModel, samples: SampleTable, cluster: Cluster, num_nodes: int, *, is_planned: bool = False
+) -> UnitPlanning:
     """Ask a job's planner for its pipelines.
 
     Args:
@@ -55,11 +60,12 @@ def planning_of(job: Job, costs: CostModel, samples: SampleTable, cluster: Clust
         samples: Of its data set.
         cluster: The nodes.
         num_nodes: How many the job begins with.
+        is_planned: Whether the job has them: there are none in what is returned then.
 
     Raises:
         ValueError: The planner has no answer for a pipeline of one device a stage.
     """
-    chosen = planner(job.planner)
+    chosen = BestOfAll() if job.planner == AUTO else planner(job.planner)
     setting = Setting(
         costs=costs,
         cluster=cluster,
@@ -68,7 +74,8 @@ def planning_of(job: Job, costs: CostModel, samples: SampleTable, cluster: Clust
         microbatch=job.microbatch,
     )
     fewest = job.min_pipeline_nodes
-    answers = pipeline_configurations(chosen, setting, samples, range(fewest, fewest + max(fewest, _MORE_NODES)))
+    sizes = range(fewest, fewest + max(fewest, _MORE_NODES))
+    answers = {} if is_planned else pipeline_configurations(chosen, setting, samples, sizes)
     assert isinstance(job.model, Packable)
     return UnitPlanning(
         planner=chosen,

@@ -315,7 +315,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The node's number and what to start; workers from before are killed. ``num_nodes``: nodes the job was started
     with. ``trace``: steps of which workers write down when they did what
     (:func:`resilient.observability.step_trace.parse_steps`). ``planner``: what they use instead of the script's.
-    ``network``: between two nodes, for each worker."""
+    ``network``: between two nodes, for each worker. ``is_planned``: the job is known, and what its planner answered."""
 
     node: int
     script: str
@@ -327,6 +327,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     trace: str = ""
     planner: str = ""
     network: Link = Link()
+    is_planned: bool = False
 
 
 class FromWorker(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -12,7 +12,7 @@ from resilient.data.dataset import Dataset
 from resilient.errors import ArgumentError
 from resilient.models.layer import Model
 from resilient.models.packing import why_padded
-from resilient.planners.registry import PLANNERS
+from resilient.planners.registry import AUTO, PLANNERS
 from resilient.templates.common.words import look_up
 from resilient.templates.schedules.kind import ScheduleKind
 
@@ -87,7 +87,7 @@ def check_planner(name: str, model: Model, dataset: Dataset, schedule: ScheduleK
         ArgumentError: There is none of that name, or samples of this job are padded, or what else is chosen rules
             planners out.
     """
-    look_up("planner", name, PLANNERS)
+    look_up("planner", name, dict.fromkeys((AUTO, *PLANNERS)))
     why = why_padded(model, dataset)
     if why is not None:
         fix = "leave {planner} out, to train a chain of padded microbatches, or change that"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from resilient.data.sampler import StepSampler
-from resilient.planners.registry import PLANNERS
+from resilient.planners.registry import AUTO, PLANNERS
 from resilient.testing import fail_at
 from tests.integration.harness import Run, check_equals_one_process, check_survivors, run_alone, run_job
 from tests.integration.jobs.planned import Mixed
@@ -35,7 +35,7 @@ FEWEST = {
 """Nodes of the smallest pipelines asked for; of other planners 2."""
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("planner", [*PLANNERS, AUTO])
 def test_planner_through_a_kill(planner: str, alone: tuple[Path, str], tmp_path: Path) -> None:
     fewest = FEWEST.get(planner, 2)
     options = ("--planner", planner, "--min-pipeline-nodes", str(fewest))

@@ -34,6 +34,7 @@ from resilient.cli.shared.output_files import check_outputs
 from resilient.cli.shared.printing import progress_bar, table_console
 from resilient.cli.shared.ranges import within
 from resilient.errors import ArgumentError
+from resilient.planners.registry import AUTO
 from resilient.templates.common.words import counted
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from resilient.planners.planner import Planner, Setting
     from resilient.planners.workloads.records import Bad
 
-ALL, AUTO = "all", "auto"
+_ALL = "all"
 _MOST_SAMPLES = 10_000_000
 """Of all batches, to be in memory at once."""
 
@@ -188,7 +189,7 @@ def _setting(options: CompareOptions) -> Setting:
 def _planners(names: str) -> list[Planner]:
     from resilient.planners.registry import PLANNERS, planner
 
-    chosen = list(PLANNERS) if names in (ALL, AUTO) else [name.strip() for name in names.split(",")]
+    chosen = list(PLANNERS) if names in (_ALL, AUTO) else [name.strip() for name in names.split(",")]
     return [planner(name) for name in dict.fromkeys(chosen)]
 
 
