@@ -8,6 +8,7 @@ from resilient.observability.step_trace import PlannedRow
 from resilient.planners.costs.cost_model import CostModel, Curve, UnitCosts
 from resilient.runtime.steps.assignment import StepAssignment
 from resilient.templates.inputs.cluster import Cluster
+from resilient.templates.schedules.graph import LaneName
 from resilient.templates.schedules.schedule import Action, Op, Schedule
 from resilient.templates.schedules.step_cells import Samples, StepCells
 from resilient.templates.template import PipelineTemplate, StageSpec
@@ -38,7 +39,7 @@ class UnitTimes:
         ]
 
     def planned(self, schedule: Schedule, row: int, assignment: StepAssignment, cells: StepCells) -> PlannedRow:
-        """Return what a row of a step is expected to take: a call for each cell, which its parts share by tokens.
+        """Return what a row of a step is expected to take: a call for each part of a cell.
 
         Args:
             schedule: Of the step.
@@ -48,30 +49,35 @@ class UnitTimes:
         """
         number = {unit: index for index, unit in enumerate(assignment.units)}
         tokens, squares = assignment.tokens.tolist(), assignment.squares.tolist()
+        parts = schedule.graph.tables.parts.tolist()
+        lane_number = {lane.name: index for index, lane in enumerate(schedule.graph.lanes)}
 
-        def sums(unit: str, samples: Samples) -> tuple[int, int]:
-            index = number[unit]
+        def sums(lane: LaneName, samples: Samples) -> tuple[int, int]:
+            index = number[lane.unit]
             return sum(tokens[index][each] for each in samples), sum(squares[index][each] for each in samples)
+
+        def of_part(action: Action, part: int) -> tuple[int, int]:
+            return sums(action.lane, cells.part(action.lane, action.index, part))
 
         def action_ms(action: Action) -> float:
             if not action.op.computes and action.op is not Op.SEND_F:
                 return 0.0
-            lane, unit = action.lane, action.lane.unit
-            of_cell = sums(unit, cells.samples[lane][action.index])
+            lane = action.lane
             if action.op is Op.FORWARD:
-                return self._curves_of(schedule, action).forward.call_ms(*of_cell)
+                forward = self._curves_of(schedule, action).forward
+                number_of_parts = parts[lane_number[lane]][action.index]
+                return sum(forward.call_ms(*of_part(action, part)) for part in range(number_of_parts))
             if action.op is Op.SEND_F:
-                costs = self._costs.by_name[unit]
+                costs = self._costs.by_name[lane.unit]
                 if action.peer is None:
-                    num_bytes = of_cell[0] * costs.boundary_bytes
+                    num_bytes = sums(lane, cells.samples[lane][action.index])[0] * costs.boundary_bytes
                 else:
-                    num_bytes = sums(unit, cells.part(lane, action.index, action.part))[0] * costs.output_bytes
+                    num_bytes = of_part(action, action.part)[0] * costs.output_bytes
                 within = self._nodes[row] == self._nodes[schedule.target_row(action)]
                 return (self._cluster.intra_node if within else self._cluster.inter_node).transfer_ms(num_bytes)
-            curves, share = self._curves_of(schedule, action), sums(unit, cells.part(lane, action.index, action.part))
-            of_inputs = curves.backward_input.call_ms(*of_cell) * (action.op is not Op.BACKWARD_WEIGHT)
-            of_weights = curves.backward_weight.call_ms(*of_cell) * (action.op is not Op.BACKWARD_INPUT)
-            return (of_inputs + of_weights) * share[0] / of_cell[0]
+            curves, share = self._curves_of(schedule, action), of_part(action, action.part)
+            of_inputs = curves.backward_input.call_ms(*share) * (action.op is not Op.BACKWARD_WEIGHT)
+            return of_inputs + curves.backward_weight.call_ms(*share) * (action.op is not Op.BACKWARD_INPUT)
 
         return PlannedRow(graph=schedule.graph, action_ms=tuple(map(action_ms, schedule.row(row))))
 
