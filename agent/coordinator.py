@@ -1,8 +1,9 @@
 """The coordinator: sockets, files and time around the membership machine.
 
-One port: ``GET /agent`` (WebSocket, node agents), ``POST /inject``, ``POST /leave``, ``GET /status``; all with the
-job's token. Holds no training state and decides nothing: see :mod:`resilient.agent.membership.machine`. Plans are
-prepared in a thread, so that the event loop never waits for them. Must not import torch.
+One port: ``GET /agent`` (WebSocket, node agents), ``POST /inject``, ``/leave`` and ``/stop``, ``GET /status`` and
+``/metrics`` (Prometheus), all with the job's token; ``GET /healthz`` without. Holds no training state and decides
+nothing: see :mod:`resilient.agent.membership.machine`. Plans are prepared in a thread, so that the event loop never
+waits for them. Must not import torch.
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ from resilient.agent.membership.parts.context import EXIT_FAILED, Phase, Setting
 from resilient.agent.stimulus_log import StimulusLog, append_whole
 from resilient.common.files import replacing
 from resilient.errors import ArgumentError, CheckpointError
+from resilient.observability.metrics import CONTENT_TYPE, JobMetrics
+from resilient.protocol.generation_packing import GenerationPacker
 from resilient.protocol.messages import (
     PHASES,
     Departure,
+    Generation,
     Injection,
     Shutdown,
     ToWorkers,
@@ -47,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 _FAREWELL_TIMEOUT_S = 10.0
 _TICK_S = 0.5
+_HEALTH = "/healthz"
 _MAX_BODY_BYTES = 1 << 20
 
 _Body = TypeVar("_Body", Injection, Departure)
@@ -71,6 +76,8 @@ class Coordinator:
         self._log = Path(settings.run_directory) / "events.jsonl"
         self._stimuli = StimulusLog(Path(settings.run_directory) / "stimuli.jsonl", settings)
         self._injections = InjectionLog(self._log.with_name("injections.jsonl"), settings.injections)
+        self._metrics = JobMetrics()
+        self._packer = GenerationPacker()
         self._queue: deque[ev.Stimulus] = deque()
         self._is_pumping = False
         self._stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -96,7 +103,10 @@ class Coordinator:
                 web.get("/agent", self._agents.serve),
                 web.post("/inject", self._serve_inject),
                 web.post("/leave", self._serve_leave),
+                web.post("/stop", self._serve_stop),
                 web.get("/status", self._serve_status),
+                web.get("/metrics", self._serve_metrics),
+                web.get(_HEALTH, self._serve_health),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -194,7 +204,8 @@ class Coordinator:
     def _do(self, instruction: ev.Instruction) -> None:
         match instruction:
             case ev.Send(node=node, local_rank=local_rank, message=message):
-                self._agents.tell(node, ToWorkers(message=message, local_rank=local_rank))
+                sent = self._packer.pack(message) if isinstance(message, Generation) else message
+                self._agents.tell(node, ToWorkers(message=sent, local_rank=local_rank))
             case ev.Tell(node=node, message=message):
                 self._agents.tell(node, message)
             case ev.Record(kind=kind, generation=generation, fields=fields):
@@ -228,6 +239,7 @@ class Coordinator:
             append_whole(self._log, msgspec.json.encode(event) + b"\n")
         except OSError as error:  # a full disk ends no job that it does not keep from training
             logger.error("cannot write %s: %s", self._log, error)
+        self._metrics.apply(event)
         self._on_event(event)
 
     def _write_injections(self, kind: str, told: Sequence[dict[str, Any]]) -> None:
@@ -240,6 +252,8 @@ class Coordinator:
     async def _authenticate(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
+        if request.path == _HEALTH:  # tells a stranger no more than that somebody listens does
+            return await handler(request)
         presented = request.headers.get("Authorization", "")
         if not hmac.compare_digest(presented.encode(), f"Bearer {self._token}".encode()):
             raise web.HTTPUnauthorized(text="the job's token is required")
@@ -248,6 +262,18 @@ class Coordinator:
     async def _serve_status(self, request: web.Request) -> web.Response:
         health = {str(node): msgspec.to_builtins(health) for node, health in self._agents.health.items()}
         return web.json_response({**self._machine.status(), "health": health})
+
+    async def _serve_metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _serve_health(self, request: web.Request) -> web.Response:
+        if self._stopped.done():
+            raise web.HTTPServiceUnavailable(text="the job is over")
+        return web.Response(text="ok")
+
+    async def _serve_stop(self, request: web.Request) -> web.Response:
+        self.feed(ev.Interrupted(reason="asked to stop"))
+        return web.json_response({})
 
     async def _serve_inject(self, request: web.Request) -> web.Response:
         injection = await _read(request, Injection)

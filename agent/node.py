@@ -31,11 +31,11 @@ from resilient.protocol.messages import (
     Finished,
     FromAgentMessage,
     FromWorker,
-    Generation,
     Health,
     Injection,
     Kill,
     Leaving,
+    PackedGeneration,
     Report,
     ShowStacks,
     Shutdown,
@@ -231,7 +231,7 @@ class NodeAgent:
     async def _obey(self, message: ToAgentMessage) -> None:
         assert self._pool is not None
         if isinstance(message, ToWorkers):
-            if isinstance(message.message, Generation) and message.message.rank is not None:
+            if isinstance(message.message, PackedGeneration) and message.message.rank is not None:
                 self._stuck_since = None
             self._pool.deliver(message.local_rank, frame(encode(message.message)))
         elif isinstance(message, Welcome):

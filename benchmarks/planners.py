@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
+from parts.timing import median_s
 from rich.console import Console
-from timing import median_s
 
 from resilient.cli.shared.printing import plain_table
 from resilient.planners.costs.cost_model import CostModel

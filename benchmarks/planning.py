@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from parts.timing import median_s
 from rich.console import Console
-from timing import median_s
 
 from resilient.cli.shared.printing import plain_table
 from resilient.templates.composition.batch_split import Lines, lines, split_microbatches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import msgspec
 
@@ -186,7 +187,7 @@ class Plan:
     pipelines: tuple[Pipeline, ...]
     schedule_kind: ScheduleKind = ScheduleKind.ONE_F_ONE_B
 
-    @property
+    @cached_property
     def slots(self) -> tuple[Slot, ...]:
         """All workers' places, by rank."""
         slots: list[Slot] = []
@@ -206,7 +207,7 @@ class Plan:
                     )
         return tuple(slots)
 
-    @property
+    @cached_property
     def nodes(self) -> tuple[int, ...]:
         """All nodes, pipeline by pipeline."""
         return tuple(node for pipeline in self.pipelines for node in pipeline.nodes)

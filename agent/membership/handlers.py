@@ -148,6 +148,7 @@ class Handlers:
         member = self._context.members.get(event.node)
         if member is not None and event.exit_code == 0 and not member.ready:
             member.done.add(event.local_rank)
+            self._parts.start_up.note_ended()
             self._lifecycle.proceed()
         else:
             self.on_worker_ended(event)
@@ -278,7 +279,7 @@ class Handlers:
 
     def _note_ready(self, message: Ready, member: Member, local_rank: int) -> None:
         parts = self._parts
-        member.ready[local_rank] = message
+        member.ready[local_rank] = parts.job.shared(message)
         if member.is_up:
             parts.job.hold_back(member, parts.start_up.expected if parts.phase is Phase.STARTING else 0)
             pids = [member.ready[local_rank].pid for local_rank in range(member.num_workers)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from resilient.agent.membership.next_generation.members import Member, WorkerId
+from resilient.agent.membership.next_generation.members import Member, Outstanding, WorkerId
 from resilient.agent.membership.next_generation.speeds import NodeSpeeds
 from resilient.agent.membership.parts.change import Change
 from resilient.agent.membership.parts.checkpoints import Checkpoints
@@ -48,6 +48,7 @@ class JobParts:
         self.checkpoints = Checkpoints(self.context)
         self.injections = Injections(self.context)
         self.ending = Ending(self.context)
+        self._reporting = Outstanding()
         self.phase = Phase.STARTING
         self.change: Change | None = None
         self.last_checkpoint: LastCheckpoint | None = None
@@ -62,6 +63,20 @@ class JobParts:
         members = self.context.members
         standing_by = {worker for worker in self.context.ready_workers() if members[worker[0]].admitted}
         return (self.participants.placed() | standing_by) - self.change.reports.keys()  # who stands by may hold a state
+
+    @property
+    def awaits_anybody(self) -> bool:
+        """Whether anybody's report or saved part is waited for."""
+        if self.last_checkpoint is not None or self.change is None:
+            return bool(self.awaiting)
+        return self._reporting.has_any(self._is_awaited, lambda: self.awaiting)
+
+    def _is_awaited(self, worker: WorkerId) -> bool:
+        """Return whether a worker's report is waited for, in a change."""
+        member = self.context.members.get(worker[0])
+        if self.change is None or self.change.has_heard(worker) or member is None:
+            return False
+        return self.participants.has_place(worker) or (member.is_ready and member.admitted)
 
     @property
     def how_to_resume(self) -> str:

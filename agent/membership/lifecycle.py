@@ -53,14 +53,15 @@ class Lifecycle:
             self.proceed()
         elif parts.phase is Phase.RUNNING and not parts.participants.finished:
             self._ask_for_boundary()
-        elif parts.phase is Phase.AGREEING and not parts.awaiting:
+        elif parts.phase is Phase.AGREEING and not parts.awaits_anybody:
             assert parts.change is not None
-            reports = {w: parts.change.reports.get(w, NOTHING) for w in parts.context.ready_workers()}
+            heard = parts.change.reports
+            reports = {worker: heard.get(worker, NOTHING) for worker in parts.context.ready_workers()}
             progress = parts.progress
             agreement = agree(reports, progress.outcome, progress.version, progress.skipped)
             self._regrouping.note_untold_steps(agreement)
             self._regrouping.publish_next(agreement)
-        elif parts.phase is Phase.SAVING and not parts.awaiting:
+        elif parts.phase is Phase.SAVING and not parts.awaits_anybody:
             self._ends.end_saved()
         elif parts.phase is Phase.FINISHED:
             self._ends.stop_when_all_are_gone()
@@ -68,6 +69,8 @@ class Lifecycle:
     def _begin_when_complete(self) -> None:
         """Publish the first generation once all expected nodes can be given a place, or stop if they never can."""
         parts = self._parts
+        if parts.context.members and parts.start_up.waits_for_workers:
+            return
         live, run_directory = list(parts.context.members.values()), parts.context.settings.run_directory
         done = [member.node for member in live if member.is_done]
         log = log_path(run_directory, (done[0], 0)) if done else None

@@ -16,10 +16,12 @@ from collections.abc import Callable
 import msgspec
 
 from resilient.errors import ControlError
+from resilient.protocol.generation_packing import unpack
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     Arm,
     FromWorkerMessage,
+    PackedGeneration,
     Regroup,
     ToWorkerMessage,
     decode_to_worker,
@@ -195,7 +197,10 @@ class AgentClient:
         if header is None:
             return None
         payload = self._read_exactly(frame_size(header))
-        return None if payload is None else decode_to_worker(payload)
+        if payload is None:
+            return None
+        message = decode_to_worker(payload)
+        return unpack(message) if isinstance(message, PackedGeneration) else message
 
     def _read_exactly(self, num_bytes: int) -> bytes | None:
         data = bytearray()

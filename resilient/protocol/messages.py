@@ -255,7 +255,7 @@ class Regroup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A new generation begins. The same for all workers but ``rank``.
+    """A new generation begins. Sent as :mod:`resilient.protocol.generation_packing` packs it.
 
     Args:
         rank: Global rank of the addressee; None when it takes no part (it stands by). Ranks from ``len(plan.slots)``
@@ -264,7 +264,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         version: Committed steps to go on from.
         skipped: Those of them that were skipped.
         roll_forward: Outcome of step ``version`` for workers still at ``version - 1``: they apply it.
-        transfers: Copies between ranks of this generation.
+        transfers: Copies between ranks of this generation; a worker is told of those that it sends or receives.
         source: Where states without a transfer that a worker lacks come from: ``INIT`` or a checkpoint folder.
         store_address: host:port of the store to meet in (rank 0's).
         checkpoint_due: The generation before was to write a checkpoint of ``version`` and could not: this one does.
@@ -281,6 +281,14 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_sources: int = 0
     skipped: SkippedSteps = NONE_SKIPPED
     checkpoint_due: bool = False
+
+
+class PackedGeneration(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A :class:`Generation` on its way: ``common`` is the same bytes for all, ``transfers`` those of ``rank``."""
+
+    rank: int | None
+    common: bytes
+    transfers: tuple[Transfer, ...] = ()
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -307,6 +315,7 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 ToWorkerMessage = Regroup | Generation | Save | Finish | Arm
+SentToWorker = Regroup | PackedGeneration | Save | Finish | Arm
 
 # ---------------------------------------------------------------- agent <-> coordinator
 
@@ -338,7 +347,7 @@ class FromWorker(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class ToWorkers(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """For one worker of the node (``local_rank``) or, when None, all of them."""
 
-    message: ToWorkerMessage
+    message: SentToWorker
     local_rank: int | None = None
 
 
@@ -387,4 +396,4 @@ ToAgentMessage = Welcome | ToWorkers | Kill | ShowStacks | Shutdown
 
 encode = msgspec.msgpack.encode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorkerMessage).decode
-decode_to_worker = msgspec.msgpack.Decoder(ToWorkerMessage).decode
+decode_to_worker = msgspec.msgpack.Decoder(SentToWorker).decode

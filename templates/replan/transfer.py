@@ -17,6 +17,8 @@ from resilient.templates.plan import Holdings, Plan, PlanningProblem
 
 # Up to this many bytes a state comes from one holder; larger ones are split over several, at page boundaries.
 _MAX_WHOLE_BYTES = 4 * 2**20
+_MAX_SENDERS = 16
+"""Of a piece, to one rank: more do not make its own link faster, and every worker is told of each copy of its own."""
 _PAGE_BYTES = 4096
 
 
@@ -105,20 +107,27 @@ class _Missing:
 
 def _split(want: _Missing, load: dict[int, int]) -> list[Transfer]:
     """Split bytes over their least loaded holders such that their loads become as equal as can be, and add to them."""
-    left = want.part
-    max_parts = -(-left.size // _MAX_WHOLE_BYTES)
+    left = want.part.size
+    max_parts = min(_MAX_SENDERS, -(-left // _MAX_WHOLE_BYTES))
     sources = sorted(want.holders, key=lambda rank: (load[rank], rank))[:max_parts]
-    level = _fill_level([load[source] for source in sources], left.size)
+    level = _fill_level([load[source] for source in sources], left)
+    intervals = iter(want.part)
+    start = end = 0
     transfers: list[Transfer] = []
     for source in sources:
         share = -(-max(0, level - load[source]) // _PAGE_BYTES) * _PAGE_BYTES
-        sent = left if source == sources[-1] else left.first(share)
-        left -= sent
-        load[source] += sent.size
-        transfers += [
-            Transfer(state=want.state, source=source, target=want.target, first_byte=start, end_byte=end)
-            for start, end in sent
-        ]
+        to_send = left if source == sources[-1] else min(left, share)
+        left -= to_send
+        load[source] += to_send
+        while to_send:
+            if start == end:
+                start, end = next(intervals)
+            cut = min(end, start + to_send)
+            transfers.append(
+                Transfer(state=want.state, source=source, target=want.target, first_byte=start, end_byte=cut)
+            )
+            to_send -= cut - start
+            start = cut
     return transfers
 
 

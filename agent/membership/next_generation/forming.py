@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from resilient.agent.membership.next_generation.agreement import Agreement
@@ -51,7 +52,7 @@ class NextGeneration:
     skipped: SkippedSteps
     lost: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def ranks(self) -> dict[WorkerId, int]:
         """The global ranks of all who take part."""
         placed = ((slot.node, slot.local_rank) for slot in self.plan.slots)
@@ -172,7 +173,10 @@ def _copies(
     transfers, lost = plan_transfers(problem, plan, held, len(others))
     sending = sorted({transfer.source for transfer in transfers} - set(range(len(placed))))
     ranks = {rank: len(placed) + position for position, rank in enumerate(sending)}
-    renumbered = tuple(replace(transfer, source=ranks.get(transfer.source, transfer.source)) for transfer in transfers)
+    renumbered = tuple(
+        replace(transfer, source=ranks[transfer.source]) if transfer.source in ranks else transfer
+        for transfer in transfers
+    )
     return renumbered, lost, tuple(others[rank - len(placed)] for rank in sending)
 
 

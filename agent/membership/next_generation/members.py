@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,6 +69,32 @@ class Member:
     def pids(self) -> dict[str, int]:
         """Process numbers of the workers that are up, by "node/local_rank"."""
         return {f"{self.node}/{local_rank}": ready.pid for local_rank, ready in sorted(self.ready.items())}
+
+
+class Outstanding:
+    """Tells, time after time and of many, whether anybody is still waited for.
+
+    It remembers one, and looks for another only when that one is waited for no longer. Which one is as good as random,
+    so that of N who come in any order only about log N are looked for.
+    """
+
+    def __init__(self) -> None:
+        self._one: WorkerId | None = None
+
+    def has_any(self, is_awaited: Callable[[WorkerId], bool], awaited: Callable[[], Collection[WorkerId]]) -> bool:
+        """Return whether anybody is.
+
+        Args:
+            is_awaited: Whether one is.
+            awaited: Returns all who are.
+        """
+        if self._one is None or not is_awaited(self._one):
+            self._one = max(awaited(), key=_scattered, default=None)
+        return self._one is not None
+
+
+def _scattered(worker: WorkerId) -> tuple[int, WorkerId]:
+    return (worker[0] + 1) * 2654435761 % 2**32, worker  # Knuth's multiplicative hash
 
 
 def log_path(run_directory: str, worker: WorkerId) -> Path:

@@ -44,7 +44,13 @@ class Change:
     @property
     def reports(self) -> Mapping[WorkerId, WorkerProgress]:
         """What was reported by whom, but for damaged copies."""
+        if not self._damaged:
+            return self._reports
         return {worker: _without(self._damaged.get(worker, ()), said) for worker, said in self._reports.items()}
+
+    def has_heard(self, worker: WorkerId) -> bool:
+        """Return whether a worker has reported."""
+        return worker in self._reports
 
     @property
     def lost_nodes(self) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from resilient.agent.membership.next_generation.forming import problem_of
 from resilient.agent.membership.next_generation.members import Member, available
 from resilient.agent.membership.parts.context import Context
 from resilient.agent.membership.parts.events import PreparePlans
 from resilient.errors import ArgumentError
-from resilient.protocol.messages import JobSpec
+from resilient.protocol.messages import JobSpec, Ready
 from resilient.state.manifest import check_recipe
 from resilient.templates.plan import PlanningProblem
 
@@ -81,6 +83,10 @@ class PlannedJob:
             raise ArgumentError("num_steps", constraint, job.num_steps, "train for more steps")
         check_recipe(*settings.resume, job.recipe)
 
+    def shared(self, message: Ready) -> Ready:
+        """Return what a worker has said, such that equal jobs of a thousand workers are kept once."""
+        return msgspec.structs.replace(message, job=self.spec) if message.job == self.spec else message
+
     def why_too_small(self, job: JobSpec) -> str:
         """Return why a worker's device cannot train what is planned for the first's; "" if it can."""
         needed, own = self.spec.memory_bytes, job.memory_bytes
@@ -102,7 +108,9 @@ class PlannedJob:
             num_expected: Nodes that are planned with at least, whether they are there or not.
         """
         members = self._context.members.values()
-        num_nodes = max(num_expected, sum(other.is_up and not other.leaving for other in members))
+        num_nodes = num_expected
+        if len(members) > num_expected:
+            num_nodes = max(num_expected, sum(other.is_up and not other.leaving for other in members))
         member.lacks_plans = num_nodes > self._planned_for
         if num_nodes > self._asked_for:
             self.ask(num_nodes)

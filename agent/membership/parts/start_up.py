@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from resilient.agent.membership.next_generation.members import Member, WorkerId
+from resilient.agent.membership.next_generation.members import Member, Outstanding, WorkerId
 from resilient.agent.membership.parts.context import Context
 from resilient.protocol.messages import Ready
 
@@ -18,6 +18,8 @@ class StartUp:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._expected = context.settings.num_nodes
+        self._getting_ready = Outstanding()
+        self._has_ended = False
         self._waiting_since: float | None = None
         self._notice_after_s = _FIRST_NOTICE_S
         self._unheard: list[tuple[Ready, WorkerId]] = []
@@ -37,6 +39,23 @@ class StartUp:
     def has_own(self) -> bool:
         """Whether a node of the launcher's own is there, or may come."""
         return self._expected > 0
+
+    @property
+    def waits_for_workers(self) -> bool:
+        """Whether nodes have yet to come or to get ready, and no script has ended meanwhile."""
+        members = self._context.members
+
+        def is_awaited(worker: WorkerId) -> bool:
+            return worker[0] in members and not members[worker[0]].is_ready
+
+        def awaited() -> list[WorkerId]:
+            return [(node, 0) for node, member in members.items() if not member.is_ready]
+
+        return not self._has_ended and (not self.all_came or self._getting_ready.has_any(is_awaited, awaited))
+
+    def note_ended(self) -> None:
+        """Take in that a script has ended before the job began."""
+        self._has_ended = True
 
     def expect_one_less(self, member: Member) -> None:
         """Go on without a node that went away; guests were not expected."""

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from resilient.agent.membership.next_generation.forming import NextGeneration
-from resilient.agent.membership.next_generation.members import WorkerId
+from resilient.agent.membership.next_generation.members import Outstanding, WorkerId
 from resilient.agent.membership.parts.context import Context
 from resilient.protocol.messages import StepOutcome
 from resilient.state.manifest import Manifest
@@ -27,6 +27,9 @@ class Participants:
         self._finished: set[WorkerId] = set()
         self._senders: set[WorkerId] = set()
         self._workers: dict[int, WorkerId] = {}
+        self._placed: frozenset[WorkerId] = frozenset()
+        self._placed_nodes: frozenset[int] = frozenset()
+        self._installing = Outstanding()
         self._main: WorkerId | None = None
 
     @property
@@ -52,7 +55,11 @@ class Participants:
     @property
     def is_installed(self) -> bool:
         """Whether all who take part have installed the generation."""
-        return self._installed >= self.placed() | self._senders
+
+        def awaited() -> set[WorkerId]:
+            return (self.placed() | self._senders) - self._installed
+
+        return not self._installing.has_any(self._is_installing, awaited)
 
     @property
     def is_finished(self) -> bool:
@@ -61,14 +68,15 @@ class Participants:
 
     def placed(self) -> set[WorkerId]:
         """Return the live workers that have a place."""
-        if self._plan is None:
-            return set()
-        members = self._context.members
-        return {(slot.node, slot.local_rank) for slot in self._plan.slots if slot.node in members}
+        return {worker for worker in self._placed if worker[0] in self._context.members}
+
+    def has_place(self, worker: WorkerId) -> bool:
+        """Return whether a worker, dead or alive, has a place."""
+        return worker in self._placed
 
     def is_placed(self, node: int) -> bool:
         """Return whether a node, dead or alive, has a place."""
-        return self._plan is not None and node in self._plan.nodes
+        return node in self._placed_nodes
 
     def sends(self, node: int) -> bool:
         """Return whether a node without a place still has states to send."""
@@ -96,6 +104,8 @@ class Participants:
         """Go over to the next generation, that nobody has installed yet."""
         self._plan, self._senders = formed.plan, set(formed.senders)
         self._workers = {rank: worker for worker, rank in formed.ranks.items()}
+        self._placed = frozenset((slot.node, slot.local_rank) for slot in formed.plan.slots)
+        self._placed_nodes = frozenset(formed.plan.nodes)
         self._installed, self._finished = set(), set()
 
     def leave(self) -> None:
@@ -105,6 +115,10 @@ class Participants:
     def stop_sending(self) -> None:
         """Count on no copies any more: all have arrived, or the generation is given up."""
         self._senders = set()
+
+    def _is_installing(self, worker: WorkerId) -> bool:
+        is_alive_at_its_place = worker in self._placed and worker[0] in self._context.members
+        return (is_alive_at_its_place or worker in self._senders) and worker not in self._installed
 
     def note_installed(self, worker: WorkerId) -> None:
         """Take in that a worker has installed the generation."""

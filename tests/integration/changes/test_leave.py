@@ -137,7 +137,7 @@ def test_departure_asked_for_through_the_command_line(reference: Run, tmp_path: 
     options = "--domains east,west"
     with started(tmp_path / "run", "--change-after", STEP, nodes=NODES, options=options) as job:
         job.wait_for_step(STEP - 1)
-        subprocess.run(command("inject", "leave", "--run", job.directory, "--node", 3), check=True, timeout=60)
+        subprocess.run(command("drain", "--run", job.directory, 3), check=True, timeout=60)
         run = job.wait()
     check_equal(run, reference)
     check_left(run, 3)

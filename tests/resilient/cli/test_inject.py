@@ -1,4 +1,4 @@
-"""``resilient inject``: whom it asks, and what it says where nobody answers."""
+"""``resilient inject`` and the like: whom they ask, and what they say where nobody answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_injecting_into_a_run_that_is_over_names_it(tmp_path: Path, monkeypatch:
         address = "127.0.0.1:{1}".format(*silent.getsockname())
         (folder / "job.json").write_text(json.dumps({"address": address, "token": "t", "pid": 1}))
         newest = CliRunner().invoke(app, ["inject", "kill", "--node", "1"])
-        named = CliRunner().invoke(app, ["inject", "leave", "--node", "1", "--run", str(folder)])
+        named = CliRunner().invoke(app, ["drain", "1", "--run", str(folder)])
     begin, end = f" does not answer at {address} (", "); if another is running, name its folder with --run\n"
     for result, run in ((newest, "the newest run in ./runs"), (named, folder)):
         assert result.exit_code == 2
@@ -47,22 +47,24 @@ def test_run_is_asked_without_the_proxy_of_the_web(tmp_path: Path, monkeypatch: 
         address = "127.0.0.1:{1}".format(*listener.getsockname())
         (tmp_path / "job.json").write_text(json.dumps({"address": address, "token": "t"}))
         asked = pool.submit(answer)
-        ended = CliRunner().invoke(app, ["inject", "leave", "--node", "1", "--run", str(tmp_path)])
+        ended = CliRunner().invoke(app, ["drain", "1", "--run", str(tmp_path)])
         assert (ended.exit_code, ended.output) == (0, "")
         assert asked.result() == b"POST /leave HTTP/1.1\r\n"
 
 
-@pytest.mark.parametrize("what", ["kill", "leave"])
-def test_injecting_without_a_run_is_explained(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", [("inject", "kill", "--node", "1"), ("drain", "1"), ("status",), ("stop",)])
+def test_injecting_without_a_run_is_explained(
+    asked: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["inject", what, "--node", "1"])
+    result = CliRunner().invoke(app, asked)
     assert result.exit_code == 2
     assert "no run in ./runs" in result.output
 
 
 def test_folder_of_no_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text("{")
-    result = CliRunner().invoke(app, ["inject", "leave", "--node", "1", "--run", str(tmp_path)])
+    result = CliRunner().invoke(app, ["drain", "1", "--run", str(tmp_path)])
     reason = "(Input data was truncated); choose one from ./runs"
     assert result.output == f"error: --run must be the folder of a run on this machine, got {tmp_path} {reason}\n"
     assert result.exit_code == 2

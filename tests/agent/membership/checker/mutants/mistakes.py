@@ -86,13 +86,13 @@ MISTAKES = (
     Mistake(
         "a joiner is taken to hold what another holds",
         "lifecycle.py",
-        "parts.change.reports.get(w, NOTHING)",
-        "parts.change.reports.get(w) or next(iter(parts.change.reports.values()), NOTHING)",
+        "heard.get(worker, NOTHING)",
+        "heard.get(worker) or next(iter(heard.values()), NOTHING)",
     ),
     Mistake(
         "agreement before all have reported",
         "lifecycle.py",
-        "elif parts.phase is Phase.AGREEING and not parts.awaiting:",
+        "elif parts.phase is Phase.AGREEING and not parts.awaits_anybody:",
         "elif parts.phase is Phase.AGREEING and parts.change is not None and parts.change.reports:",
     ),
     Mistake(

@@ -1,0 +1,165 @@
+"""What the control plane costs at many nodes: a coordinator's process, and agents that are connections alone.
+
+    python benchmarks/control_plane.py [--nodes 64 256 1024] [--repeats 3] [--json FILE]
+
+The coordinator is a process of its own. The agents are real connections in this process; they answer at once, as their
+workers would, and train nothing. Their job has the 80 blocks of Llama 3 70B in pipelines of at least six nodes. One
+node, three at once and a tenth of all say goodbye in mid-step, then others join. "until the last" is from the first
+goodbye, or connection, to the moment when the last agent has its place in the generation that all are in. Medians;
+bytes are what the coordinator sends, processor time and memory are its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing as mp
+import resource
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+import psutil
+from parts.agents import Fleet
+from rich.console import Console
+
+from resilient.agent.coordinator import Coordinator
+from resilient.agent.membership.parts.context import Settings
+from resilient.cli.shared.printing import plain_table
+
+TOKEN = "benchmark"
+NUM_JOINING = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one change of membership cost.
+
+    Args:
+        nodes: Before it.
+        what: It was.
+        last_ms: Until the last agent had its place.
+        sent_bytes: By the coordinator.
+        cpu_ms: Of the coordinator.
+        memory_bytes: Of the coordinator, afterwards.
+    """
+
+    nodes: int
+    what: str
+    last_ms: float
+    sent_bytes: int
+    cpu_ms: float
+    memory_bytes: int
+
+
+def serve(num_nodes: int, folder: str, told: Connection) -> None:
+    """Run a coordinator, in a process of its own, until it is killed."""
+
+    async def run() -> None:
+        settings = Settings(
+            script="train.py", directory=folder, run_directory=folder, num_nodes=num_nodes, heartbeat_s=600.0
+        )
+        coordinator = Coordinator(settings, TOKEN, lambda _: None)
+        await coordinator.start("127.0.0.1", 0)
+        told.send(coordinator.address)
+        await coordinator.wait()
+
+    _raise_file_limit()
+    asyncio.run(run())
+
+
+async def measure(num_nodes: int, repeats: int) -> list[Measured]:
+    """Return what changes cost, each as often as asked for."""
+    ours, theirs = mp.get_context("spawn").Pipe()
+    found: list[Measured] = []
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        process = mp.get_context("spawn").Process(target=serve, args=(num_nodes, folder, theirs), daemon=True)
+        process.start()
+        coordinator = psutil.Process(process.pid)
+        address = await asyncio.to_thread(ours.recv)
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
+            fleet = Fleet(session, address)
+
+            async def note(what: str, change: Callable[[], Awaitable[None]]) -> None:
+                nodes, cpu_s, received = fleet.size, sum(coordinator.cpu_times()[:2]), fleet.received_bytes
+                began = time.perf_counter()
+                await change()
+                await fleet.until_running()
+                last_ms = 1e3 * (fleet.last_placed_at - began)
+                cpu_ms = 1e3 * (sum(coordinator.cpu_times()[:2]) - cpu_s)
+                memory_bytes = coordinator.memory_info().rss
+                sent = fleet.received_bytes - received
+                found.append(
+                    Measured(
+                        nodes=nodes,
+                        what=what,
+                        last_ms=last_ms,
+                        sent_bytes=sent,
+                        cpu_ms=cpu_ms,
+                        memory_bytes=memory_bytes,
+                    )
+                )
+
+            await note("first generation", partial(fleet.join, num_nodes))
+            for _ in range(repeats):
+                for what, lost in (("1 lost", 1), ("3 lost", 3), ("a tenth lost", num_nodes // 10)):
+                    await note(what, partial(fleet.leave, lost))
+                    await fleet.join(num_nodes - fleet.size)
+                    await fleet.until_running()
+                await fleet.leave(min(NUM_JOINING, num_nodes // 4))
+                await fleet.until_running()
+                joining = num_nodes - fleet.size
+                await note(f"{joining} join", partial(fleet.join, joining))
+            await fleet.close()
+        process.kill()
+        process.join()
+    return found
+
+
+def _raise_file_limit() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    options = parser.parse_args(arguments)
+    _raise_file_limit()
+    columns = ("nodes", "what", "until the last", "sent", "an agent", "processor", "memory")
+    table = plain_table(*columns, left=("what",), title=f"medians of {options.repeats}")
+    rows: list[dict[str, Any]] = []
+    for num_nodes in options.nodes:
+        measured = asyncio.run(measure(num_nodes, options.repeats))
+        rows += [asdict(each) for each in measured]
+        for what in dict.fromkeys(each.what for each in measured):
+            of_kind = [each for each in measured if each.what == what]
+            sent = median(each.sent_bytes for each in of_kind)
+            table.add_row(
+                f"{num_nodes}",
+                what,
+                f"{median(each.last_ms for each in of_kind):.0f} ms",
+                f"{sent / 1e6:.2f} MB",
+                f"{sent / num_nodes / 1e3:.1f} kB",
+                f"{median(each.cpu_ms for each in of_kind):.0f} ms",
+                f"{max(each.memory_bytes for each in of_kind) / 1e6:.0f} MB",
+            )
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2))
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

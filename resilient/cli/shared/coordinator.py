@@ -1,0 +1,44 @@
+"""Asks the coordinator of a running job, as the folder of the run says where it listens. Must not import torch."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from resilient.cli.shared.errors import usage_error
+from resilient.cli.shared.run_folder import read_job
+
+RunFolder = Annotated[Path | None, typer.Option("--run", help="Folder of the run; the newest by default.")]
+
+
+def ask(run_dir: Path | None, what: str, body: dict[str, Any] | None = None) -> Any:
+    """Send a request to the coordinator of a run; return its answer.
+
+    Args:
+        run_dir: Folder of the run; None for the newest.
+        what: Path of the request.
+        body: To be posted; None to get.
+    """
+    job = read_job(run_dir)
+    request = urllib.request.Request(
+        f"http://{job.address}/{what}",
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Authorization": f"Bearer {job.token}", "Content-Type": "application/json"},
+    )
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy is for the web
+    try:
+        with direct.open(request, timeout=10) as answer:
+            return json.loads(answer.read() or b"null")
+    except urllib.error.HTTPError as error:
+        raise usage_error(error.read().decode()) from None
+    except OSError as error:
+        run = run_dir or "the newest run in ./runs"
+        raise usage_error(
+            f"the job of {run} does not answer at {job.address} ({error}); if another is running, name its folder "
+            f"with --run"
+        ) from None

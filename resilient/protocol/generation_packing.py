@@ -1,0 +1,135 @@
+"""Generations as they are sent: what is common to all workers once, small; of the copies, each worker its own.
+
+A plan of a thousand nodes is told to a thousand workers, so its size counts twice. Templates are written once each,
+pipelines as columns, nodes by their differences, which are mostly one; then all is compressed. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import zlib
+from itertools import accumulate, pairwise
+
+import msgspec
+
+from resilient.errors import ControlError
+from resilient.protocol.messages import Generation, PackedGeneration, StepOutcome
+from resilient.state.skipped import SkippedSteps
+from resilient.templates.plan import Pipeline, Plan
+from resilient.templates.replan.transfer import Transfer
+from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.template import PipelineTemplate
+
+MAX_COMMON_BYTES = 64 << 20
+"""Larger ones are refused when they are unpacked."""
+
+
+class _Common(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of :class:`Generation`, and its plan as columns.
+
+    Args:
+        templates: Those that pipelines have, each once.
+        template_of: By pipeline, the template's place among them.
+        node_steps: What is to be added to a node for the next one, from 0 on, pipeline by pipeline.
+        num_microbatches: By pipeline.
+    """
+
+    generation: int
+    version: int
+    roll_forward: StepOutcome | None
+    source: str
+    store_address: str
+    num_sources: int
+    skipped: SkippedSteps
+    checkpoint_due: bool
+    schedule_kind: ScheduleKind
+    templates: tuple[PipelineTemplate, ...]
+    template_of: tuple[int, ...]
+    node_steps: tuple[int, ...]
+    num_microbatches: tuple[int, ...]
+
+
+_decode = msgspec.msgpack.Decoder(_Common).decode
+
+
+class GenerationPacker:
+    """Packs one generation's announcements, of which all but rank and copies are the same."""
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._common = b""
+        self._transfers: dict[int, list[Transfer]] = {}
+
+    def pack(self, message: Generation) -> PackedGeneration:
+        """Return what is sent to one worker."""
+        if message.generation != self._generation:
+            self._generation, self._common = message.generation, _common(message)
+            self._transfers = {}
+            for transfer in message.transfers:
+                for rank in {transfer.source, transfer.target}:
+                    self._transfers.setdefault(rank, []).append(transfer)
+        own = () if message.rank is None else self._transfers.get(message.rank, ())
+        return PackedGeneration(rank=message.rank, common=self._common, transfers=tuple(own))
+
+
+def unpack(packed: PackedGeneration) -> Generation:
+    """Return the announcement that a worker was sent.
+
+    Raises:
+        ControlError: It is none.
+    """
+    unpacking = zlib.decompressobj()
+    try:
+        written = unpacking.decompress(packed.common, MAX_COMMON_BYTES)
+        if unpacking.unconsumed_tail:
+            raise ControlError(f"a generation must have at most {MAX_COMMON_BYTES} bytes, got more")
+        common = _decode(written)
+        plan = _plan(common)
+    except (zlib.error, msgspec.DecodeError, IndexError) as error:
+        raise ControlError(f"cannot read a generation: {error}") from error
+    return Generation(
+        generation=common.generation,
+        rank=packed.rank,
+        plan=plan,
+        version=common.version,
+        roll_forward=common.roll_forward,
+        transfers=packed.transfers,
+        source=common.source,
+        store_address=common.store_address,
+        num_sources=common.num_sources,
+        skipped=common.skipped,
+        checkpoint_due=common.checkpoint_due,
+    )
+
+
+def _common(message: Generation) -> bytes:
+    pipelines = message.plan.pipelines
+    templates = list(dict.fromkeys(pipeline.template for pipeline in pipelines))
+    place = {template: index for index, template in enumerate(templates)}
+    common = _Common(
+        generation=message.generation,
+        version=message.version,
+        roll_forward=message.roll_forward,
+        source=message.source,
+        store_address=message.store_address,
+        num_sources=message.num_sources,
+        skipped=message.skipped,
+        checkpoint_due=message.checkpoint_due,
+        schedule_kind=message.plan.schedule_kind,
+        templates=tuple(templates),
+        template_of=tuple(place[pipeline.template] for pipeline in pipelines),
+        node_steps=tuple(after - before for before, after in pairwise((0, *message.plan.nodes))),
+        num_microbatches=tuple(pipeline.num_microbatches for pipeline in pipelines),
+    )
+    return zlib.compress(msgspec.msgpack.encode(common))
+
+
+def _plan(common: _Common) -> Plan:
+    nodes = tuple(accumulate(common.node_steps))
+    pipelines: list[Pipeline] = []
+    first = 0
+    for index, num_microbatches in zip(common.template_of, common.num_microbatches, strict=True):
+        template = common.templates[index]
+        of_pipeline = nodes[first : first + template.num_nodes]
+        first += template.num_nodes
+        pipelines.append(Pipeline(template=template, nodes=of_pipeline, num_microbatches=num_microbatches))
+    return Plan(pipelines=tuple(pipelines), schedule_kind=common.schedule_kind)

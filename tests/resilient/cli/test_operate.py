@@ -1,0 +1,96 @@
+"""``resilient status``, ``drain`` and ``stop``, of a coordinator that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from typer.testing import CliRunner
+
+from resilient.cli import operate
+from resilient.cli.app import app
+from tests.agent.served import Served, make_ready, with_coordinator
+
+
+async def _said(*arguments: str) -> tuple[int, str]:
+    result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    return result.exit_code, result.output
+
+
+def test_status_tells_what_nodes_do(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        await make_ready(served, max_failures=0)
+        await served.event("generation")
+        exit_code, text = await _said("status", "--run", str(tmp_path))
+        assert exit_code == 0
+        lines = text.splitlines()
+        assert lines[0] == "installing: step 0, loss none yet"
+        assert lines[1] == "generation 1: 1 pipeline on 2 nodes (2 training)"
+        assert [line.split()[:4] for line in lines[3:]] == [["0", "h", "training", "0"], ["1", "h", "training", "0"]]
+        exit_code, text = await _said("status", "--json", "--run", str(tmp_path))
+        assert (exit_code, json.loads(text)["pipelines"]) == (0, [[0, 1]])
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_of_many_nodes_those_that_train_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operate, "_MOST_NODES", 1)
+
+    async def scenario(served: Served) -> None:
+        await make_ready(served, max_failures=0)
+        await served.event("generation")
+        await served.connect()
+        _, text = await _said("status", "--run", str(tmp_path))
+        assert "(2 training, 1 getting ready)" in text
+        assert [line.split()[0] for line in text.splitlines()[3:]] == ["2"]
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_drained_nodes_leave(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        await make_ready(served, max_failures=0)
+        await served.event("generation")
+        assert await _said("drain", "1", "--run", str(tmp_path)) == (0, "")
+        assert (await served.event("node_leaving"))["node"] == 1
+        exit_code, text = await _said("drain", "7", "--run", str(tmp_path))
+        assert exit_code == 2
+        assert "node must be one of the live nodes [0, 1], got 7" in text
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_stopped_job_is_interrupted_and_said_again_ends_at_once(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        await make_ready(served, max_failures=0)
+        await served.event("generation")
+        assert await _said("stop", "--run", str(tmp_path)) == (0, "")
+        assert (await served.event("interrupted"))["reason"] == "asked to stop"
+        assert await _said("stop", "--run", str(tmp_path)) == (0, "")
+        assert (await served.event("stopped"))["exit_code"] == 130
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_metrics_need_the_token_and_health_does_not(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        async def get(path: str, headers: dict[str, Any]) -> tuple[int, str]:
+            async with aiohttp.ClientSession(headers=headers) as stranger, stranger.get(served.url(path)) as answer:
+                return answer.status, await answer.text()
+
+        assert (await get("/metrics", {}))[0] == 401
+        assert await get("/healthz", {}) == (200, "ok")
+        await make_ready(served, max_failures=0)
+        await served.event("generation")
+        async with served.session.get(served.url("/metrics")) as answer:
+            assert "resilient_training_nodes 2.0" in (await answer.text()).splitlines()
+        for _ in range(2):
+            await _said("stop", "--run", str(tmp_path))
+        await served.event("stopped")
+        assert await get("/healthz", {}) == (503, "the job is over")
+
+    with_coordinator(tmp_path, scenario)
