@@ -18,13 +18,12 @@ from resilient.profiling.unit_cells import draw_lengths
 from resilient.runtime.batches import sampler_of
 from resilient.runtime.job import Job
 from resilient.runtime.steps.planning import lengths_table
-from resilient.runtime.steps.unit_graph import stage_backwards, step_schedule
+from resilient.runtime.steps.unit_graph import PlanLanes
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import Pipeline, Plan
 from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.schedules.step_cells import StepCells
-from resilient.templates.template import PipelineTemplate
 
 
 class PredictedSteps:
@@ -52,18 +51,17 @@ class PredictedSteps:
         )
         self._placement = self._planning.placement(Plan(pipelines=self._pipelines), job.microbatch)
         self._layers = [layer for unit in self._planning.costs.units for layer in unit.layers]
+        trained = [layer.trainable for layer in self._layers]
+        self._lanes = PlanLanes(Plan(pipelines=self._pipelines), self._planning.feeds, trained)
 
     def step_ms(self, step: int) -> float:
         """Return how long the slowest pipeline takes, without messages, sums of gradients and what ends a step."""
         assignment = self._planning.prepared(self._placement, self._sampler, step)()
-        trained = [layer.trainable for layer in self._layers]
         found: list[float] = []
-        for index, pipeline in enumerate(self._pipelines):
-            template, feeds = pipeline.template, self._planning.feeds
-            cells = assignment.cells(index, template.lanes, feeds)
-            schedule = step_schedule(template, cells, stage_backwards(template, trained, feeds))
-            costs = self._costs(step, template, cells, schedule)
-            found.append(simulate(schedule, costs).iteration_ms)
+        for pipelines in {assignment.joined(index) for index in range(len(self._pipelines))}:
+            cells = assignment.cells(pipelines, self._lanes)
+            schedule = self._lanes.schedule(pipelines, cells)
+            found.append(simulate(schedule, self._costs(step, cells, schedule)).iteration_ms)
         return max(found)
 
     def bound_ms(self, step: int) -> float:
@@ -80,17 +78,17 @@ class PredictedSteps:
     def _table(self, step: int) -> SampleTable:
         return lengths_table(self._planning.units, self._planning.lengths, self._sampler.indices(step).tolist())
 
-    def _costs(self, step: int, template: PipelineTemplate, cells: StepCells, schedule: Schedule) -> ActionCosts:
+    def _costs(self, step: int, cells: StepCells, schedule: Schedule) -> ActionCosts:
         """Return the sums of the layers' times; each part of a cell is a call of its own, forward and backward."""
         lengths, graph = self._table(step).units, schedule.graph
         parts = graph.tables.parts
         forward, inputs, weights = np.zeros((3, graph.num_stages, graph.num_cells, int(parts.max(initial=1))))
-        for number, stage in enumerate(template.stages):
-            lane = template.lanes.index(stage.lane)
-            for cell in cells.samples[stage.lane]:
+        for number, (name, place) in enumerate(graph.stages):
+            stage, lane = self._lanes.specs[name, place], int(graph.tables.lane_of[number])
+            for cell in cells.samples[name]:
                 for part in range(parts[lane, cell]):
-                    samples = list(cells.part(stage.lane, cell, part))
-                    of_unit = lengths[stage.lane.unit]
+                    samples = list(cells.part(name, cell, part))
+                    of_unit = lengths[name.unit]
                     sums = float(of_unit.tokens[samples].sum()), float(of_unit.squares[samples].sum())
                     for layer in self._layers[stage.first_layer : stage.end_layer]:
                         curves, at = layer.curves[0], (number, cell, part)

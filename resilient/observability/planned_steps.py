@@ -27,7 +27,7 @@ _MOST_DIFFERENCES = 5
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ComparedStep:
-    """One step of one pipeline, that all its workers finished, and its simulation.
+    """One step of one pipeline, or of several that exchange features, that all workers finished, and its simulation.
 
     Args:
         rows: What each worker wrote down.
@@ -39,7 +39,7 @@ class ComparedStep:
 
     @property
     def start_ns(self) -> int:
-        """When the pipeline's first action began, Unix time."""
+        """When the first action began, Unix time."""
         return min(times[0] for row in self.rows for times in _times(row).values())
 
     @property
@@ -70,14 +70,14 @@ def planned_steps(traced: Sequence[TracedStep]) -> list[ComparedStep]:
     Args:
         traced: What workers wrote down.
     """
-    groups: dict[tuple[int, int, int], list[TracedStep]] = {}
+    groups: dict[tuple[int, int, tuple[int, ...]], list[TracedStep]] = {}
     for each in traced:
-        groups.setdefault((each.generation, each.step, each.pipeline), []).append(each)
+        groups.setdefault((each.generation, each.step, each.planned.pipelines), []).append(each)
     found: list[ComparedStep] = []
     for _, rows in sorted(groups.items()):
-        rows.sort(key=lambda row: row.row)
+        rows.sort(key=lambda row: row.planned.row)
         graph = rows[0].planned.graph
-        if [row.row for row in rows] == list(range(graph.num_rows)) and all(map(_is_finished, rows)):
+        if [row.planned.row for row in rows] == list(range(graph.num_rows)) and all(map(_is_finished, rows)):
             schedule = Schedule.of([[Action.parse(name) for name in _times(row)] for row in rows], graph)
             costs = _costs(schedule, [each for row in rows for each in row.planned.action_ms])
             found.append(ComparedStep(rows=tuple(rows), timeline=simulate(schedule, costs)))
@@ -134,9 +134,10 @@ def differences(steps: Sequence[ComparedStep]) -> dict[str, Any] | None:
     """Return how steps differ from their plans, for ``report.json``; None without steps.
 
     Returns:
-        ``steps``: how many, of one pipeline each; ``planned_ms`` and ``run_ms``: medians of them, from the first action
-        to the last; ``largest``: by node, worker and kind of action (``1F``: stage and what is done) the median time
-        that was planned and that it took, those first that differ most in a whole step.
+        ``steps``: how many, of one pipeline each or of those that exchange features; ``planned_ms`` and ``run_ms``:
+        medians of them, from the first action to the last; ``largest``: by node, worker and kind of action (``1F``:
+        stage and what is done) the median time that was planned and that it took, those first that differ most in a
+        whole step.
     """
     if not steps:
         return None

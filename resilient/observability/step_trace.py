@@ -134,12 +134,16 @@ class PlannedRow(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker's step is expected to be.
 
     Args:
-        graph: The step of its whole pipeline.
+        graph: The step of its whole pipeline, or of several that exchange features.
+        pipelines: These, whose rows follow each other in the graph.
+        row: Of the graph.
         action_ms: What each of its actions takes, in order. Of messages that is how long they are on their way, and
             only those with activations are said; waiting is nothing.
     """
 
     graph: StepGraph
+    pipelines: tuple[int, ...]
+    row: int
     action_ms: tuple[float, ...]
 
 
@@ -152,7 +156,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
         node: The worker's node.
         local_rank: Which of the node's workers.
         pipeline: Its pipeline in that generation.
-        row: Its row of the pipeline's schedule.
+        row: Its row of the pipeline.
         start_ns: When the step started, Unix time.
         end_ns: When it ended.
         busy_us: Processor time it took.
@@ -243,7 +247,7 @@ def _workers(steps: Sequence[TracedStep]) -> dict[Thread, str]:
     """Return the workers by name: of units with their stages, which may be others after a recovery."""
     stages: dict[Thread, list[tuple[LaneName, int]]] = {}
     for step in steps:
-        of_row = (stage for stage in step.planned.graph.stages_of(step.row) if stage[0].unit)
+        of_row = (stage for stage in step.planned.graph.stages_of(step.planned.row) if stage[0].unit)
         stages.setdefault((step.node, step.local_rank), []).extend(of_row)
     return {
         worker: f"worker {worker[1]}" + (f": {stages_text(dict.fromkeys(found))}" if found else "")

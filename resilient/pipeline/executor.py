@@ -20,28 +20,28 @@ from resilient.observability.step_trace import SpanRecorder
 from resilient.pipeline.gradient_sync import GradientSync
 from resilient.pipeline.handovers import Handovers
 from resilient.pipeline.p2p import Downstream, Signature, Upstream, signature
-from resilient.pipeline.row_actions import CellPart, RowActions, StageLink
+from resilient.pipeline.row_actions import Border, CellPart, RowActions, StageLink
 from resilient.pipeline.stage import Stage
 from resilient.pipeline.stage_timer import StageTimer
 from resilient.pipeline.step_work import StepWork
 from resilient.protocol.fault_injection import Faults
 from resilient.templates.schedules.action_table import action_table
+from resilient.templates.schedules.graph import StageName
 from resilient.templates.schedules.schedule import Action, Op
 
 _NOT_RECORDED = nullcontext()
 
 
 class Executor:
-    """Runs the actions of one row, step after step.
+    """Runs the actions of one worker's row, step after step.
 
     Args:
-        row: The row that is run here.
-        generation: The generation it is of, for messages.
-        stages: The row's stages, by number, lane after lane.
+        generation: The generation, for messages.
+        stages: The worker's stages.
         gradient_sync: Sums gradients.
         comm: The generation's groups.
-        upstream: By the two stages, the borders over which this row receives activations from another worker.
-        downstream: By the two stages, those over which it sends them to another worker.
+        upstream: The borders over which activations are received from other workers.
+        downstream: Those over which they are sent to others.
         faults: Told of every phase.
         stage_timer: Runs while a stage computes.
 
@@ -53,17 +53,15 @@ class Executor:
     def __init__(
         self,
         *,
-        row: int,
         generation: int,
-        stages: Mapping[int, Stage],
+        stages: Mapping[StageName, Stage],
         gradient_sync: GradientSync,
         comm: Communicator,
-        upstream: Mapping[tuple[int, int], Upstream],
-        downstream: Mapping[tuple[int, int], Downstream],
+        upstream: Mapping[Border, Upstream],
+        downstream: Mapping[Border, Downstream],
         faults: Faults,
         stage_timer: StageTimer,
     ) -> None:
-        self._row = row
         self._generation = generation
         self._stages = stages
         self._gradient_sync = gradient_sync
@@ -88,7 +86,7 @@ class Executor:
         """
         self._work = work
         if self._taken is None or self._taken.schedule is not work.schedule:
-            self._taken = RowActions(work.schedule, self._row)
+            self._taken = RowActions(work.schedule, work.row)
         self._of_row = of_row = self._taken
         self.span_recorder.clear()
         self._handovers = Handovers(of_row, work.samples, work.num_features)
@@ -126,13 +124,13 @@ class Executor:
 
     def _tell_where(self, error: Exception, action: Action) -> None:
         """Add to an error at which action it came; a broken connection is on the way to recovery, and gets no table."""
-        self.failed_action = f"{action} of row {self._row}"
+        self.failed_action = f"{action} of row {self._work.row}"
         step, generation = self._work.step, self._generation
         if isinstance(error, CommunicationError):
             error.locate(generation=generation, step=step, action=self.failed_action)
             return
         place = place_text(generation=generation, step=step, action=self.failed_action)
-        table = action_table(self._work.schedule, [(self._row, self._of_row.actions.index(action))])
+        table = action_table(self._work.schedule, [(self._work.row, self._of_row.actions.index(action))])
         note(error, f"while training{place}:\n{table}")
 
     def _forward(self, action: Action) -> None:
@@ -149,7 +147,7 @@ class Executor:
     def _forward_part(self, number: int, part: CellPart, received: Activations) -> None:
         batch = self._batch(part)
         with self._stage_timer:
-            activations, loss = self._stages[number].forward(
+            activations, loss = self._stages[self._of_row.name(number)].forward(
                 part,
                 received,
                 batch,
@@ -159,7 +157,7 @@ class Executor:
                 watch=self._work.watch,
             )
         if not self._of_row.has_backward(number):
-            self._stages[number].forget(part)
+            self._stages[self._of_row.name(number)].forget(part)
         if loss is not None:
             self._loss += loss.double().cpu()
         link = self._of_row.output(number, part)
@@ -178,7 +176,7 @@ class Executor:
         self._faults.reach("backward", self._work.step)
         self._arm(action)
         number, part = self._of_row.stage(action), self._of_row.part(action)
-        stage = self._stages[number]
+        stage = self._stages[self._of_row.name(number)]
         differentiate = stage.backward_input if self._of_row.is_split(action) else stage.backward
         link = self._of_row.output(number, part)
         gradients: dict[str, Tensor] = {}
@@ -201,30 +199,34 @@ class Executor:
         self._faults.reach("backward", self._work.step)
         self._arm(action)
         with self._stage_timer:
-            self._stages[self._of_row.stage(action)].backward_weight(self._of_row.part(action))
+            self._stages[action.lane, action.stage].backward_weight(self._of_row.part(action))
 
     def _send_f(self, action: Action) -> None:
+        self._faults.reach("send", self._work.step)
         for link in self._of_row.links(action):
-            border = self._downstream[link.border]
+            border = self._downstream[self._of_row.border(link)]
             sends = border.send(self._sent.pop(link), self._number(link), self._shapes(link))
             self._activation_sends[link] = sends
 
     def _recv_f(self, action: Action) -> None:
         for link in self._of_row.links(action):
-            self._received[link] = self._upstream[link.border].receive(self._number(link), self._shapes(link))
+            border = self._upstream[self._of_row.border(link)]
+            self._received[link] = border.receive(self._number(link), self._shapes(link))
         following = self._of_row.next_receipt.get(action)
         for link in () if following is None else self._of_row.links(following):
-            self._upstream[link.border].post(self._number(link), self._shapes(link))
+            self._upstream[self._of_row.border(link)].post(self._number(link), self._shapes(link))
 
     def _send_b(self, action: Action) -> None:
+        self._faults.reach("send", self._work.step)
         (link,) = self._of_row.links(action)
         between = self._of_row.is_first(link.target)
         gradients = self._handovers.returned(link) if between else self._gradients_out.pop(link)
-        self._gradient_sends += self._upstream[link.border].send(gradients, self._number(link))
+        self._gradient_sends += self._upstream[self._of_row.border(link)].send(gradients, self._number(link))
 
     def _recv_b(self, action: Action) -> None:
         (link,) = self._of_row.links(action)
-        gradients = self._gradients_in[link] = self._downstream[link.border].receive(self._number(link))
+        border = self._downstream[self._of_row.border(link)]
+        gradients = self._gradients_in[link] = border.receive(self._number(link))
         if gradients:
             del self._activation_sends[link]
 

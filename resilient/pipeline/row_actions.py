@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
-from resilient.templates.schedules.graph import Backward, LaneName
+from resilient.templates.schedules.graph import Backward, LaneName, StageName
 from resilient.templates.schedules.schedule import Action, Op, Schedule
 
 
@@ -26,6 +26,10 @@ class CellPart(NamedTuple):
     def __str__(self) -> str:
         lane, part = f"{self.lane}:" if self.lane.unit else "", f".{self.part}" if self.part else ""
         return f"{lane}{self.cell}{part}"
+
+
+Border = tuple[StageName, StageName]
+"""Two stages, the second of which uses what the first makes."""
 
 
 class StageLink(NamedTuple):
@@ -45,17 +49,12 @@ class StageLink(NamedTuple):
     part: int
     target_cell: int
 
-    @property
-    def border(self) -> tuple[int, int]:
-        """The two stages."""
-        return self.source, self.target
-
 
 class RowActions:
     """One row of a schedule.
 
     Args:
-        schedule: Of the whole pipeline.
+        schedule: Of the whole pipeline, or of several that exchange features.
         row: Which one.
 
     Attributes:
@@ -96,6 +95,14 @@ class RowActions:
     def stage(self, action: Action) -> int:
         """Return the number of an action's stage."""
         return self._graph.first_stage[action.lane] + action.stage
+
+    def name(self, stage: int) -> StageName:
+        """Return what a stage is called in every step, which its number need not be."""
+        return self._graph.stages[stage]
+
+    def border(self, link: StageLink) -> Border:
+        """Return the stages at the ends of a link."""
+        return self.name(link.source), self.name(link.target)
 
     def lane(self, stage: int) -> LaneName:
         """Return the lane of a stage."""

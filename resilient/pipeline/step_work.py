@@ -1,4 +1,4 @@
-"""What one step is for one pipeline: its schedule, and the samples of what is computed in it."""
+"""What one step is for one worker: its row of a schedule, and the samples of what is computed in it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from resilient.templates.schedules.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What one step is for one pipeline.
+    """What one step is for one worker.
 
     Args:
         step: Its number, 1 for the first.
-        schedule: What the pipeline's rows do, which may differ from step to step.
+        schedule: What the rows of its pipeline do, or of several that exchange features; it may differ from step to
+            step.
+        row: The worker's.
         num_targets: Loss-bearing targets of the global batch.
         position: Number of a part's samples within the step, whoever has them: random layers draw from it.
         batch: Loads a part's samples, collated, on the stage's device.
@@ -28,6 +30,7 @@ class StepWork:
 
     step: int
     schedule: Schedule
+    row: int
     num_targets: int
     position: Callable[[CellPart], int]
     batch: Callable[[CellPart], Batch]

@@ -114,7 +114,7 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
     node: int
 
 
-PHASES = ("forward", "backward", "reduce", "prepare", "commit", "regroup", "copy")
+PHASES = ("forward", "backward", "send", "reduce", "prepare", "commit", "regroup", "copy")
 
 
 # ---------------------------------------------------------------- worker -> coordinator

@@ -14,7 +14,7 @@ from itertools import pairwise
 from resilient.comm import Communicator, Group, StoreClient, connect
 from resilient.pipeline.executor import Executor
 from resilient.pipeline.gradient_sync import GradientSync
-from resilient.pipeline.p2p import Channel, Downstream, Upstream
+from resilient.pipeline.p2p import Downstream, Upstream
 from resilient.pipeline.stage import Stage, StageLayer
 from resilient.pipeline.stage_timer import StageTimer
 from resilient.protocol.fault_injection import Faults
@@ -27,7 +27,7 @@ from resilient.runtime.sample_agreement import SampleAgreement
 from resilient.runtime.steps.assignments import Assignments
 from resilient.runtime.steps.planning import UnitPlanning
 from resilient.runtime.steps.steps import ChainSteps, Steps
-from resilient.runtime.steps.unit_graph import borders, stage_backwards
+from resilient.runtime.steps.unit_graph import PlanLanes
 from resilient.runtime.steps.unit_steps import UnitSteps
 from resilient.runtime.steps.unit_times import UnitTimes
 from resilient.state import checkpoint
@@ -39,7 +39,7 @@ from resilient.state.replicas import Replicas
 from resilient.state.witnesses import witness
 from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals, Piece
 from resilient.templates.inputs.profile import ModelProfile
-from resilient.templates.plan import Pipeline, Plan, Slot
+from resilient.templates.plan import Plan, Slot
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.stage_times import stage_times
 from resilient.templates.template import PipelineTemplate, StageSpec
@@ -195,19 +195,11 @@ def connect_ranks(context: WorkerContext, message: Generation, pieces: Pieces) -
 
 
 def _exchanging(context: WorkerContext, plan: Plan) -> list[tuple[int, int]]:
-    """Return the ranks that exchange activations."""
-    slots = plan.slots
-    if context.planning is None:  # more than these only where NCCL is not used
-        neighbours = pairwise(slots)
-        return [(left.rank, right.rank) for left, right in neighbours if left.pipeline_index == right.pipeline_index]
-    found: list[tuple[int, int]] = []
-    for index, pipeline in enumerate(plan.pipelines):
-        first_rank = next(slot.rank for slot in slots if slot.pipeline_index == index)
-        for pair in borders(pipeline.template, context.planning.feeds):
-            source, target = (first_rank + pipeline.template.row_of[stage] for stage in pair)
-            if source != target:
-                found.append((source, target))
-    return list(dict.fromkeys(found))
+    """Return the ranks that exchange activations, where NCCL may be used: more do where it is not."""
+    if context.planning is not None:
+        return []
+    neighbours = pairwise(plan.slots)
+    return [(left.rank, right.rank) for left, right in neighbours if left.pipeline_index == right.pipeline_index]
 
 
 def gather_states(context: WorkerContext, message: Generation, slot: Slot, comm: Communicator) -> int:
@@ -257,23 +249,14 @@ def build_session(
         pieces: Of each state: their holders sum its gradient.
     """
     job, states, pipeline = context.job, context.ledger.current, message.plan.pipelines[slot.pipeline_index]
-    template, feeds = pipeline.template, context.planning.feeds if context.planning is not None else ()
-    indices = template.row_stages[slot.row_index]
-    ranks = [slot.rank - slot.row_index + row for row in template.row_of]
-    all_borders = borders(template, feeds)
-    crossing = [
-        (pair, Channel(number, len(all_borders)))
-        for number, pair in enumerate(all_borders)
-        if ranks[pair[0]] != ranks[pair[1]]
-    ]
-    upstream = {
-        pair: Upstream(comm, ranks[pair[0]], job.device, channel)
-        for pair, channel in crossing
-        if ranks[pair[1]] == slot.rank
-    }
-    downstream = {
-        pair: Downstream(comm, ranks[pair[1]], channel) for pair, channel in crossing if ranks[pair[0]] == slot.rank
-    }
+    trained_layers = [context.layouts[spec.name].num_trainable > 0 for spec in job.model.layers]
+    if context.planning is None:
+        first_rank = slot.rank - slot.row_index
+        lanes = PlanLanes(Plan(pipelines=(pipeline,)), (), trained_layers)
+    else:
+        first_rank, lanes = 0, PlanLanes(message.plan, context.planning.feeds, trained_layers)
+    own = lanes.stages(slot.rank - first_rank)
+    borders = lanes.borders(slot.rank - first_rank)
     trained = {name: state for name, state in states.items() if state.layout.num_trainable}
     index_of = {name: context.profile.index(name) for name in trained}
     gradient_sync = GradientSync(
@@ -283,13 +266,20 @@ def build_session(
     )
     stage_timer = StageTimer(job.device, pipeline.num_microbatches)
     executor = Executor(
-        row=slot.row_index,
         generation=message.generation,
-        stages={index: _stage(context, spec) for index, spec in zip(indices, slot.stages, strict=True)},
+        stages={name: _stage(context, lanes.specs[name]) for name in own},
         gradient_sync=gradient_sync,
         comm=comm,
-        upstream=upstream,
-        downstream=downstream,
+        upstream={
+            (source, target): Upstream(comm, first_rank + lanes.rank_of[source], job.device, channel)
+            for (source, target), channel in borders.items()
+            if target in own
+        },
+        downstream={
+            (source, target): Downstream(comm, first_rank + lanes.rank_of[target], channel)
+            for (source, target), channel in borders.items()
+            if source in own
+        },
         faults=context.faults,
         stage_timer=stage_timer,
     )
@@ -297,7 +287,7 @@ def build_session(
         generation=message.generation,
         plan=message.plan,
         slot=slot,
-        steps=_steps(context, message.plan, slot, comm),
+        steps=_steps(context, message.plan, slot, comm, lanes),
         comm=comm,
         executor=executor,
         gradient_sync=gradient_sync,
@@ -336,42 +326,33 @@ def _stage(context: WorkerContext, spec: StageSpec) -> Stage:
     )
 
 
-def _steps(context: WorkerContext, plan: Plan, slot: Slot, comm: Communicator) -> Steps:
+def _steps(context: WorkerContext, plan: Plan, slot: Slot, comm: Communicator, lanes: PlanLanes) -> Steps:
     job, planning = context.job, context.planning
     pipeline = plan.pipelines[slot.pipeline_index]
-    states = _trained_states(context, pipeline)
     if planning is None:
-        positions = plan.microbatches(slot.pipeline_index)
-        times = stage_times(pipeline.template, context.profile)
-        return ChainSteps(plan.schedule(slot.pipeline_index, states), positions, job.microbatch, slot.row_index, times)
+        template, index = pipeline.template, slot.pipeline_index
+        schedule = plan.schedule(index, [_trained_states(context, stage) for stage in template.stages])
+        times = stage_times(template, context.profile)
+        return ChainSteps(schedule, plan.microbatches(index), job.microbatch, index, slot.row_index, times)
     placement, sampler = planning.placement(plan, job.microbatch), sampler_of(job)
     assignments = Assignments(
         comm, planning.units, job.global_batch, job.num_steps, partial(planning.prepared, placement, sampler)
     )
-    trained = [context.layouts[spec.name].num_trainable > 0 for spec in job.model.layers]
     return UnitSteps(
         assignments=assignments,
         slot=slot,
-        template=pipeline.template,
-        feeds=planning.feeds,
-        backwards=stage_backwards(pipeline.template, trained, planning.feeds),
-        states=states,
+        lanes=lanes,
+        states=partial(_trained_states, context),
         split=job.schedule is ScheduleKind.ZB_H1,
-        times=UnitTimes(pipeline.template, planning.costs, planning.cluster),
+        times=UnitTimes(lanes, plan, planning.costs, planning.cluster),
     )
 
 
-def _trained_states(context: WorkerContext, pipeline: Pipeline) -> list[list[int]]:
-    """Return, per stage of a pipeline, the indices of the states whose gradients are summed."""
+def _trained_states(context: WorkerContext, stage: StageSpec) -> list[int]:
+    """Return the indices of the states whose gradients are summed for a stage."""
     profile, layouts = context.profile, context.layouts
-    return [
-        [
-            profile.index(name)
-            for name in profile.states(stage.first_layer, stage.end_layer)
-            if layouts[name].num_trainable
-        ]
-        for stage in pipeline.template.stages
-    ]
+    used = profile.states(stage.first_layer, stage.end_layer)
+    return [profile.index(name) for name in used if layouts[name].num_trainable]
 
 
 def _installed(message: Generation, started_at: float, regrouped_at: float, bytes_copied: int) -> Installed:

@@ -1,4 +1,6 @@
-"""What one step of one pipeline consists of: lanes of units, their cells, and what flows from which cell to which.
+"""What one step of a pipeline consists of: lanes of units, their cells, and what flows from which cell to which.
+
+Pipelines that exchange features in a step are one graph: their rows follow each other.
 
 Owns the description; in which order it is done is a :class:`resilient.templates.schedules.schedule.Schedule`. A model
 that is one chain of stages is one unit with one lane (:func:`chain_graph`).
@@ -34,6 +36,9 @@ class LaneName(NamedTuple):
 
 CHAIN = LaneName()
 """The only lane of a chain."""
+
+StageName = tuple[LaneName, int]
+"""A stage: its lane, and its number there."""
 
 
 class Backward(IntEnum):
@@ -118,7 +123,7 @@ class GraphTables(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepGraph:
-    """One step of one pipeline.
+    """One step of a pipeline, or of several that exchange features.
 
     A cell's backward has a part for each flow that leaves it, in the order of the flows: samples whose gradients come
     back in different cells are differentiated apart. Without any it has one part.
@@ -126,7 +131,7 @@ class StepGraph:
     Args:
         lanes: Unit by unit; units that others get something from come before these.
         flows: Sorted, each once, from an earlier unit to a later one.
-        num_rows: Of the pipeline.
+        num_rows: Of the pipelines.
     """
 
     lanes: tuple[UnitLane, ...]
@@ -164,8 +169,8 @@ class StepGraph:
         return {lane.name: first for lane, first in zip(self.lanes, before, strict=False)}
 
     @cached_property
-    def stages(self) -> tuple[tuple[LaneName, int], ...]:
-        """Of each stage, numbered lane after lane, its lane and its number in it."""
+    def stages(self) -> tuple[StageName, ...]:
+        """The stages, lane after lane."""
         return tuple((lane.name, stage) for lane in self.lanes for stage in range(len(lane.rows)))
 
     @cached_property
@@ -173,7 +178,7 @@ class StepGraph:
         """The row of each stage, lane after lane."""
         return tuple(row for lane in self.lanes for row in lane.rows)
 
-    def stages_of(self, row: int) -> list[tuple[LaneName, int]]:
+    def stages_of(self, row: int) -> list[StageName]:
         """Return the stages that a row runs."""
         return [stage for stage, at in zip(self.stages, self.row_of, strict=True) if at == row]
 

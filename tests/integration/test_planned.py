@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from resilient.data.sampler import StepSampler
+from resilient.observability.step_trace import traced_steps
+from resilient.observability.trace_events import ACTION
 from resilient.planners.registry import AUTO, PLANNERS
+from resilient.templates.schedules.schedule import Action, Op
 from resilient.testing import fail_at
-from tests.integration.harness import Run, check_equals_one_process, check_survivors, run_alone, run_job
+from tests.integration.harness import Run, check_equals_one_process, check_survivors, run_alone, run_job, started
 from tests.integration.jobs.planned import Mixed
 
 SCRIPT = Path(__file__).parent / "jobs" / "planned.py"
@@ -43,6 +47,39 @@ def test_planner_through_a_kill(planner: str, alone: tuple[Path, str], tmp_path:
     run = run_job(tmp_path, *options, script=SCRIPT, nodes=2 * fewest + 1, inject=inject)
     check_equals_one_process(run, *alone)
     check_survivors(run)
+
+
+def crossing(folder: Path) -> Counter[int]:
+    """Return, by generation, how many messages of the traced steps went from one pipeline to another."""
+    steps, found = traced_steps(folder), Counter[int]()
+    actions = {id(step): [Action.parse(span.name) for span in step.spans if span.category == ACTION] for step in steps}
+    pipeline_of = {
+        (step.generation, step.step, action.lane): step.pipeline
+        for step in steps
+        for action in actions[id(step)]
+        if action.op is Op.FORWARD
+    }
+    for step in steps:
+        for action in actions[id(step)]:
+            if action.op in (Op.SEND_F, Op.SEND_B) and action.peer is not None:
+                there = pipeline_of.get((step.generation, step.step, action.peer.lane), step.pipeline)
+                found[step.generation] += there != step.pipeline
+    return found
+
+
+def test_features_cross_pipelines_through_kills(alone: tuple[Path, str], tmp_path: Path) -> None:
+    arguments = ("--planner", "orchmllm", "--min-pipeline-nodes", 1)
+    options = "--trace-steps 1-6 --inject node=1,step=3,phase=send --inject node=2,step=5,phase=backward"
+    with started(tmp_path, *arguments, nodes=4, options=options, script=SCRIPT) as job:
+        run = job.wait()
+    check_equals_one_process(run, *alone)
+    check_survivors(run)
+    recoveries = run.report["recoveries"]
+    assert [recovery["lost_steps"] for recovery in recoveries] == [1, 1]
+    assert [len(generation["pipelines"]) for generation in run.generations] == [4, 3, 2]
+    found = crossing(tmp_path)
+    assert all(found[generation] > 0 for generation in (1, 2, 3)), found
+    assert "from the first action to the last: planned" in job.output
 
 
 def test_picture_that_is_not_finite_is_named_before_what_the_language_model_makes_of_it(tmp_path: Path) -> None:

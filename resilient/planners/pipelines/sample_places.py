@@ -1,7 +1,8 @@
 """Where each sample of a step goes in the pipelines that there are now, which need not be alike.
 
-A planner answers for pipelines that are alike. So it is asked twice: as if all were like those of which there are most,
-but of their own speeds, for who gets which samples; then of each pipeline alone, as it is, for lanes and cells.
+A planner answers for pipelines that are alike. Where they are, and units place samples in other pipelines than the
+language model does, its answer stands. Else it is asked twice: as if all pipelines were like those of which there are
+most, but of their own speeds, for who gets which samples; then of each pipeline alone, as it is, for lanes and cells.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.evaluation.step_unit import StepUnit
 from resilient.planners.pipelines.decision import decision_of, several
-from resilient.planners.planner import Configuration, Planner, Replica, Setting
+from resilient.planners.planner import Assignment, Configuration, Planner, Replica, Setting
 from resilient.templates.common.arrays import Ints
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import Pipeline, Plan
@@ -57,7 +58,14 @@ class SamplePlaces:
             ValueError: A sample does not fit.
         """
         found = np.full((len(self._costs.units), len(batch), 3), NOWHERE, dtype=np.int64)
-        pipeline_of = self._pipeline_of(batch, correction)
+        pipeline_of = np.zeros(len(batch), dtype=np.int64)
+        if len(self._pipelines) > 1:
+            setting = self._setting(self._pipelines, len(batch), correction)
+            answer = self._planner.assign(setting, self._alike, batch, self._replicas)
+            if self._are_alike and _rearranges(answer, batch):
+                self._place(found, np.arange(len(batch)), batch, self._alike, answer, self._replicas)
+                return found
+            pipeline_of = np.asarray(answer.units[LLM].replica, dtype=np.int64)
         for number, pipeline in enumerate(self._pipelines):
             mine = np.flatnonzero(pipeline_of == number)
             if not len(mine):
@@ -65,27 +73,47 @@ class SamplePlaces:
             configuration = decision_of(pipeline.template)
             replicas = [Replica(num_microbatches=pipeline.num_microbatches)]
             setting, table = self._setting([pipeline], len(mine), correction), batch[mine]
-            assignment = self._planner.assign(setting, configuration, table, replicas)
-            for unit, costs in enumerate(self._costs.units):
-                there = table.units[costs.name].tokens > 0
-                placed = StepUnit.of(configuration, costs, assignment, table, replicas)
-                lane, cell = np.divmod(placed.cell[there], placed.width)
-                found[unit, mine[there]] = np.stack([np.full_like(lane, number), lane, cell], axis=1)
+            answer = self._planner.assign(setting, configuration, table, replicas)
+            self._place(found, mine, table, configuration, answer, replicas, first=number)
         return found
 
-    def _pipeline_of(self, batch: SampleTable, correction: Correction) -> Ints:
-        """Return the pipeline of each sample. [num_samples]"""
-        if len(self._pipelines) == 1:
-            return np.zeros(len(batch), dtype=np.int64)
-        setting = self._setting(self._pipelines, len(batch), correction)
-        answer = self._planner.assign(setting, self._alike, batch, self._replicas)
-        return np.asarray(answer.units[LLM].replica, dtype=np.int64)
+    def _place(
+        self,
+        found: Ints,
+        samples: Ints,
+        table: SampleTable,
+        configuration: Configuration,
+        answer: Assignment,
+        replicas: Sequence[Replica],
+        first: int = 0,
+    ) -> None:
+        """Write down where samples are.
+
+        Args:
+            found: Filled in.
+            samples: Their positions in it.
+            table: What is known of them.
+            configuration: Of the pipelines that they are in.
+            answer: The planner's.
+            replicas: These pipelines.
+            first: The number of the first one.
+        """
+        for unit, costs in enumerate(self._costs.units):
+            there = table.units[costs.name].tokens > 0
+            placed = StepUnit.of(configuration, costs, answer, table, replicas)
+            lane, cell = np.divmod(placed.cell[there], placed.width)
+            number, own = np.divmod(lane, configuration.units[costs.name].dp // len(replicas))
+            found[unit, samples[there]] = np.stack([first + number, own, cell], axis=1)
 
     @cached_property
     def _alike(self) -> Configuration:
         """As many pipelines as there are, all like those of which there are most."""
         ((template, _),) = Counter(pipeline.template for pipeline in self._pipelines).most_common(1)
         return several(decision_of(template), len(self._pipelines))
+
+    @property
+    def _are_alike(self) -> bool:
+        return len({pipeline.template for pipeline in self._pipelines}) == 1
 
     @cached_property
     def _replicas(self) -> list[Replica]:
@@ -104,6 +132,15 @@ class SamplePlaces:
             microbatch=self._microbatch,
             correction=correction,
         )
+
+
+def _rearranges(answer: Assignment, batch: SampleTable) -> bool:
+    """Return whether an encoder has a sample in another pipeline than the language model."""
+    language = answer.units[LLM].replica
+    return any(
+        bool(np.any((place.replica != language) & (batch.units[name].tokens > 0)))
+        for name, place in answer.units.items()
+    )
 
 
 def _ratio(fastest_ms: float, own_ms: float) -> float:

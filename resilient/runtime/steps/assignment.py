@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from resilient.planners.pipelines.sample_places import NOWHERE
+from resilient.runtime.steps.unit_graph import PlanLanes
 from resilient.templates.schedules.graph import LaneName
 from resilient.templates.schedules.step_cells import StepCells
 
@@ -46,18 +47,27 @@ class StepAssignment:
         table = numbers.to(torch.int64).reshape(len(units), -1, 5)
         return cls(units=units, places=table[..., :3], tokens=table[..., 3], squares=table[..., 4])
 
-    def cells(self, pipeline_index: int, lanes: Sequence[LaneName], feeds: Sequence[tuple[str, str]]) -> StepCells:
-        """Return the cells of one pipeline.
+    def joined(self, pipeline: int) -> tuple[int, ...]:
+        """Return the pipelines, ascending, that exchange features with one, or with others that do; and it itself."""
+        of_samples = {frozenset(each) - {NOWHERE} for each in zip(*self.places[..., 0].tolist(), strict=True)}
+        found, before = {pipeline}, set[int]()
+        while found != before:
+            before = found
+            found = found.union(*(each for each in of_samples if each & found))
+        return tuple(sorted(found))
+
+    def cells(self, pipelines: Sequence[int], lanes: PlanLanes) -> StepCells:
+        """Return the cells of some pipelines.
 
         Args:
-            pipeline_index: The pipeline.
-            lanes: Its lanes, in order.
-            feeds: Which unit's features go to which later one.
+            pipelines: Ascending; with each all that it exchanges features with (:meth:`joined`).
+            lanes: Of the plan.
         """
-        samples: dict[LaneName, dict[int, list[int]]] = {lane: {} for lane in lanes}
+        samples: dict[LaneName, dict[int, list[int]]] = {lane: {} for lane in lanes.lanes(pipelines)}
         for unit, places in zip(self.units, self.places.tolist(), strict=True):
             for sample, (pipeline, lane, cell) in enumerate(places):
-                if pipeline == pipeline_index != NOWHERE:
-                    samples[LaneName(unit, lane)].setdefault(cell, []).append(sample)
+                if pipeline in pipelines:
+                    name = lanes.name(pipeline, LaneName(unit, lane))
+                    samples[name].setdefault(cell, []).append(sample)
         ordered = {lane: {cell: tuple(cells[cell]) for cell in sorted(cells)} for lane, cells in samples.items()}
-        return StepCells(samples=ordered, feeds=feeds)
+        return StepCells(samples=ordered, feeds=lanes.feeds)

@@ -77,6 +77,7 @@ class ChainSteps:
         schedule: Of the pipeline.
         positions: Those of its microbatches within a step's.
         microbatch: Samples of each.
+        pipeline: This worker's.
         row: This worker's of the schedule.
         times: What each stage is expected to take.
     """
@@ -84,9 +85,16 @@ class ChainSteps:
     waited_s = 0.0
 
     def __init__(
-        self, schedule: Schedule, positions: Sequence[int], microbatch: int, row: int, times: Sequence[StageTimes]
+        self,
+        schedule: Schedule,
+        positions: Sequence[int],
+        microbatch: int,
+        pipeline: int,
+        row: int,
+        times: Sequence[StageTimes],
     ) -> None:
         self._schedule = schedule
+        self._pipeline = pipeline
         self._row = row
         self._times = times
         self._positions = positions
@@ -109,6 +117,7 @@ class ChainSteps:
         return StepWork(
             step=step,
             schedule=self._schedule,
+            row=self._row,
             num_targets=num_targets,
             position=lambda part: self._positions[part.cell],
             batch=lambda part: batch(self._cells[part.cell]),
@@ -120,7 +129,10 @@ class ChainSteps:
         """Return what every step is expected to take here."""
         actions = self._schedule.row(self._row)
         return PlannedRow(
-            graph=self._schedule.graph, action_ms=tuple(action_ms(self._times, action) for action in actions)
+            graph=self._schedule.graph,
+            pipelines=(self._pipeline,),
+            row=self._row,
+            action_ms=tuple(action_ms(self._times, action) for action in actions),
         )
 
     def bring(self, step: int) -> Tensor:

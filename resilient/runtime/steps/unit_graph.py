@@ -1,37 +1,152 @@
-"""How the stages of a pipeline hang together: who sends to whom, what each differentiates, and in which order."""
+"""How the stages of a plan's units hang together: who sends to whom, what each differentiates, and in which order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
+from resilient.pipeline.p2p import Channel
+from resilient.pipeline.row_actions import Border
 from resilient.planners.costs.samples import LLM
 from resilient.planners.pipelines.decision import decision_of, encoders_come_first
-from resilient.templates.schedules.graph import CHAIN, Backward, LaneName, StepGraph, UnitLane
+from resilient.templates.plan import Plan
+from resilient.templates.schedules.graph import CHAIN, Backward, LaneName, StageName, StepGraph, UnitLane
 from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.schedules.step_cells import StepCells
 from resilient.templates.schedules.unit_generator import generate_units
-from resilient.templates.template import PipelineTemplate
+from resilient.templates.template import PipelineTemplate, StageSpec
 
 
-def borders(template: PipelineTemplate, feeds: Sequence[tuple[str, str]]) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of stages the second of which uses what the first makes, by number.
+class PlanLanes:
+    """The lanes of a plan's pipelines, those of a unit numbered through all of them.
+
+    Where a template has lanes 0 and 1 of an encoder, the second pipeline has lanes 2 and 3. The lane of a chain has no
+    number of its pipeline: plans of chains have one here.
 
     Args:
-        template: Of the pipeline.
+        plan: The plan.
         feeds: Which unit's features go to which later one.
+        trained: Of each of the model's layers.
+
+    Attributes:
+        specs: Of each stage, what its template says.
+        rank_of: Of each stage.
+        feeds: As given.
     """
-    lanes = [stage.lane for stage in template.stages]
-    within = [(number - 1, number) for number in range(1, len(lanes)) if lanes[number] == lanes[number - 1]]
-    first = {lane: lanes.index(lane) for lane in lanes}
-    last = {lane: number for number, lane in enumerate(lanes)}
-    between = [
-        (last[source], first[target])
-        for unit, fed in feeds
-        for source in template.lanes
-        for target in template.lanes
-        if source.unit == unit and target.unit == fed
-    ]
-    return (*within, *between)
+
+    def __init__(self, plan: Plan, feeds: Sequence[tuple[str, str]], trained: Sequence[bool]) -> None:
+        self.specs: dict[StageName, StageSpec] = {}
+        self.rank_of: dict[StageName, int] = {}
+        self.feeds = feeds
+        self._templates = [pipeline.template for pipeline in plan.pipelines]
+        self._backward_of: dict[StageName, Backward] = {}
+        self._ranks: list[range] = []
+        self._names: list[dict[LaneName, LaneName]] = []
+        self._stages: dict[LaneName, list[StageName]] = {}
+        num_lanes: Counter[str] = Counter()
+        first_rank = 0
+        for template in self._templates:
+            names = {lane: LaneName(lane.unit, num_lanes[lane.unit] + lane.number) for lane in template.lanes}
+            backwards = stage_backwards(template, trained, feeds)
+            for spec, row, backward in zip(template.stages, template.row_of, backwards, strict=True):
+                stages = self._stages.setdefault(names[spec.lane], [])
+                stage = names[spec.lane], len(stages)
+                stages.append(stage)
+                self.specs[stage], self.rank_of[stage], self._backward_of[stage] = spec, first_rank + row, backward
+            self._names.append(names)
+            self._ranks.append(range(first_rank, first_rank + len(template.rows)))
+            first_rank += len(template.rows)
+            num_lanes.update(lane.unit for lane in template.lanes)
+
+    def name(self, pipeline: int, lane: LaneName) -> LaneName:
+        """Return what is called ``lane`` in a pipeline's template."""
+        return self._names[pipeline][lane]
+
+    def ranks(self, pipelines: Sequence[int]) -> list[int]:
+        """Return the ranks of some pipelines, pipeline by pipeline and row by row."""
+        return [rank for pipeline in pipelines for rank in self._ranks[pipeline]]
+
+    def lanes(self, pipelines: Sequence[int]) -> list[LaneName]:
+        """Return the lanes of some pipelines, unit by unit.
+
+        Args:
+            pipelines: Ascending.
+        """
+        found = [name for pipeline in pipelines for name in self._names[pipeline].values()]
+        units = list(dict.fromkeys(name.unit for name in found))
+        return sorted(found, key=lambda name: units.index(name.unit))
+
+    def stages(self, rank: int) -> list[StageName]:
+        """Return the stages of a rank."""
+        return [name for name, at in self.rank_of.items() if at == rank]
+
+    def borders(self, rank: int) -> dict[Border, Channel]:
+        """Return those between a rank's stages and those of other ranks, which number them alike.
+
+        Features may go from any pipeline to any other.
+        """
+        between: dict[int, set[Border]] = {}
+        for border in chain.from_iterable(map(self._touching, self.stages(rank))):
+            ends = {self.rank_of[stage] for stage in border}
+            for other in ends - {rank}:
+                between.setdefault(other, set()).add(border)
+        return {
+            border: Channel(number, len(borders))
+            for borders in between.values()
+            for number, border in enumerate(sorted(borders))
+        }
+
+    def schedule(
+        self,
+        pipelines: Sequence[int],
+        cells: StepCells,
+        states: Callable[[StageSpec], Sequence[int]] | None = None,
+        *,
+        split: bool = False,
+    ) -> Schedule:
+        """Return what the rows of pipelines that exchange features do in a step: of :meth:`ranks`, in that order.
+
+        Args:
+            pipelines: They, ascending; only one where its samples are in no other.
+            cells: Of the step, in these pipelines.
+            states: Returns the indices of the states whose gradients are summed for a stage; None for no sums.
+            split: Whether backwards for the weights stand apart.
+        """
+        row_of = {rank: row for row, rank in enumerate(self.ranks(pipelines))}
+        names = self.lanes(pipelines)
+        lanes = tuple(
+            UnitLane(
+                name=name,
+                rows=tuple(row_of[self.rank_of[stage]] for stage in self._stages[name]),
+                cells=tuple(cells.samples[name]),
+                backwards=tuple(self._backward_of[stage] for stage in self._stages[name]),
+            )
+            for name in names
+        )
+        decision = decision_of(self._templates[pipelines[0]])
+        return generate_units(
+            StepGraph(lanes=lanes, flows=cells.flows, num_rows=len(row_of)),
+            pace=LLM,
+            lead=decision.lead,
+            split=split,
+            apart=encoders_come_first(decision),
+            states=states and [states(self.specs[stage]) for name in names for stage in self._stages[name]],
+        )
+
+    def _touching(self, stage: StageName) -> Iterator[Border]:
+        """Yield the borders of a stage."""
+        lane, number = stage
+        last = len(self._stages[lane]) - 1
+        if number > 0:
+            yield (lane, number - 1), stage
+        if number < last:
+            yield stage, (lane, number + 1)
+        for other, stages in self._stages.items():
+            if number == last and (lane.unit, other.unit) in self.feeds:
+                yield stage, stages[0]
+            if number == 0 and (other.unit, lane.unit) in self.feeds:
+                yield stages[-1], stage
 
 
 def stage_backwards(
@@ -57,43 +172,3 @@ def stage_backwards(
         wanted[unit] = own or before
     assert all(unit in wanted or unit == CHAIN.unit for unit, _ in feeds), "units come before those that they feed"
     return tuple(found)
-
-
-def step_schedule(
-    template: PipelineTemplate,
-    cells: StepCells,
-    backwards: Sequence[Backward],
-    states: Sequence[Sequence[int]] | None = None,
-    *,
-    split: bool = False,
-) -> Schedule:
-    """Return what the rows of a pipeline do in a step.
-
-    Args:
-        template: Of the pipeline.
-        cells: Of the step.
-        backwards: What each stage differentiates.
-        states: Per stage, the indices of the states whose gradients are summed; None for no sums.
-        split: Whether backwards for the weights stand apart.
-    """
-    stages: dict[LaneName, list[int]] = {}
-    for number, stage in enumerate(template.stages):
-        stages.setdefault(stage.lane, []).append(number)
-    lanes = tuple(
-        UnitLane(
-            name=lane,
-            rows=tuple(template.row_of[number] for number in stages[lane]),
-            cells=tuple(cells.samples[lane]),
-            backwards=tuple(backwards[number] for number in stages[lane]),
-        )
-        for lane in template.lanes
-    )
-    decision = decision_of(template)
-    return generate_units(
-        StepGraph(lanes=lanes, flows=cells.flows, num_rows=len(template.rows)),
-        pace=LLM,
-        lead=decision.lead,
-        split=split,
-        apart=encoders_come_first(decision),
-        states=states,
-    )

@@ -1,8 +1,13 @@
-"""The steps of a pipeline of units: cells as assigned, in the order of a schedule made for them."""
+"""The steps of pipelines of units: cells as assigned, in the order of a schedule made for them.
+
+A sample may be in one pipeline with an encoder and in another with the language model. Pipelines that share samples so
+in a step have one schedule in it, which the workers of all of them make alike.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -13,25 +18,32 @@ from resilient.pipeline.row_actions import CellPart, RowActions
 from resilient.pipeline.step_work import StepWork
 from resilient.runtime.steps.assignment import StepAssignment
 from resilient.runtime.steps.assignments import Assignments
-from resilient.runtime.steps.unit_graph import step_schedule
+from resilient.runtime.steps.unit_graph import PlanLanes
 from resilient.runtime.steps.unit_times import UnitTimes
 from resilient.templates.plan import Slot
-from resilient.templates.schedules.graph import Backward
 from resilient.templates.schedules.schedule import Op, Schedule
 from resilient.templates.schedules.step_cells import StepCells
-from resilient.templates.template import PipelineTemplate
+from resilient.templates.template import StageSpec
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a step is for the pipelines that exchange features with a worker's, ``row`` being the worker's."""
+
+    pipelines: tuple[int, ...]
+    cells: StepCells
+    schedule: Schedule
+    row: int
 
 
 class UnitSteps:
-    """The steps of one worker's pipeline.
+    """The steps of one worker.
 
     Args:
         assignments: Of the generation.
         slot: This worker's place.
-        template: Of its pipeline.
-        feeds: Which unit's features go to which later one.
-        backwards: What each stage differentiates.
-        states: Per stage, the indices of the states whose gradients are summed.
+        lanes: Of the plan.
+        states: Returns the indices of the states whose gradients are summed for a stage.
         split: Whether backwards for the weights stand apart.
         times: What its actions are expected to take.
     """
@@ -41,22 +53,18 @@ class UnitSteps:
         *,
         assignments: Assignments,
         slot: Slot,
-        template: PipelineTemplate,
-        feeds: Sequence[tuple[str, str]],
-        backwards: Sequence[Backward],
-        states: Sequence[Sequence[int]],
+        lanes: PlanLanes,
+        states: Callable[[StageSpec], Sequence[int]],
         split: bool,
         times: UnitTimes,
     ) -> None:
         self._assignments = assignments
         self._slot = slot
-        self._template = template
-        self._feeds = feeds
-        self._backwards = backwards
+        self._lanes = lanes
         self._states = states
         self._split = split
         self._times = times
-        self._made: dict[int, tuple[StepCells, Schedule]] = {}
+        self._made: dict[int, _Step] = {}
 
     @property
     def waited_s(self) -> float:
@@ -72,11 +80,11 @@ class UnitSteps:
         assignment = self._assignments.of(step)
         if assignment is None:
             return None
-        cells, schedule = self._of(step, assignment)
-        row = RowActions(schedule, self._slot.row_index)
+        of_step = self._of(step, assignment)
+        row = RowActions(of_step.schedule, of_step.row)
         forwards = (action for action in row.actions if action.op is Op.FORWARD)
         parts = (part for action in forwards for part in row.parts(row.stage(action), action.index))
-        return list(dict.fromkeys(_cell(cells, part) for part in parts))
+        return list(dict.fromkeys(self._cell(of_step.cells, part) for part in parts))
 
     def cell_at(self, step: int, unit: str, position: int) -> Cell:
         """Return the cell that begins with a sample."""
@@ -89,7 +97,8 @@ class UnitSteps:
         assignment = self._assignments.of(step)
         assert assignment is not None, "a step begins only with its assignment"
         self._assignments.start(step)
-        cells, schedule = self._of(step, assignment)
+        of_step = self._of(step, assignment)
+        cells = of_step.cells
         number = {unit: index for index, unit in enumerate(assignment.units)}
         tokens = assignment.tokens.tolist()
 
@@ -98,10 +107,11 @@ class UnitSteps:
 
         return StepWork(
             step=step,
-            schedule=schedule,
+            schedule=of_step.schedule,
+            row=of_step.row,
             num_targets=num_targets,
             position=lambda part: samples(part)[0],
-            batch=lambda part: batch(_cell(cells, part)),
+            batch=lambda part: batch(self._cell(cells, part)),
             samples=samples,
             num_features=lambda unit, sample: tokens[number[unit]][sample],
         )
@@ -110,8 +120,8 @@ class UnitSteps:
         """Return what a step that begins is expected to take here."""
         assignment = self._assignments.of(step)
         assert assignment is not None, "a step begins only with its assignment"
-        cells, schedule = self._of(step, assignment)
-        return self._times.planned(schedule, self._slot.row_index, assignment, cells)
+        found = self._of(step, assignment)
+        return self._times.planned(found.schedule, found.pipelines, found.row, assignment, found.cells)
 
     def bring(self, step: int) -> Tensor:
         """Return what travels in the barrier of a step."""
@@ -126,13 +136,15 @@ class UnitSteps:
         """End what makes assignments."""
         self._assignments.close()
 
-    def _of(self, step: int, assignment: StepAssignment) -> tuple[StepCells, Schedule]:
+    def _of(self, step: int, assignment: StepAssignment) -> _Step:
         if step not in self._made:
-            cells = assignment.cells(self._slot.pipeline_index, self._template.lanes, self._feeds)
-            schedule = step_schedule(self._template, cells, self._backwards, self._states, split=self._split)
-            self._made[step] = cells, schedule
+            pipelines = assignment.joined(self._slot.pipeline_index)
+            cells = assignment.cells(pipelines, self._lanes)
+            schedule = self._lanes.schedule(pipelines, cells, self._states, split=self._split)
+            row = self._lanes.ranks(pipelines).index(self._slot.rank)
+            self._made[step] = _Step(pipelines, cells, schedule, row)
         return self._made[step]
 
-
-def _cell(cells: StepCells, part: CellPart) -> Cell:
-    return Cell(part.lane.unit, cells.part(*part), part.lane.number)
+    def _cell(self, cells: StepCells, part: CellPart) -> Cell:
+        """Return what is read for a part; its lane has the number that it has in the pipeline."""
+        return Cell(part.lane.unit, cells.part(*part), self._lanes.specs[part.lane, 0].lane.number)

@@ -7,11 +7,13 @@ from typing import NamedTuple
 from resilient.observability.step_trace import PlannedRow
 from resilient.planners.costs.cost_model import CostModel, Curve, UnitCosts
 from resilient.runtime.steps.assignment import StepAssignment
+from resilient.runtime.steps.unit_graph import PlanLanes
 from resilient.templates.inputs.cluster import Cluster
-from resilient.templates.schedules.graph import LaneName
+from resilient.templates.plan import Plan
+from resilient.templates.schedules.graph import LaneName, StageName
 from resilient.templates.schedules.schedule import Action, Op, Schedule
 from resilient.templates.schedules.step_cells import Samples, StepCells
-from resilient.templates.template import PipelineTemplate, StageSpec
+from resilient.templates.template import StageSpec
 
 
 class _StageCurves(NamedTuple):
@@ -21,32 +23,35 @@ class _StageCurves(NamedTuple):
 
 
 class UnitTimes:
-    """Times of the actions of a pipeline of units.
+    """Times of the actions of a plan's stages of units.
 
     Args:
-        template: Of the pipeline.
+        lanes: Of the plan.
+        plan: It.
         costs: Of the units, on this worker's device.
         cluster: The nodes.
     """
 
-    def __init__(self, template: PipelineTemplate, costs: CostModel, cluster: Cluster) -> None:
+    def __init__(self, lanes: PlanLanes, plan: Plan, costs: CostModel, cluster: Cluster) -> None:
+        self._lanes = lanes
         self._costs = costs
         self._cluster = cluster
-        self._nodes = [row[0].node_index for row in template.rows]
-        first = {stage.lane: stage.first_layer for stage in reversed(template.stages)}
-        self._curves = [
-            _stage_curves(costs.by_name[stage.lane.unit], stage, first[stage.lane]) for stage in template.stages
-        ]
+        self._nodes = [slot.node for slot in plan.slots]
+        self._curves: dict[StageName, _StageCurves] = {}
 
-    def planned(self, schedule: Schedule, row: int, assignment: StepAssignment, cells: StepCells) -> PlannedRow:
+    def planned(
+        self, schedule: Schedule, pipelines: tuple[int, ...], row: int, assignment: StepAssignment, cells: StepCells
+    ) -> PlannedRow:
         """Return what a row of a step is expected to take: a call for each part of a cell.
 
         Args:
             schedule: Of the step.
+            pipelines: Whose it is.
             row: Of the schedule.
             assignment: Says how long samples are.
-            cells: Those of the pipeline.
+            cells: Those of the pipelines.
         """
+        nodes = [self._nodes[rank] for rank in self._lanes.ranks(pipelines)]
         number = {unit: index for index, unit in enumerate(assignment.units)}
         tokens, squares = assignment.tokens.tolist(), assignment.squares.tolist()
         parts = schedule.graph.tables.parts.tolist()
@@ -64,7 +69,7 @@ class UnitTimes:
                 return 0.0
             lane = action.lane
             if action.op is Op.FORWARD:
-                forward = self._curves_of(schedule, action).forward
+                forward = self._curves_of(action).forward
                 number_of_parts = parts[lane_number[lane]][action.index]
                 return sum(forward.call_ms(*of_part(action, part)) for part in range(number_of_parts))
             if action.op is Op.SEND_F:
@@ -73,16 +78,26 @@ class UnitTimes:
                     num_bytes = sums(lane, cells.samples[lane][action.index])[0] * costs.boundary_bytes
                 else:
                     num_bytes = of_part(action, action.part)[0] * costs.output_bytes
-                within = self._nodes[row] == self._nodes[schedule.target_row(action)]
+                within = nodes[row] == nodes[schedule.target_row(action)]
                 return (self._cluster.intra_node if within else self._cluster.inter_node).transfer_ms(num_bytes)
-            curves, share = self._curves_of(schedule, action), of_part(action, action.part)
+            curves, share = self._curves_of(action), of_part(action, action.part)
             of_inputs = curves.backward_input.call_ms(*share) * (action.op is not Op.BACKWARD_WEIGHT)
             return of_inputs + curves.backward_weight.call_ms(*share) * (action.op is not Op.BACKWARD_INPUT)
 
-        return PlannedRow(graph=schedule.graph, action_ms=tuple(map(action_ms, schedule.row(row))))
+        return PlannedRow(
+            graph=schedule.graph,
+            pipelines=pipelines,
+            row=row,
+            action_ms=tuple(map(action_ms, schedule.row(row))),
+        )
 
-    def _curves_of(self, schedule: Schedule, action: Action) -> _StageCurves:
-        return self._curves[schedule.graph.first_stage[action.lane] + action.stage]
+    def _curves_of(self, action: Action) -> _StageCurves:
+        stage = action.lane, action.stage
+        if stage not in self._curves:
+            first = self._lanes.specs[action.lane, 0].first_layer
+            unit = self._costs.by_name[action.lane.unit]
+            self._curves[stage] = _stage_curves(unit, self._lanes.specs[stage], first)
+        return self._curves[stage]
 
 
 def _stage_curves(unit: UnitCosts, stage: StageSpec, first: int) -> _StageCurves:

@@ -54,7 +54,9 @@ def run_of(
             TracedStep(
                 step=step, generation=1, node=4 - row, local_rank=row, pipeline=0, row=row,
                 start_ns=0, end_ns=spans[-1].end_ns, busy_us=1, spans=tuple(spans),
-                planned=PlannedRow(graph=schedule.graph, action_ms=tuple(map(planned_ms, actions))),
+                planned=PlannedRow(
+                    graph=schedule.graph, pipelines=(0,), row=row, action_ms=tuple(map(planned_ms, actions))
+                ),
             )
         )  # fmt: skip
     return found

@@ -84,8 +84,9 @@ def at(time_ms: float) -> int:
 
 def step(number: int, node: int, start_ms: float, *spans: tuple[str, str, float, float], **changes: Any) -> TracedStep:
     made = tuple(RecordedSpan(category, name, at(start), at(end), 7) for category, name, start, end in spans)
-    planned = PlannedRow(graph=changes.pop("graph", chain_graph([0, 1], 2, 1)), action_ms=())
+    graph = changes.pop("graph", chain_graph([0, 1], 2, 1))
     fields = {"generation": 1, "local_rank": 0, "pipeline": 0, "row": node, **changes}
+    planned = PlannedRow(graph=graph, pipelines=(0,), row=fields["row"], action_ms=())
     return TracedStep(
         step=number, node=node, start_ns=at(start_ms), end_ns=made[-1].end_ns, busy_us=9, spans=made, planned=planned,
         **fields,

@@ -10,13 +10,20 @@ from resilient.templates.schedules.schedule import Schedule
 
 
 def chain_work(
-    *, step: int, schedule: Schedule, num_targets: int, positions: Sequence[int], batch: Callable[[int], Batch]
+    *,
+    step: int,
+    schedule: Schedule,
+    row: int,
+    num_targets: int,
+    positions: Sequence[int],
+    batch: Callable[[int], Batch],
 ) -> StepWork:
     """Return the work of a step.
 
     Args:
         step: Its number.
         schedule: Of the pipeline.
+        row: That is run.
         num_targets: Loss-bearing targets of the global batch.
         positions: Index, within the step's microbatches, of each of this pipeline's.
         batch: Loads the collated microbatch at a position.
@@ -24,6 +31,7 @@ def chain_work(
     return StepWork(
         step=step,
         schedule=schedule,
+        row=row,
         num_targets=num_targets,
         position=lambda part: positions[part.cell],
         batch=lambda part: batch(positions[part.cell]),

@@ -23,6 +23,7 @@ from resilient.pipeline.step_work import StepWork
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.messages import Injection
 from resilient.templates.schedules.generators import generate
+from resilient.templates.schedules.graph import CHAIN
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Op, Schedule
 from tests.resilient.pipeline.chain_work import chain_work
@@ -107,23 +108,32 @@ def recorded(schedule: Schedule, row: int, comm: Communicator, faults: Faults) -
     mine = [stage for stage, at in enumerate(schedule.graph.row_of) if at == row]
     alone = len(schedule.rows) == 1
     parts: dict[str, Any] = {
-        "stages": {s: RecordedStage(recorder, s, s == last) for s in mine},
+        "stages": {(CHAIN, s): RecordedStage(recorder, s, s == last) for s in mine},
         "gradient_sync": recorder,
         "upstream": {
-            (s - 1, s): RecordedBorder(recorder, s, s - 1, "SEND_B", "RECV_F") for s in mine if s > 0 and not alone
+            ((CHAIN, s - 1), (CHAIN, s)): RecordedBorder(recorder, s, s - 1, "SEND_B", "RECV_F")
+            for s in mine
+            if s > 0 and not alone
         },
         "downstream": {
-            (s, s + 1): RecordedBorder(recorder, s, s + 1, "SEND_F", "RECV_B") for s in mine if s < last and not alone
+            ((CHAIN, s), (CHAIN, s + 1)): RecordedBorder(recorder, s, s + 1, "SEND_F", "RECV_B")
+            for s in mine
+            if s < last and not alone
         },
     }
     stage_timer = StageTimer(CPU, schedule.graph.num_cells)
-    parts |= {"row": row, "generation": 3, "comm": comm, "faults": faults}
+    parts |= {"generation": 3, "comm": comm, "faults": faults}
     return Executor(**parts, stage_timer=stage_timer), recorder
 
 
-def work(schedule: Schedule, step: int = 1) -> StepWork:
+def work(schedule: Schedule, row: int, step: int = 1) -> StepWork:
     return chain_work(
-        step=step, schedule=schedule, num_targets=4, positions=(0, 1, 2, 3), batch=lambda _: {"x": torch.zeros(1)}
+        step=step,
+        schedule=schedule,
+        row=row,
+        num_targets=4,
+        positions=(0, 1, 2, 3),
+        batch=lambda _: {"x": torch.zeros(1)},
     )
 
 
@@ -149,7 +159,8 @@ def test_what_is_executed_is_the_schedule(kind: ScheduleKind, row: int, tmp_path
         return {"x": torch.zeros(1)}
 
     executor, recorder = recorded(schedule, row, SingleProcessCommunicator(), faults)
-    loss = executor.run(chain_work(step=7, schedule=schedule, num_targets=4, positions=(4, 10, 31, 11), batch=load))
+    positions = (4, 10, 31, 11)
+    loss = executor.run(chain_work(step=7, schedule=schedule, row=row, num_targets=4, positions=positions, batch=load))
     actions = schedule.row(row)
     assert without_arms(recorder) == [f"REDUCE{a.index}" if a.op is Op.REDUCE else str(a) for a in actions]
     assert sorted(loaded) == [4, 10, 11, 31], "each microbatch is loaded once, by its position in the step"
@@ -172,7 +183,7 @@ def without_arms(recorder: Recorder) -> list[str]:
 def test_a_row_alone_hands_everything_on_by_itself(kind: ScheduleKind, tmp_path: Path) -> None:
     schedule = schedule_of(kind, 1)
     executor, recorder = recorded(schedule, 0, SingleProcessCommunicator(), Faults(str(tmp_path)))
-    executor.run(work(schedule, step=1))
+    executor.run(work(schedule, 0, step=1))
     computations = [str(action) for action in schedule.row(0) if action.op is not Op.REDUCE]
     assert without_arms(recorder)[: len(computations)] == computations
 
@@ -191,7 +202,7 @@ def test_sums_are_armed_before_the_last_backward_of_their_states(
 ) -> None:
     schedule = schedule_of(kind, 3)
     executor, recorder = recorded(schedule, row, SingleProcessCommunicator(), Faults(str(tmp_path)))
-    executor.run(work(schedule, step=1))
+    executor.run(work(schedule, row, step=1))
     found = {recorder.events[at + 1]: event for at, event in enumerate(recorder.events) if event.startswith("arm")}
     assert found == {backward: f"arm {states}" for backward, states in armed.items()}
 
@@ -213,7 +224,7 @@ def test_step_of_an_aborted_generation_stops_before_the_next_action(tmp_path: Pa
     executor, recorder = recorded(schedule, 0, AbortedAfter(3), Faults(str(tmp_path)))
     told = r"^the generation was aborted \(generation 3, step 1, action 0B1 of row 0\)$"
     with pytest.raises(CommunicationError, match=told) as raised:
-        executor.run(work(schedule, step=1))
+        executor.run(work(schedule, 0, step=1))
     assert not hasattr(raised.value, "__notes__"), "recovery does not wait for a table"
     assert recorder.events == ["0F0", "0B0", "0F1"]
     assert [span[1] for span in executor.span_recorder.spans() if span[0] == ACTION] == ["0F0", "0B0", "0F1"]
@@ -234,9 +245,9 @@ class Breaks(RecordedStage):
 def test_error_of_a_layer_keeps_its_type_and_shows_what_the_rows_did_around_it(tmp_path: Path) -> None:
     schedule = generate(ScheduleKind.ONE_F_ONE_B, 3, 4)
     executor, recorder = recorded(schedule, 1, SingleProcessCommunicator(), Faults(str(tmp_path)))
-    executor._stages = {1: cast(Stage, Breaks(recorder, 1, is_last=False))}
+    executor._stages = {(CHAIN, 1): cast(Stage, Breaks(recorder, 1, is_last=False))}
     with pytest.raises(FloatingPointError) as raised:
-        executor.run(work(schedule, step=17))
+        executor.run(work(schedule, 1, step=17))
     assert str(raised.value) == "loss is nan"
     assert executor.failed_action == "1F1 of row 1"
     assert vars(raised.value)["__notes__"] == [
@@ -252,6 +263,6 @@ def test_profiler_sees_the_actions_by_their_names(tmp_path: Path) -> None:
     schedule = schedule_of(ScheduleKind.ZB_H1, 1)
     executor, _ = recorded(schedule, 0, SingleProcessCommunicator(), Faults(str(tmp_path)))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        executor.run(work(schedule, step=1))
+        executor.run(work(schedule, 0, step=1))
     found = sorted((event.time_range.start, event.name) for event in profiler.events() or () if event.name[0] == "0")
     assert [name for _, name in found] == [str(action) for action in schedule.row(0)]

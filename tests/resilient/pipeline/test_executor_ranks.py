@@ -38,6 +38,7 @@ from resilient.state.manifest import Manifest, folder, write_manifest
 from resilient.templates.common.byte_intervals import Piece
 from resilient.templates.plan import Plan
 from resilient.templates.schedules.generators import generate
+from resilient.templates.schedules.graph import CHAIN, StageName
 from resilient.templates.schedules.kind import ScheduleKind
 from tests.resilient.ranks import HOST, as_threads, join
 from tests.resilient.small import CPU, TiedModel, Tokens, all_of, assemble, make_job, make_plan, make_profile
@@ -116,29 +117,33 @@ def interleaved(job: Job, cut: Sequence[int], num_rows: int, rank: int, address:
         {index: ledger.current[name] for name, index in index_of.items()},
         {index: [Piece(groups[name], ledger.current[name].held)] for name, index in index_of.items()},
     )
-    stages: dict[int, Stage] = {}
+    stages: dict[StageName, Stage] = {}
     for stage in range(rank, num_stages, num_rows):
         layers = [
             StageLayer(index=layer, module=bind(job.model.layers[layer], ledger.current, CPU))
             for layer in range(cut[stage], cut[stage + 1])
         ]
-        stages[stage] = Stage(
+        stages[CHAIN, stage] = Stage(
             job.model, layers, is_last=stage == num_stages - 1, device=CPU, autocast=None, seed=job.seed
         )
     states = [[profile.index(name) for name in of_stage if layouts[name].num_trainable] for of_stage in names]
     schedule = generate(ScheduleKind.INTERLEAVED, num_rows, 8, num_chunks=num_stages // num_rows, states=states)
-    before = {(s - 1, s): Upstream(comm, (s - 1) % num_rows, CPU, Channel(s, num_stages)) for s in stages if s > 0}
+    before = {
+        ((CHAIN, s - 1), (CHAIN, s)): Upstream(comm, (s - 1) % num_rows, CPU, Channel(s, num_stages))
+        for _, s in stages
+        if s > 0
+    }
     after = {
-        (s, s + 1): Downstream(comm, (s + 1) % num_rows, Channel(s + 1, num_stages))
-        for s in stages
+        ((CHAIN, s), (CHAIN, s + 1)): Downstream(comm, (s + 1) % num_rows, Channel(s + 1, num_stages))
+        for _, s in stages
         if s < num_stages - 1
     }
     executor = Executor(
-        row=rank, generation=1, stages=stages, gradient_sync=sync, comm=comm,
+        generation=1, stages=stages, gradient_sync=sync, comm=comm,
         upstream=before if num_rows > 1 else {}, downstream=after if num_rows > 1 else {},
         faults=Faults(str(path)), stage_timer=StageTimer(CPU, 8),
     )  # fmt: skip
-    steps = ChainSteps(schedule, range(8), 2, rank, ())
+    steps = ChainSteps(schedule, range(8), 2, 0, rank, ())
     return Place(executor=executor, gradient_sync=sync, comm=comm, ledger=ledger, steps=steps)
 
 

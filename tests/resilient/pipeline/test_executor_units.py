@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -135,7 +136,7 @@ def case(seed: int) -> Case:
     spoken = tuple(sample for sample in range(NUM_SAMPLES) if units[-1] == "llm" or chosen.random() < 0.7)
     placed: dict[LaneName, dict[int, tuple[int, ...]]] = {}
     for unit in units:
-        lanes = [LaneName(unit, number) for number in range(1 if unit == "llm" else chosen.randint(1, 2))]
+        lanes = [LaneName(unit, number) for number in range(chosen.randint(1, 2))]
         cells: dict[LaneName, dict[int, tuple[int, ...]]] = {lane: {} for lane in lanes}
         samples = [sample for sample in (spoken if unit == "speech" else range(NUM_SAMPLES)) if num_rows(unit, sample)]
         chosen.shuffle(samples)
@@ -204,13 +205,14 @@ def in_one_process(model: Model, states: dict[str, LayerState], step: Case) -> t
     return total.item(), {name: state.grad.clone() for name, state in states.items()}
 
 
-def work(step: Case) -> StepWork:
+def work(step: Case, row: int) -> StepWork:
     def samples(part: CellPart) -> tuple[int, ...]:
         return step.cells.part(*part)
 
     return StepWork(
         step=1,
         schedule=step.schedule,
+        row=row,
         num_targets=TARGETS,
         position=lambda part: samples(part)[0],
         batch=lambda part: load(samples(part)),
@@ -251,26 +253,26 @@ def rank_of(step: Case, model: Model, states: dict[str, LayerState], faults: Fau
         sync = GradientSync(comm, trained, pieces)
         stages = {stage: real_stage(model, step.layer_of[stage], copies) for stage in mine}
         crossing = [(n, *pair) for n, pair in enumerate(borders) if graph.row_of[pair[0]] != graph.row_of[pair[1]]]
+        name, channel = graph.stages, partial(Channel, count=len(borders))
         executor = Executor(
-            row=rank,
             generation=1,
-            stages=stages,
+            stages={name[number]: stage for number, stage in stages.items()},
             gradient_sync=sync,
             comm=comm,
             upstream={
-                (source, target): Upstream(comm, graph.row_of[source], CPU, Channel(number, len(borders)))
+                (name[source], name[target]): Upstream(comm, graph.row_of[source], CPU, channel(number))
                 for number, source, target in crossing
                 if graph.row_of[target] == rank
             },
             downstream={
-                (source, target): Downstream(comm, graph.row_of[target], Channel(number, len(borders)))
+                (name[source], name[target]): Downstream(comm, graph.row_of[target], channel(number))
                 for number, source, target in crossing
                 if graph.row_of[source] == rank
             },
             faults=faults,
             stage_timer=StageTimer(CPU, 4),
         )
-        loss = executor.run(work(step)).item()
+        loss = executor.run(work(step, rank)).item()
         comm.all_reduce(torch.zeros(1), tuple(range(comm.size))).wait()  # the barrier of every step
         kept = [(stage._in_flight, stage._deferred) for stage in stages.values()]
         assert kept == [({}, {})] * len(kept), "what has no backward, or no second half of one, is not kept for it"

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
 from resilient.runtime.steps.assignment import StepAssignment
 from resilient.runtime.steps.assignments import AHEAD, Assignments, Make
+from resilient.runtime.steps.unit_graph import PlanLanes
+from resilient.templates.plan import Pipeline, Plan
 from resilient.templates.schedules.graph import Flow, LaneName
+from resilient.templates.template import PipelineTemplate, StageSpec
 from tests.resilient.ranks import as_threads, join
 
 UNITS = ("vision", "llm")
 VISION, LLM = LaneName("vision", 0), LaneName("llm", 0)
+STAGE = StageSpec(lane=VISION, first_layer=0, end_layer=1, node_index=0, forward_ms=1.0, backward_ms=2.0)
+TEMPLATE = PipelineTemplate(num_nodes=1, stages=(STAGE, replace(STAGE, lane=LLM, first_layer=1, end_layer=2)))
+PIPELINES = tuple(Pipeline(template=TEMPLATE, nodes=(node,), num_microbatches=2) for node in range(2))
+LANES = PlanLanes(Plan(pipelines=PIPELINES), (("vision", "llm"),), (True, True))
 
 
 def assigned(step: int) -> StepAssignment:
@@ -33,9 +41,33 @@ def test_what_is_told_is_what_was_made() -> None:
 
 
 def test_cells_of_a_pipeline_are_those_assigned_to_it() -> None:
-    cells = assigned(5).cells(0, (VISION, LLM), [("vision", "llm")])
+    cells = assigned(5).cells((0,), LANES)
     assert cells.samples == {VISION: {5: (0,)}, LLM: {0: (0, 2)}}
     assert cells.flows == (Flow(VISION, 5, LLM, 0),)
+    second = assigned(5).cells((1,), LANES)
+    assert second.flows == (Flow(LaneName("vision", 1), 0, LaneName("llm", 1), 1),)
+
+
+def test_pipelines_are_joined_that_share_samples_be_it_through_others() -> None:
+    def joined(*pipelines: tuple[int, int]) -> list[tuple[int, ...]]:
+        places = torch.tensor([[[each[unit], 0, 0] for each in pipelines] for unit in range(2)])
+        tokens = torch.ones(2, len(pipelines))
+        found = StepAssignment(units=UNITS, places=places, tokens=tokens, squares=tokens)
+        return [found.joined(pipeline) for pipeline in range(4)]
+
+    assert joined((0, 0), (1, 1), (2, 2), (-1, 3)) == [(0,), (1,), (2,), (3,)]
+    assert joined((0, 2), (1, 1), (2, 2)) == [(0, 2), (1,), (0, 2), (3,)]
+    assert joined((3, 1), (1, 2), (-1, 0)) == [(0,), (1, 2, 3), (1, 2, 3), (1, 2, 3)]
+
+
+def test_cells_of_joined_pipelines_hand_features_from_one_to_the_other() -> None:
+    places = torch.tensor([[[1, 0, 2], [0, 0, 0], [-1, -1, -1]], [[0, 0, 0], [1, 0, 1], [0, 0, 0]]])
+    found = StepAssignment(units=UNITS, places=places, tokens=places[..., 0], squares=places[..., 0])
+    other = LaneName("vision", 1), LaneName("llm", 1)
+    assert found.joined(0) == (0, 1)
+    cells = found.cells((0, 1), LANES)
+    assert cells.samples == {VISION: {0: (1,)}, other[0]: {2: (0,)}, LLM: {0: (0, 2)}, other[1]: {1: (1,)}}
+    assert cells.flows == (Flow(VISION, 0, other[1], 1), Flow(other[0], 2, LLM, 0))
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5])

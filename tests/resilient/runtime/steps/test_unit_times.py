@@ -6,8 +6,10 @@ import torch
 
 from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
 from resilient.runtime.steps.assignment import StepAssignment
+from resilient.runtime.steps.unit_graph import PlanLanes
 from resilient.runtime.steps.unit_times import UnitTimes
 from resilient.templates.inputs.cluster import Cluster, Link
+from resilient.templates.plan import Pipeline, Plan
 from resilient.templates.schedules.graph import Backward, LaneName, StepGraph, UnitLane
 from resilient.templates.schedules.unit_generator import generate_units
 from resilient.templates.template import PipelineTemplate, StageSpec
@@ -56,7 +58,10 @@ def template(*, checkpointing: bool) -> PipelineTemplate:
 
 def planned(row: int, *, split: bool = False, checkpointing: bool = False) -> dict[str, float]:
     """Return what the actions of a row take, but those that take nothing."""
-    cells = ASSIGNMENT.cells(0, [LaneName("vision"), LaneName("llm")], FEEDS)
+    pipeline = Pipeline(template=template(checkpointing=checkpointing), nodes=(0, 1), num_microbatches=2)
+    plan = Plan(pipelines=(pipeline,))
+    plan_lanes = PlanLanes(plan, FEEDS, [True] * 4)
+    cells = ASSIGNMENT.cells((0,), plan_lanes)
     lanes = (
         UnitLane(name=LaneName("vision"), rows=(0,), cells=(0,), backwards=(Backward.ALL,)),
         UnitLane(name=LaneName("llm"), rows=(0, 1), cells=(0, 1), backwards=(Backward.ALL,) * 2),
@@ -64,8 +69,8 @@ def planned(row: int, *, split: bool = False, checkpointing: bool = False) -> di
     graph = StepGraph(lanes=lanes, flows=cells.flows, num_rows=2)
     schedule = generate_units(graph, pace="llm", split=split, states=[[0], [1], [2]])
     cluster = Cluster(inter_node=Link(latency_ms=1.0, bytes_per_s=1e6))
-    times = UnitTimes(template(checkpointing=checkpointing), COSTS, cluster)
-    found = times.planned(schedule, row, ASSIGNMENT, cells)
+    times = UnitTimes(plan_lanes, plan, COSTS, cluster)
+    found = times.planned(schedule, (0,), row, ASSIGNMENT, cells)
     assert found.graph is graph
     named = zip(map(str, schedule.row(row)), found.action_ms, strict=True)
     return {name: action_ms for name, action_ms in named if action_ms}

@@ -1,0 +1,78 @@
+"""What a worker reads and runs in a step of which its pipeline is a part."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import msgspec
+import torch
+
+from resilient.data.reader import Cell
+from resilient.planners.costs.cost_model import CostModel
+from resilient.planners.planner import Configuration
+from resilient.runtime.steps.assignment import StepAssignment
+from resilient.runtime.steps.assignments import Assignments
+from resilient.runtime.steps.unit_graph import PlanLanes
+from resilient.runtime.steps.unit_steps import UnitSteps
+from resilient.runtime.steps.unit_times import UnitTimes
+from resilient.templates.inputs.cluster import Cluster
+from resilient.templates.plan import Pipeline, Plan
+from resilient.templates.schedules.graph import LaneName
+from resilient.templates.template import PipelineTemplate, StageSpec
+
+STAGES = [("vision", 0, 0, 0), ("vision", 1, 0, 1), ("llm", 0, 1, 1)]
+TEMPLATE = PipelineTemplate(
+    num_nodes=2,
+    stages=tuple(
+        StageSpec(
+            lane=LaneName(unit, number), first_layer=layer, end_layer=layer + 1, node_index=node, forward_ms=1.0,
+            backward_ms=2.0,
+        )
+        for unit, number, layer, node in STAGES
+    ),
+    decision=msgspec.json.encode(Configuration(units={}, num_microbatches=1)).decode(),
+)  # fmt: skip
+"""Two lanes of the encoder, the second one beside the language model."""
+PLAN = Plan(
+    pipelines=tuple(Pipeline(template=TEMPLATE, nodes=(2 * n, 2 * n + 1), num_microbatches=1) for n in range(2))
+)
+PLACES = [[[1, 0, 0], [1, 1, 0], [-1, -1, -1]], [[0, 0, 0], [1, 0, 0], [1, 0, 1]]]
+"""Of three samples; the first one's pictures are in another pipeline than its text."""
+
+
+class _Known:
+    def of(self, step: int) -> StepAssignment:
+        ones = torch.ones(2, 3, dtype=torch.int64)
+        return StepAssignment(units=("vision", "llm"), places=torch.tensor(PLACES), tokens=ones, squares=ones)
+
+
+def steps_of(rank: int) -> UnitSteps:
+    lanes = PlanLanes(PLAN, (("vision", "llm"),), (True, True))
+    return UnitSteps(
+        assignments=cast(Assignments, _Known()),
+        slot=PLAN.slots[rank],
+        lanes=lanes,
+        states=lambda stage: [stage.first_layer],
+        split=False,
+        times=UnitTimes(lanes, PLAN, CostModel(units=()), Cluster()),
+    )
+
+
+def test_cells_that_are_read_name_lanes_as_the_template_of_their_pipeline_does() -> None:
+    assert steps_of(0).cells(1) == []
+    assert steps_of(1).cells(1) == [Cell("llm", (0,))]
+    assert steps_of(2).cells(1) == [Cell("vision", (0,))]
+    assert sorted(steps_of(3).cells(1) or ()) == [Cell("llm", (1,)), Cell("llm", (2,)), Cell("vision", (1,), 1)]
+    for slot in PLAN.slots:
+        lanes = {stage.lane for stage in slot.stages}
+        assert lanes >= {LaneName(cell.unit, cell.lane) for cell in steps_of(slot.rank).cells(1) or ()}
+
+
+def test_workers_of_joined_pipelines_run_rows_of_one_schedule() -> None:
+    lanes = PlanLanes(PLAN, (("vision", "llm"),), (True, True))
+    schedule = lanes.schedule((0, 1), _Known().of(1).cells((0, 1), lanes), lambda stage: [stage.first_layer])
+    for rank in range(4):
+        steps = steps_of(rank)
+        assert steps.cells(1) is not None
+        (made,) = steps._made.values()
+        assert (made.schedule, made.row, made.pipelines) == (schedule, rank, (0, 1))
