@@ -35,13 +35,13 @@ from resilient.errors import ArgumentError, CheckpointError
 from resilient.observability.metrics import CONTENT_TYPE, JobMetrics
 from resilient.protocol.generation_packing import GenerationPacker
 from resilient.protocol.messages import (
-    PHASES,
     Departure,
     Generation,
     Injection,
     Shutdown,
     ToWorkers,
 )
+from resilient.protocol.phases import check_phase
 from resilient.state.manifest import write_manifest
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import PlanningProblem
@@ -277,8 +277,11 @@ class Coordinator:
 
     async def _serve_inject(self, request: web.Request) -> web.Response:
         injection = await _read(request, Injection)
-        if injection.at_phase is not None and injection.at_phase not in PHASES:
-            raise web.HTTPBadRequest(text=f"phase must be one of {', '.join(PHASES)}, got {injection.at_phase!r}")
+        if injection.at_phase is not None:
+            try:
+                check_phase(injection.at_phase)
+            except ArgumentError as error:
+                raise web.HTTPBadRequest(text=str(error)) from None
         self._check_live(injection.node)
         self.feed(ev.FailureWanted(injection=injection))
         return web.json_response({})

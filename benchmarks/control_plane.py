@@ -127,7 +127,8 @@ async def measure(num_nodes: int, repeats: int) -> list[Measured]:
 
 
 def _raise_file_limit() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

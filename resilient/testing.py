@@ -24,7 +24,8 @@ from resilient.agent.launch import Launcher, LaunchOptions
 from resilient.errors import ArgumentError
 from resilient.observability.event_log import loss_of, read_events, steps_of
 from resilient.observability.run_report import build_run_report
-from resilient.protocol.messages import PHASES, Injection
+from resilient.protocol.messages import Injection
+from resilient.protocol.phases import check_phase
 
 if TYPE_CHECKING:
     from resilient.trainer import FitResult, Trainer
@@ -75,8 +76,10 @@ def fail_at(*, step: int, phase: str | None = None, node: int = 0, worker_only: 
 
     Args:
         step: In which step, 1 for the first.
-        phase: As the node enters this phase of the step: forward, backward, reduce, prepare or commit; or, of a
-            recovery in it, regroup or copy. None for as the step begins.
+        phase: As the node enters this phase of the step: forward, send, backward, part (of a cell's backward, after the
+            first), weight (its backward for the weights, apart), return, reduce, prepare or commit; all up to return
+            also of one unit, as in ``vision.forward``. Or, of a recovery in it, regroup, copy or assign. None for as
+            the step begins.
         node: Which node: they are numbered from 0.
         worker_only: Kill only the node's first worker that gets there; its agent survives.
 
@@ -87,8 +90,8 @@ def fail_at(*, step: int, phase: str | None = None, node: int = 0, worker_only: 
     _check_count("node", node, 0, "nodes are numbered from 0")
     if type(worker_only) is not bool:
         raise ArgumentError("worker_only", "be True or False", repr(worker_only), "leave it out to kill the whole node")
-    if phase is not None and phase not in PHASES:
-        raise ArgumentError("phase", f"be one of {', '.join(PHASES)}", repr(phase), "choose one, or leave it out")
+    if phase is not None:
+        check_phase(phase)
     return Injection(node=node, at_step=step, at_phase=phase, worker_only=worker_only)
 
 

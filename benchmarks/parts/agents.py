@@ -132,7 +132,7 @@ class _Counted:
         self.send_bytes = socket.send_bytes
         self.close = socket.close
 
-    async def __aiter__(self) -> AsyncIterator[aiohttp.WSMessage]:
+    async def __aiter__(self) -> AsyncIterator[Any]:
         async for packet in self._socket:
             self._count(len(packet.data))
             yield packet

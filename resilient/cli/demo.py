@@ -32,7 +32,9 @@ from resilient.protocol.messages import Injection
 from resilient.templates.common.words import counted
 
 NUM_NODES = 5
-PLANNER = "resilient"
+PLANNER = "dflop"
+"""One that gives encoders nodes of their own. Layers as small as the example's take as long for few tokens as for some
+more, so `resilient` has all nodes do both: then few large microbatches are fastest."""
 KILL_PHASES = ("forward", "backward", "reduce", "prepare", "commit")
 PARAM_TOLERANCE = 1e-9
 """Largest accepted ``max_param_rel_diff``: float64, where only the order of summation differs."""
@@ -47,11 +49,15 @@ class DemoScenario:
     """What happens to the job; a function of the seed and the number of steps.
 
     Args:
-        kill: The failure.
+        at_step: The step in which a node dies.
+        at_phase: The phase of it.
+        draw: Chooses the node, of those that only encode, if there are any: 0 to 1.
         join_delay_steps: Steps from the recovery to the start of another node.
     """
 
-    kill: Injection
+    at_step: int
+    at_phase: str
+    draw: float
     join_delay_steps: int = _JOIN_DELAY_STEPS
 
 
@@ -66,23 +72,33 @@ def choose_scenario(seed: int, num_steps: int) -> DemoScenario:
             "steps", f"be at least {MIN_DEMO_STEPS} for a failure and a join to fit in", num_steps, "train for more"
         )
     rng = random.Random(seed)
-    kill = Injection(
-        node=rng.randrange(NUM_NODES),
+    return DemoScenario(
         at_step=rng.randint(num_steps // 5, 2 * num_steps // 5),
         at_phase=rng.choice(KILL_PHASES),
+        draw=rng.random(),
     )
-    return DemoScenario(kill=kill)
+
+
+def encoder_nodes(generation: Event) -> list[int]:
+    """Return the nodes of a generation that have nothing of the language model."""
+    stages = [stage for pipeline in generation["pipelines"] for stage in pipeline["stages"]]
+    others = {stage["node"] for stage in stages if stage["lane"].rpartition(".")[0] in ("", "llm")}
+    return [node for node in generation["nodes"] if node not in others]
 
 
 class Director:
-    """Starts another node some steps after the recovery.
+    """Has a node killed that only encodes, or any if all have something of the language model, and starts another one
+    some steps after the recovery.
 
     Args:
         scenario: When to.
+        kill: Causes a failure; called once, long before its step.
         add_node: Starts a node; called once.
     """
 
-    def __init__(self, scenario: DemoScenario, add_node: Callable[[], None]) -> None:
+    def __init__(self, scenario: DemoScenario, kill: Callable[[Injection], None], add_node: Callable[[], None]) -> None:
+        self._scenario = scenario
+        self._kill = kill
         self._delay_steps = scenario.join_delay_steps
         self._add_node = add_node
         self._recovering: int | None = None
@@ -91,7 +107,11 @@ class Director:
 
     def on_event(self, event: Event) -> None:
         """Follow the run; give every event, in order."""
-        if event["kind"] == "generation" and event["cause"] == "failure":
+        if event["kind"] == "generation" and event["cause"] == "start":
+            nodes = encoder_nodes(event) or event["nodes"]
+            node = nodes[int(self._scenario.draw * len(nodes))]
+            self._kill(Injection(node=node, at_step=self._scenario.at_step, at_phase=self._scenario.at_phase))
+        elif event["kind"] == "generation" and event["cause"] == "failure":
             self._recovering = event["generation"]
         elif event["kind"] == "step" and self._recovering is not None and event["generation"] >= self._recovering:
             self._join_at = event["step"] + self._delay_steps if self._join_at is None else self._join_at
@@ -141,6 +161,10 @@ def summary(report: Mapping[str, Any]) -> Table:
     table.add_column()
     for recovery in report["recoveries"]:
         table.add_row(f"failure in step {recovery['step']}", recovery["cause"])
+        if recovery["units"]:
+            what = " and ".join(recovery["units"])
+            only = "" if "llm" in recovery["units"] else ", nothing of the language model"
+            table.add_row("  which had", f"{what}{only}")
         table.add_row("  recovered in", duration(recovery["total_ms"]))
         table.add_row("  of that", recovery_parts(recovery))
         table.add_row("  steps redone", str(recovery["lost_steps"]))
@@ -207,10 +231,9 @@ def demo(
     with refusals(ctx):
         require("sklearn", "`resilient demo`")
         check_outputs([("--json", json_file)])
-        kill = scenario.kill
         console.print(
-            f"{NUM_NODES} nodes train for {steps} steps; node {kill.node} is killed in step {kill.at_step} "
-            f"({kill.at_phase}), another node joins later",
+            f"{NUM_NODES} nodes train for {steps} steps; one that only encodes is killed in step {scenario.at_step} "
+            f"({scenario.at_phase}), another node joins later",
             soft_wrap=True,
         )
         exit_code = _train(steps, scenario, run_directory, make_view(plain or None, console))
@@ -236,11 +259,10 @@ def _train(num_steps: int, scenario: DemoScenario | None, run_directory: Path, v
         num_nodes=NUM_NODES,
         planner=PLANNER,
         run_directory=str(run_directory),
-        injections=(scenario.kill,) if scenario else (),
     )
     launcher = Launcher(options)
     if scenario:
-        launcher.subscribe(Director(scenario, launcher.add_node).on_event)
+        launcher.subscribe(Director(scenario, launcher.inject, launcher.add_node).on_event)
     with view:
         launcher.subscribe(view.on_event)
         exit_code = launcher.run()

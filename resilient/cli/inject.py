@@ -8,7 +8,7 @@ import typer
 
 from resilient.cli.shared.coordinator import RunFolder, ask
 from resilient.cli.shared.ranges import within
-from resilient.protocol.messages import PHASES
+from resilient.protocol.phases import PHASES
 
 inject = typer.Typer(no_args_is_help=True, help="Cause failures in a running job.")
 
@@ -22,7 +22,9 @@ def _group() -> None:
 def kill(
     node: Annotated[int, typer.Option(callback=within(0), help="Number of the node.")],
     at_step: Annotated[int | None, typer.Option(callback=within(1), help="In this step; at once by default.")] = None,
-    at_phase: Annotated[str | None, typer.Option(help=f"In this phase: {', '.join(PHASES)}.")] = None,
+    at_phase: Annotated[
+        str | None, typer.Option(help=f"In this phase: {', '.join(PHASES)}; or of a unit: vision.forward.")
+    ] = None,
     worker_only: Annotated[bool, typer.Option("--worker-only", help="Kill a worker, its agent survives.")] = False,
     run_dir: RunFolder = None,
 ) -> None:

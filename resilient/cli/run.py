@@ -24,7 +24,8 @@ from resilient.common.files import write_whole
 from resilient.errors import ArgumentError, ResilientError
 from resilient.protocol.alike import ALLOWABLE
 from resilient.protocol.foreign_launchers import check_started_once
-from resilient.protocol.messages import PHASES, Injection
+from resilient.protocol.messages import Injection
+from resilient.protocol.phases import PHASES, check_phase
 
 RUN_HELP = (
     "Run a script on simulated nodes of this machine, with an embedded coordinator. Options come before the "
@@ -137,9 +138,11 @@ def parse_injection(text: str) -> Injection:
     unknown = sorted(fields.keys() - {"node", "step", "phase", "worker"})
     phase = fields.get("phase")
     try:
-        if unknown or (phase is not None and phase not in PHASES):
+        if unknown:
             raise ValueError(text)
         node, at_step = int(fields["node"]), int(fields["step"]) if "step" in fields else None
+        if phase is not None:
+            check_phase(phase)
         if node < 0 or (at_step is not None and at_step < 1):
             raise ValueError(text)
         return Injection(

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -24,11 +24,20 @@ from resilient.errors import ArgumentError, SampleError, literal
 
 logger = logging.getLogger(__name__)
 
-_MOST_LOADED_AGAIN = 8
-"""Samples that are loaded only to be compared: sizes that are drawn at random show in the first of them."""
-
 UnitLengths = dict[str, list[int]]
 """Unit -> the tokens of each of a sample's sequences; units without any are left out."""
+
+
+class LengthSums(NamedTuple):
+    """What steps are planned by of a sample's sequences in one unit: their tokens, and the sum of their squares."""
+
+    tokens: int
+    squares: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> LengthSums:
+        """Return those of sequences of these lengths."""
+        return cls(sum(lengths), sum(each * each for each in lengths))
 
 
 class Measure(Protocol):
@@ -54,7 +63,6 @@ class SampleLengths:
         self._model = model
         self._kind = type(dataset).__name__
         self._says = getattr(dataset, "lengths", None)
-        self._num_loaded_again = 0
 
     @cached_property
     def file(self) -> Path:
@@ -100,19 +108,32 @@ class SampleLengths:
             self._keep(new)
         return [self._learnt[index] for index in indices]
 
-    def check(self, index: int, found: UnitLengths, name: str) -> None:
-        """Compare the lengths of a sample that was loaded with what was said of it.
+    def check(self, index: int, found: UnitLengths, name: str, planned: Mapping[str, LengthSums]) -> None:
+        """Compare the lengths of a sample that was loaded with what is known of it here, and what others planned by.
 
-        Of samples of which that is not known here, only the first few are loaded once more.
+        Args:
+            index: Of the sample.
+            found: Its lengths.
+            name: What to call it.
+            planned: By unit, what is known of its lengths by whoever planned the step it is of.
 
         Raises:
             SampleError: It has others: the step was not planned for it.
         """
-        if self._says is None and index not in self._learnt:
-            if self._num_loaded_again == _MOST_LOADED_AGAIN:
-                return
-            self._num_loaded_again += 1
-        (said,), found = self.of([index]), _some(found)
+        found = _some(found)
+        if self._says is not None or index in self._learnt:
+            self._compare(index, found, name)
+        for unit, sums in planned.items():
+            lengths = found.get(unit, [])
+            if sums != LengthSums.of(lengths):
+                raise SampleError(
+                    f"{name}: must have {sums.tokens} tokens for {unit} (squares: {sums.squares}), by which its step "
+                    f"was planned, got {lengths}; have its sizes depend on the index alone, or, if it was changed on "
+                    f"purpose, delete {self.file} on all nodes"
+                )
+
+    def _compare(self, index: int, found: UnitLengths, name: str) -> None:
+        (said,) = self.of([index])
         if said == found:
             return
         if self._says is not None:

@@ -105,6 +105,13 @@ class _Recovery:
         return list(dict.fromkeys(node for event in self.heard for node in event.get("nodes", [event.get("node")])))
 
     @property
+    def units(self) -> list[str]:
+        """What the nodes that were lost had of a model of units."""
+        pipelines = self.before["pipelines"] if self.before else []
+        stages = [stage for pipeline in pipelines for stage in pipeline["stages"] if stage["node"] in self.nodes]
+        return list(dict.fromkeys(stage["lane"].rpartition(".")[0] for stage in stages if stage["lane"]))
+
+    @property
     def cause(self) -> str:
         """What was lost, in the order it became known; a mere suspicion only where nothing better is known."""
         causes = {event["node"]: event["cause"] for event in self.lost}
@@ -187,6 +194,7 @@ def _measure_recovery(
         "generation": final["generation"],
         "cause": recovery.cause,
         "nodes": recovery.nodes,
+        "units": recovery.units,
         "step": final["interrupted_step"],
         "lost_steps": lost_steps,
         "roll_forward": any(generation["roll_forward"] for generation in recovery.generations),

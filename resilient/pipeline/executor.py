@@ -109,6 +109,8 @@ class Executor:
         for action in of_row.actions:
             try:
                 self._comm.check()  # a step that is given up is not worth another microbatch
+                for phase in _phases(action):
+                    self._faults.reach(phase, work.step, action.lane.unit)
                 named = record_function(str(action)) if profiled else _NOT_RECORDED
                 with self.span_recorder.during(action), named:
                     _RUN[action.op](self, action)
@@ -134,7 +136,6 @@ class Executor:
         note(error, f"while training{place}:\n{table}")
 
     def _forward(self, action: Action) -> None:
-        self._faults.reach("forward", self._work.step)
         number, cell = self._of_row.stage(action), action.index
         arrived = {link: self._received.pop(link) for link in self._of_row.inputs(number, cell)}
         for part in self._of_row.parts(number, cell):
@@ -173,7 +174,6 @@ class Executor:
             }
 
     def _backward(self, action: Action) -> None:
-        self._faults.reach("backward", self._work.step)
         self._arm(action)
         number, part = self._of_row.stage(action), self._of_row.part(action)
         stage = self._stages[self._of_row.name(number)]
@@ -196,13 +196,11 @@ class Executor:
         (self._gradients_out if self._of_row.crosses(link) else self._gradients_in)[link] = found
 
     def _backward_weight(self, action: Action) -> None:
-        self._faults.reach("backward", self._work.step)
         self._arm(action)
         with self._stage_timer:
             self._stages[action.lane, action.stage].backward_weight(self._of_row.part(action))
 
     def _send_f(self, action: Action) -> None:
-        self._faults.reach("send", self._work.step)
         for link in self._of_row.links(action):
             border = self._downstream[self._of_row.border(link)]
             sends = border.send(self._sent.pop(link), self._number(link), self._shapes(link))
@@ -217,7 +215,6 @@ class Executor:
             self._upstream[self._of_row.border(link)].post(self._number(link), self._shapes(link))
 
     def _send_b(self, action: Action) -> None:
-        self._faults.reach("send", self._work.step)
         (link,) = self._of_row.links(action)
         between = self._of_row.is_first(link.target)
         gradients = self._handovers.returned(link) if between else self._gradients_out.pop(link)
@@ -231,7 +228,6 @@ class Executor:
             del self._activation_sends[link]
 
     def _reduce(self, action: Action) -> None:
-        self._faults.reach("reduce", self._work.step)
         self._gradient_sync.wait(action.index)
 
     def _arm(self, action: Action) -> None:
@@ -255,6 +251,23 @@ class Executor:
             return self._handovers.rows(link).num_rows
         return signature(self._batch(self._of_row.source(link)))
 
+
+def _phases(action: Action) -> tuple[str, ...]:
+    """Return the phases that begin with an action (:data:`resilient.protocol.phases.PHASES`)."""
+    if action.part and action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        return "backward", "part"
+    return _PHASES.get(action.op, ())
+
+
+_PHASES: Mapping[Op, tuple[str, ...]] = {
+    Op.FORWARD: ("forward",),
+    Op.SEND_F: ("send",),
+    Op.BACKWARD: ("backward",),
+    Op.BACKWARD_INPUT: ("backward",),
+    Op.BACKWARD_WEIGHT: ("weight",),
+    Op.SEND_B: ("return",),
+    Op.REDUCE: ("reduce",),
+}
 
 _RUN: Mapping[Op, Callable[[Executor, Action], None]] = {
     Op.FORWARD: Executor._forward,

@@ -15,12 +15,14 @@ from resilient.planners.planner import Setting
 from resilient.planners.registry import AUTO, planner
 from resilient.planners.stages.one_pipeline import pipeline_configurations
 from resilient.profiling.cache import job_unit_costs
+from resilient.profiling.pipeline_cache import kept_pipelines
 from resilient.profiling.unit_cells import draw_lengths
 from resilient.profiling.unit_costs import mean_profile
 from resilient.runtime.job import Job
 from resilient.runtime.steps.planning import UnitPlanning, feeds_of
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.inputs.profile import ModelProfile
+from resilient.templates.template import PipelineTemplate
 
 _MORE_NODES = 3
 """Pipelines are planned for so many numbers of nodes, at least: any number is a sum of n to 2 n - 1, and some of these
@@ -52,7 +54,7 @@ def planned_job(
 def planning_of(
     job: Job, costs: CostModel, samples: SampleTable, cluster: Cluster, num_nodes: int, *, is_planned: bool = False
 ) -> UnitPlanning:
-    """Ask a job's planner for its pipelines.
+    """Ask a job's planner for its pipelines, or look up what it answered before.
 
     Args:
         job: The job.
@@ -75,15 +77,18 @@ def planning_of(
     )
     fewest = job.min_pipeline_nodes
     sizes = range(fewest, fewest + max(fewest, _MORE_NODES))
-    answers = {} if is_planned else pipeline_configurations(chosen, setting, samples, sizes)
+
+    def plan() -> tuple[PipelineTemplate, ...]:
+        answers = pipeline_configurations(chosen, setting, samples, sizes)
+        of_size = {size: replace(setting, num_nodes=size) for size in answers}
+        return tuple(template_of(of_size[size], answer, samples) for size, answer in answers.items())
+
     assert isinstance(job.model, Packable)
     return UnitPlanning(
         planner=chosen,
         costs=costs,
         lengths=SampleLengths(job.dataset, job.model),
         feeds=feeds_of(job.model.units),
-        templates=tuple(
-            template_of(replace(setting, num_nodes=size), answer, samples) for size, answer in answers.items()
-        ),
+        templates=() if is_planned else kept_pipelines(job.planner, setting, samples, sizes, plan),
         cluster=cluster,
     )

@@ -52,11 +52,12 @@ class Faults:
         """Wait for the injection's moment; any thread may call this."""
         self._armed.append(injection)
 
-    def reach(self, phase: str, step: int) -> None:
-        """Tell that a phase of a step begins; phase "step" stands for the step as a whole."""
+    def reach(self, phase: str, step: int, unit: str = "") -> None:
+        """Tell that a phase of a step begins, for a unit or for all; phase "step" stands for the step as a whole."""
+        names = (phase, f"{unit}.{phase}")
         for injection in tuple(self._armed):
             due = injection.at_step is None or injection.at_step == step
-            if due and phase == (injection.at_phase or "step"):
+            if due and (injection.at_phase or "step") in names:
                 self._armed.remove(injection)
                 record(injection, self._run_directory, step, injection.at_phase)
                 self._kill(injection)

@@ -98,7 +98,8 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         node: The node to hit.
         at_step: Fire in this step (1 = the first); at once or at the next ``at_phase`` when None.
-        at_phase: One of ``PHASES``; None for "as the step begins", or at once when ``at_step`` is None too.
+        at_phase: One of :data:`resilient.protocol.phases.PHASES`, of any unit or, as in ``vision.forward``, of one;
+            None for "as the step begins", or at once when ``at_step`` is None too.
         worker_only: Kill only the worker process, its agent survives.
     """
 
@@ -112,9 +113,6 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
     """Asks for a node to be let go at the next step boundary, on behalf of its agent."""
 
     node: int
-
-
-PHASES = ("forward", "backward", "send", "reduce", "prepare", "commit", "regroup", "copy")
 
 
 # ---------------------------------------------------------------- worker -> coordinator

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 
 from torch import Tensor
 
 from resilient.data.dataset import Dataset, Sample, collate_of, num_targets
-from resilient.data.lengths import SampleLengths
+from resilient.data.lengths import LengthSums, SampleLengths
 from resilient.data.processes import DataProcesses
 from resilient.data.read_ahead import CellsOf, ReadAhead
 from resilient.data.reader import Cell, MicrobatchReader, Packing, Read, Reading, Reads
@@ -50,6 +50,10 @@ def unit_reads(model: Model) -> dict[str, Reads]:
     return {"": None} | {unit: reads_of(tuple(each for each in model.layers if each.unit == unit)) for unit in units}
 
 
+PlannedLengths = Callable[[int, Cell], Sequence[LengthSums]]
+"""By what a step was planned of each of a cell's samples; empty where nothing is."""
+
+
 class Batches:
     """Loads what steps train on: a pure function of (seed, step), so any worker can load any cell at any time.
 
@@ -71,10 +75,18 @@ class Batches:
         self._reads: Reads = None
         self._read_step = 0
         self._readings: dict[Cell, Reading] = {}
+        self._planned: PlannedLengths = lambda step, cell: ()
 
-    def enter(self, cells_of: CellsOf, reads: Reads) -> None:
-        """Begin to load other cells of each step, or other entries: a generation's plan says which."""
+    def enter(self, cells_of: CellsOf, reads: Reads, planned: PlannedLengths = lambda step, cell: ()) -> None:
+        """Begin to load other cells of each step, or other entries: a generation's plan says which.
+
+        Args:
+            cells_of: The cells of a step.
+            reads: The entries of cells.
+            planned: By what a step was planned of each of a cell's samples, as far as that is known.
+        """
         self._reads = reads
+        self._planned = planned
         self._readings.clear()
         if self._ahead is not None:
             self._ahead.enter(cells_of, reads)
@@ -141,8 +153,9 @@ class Batches:
         if step != self._read_step:
             self._read_step, self._readings = step, {}
         if self.lengths is not None:
-            for index, found in zip(reading.indices, reading.lengths, strict=False):  # a chain's reading has none
-                self.lengths.check(index, found, self._reader.name(index))
+            known = self._planned(step, cell) or (None,) * len(reading.lengths)
+            for index, found, sums in zip(reading.indices, reading.lengths, known, strict=False):  # a chain's has none
+                self.lengths.check(index, found, self._reader.name(index), {} if sums is None else {cell.unit: sums})
         if cell.samples:
             self._readings[cell] = reading
 

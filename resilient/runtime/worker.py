@@ -189,7 +189,8 @@ class Worker:
             self._session, installed = install(self._context, message)
             self._close_left()
             self._client.send(installed)
-            self._batches.enter(self._session.steps.cells, self._session.sample_agreement.reads)
+            steps = self._session.steps
+            self._batches.enter(steps.cells, self._session.sample_agreement.reads, steps.lengths)
             self._train(self._session, checkpoint_due=message.checkpoint_due)
         except CommunicationError as error:
             node = self._session.slot.node if self._session is not None else None
@@ -248,6 +249,7 @@ class Worker:
             self._left = None
 
     def _train(self, session: Session, *, checkpoint_due: bool) -> None:
+        self._faults.reach("assign", self._ledger.version + 1)
         session.steps.begin(self._ledger.version)
         if checkpoint_due:
             self._try_checkpoint(session)

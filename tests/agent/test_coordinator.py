@@ -192,7 +192,7 @@ def test_injection_over_http_reaches_the_agent(tmp_path: Path) -> None:
     [
         ("{}", 400, "cannot read the injection: "),
         ('{"node": "0"}', 400, "cannot read the injection: "),
-        ('{"node": 0, "at_phase": "lunch"}', 400, "phase must be one of forward, backward"),
+        ('{"node": 0, "at_phase": "lunch"}', 400, "phase must be one of forward, send"),
         ('{"node": 5}', 404, r"node must be one of the live nodes \[\], got 5"),
     ],
 )

@@ -20,7 +20,7 @@ def test_samples_suit_the_model_and_are_what_is_said_of_them() -> None:
     for i in range(len(dataset)):
         sample = dataset[i]
         model.check(sample, f"sample {i}")
-        lengths.check(i, model.lengths(sample), f"sample {i}")
+        lengths.check(i, model.lengths(sample), f"sample {i}", {})
         assert int((sample["labels"] != IGNORED_LABEL).sum()) == dataset.num_targets(i)
 
 

@@ -138,7 +138,7 @@ def run_alone(directory: Path, *arguments: str, script: Path = CHAIN) -> str:
     """Train in one process, without launcher; return what it logged."""
     command = [sys.executable, str(script), *arguments]
     environment = {**os.environ, "RESILIENT_RUN_DIR": str(directory), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=100, check=True)
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=300, check=True)
     return done.stderr
 
 

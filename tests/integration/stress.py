@@ -27,10 +27,10 @@ from resilient.errors import ResilientError
 from resilient.observability.event_log import read_events
 from resilient.observability.run_comparison import compare_runs
 from resilient.observability.run_report import build_run_report
-from resilient.protocol.messages import PHASES
 from tests.integration.harness import spare_nodes
 
-IN_RECOVERY = ("regroup", "copy")
+IN_STEP = ("forward", "send", "backward", "return", "reduce", "prepare", "commit")
+IN_RECOVERY = ("regroup", "copy", "assign")
 TOLERANCE = 1e-9
 STEPS = 12
 CHAIN = Path(__file__).parent / "jobs" / "chain.py"
@@ -56,10 +56,10 @@ def choose_injections(seed: int, reference: Path) -> tuple[str, ...]:
     first = rng.choice(formed["nodes"])
     step = rng.randint(1, STEPS - 1)
     worker = rng.choice(("", "", ",worker"))
-    phase = rng.choice([phase for phase in PHASES if phase not in IN_RECOVERY])
+    phase = rng.choice(IN_STEP)
     injections = [f"node={first},step={step},phase={phase}{worker}"]
     if rng.random() < 0.5:
-        phase = rng.choice(PHASES)
+        phase = rng.choice((*IN_STEP, *IN_RECOVERY))
         later = step if phase in IN_RECOVERY else rng.randint(step, STEPS)
         others = [node for node in formed["nodes"] if node != first]
         second = rng.choice(spare_nodes(formed, first) if later == step else others)

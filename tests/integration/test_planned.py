@@ -1,4 +1,4 @@
-"""Planned jobs train what one process trains: every planner, with nodes that are killed and that join."""
+"""Planned jobs train what one process trains: every planner, nodes killed in every phase, joins and departures."""
 
 from __future__ import annotations
 
@@ -11,40 +11,35 @@ import pytest
 from resilient.data.sampler import StepSampler
 from resilient.observability.step_trace import traced_steps
 from resilient.observability.trace_events import ACTION
-from resilient.planners.registry import AUTO, PLANNERS
+from resilient.planners.registry import AUTO
+from resilient.protocol.phases import PHASES
 from resilient.templates.schedules.schedule import Action, Op
 from resilient.testing import fail_at
-from tests.integration.harness import Run, check_equals_one_process, check_survivors, run_alone, run_job, started
+from tests.integration.drills import FEWEST, SCRIPT, Drill, run_drills
+from tests.integration.harness import check_equals_one_process, check_survivors, run_alone, run_job, started
 from tests.integration.jobs.planned import Mixed
 
-SCRIPT = Path(__file__).parent / "jobs" / "planned.py"
+JOB = ("--steps", "4", "--batch", "16")
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The job in one process, a chain of padded microbatches: its folder and its log."""
     folder = tmp_path_factory.mktemp("alone")
-    return folder, run_alone(folder, script=SCRIPT)
+    return folder, run_alone(folder, *JOB, script=SCRIPT)
 
 
-def lanes(run: Run) -> set[str]:
-    """Return the lanes of a run's first generation."""
-    return {stage["lane"] for pipeline in run.generations[0]["pipelines"] for stage in pipeline["stages"]}
+KILLED = ("dip", "cornstarch", "dflop", "dhp", "orchmllm", AUTO)
+"""Planners that decide in different ways. Others have other orders of samples in the same pipelines: the stress has all
+(:mod:`tests.integration.planned_stress`)."""
 
 
-FEWEST = {
-    **dict.fromkeys(("disttrain", "dflop", "entrain"), 3),  # a device for each unit
-    **dict.fromkeys(("fsdp", "static-cp", "dhp", "dhp-across-nodes"), 1),  # no stages
-}
-"""Nodes of the smallest pipelines asked for; of other planners 2."""
-
-
-@pytest.mark.parametrize("planner", [*PLANNERS, AUTO])
+@pytest.mark.parametrize("planner", KILLED)
 def test_planner_through_a_kill(planner: str, alone: tuple[Path, str], tmp_path: Path) -> None:
     fewest = FEWEST.get(planner, 2)
     options = ("--planner", planner, "--min-pipeline-nodes", str(fewest))
-    inject = [fail_at(node=1, step=3, phase="backward")]
-    run = run_job(tmp_path, *options, script=SCRIPT, nodes=2 * fewest + 1, inject=inject)
+    inject = [fail_at(node=1, step=2, phase="backward")]
+    run = run_job(tmp_path, *JOB, *options, script=SCRIPT, nodes=2 * fewest + 1, inject=inject)
     check_equals_one_process(run, *alone)
     check_survivors(run)
 
@@ -68,8 +63,8 @@ def crossing(folder: Path) -> Counter[int]:
 
 
 def test_features_cross_pipelines_through_kills(alone: tuple[Path, str], tmp_path: Path) -> None:
-    arguments = ("--planner", "orchmllm", "--min-pipeline-nodes", 1)
-    options = "--trace-steps 1-6 --inject node=1,step=3,phase=send --inject node=2,step=5,phase=backward"
+    arguments = (*JOB, "--planner", "orchmllm", "--min-pipeline-nodes", 1)
+    options = "--trace-steps 1-4 --inject node=1,step=2,phase=vision.send --inject node=2,step=3,phase=backward"
     with started(tmp_path, *arguments, nodes=4, options=options, script=SCRIPT) as job:
         run = job.wait()
     check_equals_one_process(run, *alone)
@@ -80,6 +75,50 @@ def test_features_cross_pipelines_through_kills(alone: tuple[Path, str], tmp_pat
     found = crossing(tmp_path)
     assert all(found[generation] > 0 for generation in (1, 2, 3)), found
     assert "from the first action to the last: planned" in job.output
+
+
+DRILLS = {
+    "disttrain": (  # an encoder's samples come back as it dealt them, each unit has nodes of its own
+        Drill(kind="encoder", phase="vision.forward"),
+        Drill(kind="encoder", phase="send"),
+        Drill(kind="language", phase="llm.return"),
+        Drill(kind="rank 0", phase="assign", during="join"),
+        Drill(kind="encoder", phase="copy", during="loss"),
+        Drill(kind="language", phase="regroup", during="leave"),
+    ),
+    "entrain": (  # encoder cells are differentiated in parts
+        Drill(kind="encoder", phase="part"),
+        Drill(kind="encoder", phase="reduce", also="language"),
+        Drill(kind="encoder", phase="prepare"),
+        Drill(kind="rank 0", phase="commit"),
+        Drill(kind="language", phase="copy", during="leave"),
+        Drill(kind="encoder", phase="regroup", during="join"),
+    ),
+    "resilient": (  # encoders and language model on the same nodes, backwards for the weights apart
+        Drill(kind="rank 0", phase="vision.backward"),
+        Drill(kind="any", phase="vision.weight"),
+        Drill(kind="rank 0", phase="llm.weight", also="any"),
+        Drill(kind="rank 0", phase="prepare"),
+        Drill(kind="language", phase="commit"),
+        Drill(kind="rank 0", phase="assign", during="loss"),
+    ),
+}
+"""Every phase, of nodes of every kind, one after the other in a job of each planner."""
+
+
+@pytest.mark.parametrize("planner", DRILLS)
+def test_planned_job_through_failures_of_every_kind(planner: str, tmp_path: Path) -> None:
+    schedule = ("--schedule", "zb-h1") if planner == "resilient" else ()
+    drilled = run_drills(tmp_path, DRILLS[planner], planner, *schedule)
+    assert (drilled.missed, drilled.wrong) == ([], [])
+
+
+def test_drills_come_to_every_phase() -> None:
+    drilled = [drill for drills in DRILLS.values() for drill in drills]
+    phases = {drill.phase.rpartition(".")[2] for drill in drilled}
+    assert phases == set(PHASES)
+    assert {drill.during for drill in drilled} == {"", "loss", "join", "leave"}
+    assert {drill.kind for drill in drilled} == {"encoder", "language", "rank 0", "any"}
 
 
 def test_picture_that_is_not_finite_is_named_before_what_the_language_model_makes_of_it(tmp_path: Path) -> None:

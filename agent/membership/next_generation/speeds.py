@@ -13,6 +13,7 @@ from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.protocol.messages import WorkerProgress
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan, Slot
+from resilient.templates.schedules.graph import CHAIN
 
 _NOISE = 1.25
 """Smaller factors are not told apart from the ups and downs of a machine."""
@@ -102,13 +103,23 @@ def _planned_ms(profile: ModelProfile, slot: Slot) -> float:
 
 
 def _layers_ms(profile: ModelProfile, slot: Slot) -> dict[int, float]:
-    """Return the planned time of each layer of a slot, by its index."""
-    return {
-        index: (1 + stage.checkpointing) * profile.layers[index].costs[0].forward_ms
-        + profile.layers[index].backward_ms()
-        for stage in slot.stages
-        for index in range(stage.first_layer, stage.end_layer)
-    }
+    """Return the planned time of each layer of a slot, by its index.
+
+    A lane of a unit has a part of the unit's samples, so what its layers take together is what its stage was planned
+    to; a slot may have several lanes of the same layers.
+    """
+    layers: dict[int, float] = {}
+    for stage in slot.stages:
+        of_stage = {
+            index: (1 + stage.checkpointing) * profile.layers[index].costs[0].forward_ms
+            + profile.layers[index].backward_ms()
+            for index in range(stage.first_layer, stage.end_layer)
+        }
+        whole_ms = sum(of_stage.values())
+        planned_ms = whole_ms if stage.lane == CHAIN else stage.forward_ms + stage.backward_ms
+        for index, ms in of_stage.items():
+            layers[index] = layers.get(index, 0.0) + (ms * planned_ms / whole_ms if whole_ms else 0.0)
+    return layers
 
 
 def _median_of_others(ascending: Sequence[float], own: float) -> float:

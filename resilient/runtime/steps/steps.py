@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from resilient.data.lengths import LengthSums
 from resilient.data.reader import Cell
 from resilient.models.layer import Batch
 from resilient.observability.step_trace import PlannedRow
@@ -37,6 +38,10 @@ class Steps(Protocol):
 
     def cells(self, step: int) -> Sequence[Cell] | None:
         """Return what this worker reads in a step, in the order of need; None while nobody knows."""
+        ...
+
+    def lengths(self, step: int, cell: Cell) -> Sequence[LengthSums]:
+        """Return by what a step was planned of each of a cell's samples; nothing where it was not by their lengths."""
         ...
 
     def cell_at(self, step: int, unit: str, position: int) -> Cell:
@@ -107,6 +112,10 @@ class ChainSteps:
     def cells(self, step: int) -> Sequence[Cell]:
         """Return the microbatches of the pipeline."""
         return self._cells
+
+    def lengths(self, step: int, cell: Cell) -> Sequence[LengthSums]:
+        """Return nothing: a chain's steps do not depend on lengths."""
+        return ()
 
     def cell_at(self, step: int, unit: str, position: int) -> Cell:
         """Return the microbatch at a position."""

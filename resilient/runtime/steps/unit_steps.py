@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from resilient.data.lengths import LengthSums
 from resilient.data.reader import Cell
 from resilient.models.layer import Batch
 from resilient.observability.step_trace import PlannedRow
@@ -85,6 +86,14 @@ class UnitSteps:
         forwards = (action for action in row.actions if action.op is Op.FORWARD)
         parts = (part for action in forwards for part in row.parts(row.stage(action), action.index))
         return list(dict.fromkeys(self._cell(of_step.cells, part) for part in parts))
+
+    def lengths(self, step: int, cell: Cell) -> Sequence[LengthSums]:
+        """Return what the assignment says of each of a cell's samples."""
+        assignment = self._assignments.of(step)
+        assert assignment is not None, "a cell is known by its assignment"
+        unit, samples = assignment.units.index(cell.unit), list(cell.samples)
+        tokens, squares = assignment.tokens[unit, samples].tolist(), assignment.squares[unit, samples].tolist()
+        return [LengthSums(*sums) for sums in zip(tokens, squares, strict=True)]
 
     def cell_at(self, step: int, unit: str, position: int) -> Cell:
         """Return the cell that begins with a sample."""

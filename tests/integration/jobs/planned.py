@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,10 +22,12 @@ class Mixed:
 
     Args:
         broken: The sample whose images are not finite.
+        slowly_while: While this file is there, samples take long to read: so that a job does few steps meanwhile.
     """
 
-    def __init__(self, broken: int | None = None) -> None:
+    def __init__(self, broken: int | None = None, slowly_while: Path | None = None) -> None:
         self.broken = broken
+        self._slowly_while = slowly_while
 
     def __len__(self) -> int:
         return 200
@@ -41,6 +45,8 @@ class Mixed:
         return lengths["llm"][0] - sum(lengths["vision"]) - sum(lengths["audio"])
 
     def __getitem__(self, index: int) -> dict[str, Tensor | list[Tensor]]:
+        if self._slowly_while is not None and self._slowly_while.exists():
+            time.sleep(0.1)
         lengths = self.lengths(index)
         drawn = torch.Generator().manual_seed(index)
 
@@ -89,6 +95,8 @@ def main() -> None:
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--frozen", action="store_true")
     parser.add_argument("--broken", type=int)
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument("--slowly-while", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     llm = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -107,10 +115,11 @@ def main() -> None:
         language_model=llm,
         labels="shifted",
     )
+    optimizers = {"adamw": rs.AdamW(lr=1e-2), "sgd": rs.SGD(lr=1e-2, momentum=0.9)}
     rs.Trainer(
         model,
-        Mixed(arguments.broken),
-        optimizer=rs.AdamW(lr=1e-2),
+        Mixed(arguments.broken, arguments.slowly_while),
+        optimizer=optimizers[arguments.optimizer],
         global_batch=arguments.batch,
         microbatch=arguments.microbatch,
         max_failures=arguments.max_failures,

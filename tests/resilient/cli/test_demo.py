@@ -11,6 +11,7 @@ from rich.console import Console
 
 from resilient.cli.demo import KILL_PHASES, NUM_NODES, Director, choose_scenario, example_script, judge, show_verdict
 from resilient.observability.run_report import build_run_report
+from resilient.protocol.messages import Injection
 from tests.resilient.observability.made_up_runs import Run, failure_and_join
 
 
@@ -32,9 +33,9 @@ def with_join(**changes: Any) -> dict[str, Any]:
 def test_scenario_depends_on_the_seed_alone_and_varies_with_it() -> None:
     drawn = [choose_scenario(seed, 40) for seed in range(50)]
     assert drawn == [choose_scenario(seed, 40) for seed in range(50)]
-    assert {scenario.kill.node for scenario in drawn} == set(range(NUM_NODES))
-    assert {scenario.kill.at_phase for scenario in drawn} == set(KILL_PHASES)
-    assert {scenario.kill.at_step for scenario in drawn} <= set(range(8, 17))
+    assert {int(scenario.draw * NUM_NODES) for scenario in drawn} == set(range(NUM_NODES))
+    assert {scenario.at_phase for scenario in drawn} == set(KILL_PHASES)
+    assert {scenario.at_step for scenario in drawn} <= set(range(8, 17))
 
 
 def test_scenario_of_too_few_steps_is_refused() -> None:
@@ -49,7 +50,7 @@ def test_director_adds_one_node_some_steps_after_the_recovery() -> None:
     run.generation(0, 1, "start", 0, [0, 1, 2])
     director_steps = []
     seen = 0
-    director = Director(choose_scenario(0, 40), lambda: director_steps.append(seen))
+    director = Director(choose_scenario(0, 40), lambda _: None, lambda: director_steps.append(seen))
     for step in range(1, 5):
         run.step(100 * step, step)
     run.generation(450, 2, "failure", 4, [0, 2], lost_steps=1)
@@ -60,6 +61,23 @@ def test_director_adds_one_node_some_steps_after_the_recovery() -> None:
         seen = event.get("step", seen)
         director.on_event(event)
     assert director_steps == [8]
+
+
+LANES = {0: ["vision.0"], 1: ["llm.0"], 2: ["llm.0", "vision.1"], 3: ["vision.0", "audio.0"]}
+
+
+@pytest.mark.parametrize(("lanes", "killed"), [(LANES, {0, 3}), ({0: [""], 1: [""]}, {0, 1})])
+def test_director_has_a_node_killed_that_only_encodes_if_there_is_one(
+    lanes: dict[int, list[str]], killed: set[int]
+) -> None:
+    stages = [{"node": node, "lane": lane} for node, of_node in lanes.items() for lane in of_node]
+    generation = {"kind": "generation", "cause": "start", "nodes": list(lanes), "pipelines": [{"stages": stages}]}
+    kills: list[Injection] = []
+    for seed in range(30):
+        scenario = choose_scenario(seed, 40)
+        Director(scenario, kills.append, lambda: None).on_event(generation)
+        assert (kills[-1].at_step, kills[-1].at_phase) == (scenario.at_step, scenario.at_phase)
+    assert {kill.node for kill in kills} == killed
 
 
 def test_example_script_is_part_of_the_package() -> None:

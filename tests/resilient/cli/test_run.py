@@ -20,6 +20,7 @@ from resilient.protocol.messages import Injection
     [
         ("node=2", Injection(node=2)),
         ("node=2, step=15, phase=backward", Injection(node=2, at_step=15, at_phase="backward")),
+        ("node=2,phase=vision.send", Injection(node=2, at_phase="vision.send")),
         ("node=0,phase=copy,worker", Injection(node=0, at_phase="copy", worker_only=True)),
     ],
 )
@@ -28,7 +29,18 @@ def test_injections_are_read(text: str, injection: Injection) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "step=3", "node=x", "node=1,phase=lunch", "node=1,stop=3", "node=-1", "node=1,step=0"]
+    "text",
+    [
+        "",
+        "step=3",
+        "node=x",
+        "node=1,phase=lunch",
+        "node=1,phase=vision.copy",
+        "node=1,phase=.send",
+        "node=1,stop=3",
+        "node=-1",
+        "node=1,step=0",
+    ],
 )
 def test_bad_injection_shows_the_form(text: str) -> None:
     with pytest.raises(ValueError, match=r'^inject must look like "node=2,step=15,phase=backward\[,worker\]", got'):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from resilient.data import Lazy, Sample
-from resilient.data.lengths import SampleLengths
+from resilient.data.lengths import LengthSums, SampleLengths
 from resilient.errors import ArgumentError, SampleError
 
 TEXT = {"llm": [3]}
@@ -127,24 +127,25 @@ def test_a_sample_that_cannot_be_trained_on_is_named() -> None:
 def test_wrong_lengths_are_named_when_the_sample_is_loaded() -> None:
     dataset = Said()
     lengths = SampleLengths(dataset, Model())
-    lengths.check(1, {"vision": [1], **TEXT}, "sample 1 of Said")
+    lengths.check(1, {"vision": [1], **TEXT}, "sample 1 of Said", {})
     message = (
         "sample 2 of Said: lengths(2) must be {'llm': [3], 'vision': [1, 2]}, those of the sample, got {'llm': [3], "
         "'vision': [1, 1]}; have Said.lengths return {'llm': [3], 'vision': [1, 2]} for it"
     )
     with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
-        lengths.check(2, {"vision": [1, 2], **TEXT}, "sample 2 of Said")
+        lengths.check(2, {"vision": [1, 2], **TEXT}, "sample 2 of Said", {})
 
 
 def test_a_sample_that_has_changed_is_named() -> None:
     lengths = SampleLengths(Pictures(Path("changed")), Model())
+    lengths.of([1])
     message = (
         "sample 1 of Pictures: must have the lengths {'llm': [3], 'vision': [1]}, as when it was first loaded, got "
         "{'llm': [3]}; have its sizes depend on the index alone, or, if it was changed on purpose, delete "
         f"{lengths.file}"
     )
     with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
-        lengths.check(1, {"vision": [], **TEXT}, "sample 1 of Pictures")
+        lengths.check(1, {"vision": [], **TEXT}, "sample 1 of Pictures", {})
 
 
 @pytest.mark.parametrize(
@@ -164,19 +165,17 @@ def test_what_is_no_lengths_is_refused(dataset: Pictures, index: int, message: s
         SampleLengths(dataset, Model()).of([index])
 
 
-def test_only_the_first_few_samples_are_loaded_again_to_be_compared() -> None:
-    class Many(Pictures):
-        def __len__(self) -> int:
-            return 20
-
-        def __getitem__(self, index: int) -> Sample:
-            return super().__getitem__(0) if index else super().__getitem__(1)
-
-    dataset = Many(Path("many"))
-    lengths = SampleLengths(dataset, Model())
-    lengths.of([19])
-    for index in range(1, 20):
-        lengths.check(index, TEXT, f"sample {index} of Many")
-    assert len(dataset._loaded) == 1 + 8
-    with pytest.raises(SampleError, match=r"^sample 19 of Many: must have the lengths \{'llm': \[3\]\}, as when"):
-        lengths.check(19, {"vision": [1], **TEXT}, "sample 19 of Many")
+def test_lengths_that_others_know_are_compared_without_loading_the_sample_again() -> None:
+    dataset = Pictures(Path("elsewhere"))
+    lengths, name = SampleLengths(dataset, Model()), "sample 1 of Pictures"
+    found = {"vision": [1, 2], **TEXT}
+    lengths.check(1, found, name, {"vision": LengthSums(3, 5), "audio": LengthSums(0, 0)})
+    for wrong in (LengthSums(4, 5), LengthSums(3, 9)):
+        message = (
+            f"{name}: must have {wrong.tokens} tokens for vision (squares: {wrong.squares}), by which its step was "
+            "planned, got [1, 2]; have its sizes depend on the index alone, or, if it was changed on purpose, delete "
+            f"{lengths.file} on all nodes"
+        )
+        with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
+            lengths.check(1, found, name, {"llm": LengthSums(3, 9), "vision": wrong})
+    assert not dataset._loaded

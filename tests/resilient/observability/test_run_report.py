@@ -28,6 +28,15 @@ def started(num_steps: int = 4) -> Run:
     return run
 
 
+def test_report_of_a_failure_names_the_units_of_the_node() -> None:
+    events = failure_and_join().events
+    (first, *_) = (event for event in events if event["kind"] == "generation")
+    for stage in (stage for pipeline in first["pipelines"] for stage in pipeline["stages"]):
+        stage["lane"] = "vision.1" if stage["node"] == 2 else "llm.0"
+    (recovery,) = build_run_report(events)["recoveries"]
+    assert (recovery["nodes"], recovery["units"]) == ([2], ["vision"])
+
+
 def test_report_of_a_failure_and_a_join_adds_up() -> None:
     report = build_run_report(failure_and_join(num_steps=40).events)
     assert report["steps"] == 40
@@ -38,6 +47,7 @@ def test_report_of_a_failure_and_a_join_adds_up() -> None:
             "generation": 2,
             "cause": "node lost (node 2)",
             "nodes": [2],
+            "units": [],
             "step": 15,
             "lost_steps": 1,
             "roll_forward": False,

@@ -150,7 +150,10 @@ def test_what_is_executed_is_the_schedule(kind: ScheduleKind, row: int, tmp_path
     schedule = schedule_of(kind, 3)
     killed: list[Injection] = []
     faults = Faults(str(tmp_path), kill=killed.append)
-    for phase in ("forward", "backward", "reduce"):
+    of_ops = {Op.FORWARD: "forward", Op.SEND_F: "send", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward"}
+    of_ops |= {Op.BACKWARD_WEIGHT: "weight", Op.SEND_B: "return", Op.REDUCE: "reduce"}
+    phases = list(dict.fromkeys(of_ops[action.op] for action in schedule.row(row) if action.op in of_ops))
+    for phase in reversed(phases):
         faults.arm(Injection(node=0, at_step=7, at_phase=phase))
     loaded: list[int] = []
 
@@ -172,7 +175,7 @@ def test_what_is_executed_is_the_schedule(kind: ScheduleKind, row: int, tmp_path
     receipts = [str(action) for action in actions if action.op is Op.RECV_F]
     assert recorder.posted == receipts[1:], "the next receipt is posted ahead of its time"
     assert loss.item() == (4.0 if row == 2 else 0.0)
-    assert [injection.at_phase for injection in killed] == ["forward", "backward", "reduce"]
+    assert [injection.at_phase for injection in killed] == phases
 
 
 def without_arms(recorder: Recorder) -> list[str]:

@@ -46,6 +46,19 @@ def test_failure_strikes_once_at_its_moment(
     assert strikes(tmp_path, Injection(node=1, at_step=at_step, at_phase=at_phase)) == [moment]
 
 
+@pytest.mark.parametrize(("at_phase", "moments"), [("send", ["audio"]), ("llm.send", ["llm"]), ("vision.send", [])])
+def test_failure_in_a_phase_of_a_unit_waits_for_that_unit(at_phase: str, moments: list[str], tmp_path: Path) -> None:
+    killed: list[Injection] = []
+    faults, seen = Faults(str(tmp_path), kill=killed.append), list[str]()
+    faults.arm(Injection(node=1, at_phase=at_phase))
+    for unit in ("audio", "llm", "audio"):
+        before = len(killed)
+        faults.reach("send", 1, unit)
+        faults.reach("forward", 1, unit)
+        seen += [unit] * (len(killed) - before)
+    assert seen == moments
+
+
 def test_failures_are_independent_and_a_passed_step_never_comes(tmp_path: Path) -> None:
     twice = Injection(node=1, at_step=2, at_phase="backward")
     assert strikes(tmp_path, twice, twice, Injection(node=1, at_step=9)) == [(2, "backward")] * 2

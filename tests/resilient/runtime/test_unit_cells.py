@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import ViTConfig
 
 from resilient.data import Lazy, Sample
+from resilient.data.lengths import LengthSums
 from resilient.data.processes import DataProcesses
 from resilient.data.read_ahead import data_processes
 from resilient.data.reader import REPEATABLE, Cell, Microbatch, Reads
@@ -211,6 +212,23 @@ def test_a_sample_of_other_lengths_than_were_said_is_named(tmp_path: Path) -> No
             batches.enter(lambda step, cell=cell: [cell], None)
             with pytest.raises(SampleError, match=f"^{re.escape(message)}$"):
                 batches.batch(1, cell)
+
+
+@pytest.mark.parametrize("num_processes", [0, 1])
+def test_a_sample_of_other_lengths_than_its_step_was_planned_by_is_named(num_processes: int, tmp_path: Path) -> None:
+    job = make(tmp_path)
+    index = NUM_IMAGES.index(3)
+    cell = Cell("vision", (order_of(job, 1).index(index),))
+
+    def planned(step: int, cell: Cell) -> list[LengthSums]:
+        return [LengthSums(12 + step, 56) for _ in cell.samples]
+
+    message = f"sample {index} of Album: must have 13 tokens for vision (squares: 56), by which its step was planned"
+    with data_processes(reader_of(job).read, num_processes, cell) as processes:
+        batches = Batches(job, processes)
+        batches.enter(lambda step: [cell], None, planned)
+        with pytest.raises(SampleError, match=rf"^{re.escape(message)}, got \[2, 4, 6\]; "):
+            batches.batch(1, cell)
 
 
 def test_every_unit_looks_whether_what_it_reads_is_the_same_the_second_time(tmp_path: Path) -> None:

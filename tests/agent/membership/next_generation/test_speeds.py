@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from resilient.agent.membership.next_generation.speeds import slowdowns
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Pipeline, Plan
+from resilient.templates.schedules.graph import LaneName
 from resilient.templates.template import PipelineTemplate, StageSpec
 
 PLANNED_MS = (3.0, 3.0, 3.0, 3.0)
@@ -75,6 +77,40 @@ def test_slow_node_with_several_stages_is_found() -> None:
     times = measured(two, (1.0, 2.0, 5.0, 4.0), {2: 1.5})
     assert times == {(0, 0): 6.0, (1, 0): 6.0, (2, 0): 9.0, (3, 0): 6.0}
     assert slowdowns(profile(*PLANNED_MS), two, times) == {0: 1.0, 1: 1.0, 2: 1.5, 3: 1.0}
+
+
+def units(*shares: tuple[float, ...]) -> Pipeline:
+    """A pipeline of a language model on its first node, and lanes of an encoder with these parts of its samples.
+
+    Args:
+        shares: By further node, those of its lanes.
+    """
+    stages = [StageSpec(lane=LaneName("llm"), first_layer=2, end_layer=4, node_index=0, forward_ms=2, backward_ms=4)]
+    lanes = [(node, share) for node, of_node in enumerate(shares, start=1) for share in of_node]
+    for number, (node, share) in enumerate(lanes):
+        lane, forward_ms = LaneName("vision", number), 4 * share
+        stage = StageSpec(
+            lane=lane, first_layer=0, end_layer=2, node_index=node, forward_ms=forward_ms, backward_ms=2 * forward_ms
+        )
+        stages.append(stage)
+    template = PipelineTemplate(num_nodes=1 + len(shares), stages=tuple(stages))
+    return Pipeline(template=template, nodes=tuple(range(1 + len(shares))), num_microbatches=2)
+
+
+@pytest.mark.parametrize("slow", [None, 1, 2, 3, 5])
+def test_lanes_are_expected_to_take_their_part_of_the_samples(slow: int | None) -> None:
+    """Three encoder nodes share, in another pipeline one does all, in a third one has two lanes."""
+    pipelines, first, planned = [], 0, dict[tuple[int, int], float]()
+    for pipeline in (units((1.0,)), units((0.5,), (0.25,), (0.25,)), units((0.5, 0.5))):
+        nodes = tuple(range(first, first + len(pipeline.nodes)))
+        pipelines.append(replace(pipeline, nodes=nodes))
+        first += len(nodes)
+    plan = Plan(pipelines=tuple(pipelines))
+    for slot in plan.slots:
+        true_ms = sum(stage.forward_ms + stage.backward_ms for stage in slot.stages)
+        planned[slot.node, 0] = 3.0 * true_ms * (2.0 if slot.node == slow else 1.0)
+    found = slowdowns(profile(6.0, 6.0, 3.0, 3.0), plan, planned)
+    assert found == {node: 2.0 if node == slow else 1.0 for node in range(8)}
 
 
 def test_slow_node_of_two_pipelines_is_found() -> None:

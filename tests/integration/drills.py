@@ -1,0 +1,234 @@
+"""Failures one after the other in a planned job: nodes are chosen by what they do in the plan that is in force.
+
+A drill begins when a generation of enough nodes has done a step, and is over when one without those who were to die has
+done another. Nodes are added where the next drill would leave too few. After the last one the job is interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from resilient.agent.launch import Launcher
+from resilient.observability.run_comparison import compare_parameters
+from resilient.protocol.messages import Injection
+from tests.integration.harness import TOLERANCE, Event, Run, check_survivors, run_alone, run_job, spare_nodes
+
+SCRIPT = Path(__file__).parent / "jobs" / "planned.py"
+FEWEST = {
+    **dict.fromkeys(("disttrain", "dflop", "entrain"), 3),  # a device for each unit
+    **dict.fromkeys(("fsdp", "static-cp", "dhp", "dhp-across-nodes"), 1),  # no stages
+}
+"""Nodes of the smallest pipelines asked for; of other planners 2."""
+
+JOB = ("--batch", "12", "--microbatch", "2", "--optimizer", "sgd")
+"""Steps of two microbatches or more in each pipeline: the samples of an encoder's cell may go to several. Adam makes
+large steps of rounding errors: after a hundred, two processes with other microbatches differ by 1e-5."""
+
+LANGUAGE = "llm"
+_MOST_STEPS = 25
+"""Of one generation, until it is clear that a failure's moment in a step does not come."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drill:
+    """One failure, or two.
+
+    Args:
+        kind: What the node does that is killed: ``encoder`` for nothing else than to encode, ``language`` for the
+            language model's first stage, ``rank 0``, or ``any``.
+        phase: Of the next step, or generation, in which it comes to that.
+        during: What makes there be a generation of which ``phase`` is: another node's loss, a join or a leave; "" for
+            phases of steps.
+        also: What a second node does, killed in the same phase; "" for none.
+    """
+
+    kind: str
+    phase: str
+    during: str = ""
+    also: str = ""
+
+    @property
+    def num_lost(self) -> int:
+        """Nodes that it costs."""
+        return 2 if self.also or self.during in ("loss", "leave") else 1
+
+    def __str__(self) -> str:
+        second, of = f" and {self.also}" if self.also else "", f" of a {self.during}" if self.during else ""
+        return f"{self.kind}{second} in {self.phase}{of}"
+
+
+def nodes_of(generation: Event, kind: str, unit: str = "") -> list[int]:
+    """Return the nodes of a generation that do something, in order; where a unit is told, something for that, too."""
+    units: dict[int, set[str]] = {}
+    first: list[int] = []
+    for pipeline in generation["pipelines"]:
+        for stage in pipeline["stages"]:
+            units.setdefault(stage["node"], set()).add(stage["lane"].partition(".")[0])
+        first.append(next(each["node"] for each in pipeline["stages"] if each["lane"].startswith(LANGUAGE)))
+    chosen = {
+        "encoder": [node for node, of_node in units.items() if LANGUAGE not in of_node],
+        "language": first,
+        "rank 0": generation["pipelines"][0]["nodes"][:1],
+        "any": list(units),
+    }
+    return sorted(node for node in chosen[kind] if not unit or unit in units[node])
+
+
+class Drills:
+    """Does drills to a running job.
+
+    Args:
+        drills: They, in order.
+        num_nodes: Nodes that the job begins with.
+        fewest: Nodes that it needs.
+        coming: This file is there while somebody has yet to join.
+        choose: Takes one of several nodes.
+
+    Attributes:
+        missed: Drills for which there was no node, or whose moment did not come.
+        killed: Nodes that were to be.
+    """
+
+    def __init__(
+        self, drills: Sequence[Drill], num_nodes: int, fewest: int, coming: Path, choose: Callable[[list[int]], int]
+    ) -> None:
+        self._left = list(drills)
+        self._fewest = fewest
+        self._coming = coming
+        self._choose = choose
+        self._num_started = num_nodes
+        self._there: set[int] = set()
+        self._gone: set[int] = set()
+        self._generation: Event = {}
+        self._steps = 0
+        self._drill: Drill | None = None
+        self._awaited: set[int] = set()
+        self._is_over = False
+        self.missed: list[str] = []
+        self.killed: list[int] = []
+
+    def on_event(self, launcher: Launcher, event: Event) -> None:
+        """Take in an event of the job."""
+        if event["kind"] == "generation":
+            self._generation, self._steps = event, 0
+        elif event["kind"] == "node_connected":
+            self._there.add(event["node"])
+        elif event["kind"] in ("node_lost", "node_leaving"):
+            self._gone.add(event["node"])
+        elif event["kind"] == "step" and event["generation"] == self._generation["generation"] and not self._is_over:
+            self._steps += 1
+            self._go_on(launcher)
+
+    def _go_on(self, launcher: Launcher) -> None:
+        placed = {*self._generation["nodes"], *self._generation["standby"]}
+        if self._awaited & placed:
+            if self._steps > _MOST_STEPS and self._drill is not None and not self._drill.during:
+                self.missed.append(f"{self._drill}: its moment did not come")
+                self._steps = 0
+                for node in self._awaited & placed:
+                    launcher.inject(Injection(node=node))
+            return
+        staying = len(self._there - self._gone)
+        coming = self._num_started - len(self._there)
+        if staying + coming < self._fewest + (self._left[0].num_lost if self._left else 0):
+            self._add_node(launcher)
+        elif coming or not self._there - self._gone <= placed:
+            return  # somebody has yet to join
+        else:
+            self._coming.unlink(missing_ok=True)
+            if self._left:
+                self._begin(launcher, self._left.pop(0))
+            else:
+                self._end(launcher)
+
+    def _begin(self, launcher: Launcher, drill: Drill) -> None:
+        found = self._victims(drill)
+        if found is None:
+            self.missed.append(f"{drill}: there is no such node in {self._generation['pipelines']}")
+            return
+        killed, other = found
+        self._drill, self._awaited = drill, {*killed, *other}
+        self.killed += killed
+        for node in killed:
+            launcher.inject(Injection(node=node, at_phase=drill.phase))
+        if drill.during == "join":
+            self._add_node(launcher)
+        for node in other:
+            if drill.during == "leave":
+                launcher.remove_node(node)
+            else:
+                self.killed.append(node)
+                launcher.inject(Injection(node=node, at_phase="backward"))
+
+    def _victims(self, drill: Drill) -> tuple[list[int], list[int]] | None:
+        """Return who is to be killed in the phase, and who is to go so that there is one; all states stay held."""
+        nodes = nodes_of(self._generation, drill.kind, drill.phase.rpartition(".")[0])
+        while nodes:
+            first = self._choose(nodes)
+            nodes.remove(first)
+            if not drill.also and drill.during in ("", "join"):
+                return [first], []
+            spare = spare_nodes(self._generation, first)
+            if drill.also:
+                spare = [node for node in nodes_of(self._generation, drill.also) if node in spare]
+            if spare:
+                second = self._choose(spare)
+                return ([first, second], []) if drill.also else ([first], [second])
+        return None
+
+    def _add_node(self, launcher: Launcher) -> None:
+        self._num_started += 1
+        self._coming.touch()
+        launcher.add_node()
+
+    def _end(self, launcher: Launcher) -> None:
+        self._is_over = True
+        launcher.interrupt("enough")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drilled:
+    """A job that was drilled.
+
+    Args:
+        run: The run.
+        missed: Drills for which there was no node, or whose moment did not come.
+        wrong: What must not be; nothing if each failure cost a step at most, nobody was restarted and the parameters
+            are those of one process.
+    """
+
+    run: Run
+    missed: list[str]
+    wrong: list[str]
+
+
+def run_drills(
+    directory: Path,
+    drills: Sequence[Drill],
+    planner: str,
+    *arguments: str,
+    choose: Callable[[list[int]], int] = lambda nodes: nodes[-1],
+) -> Drilled:
+    """Run a planned job through drills, then as one process."""
+    coming, fewest = directory / "coming", FEWEST.get(planner, 2)
+    arguments = ("--planner", planner, "--min-pipeline-nodes", str(fewest), *JOB, *arguments)
+    nodes = 2 * fewest + 2
+    told = Drills(drills, nodes, 2 * fewest, coming, choose)
+    more = ("--slowly-while", str(coming), "--steps", "100000")
+    directory.mkdir(parents=True, exist_ok=True)
+    run = run_job(directory / "run", *arguments, *more, script=SCRIPT, nodes=nodes, act=told.on_event)
+    if not run.reason.startswith("interrupted (enough)"):
+        return Drilled(run=run, missed=told.missed, wrong=[f"it ended: {run.reason}"])
+    check_survivors(run)
+    recoveries, steps = run.report["recoveries"], max(run.losses)
+    wrong = [f"{each['lost_steps']} steps lost in {each['cause']}" for each in recoveries if each["lost_steps"] > 1]
+    fired = sorted(failure["node"] for failure in run.failures)
+    if fired != sorted(told.killed):
+        wrong.append(f"killed were {fired}, not {sorted(told.killed)}")
+    run_alone(directory / "alone", *arguments, "--steps", str(steps), script=SCRIPT)
+    _, relative = compare_parameters(run.directory, directory / "alone")
+    if not relative <= TOLERANCE:
+        wrong.append(f"parameters differ by {relative} after {steps} steps")
+    return Drilled(run=run, missed=told.missed, wrong=wrong)
