@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from resilient.errors import ArgumentError, CheckpointError, NonFiniteError, ResilientError, SampleError
     from resilient.models.chain import Chain
-    from resilient.models.multimodal import EncoderModule, MultimodalModule
+    from resilient.models.multimodal.encoder import EncoderModule
+    from resilient.models.multimodal.generator import GeneratorModule
+    from resilient.models.multimodal.module import MultimodalModule
     from resilient.optim import SGD, AdamW, ParameterGroup, WarmupCosine
     from resilient.trainer import FitResult, Trainer
 
@@ -22,9 +24,10 @@ _HOMES = {
     "ArgumentError": "resilient.errors",
     "Chain": "resilient.models.chain",
     "CheckpointError": "resilient.errors",
-    "EncoderModule": "resilient.models.multimodal",
+    "EncoderModule": "resilient.models.multimodal.encoder",
+    "GeneratorModule": "resilient.models.multimodal.generator",
     "FitResult": "resilient.trainer",
-    "MultimodalModule": "resilient.models.multimodal",
+    "MultimodalModule": "resilient.models.multimodal.module",
     "NonFiniteError": "resilient.errors",
     "ParameterGroup": "resilient.optim",
     "ResilientError": "resilient.errors",
@@ -42,6 +45,7 @@ __all__ = [
     "CheckpointError",
     "EncoderModule",
     "FitResult",
+    "GeneratorModule",
     "MultimodalModule",
     "NonFiniteError",
     "ParameterGroup",

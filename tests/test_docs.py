@@ -16,9 +16,11 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from resilient.cli.app import app
-from resilient.models.language import LANGUAGE_FAMILIES
-from resilient.models.multimodal import EncoderModule, MultimodalModule
-from resilient.models.vision import VISION_FAMILIES
+from resilient.models.multimodal.encoder import EncoderModule
+from resilient.models.multimodal.generator import GeneratorModule
+from resilient.models.multimodal.language import LANGUAGE_FAMILIES
+from resilient.models.multimodal.module import MultimodalModule
+from resilient.models.multimodal.vision import VISION_FAMILIES
 from resilient.planners.registry import PLANNERS
 from resilient.protocol.job_config import SCHEDULES
 from resilient.templates.schedules.kind import ScheduleKind
@@ -149,9 +151,14 @@ def test_families_of_models_listed_are_those_there_are(page: str, sentence: str)
 def test_types_of_models_listed_for_arguments_are_those_there_are() -> None:
     listed = {
         each: re.findall(r"A transformers (?:vision )?config \(([\w, ]+)\)", inspect.getdoc(each) or "")
-        for each in (MultimodalModule, EncoderModule)
+        for each in (MultimodalModule, EncoderModule, GeneratorModule)
     }
-    assert listed == {MultimodalModule: [", ".join(LANGUAGE_FAMILIES)], EncoderModule: [", ".join(VISION_FAMILIES)]}
+    vision = [", ".join(VISION_FAMILIES)]
+    assert listed == {
+        MultimodalModule: [", ".join(LANGUAGE_FAMILIES)],
+        EncoderModule: vision,
+        GeneratorModule: vision,
+    }
 
 
 def test_schedules_listed_are_those_a_job_can_choose() -> None:

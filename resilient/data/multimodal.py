@@ -29,7 +29,7 @@ def collate_multimodal(samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor
     """Pad samples of different length and image size to one microbatch; padding never changes the loss.
 
     Args:
-        samples: As :class:`resilient.models.multimodal.MultimodalModule` describes them.
+        samples: As :class:`resilient.models.multimodal.module.MultimodalModule` describes them.
 
     Returns:
         ``input_ids`` and ``labels`` ``[microbatch, seq]``, ``lengths [microbatch]`` and for each encoder with images

@@ -46,7 +46,7 @@ def pack_images(
     """Pack the patches of all images of samples, in their order.
 
     Args:
-        samples: As :class:`resilient.models.multimodal.MultimodalModule` describes them; there may be no image.
+        samples: As :class:`resilient.models.multimodal.module.MultimodalModule` describes them; there may be no image.
         keys: Of each sample, what its random numbers are drawn from.
         unit: The encoder's name.
         num_channels: Of an image.

@@ -47,8 +47,10 @@ class LayerSpec:
             to run it. Parameters mean nothing until ``initialize``; buffers are constants that ``build`` sets.
         initialize: Fill the parameters, on CPU in float32, from torch's global generator (seeded from
             (seed, name) before the call) or from a checkpoint on disk.
-        reads: Entries of the microbatch that the layer reads, or, of the last one, the loss; None for all. Workers load
+        reads: Entries of the microbatch that the layer reads, or the loss taken behind it; None for all. Workers load
             none that no layer of theirs reads: where the layer is, others have a shape, but no values.
+        for_loss: Entries of what it returns that the loss alone reads: it is taken right behind the layer, and they go
+            no further. Of the model's last layer that is all there is.
         tied: Parameter name in this layer -> (owner layer, parameter name there). The owner holds the state.
         cut: Parameter name -> the dimension in which devices that share the layer cut it (1 for the weight of a linear
             layer whose inputs are cut); the first one of all others.
@@ -59,6 +61,7 @@ class LayerSpec:
     build: Callable[[], nn.Module]
     initialize: Callable[[nn.Module], None]
     reads: frozenset[str] | None = None
+    for_loss: frozenset[str] = frozenset()
     tied: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     cut: Mapping[str, int] = field(default_factory=dict)
 
@@ -80,7 +83,11 @@ class Model(Protocol):
         ...
 
     def loss(self, activations: Activations, batch: Batch) -> Tensor:
-        """Return the loss of the last layer's activations, SUMMED over the microbatch's targets (a scalar)."""
+        """Return the loss of what is in the activations, SUMMED over the microbatch's targets (a scalar).
+
+        Those are what the last layer returns. Where other layers have entries :attr:`LayerSpec.for_loss`, it is called
+        for each such layer with these alone, and for all in one process with everything; the sums are added.
+        """
         ...
 
     def check(self, sample: Mapping[str, Any], name: str) -> None:

@@ -22,7 +22,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 class Packable(Protocol):
     """A model whose units may each process lists of samples (cells) of their own, packed without padding.
 
-    :class:`resilient.models.multimodal.MultimodalModule` says what each of these returns.
+    :class:`resilient.models.multimodal.module.MultimodalModule` says what each of these returns.
     """
 
     @property

@@ -1,7 +1,7 @@
 """Where a transformers model comes from: a config, or a checkpoint folder whose weights are read layer by layer.
 
 Owns resolving what the user passed, reading safetensors, and transformers' initial values. Families and their
-layers are in :mod:`resilient.models.vision` and :mod:`resilient.models.language`.
+layers are in :mod:`resilient.models.multimodal.vision` and :mod:`resilient.models.multimodal.language`.
 """
 
 from __future__ import annotations

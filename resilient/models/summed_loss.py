@@ -1,4 +1,4 @@
-"""Asks a model for the loss of a microbatch, and names what is no loss to train on."""
+"""Asks a model for the loss of a microbatch where some is taken, and names what is no loss to train on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,24 @@ from torch import Tensor
 from resilient.common.arguments import described
 from resilient.errors import ArgumentError
 from resilient.models.layer import Activations, Batch, Model
+
+
+def loss_behind(
+    model: Model, layer_index: int, activations: Activations, batch: Batch
+) -> tuple[Tensor | None, Activations]:
+    """Return the loss of what a layer made, None where none is taken of it, and what goes on to the next layer.
+
+    Raises:
+        ArgumentError: As :func:`summed_loss`.
+    """
+    if layer_index == len(model.layers) - 1:
+        return summed_loss(model, activations, batch), {}
+    names = model.layers[layer_index].for_loss
+    if not names:
+        return None, activations
+    read = {name: tensor for name, tensor in activations.items() if name in names}
+    rest = {name: tensor for name, tensor in activations.items() if name not in names}
+    return summed_loss(model, read, batch), rest
 
 
 def summed_loss(model: Model, activations: Activations, batch: Batch) -> Tensor:

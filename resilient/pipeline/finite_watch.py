@@ -20,7 +20,7 @@ class NonFinite:
 
     Args:
         position: Index of the microbatch within the step.
-        layer_index: Of the layer; one more than the last for the loss.
+        layer_index: Of the layer, or of the one behind which the loss is taken.
         what: In words.
     """
 
@@ -58,14 +58,14 @@ class FiniteWatch:
                 what = f"the output of layer {name} is not finite ({broken[0]!r} is {broken[1]}), though its input is"
             self._note(position, index, what)
 
-    def see_loss(self, position: int, batch: Batch, loss: Tensor) -> None:
-        """Take in a microbatch's loss."""
+    def see_loss(self, index: int, position: int, batch: Batch, loss: Tensor) -> None:
+        """Take in a microbatch's loss of what a layer made."""
         broken = _value(loss)
         if broken:
             entry = _first_broken(batch.items())
             cause = f"; entry {entry[0]!r} is not, either ({entry[1]})" if entry else ""
-            what = f"the loss is not finite ({broken}), though the output of the last layer is{cause}"
-            self._note(position, len(self._names), what)
+            what = f"the loss is not finite ({broken}), though the output of layer {self._names[index]!r} is{cause}"
+            self._note(position, index, what)
 
     def _note(self, position: int, layer_index: int, what: str) -> None:
         found = NonFinite(position=position, layer_index=layer_index, what=what)

@@ -21,14 +21,14 @@ class Handovers:
     Args:
         of_row: The row.
         samples: Says which samples are in a part, in order.
-        num_features: Says how many rows a unit makes of a sample.
+        num_features: Says how many rows go from a unit to another, of a sample.
     """
 
     def __init__(
         self,
         of_row: RowActions,
         samples: Callable[[CellPart], tuple[int, ...]],
-        num_features: Callable[[str, int], int],
+        num_features: Callable[[str, str, int], int],
     ) -> None:
         self._of_row = of_row
         self._samples = samples
@@ -106,5 +106,6 @@ class Handovers:
         return self._counted(link, self._samples(self._of_row.source(link)))
 
     def _counted(self, link: StageLink, samples: Iterable[int]) -> SampleRows:
-        unit, chosen = self._of_row.lane(link.source).unit, tuple(samples)
-        return SampleRows(chosen, [self._num_features(unit, sample) for sample in chosen])
+        source, target = (self._of_row.lane(stage).unit for stage in (link.source, link.target))
+        chosen = tuple(samples)
+        return SampleRows(chosen, [self._num_features(source, target, sample) for sample in chosen])

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from resilient.models.buffers import ConstantBuffers
 from resilient.models.layer import Activations, Batch, Model
-from resilient.models.summed_loss import summed_loss
+from resilient.models.summed_loss import loss_behind
 from resilient.pipeline.backward_split import Deferred, differentiate_inputs
 from resilient.pipeline.finite_watch import FiniteWatch
 
@@ -44,9 +44,8 @@ class Stage:
     """Contiguous layers on one device.
 
     Args:
-        model: Gives the loss, on the last stage.
+        model: Gives the loss, on stages where some is taken.
         layers: The stage's layers in order.
-        is_last: Whether the model ends here.
         device: Where the layers are.
         autocast: Lower precision for matrix products, None for none.
         seed: Of the job; random layers (dropout) draw from (seed, step, microbatch, layer), whatever the stage; of
@@ -59,7 +58,6 @@ class Stage:
         model: Model,
         layers: Sequence[StageLayer],
         *,
-        is_last: bool,
         device: torch.device,
         autocast: torch.dtype | None,
         seed: int,
@@ -67,7 +65,6 @@ class Stage:
     ) -> None:
         self._model = model
         self._layers = tuple(layers)
-        self._is_last = is_last
         self._device = device
         self._autocast = autocast
         self._seed = seed
@@ -119,20 +116,23 @@ class Stage:
             watch: Sees what every layer makes of it, where a step is repeated for that.
 
         Returns:
-            The activations for the next stage, and the summed loss (detached) on the last stage.
+            The activations for the next stage, and the summed loss (detached) of what the stage's layers made for it;
+            None where they made nothing.
         """
         received = dict(activations)
-        loss: Tensor | None = None
+        losses: list[Tensor] = []
         with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast is not None):
             for layer in self._layers:
                 run = partial(self._run, layer, batch, step, position, watch)
                 # a run seeds itself, so that the second one draws what the first drew
                 again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
                 activations, loss = again(activations) if self._checkpointing else run(activations)
+                if loss is not None:
+                    losses.append(loss)
+        loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0] if losses else None
         scaled = None if loss is None else loss / num_targets
-        sent = {} if self._is_last else activations
-        self._in_flight[microbatch] = _InFlight(received=received, sent=sent, loss=scaled)
-        return sent, None if loss is None else loss.detach()
+        self._in_flight[microbatch] = _InFlight(received=received, sent=activations, loss=scaled)
+        return activations, None if loss is None else loss.detach()
 
     def forget(self, microbatch: Hashable) -> None:
         """Drop what the backward of a microbatch would need: it has none."""
@@ -191,17 +191,15 @@ class Stage:
         watch: FiniteWatch | None,
         activations: Activations,
     ) -> tuple[Activations, Tensor | None]:
-        """Run one layer, and the loss where the model ends: checkpointing then keeps no logits either."""
+        """Run one layer, and the loss where one is taken behind it: checkpointing then keeps no logits either."""
         self._seed_layer(step, position, layer.index)
         activations = layer.module(activations, batch)
         if watch is not None:
             watch.see_layer(layer.index, layer.module, position, batch, activations)
-        if not self._is_last or layer is not self._layers[-1]:
-            return activations, None
-        loss = summed_loss(self._model, activations, batch)
-        if watch is not None:
-            watch.see_loss(position, batch, loss)
-        return {}, loss
+        loss, activations = loss_behind(self._model, layer.index, activations, batch)
+        if watch is not None and loss is not None:
+            watch.see_loss(layer.index, position, batch, loss)
+        return activations, loss
 
     def _seed_layer(self, step: int, position: int, layer_index: int) -> None:
         # three odd multipliers keep neighbouring (step, microbatch, layer) triples apart
@@ -216,9 +214,11 @@ class Stage:
 
 def _differentiated(flight: _InFlight, gradients: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return what a microbatch's backward starts from, with its gradients."""
-    if flight.loss is not None:
-        return ([flight.loss], [None]) if flight.loss.requires_grad else ([], [])
-    used = [(tensor, gradients[name]) for name, tensor in _wanted(flight.sent).items() if name in gradients]
+    used: list[tuple[Tensor, Tensor | None]] = [
+        (tensor, gradients[name]) for name, tensor in _wanted(flight.sent).items() if name in gradients
+    ]
+    if flight.loss is not None and flight.loss.requires_grad:
+        used.append((flight.loss, None))
     return [tensor for tensor, _ in used], [gradient for _, gradient in used]
 
 

@@ -24,7 +24,7 @@ class StepWork:
         position: Number of a part's samples within the step, whoever has them: random layers draw from it.
         batch: Loads a part's samples, collated, on the stage's device.
         samples: Says which samples of the step are in a part, in order; asked where units feed each other.
-        num_features: Says how many rows a unit makes of a sample; likewise.
+        num_features: Says how many rows go from a unit to one that it feeds, of a sample; likewise.
         watch: Sees what every layer makes of it, where the step is repeated for that.
     """
 
@@ -35,5 +35,5 @@ class StepWork:
     position: Callable[[CellPart], int]
     batch: Callable[[CellPart], Batch]
     samples: Callable[[CellPart], tuple[int, ...]]
-    num_features: Callable[[str, int], int]
+    num_features: Callable[[str, str, int], int]
     watch: FiniteWatch | None = None

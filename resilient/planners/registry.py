@@ -7,6 +7,9 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import cast
 
+from resilient.errors import ArgumentError
+from resilient.planners.costs.cost_model import CostModel
+from resilient.planners.costs.samples import LLM
 from resilient.planners.planner import Planner
 from resilient.templates.common.words import look_up
 
@@ -35,6 +38,28 @@ PLANNERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     }
 )
 """By name, in the order they are shown: the module in :mod:`resilient.planners`, and what makes it."""
+
+
+PLACES_GENERATORS = ("uniform", "uniform-sorted", "disttrain", "resilient", AUTO)
+"""Planners of models with a unit after the language model: of those that decide by the order of units in simulation."""
+
+
+def check_generators(name: str, costs: CostModel) -> None:
+    """Refuse a planner that cannot place the samples of a model's generators.
+
+    Args:
+        name: The planner's.
+        costs: Of the model's units.
+
+    Raises:
+        ArgumentError: It is none of :data:`PLACES_GENERATORS`, and the model has one.
+    """
+    units = [unit.name for unit in costs.units]
+    after = units[units.index(LLM) + 1 :] if LLM in units else []
+    if after and name not in PLACES_GENERATORS:
+        told = ", ".join(PLACES_GENERATORS)
+        got = f"{name!r}, which knows nothing of {', '.join(after)}"
+        raise ArgumentError("planner", "place what comes after the language model", got, f"choose one of {told}")
 
 
 def planner(name: str) -> Planner:

@@ -14,7 +14,7 @@ from torch import nn
 
 from resilient.errors import ArgumentError
 from resilient.models.layer import Activations, Batch
-from resilient.models.summed_loss import summed_loss
+from resilient.models.summed_loss import loss_behind
 from resilient.runtime.batches import Batches, Read
 from resilient.runtime.job import Job
 
@@ -49,16 +49,15 @@ class AdditivityCheck:
         else:
             self._check_targets()
         self._activations: list[Activations] = [{} for _ in self._batches]
-        self._losses: list[float] = []
+        self._losses = [0.0 for _ in self._batches]
 
     @torch.no_grad()
-    def advance(self, name: str, module: nn.Module, *, is_last: bool) -> None:
+    def advance(self, layer_index: int, module: nn.Module) -> None:
         """Take all of them through one layer.
 
         Args:
-            name: The layer's.
+            layer_index: The layer's in the model.
             module: The layer, which can run the microbatch in training.
-            is_last: Whether the model ends here, with its loss.
 
         Raises:
             ArgumentError: The losses do not add up.
@@ -67,22 +66,24 @@ class AdditivityCheck:
         module.eval()
         try:
             for index in range(len(self._batches)):
-                self._run(index, name, module, is_last=is_last)
+                self._run(index, layer_index, module)
                 if not self._batches:  # given up
                     return
         finally:
             for part, training in zip(module.modules(), before, strict=True):
                 part.training = training
-        if is_last and self._batches:
+        if layer_index == len(self._job.model.layers) - 1 and self._batches:
             self._check()
 
-    def _run(self, index: int, name: str, module: nn.Module, *, is_last: bool) -> None:
-        batch = self._batches[index]
+    def _run(self, index: int, layer_index: int, module: nn.Module) -> None:
+        model, batch = self._job.model, self._batches[index]
+        name = model.layers[layer_index].name
         torch.manual_seed(index)  # so that the microbatch's two runs differ if anything is drawn
         try:
-            self._activations[index] = module(dict(self._activations[index]), batch)
-            if is_last:
-                self._losses.append(float(summed_loss(self._job.model, self._activations[index], batch)))
+            made = module(dict(self._activations[index]), batch)
+            loss, self._activations[index] = loss_behind(model, layer_index, made, batch)
+            if loss is not None:
+                self._losses[index] += float(loss)
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
             if index >= 2:

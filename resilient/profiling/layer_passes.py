@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from resilient.emulation.device import DEVICE
 from resilient.models.layer import Activations, Batch, LayerSpec, initialize_layer
-from resilient.models.summed_loss import summed_loss
+from resilient.models.summed_loss import loss_behind
 from resilient.runtime.job import Job
 from resilient.state.layout import BufferLayout
 
@@ -109,18 +109,18 @@ class LayerPass:
 
     Args:
         job: The job.
+        index: The layer's in the model: behind some a loss is taken.
         module: The layer.
         batch: The batch.
         activations: What enters the layer; tensors require a gradient where they do in training.
-        is_last: Whether the model ends here, with its loss.
     """
 
-    def __init__(self, job: Job, module: nn.Module, batch: Batch, activations: Activations, *, is_last: bool) -> None:
+    def __init__(self, job: Job, index: int, module: nn.Module, batch: Batch, activations: Activations) -> None:
         self._job = job
+        self._index = index
         self._module = module
         self._batch = batch
         self._activations = activations
-        self._is_last = is_last
         self._received: Activations = {}
         self._sent: Activations = {}
         self._ends: list[Tensor] = []
@@ -180,8 +180,9 @@ class LayerPass:
             name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in self._activations.items()
         }
         with torch.autocast(job.device.type, dtype=job.autocast, enabled=job.autocast is not None):
-            self._sent = self._module(dict(self._received), batch)
-            ends = [summed_loss(job.model, self._sent, batch)] if self._is_last else list(self._sent.values())
+            made = self._module(dict(self._received), batch)
+            loss, self._sent = loss_behind(job.model, self._index, made, batch)
+        ends = [*self._sent.values(), *([] if loss is None else [loss])]
         passed_on = {id(tensor) for tensor in self._received.values()}
         self._ends = [tensor for tensor in ends if tensor.requires_grad and id(tensor) not in passed_on]
 

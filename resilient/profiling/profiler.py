@@ -146,15 +146,16 @@ def _measure_layer(
     module = materialise(job, spec, layouts)
     buffers, reached = ConstantBuffers(spec.name, module), _reached(module)
     trainable = any(parameter.requires_grad for parameter in module.parameters())
-    is_last = spec.name == job.model.layers[-1].name
-    passes = [LayerPass(job, module, each.batch, each.activations, is_last=is_last) for each in samples]
+    index = job.model.layers.index(spec)
+    is_last = index == len(job.model.layers) - 1
+    passes = [LayerPass(job, index, module, each.batch, each.activations) for each in samples]
     seen = tuple(one.inspect() for one in passes)
-    kind = (spec.unit, repr(module), layouts[spec.name], trainable, is_last, seen)
+    kind = (spec.unit, repr(module), layouts[spec.name], trainable, is_last, spec.for_loss, seen)
     times = kinds.setdefault(kind, [PassTimes() for _ in samples])
     take_times(passes, seen, times, timed, trainable=trainable)
     buffers.check()
     _tell_untrained(spec.name, module, reached, seen)
-    loss.advance(spec.name, module, is_last=is_last)
+    loss.advance(index, module)
     for sample, one in zip(samples, passes, strict=True):
         sample.activations = one.sent()
     return _Measured(spec=spec, trainable=trainable, seen=seen, times=times)

@@ -19,7 +19,7 @@ from resilient.models.layer import Activations, Batch, LayerSpec
 from resilient.models.packing import Packable
 from resilient.pipeline.p2p import signature
 from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
-from resilient.planners.costs.samples import SampleTable
+from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.profiling.layer_passes import (
     LayerPass,
     PassTimes,
@@ -31,6 +31,7 @@ from resilient.profiling.layer_passes import (
 )
 from resilient.profiling.unit_cells import CellReader, DrawnSamples
 from resilient.runtime.job import Job
+from resilient.runtime.steps.unit_graph import handed_over
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 
 UNIT_COSTS_VERSION = 1
@@ -104,7 +105,8 @@ def measure_units(
                 for name in read:
                     packed.activations |= made[name, places]
                 cells.append(packed)
-            costs.append(measuring.unit(unit, cells, len(own[unit]), wanted=any(map(measuring.trains, read))))
+            wanted = any(map(measuring.trains, read))
+            costs.append(measuring.unit(unit, cells, len(own[unit]), wanted=wanted, is_drawing=LLM in read))
             made |= {(unit, places): packed.activations for places, packed in zip(needed[unit], cells, strict=True)}
     if cuda:
         torch.cuda.empty_cache()
@@ -148,7 +150,7 @@ class _Measuring:
         """Return whether gradients go back into a unit that was measured."""
         return unit in self._trained
 
-    def unit(self, name: str, cells: Sequence[_Packed], num_own: int, *, wanted: bool) -> UnitCosts:
+    def unit(self, name: str, cells: Sequence[_Packed], num_own: int, *, wanted: bool, is_drawing: bool) -> UnitCosts:
         """Measure a unit.
 
         Args:
@@ -156,11 +158,13 @@ class _Measuring:
             cells: That go through it, with what it reads of other units; they end up at its end.
             num_own: Those that are measured, the first ones; units that read this one need the others.
             wanted: Whether something before it wants a gradient.
+            is_drawing: Whether it comes after the language model.
         """
         kinds: dict[Hashable, _Kind] = {}
         layers: list[UnitLayer] = []
         boundary_bytes = 0.0
         largest = max(cells[:num_own], key=lambda cell: cell.tokens)
+        received_bytes = largest.bytes_per_token()
         for spec in self._job.model.layers:
             if spec.unit != name:
                 continue
@@ -177,12 +181,11 @@ class _Measuring:
             self._on_layer(spec.name)
         if wanted:
             self._trained.add(name)
-        is_last = self._job.model.layers[-1].unit == name
         return UnitCosts(
             name=name,
             layers=tuple(layers),
             boundary_bytes=boundary_bytes,
-            output_bytes=0.0 if is_last else largest.bytes_per_token(),
+            output_bytes=received_bytes if is_drawing else 0.0 if name == LLM else largest.bytes_per_token(),
         )
 
     def _kind(self, spec: LayerSpec, cells: Sequence[_Packed], *, wanted: bool) -> Hashable:
@@ -191,7 +194,8 @@ class _Measuring:
             built = spec.build()
         received = tuple(signature(cell.activations) for cell in cells)
         is_last = spec is self._job.model.layers[-1]
-        return repr(built), self._layouts[spec.name], tuple(sorted(spec.tied.items())), is_last, wanted, received
+        tied, loss = tuple(sorted(spec.tied.items())), (is_last, spec.for_loss)
+        return repr(built), self._layouts[spec.name], tied, loss, wanted, received
 
     def _noted(self, spec: LayerSpec, cells: Sequence[_Packed], num_own: int, *, wanted: bool) -> _Kind:
         try:
@@ -207,8 +211,8 @@ class _Measuring:
         module = materialise(job, spec, self._layouts)
         buffers = ConstantBuffers(spec.name, module)
         trainable = any(parameter.requires_grad for parameter in module.parameters())
-        is_last = spec is job.model.layers[-1]
-        passes = [LayerPass(job, module, each.batch, each.activations, is_last=is_last) for each in cells]
+        index = job.model.layers.index(spec)
+        passes = [LayerPass(job, index, module, each.batch, each.activations) for each in cells]
         own = passes[:num_own]
         seen = [one.inspect() for one in own]
         times = [PassTimes() for _ in own]
@@ -274,7 +278,8 @@ def mean_profile(job: Job, costs: CostModel, samples: SampleTable) -> ModelProfi
         curves = layer.curves[of_unit.index(1, 1)]
         input_bytes = of_unit.boundary_bytes * tokens
         if spec.unit not in begun:
-            input_bytes = sum(costs.by_name[unit].output_bytes * means[unit][0] for unit in model.units[spec.unit])
+            sources = [handed_over(unit, spec.unit) for unit in model.units[spec.unit]]
+            input_bytes = sum(costs.by_name[unit].output_bytes * means[unit][0] for unit in sources)
         begun.add(spec.unit)
         layers.append(
             LayerProfile(

@@ -318,7 +318,6 @@ def _stage(context: WorkerContext, spec: StageSpec) -> Stage:
     return Stage(
         job.model,
         layers,
-        is_last=spec.end_layer == len(job.model.layers),
         device=job.device,
         autocast=job.autocast,
         seed=job.seed,

@@ -46,12 +46,12 @@ def find_nonfinite(
     model = job.model
     watch = FiniteWatch(model)
     session.executor.run(replace(work, watch=watch))
-    end = len(model.layers) + 1
+    end = len(model.layers)
     # first come the layers, microbatch by microbatch, then the gradients, from the last layer to the first
     after_forward = end * job.global_batch
     if watch.found is not None:
         key = watch.found.layer_index * job.global_batch + watch.found.position
-        unit = model.layers[min(watch.found.layer_index, len(model.layers) - 1)].unit
+        unit = model.layers[watch.found.layer_index].unit
         cell = session.steps.cell_at(outcome.step, unit, watch.found.position)
         what = f"{watch.found.what}, for {batches.told(outcome.step, cell)}"
     elif (layer_index := session.gradient_sync.last_nonfinite()) is not None:

@@ -121,6 +121,24 @@ def test_drills_come_to_every_phase() -> None:
     assert {drill.kind for drill in drilled} == {"encoder", "language", "rank 0", "any"}
 
 
+@pytest.fixture(scope="module")
+def drawing_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The job with a generator in one process."""
+    folder = tmp_path_factory.mktemp("drawing")
+    return folder, run_alone(folder, *JOB, "--draws", script=SCRIPT)
+
+
+@pytest.mark.parametrize(("planner", "fewest"), [("disttrain", 4), ("uniform", 2)])
+def test_generator_through_a_kill(planner: str, fewest: int, drawing_alone: tuple[Path, str], tmp_path: Path) -> None:
+    options = (*JOB, "--draws", "--planner", planner, "--min-pipeline-nodes", str(fewest))
+    inject = [fail_at(node=1, step=2, phase="backward")]
+    run = run_job(tmp_path, *options, script=SCRIPT, nodes=2 * fewest + 1, inject=inject)
+    check_equals_one_process(run, *drawing_alone)
+    check_survivors(run)
+    lanes = {stage["lane"] for pipeline in run.generations[0]["pipelines"] for stage in pipeline["stages"]}
+    assert {"llm.0", "image.0"} <= lanes
+
+
 def test_picture_that_is_not_finite_is_named_before_what_the_language_model_makes_of_it(tmp_path: Path) -> None:
     data, batch = Mixed(), 8
     indices = StepSampler(num_samples=len(data), global_batch=batch, seed=0).indices(2).tolist()

@@ -165,11 +165,11 @@ class UnitCosts:
     """One unit.
 
     Args:
-        name: ``vision``, ``audio``, ``llm``.
+        name: ``vision``, ``audio``, ``llm``, ``image``.
         layers: In order.
         degrees: Profiled (tp, cp) pairs, ascending; planners use no others.
         boundary_bytes: Per token, of what travels between two of its stages.
-        output_bytes: Per token of its input, of what it hands to the next unit.
+        output_bytes: Per token of its input, of what it hands to the language model, or gets of it if it comes after.
         padded: Whether a call computes each of its sequences as long as the longest of them.
     """
 

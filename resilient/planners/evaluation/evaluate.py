@@ -11,6 +11,9 @@ other, in reverse order backwards. Replicated ones run on every stage of the lan
 after its backward; all copies' gradients are summed. Where all units are colocated, encoders' forwards come before all
 of the language model's on the same devices, their backwards after.
 
+A generator is behind the language model what an encoder is in front of it: its cells wait for the language model's, and
+the backward of these for the cells that their samples went to.
+
 Places are indexed by the replicas that ``assign`` was given, in every unit.
 """
 
@@ -131,7 +134,7 @@ def units_of_step(
     batch: SampleTable,
     replicas: Sequence[Replica],
 ) -> tuple[Sequence[StepUnit], Sequence[StepUnit]]:
-    """Return what each unit does in a step as if each lane were alone, the language model last, and what is run of it.
+    """Return what each unit does in a step as if each lane were alone, in order of execution, and what is run of it.
 
     Devices that divide a copy are in step, and replicated encoders run with the language model, as one unit.
 
@@ -145,15 +148,13 @@ def units_of_step(
     Raises:
         ValueError: As there.
     """
-    units = sorted(
-        (StepUnit.of(configuration, unit, assignment, batch, replicas) for unit in setting.costs.units),
-        key=lambda unit: unit.costs.name == LLM,
-    )
+    units = [StepUnit.of(configuration, unit, assignment, batch, replicas) for unit in setting.costs.units]
     run = [in_step(setting, configuration, unit) for unit in units]
     if configuration.encoders is Encoders.REPLICATED:
         if not _alike(assignment):  # a group of one unit waits for several of another
             run = [replace(unit, calls=None) for unit in run]
-        run = [run[-1].with_encoders(run[:-1])]
+        language = run.pop(setting.language)
+        run = [language.with_encoders(run)]
     return units, run
 
 

@@ -48,18 +48,21 @@ def planned_step(
     Args:
         setting: The job.
         configuration: How it uses its devices.
-        units: What they do, the language model last; encoders that it has in each of its stages are in it.
+        units: What they do, in order of execution; those that the language model has in its stages are in it.
         layout: Where they are.
     """
     return _Step(setting, configuration, units, layout).planned()
 
 
 class _Flows(NamedTuple):
-    """What a unit makes for the language model, sorted; all but the link ``[num_flows]``."""
+    """What goes between the language model and another unit, sorted; arrays are ``[num_flows]``."""
 
+    first: StepUnit  # makes it
+    then: StepUnit  # uses it
     source: Ints  # cells of both
     target: Ints
-    tokens: Floats
+    tokens: Floats  # of the unit beside the language model: so many rows are sent
+    made_of: Floats  # tokens of the samples in the unit that makes it
 
 
 class _Step:
@@ -67,8 +70,10 @@ class _Step:
         self, setting: Setting, configuration: Configuration, units: Sequence[StepUnit], layout: DeviceLayout
     ) -> None:
         self._setting, self._configuration, self._units, self._layout = setting, configuration, units, layout
-        self._llm = units[-1]
-        self._flows = [_flows(unit, self._llm) for unit in units[:-1]]
+        language = next(index for index, unit in enumerate(units) if unit.costs.name == LLM)
+        self._llm = llm = units[language]
+        self._flows = [_flows(unit, llm, unit) for unit in units[:language]]
+        self._flows += [_flows(llm, unit, unit) for unit in units[language + 1 :]]
 
     def planned(self) -> PlannedStep:
         graph = StepGraph(
@@ -93,12 +98,14 @@ class _Step:
                 )
 
     def _named_flows(self) -> Iterator[Flow]:
-        targets = [LaneName(LLM, number) for number in range(len(self._layout.rows[LLM]))]
-        for unit, flows in zip(self._units, self._flows, strict=False):
-            sources = [LaneName(unit.costs.name, number) for number in range(len(self._layout.rows[unit.costs.name]))]
+        for flows in self._flows:
+            sources, targets = (
+                [LaneName(unit.costs.name, number) for number in range(len(self._layout.rows[unit.costs.name]))]
+                for unit in (flows.first, flows.then)
+            )
             for source, target in zip(flows.source.tolist(), flows.target.tolist(), strict=True):
-                lane, cell = divmod(source, unit.width)
-                other, there = divmod(target, self._llm.width)
+                lane, cell = divmod(source, flows.first.width)
+                other, there = divmod(target, flows.then.width)
                 yield Flow(sources[lane], cell, targets[other], there)
 
     def _costs(self, graph: StepGraph) -> ActionCosts:
@@ -144,10 +151,12 @@ class _Step:
         part[:, :, 0] = 1.0
         if self._flows:
             source, cell, number, _, _ = tables.flows.T
-            tokens = np.concatenate([each.tokens for each in self._flows])
             lane = tables.lane_of[source]
             part[lane, cell] = 0.0
-            part[lane, cell, number] = tokens
+            part[lane, cell, number] = np.concatenate([each.made_of for each in self._flows])
+            # samples that go nowhere are in the first part
+            all_tokens = np.concatenate([each.first.tokens[each.source] for each in self._flows])
+            part[lane, cell, 0] += np.maximum(all_tokens - part[lane, cell].sum(axis=1), 0.0)
             part[lane, cell] /= part[lane, cell].sum(axis=1, keepdims=True)
         return part[tables.lane_of]
 
@@ -155,14 +164,17 @@ class _Step:
         """Return latency and transfer of each flow. Each device of the smaller stage sends or receives its part."""
         cluster, llm = self._setting.cluster, self._llm
         latencies, transfers = [np.zeros(0)], [np.zeros(0)]
-        for unit, flows in zip(self._units, self._flows, strict=False):
+        for flows in self._flows:
+            unit, cells, language_cells = flows.first, flows.source, flows.target
+            if unit is llm:
+                unit, cells, language_cells = flows.then, flows.target, flows.source
             fewer = min(each.spread.tp * each.spread.cp for each in (unit, llm))
             # Within a node only if all lanes of a pipeline are in it.
             spreads = [replace(each.spread, dp=-(-each.spread.dp // llm.spread.dp)) for each in (unit, llm)]
             sizes = [each.num_devices for each in spreads]
             near = (max if self._configuration.colocated else sum)(sizes) <= cluster.devices_per_node
-            works_for = self._layout.lanes[unit.costs.name][flows.target // llm.width]
-            lane = flows.source // unit.width
+            works_for = self._layout.lanes[unit.costs.name][language_cells // llm.width]
+            lane = cells // unit.width
             same = (works_for[:, 0] <= lane) & (lane < works_for[:, 1])
             inside = same & near | (self._setting.num_nodes == 1)
             num_bytes = flows.tokens * unit.costs.output_bytes / fewer
@@ -172,11 +184,12 @@ class _Step:
         return np.concatenate(latencies), np.concatenate(transfers)
 
 
-def _flows(unit: StepUnit, llm: StepUnit) -> _Flows:
-    uses = (unit.lengths.tokens > 0) & (llm.lengths.tokens > 0)
-    pairs, of_sample = np.unique((unit.cell * len(llm.tokens) + llm.cell)[uses], return_inverse=True)
-    source, target = np.divmod(pairs, len(llm.tokens))
-    return _Flows(source=source, target=target, tokens=loads(unit.lengths.tokens[uses], of_sample, len(pairs)))
+def _flows(first: StepUnit, then: StepUnit, beside: StepUnit) -> _Flows:
+    uses = (first.lengths.tokens > 0) & (then.lengths.tokens > 0)
+    pairs, of_sample = np.unique((first.cell * len(then.tokens) + then.cell)[uses], return_inverse=True)
+    source, target = np.divmod(pairs, len(then.tokens))
+    tokens, made_of = (loads(each.lengths.tokens[uses], of_sample, len(pairs)) for each in (beside, first))
+    return _Flows(first=first, then=then, source=source, target=target, tokens=tokens, made_of=made_of)
 
 
 def _occupied_ms(link: Link, num_bytes: Floats) -> Floats:

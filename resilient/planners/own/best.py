@@ -9,7 +9,7 @@ from resilient.planners.costs.samples import SampleTable
 from resilient.planners.evaluation.known_batches import known_batches, timed
 from resilient.planners.planner import Assignment, Configuration, Replica, Setting
 from resilient.planners.published.baselines.mean_microbatch import fastest
-from resilient.planners.registry import AUTO, PLANNERS, planner
+from resilient.planners.registry import AUTO, PLANNERS, check_generators, planner
 
 _KNOWN_BATCHES = 4
 
@@ -36,6 +36,7 @@ class BestOfAll:
         refusal: ValueError | None = None
         for name in PLANNERS:
             try:
+                check_generators(name, setting.costs)
                 answer = planner(name).configure(setting, samples)
                 found += timed(self, setting, [replace(answer, assigned_by=answer.assigned_by or name)], batches)
             except ValueError as error:

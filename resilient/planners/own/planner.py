@@ -23,7 +23,7 @@ from resilient.planners.own.dealing import deal_to_stage
 from resilient.planners.own.least import least_ms
 from resilient.planners.planner import Assignment, Configuration, Replica, Setting
 from resilient.planners.published.baselines.mean_microbatch import fastest
-from resilient.planners.registry import planner
+from resilient.planners.registry import check_generators, planner
 from resilient.planners.stages.one_pipeline import is_asked_for
 
 _KNOWN_SAMPLES = 1024
@@ -80,6 +80,7 @@ class ResilientPlanner:
         if best_ms > _NEAR * np.mean([bound_ms(setting, batch) for batch in batches]):
             for name in _ASKED if setting.num_devices <= _MANY_DEVICES else _ASKED[:1]:
                 with contextlib.suppress(ValueError):  # it has none that fits
+                    check_generators(name, setting.costs)
                     theirs = replace(planner(name).configure(setting, samples), assigned_by=name)
                     found.append(self._simulated(setting, theirs, batches))
         return fastest(found, self.name, setting)

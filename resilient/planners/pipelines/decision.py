@@ -129,10 +129,10 @@ def _send_ms(
     tokens = _mean(setting, unit, samples)[0] / num_lanes
     sent = np.full(configuration.units[unit.name].pp, 2 * link.transfer_ms(tokens * unit.boundary_bytes))
     sent[0] = 0.0
-    if unit.name == LLM and not configuration.colocated:
-        made = (
-            _mean(setting, other, samples)[0] * other.output_bytes for other in setting.costs.units if other != unit
-        )
+    position = setting.costs.units.index(unit)
+    if position >= setting.language and not configuration.colocated:
+        others = setting.costs.units[: setting.language] if unit.name == LLM else (unit,)
+        made = (_mean(setting, other, samples)[0] * other.output_bytes for other in others)
         sent[0] = sum(2 * link.transfer_ms(each) for each in made if each)
     return sent
 

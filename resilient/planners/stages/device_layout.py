@@ -113,6 +113,9 @@ class DeviceLayout:
                         f"pp of {name!r} must be 1 where encoders are replicated, got {each.pp}; every stage of the "
                         f"language model runs all of it"
                     )
+            if tuple(spreads)[-1] != LLM and spreads[LLM].num_stages > 1:
+                got = f"{spreads[LLM].num_stages} beside {tuple(spreads)[-1]!r}, which comes after it"
+                raise ArgumentError(f"stages of {LLM!r}", "be one where units are replicated", got, "place them apart")
             return ((LLM,),)
         sharing = groups(configuration)
         if configuration.colocated:

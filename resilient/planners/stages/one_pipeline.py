@@ -11,6 +11,7 @@ from dataclasses import replace
 from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Encoders, Planner, Setting
+from resilient.planners.registry import check_generators
 from resilient.planners.stages.device_layout import used_devices
 from resilient.planners.stages.redundancy import is_redundant
 
@@ -50,6 +51,7 @@ def pipeline_configurations(
     Raises:
         ValueError: It has no answer; the message says why, of the most nodes.
     """
+    check_generators(planner.name, setting.costs)
     found: dict[int, Configuration] = {}
     refusal: ValueError | None = None
     for size in sizes:

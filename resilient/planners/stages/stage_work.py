@@ -118,7 +118,9 @@ def exposed_sum_ms(
         cluster: The nodes.
         backward_ms: By unit, what a microbatch's backward takes on each stage; 0 where there is none.
     """
-    encoders_ms = max((float(backward_ms[unit.name].sum()) for unit in units if unit.name != LLM), default=0.0)
+    names = [unit.name for unit in units]
+    encoders = names[: names.index(LLM)] if LLM in names else []
+    encoders_ms = max((float(backward_ms[name].sum()) for name in encoders), default=0.0)
     exposed = 0.0
     for unit in units:
         spread = spreads[unit.name]

@@ -131,7 +131,7 @@ class ChainSteps:
             position=lambda part: self._positions[part.cell],
             batch=lambda part: batch(self._cells[part.cell]),
             samples=lambda part: (self._positions[part.cell],),
-            num_features=lambda unit, sample: 1,
+            num_features=lambda source, target, sample: 1,
         )
 
     def planned(self, step: int) -> PlannedRow:

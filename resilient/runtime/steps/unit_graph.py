@@ -149,6 +149,11 @@ class PlanLanes:
                 yield stages[-1], stage
 
 
+def handed_over(source: str, target: str) -> str:
+    """Return the unit whose tokens go from one unit to another: what is beside the language model has the fewer."""
+    return target if source == LLM else source
+
+
 def stage_backwards(
     template: PipelineTemplate, trained: Sequence[bool], feeds: Sequence[tuple[str, str]]
 ) -> tuple[Backward, ...]:

@@ -19,7 +19,7 @@ from resilient.pipeline.row_actions import CellPart, RowActions
 from resilient.pipeline.step_work import StepWork
 from resilient.runtime.steps.assignment import StepAssignment
 from resilient.runtime.steps.assignments import Assignments
-from resilient.runtime.steps.unit_graph import PlanLanes
+from resilient.runtime.steps.unit_graph import PlanLanes, handed_over
 from resilient.runtime.steps.unit_times import UnitTimes
 from resilient.templates.plan import Slot
 from resilient.templates.schedules.schedule import Op, Schedule
@@ -122,7 +122,7 @@ class UnitSteps:
             position=lambda part: samples(part)[0],
             batch=lambda part: batch(self._cell(cells, part)),
             samples=samples,
-            num_features=lambda unit, sample: tokens[number[unit]][sample],
+            num_features=lambda source, target, sample: tokens[number[handed_over(source, target)]][sample],
         )
 
     def planned(self, step: int) -> PlannedRow:

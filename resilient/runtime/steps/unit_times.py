@@ -7,10 +7,10 @@ from typing import NamedTuple
 from resilient.observability.step_trace import PlannedRow
 from resilient.planners.costs.cost_model import CostModel, Curve, UnitCosts
 from resilient.runtime.steps.assignment import StepAssignment
-from resilient.runtime.steps.unit_graph import PlanLanes
+from resilient.runtime.steps.unit_graph import PlanLanes, handed_over
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import Plan
-from resilient.templates.schedules.graph import LaneName, StageName
+from resilient.templates.schedules.graph import StageName
 from resilient.templates.schedules.schedule import Action, Op, Schedule
 from resilient.templates.schedules.step_cells import Samples, StepCells
 from resilient.templates.template import StageSpec
@@ -57,12 +57,12 @@ class UnitTimes:
         parts = schedule.graph.tables.parts.tolist()
         lane_number = {lane.name: index for index, lane in enumerate(schedule.graph.lanes)}
 
-        def sums(lane: LaneName, samples: Samples) -> tuple[int, int]:
-            index = number[lane.unit]
+        def sums(unit: str, samples: Samples) -> tuple[int, int]:
+            index = number[unit]
             return sum(tokens[index][each] for each in samples), sum(squares[index][each] for each in samples)
 
         def of_part(action: Action, part: int) -> tuple[int, int]:
-            return sums(action.lane, cells.part(action.lane, action.index, part))
+            return sums(action.lane.unit, cells.part(action.lane, action.index, part))
 
         def action_ms(action: Action) -> float:
             if not action.op.computes and action.op is not Op.SEND_F:
@@ -73,11 +73,13 @@ class UnitTimes:
                 number_of_parts = parts[lane_number[lane]][action.index]
                 return sum(forward.call_ms(*of_part(action, part)) for part in range(number_of_parts))
             if action.op is Op.SEND_F:
-                costs = self._costs.by_name[lane.unit]
                 if action.peer is None:
-                    num_bytes = sums(lane, cells.samples[lane][action.index])[0] * costs.boundary_bytes
+                    costs = self._costs.by_name[lane.unit]
+                    num_bytes = sums(lane.unit, cells.samples[lane][action.index])[0] * costs.boundary_bytes
                 else:
-                    num_bytes = of_part(action, action.part)[0] * costs.output_bytes
+                    other = handed_over(lane.unit, action.peer.lane.unit)
+                    tokens = sums(other, cells.part(lane, action.index, action.part))[0]
+                    num_bytes = tokens * self._costs.by_name[other].output_bytes
                 within = nodes[row] == nodes[schedule.target_row(action)]
                 return (self._cluster.intra_node if within else self._cluster.inter_node).transfer_ms(num_bytes)
             curves, share = self._curves_of(action), of_part(action, action.part)

@@ -1,4 +1,7 @@
-"""A small model with two encoders, whose samples a planner may place: images, sounds and texts of all lengths."""
+"""A small model with two encoders, whose samples a planner may place: images, sounds and texts of all lengths.
+
+It may have a generator, too, and pictures to draw on some samples.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from transformers import LlamaConfig, ViTConfig
 
 import resilient as rs
 
-PATCH, VOCABULARY, PICTURE, SOUND = 4, 40, 38, 39
+PATCH, VOCABULARY, DRAWN, PICTURE, SOUND = 4, 40, 37, 38, 39
 
 
 class Mixed:
@@ -23,10 +26,12 @@ class Mixed:
     Args:
         broken: The sample whose images are not finite.
         slowly_while: While this file is there, samples take long to read: so that a job does few steps meanwhile.
+        draws: Whether some samples have up to two pictures to draw.
     """
 
-    def __init__(self, broken: int | None = None, slowly_while: Path | None = None) -> None:
+    def __init__(self, broken: int | None = None, slowly_while: Path | None = None, *, draws: bool = False) -> None:
         self.broken = broken
+        self.draws = draws
         self._slowly_while = slowly_while
 
     def __len__(self) -> int:
@@ -37,10 +42,13 @@ class Mixed:
         chosen = random.Random(index)
         images = [chosen.choice([1, 2, 2, 6]) for _ in range(chosen.choice([0, 1, 1, 2, 4]))]
         sounds = [chosen.choice([1, 3]) for _ in range(chosen.choice([0, 0, 1, 3]))]
-        return {"vision": images, "audio": sounds, "llm": [sum(images) + sum(sounds) + chosen.randint(2, 20)]}
+        num_words = chosen.randint(2, 20)
+        drawn = [chosen.choice([1, 4]) for _ in range(chosen.choice([0, 1, 1, 2]))] if self.draws else []
+        tokens = sum(images) + sum(sounds) + num_words + sum(drawn)
+        return {"vision": images, "audio": sounds, "llm": [tokens], **({"image": drawn} if self.draws else {})}
 
     def num_targets(self, index: int) -> int:
-        """Return the tokens that are predicted."""
+        """Return the tokens that are predicted, and the patches that are drawn."""
         lengths = self.lengths(index)
         return lengths["llm"][0] - sum(lengths["vision"]) - sum(lengths["audio"])
 
@@ -55,20 +63,24 @@ class Mixed:
             return [factor * torch.randn(channels, PATCH, PATCH * n, generator=drawn) for n in lengths[unit]]
 
         num_pictures, num_sounds = sum(lengths["vision"]), sum(lengths["audio"])
-        words = torch.randint(3, 30, (self.num_targets(index),), generator=drawn)
-        ids = torch.cat((torch.full((num_pictures,), PICTURE), torch.full((num_sounds,), SOUND), words))
-        labels = torch.cat((torch.full((num_pictures + num_sounds,), -100), words.roll(-1)))
+        num_drawn = sum(lengths.get("image", []))
+        words = torch.randint(3, 30, (self.num_targets(index) - num_drawn,), generator=drawn)
+        read = torch.cat((torch.full((num_pictures,), PICTURE), torch.full((num_sounds,), SOUND)))
+        ids = torch.cat((read, words[:1], torch.full((num_drawn,), DRAWN), words[1:]))
+        labels = torch.full_like(ids, -100)
+        labels[(ids != PICTURE) & (ids != SOUND) & (ids != DRAWN)] = words.roll(-1)
         return {
             "input_ids": ids,
             "labels": labels,
             "vision.pixels": pictures("vision", 3),
             "audio.pixels": pictures("audio", 1),
+            **({"image.pixels": pictures("image", 2)} if self.draws else {}),
         }
 
 
-def encoder(channels: int, layers: int, placeholder: int, *, frozen: bool) -> rs.EncoderModule:
-    """Return a small encoder of patches in a row."""
-    config = ViTConfig(
+def transformer(channels: int, layers: int) -> ViTConfig:
+    """Return a small transformer of patches in a row."""
+    return ViTConfig(
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=layers,
@@ -80,7 +92,6 @@ def encoder(channels: int, layers: int, placeholder: int, *, frozen: bool) -> rs
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    return rs.EncoderModule(config, placeholder_id=placeholder, frozen=frozen)
 
 
 def main() -> None:
@@ -97,6 +108,7 @@ def main() -> None:
     parser.add_argument("--broken", type=int)
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
     parser.add_argument("--slowly-while", type=Path, metavar="FILE")
+    parser.add_argument("--draws", action="store_true")
     arguments = parser.parse_args()
     llm = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -109,16 +121,17 @@ def main() -> None:
     )
     model = rs.MultimodalModule(
         encoders={
-            "vision": encoder(3, 3, PICTURE, frozen=arguments.frozen),
-            "audio": encoder(1, 2, SOUND, frozen=False),
+            "vision": rs.EncoderModule(transformer(3, 3), placeholder_id=PICTURE, frozen=arguments.frozen),
+            "audio": rs.EncoderModule(transformer(1, 2), placeholder_id=SOUND),
         },
         language_model=llm,
+        generators={"image": rs.GeneratorModule(transformer(2, 2), placeholder_id=DRAWN)} if arguments.draws else {},
         labels="shifted",
     )
     optimizers = {"adamw": rs.AdamW(lr=1e-2), "sgd": rs.SGD(lr=1e-2, momentum=0.9)}
     rs.Trainer(
         model,
-        Mixed(arguments.broken, arguments.slowly_while),
+        Mixed(arguments.broken, arguments.slowly_while, draws=arguments.draws),
         optimizer=optimizers[arguments.optimizer],
         global_batch=arguments.batch,
         microbatch=arguments.microbatch,

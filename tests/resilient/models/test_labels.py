@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from resilient.errors import SampleError
-from resilient.models.multimodal import MultimodalModule
+from resilient.models.multimodal.module import MultimodalModule
 from resilient.runtime.batches import check_num_targets
 from tests.resilient.small import assemble
 

@@ -30,7 +30,8 @@ from transformers import (
 from resilient.data import collate_multimodal
 from resilient.errors import SampleError
 from resilient.models.layer import initialize_layer
-from resilient.models.multimodal import EncoderModule, MultimodalModule
+from resilient.models.multimodal.encoder import EncoderModule
+from resilient.models.multimodal.module import MultimodalModule
 from tests.resilient.small import assemble
 
 TEXT: dict[str, Any] = {
@@ -288,8 +289,8 @@ GOOD = sample(1, 2, 5)
         ),
         (
             replace(GOOD, vision_pixels=torch.zeros(1, 4, 16)),
-            "vision image must be at most 12 x 12 pixels, got 4 x 16; shrink it or raise image_size in the encoder's "
-            "config",
+            "vision image must be at most 12 x 12 pixels, got 4 x 16; shrink it or raise image_size in the config of "
+            "its model",
         ),
         (
             replace(GOOD, vision_pixels=torch.zeros(1, 4, 7)),

@@ -20,7 +20,8 @@ from resilient.data.seeding import sample_key
 from resilient.errors import ArgumentError
 from resilient.models.chain import Chain
 from resilient.models.layer import Activations, WholeModel
-from resilient.models.multimodal import EncoderModule, MultimodalModule
+from resilient.models.multimodal.encoder import EncoderModule
+from resilient.models.multimodal.module import MultimodalModule
 from resilient.models.packing import why_padded
 from resilient.models.sample_dropout import SampleDropout
 from tests.resilient.models.test_multimodal import LANGUAGE_MODELS, TEXT, VISION, VISION_MODELS

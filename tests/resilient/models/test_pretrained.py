@@ -6,7 +6,8 @@ from pathlib import Path
 
 from transformers import SiglipVisionConfig
 
-from resilient.models.multimodal import EncoderModule, MultimodalModule
+from resilient.models.multimodal.encoder import EncoderModule
+from resilient.models.multimodal.module import MultimodalModule
 from tests.resilient.models.test_multimodal import LANGUAGE_MODELS, VISION, saved, vlm
 
 

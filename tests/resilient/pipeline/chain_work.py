@@ -36,5 +36,5 @@ def chain_work(
         position=lambda part: positions[part.cell],
         batch=lambda part: batch(positions[part.cell]),
         samples=lambda part: (positions[part.cell],),
-        num_features=lambda unit, sample: 1,
+        num_features=lambda source, target, sample: 1,
     )

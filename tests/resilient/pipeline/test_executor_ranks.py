@@ -123,9 +123,7 @@ def interleaved(job: Job, cut: Sequence[int], num_rows: int, rank: int, address:
             StageLayer(index=layer, module=bind(job.model.layers[layer], ledger.current, CPU))
             for layer in range(cut[stage], cut[stage + 1])
         ]
-        stages[CHAIN, stage] = Stage(
-            job.model, layers, is_last=stage == num_stages - 1, device=CPU, autocast=None, seed=job.seed
-        )
+        stages[CHAIN, stage] = Stage(job.model, layers, device=CPU, autocast=None, seed=job.seed)
     states = [[profile.index(name) for name in of_stage if layouts[name].num_trainable] for of_stage in names]
     schedule = generate(ScheduleKind.INTERLEAVED, num_rows, 8, num_chunks=num_stages // num_rows, states=states)
     before = {

@@ -53,10 +53,10 @@ def test_entry_of_the_samples_that_is_not_finite_is_named() -> None:
 )
 def test_loss_is_named_with_what_may_be_its_cause(batch: dict[str, Tensor], cause: str) -> None:
     watch = FiniteWatch(MODEL)
-    watch.see_loss(2, batch, torch.tensor(1.0))
+    watch.see_loss(2, 2, batch, torch.tensor(1.0))
     assert told(watch) is None
-    watch.see_loss(2, batch, torch.tensor(INF))
-    assert told(watch) == (2, 3, f"the loss is not finite (inf), though the output of the last layer is{cause}")
+    watch.see_loss(2, 2, batch, torch.tensor(INF))
+    assert told(watch) == (2, 2, f"the loss is not finite (inf), though the output of layer 'head' is{cause}")
 
 
 def test_mask_of_minus_infinity_is_no_fault_and_an_activation_of_it_is() -> None:
@@ -81,9 +81,7 @@ def test_first_layer_and_its_first_microbatch_win() -> None:
 def test_stage_shows_what_its_layers_make_of_a_microbatch(checkpointing: bool) -> None:
     whole, watch = assemble(MODEL, seed=0), FiniteWatch(MODEL)
     layers = [StageLayer(index=index, module=module) for index, module in enumerate(whole.stack)]
-    stage = Stage(
-        MODEL, layers, is_last=True, device=CPU, autocast=None, seed=0, checkpointing=checkpointing
-    )  # fmt: skip
+    stage = Stage(MODEL, layers, device=CPU, autocast=None, seed=0, checkpointing=checkpointing)
     batch = stack([Tokens()[0]])
     stage.forward(0, {}, batch, step=1, position=5, num_targets=5, watch=watch)
     stage.backward(0, {})

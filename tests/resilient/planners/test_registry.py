@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from resilient.planners.costs.derived_costs import derive_costs
 from resilient.planners.costs.samples import SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.planner import Setting
-from resilient.planners.registry import BASELINE, PLANNERS, planner
+from resilient.planners.registry import AUTO, BASELINE, PLACES_GENERATORS, PLANNERS, check_generators, planner
 from resilient.planners.stages.degraded_replicas import degraded_replicas
 from resilient.planners.workloads.workload import workload
 from resilient.templates.inputs.devices import cluster_of
@@ -50,6 +51,22 @@ def test_planners_plan_a_job_that_can_be_simulated_and_goes_on_after_a_loss(
         steps.append(result.iteration_ms)
     assert 0 < steps[0] < math.inf
     assert steps[1] > 0.999 * steps[0]
+
+
+def test_planners_that_know_no_generators_refuse_them_by_name() -> None:
+    two = derive_costs(MODEL, "a100-80gb")
+    three = replace(two, units=(*two.units, replace(two.units[0], name="image")))
+    for name in (*PLANNERS, AUTO):
+        check_generators(name, two)
+        if name in PLACES_GENERATORS:
+            check_generators(name, three)
+            continue
+        message = (
+            f"planner must place what comes after the language model, got {name!r}, which knows nothing of image; "
+            "choose one of uniform, uniform-sorted, disttrain, resilient, auto"
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            check_generators(name, three)
 
 
 def test_planner_names_those_there_are() -> None:

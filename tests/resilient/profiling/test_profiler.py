@@ -18,7 +18,8 @@ from resilient.data import collate_multimodal
 from resilient.errors import SampleError
 from resilient.models.chain import Chain
 from resilient.models.layer import Batch
-from resilient.models.multimodal import EncoderModule, MultimodalModule
+from resilient.models.multimodal.encoder import EncoderModule
+from resilient.models.multimodal.module import MultimodalModule
 from resilient.profiling.layer_passes import Run, device_clock
 from resilient.profiling.profiler import draw_samples, measure
 from resilient.templates.inputs.profile import LayerProfile

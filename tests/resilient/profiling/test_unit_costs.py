@@ -16,7 +16,8 @@ from resilient.emulation import model as emulated
 from resilient.emulation.dataset import EmulatedDataset
 from resilient.emulation.model import EmulatedModel
 from resilient.emulation.unit import CostCurve, EmulatedUnit
-from resilient.models.multimodal import EncoderModule, MultimodalModule
+from resilient.models.multimodal.encoder import EncoderModule
+from resilient.models.multimodal.module import MultimodalModule
 from resilient.planners.costs.cost_model import CostModel, Curve, UnitCosts
 from resilient.profiling import layer_passes, unit_costs
 from resilient.profiling.cache import job_unit_costs

@@ -23,7 +23,8 @@ from resilient.data.reader import REPEATABLE, Cell, Microbatch, Reads
 from resilient.data.sampler import StepSampler
 from resilient.data.seeding import sample_key
 from resilient.errors import DataProcessError, SampleError
-from resilient.models.multimodal import EncoderModule, MultimodalModule
+from resilient.models.multimodal.encoder import EncoderModule
+from resilient.models.multimodal.module import MultimodalModule
 from resilient.runtime.batches import Batches, reader_of, reads_of
 from resilient.runtime.job import Job
 from tests.resilient.models.test_multimodal import LANGUAGE_MODELS, VISION

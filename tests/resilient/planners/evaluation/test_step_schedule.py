@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -50,19 +51,20 @@ def _step(
     encoders: Encoders, colocated: bool, rng: np.random.Generator
 ) -> tuple[Setting, Configuration, Assignment, SampleTable, list[Replica]]:
     """Draw a step of two pipelines: anything may be anywhere."""
-    names = [*("vision", "audio")[: int(rng.integers(0, 3))], "llm"]
+    names = [*("vision", "audio")[: int(rng.integers(0, 3))], LLM, *("image",)[: int(rng.integers(0, 2))]]
+    others = [name for name in names if name != LLM]
     num_layers = {name: int(rng.integers(1, 5)) for name in names}
     costs = CostModel(units=tuple(_unit(name, count, rng) for name, count in num_layers.items()))
     some = [name for name in (*names, *(f"{name}.0" for name in names)) if rng.random() < 0.3]
     depths = {name: int(rng.integers(1, count + 1)) for name, count in num_layers.items()}
     if encoders is Encoders.REPLICATED:
-        depths |= dict.fromkeys(names[:-1], 1)
+        depths |= dict.fromkeys(names if "image" in names else others, 1)
     elif colocated:
         depths = dict.fromkeys(names, min(depths.values()))
     alike = colocated or encoders is Encoders.REPLICATED
     copies = {name: 2 if alike or name == LLM else int(rng.integers(1, 4)) for name in names}
     if encoders is Encoders.COLOCATED:
-        copies |= dict.fromkeys(names[:-1], copies[names[0]])
+        copies |= dict.fromkeys(others, copies[others[0]])
     configuration = Configuration(
         units={name: _spread(num_layers[name], depths[name], copies[name], rng) for name in names},
         num_microbatches=4,
@@ -168,20 +170,46 @@ def test_all_that_the_language_model_uses_is_handed_over_by_its_bytes(seed: int)
         if name != LLM and (LLM, sample) in where:
             target, there = where[LLM, sample]
             flow = Flow(LaneName(name, lane), cell, LaneName(LLM, target), there)
+            if name == "image":
+                flow = Flow(*flow[2:], *flow[:2])
             tokens[flow] += float(batch.units[name].tokens[sample])
     assert set(step.schedule.graph.flows) == set(tokens)
     assert len(set(step.schedule.graph.row_of)) == step.schedule.graph.num_stages
     cluster = setting.cluster
     latencies, transfers = (np.asarray(each) for each in (step.costs.flow_latency_ms, step.costs.flow_transfer_ms))
     for flow, latency, transfer in zip(step.schedule.graph.flows, latencies, transfers, strict=True):
-        llm, unit = configuration.units[LLM], configuration.units[flow.source.unit]
-        lanes = range(flow.target.number * unit.dp // llm.dp, (flow.target.number + 1) * unit.dp // llm.dp)
-        own = flow.source.number in (lanes or [flow.target.number * unit.dp // llm.dp])
+        lane, pipeline = (flow.target, flow.source) if flow.source.unit == LLM else (flow.source, flow.target)
+        llm, unit = configuration.units[LLM], configuration.units[lane.unit]
+        lanes = range(pipeline.number * unit.dp // llm.dp, (pipeline.number + 1) * unit.dp // llm.dp)
+        own = lane.number in (lanes or [pipeline.number * unit.dp // llm.dp])
         devices = llm.pp + unit.pp * -(-unit.dp // llm.dp)
         inside = setting.num_nodes == 1 or (own and devices <= cluster.devices_per_node)
         link = cluster.intra_node if inside else cluster.inter_node
         assert latency == link.latency_ms
         assert latency + transfer == pytest.approx(link.transfer_ms(tokens[flow] * 700.0))
+
+
+def test_parts_of_a_cell_share_its_backward_by_the_tokens_of_their_samples() -> None:
+    """Of six samples of one cell of the language model three are drawn in one cell and one in another."""
+    names = (LLM, "image")
+    costs = CostModel(units=tuple(_unit(name, 1, np.random.default_rng(0)) for name in names))
+    setting = Setting(costs=costs, cluster=Cluster(), num_nodes=8, global_batch=8, microbatch=1)
+    llm, image = np.array([1, 2, 4, 8, 16, 32]), np.array([3, 0, 1, 1, 0, 1])
+    step, _, _ = described_step(
+        setting,
+        Configuration(units=dict.fromkeys(names, Parallelism(dp=1, pp=1, stage_layers=(1,))), num_microbatches=2),
+        Assignment(
+            units={
+                LLM: Place(replica=np.zeros(6, np.int64), microbatch=np.zeros(6, np.int64)),
+                "image": Place(replica=np.zeros(6, np.int64), microbatch=np.array([0, 0, 1, 0, 0, 0])),
+            }
+        ),
+        SampleTable(units={LLM: Lengths.of(llm), "image": Lengths.of(image)}),
+        [Replica(num_microbatches=2)],
+    )
+    assert [flow.target_cell for flow in step.schedule.graph.flows] == [0, 1]
+    shares = np.asarray(step.costs.backward_input_ms)[0, 0]
+    np.testing.assert_allclose(shares / shares.sum(), np.array([63 - 4, 4]) / 63)
 
 
 def test_a_sample_is_not_divided_over_lanes_and_several_are_spread() -> None:
@@ -225,14 +253,19 @@ def test_units_on_the_same_devices_are_spread_alike() -> None:
         setting, configuration, assignment, batch, replicas = _step(Encoders.PARALLEL, True, rng)
     units = dict(configuration.units)
     units["vision"] = replace(units["vision"], dp=4)
-    names = [name for name in units if name not in ("vision", LLM)]
-    given = ", ".join(["vision: 4 of 1", *(f"{name}: 2 of 1" for name in names), "llm: 2 of 1"])
+    given = ", ".join(["vision: 4 of 1", *_told(units, before=True), "llm: 2 of 1", *_told(units, before=False)])
     message = (
         "units on the same devices must have equally many replicas, and stages of as many devices, got "
         f"{given}; spread them alike"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         evaluate(setting, replace(configuration, units=units), assignment, batch, replicas)
+
+
+def _told(units: Mapping[str, Parallelism], *, before: bool) -> list[str]:
+    names = list(units)
+    at = names.index(LLM)
+    return [f"{name}: 2 of 1" for name in (names[1:at] if before else names[at + 1 :])]
 
 
 def test_replicated_encoders_have_samples_where_the_language_model_has_them() -> None:

@@ -1,11 +1,10 @@
-"""A multimodal model from transformers parts: encoders with projectors, and a language model that reads them."""
+"""A multimodal model from transformers parts: encoders with projectors, a language model, and what draws behind it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,83 +12,32 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from resilient.common.arguments import described, kind_of, whole_number
+from resilient.common.arguments import described, kind_of
 from resilient.data.multimodal import IGNORED_LABEL, LARGEST_PIXEL, collate_multimodal, images_of
 from resilient.data.packing import pack_images, pack_texts
 from resilient.data.sample_types import check_tensor
 from resilient.errors import ArgumentError, SampleError, literal
-from resilient.models import language, vision
-from resilient.models.language import language_layers
 from resilient.models.layer import Activations, Batch
+from resilient.models.multimodal import language, vision
+from resilient.models.multimodal.encoder import EncoderModule, grid, num_patches, patch_size
+from resilient.models.multimodal.generator import GeneratorModule, drawing_loss, drawn_by, generator_layers
+from resilient.models.multimodal.language import language_layers
+from resilient.models.multimodal.vision import vision_layers
 from resilient.models.packing import why_unpackable
-from resilient.models.pretrained import resolve
-from resilient.models.vision import pair, vision_layers
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    placeholder_id: int
-    projector: str = "mlp"
-    frozen: bool = False
-    frozen_projector: bool = False
-
-
-class EncoderModule:
-    """An encoder and the projector that takes its features to the language model.
-
-    Args:
-        encoder: A transformers vision config (vit, siglip_vision_model, clip_vision_model) or a checkpoint folder.
-        placeholder_id: The token that stands for one feature (patch) of this encoder in ``input_ids``.
-        projector: "linear", or "mlp" for two matrices with a GELU between them.
-        frozen: Keep the encoder's parameters as they are.
-        frozen_projector: Keep the projector's parameters as they are.
-
-    Raises:
-        ValueError: For a model that is not supported, or an unknown projector.
-    """
-
-    def __init__(
-        self,
-        encoder: PretrainedConfig | str | Path,
-        *,
-        placeholder_id: int,
-        projector: str = "mlp",
-        frozen: bool = False,
-        frozen_projector: bool = False,
-    ) -> None:
-        if projector not in ("mlp", "linear"):
-            raise ValueError(f"projector must be 'mlp' or 'linear', got {projector!r}; pass one of them")
-        fix = "look it up: tokenizer.convert_tokens_to_ids('<image>')"
-        placeholder_id = whole_number("placeholder_id", placeholder_id, 0, fix)
-        self.source = resolve(encoder, "encoder", vision.VISION_FAMILIES)
-        self.options = _Options(
-            placeholder_id=placeholder_id,
-            projector=projector,
-            frozen=frozen,
-            frozen_projector=frozen_projector,
-        )
-
-    @property
-    def patch_size(self) -> tuple[int, int]:
-        """Height and width of a patch in pixels."""
-        return pair(self.source.config.patch_size)
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of the table of positions: the largest image in patches."""
-        (height, width), (patch_height, patch_width) = pair(self.source.config.image_size), self.patch_size
-        return height // patch_height, width // patch_width
+from resilient.models.pretrained import Source, resolve
 
 
 class MultimodalModule:
-    """Encoders, their projectors and a language model as one chain of layers.
+    """Encoders, their projectors, a language model and a generator as one chain of layers.
 
-    A sample holds ``input_ids [seq]``, ``labels [seq]`` and, for each encoder, ``{name}.pixels``: one image
-    ``[channels, height, width]`` of normalised values or a sequence of images. Samples are joined by
-    :func:`resilient.data.collate_multimodal`, unless the data set has a ``collate`` of its own.
+    A sample holds ``input_ids [seq]``, ``labels [seq]`` and, for each encoder and the generator, ``{name}.pixels``: one
+    image ``[channels, height, width]`` of normalised values or a sequence of images, to be read or to be made. Samples
+    are joined by :func:`resilient.data.collate_multimodal`, unless the data set has a ``collate`` of its own. Targets
+    are the tokens that are predicted, and the patches that are made.
 
     Args:
         encoders: By name, in the order they run; empty for a plain language model.
+        generators: By name, one at most: what makes images of the language model's last hidden states.
         language_model: A transformers config (llama, mistral, qwen2, qwen3) or a checkpoint folder.
         frozen_language_model: Keep the language model's parameters as they are.
         labels: "shifted": ``labels[t]`` is the token to predict after reading ``input_ids[: t + 1]``, or -100.
@@ -105,16 +53,22 @@ class MultimodalModule:
         *,
         encoders: Mapping[str, EncoderModule],
         language_model: PretrainedConfig | str | Path,
+        generators: Mapping[str, GeneratorModule] | None = None,
         frozen_language_model: bool = False,
         labels: Literal["shifted", "unshifted"] | None = None,
     ) -> None:
         if labels not in ("shifted", "unshifted", None):
             raise ValueError(f"labels must be 'shifted', 'unshifted' or None, got {labels!r}; pass one of them")
         self.labels = labels
-        self.encoders = _encoders(encoders)
+        self.encoders: dict[str, EncoderModule] = _named("encoders", encoders, EncoderModule)
+        generators = {} if generators is None else generators
+        self.generators: dict[str, GeneratorModule] = _named("generators", generators, GeneratorModule)
+        if len(self.generators) > 1:
+            fix = "have one make all images"  # of a sample, one gradient comes back to a cell
+            raise ArgumentError("generators", "be one at most", ", ".join(self.generators), fix)
         self.language = resolve(language_model, "language_model", language.LANGUAGE_FAMILIES)
         config: Any = self.language.config
-        self._check_encoders(config.vocab_size)
+        self._check_names(config.vocab_size)
         specs = [
             spec
             for name, encoder in self.encoders.items()
@@ -131,14 +85,27 @@ class MultimodalModule:
             self.language,
             frozen=frozen_language_model,
             placeholders={name: encoder.options.placeholder_id for name, encoder in self.encoders.items()},
-            patch_sizes={name: encoder.patch_size for name, encoder in self.encoders.items()},
+            patch_sizes={name: patch_size(encoder.source) for name, encoder in self.encoders.items()},
+            drawn={name: generator.options.placeholder_id for name, generator in self.generators.items()},
         )
+        for name, generator in self.generators.items():
+            specs += generator_layers(name, generator, config.hidden_size)
         self.layers = tuple(specs)
         self._frozen_language_model = frozen_language_model
 
     def loss(self, activations: Activations, batch: Batch) -> Tensor:
-        """Return the cross entropy summed over all positions with a label."""
-        logits = activations["logits"]
+        """Return the cross entropy summed over all positions with a label, and the errors of all patches, as far as
+        logits and patches are in the activations."""
+        found = [
+            drawing_loss(name, generator, activations[drawn_by(name)], batch)
+            for name, generator in self.generators.items()
+            if drawn_by(name) in activations
+        ]
+        if "logits" in activations:
+            found.append(self._text_loss(activations["logits"], batch))
+        return torch.stack(found).sum()
+
+    def _text_loss(self, logits: Tensor, batch: Batch) -> Tensor:
         logits = logits if logits.dtype is torch.float64 else logits.float()
         labels = batch["labels"]
         if "llm.segments" not in batch:
@@ -157,33 +124,38 @@ class MultimodalModule:
 
     @property
     def units(self) -> dict[str, tuple[str, ...]]:
-        """The model's units in order, and of each those whose features it reads: ``llm`` reads every encoder's."""
-        return {**dict.fromkeys(self.encoders, ()), "llm": tuple(self.encoders)}
+        """The model's units in order, and of each those whose features it reads: ``llm`` reads every encoder's, and
+        is read by the generator."""
+        return {
+            **dict.fromkeys(self.encoders, ()),
+            "llm": tuple(self.encoders),
+            **dict.fromkeys(self.generators, ("llm",)),
+        }
 
     @property
     def unpackable(self) -> str | None:
         """Why samples must be padded, in words; None where :meth:`collate_unit` may pack them."""
-        configs = {name: encoder.source.config for name, encoder in self.encoders.items()}
+        configs = {name: source.config for name, source in self._of_images.items()}
         return why_unpackable({**configs, "llm": self.language.config})
 
     def lengths(self, sample: Mapping[str, Any]) -> dict[str, list[int]]:
-        """Return the tokens of a sample's sequences by unit: of ``llm`` its one text, of encoders each image.
+        """Return the tokens of a sample's sequences by unit: of ``llm`` its one text, of others each image.
 
         Args:
             sample: One that passed :meth:`check`; its images need no values.
         """
-        patches = {
-            name: [_num_features(image, encoder, name) for image in images_of(sample, name)]
-            for name, encoder in self.encoders.items()
-        }
-        return {**patches, "llm": [len(sample["input_ids"])]}
+        found = {"llm": [len(sample["input_ids"])]}
+        for name, source in self._of_images.items():
+            found[name] = [num_patches(image, source, name) for image in images_of(sample, name)]
+        return {unit: found[unit] for unit in self.units}
 
     def collate_unit(self, unit: str, samples: Sequence[Mapping[str, Any]], keys: Sequence[int]) -> dict[str, Tensor]:
         """Pack what one unit reads of samples into one row without padding; several units' may be joined with ``|``.
 
         An encoder makes ``{unit}.features [tokens, width]`` of it, in the order of the samples, as many of each sample
         as :meth:`lengths` says. The activations of ``llm`` begin with those of its own samples, from wherever they were
-        made; of none they are ``[0, width]``.
+        made; of none they are ``[0, width]``. It makes ``{unit}.states`` for a generator likewise: as many as that has
+        patches.
 
         Args:
             unit: One of :attr:`units`.
@@ -202,21 +174,26 @@ class MultimodalModule:
             raise ArgumentError("model", "allow its samples to be packed", got, fix)
         if unit == "llm":
             return pack_texts(samples, [self._predicted(sample["labels"]) for sample in samples])
-        encoder = self.encoders[unit]
+        source = self._of_images[unit]
+        has_class_token = unit in self.encoders and vision.VISION_FAMILIES[source.family].class_token is not None
         return pack_images(
             samples,
             keys,
             unit,
-            num_channels=encoder.source.config.num_channels,
-            patch_size=encoder.patch_size,
-            num_columns=encoder.grid[1],
-            num_class_tokens=int(vision.VISION_FAMILIES[encoder.source.family].class_token is not None),
+            num_channels=source.config.num_channels,
+            patch_size=patch_size(source),
+            num_columns=grid(source)[1],
+            num_class_tokens=int(has_class_token),
         )
 
     def num_targets(self, sample: Mapping[str, Any]) -> int | None:
-        """Return how many tokens of a sample are predicted; None without labels."""
+        """Return how many tokens of a sample are predicted and patches made; None without labels."""
         labels = sample.get("labels")
-        return None if labels is None else int((self._predicted(labels) != IGNORED_LABEL).sum())
+        if labels is None:
+            return None
+        made = {name: each.source for name, each in self.generators.items()}
+        num_made = sum(num_patches(image, made[name], name) for name in made for image in images_of(sample, name))
+        return int((self._predicted(labels) != IGNORED_LABEL).sum()) + num_made
 
     def check(self, sample: Mapping[str, Any], name: str) -> None:
         """Raise :class:`SampleError` if the sample cannot be trained on.
@@ -232,19 +209,25 @@ class MultimodalModule:
             if sample[key].is_floating_point():
                 raise SampleError(f"{name}: {key!r} must be whole numbers, got {sample[key].dtype}; use .long()")
         self._check_tokens(sample["input_ids"], sample["labels"], name)
-        for unit, encoder in self.encoders.items():
+        for unit, part in (self.encoders | self.generators).items():
             images = _images(sample, unit, name)
-            num_features = sum(_num_features(image, encoder, f"{name}: {unit}") for image in images)
-            token = encoder.options.placeholder_id
+            num_features = sum(num_patches(image, part.source, f"{name}: {unit}") for image in images)
+            token = part.options.placeholder_id
             num_placeholders = int((sample["input_ids"] == token).sum())
             if num_features != num_placeholders:
                 entry, fix = f"{unit}.pixels", "make both equal"
                 if entry not in sample:
                     fix = f"put its images into the entry {entry!r}, of which there is none beside {sorted(sample)}"
+                has = "gives" if unit in self.encoders else "is to make"
+                what = "features" if unit in self.encoders else "patches"
                 raise SampleError(
-                    f"{name}: {unit} gives {num_features} features but input_ids holds {num_placeholders} placeholder "
+                    f"{name}: {unit} {has} {num_features} {what} but input_ids holds {num_placeholders} placeholder "
                     f"tokens (id {token}); {fix}"
                 )
+        if self.num_targets(sample) == 0:
+            raise SampleError(
+                f"{name}: must have at least one target, got labels of {IGNORED_LABEL} only; leave it out"
+            )
 
     def check_first(self, samples: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise :class:`SampleError` if labels are plainly not shifted though they should be, or images not normalised.
@@ -260,7 +243,7 @@ class MultimodalModule:
                 'labels="shifted" if it is really to copy'
             )
         for name, sample in samples.items():
-            for unit in self.encoders:
+            for unit in self._of_images:
                 largest = max((float(image.abs().max()) for image in images_of(sample, unit)), default=0.0)
                 if largest > LARGEST_PIXEL:
                     raise SampleError(
@@ -270,10 +253,9 @@ class MultimodalModule:
 
     def contents(self) -> dict[str, str]:
         """Return a digest of each checkpoint file's contents, by part and name: ``vision/model.safetensors``."""
-        sources = {"language_model": self.language} | {name: each.source for name, each in self.encoders.items()}
         return {
             f"{part}/{file}": digest
-            for part, source in sources.items()
+            for part, source in {"language_model": self.language, **self._of_images}.items()
             if source.weights is not None
             for file, digest in source.weights.contents().items()
         }
@@ -285,19 +267,28 @@ class MultimodalModule:
             "frozen_language_model": self._frozen_language_model,
             "unshifted": self.labels == "unshifted",
             "encoders": [[name, repr(e.options), e.source.describe()] for name, e in self.encoders.items()],
+            "generators": [[name, repr(e.options), e.source.describe()] for name, e in self.generators.items()],
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+    @property
+    def _of_images(self) -> dict[str, Source]:
+        """What reads images, and what makes some."""
+        return {name: each.source for name, each in (self.encoders | self.generators).items()}
 
     def _predicted(self, labels: Tensor) -> Tensor:
         """Return the labels that something is read before."""
         return labels[..., 1:] if self.labels == "unshifted" else labels
 
-    def _check_encoders(self, vocab_size: int) -> None:
+    def _check_names(self, vocab_size: int) -> None:
         seen: dict[int, str] = {}
-        for name, encoder in self.encoders.items():
-            token = encoder.options.placeholder_id
+        for name, part in (*self.encoders.items(), *self.generators.items()):
+            token, kind = part.options.placeholder_id, "encoder" if name in self.encoders else "generator"
             if name == "llm" or not name or "." in name:
-                raise ValueError(f"encoder names must hold no dot and not be 'llm', got {name!r}; rename it")
+                raise ValueError(f"{kind} names must hold no dot and not be 'llm', got {name!r}; rename it")
+            if name in self.encoders and name in self.generators:
+                fix = "both are read from the entry that is called after them"
+                raise ArgumentError("names of generators", "differ from those of encoders", repr(name), fix)
             if not 0 <= token < vocab_size:
                 raise ValueError(
                     f"placeholder_id of {name} must be a token below {vocab_size}, got {token}; choose another"
@@ -320,11 +311,9 @@ class MultimodalModule:
             raise SampleError(f"{name}: must have at most {longest} tokens, got {len(input_ids)}; shorten it")
         targets = self._predicted(labels)
         targets = targets[targets != IGNORED_LABEL]
-        if not len(targets):
-            raise SampleError(
-                f"{name}: must have at least one target, got labels of {IGNORED_LABEL} only; leave it out"
-            )
         for key, tokens in (("input_ids", input_ids), ("labels", targets)):
+            if not len(tokens):
+                continue
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= config.vocab_size:
                 raise SampleError(
@@ -336,7 +325,7 @@ class MultimodalModule:
 def _repeats_inputs(sample: Mapping[str, Any]) -> bool:
     """Whether what is to be predicted is everywhere what was read last."""
     targets = sample["labels"] != IGNORED_LABEL
-    return torch.equal(sample["labels"][targets], sample["input_ids"][targets])
+    return bool(targets.any()) and torch.equal(sample["labels"][targets], sample["input_ids"][targets])
 
 
 def _images(sample: Mapping[str, Any], unit: str, name: str) -> list[Tensor]:
@@ -347,38 +336,14 @@ def _images(sample: Mapping[str, Any], unit: str, name: str) -> list[Tensor]:
     return images_of(sample, unit)
 
 
-def _encoders(given: Any) -> dict[str, EncoderModule]:
-    form = '{"vision": resilient.EncoderModule(...)}'
+def _named(argument: str, given: Any, kind: type[Any]) -> dict[str, Any]:
+    form = f'{{"vision": resilient.{kind.__name__}(...)}}'
     if not isinstance(given, Mapping):
         got, fix = kind_of(given), f"write {form}, or {{}} for a language model alone"
-        raise ArgumentError("encoders", "map names to EncoderModules", got, literal(fix))
-    for name, encoder in given.items():
-        if not isinstance(encoder, EncoderModule):
-            fix = f'write {{"{name}": resilient.EncoderModule(..., placeholder_id=...)}} around it'
-            raise ArgumentError(f"encoders[{name!r}]", "be an EncoderModule", described(encoder), literal(fix))
+        raise ArgumentError(argument, f"map names to {kind.__name__}s", got, literal(fix))
+    for name, part in given.items():
+        if not isinstance(part, kind):
+            fix = f'write {{"{name}": resilient.{kind.__name__}(..., placeholder_id=...)}} around it'
+            wanted = f"be {'an' if kind is EncoderModule else 'a'} {kind.__name__}"
+            raise ArgumentError(f"{argument}[{name!r}]", wanted, described(part), literal(fix))
     return dict(given)
-
-
-def _num_features(image: Tensor, encoder: EncoderModule, name: str) -> int:
-    channels = encoder.source.config.num_channels
-    if not image.is_floating_point():
-        raise SampleError(
-            f"{name} image must be of floating-point values, got {image.dtype}; convert it to float and normalise it"
-        )
-    if image.ndim != 3 or image.shape[0] != channels:
-        raise SampleError(
-            f"{name} image must have shape [{channels}, height, width], got {tuple(image.shape)}; reshape it"
-        )
-    height, width = image.shape[1:]
-    patch_height, patch_width = encoder.patch_size
-    if height % patch_height or width % patch_width or not height or not width:
-        raise SampleError(
-            f"{name} image must be a multiple of {patch_height} x {patch_width} pixels, got {height} x {width}; pad it"
-        )
-    rows, cols = height // patch_height, width // patch_width
-    if rows > encoder.grid[0] or cols > encoder.grid[1]:
-        raise SampleError(
-            f"{name} image must be at most {encoder.grid[0] * patch_height} x {encoder.grid[1] * patch_width} pixels, "
-            f"got {height} x {width}; shrink it or raise image_size in the encoder's config"
-        )
-    return rows * cols

@@ -7,7 +7,7 @@ than the encoder's own takes the top left part of its table of positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -236,8 +236,6 @@ def vision_layers(
     frozen_projector: bool,
 ) -> list[LayerSpec]:
     """Cut an encoder into ``{name}.embed``, ``{name}.block.{i}`` and ``{name}.projector``."""
-    config: Any = source.config
-    family = VISION_FAMILIES[source.family]
 
     def build_projector() -> nn.Module:
         module = Projector(source, name, projector, width)
@@ -245,21 +243,42 @@ def vision_layers(
         module.projection.requires_grad_(not frozen_projector)
         return module
 
-    def spec(part: str, build: Any, initialize: Any, *reads: str) -> LayerSpec:
-        return LayerSpec(name=f"{name}.{part}", unit=name, build=build, initialize=initialize, reads=frozenset(reads))
-
-    def reads(*entries: str) -> list[str]:
-        return [f"{name}.{entry}" for entry in entries]
-
     build = partial(_build, frozen, VisionEmbed, source, name)
-    specs = [spec("embed", build, partial(_initialize_embed, source), *reads("pixels", "patches", "positions"))]
-    for i in range(config.num_hidden_layers):
-        build = partial(_build, frozen, VisionBlock, source, name, i)
-        initialize = partial(_initialize_block, source, f"{family.blocks}.{i}.")
-        specs.append(spec(f"block.{i}", build, initialize, *reads("sizes", "segments", "keys")))
-    initialize = partial(_initialize_projector, source)
-    specs.append(spec("projector", build_projector, initialize, *reads("positions")))
-    return specs
+    initialize, projected = partial(_initialize_embed, source), partial(_initialize_projector, source)
+    return [
+        part_spec(name, "embed", build, initialize, "pixels", "patches", "positions"),
+        *block_specs(source, name, frozen=frozen),
+        part_spec(name, "projector", build_projector, projected, "positions"),
+    ]
+
+
+def block_specs(source: Source, name: str, *, frozen: bool) -> list[LayerSpec]:
+    """Return the blocks of an encoder, or of a generator that is made of them, ``{name}.block.{i}``."""
+    config: Any = source.config
+    return [
+        part_spec(
+            name,
+            f"block.{i}",
+            partial(_build, frozen, VisionBlock, source, name, i),
+            partial(_initialize_block, source, f"{VISION_FAMILIES[source.family].blocks}.{i}."),
+            "sizes",
+            "segments",
+            "keys",
+        )
+        for i in range(config.num_hidden_layers)
+    ]
+
+
+def part_spec(
+    name: str,
+    part: str,
+    build: Callable[[], nn.Module],
+    initialize: Callable[[nn.Module], None],
+    *reads: str,
+) -> LayerSpec:
+    """Return a layer of a unit, which reads these entries of the unit."""
+    entries = frozenset(f"{name}.{entry}" for entry in reads)
+    return LayerSpec(name=f"{name}.{part}", unit=name, build=build, initialize=initialize, reads=entries)
 
 
 def _build(frozen: bool, layer: Any, *arguments: Any) -> nn.Module:
@@ -292,6 +311,13 @@ def _initialize_embed(source: Source, module: nn.Module) -> None:
             own.copy_(attrgetter(name)(theirs).reshape(own.shape))
 
 
+def initial_positions(source: Source) -> Tensor:
+    """Return the table of positions of an encoder's patches, ``[rows x cols, hidden]``, drawn or of its checkpoint."""
+    embed = VisionEmbed(source, "positions")
+    _initialize_embed(source, embed)
+    return embed.positions[len(embed.positions) - embed.grid[0] * embed.grid[1] :]
+
+
 def _initialize_block(source: Source, prefix: str, module: nn.Module) -> None:
     if source.weights is not None:
         load_pretrained(module, source.weights, {"block.": prefix}, VISION_FAMILIES[source.family].renames)
@@ -304,8 +330,12 @@ def _initialize_projector(source: Source, module: nn.Module) -> None:
         if isinstance(part, nn.Linear):
             nn.init.normal_(part.weight, std=getattr(source.config, "initializer_range", 0.02))
             nn.init.zeros_(part.bias)
-    norm = module.get_submodule("norm")
+    initialize_norm(source, module.get_submodule("norm"))
+
+
+def initialize_norm(source: Source, norm: nn.Module) -> None:
+    """Fill the norm behind an encoder's blocks."""
     if source.weights is not None:
-        load_pretrained(module, source.weights, {"norm.": f"{VISION_FAMILIES[source.family].post_norm}."})
+        load_pretrained(norm, source.weights, {"": f"{VISION_FAMILIES[source.family].post_norm}."})
     else:
         norm.apply(_rule(source))

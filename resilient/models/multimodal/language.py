@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec
+from resilient.models.multimodal.generator import states_of
+from resilient.models.multimodal.vision import valid_patches
 from resilient.models.pretrained import Source, first, initializer, load_pretrained, modeling
 from resilient.models.segments import Segments, through_block, window_mask
-from resilient.models.vision import valid_patches
 
 LANGUAGE_FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """model_type -> what its classes' names begin with."""
@@ -115,17 +116,28 @@ class LanguageBlock(Layer):
 
 
 class LanguageHead(Layer):
-    """Final norm and the projection to the vocabulary."""
+    """Final norm and the projection to the vocabulary; generators get what the norm makes of their tokens.
 
-    def __init__(self, source: Source) -> None:
+    Args:
+        source: The language model.
+        drawn: Generator name -> the token id that stands for one of its patches.
+    """
+
+    def __init__(self, source: Source, drawn: Mapping[str, int]) -> None:
         super().__init__()
+        self.drawn = dict(drawn)
         config: Any = source.config
         (norm,) = modeling(source.family, LANGUAGE_FAMILIES[source.family] + "RMSNorm")
         self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, activations: Activations, batch: Batch) -> Activations:
-        return {"logits": self.lm_head(self.norm(activations["hidden"]))}
+        hidden, packed = self.norm(activations["hidden"]), "llm.segments" in batch
+        states = {
+            states_of(name): hidden[batch["input_ids"] == token] if packed else hidden
+            for name, token in self.drawn.items()
+        }
+        return {"logits": self.lm_head(hidden), **states}
 
 
 def language_layers(
@@ -134,8 +146,17 @@ def language_layers(
     frozen: bool,
     placeholders: Mapping[str, int],
     patch_sizes: Mapping[str, tuple[int, int]],
+    drawn: Mapping[str, int],
 ) -> list[LayerSpec]:
-    """Cut a language model into ``llm.embed``, ``llm.block.{i}`` and ``llm.head``."""
+    """Cut a language model into ``llm.embed``, ``llm.block.{i}`` and ``llm.head``.
+
+    Args:
+        source: It.
+        frozen: Keep its parameters as they are.
+        placeholders: As for :class:`LanguageEmbed`.
+        patch_sizes: As there.
+        drawn: As for :class:`LanguageHead`.
+    """
     config: Any = source.config
     rotary = Rotary(source)
     tied = {"lm_head.weight": ("llm.embed", "embed_tokens.weight")} if config.tie_word_embeddings else {}
@@ -150,7 +171,8 @@ def language_layers(
         parts.append(
             (f"block.{i}", partial(LanguageBlock, source, i, rotary), {"block.": f"model.layers.{i}."}, {}, packed)
         )
-    parts.append(("head", partial(LanguageHead, source), head_names, tied, ("labels",)))
+    head_reads = ("labels", *(("input_ids",) if drawn else ()))
+    parts.append(("head", partial(LanguageHead, source, drawn), head_names, tied, head_reads))
     return [
         LayerSpec(
             name=f"llm.{name}",
@@ -158,6 +180,7 @@ def language_layers(
             build=partial(_build, make, frozen),
             initialize=partial(_initialize, source, names),
             reads=frozenset(reads),
+            for_loss=frozenset({"logits"} if name == "head" and drawn else ()),
             tied=ties,
         )
         for name, make, names, ties, reads in parts
