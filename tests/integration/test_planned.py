@@ -106,6 +106,7 @@ DRILLS = {
 """Every phase, of nodes of every kind, one after the other in a job of each planner."""
 
 
+@pytest.mark.timeout(600)  # a job with six failures, one after the other
 @pytest.mark.parametrize("planner", DRILLS)
 def test_planned_job_through_failures_of_every_kind(planner: str, tmp_path: Path) -> None:
     schedule = ("--schedule", "zb-h1") if planner == "resilient" else ()
