@@ -82,7 +82,7 @@ def choose_scenario(seed: int, num_steps: int) -> DemoScenario:
 def encoder_nodes(generation: Event) -> list[int]:
     """Return the nodes of a generation that have nothing of the language model."""
     stages = [stage for pipeline in generation["pipelines"] for stage in pipeline["stages"]]
-    others = {stage["node"] for stage in stages if stage["lane"].rpartition(".")[0] in ("", "llm")}
+    others = {stage["node"] for stage in stages if stage.get("lane", "").rpartition(".")[0] in ("", "llm")}
     return [node for node in generation["nodes"] if node not in others]
 
 

@@ -109,7 +109,8 @@ class _Recovery:
         """What the nodes that were lost had of a model of units."""
         pipelines = self.before["pipelines"] if self.before else []
         stages = [stage for pipeline in pipelines for stage in pipeline["stages"] if stage["node"] in self.nodes]
-        return list(dict.fromkeys(stage["lane"].rpartition(".")[0] for stage in stages if stage["lane"]))
+        lanes = [stage.get("lane", "") for stage in stages]  # a chain has none
+        return list(dict.fromkeys(lane.rpartition(".")[0] for lane in lanes if lane))
 
     @property
     def cause(self) -> str:

@@ -62,7 +62,7 @@ class Run:
 def _pipeline(nodes: list[int], num_microbatches: int) -> dict[str, Any]:
     cuts = [round(index * len(LAYERS) / len(nodes)) for index in range(len(nodes) + 1)]
     stages = [
-        {"node": node, "local_rank": 0, "lane": "", "first_layer": cuts[index], "end_layer": cuts[index + 1]}
+        {"node": node, "local_rank": 0, "first_layer": cuts[index], "end_layer": cuts[index + 1]}
         for index, node in enumerate(nodes)
     ]
     return {"nodes": nodes, "num_microbatches": num_microbatches, "stages": stages}
