@@ -89,7 +89,7 @@ def connect(
         interrupted: Anything put in here from another thread ends the wait for the peers.
         device: Where this worker's tensors are. NCCL is used where every rank has a GPU of its own.
         num_sources: Ranks after those that train: they are in no group, and only send.
-        pairs: Ranks that are to send each other tensors; the same on every rank. NCCL connects them now.
+        pairs: Ranks that are to send each other tensors, at least this one's. NCCL connects them now.
 
     Raises:
         CommunicationError: A peer did not come or the wait was interrupted.

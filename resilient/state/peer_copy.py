@@ -5,8 +5,10 @@ A copy has the origin of what it was made of (:mod:`resilient.state.witnesses`),
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -31,11 +33,11 @@ def copy_states(
     held: Mapping[str, LayerState],
     missing: Mapping[str, LayerState],
 ) -> int:
-    """Send and receive what the transfers say for this rank; every rank calls this with the same list.
+    """Send and receive what the transfers say for this rank; both ends of a copy have their copies in the same order.
 
     Args:
         comm: The generation's groups.
-        transfers: Byte ranges from rank to rank.
+        transfers: Byte ranges from rank to rank, at least those that this rank sends or receives.
         held: The states this rank has, by name: it sends from them.
         missing: Those it is to have, and receives into; what it has of them already is taken from ``held``.
 
@@ -45,13 +47,13 @@ def copy_states(
     Raises:
         CommunicationError: A peer is gone, or bytes arrived damaged.
     """
-    pieces = [(tag, piece) for tag, piece in enumerate(_pieces(transfers), start=_FIRST_TAG)]
+    pieces = _tagged(_pieces(transfers))
     origins: dict[str, set[int]] = {}
     incoming: deque[tuple[Transfer, Tensor, Tensor, Pending, Pending]] = deque()
     for tag, piece in pieces:
         if piece.target == comm.rank:
             window = missing[piece.state].window(piece.first_byte, piece.end_byte)
-            expected = torch.zeros(2, dtype=torch.int64)
+            expected = torch.zeros(3, dtype=torch.int64)
             data = comm.recv(window, piece.source, 2 * tag)
             proof = comm.recv(expected, piece.source, 2 * tag + 1)
             incoming.append((piece, window, expected, data, proof))
@@ -60,7 +62,7 @@ def copy_states(
         if piece.source == comm.rank:
             window = held[piece.state].window(piece.first_byte, piece.end_byte)
             outgoing.append(comm.send(window, piece.target, 2 * tag))
-            sent = torch.tensor([_fingerprint(comm, window), held[piece.state].origin])
+            sent = torch.tensor([_fingerprint(comm, window), held[piece.state].origin, _name(piece)])
             outgoing.append(comm.send(sent, piece.target, 2 * tag + 1))
     received = received_by(comm.rank, transfers)
     for name in missing.keys() & held.keys():
@@ -71,7 +73,10 @@ def copy_states(
         piece, window, expected, data, proof = incoming.popleft()
         data.wait()
         proof.wait()
-        proven, origin = expected.tolist()
+        proven, origin, name = expected.tolist()
+        if name != _name(piece):
+            other = f"another piece than {piece.state!r} from byte {piece.first_byte} arrived from rank {piece.source}"
+            raise CommunicationError(other, peer=piece.source)
         if _fingerprint(comm, window) != proven:
             damaged = f"state {piece.state!r} arrived damaged from rank {piece.source}"
             raise CommunicationError(damaged, peer=piece.source)
@@ -97,6 +102,17 @@ def received_by(rank: int, transfers: Sequence[Transfer]) -> dict[str, ByteInter
 def _fingerprint(comm: Communicator, window: Tensor) -> int:
     """Return the fingerprint that both ends find: where hosts talk, one of them may have no GPU."""
     return fingerprint(window if comm.on_devices else window.cpu())
+
+
+def _tagged(pieces: Sequence[Transfer]) -> list[tuple[int, Transfer]]:
+    """Return pieces with their tags, counted by pair of ranks: a rank knows of no other pair's copies."""
+    numbers: dict[tuple[int, int], count[int]] = {}
+    return [(next(numbers.setdefault((piece.source, piece.target), count(_FIRST_TAG))), piece) for piece in pieces]
+
+
+def _name(piece: Transfer) -> int:
+    """Return a number that tells pieces apart: equal layers' states differ in nothing else than their values."""
+    return zlib.crc32(f"{piece.state} {piece.first_byte} {piece.end_byte}".encode())
 
 
 def _pieces(transfers: Sequence[Transfer]) -> list[Transfer]:

@@ -57,6 +57,39 @@ def test_states_arrive_from_several_senders_in_several_pieces(monkeypatch: pytes
     assert as_threads(4, work) == [(4 * NUMEL, True)] * 4
 
 
+def test_ranks_know_of_their_own_copies_only() -> None:
+    """As they are told of a generation: each has a list of its own, and the two ends of a copy other ones before it."""
+    fills = {"a": 5, "b": 70, "c": 900}
+    senders = {"a": 0, "b": 1, "c": 2}
+    transfers = [transfer(name, source, target) for name, source in senders.items() for target in (3, 1, 0, 2)]
+    transfers = [each for each in transfers if each.source != each.target]
+
+    def work(rank: int, address: str) -> bool:
+        held = {name: make_state(name, fills[name]) for name, source in senders.items() if source == rank}
+        missing = {name: make_state(name, None) for name in fills if name not in held}
+        own = [each for each in transfers if rank in (each.source, each.target)]
+        copy_states(join(address, rank, 4), own, held, missing)
+        states = held | missing
+        return all(torch.equal(s.buffer, make_state(n, fills[n]).buffer) for n, s in states.items())
+
+    assert as_threads(4, work) == [True] * 4
+
+
+def test_other_piece_than_the_expected_one_does_not_count() -> None:
+    def work(rank: int, address: str) -> str:
+        comm = join(address, rank, 2)
+        try:
+            if rank == 0:
+                copy_states(comm, [transfer("a", 0, 1)], {"a": make_state("a", 5)}, {})
+            else:
+                copy_states(comm, [transfer("b", 0, 1)], {}, {"b": make_state("b", None)})
+        except CommunicationError as error:
+            return str(error)
+        return "sent"
+
+    assert as_threads(2, work) == ["sent", "another piece than 'b' from byte 0 arrived from rank 0"]
+
+
 @pytest.mark.parametrize(("origins", "copied"), [((7, 8), SEVERAL), ((7, 7), 7), ((7, SEVERAL), SEVERAL)])
 def test_copy_has_the_origin_of_all_that_it_is_made_of(origins: tuple[int, int], copied: int) -> None:
     def work(rank: int, address: str) -> list[int]:
