@@ -124,8 +124,8 @@ class NcclCommunicator:
     def meet(self, pairs: Iterable[tuple[int, int]], device: torch.device) -> None:
         """Connect the groups, and the pairs in both directions, by using each once.
 
-        Called once on every rank, with its own pairs at least: all go through them in one order, so that nobody waits in
-        a circle. Any thread may call it; while it waits for a rank that does not come only :meth:`abort` ends it.
+        Called once on every rank, with its own pairs at least: all go through them in one order, so that nobody waits
+        in a circle. Any thread may call it; while it waits for a rank that does not come only :meth:`abort` ends it.
 
         Args:
             pairs: Ranks that are to send each other tensors.
