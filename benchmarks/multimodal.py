@@ -8,8 +8,8 @@ adds a small real model on two workers. Jobs come one after the other. "chain" h
 equally many samples go through all layers in a row.
 
 Measured is the median of the steps after the first ones, from commit to commit, so it has messages, reading, gradient
-norms, the optimizer and the barriers, too. Predicted is the schedule that the workers ran for the very same samples,
-simulated with the layers' measured curves alone; "above" is the median of the steps' ratios. "of bound" is the time
+norms, the optimizer and the barriers, too. Predicted is the schedule that the workers ran, simulated with the layers'
+measured curves and the messages; "above" is the median of the steps' ratios. "of bound" is the time
 that all work would take spread evenly over all workers, with nothing else, as a part of what was measured. "waited" is
 the part of all steps in which rank 0 did nothing but wait for an assignment. A busy machine wakes sleepers late:
 ``--scale`` makes layers slower, so that this matters less.
@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from parts.predicted_steps import PredictedSteps, kept_costs
+from parts.predicted_steps import StepBounds, kept_costs, predicted_ms
 from rich.console import Console
 
 from resilient.agent.launch import LaunchOptions, launch
@@ -116,10 +116,12 @@ def measure(case: Case, steps: int, cache: Path) -> Measured:
             run_directory=folder,
             heartbeat_s=60.0,
             environment={"XDG_CACHE_HOME": str(cache)},
+            trace_steps=f"{WARM_UP_STEPS + 1}-{steps}",
         )
         if exit_code := launch(launched, events.append):
             said = [event.get("text") or event.get("reason") for event in events]
             raise SystemExit(f"{case} ended with exit code {exit_code}: {[each for each in said if each]}")
+        steps_ms = predicted_ms(Path(folder))
     (generation,) = [event for event in events if event["kind"] == "generation"]
     done = [event for event in events if event["kind"] == "step"]
     times = {after["step"]: 1e3 * (after["time"] - before["time"]) for before, after in pairwise(done)}
@@ -129,14 +131,13 @@ def measure(case: Case, steps: int, cache: Path) -> Measured:
     waited = sum(event["waited_ms"] for event in done) / sum(event["step_ms"] for event in done)
     if case.planner == CHAIN:
         return Measured(pipelines=pipelines, step_ms=step_ms, waited=waited)
-    predicted = PredictedSteps(job_of(SCRIPT, case.arguments(steps)), kept_costs(cache), case.workers, generation)
-    steps_ms = {step: predicted.step_ms(step) for step in times}
+    bounds = StepBounds(job_of(SCRIPT, case.arguments(steps)), kept_costs(cache), case.workers)
     return Measured(
         pipelines=pipelines,
         step_ms=step_ms,
         predicted_ms=median(steps_ms.values()),
         above=median(time_ms / steps_ms[step] for step, time_ms in times.items()) - 1,
-        bound=median(predicted.bound_ms(step) / time_ms for step, time_ms in times.items()),
+        bound=median(bounds.of(step) / time_ms for step, time_ms in times.items()),
         waited=waited,
     )
 

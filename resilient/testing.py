@@ -1,5 +1,7 @@
 """What users need to test jobs of their own: train in this process, or on simulated nodes of which some fail.
 
+On emulated devices (:func:`emulated`) many of them fit on few cores, for tests of planners and schedules.
+
     def test_my_job_survives_the_loss_of_a_node(tmp_path):
         run = run_job("train.py", "--steps", "20", directory=tmp_path, nodes=4,
                       failures=[fail_at(step=5, phase="backward", node=1)])
@@ -21,13 +23,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from resilient.agent.launch import Launcher, LaunchOptions
+from resilient.emulation.unit import CostCurve, EmulatedUnit
 from resilient.errors import ArgumentError
 from resilient.observability.event_log import loss_of, read_events, steps_of
 from resilient.observability.run_report import build_run_report
 from resilient.protocol.messages import Injection
 from resilient.protocol.phases import check_phase
 
+__all__ = ["CostCurve", "EmulatedUnit", "JobRun", "emulated", "fail_at", "run_job", "train_here"]
+
 if TYPE_CHECKING:
+    from resilient.emulation.dataset import EmulatedDataset
+    from resilient.emulation.model import EmulatedModel
     from resilient.trainer import FitResult, Trainer
 
 
@@ -176,6 +183,25 @@ def train_here(trainer: Trainer, num_steps: int, *, directory: Path | str) -> tu
     with _environment(RESILIENT_RUN_DIR=str(directory), RESILIENT_AGENT=None, RESILIENT_TRACE=None):
         result = trainer.fit(num_steps)
     return result, trainer.losses
+
+
+def emulated(units: Sequence[EmulatedUnit], mix: str = "mixed") -> tuple[EmulatedModel, EmulatedDataset]:
+    """Return a model whose layers wait instead of computing, and samples for it: a trainer takes both.
+
+    Processes, messages, schedules, failures and results are real.
+
+    Args:
+        units: In execution order: encoders, then the language model, which reads them all. Each layer waits as long as
+            its unit's :class:`CostCurve` says.
+        mix: How long samples are: ``short`` (all alike), ``mixed``, or ``heavy`` (few hold most of the tokens).
+
+    Raises:
+        ArgumentError: There are no units, two of one name, or no such mix.
+    """
+    from resilient.emulation.dataset import EmulatedDataset
+    from resilient.emulation.model import EmulatedModel
+
+    return EmulatedModel(units), EmulatedDataset(units, mix)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from resilient.errors import ArgumentError, literal
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.schedules.graph import CHAIN, LaneName
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Of :meth:`TemplateSet.to_json`; files of another version are refused."""
 
 
@@ -32,7 +32,8 @@ class StageSpec:
         num_devices: The stage has devices ``first_device .. first_device + num_devices - 1``.
         shard: Groups of its devices with microbatches of their own, which divide the stage's state among them and
             gather it layer by layer; the devices of a group are tensor parallel. 1 where the stage is not sharded.
-        checkpointing: Whether layers keep only their inputs and run their forward again in the backward.
+        recomputed_layers: How many layers, the first ones, keep only their inputs and run their forward again in the
+            backward (activation checkpointing).
         forward_ms: Forward time of one round of microbatches; where nothing is sharded, that is one. Of units: what
             falls to the lane for one microbatch of the language model.
         backward_ms: Backward time of one round, the forward that is run again included.
@@ -49,12 +50,17 @@ class StageSpec:
     first_device: int = 0
     num_devices: int = 1
     shard: int = 1
-    checkpointing: bool = False
+    recomputed_layers: int = 0
     forward_ms: float
     backward_ms: float
     send_ms: float = 0.0
     memory_bytes: int = 0
     max_in_flight: int | None = None
+
+    @property
+    def checkpointing(self) -> bool:
+        """Return whether any layer runs its forward again."""
+        return self.recomputed_layers > 0
 
     @property
     def tp_degree(self) -> int:

@@ -37,7 +37,7 @@ ROOMS: dict[str, str] = {
     "profiling": "data emulation planners errors models state pipeline runtime protocol templates common",
     "trainer": "data models state optim protocol observability runtime profiling errors common",
     "agent": "state protocol observability templates errors common",
-    "testing": "agent trainer protocol observability errors",
+    "testing": "agent emulation trainer protocol observability errors",
     "cli": "agent planners simulation profiling protocol observability templates errors common",
 }
 """Each room of the package, a folder or a file at its top, and the rooms it may import, itself aside."""

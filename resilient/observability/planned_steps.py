@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from resilient.observability.step_trace import TracedStep
+from resilient.observability.step_trace import PlannedRow, TracedStep
 from resilient.observability.trace_events import ACTION, PLANNED, Slice, Thread, Trace
 from resilient.observability.wording import duration
 from resilient.templates.schedules.schedule import Action, Op, Schedule
@@ -79,41 +79,48 @@ def planned_steps(traced: Sequence[TracedStep]) -> list[ComparedStep]:
         graph = rows[0].planned.graph
         if [row.planned.row for row in rows] == list(range(graph.num_rows)) and all(map(_is_finished, rows)):
             schedule = Schedule.of([[Action.parse(name) for name in _times(row)] for row in rows], graph)
-            costs = _costs(schedule, [each for row in rows for each in row.planned.action_ms])
+            costs = _costs(schedule, [row.planned for row in rows])
             found.append(ComparedStep(rows=tuple(rows), timeline=simulate(schedule, costs)))
     return found
 
 
-def _costs(schedule: Schedule, action_ms: Sequence[float]) -> ActionCosts:
+def _costs(schedule: Schedule, planned: Sequence[PlannedRow]) -> ActionCosts:
     """Return what was expected as the simulator takes it.
 
     Args:
         schedule: What was run.
-        action_ms: Of all its actions, row after row.
+        planned: Of each of its rows.
     """
-    graph, codes, times = schedule.graph, schedule.codes, np.array(action_ms)
+    graph, codes = schedule.graph, schedule.codes
+    times = np.array([each for row in planned for each in row.action_ms])
+    latencies = np.array([each for row in planned for each in row.latency_ms or (0.0,) * len(row.action_ms)])
     op, stage, cell, part, flow = codes.T
     num_parts = max(1, int(graph.tables.parts.max(initial=1)))
-    forward, sent = np.zeros((2, graph.num_stages, graph.num_cells))
+    forward, sent, late = np.zeros((3, graph.num_stages, graph.num_cells))
     inputs, weights = np.zeros((2, graph.num_stages, graph.num_cells, num_parts))
-    handed = np.zeros(len(graph.flows))
-    for table, chosen in (
-        (forward, op == Op.FORWARD),
-        (sent, (op == Op.SEND_F) & (flow < 0)),
+    handed, handed_late = np.zeros((2, len(graph.flows)))
+    message = (op == Op.SEND_F) & (flow < 0)
+    for table, values, chosen in (
+        (forward, times, op == Op.FORWARD),
+        (sent, times - latencies, message),
+        (late, latencies, message),
     ):
-        table[stage[chosen], cell[chosen]] = times[chosen]
+        table[stage[chosen], cell[chosen]] = values[chosen]
     for table, chosen in (
         (inputs, (op == Op.BACKWARD) | (op == Op.BACKWARD_INPUT)),
         (weights, op == Op.BACKWARD_WEIGHT),
     ):
         table[stage[chosen], cell[chosen], part[chosen]] = times[chosen]
-    chosen = (op == Op.SEND_F) & (flow >= 0)
-    handed[flow[chosen]] = times[chosen]
+    message = (op == Op.SEND_F) & (flow >= 0)
+    handed[flow[message]] = (times - latencies)[message]
+    handed_late[flow[message]] = latencies[message]
     return ActionCosts(
         forward_ms=forward,
         backward_input_ms=inputs,
         backward_weight_ms=weights,
+        latency_ms=late[:-1],
         transfer_ms=sent[:-1],
+        flow_latency_ms=handed_late,
         flow_transfer_ms=handed,
     )
 

@@ -139,12 +139,14 @@ class PlannedRow(msgspec.Struct, frozen=True, kw_only=True):
         row: Of the graph.
         action_ms: What each of its actions takes, in order. Of messages that is how long they are on their way, and
             only those with activations are said; waiting is nothing.
+        latency_ms: The part of it in which a message does not occupy its link, in the same order; left out for none.
     """
 
     graph: StepGraph
     pipelines: tuple[int, ...]
     row: int
     action_ms: tuple[float, ...]
+    latency_ms: tuple[float, ...] = ()
 
 
 class TracedStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -147,7 +147,7 @@ class Executor:
 
     def _forward_part(self, number: int, part: CellPart, received: Activations) -> None:
         batch = self._batch(part)
-        with self._stage_timer:
+        with self._stage_timer.during(number, part.cell):
             activations, loss = self._stages[self._of_row.name(number)].forward(
                 part,
                 received,
@@ -186,7 +186,7 @@ class Executor:
             gradients = self._handovers.of_part(link, gradients)
         elif link is not None:
             gradients = self._gradients_in.pop(link)
-        with self._stage_timer:
+        with self._stage_timer.during(number, part.cell):
             found = differentiate(part, gradients)
         inputs = self._of_row.inputs(number, part.cell)
         if self._of_row.is_first(number):
@@ -197,8 +197,9 @@ class Executor:
 
     def _backward_weight(self, action: Action) -> None:
         self._arm(action)
-        with self._stage_timer:
-            self._stages[action.lane, action.stage].backward_weight(self._of_row.part(action))
+        part = self._of_row.part(action)
+        with self._stage_timer.during(self._of_row.stage(action), part.cell):
+            self._stages[action.lane, action.stage].backward_weight(part)
 
     def _send_f(self, action: Action) -> None:
         for link in self._of_row.links(action):

@@ -50,7 +50,7 @@ class Stage:
         autocast: Lower precision for matrix products, None for none.
         seed: Of the job; random layers (dropout) draw from (seed, step, microbatch, layer), whatever the stage; of
             Python's, numpy's and torch's generators.
-        checkpointing: Keep only the layers' inputs and run each layer again in the backward.
+        recomputed_layers: So many layers, the first ones, keep only their inputs and run again in the backward.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Stage:
         device: torch.device,
         autocast: torch.dtype | None,
         seed: int,
-        checkpointing: bool = False,
+        recomputed_layers: int = 0,
     ) -> None:
         self._model = model
         self._layers = tuple(layers)
         self._device = device
         self._autocast = autocast
         self._seed = seed
-        self._checkpointing = checkpointing
+        self._recomputed_layers = recomputed_layers
         self._in_flight: dict[Hashable, _InFlight] = {}
         self._deferred: dict[Hashable, Deferred] = {}
         self._num_steps = 0
@@ -122,11 +122,11 @@ class Stage:
         received = dict(activations)
         losses: list[Tensor] = []
         with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast is not None):
-            for layer in self._layers:
+            for number, layer in enumerate(self._layers):
                 run = partial(self._run, layer, batch, step, position, watch)
                 # a run seeds itself, so that the second one draws what the first drew
                 again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-                activations, loss = again(activations) if self._checkpointing else run(activations)
+                activations, loss = again(activations) if number < self._recomputed_layers else run(activations)
                 if loss is not None:
                     losses.append(loss)
         loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0] if losses else None
@@ -158,7 +158,7 @@ class Stage:
     def backward_input(self, microbatch: Hashable, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Differentiate one microbatch for what was received; :meth:`backward_weight` does the rest.
 
-        With checkpointing this is the whole backward: the layers would have to run twice more for two parts.
+        Where layers run again this is the whole backward: they would have to run twice more for two parts.
 
         Args:
             microbatch: As given to :meth:`forward`.
@@ -168,7 +168,7 @@ class Stage:
             Gradients of the received activations that require one.
         """
         received = _wanted(self._in_flight[microbatch].received)
-        if self._checkpointing and received:
+        if self._recomputed_layers and received:
             self._deferred[microbatch] = Deferred()
             return self.backward(microbatch, gradients)
         outputs, output_gradients = _differentiated(self._in_flight.pop(microbatch), gradients)

@@ -1,4 +1,6 @@
-"""Measures how long a worker's stage computes for one microbatch; the coordinator finds slow nodes by it.
+"""Measures how long a worker's stages compute, for each cell of a step, and for one microbatch of many steps.
+
+The coordinator finds slow nodes by the latter.
 
 Owns the measurement. Waiting for peers and for data is not part of it.
 """
@@ -8,7 +10,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -17,9 +20,12 @@ MIN_MEASURED_STEPS = 10
 
 _KEPT_STEPS = 64
 
+StageCell = tuple[int, int]
+"""Number of a stage of the pipeline, and of a cell of its lane."""
+
 
 class StageTimer:
-    """Times a stage: a context around every forward and backward.
+    """Times stages: a context around every forward and backward.
 
     On a GPU it reads the times of the work itself, which the host runs ahead of.
 
@@ -31,35 +37,42 @@ class StageTimer:
     def __init__(self, device: torch.device, num_microbatches: int) -> None:
         self._on_gpu = device.type == "cuda"
         self._num_microbatches = num_microbatches
-        self._started_at = 0.0
-        self._total_ms = 0.0
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._cells_ms: dict[StageCell, float] = {}
+        self._spans: list[tuple[StageCell, torch.cuda.Event, torch.cuda.Event]] = []
         self._steps_ms: deque[float] = deque(maxlen=_KEPT_STEPS)
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def during(self, stage: int, cell: int) -> Iterator[None]:
+        """Count what is computed inside to a cell of a stage, unless it raises."""
+        place = (stage, cell)
         if self._on_gpu:
-            span = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            span[0].record()
-            self._spans.append(span)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._spans.append((place, start, end))
         else:
-            self._started_at = time.perf_counter()
+            started_at = time.perf_counter()
+            yield
+            self._add(place, 1e3 * (time.perf_counter() - started_at))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._on_gpu:
-            self._spans[-1][1].record()
-        else:
-            self._total_ms += 1e3 * (time.perf_counter() - self._started_at)
+    def end_step(self) -> dict[StageCell, float]:
+        """Take down the step; call this when it is committed, where waiting for the device costs nothing.
 
-    def end_step(self) -> None:
-        """Take down the step; call this when it is committed, where waiting for the device costs nothing."""
-        for start, end in self._spans:
+        Returns:
+            What each cell took on each stage, forward and backward, in ms.
+        """
+        for place, start, end in self._spans:
             end.synchronize()
-            self._total_ms += start.elapsed_time(end)
-        self._steps_ms.append(self._total_ms)
+            self._add(place, start.elapsed_time(end))
+        found = self._cells_ms
+        self._steps_ms.append(sum(found.values()))
         self._spans.clear()
-        self._total_ms = 0.0
+        self._cells_ms = {}
+        return found
+
+    def _add(self, place: StageCell, took_ms: float) -> None:
+        self._cells_ms[place] = self._cells_ms.get(place, 0.0) + took_ms
 
     @property
     def stage_ms(self) -> float:

@@ -25,6 +25,7 @@ from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.job import Job
 from resilient.runtime.sample_agreement import SampleAgreement
 from resilient.runtime.steps.assignments import Assignments
+from resilient.runtime.steps.learning import Learning
 from resilient.runtime.steps.planning import UnitPlanning
 from resilient.runtime.steps.steps import ChainSteps, Steps
 from resilient.runtime.steps.unit_graph import PlanLanes
@@ -92,6 +93,7 @@ class WorkerContext:
         faults: Told of the phases.
         host: This machine's address for its peers.
         planning: What assigns samples to the cells of units; None for a chain.
+        learning: What it corrects expected times by; None for a chain.
         store_client: Keeps the connections to stores.
     """
 
@@ -103,6 +105,7 @@ class WorkerContext:
     faults: Faults
     host: str
     planning: UnitPlanning | None = None
+    learning: Learning | None = None
     store_client: StoreClient = field(default_factory=StoreClient)
 
 
@@ -321,21 +324,26 @@ def _stage(context: WorkerContext, spec: StageSpec) -> Stage:
         device=job.device,
         autocast=job.autocast,
         seed=job.seed,
-        checkpointing=spec.checkpointing,
+        recomputed_layers=spec.recomputed_layers,
     )
 
 
 def _steps(context: WorkerContext, plan: Plan, slot: Slot, comm: Communicator, lanes: PlanLanes) -> Steps:
     job, planning = context.job, context.planning
     pipeline = plan.pipelines[slot.pipeline_index]
-    if planning is None:
+    if planning is None or context.learning is None:
         template, index = pipeline.template, slot.pipeline_index
         schedule = plan.schedule(index, [_trained_states(context, stage) for stage in template.stages])
         times = stage_times(template, context.profile)
         return ChainSteps(schedule, plan.microbatches(index), job.microbatch, index, slot.row_index, times)
     placement, sampler = planning.placement(plan, job.microbatch), sampler_of(job)
     assignments = Assignments(
-        comm, planning.units, job.global_batch, job.num_steps, partial(planning.prepared, placement, sampler)
+        comm,
+        planning.units,
+        job.global_batch,
+        job.num_steps,
+        partial(planning.prepared, placement, sampler),
+        context.learning,
     )
     return UnitSteps(
         assignments=assignments,

@@ -58,6 +58,7 @@ from resilient.runtime.job import Job
 from resilient.runtime.nonfinite import find_nonfinite
 from resilient.runtime.own_errors import error_kind
 from resilient.runtime.saver import Saver
+from resilient.runtime.steps.learning import Learning
 from resilient.runtime.steps.planning import UnitPlanning
 from resilient.state import manifest
 from resilient.state.checkpoint import HeldPart
@@ -132,6 +133,7 @@ class Worker:
             faults=self._faults,
             host=host,
             planning=planning,
+            learning=None if planning is None else Learning(planning.units),
         )
         self._session: Session | None = None
         self._left: Communicator | None = None
@@ -327,8 +329,8 @@ class Worker:
         self._faults.reach("commit", step)
         with session.executor.span_recorder.during("commit"):
             ledger.apply(verdict.outcome)
+            session.steps.learn(step, session.stage_timer.end_step())
             session.steps.take(step, verdict.carried)
-            session.stage_timer.end_step()
         self._steps.append(
             StepDone(
                 generation=session.generation,

@@ -249,7 +249,7 @@ class StageCosts:
             first_device=device % devices_per_node,
             num_devices=self.options[option].num_devices,
             shard=self.options[option].shard,
-            checkpointing=checkpointing,
+            recomputed_layers=(end - first) * checkpointing,
             forward_ms=forward / 1e6,
             backward_ms=backward / 1e6,
             send_ms=self._send[device % devices_per_node == 0][option][first] / 1e6 if send_ms is None else send_ms,

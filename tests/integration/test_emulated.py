@@ -1,8 +1,11 @@
-"""Emulated devices train what one process trains, through failures and under every kind of backward."""
+"""Emulated devices train what one process trains, through failures and under every kind of backward; and the guide's
+example of a test with them passes."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,3 +32,16 @@ def test_run_with_a_kill_equals_one_process(schedule: str, tmp_path: Path) -> No
     check_equals_one_process(run, tmp_path / "alone", log)
     check_survivors(run)
     assert [failure["node"] for failure in run.failures] == [1]
+
+
+def test_example_of_a_test_of_a_planner_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "user_guide.md").read_text()
+    blocks = dict(
+        re.findall(r"^```python\n# (emulated_train\.py|test_train\.py)\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    )
+    assert list(blocks) == ["emulated_train.py", "test_train.py"]
+    (tmp_path / "emulated_train.py").write_text(blocks["emulated_train.py"])
+    monkeypatch.chdir(tmp_path)
+    written: dict[str, Any] = {}
+    exec(blocks["test_train.py"], written)
+    written["test_planner_goes_on_without_a_node"](tmp_path)

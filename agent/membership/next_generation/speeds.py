@@ -110,8 +110,9 @@ def _layers_ms(profile: ModelProfile, slot: Slot) -> dict[int, float]:
     """
     layers: dict[int, float] = {}
     for stage in slot.stages:
+        recomputed = stage.first_layer + stage.recomputed_layers
         of_stage = {
-            index: (1 + stage.checkpointing) * profile.layers[index].costs[0].forward_ms
+            index: (1 + (index < recomputed)) * profile.layers[index].costs[0].forward_ms
             + profile.layers[index].backward_ms()
             for index in range(stage.first_layer, stage.end_layer)
         }

@@ -22,7 +22,7 @@ from resilient.templates.common.arrays import Floats, Ints
 CorrectionKey = tuple[str, int, int]
 """Unit, tensor-parallel degree, bucket."""
 
-_NUM_BUCKETS = 126
+NUM_BUCKETS = 126
 """Of all 64-bit numbers."""
 
 _WEIGHT = 0.1
@@ -89,7 +89,7 @@ class Correction:
         known = sorted(bucket for name, degree, bucket in self.factors if (name, degree) == (unit, tp))
         if not known:
             return np.ones(np.shape(tokens))
-        nearest = np.abs(np.arange(_NUM_BUCKETS)[:, None] - np.array(known)).argmin(axis=1)
+        nearest = np.abs(np.arange(NUM_BUCKETS)[:, None] - np.array(known)).argmin(axis=1)
         return np.array([self.factors[unit, tp, bucket].value for bucket in known])[nearest][buckets(tokens)]
 
     def observe(self, observations: Sequence[Observation]) -> Correction:
@@ -106,6 +106,14 @@ class Correction:
             key = (each.unit, each.tp, bucket)
             actual, predicted = sums.get(key, (0.0, 0.0))
             sums[key] = (actual + each.actual_ms, predicted + each.predicted_ms)
+        return self.after(sums)
+
+    def after(self, sums: Mapping[CorrectionKey, tuple[float, float]]) -> Correction:
+        """Return the correction that has learnt from one more step.
+
+        Args:
+            sums: Of what the calls of each key took, and of what was predicted without correction, both > 0.
+        """
         factors = dict(self.factors)
         for key, (actual, predicted) in sums.items():
             before = factors.get(key, Factor(value=1.0, num_steps=0))

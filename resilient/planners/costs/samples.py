@@ -57,6 +57,16 @@ class Lengths:
     def __getitem__(self, chosen: npt.NDArray[np.integer] | slice) -> Lengths:
         return Lengths(tokens=self.tokens[chosen], squares=self.squares[chosen], longest=self.longest[chosen])
 
+    def num_sequences(self) -> Ints:
+        """Return how many sequences samples have if all of a sample's are as long as its longest. [num_samples]"""
+        return -(-self.tokens // np.maximum(self.longest, 1))
+
+    def padded(self) -> Lengths:
+        """Return the lengths in a call that computes each sequence as long as the longest of all samples."""
+        longest = self.longest.max(initial=0)
+        tokens = self.num_sequences() * longest
+        return Lengths(tokens=tokens, squares=tokens * longest, longest=np.full_like(tokens, longest))
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleTable:

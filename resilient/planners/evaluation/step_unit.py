@@ -208,7 +208,7 @@ def _calls(place: Place, cell: Ints, lengths: Lengths, spread: Parallelism, num_
     if padded:
         longest = np.zeros(len(keys))
         np.maximum.at(longest, call, lengths.longest)
-        sequences = loads(-(-lengths.tokens // np.maximum(lengths.longest, 1)), call, len(keys))
+        sequences = loads(lengths.num_sequences(), call, len(keys))
         tokens, squares = sequences * longest, sequences * longest**2
     return Calls(
         cell=cell[first],

@@ -128,7 +128,7 @@ def _by_unit(
             found[name] = evenly(work[name], speeds, before if before.any() and name != LLM else None)
             continue
         lengths = batch.units[name]
-        sequences, units = _sequences(lengths), {**batch.units, name: Lengths.of(lengths.longest)}
+        sequences, units = lengths.num_sequences(), {**batch.units, name: Lengths.of(lengths.longest)}
         longest = work_ms(setting, configuration, SampleTable(units=units))[name]
         found[name] = by_length(longest, sequences, speeds)
         largest = np.zeros(len(speeds))
@@ -138,11 +138,6 @@ def _by_unit(
         np.maximum.at(slowest, group, largest * loads(sequences, found[name], len(speeds)))
         before += slowest[group]
     return {name: found[name] for name in configuration.units}
-
-
-def _sequences(lengths: Lengths) -> Ints:
-    """Return how many sequences samples have where all are as long as the longest. [num_samples]"""
-    return -(-lengths.tokens // np.maximum(lengths.longest, 1))
 
 
 class _Room:
@@ -161,7 +156,7 @@ class _Room:
             lengths = batch.units[name]
             if setting.costs.by_name[name].padded:
                 longest = share / np.maximum(lengths.tokens, 1) * lengths.longest
-                self._padded[name] = _sequences(lengths), longest
+                self._padded[name] = lengths.num_sequences(), longest
             else:
                 self._packed[name] = share
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -13,8 +14,16 @@ from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
 from resilient.planners.stages.device_layout import DeviceLayout
-from resilient.planners.stages.stage_work import by_stage, exposed_sum_ms, state_bytes
-from resilient.templates.common.arrays import Floats
+from resilient.planners.stages.memory_budget import windows
+from resilient.planners.stages.stage_work import (
+    by_stage,
+    exposed_sum_ms,
+    firsts_of,
+    kept_bytes,
+    num_recomputed,
+    state_bytes,
+)
+from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.schedules.graph import LaneName
 from resilient.templates.template import PipelineTemplate, StageSpec
 
@@ -40,8 +49,9 @@ def template_of(setting: Setting, configuration: Configuration, samples: SampleT
     for unit in setting.costs.units:
         spread, rows = configuration.units[unit.name], layout.rows[LLM if layout.replicated else unit.name]
         forward, backward = _cell_ms(setting, unit, spread, samples, len(rows))
-        send = _send_ms(setting, configuration, unit, samples, len(rows))
-        memory = state_bytes(setting, unit, spread)
+        send = _send_ms(setting, unit, samples, layout)
+        memory = _held_bytes(setting, configuration, unit, samples, len(rows))
+        recomputed = _recomputed_layers(unit, spread)
         for lane, of_lane in enumerate(rows.tolist()):
             first = first_layer
             for stage, row in enumerate(of_lane):
@@ -53,10 +63,10 @@ def template_of(setting: Setting, configuration: Configuration, samples: SampleT
                         end_layer=end,
                         node_index=row // devices,
                         first_device=row % devices,
-                        checkpointing=spread.recompute > 0,
+                        recomputed_layers=int(recomputed[stage]),
                         forward_ms=float(forward[stage]),
                         backward_ms=float(backward[stage]),
-                        send_ms=float(send[stage]),
+                        send_ms=float(send[lane, stage]),
                         memory_bytes=round(float(memory[stage])),
                     )
                 )
@@ -108,8 +118,29 @@ def _cell_ms(
     """Return forward and backward of each stage for a lane's share of a mean microbatch."""
     tokens, squares = _mean(setting, unit, samples)
     forward, backward = unit.layer_ms(tokens / num_lanes, squares / num_lanes)
-    again = spread.recompute * by_stage(spread, forward)
-    return by_stage(spread, forward), by_stage(spread, backward) + again
+    places = np.arange(len(unit.layers)) - np.repeat(firsts_of(spread), spread.stage_layers)
+    again = places < np.repeat(_recomputed_layers(unit, spread), spread.stage_layers)
+    again &= np.array([layer.has_backward for layer in unit.layers])
+    return by_stage(spread, forward), by_stage(spread, backward + forward * again)
+
+
+def _recomputed_layers(unit: UnitCosts, spread: Parallelism) -> Ints:
+    """Return how many layers of each stage, from its first one on, run again in the backward, if they have one."""
+    found: list[int] = []
+    for first, count in zip(firsts_of(spread).tolist(), spread.stage_layers, strict=True):
+        passed = [layer.has_backward for layer in unit.layers[first : first + count]]
+        number = num_recomputed(spread, sum(passed))
+        found.append(count - sum(passed) + number if number else 0)
+    return np.array(found)
+
+
+def _held_bytes(
+    setting: Setting, configuration: Configuration, unit: UnitCosts, samples: SampleTable, num_lanes: int
+) -> Floats:
+    """Return what each stage holds at most: state, and what mean microbatches in flight keep. [num_stages]"""
+    spread = configuration.units[unit.name]
+    kept = windows(configuration, unit.name) * kept_bytes(unit, spread)
+    return state_bytes(setting, unit, spread) + kept * _mean(setting, unit, samples)[0] / num_lanes
 
 
 def _mean(setting: Setting, unit: UnitCosts, samples: SampleTable) -> tuple[float, float]:
@@ -120,20 +151,32 @@ def _mean(setting: Setting, unit: UnitCosts, samples: SampleTable) -> tuple[floa
     return setting.microbatch * float(lengths.tokens.mean()), setting.microbatch * float(lengths.squares.mean())
 
 
-def _send_ms(
-    setting: Setting, configuration: Configuration, unit: UnitCosts, samples: SampleTable, num_lanes: int
-) -> Floats:
-    """Return what both messages over the boundary before each stage take; the first gets what other units make."""
-    one_node = setting.num_nodes == 1
-    link = setting.cluster.intra_node if one_node else setting.cluster.inter_node
-    tokens = _mean(setting, unit, samples)[0] / num_lanes
-    sent = np.full(configuration.units[unit.name].pp, 2 * link.transfer_ms(tokens * unit.boundary_bytes))
-    sent[0] = 0.0
+def _send_ms(setting: Setting, unit: UnitCosts, samples: SampleTable, layout: DeviceLayout) -> Floats:
+    """Return what both messages over the boundary before each stage take; the first gets what other units make.
+
+    Stages of one row send each other nothing, those of one node send over what is inside it. ``[num_lanes,
+    num_stages]``
+    """
+    cluster, rows = setting.cluster, layout.rows[LLM if layout.replicated else unit.name]
+
+    def both_ms(source: int, target: int, num_bytes: float) -> float:
+        if source == target or not num_bytes:
+            return 0.0
+        within = source // cluster.devices_per_node == target // cluster.devices_per_node
+        return 2 * (cluster.intra_node if within else cluster.inter_node).transfer_ms(num_bytes)
+
+    num_bytes = _mean(setting, unit, samples)[0] / len(rows) * unit.boundary_bytes
+    language = setting.language
     position = setting.costs.units.index(unit)
-    if position >= setting.language and not configuration.colocated:
-        others = setting.costs.units[: setting.language] if unit.name == LLM else (unit,)
-        made = (_mean(setting, other, samples)[0] * other.output_bytes for other in others)
-        sent[0] = sum(2 * link.transfer_ms(each) for each in made if each)
+    sources = setting.costs.units[:language] if position == language else setting.costs.units[language:][:1]
+    sent = np.zeros(rows.shape)
+    for lane, of_lane in enumerate(rows.tolist()):
+        sent[lane, 1:] = [both_ms(source, target, num_bytes) for source, target in pairwise(of_lane)]
+        for source in () if layout.replicated or position < language else sources:
+            lasts = layout.rows[source.name][:, -1].tolist()
+            beside = source if position == language else unit  # of it the tokens that are handed on are
+            handed = _mean(setting, beside, samples)[0] * beside.output_bytes / (len(lasts) * len(rows))
+            sent[lane, 0] += sum(both_ms(last, of_lane[0], handed) for last in lasts)
     return sent
 
 

@@ -23,6 +23,13 @@ from resilient.planners.stages.virtual_stages import in_flight, passed, room_par
 from resilient.templates.common.arrays import Flags, Floats, Ints
 
 
+def windows(configuration: Configuration, unit: str) -> Ints:
+    """Return how many microbatches in a row each stage of a unit holds. [num_stages]"""
+    names = list(configuration.units)
+    after = names[max(names.index(unit) + 1, names.index(LLM)) :]
+    return in_flight(configuration.units[unit], sum(passed(configuration.units[each]) for each in after))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Kept:
     """Activations that the stages of a unit keep.
@@ -110,8 +117,7 @@ class MemoryBudget:
                     memory,
                     "configure the job again",
                 )
-            after = [configuration.units[each] for each in names[max(position + 1, language) :]]
-            held, kept = in_flight(spread, sum(map(passed, after))), kept_bytes(unit, spread)
+            held, kept = windows(configuration, name), kept_bytes(unit, spread)
             units[name] = Kept(
                 windows=held,
                 # Of several pipelines that a stage works for, each has a part of it.

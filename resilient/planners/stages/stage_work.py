@@ -187,5 +187,9 @@ def _message_ms(link: Link, num_bytes: Floats) -> Floats:
 
 def by_stage(spread: Parallelism, values: npt.ArrayLike) -> Floats:
     """Return the sum over each stage's layers. [num_stages]"""
-    firsts = np.concatenate(([0], np.cumsum(spread.stage_layers)[:-1])).astype(np.int64)
-    return np.add.reduceat(np.asarray(values, dtype=np.float64), firsts)
+    return np.add.reduceat(np.asarray(values, dtype=np.float64), firsts_of(spread))
+
+
+def firsts_of(spread: Parallelism) -> Ints:
+    """Return the first layer of each stage. [num_stages]"""
+    return np.concatenate(([0], np.cumsum(spread.stage_layers)[:-1])).astype(np.int64)

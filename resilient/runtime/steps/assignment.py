@@ -8,10 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from resilient.planners.costs.samples import Lengths
 from resilient.planners.pipelines.sample_places import NOWHERE
 from resilient.runtime.steps.unit_graph import PlanLanes
 from resilient.templates.schedules.graph import LaneName
 from resilient.templates.schedules.step_cells import StepCells
+
+_NUMBERS = 6
+"""That are told of each sample in each unit."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,28 +28,37 @@ class StepAssignment:
             num_samples, 3]``
         tokens: Of each sample in each unit. ``[num_units, num_samples]``
         squares: Sums of its sequences' squared lengths, likewise.
+        longest: The longest of its sequences, likewise.
     """
 
     units: tuple[str, ...]
     places: Tensor
     tokens: Tensor
     squares: Tensor
+    longest: Tensor
 
     @staticmethod
     def encoded_size(num_units: int, num_samples: int) -> int:
         """Return how many numbers :meth:`encoded` has."""
-        return num_units * num_samples * 5
+        return num_units * num_samples * _NUMBERS
 
     def encoded(self) -> Tensor:
         """Return it as numbers that may be added to zeros; float64, ``[encoded_size]``."""
-        lengths = torch.stack((self.tokens, self.squares), dim=2)
+        lengths = torch.stack((self.tokens, self.squares, self.longest), dim=2)
         return torch.cat((self.places, lengths), dim=2).to(torch.float64).flatten()
 
     @classmethod
     def decoded(cls, units: tuple[str, ...], numbers: Tensor) -> StepAssignment:
         """Return what :meth:`encoded` gave these numbers."""
-        table = numbers.to(torch.int64).reshape(len(units), -1, 5)
-        return cls(units=units, places=table[..., :3], tokens=table[..., 3], squares=table[..., 4])
+        table = numbers.to(torch.int64).reshape(len(units), -1, _NUMBERS)
+        tokens, squares, longest = table[..., 3:].unbind(dim=2)
+        return cls(units=units, places=table[..., :3], tokens=tokens, squares=squares, longest=longest)
+
+    def lengths(self, unit: str) -> Lengths:
+        """Return the lengths of all samples in a unit."""
+        index = self.units.index(unit)
+        tokens, squares, longest = (each[index].numpy() for each in (self.tokens, self.squares, self.longest))
+        return Lengths(tokens=tokens, squares=squares, longest=longest)
 
     def joined(self, pipeline: int) -> tuple[int, ...]:
         """Return the pipelines, ascending, that exchange features with one, or with others that do; and it itself."""

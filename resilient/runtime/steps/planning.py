@@ -11,6 +11,7 @@ import torch
 from resilient.data.lengths import SampleLengths
 from resilient.data.sampler import StepSampler
 from resilient.errors import ArgumentError
+from resilient.planners.costs.correction import Correction
 from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.pipelines.sample_places import SamplePlaces
@@ -50,17 +51,26 @@ class UnitPlanning:
         """Return what places samples in a plan's pipelines."""
         return SamplePlaces(self.planner, self.costs, self.cluster, microbatch, plan)
 
-    def prepared(self, placement: SamplePlaces, sampler: StepSampler, step: int) -> Callable[[], StepAssignment]:
+    def prepared(
+        self, placement: SamplePlaces, sampler: StepSampler, step: int, correction: Correction
+    ) -> Callable[[], StepAssignment]:
         """Look up the lengths of a step's samples, and return what makes its assignment of them, in any thread.
 
-        What is returned raises an ArgumentError where the planner has no places for them.
+        Args:
+            placement: Of :meth:`placement`.
+            sampler: Chooses the samples.
+            step: The step.
+            correction: What was learnt from measured times.
+
+        Returns:
+            What makes the assignment; it raises an ArgumentError where the planner has no places for the samples.
         """
         table = lengths_table(self.units, self.lengths, sampler.indices(step).tolist())
 
         def make() -> StepAssignment:
             lengths = [table.units[unit] for unit in self.units]
             try:
-                places = placement.places(table)
+                places = placement.places(table, correction)
             except ValueError as error:  # of a later step than the one in which it is heard of
                 wanted, got = f"have places for the samples of step {step}", f"{self.planner.name!r}, which has none"
                 raise ArgumentError("planner", wanted, f"{got}: {error}", "choose another one") from error
@@ -69,6 +79,7 @@ class UnitPlanning:
                 places=torch.from_numpy(places),
                 tokens=torch.from_numpy(np.stack([each.tokens for each in lengths])),
                 squares=torch.from_numpy(np.stack([each.squares for each in lengths])),
+                longest=torch.from_numpy(np.stack([each.longest for each in lengths])),
             )
 
         return make

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ from resilient.data.lengths import LengthSums
 from resilient.data.reader import Cell
 from resilient.models.layer import Batch
 from resilient.observability.step_trace import PlannedRow
+from resilient.pipeline.stage_timer import StageCell
 from resilient.pipeline.step_work import StepWork
 from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.stage_times import StageTimes, action_ms
@@ -64,6 +65,15 @@ class Steps(Protocol):
 
     def bring(self, step: int) -> Tensor:
         """Return what this rank adds to the sum over all ranks in the barrier of a step; float64, ``[size]``."""
+        ...
+
+    def learn(self, step: int, taken_ms: Mapping[StageCell, float]) -> None:
+        """Learn from a step that is committed how long things take.
+
+        Args:
+            step: Its number.
+            taken_ms: What this worker's stages computed for each cell.
+        """
         ...
 
     def take(self, step: int, total: Tensor) -> None:
@@ -147,6 +157,9 @@ class ChainSteps:
     def bring(self, step: int) -> Tensor:
         """Return nothing."""
         return torch.zeros(0, dtype=torch.float64)
+
+    def learn(self, step: int, taken_ms: Mapping[StageCell, float]) -> None:
+        """Nothing is placed by it."""
 
     def take(self, step: int, total: Tensor) -> None:
         """There is nothing to take."""

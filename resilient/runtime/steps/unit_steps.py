@@ -6,7 +6,7 @@ in a step have one schedule in it, which the workers of all of them make alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from resilient.data.reader import Cell
 from resilient.models.layer import Batch
 from resilient.observability.step_trace import PlannedRow
 from resilient.pipeline.row_actions import CellPart, RowActions
+from resilient.pipeline.stage_timer import StageCell
 from resilient.pipeline.step_work import StepWork
 from resilient.runtime.steps.assignment import StepAssignment
 from resilient.runtime.steps.assignments import Assignments
@@ -25,6 +26,9 @@ from resilient.templates.plan import Slot
 from resilient.templates.schedules.schedule import Op, Schedule
 from resilient.templates.schedules.step_cells import StepCells
 from resilient.templates.template import StageSpec
+
+WARM_UP_STEPS = 2
+"""Of a generation, that say nothing of how long later ones take."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class UnitSteps:
         self._split = split
         self._times = times
         self._made: dict[int, _Step] = {}
+        self._num_learnt = 0
 
     @property
     def waited_s(self) -> float:
@@ -129,8 +134,24 @@ class UnitSteps:
         """Return what a step that begins is expected to take here."""
         assignment = self._assignments.of(step)
         assert assignment is not None, "a step begins only with its assignment"
+        found, correction = self._of(step, assignment), self._assignments.learning.correction
+        return self._times.planned(found.schedule, found.pipelines, found.row, assignment, found.cells, correction)
+
+    def learn(self, step: int, taken_ms: Mapping[StageCell, float]) -> None:
+        """Compare what cells took with what they were expected to take; the first steps are slow on every machine."""
+        self._num_learnt += 1
+        assignment = self._assignments.of(step)
+        assert assignment is not None, "a step that was done had its assignment"
+        if self._num_learnt <= WARM_UP_STEPS:
+            return
         found = self._of(step, assignment)
-        return self._times.planned(found.schedule, found.pipelines, found.row, assignment, found.cells)
+        expected_ms = self._times.cells_ms(found.schedule.graph, assignment, found.cells)
+        for (stage, cell), took_ms in taken_ms.items():
+            lane = found.schedule.graph.stages[stage][0]
+            longest = assignment.lengths(lane.unit).longest[list(found.cells.samples[lane][cell])]
+            self._assignments.learning.see(
+                lane.unit, int(longest.max()), expected_ms=float(expected_ms[stage, cell]), taken_ms=took_ms
+            )
 
     def bring(self, step: int) -> Tensor:
         """Return what travels in the barrier of a step."""

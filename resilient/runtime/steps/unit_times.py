@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import numpy as np
 
 from resilient.observability.step_trace import PlannedRow
+from resilient.planners.costs.correction import UNCORRECTED, Correction
 from resilient.planners.costs.cost_model import CostModel, Curve, UnitCosts
 from resilient.runtime.steps.assignment import StepAssignment
 from resilient.runtime.steps.unit_graph import PlanLanes, handed_over
-from resilient.templates.inputs.cluster import Cluster
+from resilient.templates.common.arrays import Floats
+from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.plan import Plan
-from resilient.templates.schedules.graph import StageName
+from resilient.templates.schedules.graph import StageName, StepGraph
 from resilient.templates.schedules.schedule import Action, Op, Schedule
-from resilient.templates.schedules.step_cells import Samples, StepCells
+from resilient.templates.schedules.step_cells import StepCells
 from resilient.templates.template import StageSpec
 
-
-class _StageCurves(NamedTuple):
-    forward: Curve
-    backward_input: Curve
-    backward_weight: Curve
+CellTimes = tuple[Floats, Floats, Floats]
+"""Forward and the two parts of the backward of each part of each cell, each ``[num_stages, num_cells, num_parts]``."""
 
 
 class UnitTimes:
@@ -37,10 +36,37 @@ class UnitTimes:
         self._costs = costs
         self._cluster = cluster
         self._nodes = [slot.node for slot in plan.slots]
-        self._curves: dict[StageName, _StageCurves] = {}
+        self._curves: dict[StageName, tuple[Curve, Curve, Curve]] = {}
+
+    def cell_times(self, graph: StepGraph, assignment: StepAssignment, cells: StepCells) -> CellTimes:
+        """Return what stages compute for each part of each cell, which are calls of their own.
+
+        Args:
+            graph: Of the step.
+            assignment: Says how long samples are.
+            cells: Those of the pipelines.
+        """
+        calls, squares = self._call_sizes(graph, assignment, cells)
+        times = np.zeros((3, graph.num_stages, *calls.shape[1:]))
+        for stage, lane in enumerate(graph.tables.lane_of.tolist()):
+            for way, curve in enumerate(self._curves_of(graph.stages[stage])):
+                told = curve.attention * squares[lane] + curve.linear * calls[lane] + curve.fixed
+                times[way, stage] = told * (calls[lane] > 0)
+        forward, inputs, weights = times
+        return forward, inputs, weights
+
+    def cells_ms(self, graph: StepGraph, assignment: StepAssignment, cells: StepCells) -> Floats:
+        """Return what stages compute for each cell, forward and backward; ``[num_stages, num_cells]``."""
+        return np.sum(self.cell_times(graph, assignment, cells), axis=(0, 3))
 
     def planned(
-        self, schedule: Schedule, pipelines: tuple[int, ...], row: int, assignment: StepAssignment, cells: StepCells
+        self,
+        schedule: Schedule,
+        pipelines: tuple[int, ...],
+        row: int,
+        assignment: StepAssignment,
+        cells: StepCells,
+        correction: Correction = UNCORRECTED,
     ) -> PlannedRow:
         """Return what a row of a step is expected to take: a call for each part of a cell.
 
@@ -50,60 +76,78 @@ class UnitTimes:
             row: Of the schedule.
             assignment: Says how long samples are.
             cells: Those of the pipelines.
+            correction: What was learnt from measured times.
         """
+        graph = schedule.graph
+        factors = np.ones((graph.num_stages, graph.num_cells, 1))
+        for stage, (lane, _) in enumerate(graph.stages):
+            for cell, samples in cells.samples[lane].items():
+                longest = assignment.lengths(lane.unit).longest[list(samples)].max()
+                factors[stage, cell] = correction.factor(lane.unit, 1, longest)
+        forward, inputs, weights = (each * factors for each in self.cell_times(graph, assignment, cells))
         nodes = [self._nodes[rank] for rank in self._lanes.ranks(pipelines)]
-        number = {unit: index for index, unit in enumerate(assignment.units)}
-        tokens, squares = assignment.tokens.tolist(), assignment.squares.tolist()
-        parts = schedule.graph.tables.parts.tolist()
-        lane_number = {lane.name: index for index, lane in enumerate(schedule.graph.lanes)}
+        links = self._cluster.intra_node, self._cluster.inter_node
+        actions = schedule.row(row)
+        away = [each.op is Op.SEND_F and nodes[row] != nodes[schedule.target_row(each)] for each in actions]
 
-        def sums(unit: str, samples: Samples) -> tuple[int, int]:
-            index = number[unit]
-            return sum(tokens[index][each] for each in samples), sum(squares[index][each] for each in samples)
-
-        def of_part(action: Action, part: int) -> tuple[int, int]:
-            return sums(action.lane.unit, cells.part(action.lane, action.index, part))
-
-        def action_ms(action: Action) -> float:
-            if not action.op.computes and action.op is not Op.SEND_F:
-                return 0.0
+        def sent_bytes(action: Action) -> float:
             lane = action.lane
-            if action.op is Op.FORWARD:
-                forward = self._curves_of(action).forward
-                number_of_parts = parts[lane_number[lane]][action.index]
-                return sum(forward.call_ms(*of_part(action, part)) for part in range(number_of_parts))
+            if action.peer is None:
+                tokens = assignment.lengths(lane.unit).tokens[list(cells.samples[lane][action.index])]
+                return float(tokens.sum()) * self._costs.by_name[lane.unit].boundary_bytes
+            unit = handed_over(lane.unit, action.peer.lane.unit)
+            tokens = assignment.lengths(unit).tokens[list(cells.part(lane, action.index, action.part))]
+            return float(tokens.sum()) * self._costs.by_name[unit].output_bytes
+
+        def action_ms(action: Action, link: Link) -> float:
             if action.op is Op.SEND_F:
-                if action.peer is None:
-                    costs = self._costs.by_name[lane.unit]
-                    num_bytes = sums(lane.unit, cells.samples[lane][action.index])[0] * costs.boundary_bytes
-                else:
-                    other = handed_over(lane.unit, action.peer.lane.unit)
-                    tokens = sums(other, cells.part(lane, action.index, action.part))[0]
-                    num_bytes = tokens * self._costs.by_name[other].output_bytes
-                within = nodes[row] == nodes[schedule.target_row(action)]
-                return (self._cluster.intra_node if within else self._cluster.inter_node).transfer_ms(num_bytes)
-            curves, share = self._curves_of(action), of_part(action, action.part)
-            of_inputs = curves.backward_input.call_ms(*share) * (action.op is not Op.BACKWARD_WEIGHT)
-            return of_inputs + curves.backward_weight.call_ms(*share) * (action.op is not Op.BACKWARD_INPUT)
+                return link.transfer_ms(sent_bytes(action))
+            if not action.op.computes:
+                return 0.0
+            stage = graph.first_stage[action.lane] + action.stage
+            if action.op is Op.FORWARD:
+                return forward[stage, action.index].sum()
+            place = stage, action.index, action.part
+            of_inputs = inputs[place] * (action.op is not Op.BACKWARD_WEIGHT)
+            return of_inputs + weights[place] * (action.op is not Op.BACKWARD_INPUT)
 
         return PlannedRow(
-            graph=schedule.graph,
+            graph=graph,
             pipelines=pipelines,
             row=row,
-            action_ms=tuple(map(action_ms, schedule.row(row))),
+            action_ms=tuple(float(action_ms(each, links[far])) for each, far in zip(actions, away, strict=True)),
+            latency_ms=tuple(
+                links[far].latency_ms * (each.op is Op.SEND_F) for each, far in zip(actions, away, strict=True)
+            ),
         )
 
-    def _curves_of(self, action: Action) -> _StageCurves:
-        stage = action.lane, action.stage
+    def _curves_of(self, stage: StageName) -> tuple[Curve, Curve, Curve]:
         if stage not in self._curves:
-            first = self._lanes.specs[action.lane, 0].first_layer
-            unit = self._costs.by_name[action.lane.unit]
-            self._curves[stage] = _stage_curves(unit, self._lanes.specs[stage], first)
+            lane, _ = stage
+            first = self._lanes.specs[lane, 0].first_layer
+            self._curves[stage] = _stage_curves(self._costs.by_name[lane.unit], self._lanes.specs[stage], first)
         return self._curves[stage]
 
+    def _call_sizes(self, graph: StepGraph, assignment: StepAssignment, cells: StepCells) -> Floats:
+        """Return the tokens that are computed for each part of each cell, and their sequences' squared lengths.
 
-def _stage_curves(unit: UnitCosts, stage: StageSpec, first: int) -> _StageCurves:
-    """Return the curves of a stage.
+        ``[2, num_lanes, num_cells, num_parts]``
+        """
+        parts = graph.tables.parts
+        found = np.zeros((2, *parts.shape, int(parts.max(initial=1))))
+        for lane, of_lane in enumerate(graph.lanes):
+            unit = of_lane.name.unit
+            lengths = assignment.lengths(unit)
+            for cell in of_lane.cells:
+                for part in range(parts[lane, cell]):
+                    samples = lengths[np.array(cells.part(of_lane.name, cell, part), dtype=np.int64)]
+                    sizes = samples.padded() if self._costs.by_name[unit].padded else samples
+                    found[:, lane, cell, part] = sizes.tokens.sum(), sizes.squares.sum()
+        return found
+
+
+def _stage_curves(unit: UnitCosts, stage: StageSpec, first: int) -> tuple[Curve, Curve, Curve]:
+    """Return the curves of a stage: forward, and the two parts of the backward.
 
     Args:
         unit: Its unit.
@@ -113,9 +157,10 @@ def _stage_curves(unit: UnitCosts, stage: StageSpec, first: int) -> _StageCurves
     index = unit.index(1, 1)
     layers = unit.layers[stage.first_layer - first : stage.end_layer - first]
     forward, of_inputs, of_weights = Curve(), Curve(), Curve()
-    for layer in layers:
+    for number, layer in enumerate(layers):
         curves = layer.curves[index]
         forward += curves.forward
-        of_inputs += curves.backward_input * float(layer.input_gradient)
+        again = number < stage.recomputed_layers and layer.has_backward
+        of_inputs += curves.backward_input * float(layer.input_gradient) + curves.forward * float(again)
         of_weights += curves.backward_weight * float(layer.trainable)
-    return _StageCurves(forward, of_inputs + forward * float(stage.checkpointing), of_weights)
+    return forward, of_inputs, of_weights

@@ -167,7 +167,7 @@ def _through_stages(
             device=CPU,
             autocast=None,
             seed=0,
-            checkpointing=checkpointing,
+            recomputed_layers=(end - first) * checkpointing,
         )
         for first, end in pairwise(cut)
     ]

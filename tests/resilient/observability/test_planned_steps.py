@@ -22,6 +22,7 @@ from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.graph import Backward, Flow, LaneName, StepGraph, UnitLane
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Action, Op, Schedule
+from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.schedules.unit_generator import generate_units
 from resilient.templates.stage_times import StageTimes, action_ms
 
@@ -69,6 +70,32 @@ def test_step_is_simulated_by_its_own_actions_with_the_times_of_the_plan() -> No
     assert step.run_ms == 3.0 * max(map(len, ONE_F_ONE_B.rows))
     (other,) = planned_steps(run_of(generate(ScheduleKind.ZB_H1, 2, 2)))
     assert other.timeline.iteration_ms == 16.0, "halves of backwards are planned apart: weights wait, inputs do not"
+
+
+def test_latency_of_a_message_does_not_keep_the_next_one_waiting() -> None:
+    costs = (COSTS[0], replace(COSTS[1], send_ms=20.0))
+    rows = run_of(ONE_F_ONE_B, lambda action: action_ms(costs, action))
+    late = [
+        msgspec.structs.replace(
+            row,
+            planned=msgspec.structs.replace(
+                row.planned, latency_ms=tuple(19.0 * (each.op is Op.SEND_F) for each in ONE_F_ONE_B.row(number))
+            ),
+        )
+        for number, row in enumerate(rows)
+    ]
+    found = [planned_steps(each)[0].timeline.iteration_ms for each in (rows, late)]
+    expected = [
+        simulate(
+            ONE_F_ONE_B,
+            ActionCosts(
+                forward_ms=2.0, backward_input_ms=4.0, backward_weight_ms=0.0, latency_ms=latency, transfer_ms=transfer
+            ),
+        ).iteration_ms
+        for latency, transfer in ((0.0, 20.0), (19.0, 1.0))
+    ]
+    assert found == expected
+    assert expected[1] < expected[0]
 
 
 def test_steps_of_which_a_row_is_missing_or_gave_up_have_no_plan() -> None:

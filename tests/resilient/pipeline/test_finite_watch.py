@@ -81,7 +81,8 @@ def test_first_layer_and_its_first_microbatch_win() -> None:
 def test_stage_shows_what_its_layers_make_of_a_microbatch(checkpointing: bool) -> None:
     whole, watch = assemble(MODEL, seed=0), FiniteWatch(MODEL)
     layers = [StageLayer(index=index, module=module) for index, module in enumerate(whole.stack)]
-    stage = Stage(MODEL, layers, device=CPU, autocast=None, seed=0, checkpointing=checkpointing)
+    recomputed = len(layers) * checkpointing
+    stage = Stage(MODEL, layers, device=CPU, autocast=None, seed=0, recomputed_layers=recomputed)
     batch = stack([Tokens()[0]])
     stage.forward(0, {}, batch, step=1, position=5, num_targets=5, watch=watch)
     stage.backward(0, {})

@@ -30,7 +30,7 @@ def run(
     *,
     step: int = 4,
     position: int = 2,
-    checkpointing: bool = False,
+    recomputed: int = 0,
     autocast: torch.dtype | None = None,
     split: bool = False,
 ) -> tuple[WholeModel, float, list]:
@@ -43,7 +43,7 @@ def run(
             device=CPU,
             autocast=autocast,
             seed=9,
-            checkpointing=checkpointing,
+            recomputed_layers=min(recomputed, end - first),
         )
         for first, end in pairwise(cut)
     ]
@@ -59,7 +59,7 @@ def run(
         gradients = stage.backward_input(0, gradients) if split else stage.backward(0, gradients)
         went_back.append(sorted(gradients))
     if split:
-        if not checkpointing:
+        if not recomputed:
             assert not any(parameter.grad is not None for parameter in whole.parameters())
         for stage in stages:
             stage.backward_weight(0)
@@ -114,7 +114,7 @@ class Drawing(nn.Module):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_layers_that_draw_from_python_and_numpy_draw_the_same_whatever_was_drawn_before(checkpointing: bool) -> None:
     options: dict[str, Any] = {"device": CPU, "autocast": None, "seed": 3}
-    stage = Stage(TiedModel(), [StageLayer(index=1, module=Drawing())], checkpointing=checkpointing, **options)
+    stage = Stage(TiedModel(), [StageLayer(index=1, module=Drawing())], recomputed_layers=int(checkpointing), **options)
     found = []
     for _ in range(2):
         hidden = torch.ones(2, dtype=torch.float64, requires_grad=True)
@@ -128,15 +128,20 @@ def test_layers_that_draw_from_python_and_numpy_draw_the_same_whatever_was_drawn
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("frozen", [(), ("embed", "block.0", "block.2")])
 @pytest.mark.parametrize("cut", CUTS)
-def test_checkpointing_changes_no_bit(cut: Sequence[int], frozen: Sequence[str], autocast: torch.dtype | None) -> None:
+@pytest.mark.parametrize("recomputed", [1, LAYERS])
+def test_checkpointing_changes_no_bit(
+    recomputed: int, cut: Sequence[int], frozen: Sequence[str], autocast: torch.dtype | None
+) -> None:
     model = TiedModel(dropout=0.5, frozen=frozen)
     kept, loss, went_back = run(model, cut, autocast=autocast)
-    again, loss_again, went_back_again = run(model, cut, autocast=autocast, checkpointing=True)
+    again, loss_again, went_back_again = run(model, cut, autocast=autocast, recomputed=recomputed)
     assert (loss_again, went_back_again) == (loss, went_back)
     torch.testing.assert_close(gradients(again), gradients(kept), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpointing": True}, {"autocast": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"recomputed": 1}, {"recomputed": LAYERS}, {"autocast": torch.bfloat16}], ids=str
+)
 @pytest.mark.parametrize(
     "frozen", [(), ("embed", "block.0", "block.2"), tuple(spec.name for spec in TiedModel().layers)]
 )
@@ -172,17 +177,18 @@ class Allocations(TorchDispatchMode):
 
 def test_checkpointing_keeps_the_inputs_of_layers_alone() -> None:
     batch = stack([Tokens()[i] for i in range(3)])
-    kept: dict[bool, int] = {}
-    for checkpointing in (False, True):
+    kept: dict[int, int] = {}
+    for recomputed in (0, 2, LAYERS):
         whole = assemble(TiedModel(dropout=0.5), seed=0, dtype=torch.float64)
         layers = [StageLayer(index=index, module=module) for index, module in enumerate(whole.stack)]
-        stage = Stage(whole.model, layers, device=CPU, autocast=None, seed=0, checkpointing=checkpointing)
+        stage = Stage(whole.model, layers, device=CPU, autocast=None, seed=0, recomputed_layers=recomputed)
         with Allocations([*whole.parameters(), *batch.values()]) as allocations:
             stage.forward(0, {}, batch, step=1, position=0, num_targets=15)
-        kept[checkpointing] = allocations.live_bytes()
+        kept[recomputed] = allocations.live_bytes()
     hidden, odd, loss = 3 * 5 * 6 * 8, 3 * 5 * 8, 8
-    assert kept[True] == 5 * hidden + odd + loss
-    assert kept[False] > 2 * kept[True]
+    assert kept[LAYERS] == 5 * hidden + odd + loss
+    assert kept[0] > 2 * kept[LAYERS]
+    assert kept[LAYERS] < kept[2] < kept[0]
 
 
 def test_frozen_layers_in_front_ask_for_no_gradient() -> None:

@@ -27,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def step(watch: StageTimer, clock: list[float], *spans_s: float) -> None:
     for span_s in spans_s:
         clock += [100.0, span_s]  # what passes between two spans does not count
-        with watch:
+        with watch.during(0, 0):
             pass
     watch.end_step()
 
@@ -38,6 +38,16 @@ def test_time_of_a_microbatch_is_the_median_over_the_steps(clock: list[float]) -
     for _ in range(MIN_MEASURED_STEPS):
         step(watch, clock, 0.004, 0.001, 0.002, 0.003)
     assert watch.stage_ms == pytest.approx(5.0)
+
+
+def test_time_of_a_step_is_told_by_stage_and_cell(clock: list[float]) -> None:
+    watch = StageTimer(torch.device("cpu"), num_microbatches=2)
+    for stage, cell, span_s in ((0, 0, 0.25), (0, 1, 0.5), (2, 1, 1.0), (0, 0, 2.0)):
+        clock += [100.0, span_s]
+        with watch.during(stage, cell):
+            pass
+    assert watch.end_step() == {(0, 0): 2250.0, (0, 1): 500.0, (2, 1): 1000.0}
+    assert watch.end_step() == {}
 
 
 def test_few_steps_say_nothing(clock: list[float]) -> None:

@@ -140,7 +140,7 @@ def make_stage(
         first_device=device % cluster.devices_per_node,
         num_devices=devices,
         shard=groups,
-        checkpointing=checkpointing,
+        recomputed_layers=len(layers) * checkpointing,
         forward_ms=forward / 1e6,
         backward_ms=backward / 1e6,
         send_ms=send / 1e6,

@@ -39,7 +39,7 @@ def plan(*cuts: tuple[int, ...], checkpointing: bool = False) -> Plan:
                 node_index=i,
                 forward_ms=1.0,
                 backward_ms=1.0,
-                checkpointing=checkpointing,
+                recomputed_layers=(end - first) * checkpointing,
             )
             for i, (first, end) in enumerate(pairwise(cut))
         )

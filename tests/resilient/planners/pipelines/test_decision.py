@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.errors import ArgumentError
-from resilient.planners.costs.samples import LLM
+from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.pipelines.decision import decision_of, several, template_of
-from resilient.planners.planner import Encoders
+from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
 from resilient.planners.registry import planner
+from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.template import PipelineTemplate
+from tests.resilient.planners.jobs_of_planners import COSTS
 from tests.resilient.planners.small_jobs import small_job
 
 CHOSEN = ("uniform", "cornstarch", "disttrain", "dhp", "resilient")
@@ -65,6 +67,35 @@ def test_a_lane_of_several_takes_its_share_of_a_microbatch() -> None:
     tokens, squares = (4 * float(each.mean()) for each in (known.units["vision"].tokens, known.units["vision"].squares))
     expected = [float(setting.costs.units[0].layer_ms(tokens / lanes, squares / lanes)[0].sum()) for lanes in (1, 2)]
     np.testing.assert_allclose(times, expected)
+
+
+def test_stages_are_described_as_they_are_planned() -> None:
+    """An encoder and a stage of the language model on one node, the other stage on another; half of it runs again."""
+    near, far = Link(latency_ms=1.0, bytes_per_s=1e6), Link(latency_ms=10.0, bytes_per_s=1e5)
+    vision, llm = COSTS.frozen(["vision", "llm.0"]).units
+    costs = replace(COSTS, units=(vision, replace(llm, boundary_bytes=8.0)))
+    cluster = Cluster(devices_per_node=2, intra_node=near, inter_node=far)
+    setting = Setting(costs=costs, cluster=cluster, num_nodes=2, global_batch=8, microbatch=2)
+    spreads = {
+        "vision": Parallelism(dp=1, pp=1, stage_layers=(4,)),
+        LLM: Parallelism(dp=1, pp=2, stage_layers=(4, 4), recompute=0.5),
+    }
+    configuration = Configuration(units=spreads, num_microbatches=4)
+    samples = SampleTable(units={"vision": Lengths.of([[100], [300]]), LLM: Lengths.of([[1000], [500]])})
+    encoder, first, second = template_of(setting, configuration, samples).stages
+    assert [(stage.node_index, stage.first_device) for stage in (encoder, first, second)] == [(0, 0), (0, 1), (1, 0)]
+    # of 3 layers with a backward 2 run again, behind one that has none; of 4 likewise 2
+    assert [stage.recomputed_layers for stage in (encoder, first, second)] == [0, 3, 2]
+    forward, backward = costs.units[1].layer_ms(1500.0, 1000.0**2 + 500.0**2)
+    assert first.backward_ms == pytest.approx(float(backward[:4].sum() + forward[1:3].sum()))
+    assert second.backward_ms == pytest.approx(float(backward[4:].sum() + forward[4:6].sum()))
+    assert encoder.send_ms == 0.0
+    assert first.send_ms == pytest.approx(2 * (1.0 + 400 * 64.0 / 1e6 * 1e3))
+    assert second.send_ms == pytest.approx(2 * (10.0 + 1500 * 8.0 / 1e5 * 1e3))
+    # frozen layers have parameters alone, and keep nothing; the first stage holds two microbatches
+    assert encoder.memory_bytes == 4 * 4000
+    assert first.memory_bytes == 4000 + 3 * 16000 + 2 * 1500 * (2 * 8 + 100 + 100)
+    assert second.memory_bytes == 4 * 16000 + 1500 * (2 * 8 + 100 + 2 * 100)
 
 
 def test_what_does_not_run_is_refused() -> None:

@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from resilient.planners.costs.correction import Correction
 from resilient.runtime.steps.assignment import StepAssignment
 from resilient.runtime.steps.assignments import AHEAD, Assignments, Make
+from resilient.runtime.steps.learning import Learning
 from resilient.runtime.steps.unit_graph import PlanLanes
 from resilient.templates.plan import Pipeline, Plan
 from resilient.templates.schedules.graph import Flow, LaneName
@@ -28,7 +30,7 @@ def assigned(step: int) -> StepAssignment:
     """Return one of three samples, the last of which is text, in two pipelines."""
     places = torch.tensor([[[0, 0, step], [1, 0, 0], [-1, -1, -1]], [[0, 0, 0], [1, 0, 1], [0, 0, 0]]])
     tokens = torch.tensor([[4, 2, 0], [9, 5, 3]])
-    return StepAssignment(units=UNITS, places=places, tokens=tokens, squares=tokens**2)
+    return StepAssignment(units=UNITS, places=places, tokens=tokens, squares=tokens**2, longest=tokens)
 
 
 def test_what_is_told_is_what_was_made() -> None:
@@ -52,7 +54,7 @@ def test_pipelines_are_joined_that_share_samples_be_it_through_others() -> None:
     def joined(*pipelines: tuple[int, int]) -> list[tuple[int, ...]]:
         places = torch.tensor([[[each[unit], 0, 0] for each in pipelines] for unit in range(2)])
         tokens = torch.ones(2, len(pipelines))
-        found = StepAssignment(units=UNITS, places=places, tokens=tokens, squares=tokens)
+        found = StepAssignment(units=UNITS, places=places, tokens=tokens, squares=tokens, longest=tokens)
         return [found.joined(pipeline) for pipeline in range(4)]
 
     assert joined((0, 0), (1, 1), (2, 2), (-1, 3)) == [(0,), (1,), (2,), (3,)]
@@ -62,7 +64,8 @@ def test_pipelines_are_joined_that_share_samples_be_it_through_others() -> None:
 
 def test_cells_of_joined_pipelines_hand_features_from_one_to_the_other() -> None:
     places = torch.tensor([[[1, 0, 2], [0, 0, 0], [-1, -1, -1]], [[0, 0, 0], [1, 0, 1], [0, 0, 0]]])
-    found = StepAssignment(units=UNITS, places=places, tokens=places[..., 0], squares=places[..., 0])
+    tokens = places[..., 0]
+    found = StepAssignment(units=UNITS, places=places, tokens=tokens, squares=tokens, longest=tokens)
     other = LaneName("vision", 1), LaneName("llm", 1)
     assert found.joined(0) == (0, 1)
     cells = found.cells((0, 1), LANES)
@@ -75,12 +78,12 @@ def test_all_ranks_know_each_step_two_ahead(num_steps: int) -> None:
     def rank(number: int, address: str) -> list[list[int]]:
         asked: list[int] = []
 
-        def prepared(step: int) -> Make:
+        def prepared(step: int, correction: Correction) -> Make:
             asked.append(step)
             return lambda: assigned(step)
 
         comm = join(address, number, 3, [])
-        assignments = Assignments(comm, UNITS, 3, num_steps, prepared)
+        assignments = Assignments(comm, UNITS, 3, num_steps, prepared, Learning(UNITS))
         assignments.begin(0)
         seen: list[list[int]] = []
         for step in range(1, num_steps + 1):
@@ -103,7 +106,7 @@ def test_all_ranks_know_each_step_two_ahead(num_steps: int) -> None:
 
 def test_an_error_in_making_one_is_raised_where_it_is_to_travel() -> None:
     def rank(number: int, address: str) -> str:
-        def prepared(step: int) -> Make:
+        def prepared(step: int, correction: Correction) -> Make:
             def make() -> StepAssignment:
                 if step > AHEAD:
                     raise ValueError(f"no place in step {step}")
@@ -111,7 +114,7 @@ def test_an_error_in_making_one_is_raised_where_it_is_to_travel() -> None:
 
             return make
 
-        assignments = Assignments(join(address, number, 1, []), UNITS, 3, 9, prepared)
+        assignments = Assignments(join(address, number, 1, []), UNITS, 3, 9, prepared, Learning(UNITS))
         assignments.begin(0)
         assignments.start(1)
         with pytest.raises(ValueError, match=r"^no place in step 3$"):

@@ -63,7 +63,7 @@ def test_features_of_each_sample_reach_the_language_model_once_in_whatever_pipel
             missing = unit != "llm" and rng.random() < 0.3
             of_unit.append((-1, -1, -1) if missing else (at, rng.choice(numbers), rng.randrange(3)))
     ones = torch.ones(len(UNITS), len(places[0]))
-    assignment = StepAssignment(units=UNITS, places=torch.tensor(places), tokens=ones, squares=ones)
+    assignment = StepAssignment(units=UNITS, places=torch.tensor(places), tokens=ones, squares=ones, longest=ones)
 
     def name_of(unit: int, sample: int) -> tuple[LaneName, int]:
         pipeline, lane, cell = places[unit][sample]

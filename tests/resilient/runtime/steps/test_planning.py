@@ -12,6 +12,7 @@ from resilient.emulation.dataset import EmulatedDataset
 from resilient.emulation.model import EmulatedModel
 from resilient.emulation.unit import CostCurve, EmulatedUnit
 from resilient.errors import ArgumentError
+from resilient.planners.costs.correction import UNCORRECTED
 from resilient.planners.costs.samples import SampleTable
 from resilient.planners.pipelines.decision import template_of
 from resilient.planners.planner import Setting
@@ -42,10 +43,10 @@ def test_planner_without_places_for_samples_is_named_with_their_step() -> None:
     sampler = StepSampler(num_samples=20, global_batch=BATCH, seed=0)
     roomy = planning(lengths_table(("vision", "llm"), LENGTHS, range(20)))
     plan = Plan(pipelines=(Pipeline(template=roomy.templates[0], nodes=(0, 1), num_microbatches=BATCH // MICROBATCH),))
-    places = roomy.prepared(roomy.placement(plan, MICROBATCH), sampler, 3)().places
+    places = roomy.prepared(roomy.placement(plan, MICROBATCH), sampler, 3, UNCORRECTED)().places
     assert list(places.shape) == [2, BATCH, 3]
     tight = replace(roomy, cluster=Cluster(memory_bytes=1))
-    make = tight.prepared(tight.placement(plan, MICROBATCH), sampler, 3)
+    make = tight.prepared(tight.placement(plan, MICROBATCH), sampler, 3, UNCORRECTED)
     with pytest.raises(ArgumentError) as raised:
         make()
     assert str(raised.value) == (

@@ -43,7 +43,9 @@ PLACES = [[[1, 0, 0], [1, 1, 0], [-1, -1, -1]], [[0, 0, 0], [1, 0, 0], [1, 0, 1]
 class _Known:
     def of(self, step: int) -> StepAssignment:
         ones = torch.ones(2, 3, dtype=torch.int64)
-        return StepAssignment(units=("vision", "llm"), places=torch.tensor(PLACES), tokens=ones, squares=ones)
+        return StepAssignment(
+            units=("vision", "llm"), places=torch.tensor(PLACES), tokens=ones, squares=ones, longest=ones
+        )
 
 
 def steps_of(rank: int) -> UnitSteps:

@@ -10,14 +10,20 @@ import pytest
 import torch
 
 from resilient.comm import SingleProcessCommunicator
+from resilient.planners.costs.correction import Correction
 from resilient.runtime.steps.assignment import StepAssignment
 from resilient.runtime.steps.assignments import AHEAD, Assignments
+from resilient.runtime.steps.learning import Learning
 
 
 def made(step: int) -> StepAssignment:
     """Return one that is known by its tokens."""
     return StepAssignment(
-        units=("llm",), places=torch.zeros(1, 1, 3), tokens=torch.tensor([[step]]), squares=torch.tensor([[0]])
+        units=("llm",),
+        places=torch.zeros(1, 1, 3),
+        tokens=torch.tensor([[step]]),
+        squares=torch.tensor([[0]]),
+        longest=torch.tensor([[0]]),
     )
 
 
@@ -29,7 +35,7 @@ def test_wait_is_that_of_the_newest_barrier(monkeypatch: pytest.MonkeyPatch) -> 
         asked.set()
         return value
 
-    def prepared(step: int) -> Callable[[], StepAssignment]:
+    def prepared(step: int, correction: Correction) -> Callable[[], StepAssignment]:
         def make() -> StepAssignment:
             if step > AHEAD:  # begins to be waited for before it is made
                 asked.wait()
@@ -39,7 +45,7 @@ def test_wait_is_that_of_the_newest_barrier(monkeypatch: pytest.MonkeyPatch) -> 
         return make
 
     monkeypatch.setattr(time, "perf_counter", now)
-    assignments = Assignments(SingleProcessCommunicator(), ("llm",), 1, AHEAD + 1, prepared)
+    assignments = Assignments(SingleProcessCommunicator(), ("llm",), 1, AHEAD + 1, prepared, Learning(("llm",)))
     assignments.begin(0)
     assert assignments.waited_s == 0.0
     assignments.start(1)
@@ -50,6 +56,6 @@ def test_wait_is_that_of_the_newest_barrier(monkeypatch: pytest.MonkeyPatch) -> 
     assert third is not None
     assert third.tokens.tolist() == [[AHEAD + 1]]
     assignments.start(2)  # the last one is known: none is made
-    assert assignments.bring(2).tolist() == [0.0] * 5
+    assert assignments.bring(2).tolist() == [0.0] * (6 + assignments.learning.size)
     assert assignments.waited_s == 0.0
     assignments.close()
