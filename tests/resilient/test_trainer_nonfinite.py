@@ -117,7 +117,7 @@ def test_resumed_training_remembers_skipped_steps(tmp_path: Path) -> None:
         (
             InfiniteLoss,
             "loss inf and gradient norm nan",
-            f"the loss is not finite (inf), though the output of the last layer is, for samples {samples_of(4)[4:8]} "
+            f"the loss is not finite (inf), though the output of layer 'head' is, for samples {samples_of(4)[4:8]} "
             "of Marked",
         ),
         (
@@ -182,7 +182,7 @@ def test_training_stops_when_no_step_is_finite_any_more(caplog: pytest.LogCaptur
         trainer.fit(MOST_IN_A_ROW + 1)
     assert re.fullmatch(
         rf"one of {MOST_IN_A_ROW} steps in a row must have a finite loss and gradient, got loss nan and gradient norm "
-        r"nan: the loss is not finite \(nan\), though the output of the last layer is, for samples \[.*\] of Marked; "
+        r"nan: the loss is not finite \(nan\), though the output of layer 'head' is, for samples \[.*\] of Marked; "
         rf"mend that \(generation 1, step {MOST_IN_A_ROW}\)",
         str(raised.value),
     ), str(raised.value)

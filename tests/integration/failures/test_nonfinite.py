@@ -67,7 +67,7 @@ FOUND = {
     "loss": (
         NUM_LAYERS - 1,
         "inf",
-        "the loss is not finite (inf), though the output of the last layer is, for samples {samples} of Waves",
+        "the loss is not finite (inf), though the output of layer 'layer.9' is, for samples {samples} of Waves",
     ),
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -63,7 +62,7 @@ def _step(
         depths = dict.fromkeys(names, min(depths.values()))
     alike = colocated or encoders is Encoders.REPLICATED
     copies = {name: 2 if alike or name == LLM else int(rng.integers(1, 4)) for name in names}
-    if encoders is Encoders.COLOCATED:
+    if encoders is Encoders.COLOCATED and others:
         copies |= dict.fromkeys(others, copies[others[0]])
     configuration = Configuration(
         units={name: _spread(num_layers[name], depths[name], copies[name], rng) for name in names},
@@ -253,19 +252,14 @@ def test_units_on_the_same_devices_are_spread_alike() -> None:
         setting, configuration, assignment, batch, replicas = _step(Encoders.PARALLEL, True, rng)
     units = dict(configuration.units)
     units["vision"] = replace(units["vision"], dp=4)
-    given = ", ".join(["vision: 4 of 1", *_told(units, before=True), "llm: 2 of 1", *_told(units, before=False)])
+    told = [f"{name}: {unit.dp} of 1" for name, unit in units.items() if name != LLM]
+    given = ", ".join([*told, "llm: 2 of 1"])
     message = (
         "units on the same devices must have equally many replicas, and stages of as many devices, got "
         f"{given}; spread them alike"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         evaluate(setting, replace(configuration, units=units), assignment, batch, replicas)
-
-
-def _told(units: Mapping[str, Parallelism], *, before: bool) -> list[str]:
-    names = list(units)
-    at = names.index(LLM)
-    return [f"{name}: 2 of 1" for name in (names[1:at] if before else names[at + 1 :])]
 
 
 def test_replicated_encoders_have_samples_where_the_language_model_has_them() -> None:
