@@ -37,6 +37,7 @@ ROOMS: dict[str, str] = {
     "profiling": "data emulation planners errors models state pipeline runtime protocol templates common",
     "trainer": "data models state optim protocol observability runtime profiling errors common",
     "agent": "state protocol observability templates errors common",
+    "rendezvous": "errors common",
     "testing": "agent emulation trainer protocol observability errors",
     "cli": "agent planners simulation profiling protocol observability templates errors common",
 }

@@ -12,6 +12,7 @@ _EXTRAS = {
     "sklearn": ("scikit-learn", "demo"),
     "highspy": ("highspy", "solvers"),
     "pyomo": ("pyomo", "solvers"),
+    "pyetcd": ("etcd-sdk-python", "etcd"),
 }
 """Package, as it is imported: what it is installed as, and the extra it belongs to."""
 

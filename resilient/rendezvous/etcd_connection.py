@@ -1,0 +1,115 @@
+"""Connects to an etcd v3 cluster at several addresses: any that answers will do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from resilient.common.extras import require
+from resilient.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from pyetcd import MultiEndpointEtcd3Client
+
+PORT = 2379
+"""etcd's own, where an endpoint names none."""
+
+_FIX = "give one or more of HOST[:PORT], separated by commas"
+
+
+class EtcdUnreachableError(ConnectionError):
+    """No server of the cluster answered in time; the message says which were asked."""
+
+
+def endpoints(text: str) -> list[tuple[str, int]]:
+    """Return the hosts and ports of ``HOST[:PORT],...``; an IPv6 address stands in brackets.
+
+    Raises:
+        ArgumentError: One has no host, or a port that is none.
+    """
+    return [_endpoint(each.strip(), text) for each in text.split(",")]
+
+
+def _endpoint(text: str, whole: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, str(PORT)
+    if not host.strip("[]") or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ArgumentError("etcd's endpoints", "be HOST[:PORT],...", repr(whole), _FIX)
+    return host, int(port)
+
+
+def etcd_client(
+    text: str, *, timeout_s: float, ca: str | None = None, certificate: str | None = None, key: str | None = None
+) -> MultiEndpointEtcd3Client:
+    """Return a client of the cluster; nothing is sent yet.
+
+    Args:
+        text: Its servers, ``HOST[:PORT],...``.
+        timeout_s: How long one of them may take to answer, before the next one is asked.
+        ca: File of the authority that signed the servers' certificates; without it nothing is encrypted.
+        certificate: File of this client's certificate, where the servers ask for one.
+        key: File of the certificate's key.
+
+    Raises:
+        ArgumentError: An endpoint is none, or a certificate has no key or authority.
+    """
+    require("pyetcd", "etcd")
+    from pyetcd import Endpoint, MultiEndpointEtcd3Client
+
+    if (certificate is None) != (key is None) or (certificate is not None and ca is None):
+        got = ", ".join(name for name, value in (("ca", ca), ("certificate", certificate), ("key", key)) if value)
+        raise ArgumentError(
+            "files for TLS", "be an authority, and a certificate with its key", f"{got} alone", "add it"
+        )
+    credentials = None if ca is None else MultiEndpointEtcd3Client.get_secure_creds(ca, key, certificate)
+    # A server that failed is asked again after this many seconds; the others are asked meanwhile.
+    found = [
+        Endpoint(host, port, secure=ca is not None, creds=credentials, time_retry=0.5) for host, port in endpoints(text)
+    ]
+    return MultiEndpointEtcd3Client(found, timeout=timeout_s, failover=True)
+
+
+@contextmanager
+def reached(client: MultiEndpointEtcd3Client) -> Iterator[None]:
+    """Raise EtcdUnreachableError where the client's own errors would rise."""
+    from pyetcd.exceptions import Etcd3Exception
+
+    try:
+        yield
+    except Etcd3Exception as error:
+        asked: dict[str, Any] = client.endpoints
+        raise EtcdUnreachableError(
+            f"etcd must answer at {', '.join(asked)}, got {type(error).__name__}; start it, or name other endpoints"
+        ) from error
+
+
+class KeptLease:
+    """A lease that is refreshed as it is used: its keys are forgotten some time after their last writer is gone."""
+
+    def __init__(self, client: MultiEndpointEtcd3Client, ttl_s: int) -> None:
+        """Grant it.
+
+        Raises:
+            EtcdUnreachableError: No server answers.
+        """
+        self._client = client
+        self._ttl_s = ttl_s
+        self._lease = self._granted()
+
+    def id(self) -> int:
+        """Return its number now; a lease that ended while etcd was away is granted anew."""
+        if time.monotonic() - self._refreshed_s > self._ttl_s / 4:
+            with reached(self._client):
+                answers = self._lease.refresh()
+            if not answers or answers[0].TTL <= 0:
+                self._lease = self._granted()
+            self._refreshed_s = time.monotonic()
+        return self._lease.id
+
+    def _granted(self) -> Any:
+        self._refreshed_s = time.monotonic()
+        with reached(self._client):
+            return self._client.lease(self._ttl_s)

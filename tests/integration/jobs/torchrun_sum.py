@@ -1,0 +1,26 @@
+"""A job of plain torch: sums its ranks once; in its first round it waits for a file and rank 0 then kills itself."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+folder = Path(sys.argv[1])
+dist.init_process_group("gloo")
+rank, killed = dist.get_rank(), folder / "killed"
+again = int(killed.exists())  # torchrun counts restarts only where a worker failed
+total = torch.tensor([rank + 1.0])
+dist.all_reduce(total)
+(folder / f"round-{again}-rank-{rank}").write_text(f"{total.item():g} of {dist.get_world_size()}")
+if not again:
+    while not (folder / "go-on").exists():
+        time.sleep(0.05)
+    if rank == 0:
+        killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+dist.destroy_process_group()
