@@ -33,7 +33,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *so
 SCRIPTS = sorted(
     path for folder in ("examples", "benchmarks", "tests/integration") for path in (ROOT / folder).glob("*.py")
 )
-OTHERS = {"--hypothesis-profile", "--gpus", "--ipc", "--network", "--strict"}
+OTHERS = {"--rdzv-conf", "--hypothesis-profile", "--gpus", "--ipc", "--network", "--strict"}
 """Options of other people's commands."""
 
 
