@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from typer.testing import CliRunner
 
+from resilient.agent.membership import lifecycle
 from resilient.cli import operate
 from resilient.cli.app import app
 from tests.agent.served import Served, make_ready, with_coordinator
@@ -64,19 +65,27 @@ def test_drained_nodes_leave(tmp_path: Path) -> None:
     with_coordinator(tmp_path, scenario)
 
 
-def test_stopped_job_is_interrupted_and_said_again_ends_at_once(tmp_path: Path) -> None:
+def test_stopped_job_is_interrupted_and_said_again_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "_ONE_WISH_S", 0.0)
+
     async def scenario(served: Served) -> None:
         await make_ready(served, max_failures=0)
         await served.event("generation")
         assert await _said("stop", "--run", str(tmp_path)) == (0, "")
         assert (await served.event("interrupted"))["reason"] == "asked to stop"
         assert await _said("stop", "--run", str(tmp_path)) == (0, "")
-        assert (await served.event("stopped"))["exit_code"] == 130
+        stopped = await served.event("stopped")
+        assert stopped["exit_code"] == 130
+        assert stopped["reason"].startswith("interrupted twice (asked to stop)")
 
     with_coordinator(tmp_path, scenario)
 
 
-def test_metrics_need_the_token_and_health_does_not(tmp_path: Path) -> None:
+def test_metrics_need_the_token_and_health_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "_ONE_WISH_S", 0.0)
+
     async def scenario(served: Served) -> None:
         async def get(path: str, headers: dict[str, Any]) -> tuple[int, str]:
             async with aiohttp.ClientSession(headers=headers) as stranger, stranger.get(served.url(path)) as answer:

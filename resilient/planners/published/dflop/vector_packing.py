@@ -126,6 +126,7 @@ def _solve(weights: Ints, speeds: Floats, start: Ints, left_s: Callable[[], floa
     model.a_matrix_.index_ = np.concatenate((rows.ravel(), num_items + np.arange(num_loads))).astype(np.int32)
     model.a_matrix_.value_ = np.concatenate((values.ravel(), np.full(num_loads, -1.0)))
     model.integrality_ = [highspy.HighsVarType.kInteger] * size + [highspy.HighsVarType.kContinuous]
+    highspy.Highs.resetGlobalScheduler(True)  # whoever solved before in this process may have had other threads
     solver = highspy.Highs()
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
@@ -142,7 +143,8 @@ def _solve(weights: Ints, speeds: Floats, start: Ints, left_s: Callable[[], floa
     if limit_s <= 0:
         return start
     solver.setOptionValue("time_limit", limit_s)
-    solver.run()
+    if solver.run() == highspy.HighsStatus.kError:
+        raise RuntimeError("HiGHS must solve what it is given, got an error; plan with time_limit_s=0, without it")
     found = np.array(solver.getSolution().col_value)
     # Without a solution in time there are no values.
     return found[:size].reshape(num_items, num_buckets).argmax(axis=1) if len(found) > size else start

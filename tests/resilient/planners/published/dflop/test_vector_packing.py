@@ -89,6 +89,22 @@ def test_highs_has_what_is_left_of_the_limit(monkeypatch: pytest.MonkeyPatch) ->
     assert len(limits) == 1
 
 
+def test_highs_solves_after_somebody_else_did_with_more_threads() -> None:
+    highspy.Highs.resetGlobalScheduler(True)
+    other = highspy.Highs()
+    other.setOptionValue("output_flag", False)
+    other.setOptionValue("threads", 2)
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = 1, 0
+    model.col_cost_, model.col_lower_, model.col_upper_ = np.ones(1), np.zeros(1), np.ones(1)
+    model.integrality_ = [highspy.HighsVarType.kInteger]
+    other.passModel(model)
+    assert other.run() == highspy.HighsStatus.kOk
+    speeds = np.ones(4)
+    better, without = pack_vectors(HARD, speeds, time_limit_s=60), pack_vectors(HARD, speeds)
+    assert peak(HARD, better, speeds) < peak(HARD, without, speeds)
+
+
 def test_both_weights_count() -> None:
     # Longest first on the larger weight would put the two encoder-heavy items together.
     weights = np.array([[9.0, 0.0, 9.0, 0.0], [0.0, 10.0, 0.0, 10.0]])
