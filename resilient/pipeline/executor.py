@@ -161,31 +161,27 @@ class Executor:
             self._stages[self._of_row.name(number)].forget(part)
         if loss is not None:
             self._loss += loss.double().cpu()
-        link = self._of_row.output(number, part)
-        if link is None:
-            return
-        if self._of_row.is_first(link.target):
-            activations = self._handovers.outgoing(link, activations)
-        if self._of_row.crosses(link):
-            self._sent[link] = activations
-        else:
-            self._received[link] = {
-                name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in activations.items()
-            }
+        for link in self._of_row.outputs(number, part):
+            given = activations
+            if self._of_row.is_first(link.target):
+                given = self._handovers.outgoing(link, activations)
+            if self._of_row.crosses(link):
+                self._sent[link] = given
+            else:
+                self._received[link] = {
+                    name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in given.items()
+                }
 
     def _backward(self, action: Action) -> None:
         self._arm(action)
         number, part = self._of_row.stage(action), self._of_row.part(action)
         stage = self._stages[self._of_row.name(number)]
         differentiate = stage.backward_input if self._of_row.is_split(action) else stage.backward
-        link = self._of_row.output(number, part)
-        gradients: dict[str, Tensor] = {}
-        if link is not None and self._of_row.is_first(link.target):
-            in_row = not self._of_row.crosses(link)
-            gradients = self._handovers.returned(link) if in_row else self._gradients_in.pop(link)
-            gradients = self._handovers.of_part(link, gradients)
-        elif link is not None:
-            gradients = self._gradients_in.pop(link)
+        links = self._of_row.outputs(number, part)
+        if links and self._of_row.is_first(links[0].target):
+            gradients = self._handovers.of_part({link: self._returned(link) for link in links})
+        else:
+            gradients = self._gradients_in.pop(links[0]) if links else {}
         with self._stage_timer.during(number, part.cell):
             found = differentiate(part, gradients)
         inputs = self._of_row.inputs(number, part.cell)
@@ -194,6 +190,10 @@ class Executor:
             return
         (link,) = (each for each in inputs if each.part == part.part)
         (self._gradients_out if self._of_row.crosses(link) else self._gradients_in)[link] = found
+
+    def _returned(self, link: StageLink) -> dict[str, Tensor]:
+        """Return the gradients of what went over a link between units."""
+        return self._gradients_in.pop(link) if self._of_row.crosses(link) else self._handovers.returned(link)
 
     def _backward_weight(self, action: Action) -> None:
         self._arm(action)
@@ -204,27 +204,27 @@ class Executor:
     def _send_f(self, action: Action) -> None:
         for link in self._of_row.links(action):
             border = self._downstream[self._of_row.border(link)]
-            sends = border.send(self._sent.pop(link), self._number(link), self._shapes(link))
+            sends = border.send(self._sent.pop(link), self._of_row.number(link), self._shapes(link))
             self._activation_sends[link] = sends
 
     def _recv_f(self, action: Action) -> None:
         for link in self._of_row.links(action):
             border = self._upstream[self._of_row.border(link)]
-            self._received[link] = border.receive(self._number(link), self._shapes(link))
+            self._received[link] = border.receive(self._of_row.number(link), self._shapes(link))
         following = self._of_row.next_receipt.get(action)
         for link in () if following is None else self._of_row.links(following):
-            self._upstream[self._of_row.border(link)].post(self._number(link), self._shapes(link))
+            self._upstream[self._of_row.border(link)].post(self._of_row.number(link), self._shapes(link))
 
     def _send_b(self, action: Action) -> None:
         (link,) = self._of_row.links(action)
         between = self._of_row.is_first(link.target)
         gradients = self._handovers.returned(link) if between else self._gradients_out.pop(link)
-        self._gradient_sends += self._upstream[self._of_row.border(link)].send(gradients, self._number(link))
+        self._gradient_sends += self._upstream[self._of_row.border(link)].send(gradients, self._of_row.number(link))
 
     def _recv_b(self, action: Action) -> None:
         (link,) = self._of_row.links(action)
         border = self._downstream[self._of_row.border(link)]
-        gradients = self._gradients_in[link] = border.receive(self._number(link))
+        gradients = self._gradients_in[link] = border.receive(self._of_row.number(link))
         if gradients:
             del self._activation_sends[link]
 
@@ -241,10 +241,6 @@ class Executor:
             with self.span_recorder.during(f"load {part}"):
                 self._batches[part] = self._work.batch(part)
         return self._batches[part]
-
-    def _number(self, link: StageLink) -> int:
-        """Return what tells a link's messages from the others of its border."""
-        return link.cell * self._of_row.num_parts + link.part
 
     def _shapes(self, link: StageLink) -> Signature:
         """Return what the shapes of a link's activations depend on, as both of its ends know it."""

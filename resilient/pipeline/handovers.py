@@ -50,9 +50,10 @@ class Handovers:
         """Return what of a part's activations goes over a link."""
         return rearranged([(self._made(link), activations)], self.rows(link))
 
-    def of_part(self, link: StageLink, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the gradients of a part's activations, given those that came back over its link."""
-        return rearranged([(self.rows(link), gradients)], self._made(link)) if gradients else {}
+    def of_part(self, returned: Mapping[StageLink, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the gradients of a part's activations, given those that came back over each of its links."""
+        sources = [(self.rows(link), gradients) for link, gradients in returned.items() if gradients]
+        return rearranged(sources, self._made(next(iter(returned)))) if sources else {}
 
     def joined(self, part: CellPart, arrived: Mapping[StageLink, Activations]) -> Activations:
         """Return what a part of a unit's cell gets of all that came for the cell.

@@ -75,13 +75,15 @@ class RowActions:
         self._parts = tables.parts.tolist()
         self._lane_of = tables.lane_of.tolist()
         self._into: dict[tuple[int, int], list[StageLink]] = {}
-        self._from: dict[tuple[int, int, int], StageLink] = {}
+        self._from: dict[tuple[int, int, int], list[StageLink]] = {}
+        self._numbers: dict[StageLink, int] = {}
         ends = tables.ends_of.tolist()
         self._first, self._last = {first for first, _ in ends}, {end - 1 for _, end in ends}
-        for source, cell, part, target, target_cell in tables.flows.tolist():
+        for flow, (source, cell, part, target, target_cell) in enumerate(tables.flows.tolist()):
             link = StageLink(source, target, cell, part, target_cell)
             self._into.setdefault((target, target_cell), []).append(link)
-            self._from[source, cell, part] = link
+            self._from.setdefault((source, cell, part), []).append(link)
+            self._numbers[link] = flow
         self.states: dict[int, list[int]] = {}
         for action in self.actions:
             if action.op is Op.REDUCE:
@@ -126,15 +128,19 @@ class RowActions:
             return self._into.get((stage, cell), [])
         return [self._within(stage - 1, each) for each in self.parts(stage, cell)]
 
-    def output(self, stage: int, part: CellPart) -> StageLink | None:
-        """Return where what a stage makes of a part goes; None where it is used by no other."""
+    def outputs(self, stage: int, part: CellPart) -> list[StageLink]:
+        """Return where what a stage makes of a part goes: to several cells of later units where cells are whole."""
         if stage in self._last:
-            return self._from.get((stage, part.cell, part.part))
-        return self._within(stage, part)
+            return self._from.get((stage, part.cell, part.part), [])
+        return [self._within(stage, part)]
 
     def crosses(self, link: StageLink) -> bool:
         """Return whether its ends are in different rows."""
         return self._graph.row_of[link.source] != self._graph.row_of[link.target]
+
+    def number(self, link: StageLink) -> int:
+        """Return what tells a link's messages from the others of its border."""
+        return self._numbers.get(link, link.cell * self.num_parts + link.part)
 
     def source(self, link: StageLink) -> CellPart:
         """Return what a link's activations are made of."""
@@ -153,7 +159,8 @@ class RowActions:
             links = self._into[stage, message.index]
             cell, part, lane = message.peer.cell, message.part, message.peer.lane
             return [link for link in links if self.lane(link.source) == lane and (link.cell, link.part) == (cell, part)]
-        return [self._from[stage, message.index, message.part]]
+        links = self._from[stage, message.index, message.part]
+        return [link for link in links if (self.lane(link.target), link.target_cell) == message.peer]
 
     def has_backward(self, stage: int) -> bool:
         """Return whether a stage differentiates anything."""

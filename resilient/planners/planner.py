@@ -183,6 +183,19 @@ class Configuration:
         if chunks > 1 and (self.colocated or self.encoders is not Encoders.PARALLEL or self.shard > 1):
             raise ArgumentError("chunks", "be 1 where units share devices or divide copies", chunks, "leave it out")
 
+    @property
+    def encoders_come_first(self) -> bool:
+        """Whether encoders do all their forwards before the language model's, and their backwards after them."""
+        return self.colocated and self.encoders is not Encoders.REPLICATED
+
+    def has_whole_cells(self, unit: str) -> bool:
+        """Return whether a unit differentiates each of its cells at once, not what went to each later cell apart.
+
+        Encoders that come first have the gradients of all their samples before their first backward. Devices that
+        divide a copy would gather it again for each part.
+        """
+        return self.shard > 1 or (self.encoders_come_first and unit != LLM)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:

@@ -58,12 +58,15 @@ class UnitLane:
         rows: Of each stage, the row that runs it; -1 where none does, which no schedule can be valid for.
         cells: Those that have samples, ascending: the others have no actions.
         backwards: What each stage differentiates. Behind one that has a backward all have one.
+        whole: Whether a cell is computed and differentiated at once, after the gradients of all its samples came back;
+            else in parts, each when the gradients of its samples did.
     """
 
     name: LaneName = CHAIN
     rows: tuple[int, ...]
     cells: tuple[int, ...]
     backwards: tuple[Backward, ...]
+    whole: bool = False
 
     def __post_init__(self) -> None:
         label = f"lane {self.name}" if self.name.unit else "the chain"
@@ -104,10 +107,6 @@ class GraphTables(NamedTuple):
         ends_of: First stage of each lane and one past its last one, ``[num_lanes, 2]``.
         parts: Of each cell's backward; 0 where there are no samples. ``[num_lanes, num_cells]``
         flows: Last stage of the source, cell, part, first stage of the target, and its cell. ``[num_flows, 5]``
-        first_from: Flow of part 0 of each cell, -1 for none: that of part ``p`` comes ``p`` later. ``[num_lanes,
-            num_cells]``
-        into: Flows by target lane and cell.
-        first_into: Position in ``into`` of each cell's first, and past the last one. ``[num_lanes * num_cells + 1]``
     """
 
     row_of: Ints
@@ -116,17 +115,14 @@ class GraphTables(NamedTuple):
     ends_of: Ints
     parts: Ints
     flows: Ints
-    first_from: Ints
-    into: Ints
-    first_into: Ints
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepGraph:
     """One step of a pipeline, or of several that exchange features.
 
-    A cell's backward has a part for each flow that leaves it, in the order of the flows: samples whose gradients come
-    back in different cells are differentiated apart. Without any it has one part.
+    A cell has a part for each flow that leaves it, in the order of the flows: samples whose gradients come back in
+    different cells are differentiated apart. Without any it has one part, and in lanes whose cells are whole.
 
     Args:
         lanes: Unit by unit; units that others get something from come before these.
@@ -200,9 +196,11 @@ class StepGraph:
     @cached_property
     def part_of(self) -> tuple[int, ...]:
         """Of each flow, the part of its source's backward that it brings the gradient for."""
+        whole = {lane.name for lane in self.lanes if lane.whole}
         parts: list[int] = []
         for before, flow in zip((None, *self.flows), self.flows, strict=False):
-            parts.append(parts[-1] + 1 if before is not None and before[:2] == flow[:2] else 0)
+            another = before is not None and before[:2] == flow[:2] and flow.source not in whole
+            parts.append(parts[-1] + 1 if another else 0)
         return tuple(parts)
 
     def end_of(self, flow: int, source: bool) -> int:
@@ -219,15 +217,11 @@ class StepGraph:
         source = np.array([position[flow.source] for flow in self.flows], np.int64)
         target = np.array([position[flow.target] for flow in self.flows], np.int64)
         cells = np.array([(flow.cell, flow.target_cell) for flow in self.flows], np.int64).reshape(-1, 2)
-        parts, first_from = np.zeros(shape, np.int64), np.full(shape, -1)
+        parts = np.zeros(shape, np.int64)
         for number, lane in enumerate(self.lanes):
             parts[number, list(lane.cells)] = 1
         part_of = np.array(self.part_of, np.int64)
         np.maximum.at(parts, (source, cells[:, 0]), part_of + 1)
-        starts = np.flatnonzero(part_of == 0)
-        first_from[source[starts], cells[starts, 0]] = starts
-        into = np.argsort(target * shape[1] + cells[:, 1], kind="stable")
-        keys = (target * shape[1] + cells[:, 1])[into]
         return GraphTables(
             row_of=np.array(self.row_of, np.int64),
             backward_of=np.array([each for lane in self.lanes for each in lane.backwards], np.int64),
@@ -235,9 +229,6 @@ class StepGraph:
             ends_of=np.stack([ends - sizes, ends], axis=1),
             parts=parts,
             flows=np.stack([ends[source] - 1, cells[:, 0], part_of, (ends - sizes)[target], cells[:, 1]], axis=1),
-            first_from=first_from,
-            into=into,
-            first_into=np.searchsorted(keys, np.arange(shape[0] * shape[1] + 1)),
         )
 
 

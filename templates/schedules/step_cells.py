@@ -5,7 +5,7 @@ Owns the step from an assignment of samples to the graph that schedules are made
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,10 +25,12 @@ class StepCells:
     Args:
         samples: By lane, then by cell; cells without samples are left out. Of a unit each is in one cell of one lane.
         feeds: Which unit's features go to which later one.
+        whole: Lanes whose cells have one part, as :class:`~resilient.templates.schedules.graph.UnitLane` says.
     """
 
     samples: Mapping[LaneName, Mapping[int, Samples]]
     feeds: Sequence[tuple[str, str]]
+    whole: Collection[LaneName] = ()
 
     def __post_init__(self) -> None:
         seen: set[tuple[str, int]] = set()
@@ -62,7 +64,7 @@ class StepCells:
     def part(self, lane: LaneName, cell: int, part: int) -> Samples:
         """Return the samples of a part of a cell: those of the flow with that number among the cell's.
 
-        Samples that go nowhere are in part 0.
+        Samples that go nowhere are in part 0, and all of a cell that is whole.
         """
         return self._parts[lane, cell][part]
 
@@ -82,6 +84,8 @@ class StepCells:
     def _parts(self) -> dict[tuple[LaneName, int], list[Samples]]:
         targets: dict[tuple[LaneName, int], list[set[int]]] = {}
         for flow in self.flows:
+            if flow.source in self.whole:
+                continue
             there = set(self.samples[flow.target][flow.target_cell])
             targets.setdefault((flow.source, flow.cell), []).append(there)
         found: dict[tuple[LaneName, int], list[Samples]] = {}

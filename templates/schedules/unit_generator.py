@@ -139,7 +139,7 @@ def _backward_turns(
         if unit < num_last:
             turns[mine] = end + rounds.parts * np.arange(graph.num_cells)[:, None]
         at = source[feeds], cell[feeds], part[feeds]
-        turns[at] = np.maximum(turns[at], done[target[feeds], target_cell[feeds]] + ahead[feeds])
+        np.maximum.at(turns, at, done[target[feeds], target_cell[feeds]] + ahead[feeds])
         done[mine] = np.where(real, turns + before, 0)[mine].max(axis=2)
         if unit >= num_last:
             end = max(end, int(done[mine].max(initial=0)) + 1)

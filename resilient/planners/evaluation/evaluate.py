@@ -4,7 +4,8 @@ A replica of the language model and its lanes of each encoder are a pipeline. Wh
 workers run (:mod:`resilient.planners.evaluation.step_schedule`), timed by the simulator of schedules: whole samples,
 and messages for all that goes from one row of devices to another. A microbatch of the language model waits for all
 encoder cells that its samples were in. An encoder's backward waits for the language model's microbatches that its
-samples went to; samples that went to different ones are differentiated apart (Entrain's split backward).
+samples went to; samples that went to different ones are calls apart (Entrain's split backward). Where all encoders'
+backwards come last, and where devices divide a copy, cells are whole.
 
 Encoders that are colocated with each other share the devices of their stages: for each microbatch one runs after the
 other, in reverse order backwards. Replicated ones run on every stage of the language model, before its own forward and
@@ -25,14 +26,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from resilient.planners.costs.samples import LLM, SampleTable
+from resilient.planners.evaluation.gradient_sums import sums_end_ns
 from resilient.planners.evaluation.shard_groups import in_step
 from resilient.planners.evaluation.step_schedule import PlannedStep, planned_step
-from resilient.planners.evaluation.step_unit import StepUnit
+from resilient.planners.evaluation.step_unit import StepUnit, step_units
 from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Replica, Setting
 from resilient.planners.stages.degraded_replicas import left_bytes
 from resilient.planners.stages.device_layout import DeviceLayout
 from resilient.planners.stages.redundancy import check_redundancy
-from resilient.planners.stages.stage_work import gathered_bytes, gradient_sum_ms
+from resilient.planners.stages.stage_work import gathered_bytes
 from resilient.templates.common.arrays import Ints
 from resilient.templates.schedules.schedule import Op
 from resilient.templates.schedules.simulator import Timeline, simulate
@@ -148,8 +150,11 @@ def units_of_step(
     Raises:
         ValueError: As there.
     """
-    units = [StepUnit.of(configuration, unit, assignment, batch, replicas) for unit in setting.costs.units]
-    run = [in_step(setting, configuration, unit) for unit in units]
+    units = step_units(setting, configuration, assignment, batch, replicas)
+    run = list(units)
+    if configuration.shard > 1:
+        layout = DeviceLayout(configuration, len(replicas))
+        run = [in_step(setting, configuration, unit, layout) for unit in units]
     if configuration.encoders is Encoders.REPLICATED:
         if not _alike(assignment):  # a group of one unit waits for several of another
             run = [replace(unit, calls=None) for unit in run]
@@ -185,33 +190,8 @@ class _Judge:
         self.timeline = simulate(step.schedule, step.costs)
         self._codes = step.schedule.codes
         self._computes = np.flatnonzero(self._codes[:, 0] <= Op.BACKWARD_WEIGHT)
-        self.step_ns = self._with_sums()
-
-    def _with_sums(self) -> int:
-        """Return when the step ends: after every stage's gradients are summed over its replicas.
-
-        The sum of a layer's gradient starts when its last backward ends; the layers of a stage follow each other.
-        """
-        step = self.timeline.iteration_ns
-        graph = self._step.schedule.graph
-        begun, done = np.zeros((2, graph.num_stages), np.int64)
-        stages = self._codes[self._computes, 1]
-        np.maximum.at(begun, stages, self.timeline.start_ns[self._computes])
-        np.maximum.at(done, stages, self.timeline.end_ns[self._computes])
-        for unit in self._units:
-            rows = self._rows(unit)
-            first = next(number for number, (lane, _) in enumerate(graph.stages) if lane.unit == self._host(unit))
-            own = np.arange(first, first + rows.size).reshape(rows.shape)
-            sums_ms = gradient_sum_ms(unit.costs, self._copies(unit), self._setting.cluster, self._configuration.shard)
-            sums = np.rint(1e6 * sums_ms).astype(np.int64)
-            last = sums // np.array(unit.spread.stage_layers)
-            sums, last = np.broadcast_to(sums, rows.shape[1:]), np.broadcast_to(last, rows.shape[1:])
-            summed = np.zeros(1, np.int64)  # a row sums what its later stages have before
-            for stages in np.split(np.arange(rows.shape[1]), unit.spread.chunks)[::-1]:
-                begins = np.maximum(begun[own][:, stages], summed)
-                summed = np.maximum(begins + sums[stages], done[own][:, stages] + last[stages])
-            step = max(step, int(summed.max()))
-        return step
+        summed_ns = sums_end_ns(setting, configuration, units, layout, self.timeline)
+        self.step_ns = max(self.timeline.iteration_ns, summed_ns)
 
     def bubble(self) -> float:
         """Return the part of the devices' time in which they do not compute."""
@@ -229,17 +209,13 @@ class _Judge:
         peaks = np.array(self.timeline.peak_bytes, np.float64)
         for unit in self._units:
             state = left_bytes(self._setting, unit.costs, self._copies(unit), self._configuration, self._replicas)
-            rows = self._rows(unit)[:, : self._configuration.units[self._host(unit)].pp]
+            rows = self._rows(unit)[:, : self._configuration.units[self._layout.host(unit.costs.name)].pp]
             np.add.at(peaks, rows, np.broadcast_to(state[self._layout.pipelines[rows[:, 0]]], rows.shape))
         return round(peaks.max() + gathered_bytes(self._setting.costs.units, self._configuration))
 
     def _rows(self, unit: StepUnit) -> Ints:
         """Return the rows of each lane of a unit. [num_lanes, num_stages]"""
-        return self._layout.rows[self._host(unit)]
-
-    def _host(self, unit: StepUnit) -> str:
-        """Return the unit whose stages run it."""
-        return LLM if self._layout.replicated else unit.costs.name
+        return self._layout.rows[self._layout.host(unit.costs.name)]
 
     def _copies(self, unit: StepUnit) -> Parallelism:
         """Return how a unit is spread with all its copies as replicas."""

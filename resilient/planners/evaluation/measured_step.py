@@ -14,7 +14,7 @@ import numpy as np
 from resilient.errors import ArgumentError
 from resilient.planners.costs.correction import Observation
 from resilient.planners.costs.samples import SampleTable
-from resilient.planners.evaluation.step_unit import StepUnit
+from resilient.planners.evaluation.step_unit import StepUnit, step_units
 from resilient.planners.planner import Assignment, Configuration, Replica, Setting
 from resilient.templates.common.arrays import Floats
 
@@ -40,8 +40,7 @@ def cell_times(
         num_cells], where each of the unit's lanes has as many cells, lane by lane.
     """
     return {
-        costs.name: _stage_ms(StepUnit.of(configuration, costs, assignment, batch, replicas))
-        for costs in setting.costs.units
+        unit.costs.name: _stage_ms(unit) for unit in step_units(setting, configuration, assignment, batch, replicas)
     }
 
 
@@ -77,9 +76,9 @@ def corrected(
     seen, known = list[Observation](), setting.correction
     # Of all lanes, and of all their cells: predicted, corrected and measured.
     of_lanes, of_cells = [np.zeros((3, 0))], [np.zeros((3, 0))]
-    for costs in setting.costs.units:
-        name, unit = costs.name, StepUnit.of(configuration, costs, assignment, batch, replicas)
-        predicted, measured = _stage_ms(unit), measured_ms.get(costs.name, np.empty(0))
+    for unit in step_units(setting, configuration, assignment, batch, replicas):
+        name, predicted = unit.costs.name, _stage_ms(unit)
+        measured = measured_ms.get(name, np.empty(0))
         if measured.shape != predicted.shape:
             raise ArgumentError(
                 "measured_ms",
@@ -112,7 +111,7 @@ def corrected(
 
 
 def _stage_ms(unit: StepUnit) -> Floats:
-    return (unit.work.forward_ms + unit.work.backward_ms) / unit.speeds
+    return (unit.parts.forward_ms + unit.parts.backward_ms).sum(axis=2) / unit.speeds
 
 
 def _largest_error(predicted: Floats, actual: Floats) -> float:

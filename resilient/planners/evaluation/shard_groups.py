@@ -15,37 +15,42 @@ from resilient.planners.costs.samples import LLM
 from resilient.planners.evaluation.step_unit import StepUnit
 from resilient.planners.planner import Configuration, Setting
 from resilient.planners.stages.call_work import Work
+from resilient.planners.stages.device_layout import DeviceLayout
+from resilient.planners.stages.node_places import least_members, nodes_of_state, rings_of
 from resilient.planners.stages.stage_work import gathers_ms
 from resilient.templates.common.arrays import Floats, Ints
 
 
-def in_step(setting: Setting, configuration: Configuration, unit: StepUnit) -> StepUnit:
+def in_step(setting: Setting, configuration: Configuration, unit: StepUnit, layout: DeviceLayout) -> StepUnit:
     """Return a unit whose lanes that divide a copy are in step.
 
     Args:
         setting: The job.
         configuration: How it uses its devices.
         unit: As if each lane were alone.
+        layout: Where lanes are.
     """
-    if configuration.shard == 1:
-        return unit
-    group = in_step_groups(len(unit.tokens) // unit.width, configuration)
-    gather, scatter = gathers_ms(unit.costs, unit.spread, setting.cluster, configuration.shard)
+    num_lanes = len(unit.tokens) // unit.width
+    group, cluster = in_step_groups(num_lanes, configuration), setting.cluster
+    nodes = nodes_of_state(layout, unit.spread, unit.costs.name, cluster.devices_per_node)
+    members = least_members(rings_of(nodes, configuration.shard)).reshape(len(nodes), -1).min(axis=1)
+    gather, scatter = gathers_ms(unit.costs, unit.spread, cluster, configuration.shard, members)
     there = _largest(unit.there.astype(np.float64), group) > 0
-    own = unit.work.forward_ms / unit.speeds, unit.work.backward_ms / unit.speeds
+    alone = unit.work  # cells are whole
+    own = alone.forward_ms / unit.speeds, alone.backward_ms / unit.speeds
     forward, backward = (
         np.maximum(_largest(each, group), messages[:, None]) * there
         for each, messages in zip(own, (gather, scatter), strict=True)
     )
     total = forward + backward
-    filled = np.divide((own[0] + own[1]) * unit.work.filled, total, out=np.ones_like(total), where=total > 0)
+    filled = np.divide((own[0] + own[1]) * alone.filled, total, out=np.ones_like(total), where=total > 0)
     work = Work(
         forward_ms=forward * unit.speeds,
         backward_ms=backward * unit.speeds,
-        kept_bytes=unit.work.kept_bytes,
+        kept_bytes=alone.kept_bytes,
         filled=filled,
     )
-    return replace(unit, there=there, work=work, calls=None)
+    return replace(unit, there=there, parts=work.in_parts(1), calls=None)
 
 
 def in_step_groups(num_lanes: int, configuration: Configuration) -> Ints:

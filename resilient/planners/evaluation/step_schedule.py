@@ -8,7 +8,6 @@ language model's devices, they do their forwards before all of its, and their ba
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,8 @@ from resilient.planners.evaluation.step_unit import StepUnit
 from resilient.planners.packing.balance import loads
 from resilient.planners.planner import Configuration, Setting
 from resilient.planners.stages.device_layout import DeviceLayout
-from resilient.templates.common.arrays import Floats, Ints
+from resilient.planners.stages.node_places import in_one_node
+from resilient.templates.common.arrays import Flags, Floats, Ints
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.schedules.graph import Flow, LaneName, StepGraph, UnitLane
 from resilient.templates.schedules.schedule import Schedule
@@ -62,7 +62,6 @@ class _Flows(NamedTuple):
     source: Ints  # cells of both
     target: Ints
     tokens: Floats  # of the unit beside the language model: so many rows are sent
-    made_of: Floats  # tokens of the samples in the unit that makes it
 
 
 class _Step:
@@ -79,11 +78,12 @@ class _Step:
         graph = StepGraph(
             lanes=tuple(self._lanes()), flows=tuple(self._named_flows()), num_rows=len(self._layout.sizes)
         )
-        apart = self._configuration.colocated and not self._layout.replicated
         return PlannedStep(
-            schedule=generate_units(graph, pace=LLM, lead=self._configuration.lead, apart=apart),
+            schedule=generate_units(
+                graph, pace=LLM, lead=self._configuration.lead, apart=self._configuration.encoders_come_first
+            ),
             costs=self._costs(graph),
-            filled=self._by_stage([unit.work.filled for unit in self._units], graph.num_cells),
+            filled=self._by_stage([unit.work.filled[:, :, None] for unit in self._units], graph.num_cells)[:, :, 0],
         )
 
     def _lanes(self) -> Iterator[UnitLane]:
@@ -95,6 +95,7 @@ class _Step:
                     rows=tuple(rows),
                     cells=tuple(np.flatnonzero(used[number]).tolist()),
                     backwards=unit.backwards,
+                    whole=unit.whole,
                 )
 
     def _named_flows(self) -> Iterator[Flow]:
@@ -109,87 +110,77 @@ class _Step:
                 yield Flow(sources[lane], cell, targets[other], there)
 
     def _costs(self, graph: StepGraph) -> ActionCosts:
-        """Return what actions cost. A backward's parts share its time, and what is kept and sent, by their tokens."""
-        num_cells, setting = graph.num_cells, self._setting
+        """Return what actions cost."""
+        num_cells = graph.num_cells
         forward, backward, passed, latency = list[Floats](), list[Floats](), list[Floats](), list[Floats]()
         for unit in self._units:
-            forward.append(unit.work.forward_ms / unit.speeds)
-            backward.append(unit.work.backward_ms / unit.speeds)
-            size, cluster = unit.spread.tp * unit.spread.cp, setting.cluster
-            inside = unit.spread.pp * size <= cluster.devices_per_node
-            link = cluster.intra_node if inside else cluster.inter_node
-            sent = _occupied_ms(link, unit.tokens * unit.costs.boundary_bytes / size)
-            passed.append(np.broadcast_to(sent, forward[-1].shape))
-            latency.append(np.full((len(self._layout.rows[unit.costs.name]), unit.spread.num_stages), link.latency_ms))
-        part = self._parts(graph)
+            forward.append(unit.parts.forward_ms / unit.speeds[:, None])
+            backward.append(unit.parts.backward_ms / unit.speeds[:, None])
+            near = self._near_stages(unit)
+            num_bytes = unit.tokens * unit.costs.boundary_bytes / (unit.spread.tp * unit.spread.cp)
+            passed.append(self._sent_ms(np.repeat(near, unit.width, axis=0).T[:, :, None], num_bytes))
+            latency.append(self._latency_ms(near))
         flow_latency, flow_transfer = self._handovers()
         return ActionCosts(
             forward_ms=self._by_stage(forward, num_cells),
-            backward_input_ms=self._by_stage(backward, num_cells)[:, :, None] * part,
+            backward_input_ms=self._by_stage(backward, num_cells),
             latency_ms=np.concatenate([each.ravel() for each in latency])[:-1],
-            transfer_ms=(self._by_stage(passed, num_cells)[:, :, None] * part)[:-1],
+            transfer_ms=self._by_stage(passed, num_cells)[:-1],
             flow_latency_ms=flow_latency,
             flow_transfer_ms=flow_transfer,
-            activation_bytes=self._by_stage([unit.work.kept_bytes for unit in self._units], num_cells)[:, :, None]
-            * part,
+            activation_bytes=self._by_stage([unit.parts.kept_bytes for unit in self._units], num_cells),
         )
 
     def _by_stage(self, tables: Sequence[Floats], num_cells: int) -> Floats:
-        """Return what units have by stage and cell as the graph numbers them. [num_stages, num_cells]"""
+        """Return what units have by stage, cell and part as the graph numbers them.
+
+        ``[num_stages, num_cells, num_parts]``
+        """
         found: list[Floats] = []
+        num_parts = max(table.shape[2] for table in tables)
         for unit, table in zip(self._units, tables, strict=True):
-            lanes = table.reshape(unit.spread.num_stages, -1, unit.width).swapaxes(0, 1).reshape(-1, unit.width)
-            wide = np.zeros((len(lanes), num_cells))
-            wide[:, : unit.width] = lanes[:, :num_cells]
+            shape = (unit.spread.num_stages, -1, unit.width, table.shape[2])
+            lanes = table.reshape(shape).swapaxes(0, 1).reshape(-1, *shape[2:])
+            wide = np.zeros((len(lanes), num_cells, num_parts))
+            wide[:, : unit.width, : shape[3]] = lanes[:, :num_cells]
             found.append(wide)
         return np.concatenate(found)
 
-    def _parts(self, graph: StepGraph) -> Floats:
-        """Return what each part is of its cell. [num_stages, num_cells, num_parts]"""
-        tables = graph.tables
-        part = np.zeros((*tables.parts.shape, max(1, int(tables.parts.max(initial=1)))))
-        part[:, :, 0] = 1.0
-        if self._flows:
-            source, cell, number, _, _ = tables.flows.T
-            lane = tables.lane_of[source]
-            part[lane, cell] = 0.0
-            part[lane, cell, number] = np.concatenate([each.made_of for each in self._flows])
-            # samples that go nowhere are in the first part
-            all_tokens = np.concatenate([each.first.tokens[each.source] for each in self._flows])
-            part[lane, cell, 0] += np.maximum(all_tokens - part[lane, cell].sum(axis=1), 0.0)
-            part[lane, cell] /= part[lane, cell].sum(axis=1, keepdims=True)
-        return part[tables.lane_of]
-
     def _handovers(self) -> tuple[Floats, Floats]:
         """Return latency and transfer of each flow. Each device of the smaller stage sends or receives its part."""
-        cluster, llm = self._setting.cluster, self._llm
-        latencies, transfers = [np.zeros(0)], [np.zeros(0)]
+        rows, latencies, transfers = self._layout.rows, [np.zeros(0)], [np.zeros(0)]
         for flows in self._flows:
-            unit, cells, language_cells = flows.first, flows.source, flows.target
-            if unit is llm:
-                unit, cells, language_cells = flows.then, flows.target, flows.source
-            fewer = min(each.spread.tp * each.spread.cp for each in (unit, llm))
-            # Within a node only if all lanes of a pipeline are in it.
-            spreads = [replace(each.spread, dp=-(-each.spread.dp // llm.spread.dp)) for each in (unit, llm)]
-            sizes = [each.num_devices for each in spreads]
-            near = (max if self._configuration.colocated else sum)(sizes) <= cluster.devices_per_node
-            works_for = self._layout.lanes[unit.costs.name][language_cells // llm.width]
-            lane = cells // unit.width
-            same = (works_for[:, 0] <= lane) & (lane < works_for[:, 1])
-            inside = same & near | (self._setting.num_nodes == 1)
-            num_bytes = flows.tokens * unit.costs.output_bytes / fewer
-            ways = cluster.intra_node, cluster.inter_node
-            latencies.append(np.where(inside, *(each.latency_ms for each in ways)))
-            transfers.append(np.where(inside, *(_occupied_ms(each, num_bytes) for each in ways)))
+            first, then = flows.first, flows.then
+            beside = then if first is self._llm else first
+            fewer = min(each.spread.tp * each.spread.cp for each in (first, then))
+            source = rows[first.costs.name][flows.source // first.width, -1]
+            target = rows[then.costs.name][flows.target // then.width, 0]
+            near = in_one_node(self._layout, source, target, self._setting.cluster.devices_per_node)
+            latencies.append(self._latency_ms(near))
+            transfers.append(self._sent_ms(near, flows.tokens * beside.costs.output_bytes / fewer))
         return np.concatenate(latencies), np.concatenate(transfers)
+
+    def _near_stages(self, unit: StepUnit) -> Flags:
+        """Return whether what each stage sends the next one stays in a node. [num_lanes, num_stages]"""
+        rows = self._layout.rows[unit.costs.name]
+        return in_one_node(self._layout, rows, np.roll(rows, -1, axis=1), self._setting.cluster.devices_per_node)
+
+    def _latency_ms(self, near: Flags) -> Floats:
+        cluster = self._setting.cluster
+        return np.where(near, cluster.intra_node.latency_ms, cluster.inter_node.latency_ms)
+
+    def _sent_ms(self, near: Flags, num_bytes: Floats) -> Floats:
+        """Return how long messages keep links busy."""
+        links = self._setting.cluster.intra_node, self._setting.cluster.inter_node
+        return np.where(near, *(_occupied_ms(each, num_bytes) for each in links))
 
 
 def _flows(first: StepUnit, then: StepUnit, beside: StepUnit) -> _Flows:
     uses = (first.lengths.tokens > 0) & (then.lengths.tokens > 0)
     pairs, of_sample = np.unique((first.cell * len(then.tokens) + then.cell)[uses], return_inverse=True)
     source, target = np.divmod(pairs, len(then.tokens))
-    tokens, made_of = (loads(each.lengths.tokens[uses], of_sample, len(pairs)) for each in (beside, first))
-    return _Flows(first=first, then=then, source=source, target=target, tokens=tokens, made_of=made_of)
+    tokens = loads(beside.lengths.tokens[uses], of_sample, len(pairs))
+    return _Flows(first=first, then=then, source=source, target=target, tokens=tokens)
 
 
 def _occupied_ms(link: Link, num_bytes: Floats) -> Floats:

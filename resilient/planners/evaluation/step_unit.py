@@ -3,19 +3,23 @@
 A sample is a whole: one lane has it. Planners say its pipeline and microbatch; over a pipeline's lanes the samples of a
 microbatch are dealt the longest first, and of such heaps the larger goes to the lane that had less to do before. The
 devices of a lane share its samples by tensor and context parallelism, with the messages that these take.
+
+Samples of a cell that go to different cells of the next unit are parts of it, as the executor runs them: each a call of
+its own, that takes what calls take beside their tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.packing.balance import deal_whole, loads
-from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica
+from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Place, Replica, Setting
 from resilient.planners.stages.call_work import Calls, CallWork, Work
 from resilient.planners.stages.degraded_replicas import ranks_left, tokens_held
 from resilient.planners.stages.device_layout import lane_part, lanes_of_pipelines
@@ -35,9 +39,10 @@ class StepUnit:
         width: Cells of each lane.
         cell: Of each sample.
         counted: The cells that count as microbatches: of each lane those up to the last that is used.
-        tokens: Of each cell.
-        there: Whether it is: if it has some, or devices are in step with those of another that does.
-        work: What cells take at full speed.
+        whole: Whether cells have one part.
+        tokens: Of each part of each cell. [num_cells, num_parts]
+        there: Whether a cell is: if it has some, or devices are in step with those of another that does.
+        parts: What the parts of cells take at full speed. [num_stages, num_cells, num_parts]
         calls: What they take, call by call; None where devices that divide a copy wait for each other.
         held: Times the tokens of before that devices of each cell hold of it, after losses.
         speeds: Of each cell's pipeline.
@@ -50,9 +55,10 @@ class StepUnit:
     width: int
     cell: Ints
     counted: Flags
+    whole: bool
     tokens: Floats
     there: Flags
-    work: Work
+    parts: Work
     calls: CallWork | None
     held: Floats
     speeds: Floats
@@ -66,7 +72,21 @@ class StepUnit:
         assignment: Assignment,
         batch: SampleTable,
         replicas: Sequence[Replica],
+        then: StepUnit | None = None,
     ) -> StepUnit:
+        """Return a unit's work.
+
+        Args:
+            configuration: How the job uses its devices.
+            costs: Of the unit.
+            assignment: Where the samples go.
+            batch: They.
+            replicas: What ``assign`` was given.
+            then: The unit that uses what this one makes, in cells of its own; None: none does.
+
+        Raises:
+            ValueError: Its layers are not spread over its stages, or a place is not within the replicas.
+        """
         spread = assignment.spread(configuration, costs.name)
         place, lengths = assignment.units[costs.name], batch.units[costs.name]
         _check(costs, spread, place, replicas)
@@ -86,9 +106,14 @@ class StepUnit:
         np.maximum.at(last, lane, position + 1)
         pipeline = np.repeat(np.searchsorted(lanes[:, 1], np.arange(num_lanes), side="right"), width)
         pipeline[cell] = place.replica
-        calls = _calls(place, cell, lengths, spread, num_lanes * width, padded=costs.padded)
+        backwards = _backwards(costs, spread)
+        whole = configuration.has_whole_cells(costs.name) or not backwards[-1]
+        part = np.zeros_like(cell) if whole or then is None else _parts(cell, lengths, then)
+        num_parts = int(part.max(initial=0)) + 1
+        piece = cell * num_parts + part
+        calls = _calls(place, piece, lengths, spread, num_lanes * width * num_parts, padded=costs.padded)
         alone = CallWork.of(costs, spread, calls)
-        tokens = loads(lengths.tokens, cell, num_lanes * width)
+        tokens = loads(lengths.tokens, piece, num_lanes * width * num_parts).reshape(-1, num_parts)
         grouped = place.degree is not None
         held = np.array([1.0 if grouped else tokens_held(spread, each.devices) for each in replicas])
         speeds = np.array([_grouped_speed(spread, each) if grouped else each.speed for each in replicas])
@@ -100,14 +125,20 @@ class StepUnit:
             width=width,
             cell=cell,
             counted=(np.arange(width) < last[:, None]).ravel(),
+            whole=whole,
             tokens=tokens,
-            there=tokens > 0,
-            work=_held(alone.by_cell(spread.cp), held[pipeline]),
+            there=tokens.sum(axis=1) > 0,
+            parts=_held(alone.by_cell(spread.cp).in_parts(num_parts), held[pipeline]),
             calls=alone,
             held=held[pipeline],
             speeds=speeds[pipeline],
-            backwards=_backwards(costs, spread),
+            backwards=backwards,
         )
+
+    @cached_property
+    def work(self) -> Work:
+        """What cells take at full speed. [num_stages, num_cells]"""
+        return self.parts.together()
 
     def with_encoders(self, encoders: Sequence[StepUnit]) -> StepUnit:
         """Return the language model as one unit with encoders that each of its stages runs for itself.
@@ -125,7 +156,7 @@ class StepUnit:
             self,
             tokens=np.sum([each.tokens for each in (self, *encoders)], axis=0),
             there=np.any([each.there for each in (self, *encoders)], axis=0),
-            work=self._with_work_of(encoders),
+            parts=self._with_work_of(encoders),
             backwards=tuple(max([each, *(other.backwards[0] for other in encoders)]) for each in self.backwards),
         )
 
@@ -139,9 +170,9 @@ class StepUnit:
             for each in encoders:
                 assert each.calls is not None
                 together = each.calls.followed_by(together)
-            return _held(together.by_cell(self.spread.cp), self.held)
-        works = [each.work for each in (self, *encoders)]
-        nothing = np.zeros_like(self.work.forward_ms)
+            return _held(together.by_cell(self.spread.cp).in_parts(1), self.held)
+        works = [each.parts for each in (self, *encoders)]
+        nothing = np.zeros_like(self.parts.forward_ms)
         forward = sum((each.forward_ms for each in works), nothing)
         backward = sum((each.backward_ms for each in works), nothing)
         filled = sum(((each.forward_ms + each.backward_ms) * each.filled for each in works), nothing)
@@ -156,12 +187,55 @@ class StepUnit:
     @property
     def std_ms(self) -> float:
         """Standard deviation of its cells' times at full speed."""
-        total = (self.work.forward_ms + self.work.backward_ms).sum(axis=0)[self.counted]
+        total = (self.parts.forward_ms + self.parts.backward_ms).sum(axis=(0, 2))[self.counted]
         return float(total.std()) if len(total) else 0.0
 
 
+def step_units(
+    setting: Setting,
+    configuration: Configuration,
+    assignment: Assignment,
+    batch: SampleTable,
+    replicas: Sequence[Replica],
+) -> list[StepUnit]:
+    """Return what each unit does in a step as if each lane were alone, in order of execution.
+
+    Args:
+        setting: The job.
+        configuration: How it uses its devices.
+        assignment: Where the samples go.
+        batch: They.
+        replicas: What ``assign`` was given.
+
+    Raises:
+        ValueError: As :meth:`StepUnit.of`.
+    """
+    found: dict[str, StepUnit] = {}
+    for costs in reversed(setting.costs.units):
+        # Encoders make what the language model uses, and that what the unit behind it does.
+        then = found.get(LLM) or (next(iter(found.values()), None) if costs.name == LLM else None)
+        if configuration.encoders is Encoders.REPLICATED:
+            then = None  # all are one unit
+        found[costs.name] = StepUnit.of(configuration, costs, assignment, batch, replicas, then)
+    return list(found.values())[::-1]
+
+
 def _held(work: Work, held: Floats) -> Work:
-    return replace(work, kept_bytes=work.kept_bytes * held)
+    """Return the work of parts of cells whose devices hold so many times the tokens."""
+    return replace(work, kept_bytes=work.kept_bytes * held[:, None])
+
+
+def _parts(cell: Ints, lengths: Lengths, then: StepUnit) -> Ints:
+    """Return the part of its cell that each sample is in: the next unit's cells are numbered as it needs them.
+
+    Samples that do not go there are in the first part.
+    """
+    uses = (lengths.tokens > 0) & (then.lengths.tokens > 0)
+    pairs, of_sample = np.unique((cell * len(then.tokens) + then.cell)[uses], return_inverse=True)
+    source = pairs // len(then.tokens)
+    part = np.zeros_like(cell)
+    part[uses] = (np.arange(len(pairs)) - np.searchsorted(source, source))[of_sample]
+    return part
 
 
 def _check(costs: UnitCosts, spread: Parallelism, place: Place, replicas: Sequence[Replica]) -> None:
@@ -196,7 +270,7 @@ def _grouped_speed(spread: Parallelism, replica: Replica) -> float:
 
 
 def _calls(place: Place, cell: Ints, lengths: Lengths, spread: Parallelism, num_cells: int, *, padded: bool) -> Calls:
-    """Return the calls of a unit: one of each group of devices in each cell."""
+    """Return the calls of a unit: one of each group of devices in each cell, or part of one."""
     if place.group is None or place.degree is None:
         group, degree = np.zeros_like(cell), np.full_like(cell, spread.cp)
     else:

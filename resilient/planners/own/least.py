@@ -46,7 +46,7 @@ def _of_batch(setting: Setting, configuration: Configuration, batch: SampleTable
         step_ms += forward_ms + backward_ms
         forwards_ms += forward_ms
         sums = gradient_sum_ms(unit, spread, setting.cluster, configuration.shard)
-        sums_ms = max(sums_ms, float(sums[0]))
+        sums_ms += float(sums[0])  # one after the other, as units share the network of their devices
     language = configuration.units[LLM]
     whole = language.cp == 1 and configuration.encoders is Encoders.REPLICATED
     longest_ms = float(sum(work.values(), np.zeros(1)).max(initial=0.0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -21,6 +21,7 @@ from resilient.planners.stages.stage_work import (
     firsts_of,
     kept_bytes,
     num_recomputed,
+    shared_sum_ms,
     state_bytes,
 )
 from resilient.templates.common.arrays import Floats, Ints
@@ -83,11 +84,6 @@ def template_of(setting: Setting, configuration: Configuration, samples: SampleT
 def decision_of(template: PipelineTemplate) -> Configuration:
     """Return the configuration that a template was made of."""
     return msgspec.json.decode(template.decision, type=Configuration)
-
-
-def encoders_come_first(configuration: Configuration) -> bool:
-    """Return whether encoders do all their forwards before the language model's, and their backwards after them."""
-    return configuration.colocated and configuration.encoders is not Encoders.REPLICATED
 
 
 def several(configuration: Configuration, count: int) -> Configuration:
@@ -188,8 +184,8 @@ def _sync_ms(setting: Setting, configuration: Configuration, samples: SampleTabl
         ]
         for unit in setting.costs.units
     }
-    groups: Sequence[Sequence[UnitCosts]] = [setting.costs.units]
-    if configuration.colocated:  # all of the encoders' backwards come last
-        groups = [[unit] for unit in setting.costs.units]
-    spreads = several(configuration, 2).units
-    return max(exposed_sum_ms(group, spreads, setting.cluster, backward) for group in groups)
+    units, spreads = setting.costs.units, several(configuration, 2).units
+    if not configuration.colocated:
+        return exposed_sum_ms(units, spreads, setting.cluster, backward)
+    encoding_ms = sum(float(each.sum()) for name, each in backward.items() if name != LLM)
+    return shared_sum_ms(units, spreads, setting.cluster, backward, encoding_ms)

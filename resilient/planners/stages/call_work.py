@@ -36,7 +36,7 @@ class Calls:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Work:
-    """Time and memory of microbatches on each stage; all ``[num_stages, num_cells]``.
+    """Time and memory of microbatches on each stage; all ``[num_stages, num_cells]``, or with their parts behind.
 
     Args:
         forward_ms: Time of the forward.
@@ -49,6 +49,26 @@ class Work:
     backward_ms: Floats
     kept_bytes: Floats
     filled: Floats
+
+    def in_parts(self, num_parts: int) -> Work:
+        """Return the work of parts that follow each other, so many of each microbatch, as such."""
+        forward, backward, kept, filled = (
+            each.reshape(len(each), -1, num_parts)
+            for each in (self.forward_ms, self.backward_ms, self.kept_bytes, self.filled)
+        )
+        return Work(forward_ms=forward, backward_ms=backward, kept_bytes=kept, filled=filled)
+
+    def together(self) -> Work:
+        """Return the work of microbatches, of that of their parts."""
+        times = self.forward_ms + self.backward_ms
+        total = times.sum(axis=-1)
+        filled = (times * self.filled).sum(axis=-1)
+        return Work(
+            forward_ms=self.forward_ms.sum(axis=-1),
+            backward_ms=self.backward_ms.sum(axis=-1),
+            kept_bytes=self.kept_bytes.sum(axis=-1),
+            filled=np.divide(filled, total, out=np.ones_like(total), where=total > 0),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,7 +11,8 @@ from resilient.errors import ArgumentError
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM
 from resilient.planners.planner import Configuration, Parallelism, Replica, Setting
-from resilient.planners.stages.device_layout import lane_part, used_devices
+from resilient.planners.stages.device_layout import DeviceLayout, lane_part, used_devices
+from resilient.planners.stages.node_places import nodes_of_state, part_of_each
 from resilient.planners.stages.stage_work import state_bytes
 from resilient.templates.common.arrays import Floats
 
@@ -77,11 +78,29 @@ def left_bytes(
     """
     left = min(max(spread.dp * len(replicas) // configuration.units[LLM].dp, 1), spread.dp)
     there = lane_part(spread, configuration.units[LLM], len(replicas))
-    of_part = {
-        part: state_bytes(setting, unit, replace(spread, dp=left), shard=configuration.shard, devices=part * there)
-        for part in {each.devices for each in replicas}
-    }
+    fullest = _fullest_part(setting, unit, configuration, len(replicas))
+    of_part: dict[float, Floats] = {}
+    for part in {each.devices for each in replicas}:
+        devices = part * there
+        of_part[part] = state_bytes(
+            setting,
+            unit,
+            replace(spread, dp=left),
+            shard=configuration.shard,
+            devices=devices,
+            least_part=np.minimum(fullest / devices, 1.0),
+        )
     return np.stack([of_part[each.devices] for each in replicas])
+
+
+def _fullest_part(setting: Setting, unit: UnitCosts, configuration: Configuration, num_replicas: int) -> Floats:
+    """Return the part of a stage's optimizer on the device that has most, as nodes divide its copies. [num_stages]"""
+    if not setting.max_failures:
+        return np.zeros(1)  # every device has as much
+    layout = DeviceLayout(configuration, num_replicas)
+    spread = configuration.units[unit.name]
+    nodes = nodes_of_state(layout, spread, unit.name, setting.cluster.devices_per_node)
+    return part_of_each(nodes, setting.max_failures + 1).max(axis=1)
 
 
 def ranks_left(spread: Parallelism, devices: float) -> int:

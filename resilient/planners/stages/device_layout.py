@@ -66,6 +66,7 @@ class DeviceLayout:
         rows: By unit, of each lane's stages. [num_lanes, num_stages]
         pipelines: The first pipeline that each row works for. [num_rows]
         sizes: Devices of each row. [num_rows]
+        firsts: The first device of each, where pipelines follow each other, and rows within them. [num_rows]
         replicated: Whether each stage of the language model runs all encoders, whose rows are its own.
     """
 
@@ -102,6 +103,13 @@ class DeviceLayout:
             sizes.append(np.full(count * depth, spread.tp * spread.cp))
         self.pipelines: Ints = np.concatenate(pipelines)
         self.sizes: Ints = np.concatenate(sizes)
+        order = np.argsort(self.pipelines, kind="stable")
+        self.firsts: Ints = np.empty_like(self.sizes)
+        self.firsts[order] = np.cumsum(self.sizes[order]) - self.sizes[order]
+
+    def host(self, name: str) -> str:
+        """Return the unit whose stages run one."""
+        return LLM if self.replicated else name
 
     def _sharing(self, configuration: Configuration) -> Sequence[tuple[str, ...]]:
         """Return the units of each set of rows."""

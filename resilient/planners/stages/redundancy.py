@@ -1,8 +1,4 @@
-"""On how many nodes state is: what decides how many of them a job survives losing at the same time.
-
-Pipelines have consecutive devices, one pipeline after the other, as :mod:`resilient.planners.stages.degraded_replicas`
-takes them away; within a pipeline, lanes and their stages follow each other.
-"""
+"""On how many nodes state is: what decides how many of them a job survives losing at the same time."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM
 from resilient.planners.planner import Configuration, Setting
 from resilient.planners.stages.device_layout import DeviceLayout
+from resilient.planners.stages.node_places import nodes_of_state
 from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.common.words import counted
 
@@ -79,14 +76,5 @@ if their answer is not redundant, then what the second does."""
 def _nodes_of_state(setting: Setting, configuration: Configuration, name: str) -> Ints:
     """Return on how many nodes is what each tensor-parallel rank of each stage of a unit holds. [num_stages, tp]"""
     layout = DeviceLayout(configuration, configuration.units[LLM].dp)
-    order = np.argsort(layout.pipelines, kind="stable")
-    first = np.empty_like(layout.sizes)
-    first[order] = np.cumsum(layout.sizes[order]) - layout.sizes[order]
-    spread = configuration.units[name]
-    rows = layout.rows[LLM if layout.replicated else name]
-    if layout.replicated and name != LLM:
-        rows = rows.reshape(-1, 1)  # every stage has all of it
-    ranks = np.arange(spread.tp)[:, None] + spread.tp * np.arange(spread.cp)
-    devices = first[rows][:, :, None, None] + ranks  # [num_lanes, num_stages, tp, cp]
-    nodes = np.moveaxis(devices // setting.cluster.devices_per_node, 0, -1).reshape(rows.shape[1], spread.tp, -1)
+    nodes = nodes_of_state(layout, configuration.units[name], name, setting.cluster.devices_per_node)
     return 1 + (np.diff(np.sort(nodes)) > 0).sum(axis=-1)

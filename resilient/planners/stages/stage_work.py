@@ -21,7 +21,13 @@ def dealt_by(unit: UnitCosts, spread: Parallelism) -> Curve:
 
 
 def state_bytes(
-    setting: Setting, unit: UnitCosts, spread: Parallelism, *, shard: int = 1, devices: float = 1.0
+    setting: Setting,
+    unit: UnitCosts,
+    spread: Parallelism,
+    *,
+    shard: int = 1,
+    devices: float = 1.0,
+    least_part: npt.ArrayLike = 0.0,
 ) -> Floats:
     """Return what parameters, gradients and the optimizer take on a device of each row of a replica. [pp]
 
@@ -35,13 +41,14 @@ def state_bytes(
         spread: How it is spread.
         shard: Devices that divide a copy.
         devices: Part of a replica's devices that is left.
+        least_part: What the fullest device has at least of the state that is spread, of each stage.
     """
     copies = spread.dp * spread.cp * devices
-    part, whole = float(setting.sharded_part(copies)), 1 / min(spread.cp * devices, 1.0)
+    part, whole = np.maximum(setting.sharded_part(copies), least_part), 1 / min(spread.cp * devices, 1.0)
     of_gradients = of_parameters = whole
     if shard > 1:
         of_gradients = whole / min(shard, spread.dp * spread.cp)
-        of_parameters = part = max(of_gradients, part)
+        of_parameters = part = np.maximum(of_gradients, part)
     parameters = by_stage(spread, [layer.parameter_bytes for layer in unit.layers]) * of_parameters
     gradients = by_stage(spread, [layer.gradient_bytes for layer in unit.layers]) * of_gradients
     optimizer = by_stage(spread, [layer.optimizer_bytes for layer in unit.layers]) * part
@@ -109,8 +116,8 @@ def exposed_sum_ms(
     Beyond the papers, whose predictions end with the last backward; without this, they choose many small replicas whose
     sums take as long as the step. A layer's sum starts when its last backward ends, and those of a stage follow each
     other. While a stage sums, the stages before it still run their last backward, and after the language model's first
-    stage so do encoders. Where encoders run all their backwards after the language model's, ask for them and for the
-    language model apart.
+    stage so do encoders. Where these share its devices and run all their backwards after its own, it is
+    :func:`shared_sum_ms`.
 
     Args:
         units: Those that are summed.
@@ -125,21 +132,68 @@ def exposed_sum_ms(
     for unit in units:
         spread = spreads[unit.name]
         sums = gradient_sum_ms(unit, spread, cluster)
-        left = float(unhidden_ms(sums, backward_ms[unit.name], np.array(spread.stage_layers)))
+        left = float(unhidden_ms(sums, backward_ms[unit.name], sums * last_part(unit, spread)))
         exposed = max(exposed, left - encoders_ms if unit.name == LLM else left)
     return exposed
 
 
-def unhidden_ms(sums_ms: Floats, backward_ms: Floats, layers: Ints) -> Floats:
+def shared_sum_ms(
+    units: Sequence[UnitCosts],
+    spreads: Mapping[str, Parallelism],
+    cluster: Cluster,
+    backward_ms: Mapping[str, Floats],
+    encoding_ms: float,
+) -> float:
+    """Return the same where all units share devices, whose sums follow each other, and encoders' backwards come last.
+
+    Args:
+        units: Those that are summed.
+        spreads: How each is spread.
+        cluster: The nodes.
+        backward_ms: As there.
+        encoding_ms: What the encoders' backwards take, after the language model's.
+    """
+    left = 0.0
+    for unit in sorted(units, key=lambda unit: unit.name != LLM):
+        own = exposed_sum_ms([unit], spreads, cluster, backward_ms)
+        if unit.name == LLM:
+            left = own - encoding_ms
+        else:
+            left = max(own, left + float(gradient_sum_ms(unit, spreads[unit.name], cluster).max()))
+    return max(left, 0.0)
+
+
+def last_part(unit: UnitCosts, spread: Parallelism) -> Floats:
+    """Return the part of each stage's gradients that is final last: that of its first layer that has one.
+
+    An embedding has many times what the layers after it do. [num_stages]
+    """
+    sizes = np.array([layer.gradient_bytes for layer in unit.layers], np.float64)
+    total = by_stage(spread, sizes)
+    return np.divide(final_last(sizes, firsts_of(spread)), total, out=np.zeros_like(total), where=total > 0)
+
+
+def final_last(gradient_bytes: Floats, firsts: Ints) -> Floats:
+    """Return the gradient that is final last in each stage: of its first layer that has one. [num_stages]
+
+    Args:
+        gradient_bytes: Of each layer.
+        firsts: The first layer of each stage.
+    """
+    stages = np.split(gradient_bytes, firsts[1:])
+    return np.array([each[each > 0][0] if each.any() else 0.0 for each in stages], np.float64)
+
+
+def unhidden_ms(sums_ms: Floats, backward_ms: Floats, last_ms: Floats) -> Floats:
     """Return how long after the last backward of its first stage a unit has summed its gradients; negative if before.
 
     Args:
         sums_ms: Of each stage, ``[..., num_stages]``.
         backward_ms: A microbatch's, ``[num_stages]``.
-        layers: Of each stage, ``[num_stages]``.
+        last_ms: Of the sums, what can only begin after a stage's last backward; of the shape of the first.
     """
     before = np.cumsum(backward_ms) - backward_ms
-    return (np.maximum(sums_ms - backward_ms, sums_ms / layers) - before).max(axis=-1)
+    return (np.maximum(sums_ms - backward_ms, last_ms) - before).max(axis=-1)
 
 
 def ring_ms(num_bytes: Floats, ring: npt.ArrayLike, num_devices: npt.ArrayLike, cluster: Cluster) -> Floats:
@@ -151,15 +205,40 @@ def ring_ms(num_bytes: Floats, ring: npt.ArrayLike, num_devices: npt.ArrayLike, 
         num_devices: Of the whole unit: within a node, rings are, too.
         cluster: The nodes.
     """
-    return 2 * _around_ms(num_bytes, ring, num_devices, cluster)
+    return placed_ring_ms(num_bytes, ring, _members(ring, num_devices, cluster), cluster)
 
 
-def gathers_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster, shard: int) -> tuple[Floats, Floats]:
+def placed_ring_ms(num_bytes: Floats, ring: npt.ArrayLike, members: npt.ArrayLike, cluster: Cluster) -> Floats:
+    """Return how long rings take to sum so many bytes on each of their devices; nothing to sum takes no time.
+
+    Args:
+        num_bytes: Any shape that goes with those of the next two.
+        ring: Devices of each ring.
+        members: Of them, those on the node that has fewest: all where the ring is within one.
+        cluster: The nodes.
+    """
+    return 2 * _around_ms(num_bytes, ring, members, cluster)
+
+
+def gathers_ms(
+    unit: UnitCosts, spread: Parallelism, cluster: Cluster, shard: int, members: npt.ArrayLike | None = None
+) -> tuple[Floats, Floats]:
     """Return how long the messages of devices that divide a copy take: parameters before a forward; before a backward
-    again, and then gradients. Each [num_stages]."""
+    again, and then gradients. Each [num_stages].
+
+    Args:
+        unit: The unit.
+        spread: How it is spread.
+        cluster: The nodes.
+        shard: Devices that divide a copy.
+        members: Of them, those on the node that has fewest, of each stage; None where stages lie as if alone.
+    """
     ring = min(shard, spread.dp * spread.cp)
+    if members is None:
+        members = _members(ring, ring * spread.pp * spread.tp, cluster)
+    of_layers = np.repeat(np.broadcast_to(members, spread.num_stages), spread.stage_layers)
     gather, scatter = (
-        _around_ms(np.array(num_bytes) / spread.tp, ring, ring * spread.pp * spread.tp, cluster)
+        _around_ms(np.array(num_bytes) / spread.tp, ring, of_layers, cluster)
         for num_bytes in (
             [layer.parameter_bytes for layer in unit.layers],
             [layer.gradient_bytes * layer.trainable for layer in unit.layers],
@@ -169,16 +248,21 @@ def gathers_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster, shard: in
     return by_stage(spread, gather), by_stage(spread, gather * passed + scatter)
 
 
-def _around_ms(num_bytes: Floats, ring: npt.ArrayLike, num_devices: npt.ArrayLike, cluster: Cluster) -> Floats:
+def _members(ring: npt.ArrayLike, num_devices: npt.ArrayLike, cluster: Cluster) -> Floats:
+    """Return how many devices of a ring are on each node, if the rings of a unit fill one after the other."""
+    size = np.asarray(ring, dtype=np.float64)
+    return np.clip(cluster.devices_per_node * size / np.asarray(num_devices), 1.0, size)
+
+
+def _around_ms(num_bytes: Floats, ring: npt.ArrayLike, members: npt.ArrayLike, cluster: Cluster) -> Floats:
     """Return how long bytes, of which each device has an equal part, take until all of a ring have had all."""
-    size, devices = np.asarray(ring, dtype=np.float64), np.asarray(num_devices)
+    size, own = np.asarray(ring, dtype=np.float64), np.asarray(members, dtype=np.float64)
     part = num_bytes / size
     # Of what leaves a node, the cards of all devices that a ring has there take equal parts.
-    members = np.clip(cluster.devices_per_node * size / devices, 1.0, size)
     near = _message_ms(cluster.intra_node, part)
-    far = _message_ms(cluster.inter_node, part / (members * cluster.cards_per_device))
-    far = np.where(members > 1, np.maximum(near, far), far)
-    return np.where(num_bytes > 0, (size - 1) * np.where(devices <= cluster.devices_per_node, near, far), 0.0)
+    far = _message_ms(cluster.inter_node, part / (own * cluster.cards_per_device))
+    far = np.where(own > 1, np.maximum(near, far), far)
+    return np.where(num_bytes > 0, (size - 1) * np.where(own < size, far, near), 0.0)
 
 
 def _message_ms(link: Link, num_bytes: Floats) -> Floats:

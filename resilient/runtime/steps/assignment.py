@@ -83,4 +83,4 @@ class StepAssignment:
                     name = lanes.name(pipeline, LaneName(unit, lane))
                     samples[name].setdefault(cell, []).append(sample)
         ordered = {lane: {cell: tuple(cells[cell]) for cell in sorted(cells)} for lane, cells in samples.items()}
-        return StepCells(samples=ordered, feeds=lanes.feeds)
+        return StepCells(samples=ordered, feeds=lanes.feeds, whole=lanes.whole)

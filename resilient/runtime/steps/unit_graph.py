@@ -9,7 +9,7 @@ from itertools import chain
 from resilient.pipeline.p2p import Channel
 from resilient.pipeline.row_actions import Border
 from resilient.planners.costs.samples import LLM
-from resilient.planners.pipelines.decision import decision_of, encoders_come_first
+from resilient.planners.pipelines.decision import decision_of
 from resilient.templates.plan import Plan
 from resilient.templates.schedules.graph import CHAIN, Backward, LaneName, StageName, StepGraph, UnitLane
 from resilient.templates.schedules.schedule import Schedule
@@ -33,6 +33,7 @@ class PlanLanes:
         specs: Of each stage, what its template says.
         rank_of: Of each stage.
         feeds: As given.
+        whole: Lanes whose cells have one part: what has no backward, and what its planner differentiates at once.
     """
 
     def __init__(self, plan: Plan, feeds: Sequence[tuple[str, str]], trained: Sequence[bool]) -> None:
@@ -58,6 +59,7 @@ class PlanLanes:
             self._ranks.append(range(first_rank, first_rank + len(template.rows)))
             first_rank += len(template.rows)
             num_lanes.update(lane.unit for lane in template.lanes)
+        self.whole = frozenset(filter(self._is_whole, self._stages))
 
     def name(self, pipeline: int, lane: LaneName) -> LaneName:
         """Return what is called ``lane`` in a pipeline's template."""
@@ -121,6 +123,7 @@ class PlanLanes:
                 rows=tuple(row_of[self.rank_of[stage]] for stage in self._stages[name]),
                 cells=tuple(cells.samples[name]),
                 backwards=tuple(self._backward_of[stage] for stage in self._stages[name]),
+                whole=name in self.whole,
             )
             for name in names
         )
@@ -130,9 +133,16 @@ class PlanLanes:
             pace=LLM,
             lead=decision.lead,
             split=split,
-            apart=encoders_come_first(decision),
+            apart=decision.encoders_come_first,
             states=states and [states(self.specs[stage]) for name in names for stage in self._stages[name]],
         )
+
+    def _is_whole(self, lane: LaneName) -> bool:
+        last = self._stages[lane][-1]
+        if not self._backward_of[last]:
+            return True
+        decision = self._templates[0].decision
+        return bool(decision) and decision_of(self._templates[0]).has_whole_cells(lane.unit)
 
     def _touching(self, stage: StageName) -> Iterator[Border]:
         """Yield the borders of a stage."""

@@ -96,7 +96,9 @@ class UnitTimes:
                 tokens = assignment.lengths(lane.unit).tokens[list(cells.samples[lane][action.index])]
                 return float(tokens.sum()) * self._costs.by_name[lane.unit].boundary_bytes
             unit = handed_over(lane.unit, action.peer.lane.unit)
-            tokens = assignment.lengths(unit).tokens[list(cells.part(lane, action.index, action.part))]
+            wanted = set(cells.samples[action.peer.lane][action.peer.cell])
+            made = cells.part(lane, action.index, action.part)
+            tokens = assignment.lengths(unit).tokens[[sample for sample in made if sample in wanted]]
             return float(tokens.sum()) * self._costs.by_name[unit].output_bytes
 
         def action_ms(action: Action, link: Link) -> float:

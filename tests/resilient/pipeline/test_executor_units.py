@@ -146,7 +146,8 @@ def case(seed: int) -> Case:
             of_lane, cell = cells[chosen.choice(lanes)], chosen.randrange(4)
             of_lane[cell] = (*of_lane.get(cell, ()), sample)
         placed |= {lane: dict(sorted(each.items())) for lane, each in cells.items()}
-    step = StepCells(samples=placed, feeds=FEEDS[: len(units) - 1])
+    whole = frozenset(lane for lane in placed if chosen.random() < 0.4)
+    step = StepCells(samples=placed, feeds=FEEDS[: len(units) - 1], whole=whole)
     kinds = _backwards(units, frozen)
     names = [name for unit in units for name in LAYERS[unit]]
     num_rows_ = chosen.randint(1, 4)
@@ -156,6 +157,7 @@ def case(seed: int) -> Case:
             rows=tuple(chosen.randrange(num_rows_) for _ in LAYERS[lane.unit]),
             cells=tuple(cells),
             backwards=tuple(kinds[name] for name in LAYERS[lane.unit]),
+            whole=lane in whole,
         )
         for lane, cells in placed.items()
     )
@@ -325,3 +327,5 @@ def test_steps_drawn_defer_split_backwards_and_join_what_several_lanes_make() ->
     assert any(part for _, part in flows)
     assert any(flow.source.number for flow, _ in flows)
     assert any(flow.source.unit == "llm" and part for flow, part in flows)
+    whole = [(unit, lane.whole) for seed in range(40) for lane in case(seed).graph.lanes for unit in [lane.name.unit]]
+    assert {("vision", True), ("vision", False), ("llm", True), ("llm", False)} <= set(whole)

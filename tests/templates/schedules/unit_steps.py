@@ -49,7 +49,8 @@ def random_graph(rng: Random) -> StepGraph:
         rows = tuple(rng.randrange(num_rows) for _ in range(num_stages))
         if rng.random() < 0.3:  # comes to the same rows again and again
             rows = tuple((rows[0] + stage % max(1, num_stages // 2)) % num_rows for stage in range(num_stages))
-        lanes.insert(0, UnitLane(name=name, rows=rows, cells=tuple(cells), backwards=tuple(kinds)))
+        whole = rng.random() < 0.4
+        lanes.insert(0, UnitLane(name=name, rows=rows, cells=tuple(cells), backwards=tuple(kinds), whole=whole))
     return StepGraph(lanes=tuple(lanes), flows=flows, num_rows=num_rows)
 
 
@@ -265,10 +266,12 @@ class PlainExecutor:
 
     def part(self, flow: Flow) -> int:
         """Return which part of its source a flow is."""
+        if self.lanes[flow.source].whole:
+            return 0
         return [each for each in self.graph.flows if each[:2] == flow[:2]].index(flow)
 
     def num_parts(self, lane: UnitLane, cell: int) -> int:
-        return max(1, Counter(flow[:2] for flow in self.graph.flows)[lane.name, cell])
+        return 1 if lane.whole else max(1, Counter(flow[:2] for flow in self.graph.flows)[lane.name, cell])
 
     def backwards(self, lane: UnitLane, stage: int, cell: int) -> Iterator[Action]:
         for part in range(self.num_parts(lane, cell)):

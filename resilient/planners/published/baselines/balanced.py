@@ -25,7 +25,7 @@ from resilient.planners.published.baselines.mean_microbatch import (
     num_microbatches,
 )
 from resilient.planners.published.baselines.uniform import Uniform
-from resilient.planners.stages.stage_work import exposed_sum_ms, gathers_ms, state_bytes
+from resilient.planners.stages.stage_work import gathers_ms, shared_sum_ms, state_bytes
 from resilient.templates.common.arrays import Floats
 
 
@@ -184,9 +184,5 @@ def _colocated(setting: Setting, samples: SampleTable, pp: int, tp: int, cp: int
         backward_ms[unit.name] = stages.backward_ms
         num_bytes += stages.state_bytes(setting.sharded_part(dp * cp)) + stages.activation_bytes(in_flight)
     if fits(setting, num_bytes):
-        # While the language model's gradients are summed, encoders run all their backwards.
-        language = setting.costs.by_name[LLM]
-        encoders = [unit for unit in setting.costs.units if unit is not language]
-        sums = exposed_sum_ms([language], spread, setting.cluster, backward_ms) - afterwards
-        predicted += max(sums, exposed_sum_ms(encoders, spread, setting.cluster, backward_ms))
+        predicted += shared_sum_ms(setting.costs.units, spread, setting.cluster, backward_ms, afterwards)
         yield Configuration(units=spread, num_microbatches=number, colocated=True, predicted_ms=predicted)

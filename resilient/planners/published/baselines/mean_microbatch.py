@@ -18,6 +18,7 @@ from resilient.planners.costs.cost_model import CostModel, UnitCosts
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Replica, Setting
 from resilient.planners.stages.one_pipeline import is_asked_for
+from resilient.planners.stages.stage_work import final_last
 from resilient.templates.common.arrays import Floats
 
 
@@ -49,6 +50,7 @@ class Stages:
         backward_ms: Likewise.
         held_bytes: Parameters and gradients on each device.
         gradient_bytes: The gradients alone.
+        last_bytes: Of these, what is final last.
         optimizer_bytes: The optimizer of those, before it is sharded over replicas.
         kept_bytes: Activations of a microbatch on each device, of layers that have a backward.
         deviation: Of a microbatch's tokens, by their mean.
@@ -59,6 +61,7 @@ class Stages:
     backward_ms: Floats
     held_bytes: Floats
     gradient_bytes: Floats
+    last_bytes: Floats
     optimizer_bytes: Floats
     kept_bytes: Floats
     deviation: Floats
@@ -100,11 +103,13 @@ class Stages:
         largest = (float(lengths.tokens.max()) - float(lengths.tokens.mean())) / tokens if tokens else 0.0
         held = [layer.parameter_bytes + layer.gradient_bytes for layer in unit.layers]
         kept = [layer.curves[index].activation_bytes * layer.has_backward for layer in unit.layers]
+        gradients = np.array([layer.gradient_bytes for layer in unit.layers]) / spread.tp
         return cls(
             forward_ms=forward_ms,
             backward_ms=backward_ms,
             held_bytes=np.array(held) / spread.tp,
-            gradient_bytes=np.array([layer.gradient_bytes for layer in unit.layers]) / spread.tp,
+            gradient_bytes=gradients,
+            last_bytes=gradients,
             optimizer_bytes=np.array([layer.optimizer_bytes for layer in unit.layers]) / spread.tp,
             kept_bytes=np.array(kept) * tokens,
             deviation=np.full(len(kept), deviation),
@@ -119,6 +124,7 @@ class Stages:
             backward_ms=np.add.reduceat(self.backward_ms, firsts),
             held_bytes=np.add.reduceat(self.held_bytes, firsts),
             gradient_bytes=np.add.reduceat(self.gradient_bytes, firsts),
+            last_bytes=final_last(self.last_bytes, firsts),
             optimizer_bytes=np.add.reduceat(self.optimizer_bytes, firsts),
             kept_bytes=np.add.reduceat(self.kept_bytes, firsts),
             deviation=self.deviation[firsts],
@@ -134,6 +140,7 @@ def chained(stages: Iterable[Stages]) -> Stages:
         backward_ms=np.concatenate([each.backward_ms for each in parts]),
         held_bytes=np.concatenate([each.held_bytes for each in parts]),
         gradient_bytes=np.concatenate([each.gradient_bytes for each in parts]),
+        last_bytes=np.concatenate([each.last_bytes for each in parts]),
         optimizer_bytes=np.concatenate([each.optimizer_bytes for each in parts]),
         kept_bytes=np.concatenate([each.kept_bytes for each in parts]),
         deviation=np.concatenate([each.deviation for each in parts]),

@@ -20,7 +20,7 @@ from resilient.planners.packing.balance import Cuts, loads
 from resilient.planners.packing.proportion import proportional
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Planner, Replica, Setting
 from resilient.planners.published.baselines.mean_microbatch import Stages, chained, common_degrees, fits
-from resilient.planners.stages.stage_work import by_stage, exposed_sum_ms
+from resilient.planners.stages.stage_work import by_stage, exposed_sum_ms, shared_sum_ms
 from resilient.templates.common.arrays import Flags, Floats
 
 _LANES = (1, 2, 3, 4, 6, 8)
@@ -202,8 +202,7 @@ class Estimates:
         units, cluster = self._setting.costs.units, self._setting.cluster
         if not plan.colocated:
             return exposed_sum_ms(units, plan.units, cluster, backward_ms)
-        own = [exposed_sum_ms([unit], plan.units, cluster, backward_ms) for unit in units]
-        return max(ms - afterwards * (unit.name == LLM) for unit, ms in zip(units, own, strict=True))
+        return shared_sum_ms(units, plan.units, cluster, backward_ms, afterwards)
 
     def _cells(self, plan: Configuration) -> dict[str, _Cells]:
         language, number = plan.units[LLM], plan.num_microbatches

@@ -167,12 +167,13 @@ class _Option:
         A unit that each stage has whole is summed over stages, too.
         """
         pp, replicas = len(self.stage_ms), dp[:, None]
-        sums = np.zeros((len(dp), pp))
+        sums, last = np.zeros((2, len(dp), pp))
         for each in self.stages:
             copies = replicas * self.cp * (pp // len(each.gradient_bytes))
-            sums = sums + ring_ms(each.gradient_bytes, copies, replicas * pp * self.size, cluster)
-        layers = sum((np.array(each) for each in self.stage_layers.values()), np.zeros(pp, np.int64))
-        return unhidden_ms(sums, self.backward_ms, layers)
+            own = ring_ms(each.gradient_bytes, copies, replicas * pp * self.size, cluster)
+            sums += own
+            last = np.maximum(last, own * each.last_bytes / np.maximum(each.gradient_bytes, 1))
+        return unhidden_ms(sums, self.backward_ms, last)
 
     def num_bytes(self, optimizer_part: Floats, number: int, language: _Option) -> Floats:
         """Return what each stage needs, with the microbatches that 1F1B has between its forward and its backward."""

@@ -32,7 +32,7 @@ from resilient.planners.published.dhp.groups import pack, pack_ranks
 from resilient.planners.stages.expected_step import expected, parallelism
 from resilient.planners.stages.memory_shares import kept_shares
 from resilient.planners.stages.one_pipeline import is_asked_for
-from resilient.planners.stages.stage_work import exposed_sum_ms, gradient_sum_ms, unhidden_ms
+from resilient.planners.stages.stage_work import exposed_sum_ms, gradient_sum_ms, last_part, unhidden_ms
 from resilient.templates.common.arrays import Floats
 
 _LARGER = 1.25
@@ -183,8 +183,10 @@ class _Candidates:
         }
         if configuration.encoders is Encoders.REPLICATED:
             backward_ms = sum((each.backward_ms for each in stages.values()), np.zeros(1))
-            sums = [(gradient_sum_ms(each, spreads[each.name], setting.cluster), len(each.layers)) for each in units]
-            left = max(float(unhidden_ms(ms, backward_ms, np.array([layers]))) for ms, layers in sums)
+            sums = [gradient_sum_ms(each, spreads[each.name], setting.cluster) for each in units]
+            lasts = [ms * last_part(each, spreads[each.name]) for ms, each in zip(sums, units, strict=True)]
+            last = next((each for each in lasts if each.any()), np.zeros(1))
+            left = float(unhidden_ms(np.sum(sums, axis=0), backward_ms, last))
             return number * float(sum(each.work_ms.sum() for each in stages.values())) + left
         stage_ms = chained(stages.values()).work_ms
         backwards = {name: each.backward_ms for name, each in stages.items()}

@@ -23,7 +23,7 @@ class Cell(NamedTuple):
 
 
 class Task(NamedTuple):
-    """One row's work on one cell: a forward of all of it, or the backward of a part of it."""
+    """One row's work on one cell: the forwards of all of its parts, or the backward of one."""
 
     cell: Cell
     stage: int
@@ -32,10 +32,10 @@ class Task(NamedTuple):
 
 
 def tasks_of(schedule: Schedule) -> list[list[Task]]:
-    """Return what each row computes, in its order."""
+    """Return what each row computes, in its order; frozen stages pass gradients on in backwards, too."""
     return [
         [
-            Task(Cell(each.lane.unit, each.lane.number, each.index), each.stage, each.op, each.part)
+            Task(Cell(each.lane.unit, each.lane.number, each.index), each.stage, min(each.op, Op.BACKWARD), each.part)
             for each in row
             if each.op.computes
         ]
@@ -60,11 +60,26 @@ class AnotherSimulator:
         self.cells: dict[Cell, list[int]] = defaultdict(list)
         for unit in configuration.units:
             self._deal(unit, assignment)
-        language = {sample: cell for cell, samples in self.cells.items() if cell.unit == LLM for sample in samples}
-        self.parts: dict[Cell, list[tuple[Cell | None, list[int]]]] = {}
+        self.targets: dict[Cell, list[tuple[Cell, list[int]]]] = {}
+        self.parts: dict[Cell, list[list[int]]] = {}
         for cell, samples in self.cells.items():
-            targets = [None] if cell.unit == LLM else sorted({language[each] for each in samples})
-            self.parts[cell] = [(to, [s for s in samples if to is None or language[s] == to]) for to in targets]
+            place = {each: to for to in self.cells if to.unit == self._then(cell.unit) for each in self.cells[to]}
+            users = sorted({place[each] for each in samples if each in place})
+            self.targets[cell] = [(to, [each for each in samples if place.get(each) == to]) for to in users]
+            if len(users) < 2 or self._at_once(cell.unit):
+                self.parts[cell] = [samples]
+                continue
+            self.parts[cell] = [[each for each in samples if place.get(each, users[0]) == to] for to in users]
+
+    def _then(self, unit: str) -> str | None:
+        """Return the unit that uses what one makes."""
+        names = list(self.configuration.units)
+        return LLM if names.index(unit) < names.index(LLM) else names[-1] if unit == LLM != names[-1] else None
+
+    def _at_once(self, unit: str) -> bool:
+        """Return whether cells have no parts: nothing is differentiated, or encoders wait for all gradients anyway."""
+        first = self.configuration.colocated and unit != LLM
+        return first or not self._trained(unit, self.configuration.units[unit].pp - 1)
 
     def _deal(self, unit: str, assignment: Assignment) -> None:
         """Deal each microbatch over the lanes of its pipeline: longest first, most to the one that had least so far."""
@@ -109,12 +124,13 @@ class AnotherSimulator:
     def _tokens(self, unit: str, samples: Sequence[int]) -> int:
         return int(self.batch.units[unit].tokens[samples].sum())
 
-    def _share(self, task: Task) -> float:
-        """Return the part of its cell's tokens that a task is about."""
-        unit = task.cell.unit
-        if task.op is Op.FORWARD:
-            return 1.0
-        return self._tokens(unit, self.parts[task.cell][task.part][1]) / self._tokens(unit, self.cells[task.cell])
+    def _calls(self, task: Task) -> list[list[int]]:
+        """Return the samples of each call of a task."""
+        return self.parts[task.cell] if task.op is Op.FORWARD else [self.parts[task.cell][task.part]]
+
+    def _tokens_of(self, task: Task) -> int:
+        """Return the tokens that a task is about."""
+        return sum(self._tokens(task.cell.unit, samples) for samples in self._calls(task))
 
     def _again(self, unit: str, stage: int) -> tuple[list[int], list[int]]:
         """Return the layers of a stage that have a backward: those that run their forward in it again, and others."""
@@ -125,10 +141,9 @@ class AnotherSimulator:
 
     def taken_ms(self, task: Task) -> float:
         """Return how long a row computes."""
-        unit, samples = task.cell.unit, self.cells[task.cell]
+        unit = task.cell.unit
         costs, tp = self.setting.costs.by_name[unit], self.configuration.units[unit].tp
-        degree, tokens = costs.index(tp, 1), self._tokens(unit, samples)
-        squares = float(self.batch.units[unit].squares[samples].sum())
+        degree, squares = costs.index(tp, 1), self.batch.units[unit].squares
         curves = list[Curve]()
         for number in self._layers(unit, task.stage):
             layer = costs.layers[number]
@@ -137,7 +152,11 @@ class AnotherSimulator:
                 curves.append(of.forward)
             if task.op is not Op.FORWARD:
                 curves += [of.backward_input] * layer.input_gradient + [of.backward_weight] * layer.trainable
-        return self._share(task) * sum(each.call_ms(tokens, squares) for each in curves)
+        return sum(
+            each.call_ms(self._tokens(unit, samples), float(squares[samples].sum()))
+            for samples in self._calls(task)
+            for each in curves
+        )
 
     def kept_bytes(self, task: Task) -> float:
         """Return what a forward keeps, or a backward frees."""
@@ -148,42 +167,46 @@ class AnotherSimulator:
             for some in self._again(unit, task.stage)
         )
         of_token = len(again) * costs.boundary_bytes + max(again, default=0.0) + sum(others)
-        return self._share(task) * self._tokens(unit, self.cells[task.cell]) * of_token
+        return self._tokens_of(task) * of_token
 
-    def messages(self, task: Task) -> list[tuple[Task, float]]:
-        """Return the tasks that wait for one, and the bytes that each device sends them."""
+    def messages(self, task: Task, last: bool) -> list[tuple[Task, float]]:
+        """Return the tasks that wait for one, and the bytes that each device sends them.
+
+        Args:
+            task: It.
+            last: Whether it is the last of its stage's backwards of its cell, with which gradients of all that the
+                cell was given are whole.
+        """
         cell, stage, units = task.cell, task.stage, self.configuration.units
         costs, spread = self.setting.costs.by_name[cell.unit], units[cell.unit]
-        passed = self._share(task) * self._tokens(cell.unit, self.cells[cell]) * costs.boundary_bytes / spread.tp
+        passed = self._tokens_of(task) * costs.boundary_bytes / spread.tp
         found: list[tuple[Task, float]] = []
         if task.op is not Op.FORWARD:
             if stage and self._trained(cell.unit, stage - 1):
                 found.append((task._replace(stage=stage - 1), passed))
-            sources = [] if stage or cell.unit != LLM else self._features(cell)
-            for source, part, num_bytes in sources:
-                last = units[source.unit].pp - 1
-                if self._trained(source.unit, last):
-                    found.append((Task(source, last, Op.BACKWARD, part), num_bytes))
+            for source, part, num_bytes in self._features(cell) if last and not stage else []:
+                end = units[source.unit].pp - 1
+                if self._trained(source.unit, end):
+                    found.append((Task(source, end, Op.BACKWARD, part), num_bytes))
         elif stage < spread.pp - 1:
             found.append((task._replace(stage=stage + 1), passed))
         else:
-            for to, samples in self.parts[cell]:
-                if to is None:
-                    found.append((task._replace(op=Op.BACKWARD), 0.0))
-                else:
-                    found.append((Task(to, 0, Op.FORWARD), self._feature_bytes(cell.unit, samples)))
+            found = [(Task(to, 0, Op.FORWARD), self._feature_bytes(cell, to, own)) for to, own in self.targets[cell]]
+            if not found and self._trained(cell.unit, stage):
+                found.append((task._replace(op=Op.BACKWARD), 0.0))
         return found
 
     def _features(self, target: Cell) -> list[tuple[Cell, int, float]]:
         order = list(self.configuration.units)
         return [
-            (cell, part, self._feature_bytes(cell.unit, samples))
+            (cell, part if len(self.parts[cell]) > 1 else 0, self._feature_bytes(cell, to, samples))
             for cell in sorted(self.parts, key=lambda each: (order.index(each.unit), each))
-            for part, (to, samples) in enumerate(self.parts[cell])
+            for part, (to, samples) in enumerate(self.targets[cell])
             if to == target
         ]
 
-    def _feature_bytes(self, unit: str, samples: Sequence[int]) -> float:
+    def _feature_bytes(self, source: Cell, target: Cell, samples: Sequence[int]) -> float:
+        unit = target.unit if source.unit == LLM else source.unit
         sizes = [self.configuration.units[each].tp for each in (unit, LLM)]
         return self._tokens(unit, samples) * self.setting.costs.by_name[unit].output_bytes / min(sizes)
 
@@ -191,15 +214,17 @@ class AnotherSimulator:
         """Return when the last task ends: rows keep their order, and messages to another row follow each other."""
         row_of = {task: row for row, tasks in enumerate(rows) for task in tasks}
         waits, link = Counter[Task](), self.setting.cluster.intra_node
+        parts_left = Counter((task.cell, task.stage) for task in row_of if task.op is Op.BACKWARD)
         for task in row_of:
-            waits.update(to for to, _ in self.messages(task))
+            waits.update(to for to, _ in self.messages(task, last=task.part == 0))
         ready, free = defaultdict[Task, float](float), defaultdict[tuple[int, int], float](float)
         clocks, left = [0.0] * len(rows), [list(tasks) for tasks in rows]
         while any(left):
             row = next(each for each, tasks in enumerate(left) if tasks and not waits[tasks[0]])
             task = left[row].pop(0)
             clocks[row] = max(clocks[row], ready[task]) + self.taken_ms(task)
-            for to, num_bytes in self.messages(task):
+            parts_left[task.cell, task.stage] -= task.op is Op.BACKWARD
+            for to, num_bytes in self.messages(task, last=not parts_left[task.cell, task.stage]):
                 arrival, way = clocks[row], (row, row_of[to])
                 if row != row_of[to]:
                     free[way] = max(arrival, free[way]) + link.transfer_ms(num_bytes) - link.latency_ms

@@ -91,7 +91,7 @@ def _answer(setting: Setting, batch: SampleTable, rng: np.random.Generator) -> t
 @settings(max_examples=25, deadline=None)
 def test_any_answer_takes_the_time_and_memory_that_another_simulator_finds(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    names = [*("vision", "audio", "video")[: int(rng.integers(1, 4))], LLM]
+    names = [*("vision", "audio", "video")[: int(rng.integers(1, 4))], LLM, *("image",)[: int(rng.integers(0, 2))]]
     costs = CostModel(units=tuple(_unit(name, rng) for name in names))
     link = Link(latency_ms=float(rng.choice([0.0, 3.0])), bytes_per_s=float(rng.choice([1e4, 1e6])))
     setting = Setting(

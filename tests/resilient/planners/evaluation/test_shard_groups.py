@@ -35,4 +35,4 @@ def test_each_group_of_those_that_are_left_takes_as_long_as_its_longest(
     lengths = 1000 * np.array(longest)
     forward = job.costs.by_name["llm"].forward()
     expected = [forward.call_ms(tokens, tokens**2) for tokens in lengths.tolist()]
-    assert np.asarray(step.costs.forward_ms)[-num_replicas:, 0].tolist() == pytest.approx(expected)
+    assert np.asarray(step.costs.forward_ms)[-num_replicas:, 0, 0].tolist() == pytest.approx(expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import described_step, evaluate
 from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Place, Replica, Setting
 from resilient.templates.inputs.cluster import Cluster, Link
-from resilient.templates.schedules.graph import Flow, LaneName
+from resilient.templates.schedules.graph import Backward, Flow, LaneName
 from resilient.templates.schedules.schedule import Op
 from resilient.templates.schedules.validator import validate
 
@@ -124,6 +125,16 @@ def _dealt(setting: Setting, configuration: Configuration, assignment: Assignmen
     return found
 
 
+def _apart(cells: Samples, at: tuple[str, int, int], names: list[str]) -> list[list[int]]:
+    """Return the samples of a cell by the cell of the next unit that they go to, others with the first ones."""
+    position, language = names.index(at[0]), names.index(LLM)
+    then = LLM if position < language else names[-1] if position == language != len(names) - 1 else ""
+    where = {sample: cell for cell, samples in cells.items() if cell[0] == then for sample in samples}
+    used = sorted({where[sample] for sample in cells[at] if sample in where})
+    first = used[0] if used else None
+    return [[each for each in cells[at] if where.get(each, first) == to] for to in used or [None]]
+
+
 @pytest.mark.parametrize(("encoders", "colocated"), WAYS)
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=15, deadline=None)
@@ -140,7 +151,9 @@ def test_any_answer_is_a_valid_schedule_of_whole_samples(encoders: Encoders, col
         (name, lane, cell): replicas[int(assignment.units[name].replica[own[0]])].speed
         for (name, lane, cell), own in cells.items()
     }
+    names = list(configuration.units)
     for lane in graph.lanes:
+        backwards = lane.backwards
         unit, spread = setting.costs.by_name[lane.name.unit], configuration.units[lane.name.unit]
         lengths = batch.units[unit.name]
         for stage in range(len(lane.rows)):
@@ -150,11 +163,16 @@ def test_any_answer_is_a_valid_schedule_of_whole_samples(encoders: Encoders, col
             other = sum((layer.backward(0) for layer in layers), Curve())
             for cell in lane.cells:
                 at = (lane.name.unit, lane.name.number, cell)
-                own = cells[at]
-                sums = float(lengths.tokens[own].sum()), float(lengths.squares[own].sum())
-                rate = speed[at]
-                assert forward[number, cell] == pytest.approx(one.call_ms(*sums) / rate)
-                assert backward[number, cell].sum() == pytest.approx(other.call_ms(*sums) / rate)
+                parts = _apart(cells, at, names)
+                if backwards[-1] is Backward.NONE or (colocated and unit.name != LLM):
+                    parts = [cells[at]]
+                sums = [(float(lengths.tokens[own].sum()), float(lengths.squares[own].sum())) for own in parts]
+                rate, count = speed[at], len(parts)
+                assert graph.tables.parts[graph.tables.lane_of[number], cell] == count
+                assert forward[number, cell].sum() == pytest.approx(sum(one.call_ms(*each) for each in sums) / rate)
+                told = [other.call_ms(*each) / rate for each in sums]
+                assert backward[number, cell, :count].tolist() == pytest.approx(told)
+                assert not backward[number, cell, count:].any()
 
 
 @given(seed=st.integers(0, 2**32 - 1))
@@ -176,39 +194,71 @@ def test_all_that_the_language_model_uses_is_handed_over_by_its_bytes(seed: int)
     assert len(set(step.schedule.graph.row_of)) == step.schedule.graph.num_stages
     cluster = setting.cluster
     latencies, transfers = (np.asarray(each) for each in (step.costs.flow_latency_ms, step.costs.flow_transfer_ms))
+    node = _nodes(configuration, cluster.devices_per_node)
     for flow, latency, transfer in zip(step.schedule.graph.flows, latencies, transfers, strict=True):
-        lane, pipeline = (flow.target, flow.source) if flow.source.unit == LLM else (flow.source, flow.target)
-        llm, unit = configuration.units[LLM], configuration.units[lane.unit]
-        lanes = range(pipeline.number * unit.dp // llm.dp, (pipeline.number + 1) * unit.dp // llm.dp)
-        own = lane.number in (lanes or [pipeline.number * unit.dp // llm.dp])
-        devices = llm.pp + unit.pp * -(-unit.dp // llm.dp)
-        inside = setting.num_nodes == 1 or (own and devices <= cluster.devices_per_node)
+        inside = node[flow.source][-1] == node[flow.target][0]
         link = cluster.intra_node if inside else cluster.inter_node
         assert latency == link.latency_ms
         assert latency + transfer == pytest.approx(link.transfer_ms(tokens[flow] * 700.0))
+    passed = np.asarray(step.costs.transfer_ms).sum(axis=2)
+    for lane in step.schedule.graph.lanes:
+        for stage, (one, other) in enumerate(pairwise(node[lane.name])):
+            number = step.schedule.graph.first_stage[lane.name] + stage
+            link = cluster.intra_node if one == other else cluster.inter_node
+            assert np.asarray(step.costs.latency_ms)[number] == link.latency_ms
+            for cell in lane.cells:
+                sent = batch.units[lane.name.unit].tokens[cells[lane.name.unit, lane.name.number, cell]].sum() * 300.0
+                assert link.latency_ms + passed[number, cell] == pytest.approx(link.transfer_ms(sent))
 
 
-def test_parts_of_a_cell_share_its_backward_by_the_tokens_of_their_samples() -> None:
+def _nodes(configuration: Configuration, devices_per_node: int) -> dict[LaneName, list[int]]:
+    """Return the node of each stage's device: of the first pipeline those of encoders, and so on."""
+    found: dict[LaneName, list[int]] = {}
+    number = 0
+    for pipeline in range(2):
+        for name in sorted(configuration.units, key=lambda name: name == LLM):
+            spread = configuration.units[name]
+            first, end = pipeline * spread.dp // 2, (pipeline + 1) * spread.dp // 2
+            for lane in range(first, max(end, first + 1)):
+                if LaneName(name, lane) not in found:
+                    devices = range(number, number + spread.pp)
+                    found[LaneName(name, lane)] = [each // devices_per_node for each in devices]
+                    number += spread.pp
+    return found
+
+
+def test_parts_of_a_cell_are_calls_with_fixed_times_and_attention_of_their_own() -> None:
     """Of six samples of one cell of the language model three are drawn in one cell and one in another."""
     names = (LLM, "image")
     costs = CostModel(units=tuple(_unit(name, 1, np.random.default_rng(0)) for name in names))
     setting = Setting(costs=costs, cluster=Cluster(), num_nodes=8, global_batch=8, microbatch=1)
     llm, image = np.array([1, 2, 4, 8, 16, 32]), np.array([3, 0, 1, 1, 0, 1])
+    spread, zeros = Parallelism(dp=1, pp=1, stage_layers=(1,)), np.zeros(6, np.int64)
+    drawn = Place(replica=zeros, microbatch=np.array([0, 0, 1, 0, 0, 0]))
+    assignment = Assignment(units={LLM: Place(replica=zeros, microbatch=zeros), "image": drawn})
+    batch = SampleTable(units={LLM: Lengths.of(llm), "image": Lengths.of(image)})
     step, _, _ = described_step(
         setting,
-        Configuration(units=dict.fromkeys(names, Parallelism(dp=1, pp=1, stage_layers=(1,))), num_microbatches=2),
-        Assignment(
-            units={
-                LLM: Place(replica=np.zeros(6, np.int64), microbatch=np.zeros(6, np.int64)),
-                "image": Place(replica=np.zeros(6, np.int64), microbatch=np.array([0, 0, 1, 0, 0, 0])),
-            }
-        ),
-        SampleTable(units={LLM: Lengths.of(llm), "image": Lengths.of(image)}),
+        Configuration(units=dict.fromkeys(names, spread), num_microbatches=2),
+        assignment,
+        batch,
         [Replica(num_microbatches=2)],
     )
     assert [flow.target_cell for flow in step.schedule.graph.flows] == [0, 1]
-    shares = np.asarray(step.costs.backward_input_ms)[0, 0]
-    np.testing.assert_allclose(shares / shares.sum(), np.array([63 - 4, 4]) / 63)
+    layer = costs.by_name[LLM].layers[0]
+    (one, other), of = (layer.curves[0].forward, layer.backward(0)), [np.array([1, 2, 8, 16, 32]), np.array([4])]
+    assert min(one.fixed, one.attention, other.fixed) > 0
+    for times, curve in ((step.costs.forward_ms, one), (step.costs.backward_input_ms, other)):
+        taken = [curve.call_ms(each.sum(), (each**2).sum()) for each in of]
+        assert np.asarray(times)[0, 0].tolist() == pytest.approx(taken)
+    once, _, _ = described_step(
+        setting,
+        Configuration(units=dict.fromkeys(names, spread), num_microbatches=2, shard=2),
+        assignment,
+        batch,
+        [Replica(num_microbatches=2)],
+    )
+    assert np.asarray(once.costs.forward_ms)[0, 0].tolist() == pytest.approx([one.call_ms(63, (llm**2).sum())])
 
 
 def test_a_sample_is_not_divided_over_lanes_and_several_are_spread() -> None:

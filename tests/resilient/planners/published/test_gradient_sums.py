@@ -70,11 +70,19 @@ def test_what_the_last_backwards_do_not_hide_is_exposed() -> None:
 layers = st.lists(st.tuples(st.sampled_from([0.25, 0.5, 1.0, 3.0]), st.integers(0, 3000)), min_size=1, max_size=5)
 
 
-@given(layers, layers, st.integers(1, 5), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4))
+@given(layers, layers, st.integers(1, 5), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_no_more_is_exposed_in_simulation_than_predicted(
-    pictures: list[tuple[float, int]], text: list[tuple[float, int]], one: int, other: int, dp: int, number: int
+    pictures: list[tuple[float, int]],
+    text: list[tuple[float, int]],
+    one: int,
+    other: int,
+    dp: int,
+    number: int,
+    near: bool,
 ) -> None:
+    """On nodes of one device, or all on one node: predictions do not know where nodes divide pipelines."""
+    cluster = replace(SLOW, devices_per_node=64 if near else 1)
     units = unit("vision", pictures), unit("llm", text)
     lengths = Lengths.of(np.ones(dp * number, np.int64))
     spreads = {
@@ -83,7 +91,7 @@ def test_no_more_is_exposed_in_simulation_than_predicted(
     }
     place = Place(replica=np.repeat(np.arange(dp), number), microbatch=np.tile(np.arange(number), dp))
     result = evaluate(
-        Setting(costs=CostModel(units=units), cluster=SLOW, num_nodes=16, global_batch=dp * number, microbatch=1),
+        Setting(costs=CostModel(units=units), cluster=cluster, num_nodes=30, global_batch=dp * number, microbatch=1),
         Configuration(units=spreads, num_microbatches=number),
         Assignment(units={"vision": place, "llm": place}),
         SampleTable(units={"vision": lengths, "llm": lengths}),
@@ -96,9 +104,9 @@ def test_no_more_is_exposed_in_simulation_than_predicted(
         )
         for each in units
     }
-    predicted = exposed_sum_ms(units, spreads, SLOW, backward_ms)
+    predicted = exposed_sum_ms(units, spreads, cluster, backward_ms)
     assert result.sum_ms <= predicted + 1e-5
-    if max(one, other) == 1 or number == 1:  # nothing is late for another reason
+    if number == 1:  # nothing is late for another reason, as an encoder is that is slower
         assert result.sum_ms == pytest.approx(predicted, abs=1e-5)
 
 

@@ -153,3 +153,11 @@ def test_planners_say_what_redundancy_they_have_no_devices_for() -> None:
     for each in EVERY:
         with pytest.raises(ValueError, match=re.escape(message.format(each.name))):
             each.configure(replace(setting, num_nodes=1, max_failures=1), known)
+
+
+def test_where_nodes_divide_copies_unevenly_the_fullest_device_counts() -> None:
+    """Five replicas on nodes of four: the fifth has all of the optimizer, as its node has one of two copies."""
+    assert _peak_bytes(_setting(1), _of(llm=_spread(8))) == 50 + 40 * 2 / 8
+    assert _peak_bytes(_setting(1), _of(llm=_spread(5))) == 50 + 40
+    assert _peak_bytes(_setting(1), _of(llm=_spread(6))) == 50 + 40 / 2
+    assert _peak_bytes(_setting(0), _of(llm=_spread(5))) == 50 + 40 / 5

@@ -223,7 +223,7 @@ def test_no_group_is_formed_of_ranks_that_are_gone() -> None:
             }
             assert sum(groups.values()) <= left
     whole = DHP().assign(job, CONFIGURATION, batch, [Replica(num_microbatches=3)])
-    with pytest.raises(ValueError, match=r"^groups in 'vision' must be of the 3 ranks that are there, got 6 ranks in"):
+    with pytest.raises(ValueError, match=r"^groups in 'llm' must be of the 3 ranks that are there, got 6 ranks in"):
         evaluate(job, CONFIGURATION, whole, batch, [Replica(num_microbatches=3, speed=0.5, devices=0.5)])
 
 
