@@ -1,7 +1,7 @@
 """The node agents as the coordinator sees them: who is connected, cut off, back or gone.
 
 A connection that breaks is not yet a node that is lost: its agent comes back with the same conversation, or is given
-up after ``heartbeat_s``. Owns the agents' WebSockets. Must not import torch.
+up when :mod:`resilient.agent.patience` is over. Owns the agents' WebSockets. Must not import torch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from aiohttp import web
 
 from resilient.agent.conversation import GOODBYE, Attached, Conversation, Hello, decode_hello
 from resilient.agent.membership.parts import events as ev
+from resilient.agent.patience import Patience
 from resilient.errors import ControlError
+from resilient.protocol.generation_packing import GenerationPacker
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     FromAgentMessage,
     FromWorker,
+    Generation,
     Health,
     Leaving,
+    StepDone,
     ToAgentMessage,
+    ToWorkers,
     WorkerExited,
     encode,
 )
@@ -38,15 +43,16 @@ _LOST = "node lost"
 class _Agent:
     """One agent, connected or cut off."""
 
-    def __init__(self, node: int, hello: Hello) -> None:
+    def __init__(self, node: int, host: str, pid: int, conversation: Conversation[FromAgentMessage]) -> None:
         self.node = node
-        self.conversation = Conversation[FromAgentMessage](FromAgentMessage)
+        self.conversation = conversation
         self.socket: web.WebSocketResponse | None = None
         self.gone = asyncio.Event()
         self.num_heard_before_nonsense: int | None = None
         self.lost_soon: asyncio.TimerHandle | None = None
         self.has_ended = False
-        self._process = (hello.host, hello.pid)
+        self.why_lost = _LOST
+        self._process = (host, pid)
 
     def runs_here_as(self, pid: int) -> bool:
         """Return whether it is this process of this machine."""
@@ -64,20 +70,35 @@ class Agents:
     """Serves the agents' connections and tells the machine what comes of them.
 
     Args:
-        heartbeat_s: Silence after which an agent counts as lost.
+        heartbeat_s: Silence after which a connection is taken for broken.
+        patience: Tells when those who are cut off are given up.
         feed: Gives the machine a stimulus.
         is_member: Returns whether the machine counts on a node.
+        keep: Called before agents are told what they need not keep.
+        term: Of this coordinator.
     """
 
     def __init__(
-        self, heartbeat_s: float, feed: Callable[[ev.Stimulus], None], is_member: Callable[[int], bool]
+        self,
+        heartbeat_s: float,
+        patience: Patience,
+        feed: Callable[[ev.Stimulus], None],
+        is_member: Callable[[int], bool],
+        keep: Callable[[], None],
+        term: int,
     ) -> None:
         self._heartbeat_s = heartbeat_s
+        self._patience = patience
         self._feed = feed
         self._is_member = is_member
+        self._keep = keep
+        self._term = term
+        self._packer = GenerationPacker()
+        self._heard_before: Mapping[int, int] = {}
         self._agents: dict[int, _Agent] = {}
         self._num_seen = 0
         self._health: dict[int, Health] = {}
+        self._is_over = False
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -89,11 +110,46 @@ class Agents:
         """What each said last of its machine."""
         return self._health
 
-    def tell(self, node: int, message: ToAgentMessage) -> None:
+    def tell(self, instruction: ev.Send | ev.Tell) -> None:
         """Have a message sent, now or when the agent is back; to one that is gone, none is."""
-        agent = self._agents.get(node)
+        message: ToAgentMessage
+        if isinstance(instruction, ev.Tell):
+            message = instruction.message
+        else:
+            inner = instruction.message
+            sent = self._packer.pack(inner) if isinstance(inner, Generation) else inner
+            message = ToWorkers(message=sent, local_rank=instruction.local_rank)
+        agent = self._agents.get(instruction.node)
         if agent is not None:
             agent.conversation.say(encode(message))
+
+    def num_heard(self, node: int) -> int:
+        """Return how many messages of an agent were heard; 0 of one that is gone."""
+        agent = self._agents.get(node)
+        return 0 if agent is None else agent.conversation.num_heard
+
+    def inherit(self, num_heard: Mapping[int, int]) -> None:
+        """Take in how many messages of each agent the coordinator before has heard, before any :meth:`expect_back`."""
+        self._heard_before = num_heard
+
+    def expect_back(self, connected: ev.NodeConnected) -> None:
+        """Take in that there was an agent when the coordinator before was there."""
+        self._num_seen = max(self._num_seen, connected.node + 1)
+        conversation = self._conversation(self._heard_before.get(connected.node, 0))
+        self._agents[connected.node] = _Agent(connected.node, connected.host, connected.pid, conversation)
+
+    def forget(self, node: int) -> None:
+        """Take in that an agent was gone when the coordinator before was there."""
+        self._agents.pop(node, None)
+
+    def wait_for_all(self, wait_s: float) -> None:
+        """Give up those that are not back after so many seconds; sooner or later than others, as patience has it."""
+        for agent in self._agents.values():
+            self._patience.cut_off(agent.node, _now(), is_silent=False)
+            self._wait_for(agent, wait_s)
+
+    def _conversation(self, num_heard: int = 0) -> Conversation[FromAgentMessage]:
+        return Conversation(FromAgentMessage, num_heard=num_heard, keep=self._keep)
 
     def note_ended(self, pid: int) -> None:
         """Take in that a process of this machine has ended: if it was an agent, it does not come back."""
@@ -104,7 +160,8 @@ class Agents:
                     self._drop(agent, _LOST)
 
     async def all_gone(self) -> None:
-        """Wait until all that are there now are gone."""
+        """Wait until all that are there now are gone; those who are cut off are waited for no longer."""
+        self._is_over = True
         await asyncio.gather(*(agent.gone.wait() for agent in self._agents.values()))
 
     def close(self) -> None:
@@ -129,6 +186,8 @@ class Agents:
         return socket
 
     async def _converse(self, socket: web.WebSocketResponse, hello: Hello) -> None:
+        if hello.term > self._term:
+            return  # it has heard of another coordinator, as this one will
         agent = self._agents.get(hello.node) if hello.node is not None else None
         is_new = agent is None or hello.num_heard == 0 or not self._is_member(agent.node)
         if agent is None or is_new:
@@ -137,11 +196,14 @@ class Agents:
             agent = self._begin(hello)
         agent.socket = socket
         agent.conversation.connect(socket)
+        self._patience.hear(agent.node, _now())
         if agent.stop_waiting():
             self._feed(ev.NodeBack(node=agent.node))
         cause = ""
         try:
-            await socket.send_bytes(encode(Attached(is_new=is_new, num_heard=agent.conversation.num_heard)))
+            self._keep()
+            num_heard = agent.conversation.num_heard
+            await socket.send_bytes(encode(Attached(is_new=is_new, num_heard=num_heard, term=self._term)))
             num_heard_there = 0 if is_new else hello.num_heard
             await agent.conversation.carry(socket, num_heard_there, lambda said: self._hear(agent, said))
         except ConnectionError:
@@ -153,19 +215,17 @@ class Agents:
             cause = _LOST
         if agent.socket is not socket or self._agents.get(agent.node) is not agent:
             return  # it is back over another connection, or gone
-        if isinstance(socket.exception(), asyncio.TimeoutError):
-            cause = "heartbeat missed"
         if socket.close_code == GOODBYE or agent.has_ended:
             cause = _LOST
         if cause:
             self._drop(agent, cause)
         else:
-            self._cut_off(agent)
+            self._cut_off(agent, is_silent=isinstance(socket.exception(), asyncio.TimeoutError))
 
     def _begin(self, hello: Hello) -> _Agent:
         node = self._num_seen
         self._num_seen += 1
-        agent = self._agents[node] = _Agent(node, hello)
+        agent = self._agents[node] = _Agent(node, hello.host, hello.pid, self._conversation())
         self._feed(
             ev.NodeConnected(
                 node=node,
@@ -187,24 +247,45 @@ class Agents:
 
     async def _hear(self, agent: _Agent, said: FromAgentMessage) -> None:
         node = agent.node
+        self._patience.hear(node, _now())
         match said:
             case Health():
                 self._health[node] = said
             case FromWorker(local_rank=local_rank, message=message):
+                if isinstance(message, StepDone):
+                    self._patience.note_step(_now())
                 self._feed(ev.WorkerSaid(node=node, local_rank=local_rank, message=message))
             case Leaving(reason=reason):
                 self._feed(ev.NodeLeaving(node=node, reason=reason))
             case WorkerExited(local_rank=local_rank, exit_code=exit_code, error=error):
                 self._feed(ev.WorkerEnded(node=node, local_rank=local_rank, exit_code=exit_code, error=error))
 
-    def _cut_off(self, agent: _Agent) -> None:
-        loop = asyncio.get_running_loop()
-        agent.lost_soon = loop.call_later(self._heartbeat_s, self._drop, agent, _LOST)
-        self._feed(ev.NodeCutOff(node=agent.node))
+    def _cut_off(self, agent: _Agent, *, is_silent: bool) -> None:
+        self._patience.cut_off(agent.node, _now(), is_silent=is_silent)
+        agent.why_lost = "heartbeat missed" if is_silent else _LOST
+        if is_silent and self._patience.is_over(agent.node, _now()):
+            self._drop(agent, agent.why_lost)
+        else:
+            self._wait_for(agent, self._heartbeat_s)
+            self._feed(ev.NodeCutOff(node=agent.node))
+
+    def _wait_for(self, agent: _Agent, wait_s: float) -> None:
+        agent.lost_soon = asyncio.get_running_loop().call_later(wait_s, self._give_up_or_wait, agent)
+
+    def _give_up_or_wait(self, agent: _Agent) -> None:
+        if self._is_over or self._patience.is_over(agent.node, _now()):
+            self._drop(agent, agent.why_lost)
+        else:
+            self._wait_for(agent, self._heartbeat_s / 2)
 
     def _drop(self, agent: _Agent, cause: str) -> None:
         agent.stop_waiting()
         del self._agents[agent.node]
         self._health.pop(agent.node, None)
+        self._patience.forget(agent.node)
         agent.gone.set()
         self._feed(ev.NodeLost(node=agent.node, cause=cause))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,7 +1,8 @@
 """A conversation that outlives its connections: all that is said arrives, in order and once.
 
 Messages are counted, not numbered: a connection keeps their order, and begins with how many each end has heard. So each
-end knows what the other one lacks, and says that first. Used by both ends of an agent's WebSocket. Must not import
+end knows what the other one lacks, and says that first. Only what a machine's load is (:class:`Health`) is said in
+passing: it counts as none, and nobody says it again. Used by both ends of an agent's WebSocket. Must not import
 torch.
 """
 
@@ -18,7 +19,7 @@ from aiohttp import web
 
 from resilient.errors import ControlError
 from resilient.protocol.alike import Alike
-from resilient.protocol.messages import MAX_MESSAGE_BYTES, encode
+from resilient.protocol.messages import MAX_MESSAGE_BYTES, Health, encode
 
 GOODBYE = 4000
 """Code of a WebSocket that is closed because the conversation is over, and not to be continued on another one."""
@@ -38,6 +39,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         domain: What the node fails together with (a zone, a rack); "" when it is not known.
         alike: What must be equal on all nodes, as it is on this one.
         is_guest: Somebody else than the launcher of the job has started it.
+        term: The highest of a coordinator that it has spoken to (:mod:`resilient.agent.journal.term`).
     """
 
     host: str
@@ -48,6 +50,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     domain: str = ""
     alike: Alike = msgspec.field(default_factory=Alike)
     is_guest: bool = False
+    term: int = 0
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -56,10 +59,12 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     Args:
         is_new: It begins, with a ``Welcome``; of what was said before nothing is known any more.
         num_heard: Messages the coordinator has heard of it.
+        term: The coordinator's; all that is said over this connection is said in it.
     """
 
     is_new: bool
     num_heard: int
+    term: int = 0
 
 
 class Heard(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -79,11 +84,14 @@ class Conversation(Generic[_Message]):
 
     Args:
         messages: The union of what the other end may say.
+        num_heard: So many of them were heard by whoever held this end before.
+        keep: Called before the other end is told what it need not keep: what was heard must not be lost from then on.
     """
 
-    def __init__(self, messages: Any) -> None:
+    def __init__(self, messages: Any, *, num_heard: int = 0, keep: Callable[[], None] = lambda: None) -> None:
         self._decode: Callable[[bytes], _Message | Heard] = msgspec.msgpack.Decoder(messages | Heard).decode
-        self._num_heard = 0
+        self._num_heard = num_heard
+        self._keep = keep
         self._said: deque[bytes] = deque()  # what the other end may not have heard
         self._num_heard_there = 0
         self._more = asyncio.Event()
@@ -145,9 +153,10 @@ class Conversation(Generic[_Message]):
                 if isinstance(message, Heard):
                     self._forget(message.num_messages)
                     continue
-                self._num_heard += 1
-                if self._num_heard % HEARD_EVERY == 0:
-                    self._more.set()
+                if not isinstance(message, Health):
+                    self._num_heard += 1
+                    if self._num_heard % HEARD_EVERY == 0:
+                        self._more.set()
                 await hear(message)
         except (aiohttp.ClientError, ConnectionError):  # answering a ping can find the connection broken
             return
@@ -165,6 +174,7 @@ class Conversation(Generic[_Message]):
                 position += 1
             if self._num_heard - told >= HEARD_EVERY:
                 told = self._num_heard
+                self._keep()
                 await connection.send_bytes(encode(Heard(num_messages=told)))
             if self._is_over:
                 await connection.close(code=GOODBYE)

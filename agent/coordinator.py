@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,22 +25,18 @@ import msgspec
 from aiohttp import web
 
 from resilient.agent.agents import Agents
-from resilient.agent.injection_log import InjectionLog
+from resilient.agent.event_writer import EventWriter
+from resilient.agent.journal.inheritance import inherit
+from resilient.agent.journal.stimulus_log import StimulusLog, heard_counts, read_stimuli
+from resilient.agent.journal.term import DeposedError, Term
 from resilient.agent.membership.machine import Membership, MembershipError
 from resilient.agent.membership.parts import events as ev
 from resilient.agent.membership.parts.context import EXIT_FAILED, Phase, Settings
-from resilient.agent.stimulus_log import StimulusLog, append_whole
+from resilient.agent.patience import Patience, successor_grace_s
 from resilient.common.files import replacing
 from resilient.errors import ArgumentError, CheckpointError
-from resilient.observability.metrics import CONTENT_TYPE, JobMetrics
-from resilient.protocol.generation_packing import GenerationPacker
-from resilient.protocol.messages import (
-    Departure,
-    Generation,
-    Injection,
-    Shutdown,
-    ToWorkers,
-)
+from resilient.observability.metrics import CONTENT_TYPE
+from resilient.protocol.messages import Departure, Injection, Shutdown
 from resilient.protocol.phases import check_phase
 from resilient.state.manifest import write_manifest
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
@@ -64,22 +60,42 @@ class Coordinator:
         settings: The job.
         token: What everybody must present.
         on_event: Called with each event of the log, in the event loop; see ``events.jsonl``.
+        term: This coordinator's, which it closes.
+        follows: There was another one, whose log is there: :meth:`inherit` it before :meth:`start`.
     """
 
-    def __init__(self, settings: Settings, token: str, on_event: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        token: str,
+        on_event: Callable[[dict[str, Any]], None],
+        term: Term,
+        *,
+        follows: bool = False,
+    ) -> None:
         self.address = ""
         self._settings = settings
         self._token = token
-        self._on_event = on_event
         self._machine = Membership(settings)
-        self._agents = Agents(settings.heartbeat_s, self.feed, lambda node: node in self._machine.members)
-        self._log = Path(settings.run_directory) / "events.jsonl"
-        self._stimuli = StimulusLog(Path(settings.run_directory) / "stimuli.jsonl", settings)
-        self._injections = InjectionLog(self._log.with_name("injections.jsonl"), settings.injections)
-        self._metrics = JobMetrics()
-        self._packer = GenerationPacker()
+        patience = Patience(settings.heartbeat_s, settings.orphan_s, lambda node: self._machine.takes_part(node))
+        self._term = term
+        self._told = Path(settings.run_directory) / "stimuli.jsonl"
+        self._stimuli = StimulusLog(self._told, None if follows else settings, term.in_office)
+        self._events = EventWriter(
+            settings.run_directory, settings.injections, on_event, lambda: self._machine.generation
+        )
+        self._agents = Agents(
+            settings.heartbeat_s,
+            patience,
+            self.feed,
+            is_member=lambda node: node in self._machine.members,
+            keep=self._keep,
+            term=term.number,
+        )
+        self._unanswered: list[ev.WriteManifest | ev.PreparePlans] = []
+        self._clock_ahead_s = 0.0
         self._queue: deque[ev.Stimulus] = deque()
-        self._is_pumping = False
+        self._is_pumping = self._is_deposed = False
         self._stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._runner: web.AppRunner | None = None
@@ -93,10 +109,38 @@ class Coordinator:
         """Take in that the process of an agent on this machine has ended."""
         self._agents.note_ended(pid)
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether the job is to end before its last step."""
+        return self._machine.is_ending
+
     # ------------------------------------------------------------ life
 
+    def inherit(self) -> None:
+        """Take up the job where the coordinator before left it; its agents are expected back.
+
+        Raises:
+            OSError: What it has left cannot be read.
+            ValueError: It is not what a coordinator leaves, or is of a job that has ended.
+        """
+        self._agents.inherit(heard_counts(self._told))
+        _, told = read_stimuli(self._told)
+        inherited = inherit(self._machine, told, self._agents)
+        if inherited.is_over:
+            fix = "it has ended; go on from its newest checkpoint with --resume"
+            raise ArgumentError("attach", "be a run whose job goes on", str(self._told.parent), fix)
+        self._clock_ahead_s = inherited.at - time.monotonic()
+        self._unanswered = inherited.unanswered
+        self._events.inherit(inherited.records)
+        self._agents.wait_for_all(successor_grace_s(self._settings.heartbeat_s))
+
     async def start(self, host: str, port: int) -> None:
-        """Listen, and leave the address where other commands on this machine look for it."""
+        """Listen, and leave the address where nodes, and other commands on this machine, look for it.
+
+        Raises:
+            OSError: Somebody else listens there, or it is no address of this machine.
+            DeposedError: Another coordinator has taken the job over.
+        """
         app = web.Application(middlewares=[self._authenticate], client_max_size=_MAX_BODY_BYTES)
         app.add_routes(
             [
@@ -112,30 +156,43 @@ class Coordinator:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
-        await site.start()
+        try:
+            await site.start()
+        except OSError:
+            await self._runner.cleanup()
+            raise
         bound_host, bound_port = self._runner.addresses[0][:2]
         self.address = f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
-        self._leave_address()
+        with self._term.in_office():
+            self._leave_address()
+            if self._term.number > 1:
+                self._events.note("took_over", {"term": self._term.number, "address": self.address})
+        for instruction in self._unanswered:
+            self._do(instruction)
         if not ipaddress.ip_address(bound_host).is_loopback:
-            self._write_event({"time": time.time(), "kind": "listening", "generation": 0, "address": self.address})
+            self._events.note("listening", {"address": self.address})
         self._spawn(self._tick())
         self._spawn(asyncio.to_thread(_warm_up))
 
     def _leave_address(self) -> None:
         path = Path(self._settings.run_directory) / "job.json"
         try:
-            _write_private(path, json.dumps({"address": self.address, "token": self._token, "pid": os.getpid()}))
+            told = {"address": self.address, "token": self._token, "pid": os.getpid(), "term": self._term.number}
+            _write_private(path, json.dumps(told))
         except OSError as error:
             got = f"{path.parent} ({error.strerror})"
             raise ArgumentError("run_directory", "be a folder that can be written", got, "give another") from error
 
     async def wait(self) -> int:
-        """Serve until the job is over; return its exit code."""
+        """Serve until the job is over; return its exit code.
+
+        Raises:
+            DeposedError: Another coordinator has taken the job over, which goes on.
+        """
         exit_code = await asyncio.shield(self._stopped)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._agents.all_gone(), _FAREWELL_TIMEOUT_S)
-        self._write_injections("injected", self._injections.read())
-        self._write_injections("not_injected", self._injections.missed())
+        self._events.conclude()
         return exit_code
 
     async def close(self) -> None:
@@ -146,10 +203,14 @@ class Coordinator:
         self._agents.close()
         if self._runner is not None:
             await self._runner.cleanup()
-        self._stimuli.flush()
+        with contextlib.suppress(ConnectionError):
+            self._keep()
+        self._term.close()
 
     def feed(self, event: ev.Stimulus) -> None:
         """Give the machine an event and do what it says. Events that this causes come after it."""
+        if self._is_deposed:
+            return
         self._queue.append(event)
         if self._is_pumping:
             return
@@ -157,6 +218,8 @@ class Coordinator:
         try:
             while self._queue:
                 self._handle(self._queue.popleft())
+        except DeposedError as error:
+            self._step_down(error)
         except Exception as error:  # an error of ours must end the job, too, and not leave it waiting
             logger.exception("the coordinator failed")
             self._queue.clear()
@@ -166,20 +229,42 @@ class Coordinator:
             self._is_pumping = False
 
     def _handle(self, event: ev.Stimulus) -> None:
-        now = time.monotonic()
-        self._stimuli.write(event, now)
+        now = time.monotonic() + self._clock_ahead_s
+        node: int | None = getattr(event, "node", None)
+        self._stimuli.write(event, now, None if node is None else (node, self._agents.num_heard(node)))
         if isinstance(event, ev.FailureWanted):
-            self._injections.want(event.injection)
+            self._events.want(event.injection)
         instructions = self._machine.handle(event, now)
         if self._settings.validate:
             self._machine.validate()
         is_tick = isinstance(event, ev.Tick)
+        if is_tick:
+            with self._term.in_office():  # who has nothing to write finds out, too
+                pass
         if is_tick and not instructions and self._machine.phase is not Phase.STARTING:
             self._stimuli.drop_last()  # of time that passes, the machine remembers nothing but the start
         if is_tick or instructions:
             self._stimuli.flush()
         for instruction in instructions:
             self._do(instruction)
+
+    def _keep(self) -> None:
+        """Have nothing that was heard get lost.
+
+        Raises:
+            ConnectionError: Another coordinator has heard the rest.
+        """
+        try:
+            self._stimuli.flush()
+        except DeposedError as error:
+            self._step_down(error)
+            raise ConnectionError from error
+
+    def _step_down(self, error: DeposedError) -> None:
+        self._queue.clear()
+        self._is_deposed = True
+        if not self._stopped.done():
+            self._stopped.set_exception(error)
 
     def _fail(self, reason: str) -> None:
         """Stop, whatever state the machine is in."""
@@ -203,15 +288,10 @@ class Coordinator:
 
     def _do(self, instruction: ev.Instruction) -> None:
         match instruction:
-            case ev.Send(node=node, local_rank=local_rank, message=message):
-                sent = self._packer.pack(message) if isinstance(message, Generation) else message
-                self._agents.tell(node, ToWorkers(message=sent, local_rank=local_rank))
-            case ev.Tell(node=node, message=message):
-                self._agents.tell(node, message)
-            case ev.Record(kind=kind, generation=generation, fields=fields):
-                if kind in ("detected", "node_lost"):
-                    self._write_injections("injected", self._injections.read())
-                self._write_event({"time": time.time(), "kind": kind, "generation": generation, **fields})
+            case ev.Send() | ev.Tell():
+                self._agents.tell(instruction)
+            case ev.Record():
+                self._events.record(instruction)
             case ev.WriteManifest():
                 self.feed(_written(instruction))
             case ev.PreparePlans(problem=problem, num_nodes=num_nodes):
@@ -222,7 +302,7 @@ class Coordinator:
     def _stop(self, exit_code: int, reason: str) -> None:
         if not self._stopped.done():
             for node in self._agents.nodes:
-                self._agents.tell(node, Shutdown(exit_code=exit_code, reason=reason))
+                self._agents.tell(ev.Tell(node=node, message=Shutdown(exit_code=exit_code, reason=reason)))
             self._stopped.set_result(exit_code)
 
     async def _prepare(self, problem: PlanningProblem, num_nodes: int) -> None:
@@ -233,18 +313,6 @@ class Coordinator:
         except Exception:
             logger.exception("plans for %d nodes could not be prepared", num_nodes)
         self.feed(ev.PlansPrepared(num_nodes=num_nodes))
-
-    def _write_event(self, event: dict[str, Any]) -> None:
-        try:
-            append_whole(self._log, msgspec.json.encode(event) + b"\n")
-        except OSError as error:  # a full disk ends no job that it does not keep from training
-            logger.error("cannot write %s: %s", self._log, error)
-        self._metrics.apply(event)
-        self._on_event(event)
-
-    def _write_injections(self, kind: str, told: Sequence[dict[str, Any]]) -> None:
-        for each in told:
-            self._write_event({"time": time.time(), "kind": kind, "generation": self._machine.generation, **each})
 
     # ------------------------------------------------------------ HTTP
 
@@ -264,7 +332,7 @@ class Coordinator:
         return web.json_response({**self._machine.status(), "health": health})
 
     async def _serve_metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=self._events.metrics_text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _serve_health(self, request: web.Request) -> web.Response:
         if self._stopped.done():

@@ -10,18 +10,15 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from resilient.agent.addresses import check_host
 from resilient.agent.coordinator import Coordinator
-from resilient.agent.membership.parts import events as ev
+from resilient.agent.job_control import JobControl
+from resilient.agent.journal.term import DeposedError, Term
 from resilient.agent.membership.parts.context import EXIT_FAILED, Settings
 from resilient.agent.process import Spawner, start_forkserver
 from resilient.errors import ArgumentError
@@ -36,6 +33,7 @@ from resilient.templates.inputs.devices import network
 logger = logging.getLogger(__name__)
 
 _LINGER_S = 5.0
+_LEAST_TOKEN = 16
 _REPEATED = (
     "workers_per_node",
     "host",
@@ -43,6 +41,7 @@ _REPEATED = (
     "network_gbit_s",
     "failure_interval_s",
     "heartbeat_s",
+    "orphan_s",
     "grace_s",
     "wait_for_nodes_s",
     "allow_different",
@@ -59,6 +58,8 @@ class LaunchOptions:
         script: The job's script.
         arguments: The script's own arguments.
         num_nodes: Simulated nodes to start.
+        most_nodes: Nodes that train at once, however many join: others stand by. None for all.
+        local_nodes: Start the nodes here; False for a coordinator alone, which waits for agents of other machines.
         workers_per_node: Workers of each.
         run_directory: Folder of the run; made if it is not there.
         resume: Checkpoint folder to begin from, or folder of a run for its newest sound one.
@@ -66,7 +67,8 @@ class LaunchOptions:
         port: Port to listen on; 0 for any that is free.
         network_gbit_s: Between two nodes, for each worker; None where it is too fast to matter.
         failure_interval_s: Expected time between two failures, over which a reconfiguration must pay.
-        heartbeat_s: Silence after which a node counts as lost.
+        heartbeat_s: Silence after which a connection to a node counts as broken.
+        orphan_s: How long nodes train on without a coordinator, and it waits for all of them when none is heard of.
         grace_s: From the first SIGINT, SIGTERM or SIGHUP to the end; a checkpoint is written meanwhile.
         wait_for_nodes_s: How long a job of which too few nodes are left waits for others to connect, before it stops
             with a checkpoint; 0 for not at all.
@@ -77,12 +79,15 @@ class LaunchOptions:
         allow_different: What may differ between nodes: of :data:`resilient.protocol.alike.ALLOWABLE`.
         validate: Check after everything that happens that the membership is consistent; a job of a thousand nodes
             feels it.
+        token: That agents have to show; "" for one that nobody can guess, left in the run's ``job.json``.
         environment: Further environment variables for nodes and workers.
     """
 
     script: str
     arguments: tuple[str, ...] = ()
     num_nodes: int = 1
+    most_nodes: int | None = None
+    local_nodes: bool = True
     workers_per_node: int = 1
     run_directory: str
     resume: str | None = None
@@ -91,6 +96,7 @@ class LaunchOptions:
     network_gbit_s: float | None = None
     failure_interval_s: float = 3600.0
     heartbeat_s: float = 5.0
+    orphan_s: float = 600.0
     grace_s: float = 120.0
     wait_for_nodes_s: float = 10.0
     injections: tuple[Injection, ...] = ()
@@ -99,12 +105,15 @@ class LaunchOptions:
     planner: str = ""
     allow_different: tuple[str, ...] = ()
     validate: bool = False
+    token: str = ""
     environment: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "workers_per_node"):
             if getattr(self, name) < 1:
                 raise ArgumentError(name, "be >= 1", getattr(self, name), "a job has one at least")
+        if self.most_nodes is not None and self.most_nodes < self.num_nodes:
+            raise ArgumentError("most_nodes", f"be >= {self.num_nodes}, the least", self.most_nodes, "give it no less")
         if self.host in ("0.0.0.0", "::"):
             raise ArgumentError(
                 "host",
@@ -112,9 +121,12 @@ class LaunchOptions:
                 repr(self.host),
                 "give one of this machine's own addresses",
             )
+        if self.token and len(self.token) < _LEAST_TOKEN:
+            given = f"one of {len(self.token)} characters"
+            raise ArgumentError("token", f"be {_LEAST_TOKEN} characters or more", given, "give a random one")
         if not Path(self.script).is_file():
             raise ArgumentError("script", "be a file", repr(self.script), "give the path of the job's script")
-        for name in ("network_gbit_s", "failure_interval_s", "heartbeat_s", "grace_s"):
+        for name in ("network_gbit_s", "failure_interval_s", "heartbeat_s", "orphan_s", "grace_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ArgumentError(name, "be > 0", f"{value:g}", "leave it out for the default")
@@ -135,109 +147,51 @@ class LaunchOptions:
             if option.name in _REPEATED and value != option.default:
                 for each in value if isinstance(value, tuple) else (value,):
                     words += [f"--{_dashed(option.name)}", f"{each:g}" if isinstance(each, float) else str(each)]
+        words += [] if self.local_nodes else ["--no-local-nodes"]
         return (*words, "--domains", ",".join(self.domains)) if self.domains else tuple(words)
 
 
-class Launcher:
+class Launcher(JobControl):
     """Runs one job. Call :meth:`run` from the main thread: the processes die with the thread that began them."""
 
     def __init__(self, options: LaunchOptions) -> None:
+        super().__init__(Path(options.run_directory).resolve())
         self._options = options
-        self._run_directory = Path(options.run_directory).resolve()
-        self._token = secrets.token_hex(16)
-        self._callbacks: list[Callable[[dict[str, Any]], None]] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._coordinator: Coordinator | None = None
+        self._token = options.token or secrets.token_hex(16)
         self._spawner: Spawner | None = None
         self._nodes: set[int] = set()
         self._num_started = 0
-        self._is_signalled = False
         self._nodes_gone = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-
-    def subscribe(self, callback: Callable[[dict[str, Any]], None]) -> None:
-        """Have every event of the log given to ``callback``, in the launcher's thread; it must not block."""
-        self._callbacks.append(callback)
 
     def add_node(self) -> None:
         """Start another node, which joins the job; any thread may call this while the job runs."""
         self._call(self._start_node_soon)
-
-    def remove_node(self, node: int) -> None:
-        """Have a node leave at the next step boundary; any thread may call this while the job runs."""
-        self._feed(ev.NodeLeaving(node=node, reason="asked to leave"))
-
-    def inject(self, injection: Injection) -> None:
-        """Cause a failure; any thread may call this while the job runs."""
-        self._feed(ev.FailureWanted(injection=injection))
-
-    def interrupt(self, reason: str) -> None:
-        """End the job after the running step, with a checkpoint; the second time at once. Any thread may call this."""
-        self._feed(ev.Interrupted(reason=reason))
-
-    @contextmanager
-    def signals(self, *, for_good: bool = False) -> Iterator[None]:
-        """Have SIGINT, SIGTERM and SIGHUP interrupt the job while it runs, and do nothing once it has ended.
-
-        :meth:`run` does so by itself; around it and what follows, none comes between.
-
-        Args:
-            for_good: This process ends with the job: after a signal, later ones do nothing to its very end.
-        """
-        if threading.current_thread() is not threading.main_thread():  # signals are not its own
-            yield
-            return
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # with nohup the job is to outlive its terminal
-            numbers.append(signal.SIGHUP)
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, signal.SIG_IGN if for_good and self._is_signalled else handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._coordinator is None:
-            raise KeyboardInterrupt
-        self._is_signalled = True
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the job has ended
-            self.interrupt(signal.Signals(number).name)
-
-    def stop(self, exit_code: int, reason: str) -> None:
-        """End the job at once; any thread may call this."""
-        self._feed(ev.StopWanted(exit_code=exit_code, reason=reason))
-
-    def run(self) -> int:
-        """Run the job; return 0 (done), 1 (failed), 3 (stopped, can be resumed), 4 (state lost) or 130 (interrupted).
-
-        Raises:
-            CheckpointError: The checkpoint to resume from cannot be read.
-            ValueError: There is no such checkpoint, the address cannot be listened on, or the folder of the run cannot
-                be written.
-        """
-        with self.signals():
-            return asyncio.run(self._run())
 
     async def _run(self) -> int:
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(check_host, self._options.host)
         settings = self._settings()
         self._make_folder()
-        coordinator = self._coordinator = Coordinator(settings, self._token, self._on_event)
+        term = Term.claim(self._run_directory)
+        coordinator = self._coordinator = Coordinator(settings, self._token, self._on_event, term)
         spawner: Spawner | None = None
         try:
-            await self._listen(coordinator)
+            await self._listen(coordinator, self._options.host, self._options.port)
             spawner = self._spawner = start_forkserver(
-                settings.script, on_exit=self._on_exit, on_lost=self._on_forkserver_lost, new_session=True
+                settings.script, on_exit=self._on_exit, on_lost=self._on_forkserver_lost, outlives_us=True
             )
-            for _ in range(self._options.num_nodes):
+            for _ in range(self._options.num_nodes if self._options.local_nodes else 0):
                 self._start_node_soon()
             exit_code = await coordinator.wait()
             if self._nodes:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._nodes_gone.wait(), _LINGER_S)
             return exit_code
+        except DeposedError:
+            if spawner is not None:  # its nodes are another coordinator's by now
+                spawner.let_go()
+            raise
         finally:
             for task in self._tasks:  # they may wait for a forkserver that hangs in an import
                 task.cancel()
@@ -256,15 +210,6 @@ class Launcher:
             got = f"{self._run_directory} ({error.strerror})"
             raise ArgumentError("run_directory", "be a folder that can be written", got, "give another") from error
 
-    async def _listen(self, coordinator: Coordinator) -> None:
-        host, port = self._options.host, self._options.port
-        try:
-            await coordinator.start(host, port)
-        except OSError as error:
-            got = f"{host}:{port} ({error.strerror})"
-            fix = "give an address of this machine, and {port} 0 for any that is free"
-            raise ArgumentError("host", "be an address to listen on, together with {port}", got, fix) from error
-
     def _settings(self) -> Settings:
         options = self._options
         resume = None
@@ -277,6 +222,8 @@ class Launcher:
             directory=os.getcwd(),
             run_directory=str(self._run_directory),
             num_nodes=options.num_nodes,
+            most_nodes=options.most_nodes,
+            has_own_nodes=options.local_nodes,
             options=options.repeated(),
             workers_per_node=options.workers_per_node,
             resume=resume,
@@ -284,6 +231,7 @@ class Launcher:
             failure_interval_s=options.failure_interval_s,
             injections=options.injections,
             heartbeat_s=options.heartbeat_s,
+            orphan_s=options.orphan_s,
             grace_s=options.grace_s,
             wait_for_nodes_s=options.wait_for_nodes_s,
             trace=options.trace_steps,
@@ -349,24 +297,6 @@ class Launcher:
         self._nodes.clear()
         self._nodes_gone.set()
         self.stop(EXIT_FAILED, "the process that starts the nodes is gone")
-
-    def _on_event(self, event: dict[str, Any]) -> None:
-        for callback in list(self._callbacks):
-            try:
-                callback(event)
-            except (OSError, SystemExit) as error:  # of a terminal that is gone, or of rich when nobody reads any more
-                why = error if isinstance(error, OSError) else "nobody reads them any more"
-                logger.warning("events are no longer shown, only in %s/events.jsonl: %s", self._run_directory, why)
-                self._callbacks.remove(callback)
-
-    def _feed(self, event: ev.Stimulus) -> None:
-        if self._coordinator is not None:
-            self._call(self._coordinator.feed, event)
-
-    def _call(self, function: Callable[..., object], *arguments: object) -> None:
-        if self._loop is None:
-            raise RuntimeError("the job must run, got a call before it began; call this from an event's callback")
-        self._loop.call_soon_threadsafe(function, *arguments)
 
 
 def _dashed(name: str) -> str:

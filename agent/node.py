@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shlex
 import signal
 import socket
 from dataclasses import dataclass
@@ -19,27 +20,26 @@ import aiohttp
 import msgspec
 import psutil
 
+from resilient.agent.attach import end_orphaned_job
 from resilient.agent.conversation import GOODBYE, Conversation, Hello, decode_attached
+from resilient.agent.knocking import ANSWER_HEARTBEATS, Door
+from resilient.agent.membership.parts.context import EXIT_RESUMABLE
 from resilient.agent.process import Spawner, SpawnError, start_forkserver
+from resilient.agent.unled_checkpoints import UnledCheckpoints
 from resilient.agent.workers import WorkerPool
 from resilient.errors import ControlError, ResilientError
 from resilient.protocol import fault_injection as faults
 from resilient.protocol.agent_client import frame
 from resilient.protocol.alike import installed
 from resilient.protocol.messages import (
-    MAX_MESSAGE_BYTES,
-    Finished,
     FromAgentMessage,
     FromWorker,
     Health,
     Injection,
     Kill,
     Leaving,
-    PackedGeneration,
-    Report,
     ShowStacks,
     Shutdown,
-    Suspect,
     ToAgentMessage,
     ToWorkers,
     Welcome,
@@ -49,8 +49,12 @@ from resilient.protocol.messages import (
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 6
-"""A coordinator that stands still is waited for this much longer than one waits for a node: training goes on."""
+_NODES_IN_TURN = 16
+"""So many nodes try one after the other to end their job, within a heartbeat: mostly the first of them does."""
+
+
+class OrphanedError(ResilientError):
+    """No coordinator leads the job any more, and no node has ended it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +67,9 @@ class NodeOptions:
         num_workers: Workers to start.
         spawner_fd: Socket of a spawner that is there already; None to start one.
         max_restarts: How often workers killed by a signal are replaced before the node gives up.
-        connect_timeout_s: How long to try to reach the coordinator while no worker can go on without it.
-        heartbeat_s: Silence after which the coordinator counts as gone.
+        connect_timeout_s: How long to try to reach a coordinator at first, and the node that ends the job at last;
+            between, the job says for how long.
+        heartbeat_s: Silence after which the connection to the coordinator counts as broken.
         domain: What this machine fails together with (a zone, a rack); "" when it is not known.
     """
 
@@ -84,7 +89,6 @@ class NodeAgent:
     def __init__(self, options: NodeOptions) -> None:
         self._options = options
         self._node: int | None = None
-        self._run_directory = ""
         self._conversation = _conversation()
         self._spawner: Spawner | None = None
         self._ended: asyncio.Future[int] | None = None
@@ -92,7 +96,12 @@ class NodeAgent:
         self._is_leaving = False
         self._pool: WorkerPool | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._stuck_since: float | None = None  # since when a worker waits for the coordinator
+        self._welcome: Welcome | None = None
+        self._door = Door(options.coordinator, options.heartbeat_s)
+        self._has_complained = False
+        self._checkpoints: UnledCheckpoints | None = None
+        self._term = 0
+        self._ending: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         """Take part until told to stop; return the exit code."""
@@ -111,6 +120,8 @@ class NodeAgent:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._ending is not None:  # the others are told to stop, too
+                await asyncio.gather(self._ending, return_exceptions=True)
             await self._pool.close()
             if self._spawner is not None:
                 await self._spawner.close()
@@ -126,7 +137,7 @@ class NodeAgent:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s: %s", self._name, error, exc_info=None if isinstance(error, ResilientError) else error)
-            self._end(1)
+            self._end(EXIT_RESUMABLE if isinstance(error, OrphanedError) else 1)
 
     # ------------------------------------------------------------ coordinator
 
@@ -135,72 +146,89 @@ class NodeAgent:
         headers = {"Authorization": f"Bearer {self._options.token}"}
         async with aiohttp.ClientSession(headers=headers) as session:
             while True:
-                async with await self._connect(session) as connection:
+                async with await self._door.knock(session, self._term, self._wait) as connection:
                     if self._pool is not None:  # peers reach the workers where the coordinator reaches this machine
                         self._pool.host = connection.get_extra_info("sockname")[0]
                     await self._converse(connection)
 
-    async def _connect(self, session: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse[bool]:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        delay_s = 0.05
-        told = self._node is not None
-        while True:
-            try:
-                return await session.ws_connect(
-                    f"http://{self._options.coordinator}/agent",
-                    max_msg_size=MAX_MESSAGE_BYTES,
-                    heartbeat=_PATIENCE * self._options.heartbeat_s,
-                )
-            except aiohttp.WSServerHandshakeError as error:
-                if error.status == 401:
-                    raise ResilientError(
-                        "token must be the job's token; take it from the run folder's job.json"
-                    ) from None
-                reason: Exception = error
-            except (aiohttp.ClientError, OSError) as error:
-                reason = error
-            if self._pool is not None and self._pool.is_running:
-                waiting_s = 0.0 if self._stuck_since is None else loop.time() - max(began, self._stuck_since)
-            else:
-                waiting_s = loop.time() - began
-            why = getattr(reason, "strerror", None) or reason
-            address, patience_s = self._options.coordinator, self._options.connect_timeout_s
-            if not told:
-                logger.warning("no coordinator answers at %s (%s); trying for %g s", address, why, patience_s)
-                told = True
-            if waiting_s > patience_s:
-                raise ResilientError(
-                    f"a coordinator must listen at {address}, got no answer for {patience_s:g} s ({why}); check that "
-                    f"its job runs, was started with --host and --port of this address, and can be reached from here"
-                )
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, self._options.heartbeat_s / 4)  # to be back in time
+    def _wait(self, waited_s: float, why: object) -> None:
+        """Wait on for a coordinator that has not answered for so long, or end the job for want of one.
+
+        Raises:
+            ResilientError: This node has tried all.
+        """
+        if self._welcome is None:
+            self._wait_for_the_first(waited_s, why)
+            return
+        welcome, address = self._welcome, self._options.coordinator
+        turn_s = welcome.node % _NODES_IN_TURN * self._options.heartbeat_s / _NODES_IN_TURN
+        if waited_s <= welcome.orphan_s + turn_s:
+            return
+        if self._ending is None:
+            logger.warning("%s: no coordinator for %g s: ending the job", self._name, welcome.orphan_s)
+            self._ending = asyncio.get_running_loop().create_task(self._end_job(welcome))
+        elif waited_s > welcome.orphan_s + turn_s + self._options.connect_timeout_s:
+            raise OrphanedError(
+                f"a coordinator must listen at {address}, got no answer for {waited_s:.0f} s ({why}); go on from the "
+                f"newest checkpoint with: {_how_to_resume(welcome)}"
+            )
+
+    def _wait_for_the_first(self, waited_s: float, why: object) -> None:
+        address, patience_s = self._options.coordinator, self._options.connect_timeout_s
+        if not self._has_complained:
+            logger.warning("no coordinator answers at %s (%s); trying for %g s", address, why, patience_s)
+            self._has_complained = True
+        if waited_s > patience_s:
+            raise ResilientError(
+                f"a coordinator must listen at {address}, got no answer for {patience_s:g} s ({why}); check that its "
+                f"job runs, was started with --host and --port of this address, and can be reached from here"
+            )
+
+    async def _end_job(self, welcome: Welcome) -> None:
+        assert self._pool is not None
+        try:
+            reason = f"no coordinator for {welcome.orphan_s:g} s"
+            await end_orphaned_job(welcome.run_directory, self._pool.host, self._term, reason)
+        except (ResilientError, OSError, ValueError) as error:
+            logger.warning("%s: cannot end the job in an orderly way: %s", self._name, error)
 
     async def _converse(self, connection: aiohttp.ClientWebSocketResponse[bool]) -> None:
         """Go on with the conversation over a new connection, or begin one if the coordinator knows of none."""
-        reporting = asyncio.create_task(self._report_health())
+        reporting: asyncio.Task[None] | None = None
         try:
             await connection.send_bytes(encode(self._hello()))
-            attached = decode_attached(await connection.receive_bytes(timeout=_PATIENCE * self._options.heartbeat_s))
+            timeout_s = ANSWER_HEARTBEATS * self._options.heartbeat_s
+            attached = decode_attached(await connection.receive_bytes(timeout=timeout_s))
+            if attached.term < self._term:
+                raise ControlError(f"its term {attached.term} is over; {self._term} has begun")
+            self._term = attached.term
             if attached.is_new:
                 if self._is_leaving:  # counted as lost by now: nothing is left to announce
                     self._end(1)
                 self._conversation = _conversation()
             self._conversation.connect(connection)
+            self._note_led(is_led=True)
+            reporting = asyncio.create_task(self._report_health(connection))
             await self._conversation.carry(connection, attached.num_heard, self._obey)
         except (msgspec.DecodeError, ControlError) as error:
-            logger.warning("node %s: the coordinator sent nonsense: %s", self._node, error)
+            logger.warning("node %s: the coordinator is not to be listened to: %s", self._node, error)
+            await asyncio.sleep(self._options.heartbeat_s / 4)  # one that was deposed still opens
         except (aiohttp.ClientError, ConnectionError, TypeError, asyncio.TimeoutError) as error:
             logger.info("node %s: the connection broke: %s", self._node, error)
         except asyncio.CancelledError:
             await connection.close(code=GOODBYE)
             raise
         finally:
-            reporting.cancel()
-            await asyncio.gather(reporting, return_exceptions=True)
+            self._note_led(is_led=False)
+            if reporting is not None:
+                reporting.cancel()
+                await asyncio.gather(reporting, return_exceptions=True)
         if self._conversation.is_over:
             self._conversation = _conversation()
+
+    def _note_led(self, *, is_led: bool) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.note_led(is_led=is_led)
 
     def _hello(self) -> Hello:
         return Hello(
@@ -212,18 +240,20 @@ class NodeAgent:
             domain=self._options.domain,
             alike=installed(),
             is_guest=self._options.spawner_fd is None,
+            term=self._term,
         )
 
-    async def _report_health(self) -> None:
+    async def _report_health(self, connection: aiohttp.ClientWebSocketResponse[bool]) -> None:
         while True:
             memory_bytes = psutil.virtual_memory().used
-            self._send(Health(cpu_percent=psutil.cpu_percent(), memory_bytes=memory_bytes))
+            health = Health(cpu_percent=psutil.cpu_percent(), memory_bytes=memory_bytes)
+            await connection.send_bytes(encode(health))
             await asyncio.sleep(self._options.heartbeat_s)
 
     def _relay(self, message: FromWorker) -> None:
-        if isinstance(message.message, Suspect | Report | Finished):
-            self._stuck_since = self._stuck_since or asyncio.get_running_loop().time()
         self._send(message)
+        if self._checkpoints is not None:
+            self._checkpoints.hear(message.local_rank, message.message)
 
     def _send(self, message: FromAgentMessage) -> None:
         self._conversation.say(encode(message))
@@ -231,8 +261,6 @@ class NodeAgent:
     async def _obey(self, message: ToAgentMessage) -> None:
         assert self._pool is not None
         if isinstance(message, ToWorkers):
-            if isinstance(message.message, PackedGeneration) and message.message.rank is not None:
-                self._stuck_since = None
             self._pool.deliver(message.local_rank, frame(encode(message.message)))
         elif isinstance(message, Welcome):
             self._begin(message)
@@ -246,7 +274,9 @@ class NodeAgent:
     def _begin(self, welcome: Welcome) -> None:
         """Start the workers, which may take as long as a script's imports: meanwhile the coordinator is heard."""
         assert self._pool is not None
-        self._node, self._run_directory = welcome.node, welcome.run_directory
+        self._node, self._welcome = welcome.node, welcome
+        self._door.run_directory = welcome.run_directory
+        self._checkpoints = UnledCheckpoints(welcome.node, welcome.run_directory)
         if error := _what_is_missing(welcome):
             self._send(WorkerExited(local_rank=0, exit_code=1, error=error))
             return
@@ -254,7 +284,6 @@ class NodeAgent:
             self._spawner = self._make_spawner(welcome.script)
         self._pool.kill(self._spawner)
         loop = asyncio.get_running_loop()
-        self._stuck_since = loop.time()  # until it has a place, it is of use to nobody
         self._starting = loop.create_task(self._start(self._pool, self._spawner, welcome, self._starting))
         self._starting.add_done_callback(self._on_task_done)
 
@@ -272,7 +301,7 @@ class NodeAgent:
         assert self._pool is not None
         if self._options.spawner_fd is None:
             return start_forkserver(
-                script, on_exit=self._pool.on_process_exit, on_lost=lambda: self._end(1), new_session=False
+                script, on_exit=self._pool.on_process_exit, on_lost=lambda: self._end(1), outlives_us=False
             )
         connection = socket.socket(fileno=self._options.spawner_fd)
         return Spawner(connection, on_exit=self._pool.on_process_exit, on_lost=lambda: self._end(1))
@@ -291,7 +320,8 @@ class NodeAgent:
     def _strike(self, injection: Injection) -> None:
         assert self._pool is not None
         assert self._spawner is not None
-        faults.record(injection, self._run_directory, None, None)
+        assert self._welcome is not None
+        faults.record(injection, self._welcome.run_directory, None, None)
         if injection.worker_only:
             self._pool.send_signal(self._spawner, 0, signal.SIGKILL)
         else:
@@ -322,6 +352,11 @@ class NodeAgent:
 
 def _conversation() -> Conversation[ToAgentMessage]:
     return Conversation(ToAgentMessage)
+
+
+def _how_to_resume(welcome: Welcome) -> str:
+    command = ("resilient", "run", "--nodes", str(welcome.num_nodes), "--resume", welcome.run_directory)
+    return shlex.join([*command, welcome.script, *welcome.arguments])
 
 
 def _what_is_missing(welcome: Welcome) -> str:

@@ -70,8 +70,12 @@ class Spawner:
         """Send a signal to a child, if it still runs."""
         self._connection.send(msgspec.json.encode(Signal(pid=pid, number=number)))
 
+    def let_go(self) -> None:
+        """Leave the forkserver and its children to themselves: :meth:`close` ends them no more."""
+        self._forkserver = None
+
     async def close(self) -> None:
-        """Let the forkserver go; its children die with it."""
+        """End the forkserver, and its children with it."""
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         self._connection.close()
@@ -102,7 +106,7 @@ def start_forkserver(
     *,
     on_exit: Callable[[int, int], None],
     on_lost: Callable[[], None],
-    new_session: bool,
+    outlives_us: bool,
 ) -> Spawner:
     """Start a forkserver that is warm for ``script``.
 
@@ -110,14 +114,16 @@ def start_forkserver(
         script: The job's script; what it imports is imported once.
         on_exit: See :class:`Spawner`.
         on_lost: See :class:`Spawner`.
-        new_session: Whether the forkserver leaves this process group (the launcher's does, so that Ctrl-C does not
-            reach it; a node agent's stays, so that killing the group kills the node).
+        outlives_us: Whether the forkserver leaves this process group and goes on until its children have ended, even
+            when this process is killed (the launcher's does: its nodes wait for another coordinator, and Ctrl-C does
+            not reach it; a node agent's does not, so that killing the group kills the node).
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "resilient.protocol.forkserver", "--fd", str(theirs.fileno())]
-    command += ["--parent", str(os.getpid()), "--preload", script]
+    command += [] if outlives_us else ["--parent", str(os.getpid())]
+    command += ["--preload", script]
     forkserver = subprocess.Popen(
-        command, pass_fds=[theirs.fileno()], env=_forkserver_environment(), start_new_session=new_session
+        command, pass_fds=[theirs.fileno()], env=_forkserver_environment(), start_new_session=outlives_us
     )
     theirs.close()
     return Spawner(ours, on_exit=on_exit, on_lost=on_lost, forkserver=forkserver)

@@ -32,6 +32,7 @@ from parts.agents import Fleet
 from rich.console import Console
 
 from resilient.agent.coordinator import Coordinator
+from resilient.agent.journal.term import Term
 from resilient.agent.membership.parts.context import Settings
 from resilient.cli.shared.printing import plain_table
 
@@ -67,7 +68,7 @@ def serve(num_nodes: int, folder: str, told: Connection) -> None:
         settings = Settings(
             script="train.py", directory=folder, run_directory=folder, num_nodes=num_nodes, heartbeat_s=600.0
         )
-        coordinator = Coordinator(settings, TOKEN, lambda _: None)
+        coordinator = Coordinator(settings, TOKEN, lambda _: None, Term.claim(folder))
         await coordinator.start("127.0.0.1", 0)
         told.send(coordinator.address)
         await coordinator.wait()

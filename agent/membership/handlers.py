@@ -87,6 +87,7 @@ class Handlers:
                 directory=settings.directory,
                 run_directory=settings.run_directory,
                 heartbeat_s=settings.heartbeat_s,
+                orphan_s=settings.orphan_s,
                 num_nodes=settings.num_nodes,
                 trace=settings.trace,
                 planner=settings.planner,
@@ -193,7 +194,7 @@ class Handlers:
         self._lifecycle.proceed()
 
     def on_interrupted(self, event: Interrupted) -> None:
-        self._lifecycle.interrupt(event.reason)
+        self._lifecycle.interrupt(event)
         self._lifecycle.proceed()
 
     def on_stop_wanted(self, event: StopWanted) -> None:

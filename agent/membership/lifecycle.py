@@ -9,15 +9,17 @@ from __future__ import annotations
 from resilient.agent.membership.ends import Ends
 from resilient.agent.membership.job_parts import JobParts
 from resilient.agent.membership.next_generation.agreement import NOTHING, Agreement, agree
-from resilient.agent.membership.next_generation.members import WorkerId, available, log_path
+from resilient.agent.membership.next_generation.members import WorkerId, log_path
 from resilient.agent.membership.parts.context import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_RESUMABLE,
     TRAINING,
     Phase,
 )
 from resilient.agent.membership.parts.ending import Interruption
+from resilient.agent.membership.parts.events import Interrupted
 from resilient.agent.membership.regrouping import Regrouping
 from resilient.protocol.messages import Shutdown
 
@@ -91,7 +93,7 @@ class Lifecycle:
             self._regrouping.begin(at_boundary=True, cause="interruption")
             return
         members = parts.context.members
-        joining = [node for node in available(members.values()) if not members[node].admitted]
+        joining = [node for node in parts.context.available() if not members[node].admitted]
         leaving = [node for node in sorted(members) if members[node].leaving]
         if joining or leaving:
             number = parts.context.generation + 1
@@ -184,7 +186,7 @@ class Lifecycle:
         parts = self._parts
         if parts.ending.failure:
             return False
-        left = set(available(parts.context.members.values())) - {node, *parts.own_errors.erring}
+        left = set(parts.context.available()) - {node, *parts.own_errors.erring}
         return parts.ending.interruption is not None or len(left) >= parts.ending.needed_nodes
 
     def fail(self, node: int, error: str, traceback: str = "") -> None:
@@ -193,7 +195,9 @@ class Lifecycle:
         if parts.ending.failure:
             return  # others fail of the same, or end because they were told to
         member = parts.context.members.get(node)
-        joins = member is not None and (parts.participants.plan is not None or member.is_guest) and not member.admitted
+        others_know = parts.participants.plan is not None or parts.job.is_known or parts.start_up.has_own
+        is_late = parts.participants.plan is not None or (member is not None and member.is_guest)
+        joins = others_know and is_late and member is not None and not member.admitted
         if member is not None and joins:
             parts.context.record("node_lost", node=node, cause=f"cannot join: {error}")
             parts.dismiss(member, f"cannot join: {error}", exit_code=EXIT_FAILED)
@@ -208,18 +212,19 @@ class Lifecycle:
             how = parts.how_to_resume if parts.phase is Phase.FINISHED else ""
             self._ends.stop(EXIT_FAILED, f"{parts.ending.failure}{how}", parts.checkpoints.newest_path)
 
-    def interrupt(self, reason: str) -> None:
+    def interrupt(self, event: Interrupted) -> None:
         """End the job after the running step, with a checkpoint; at once when that is asked for again, later."""
-        parts = self._parts
+        parts, reason = self._parts, event.reason
+        exit_code = EXIT_RESUMABLE if event.is_orphaned else EXIT_INTERRUPTED
         before = parts.ending.interruption
         if before is not None and parts.context.now - before.at < _ONE_WISH_S:
             return
         is_second = before is not None
         if is_second or parts.phase not in (*TRAINING, Phase.SAVING):
             text = f"interrupted {'twice ' if is_second else ''}({reason})"
-            self._ends.stop(EXIT_INTERRUPTED, f"{text}{parts.how_to_resume}", parts.checkpoints.newest_path)
+            self._ends.stop(exit_code, f"{text}{parts.how_to_resume}", parts.checkpoints.newest_path)
             return
-        interruption = parts.ending.interrupt(reason)
+        interruption = parts.ending.interrupt(reason, exit_code)
         if parts.change is not None:
             parts.change.hurry(interruption.step_deadline)
 
@@ -230,6 +235,6 @@ class Lifecycle:
         if now >= interruption.deadline:
             grace_s = parts.context.settings.grace_s
             reason = f"{interruption.reason}; the checkpoint was not written within {grace_s:g} s"
-            self._ends.stop(EXIT_INTERRUPTED, f"{reason}{parts.how_to_resume}", parts.checkpoints.newest_path)
+            self._ends.stop(interruption.exit_code, f"{reason}{parts.how_to_resume}", parts.checkpoints.newest_path)
         elif parts.change is not None and parts.change.at_boundary and now >= interruption.step_deadline:
             self._regrouping.begin(at_boundary=False, cause="interruption")

@@ -202,6 +202,15 @@ class Membership:
         """The live nodes by number."""
         return self._context.members
 
+    def takes_part(self, node: int) -> bool:
+        """Return whether the steps of the generation in force need a node."""
+        return self.parts.participants.is_placed(node)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the job is to end before its last step, for a failure of its own or because it was interrupted."""
+        return bool(self.parts.ending.reason)
+
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None before the first generation."""

@@ -14,7 +14,6 @@ from resilient.agent.membership.next_generation.forming import (
     message_for,
     why_too_few,
 )
-from resilient.agent.membership.next_generation.members import available
 from resilient.agent.membership.parts.change import Change
 from resilient.agent.membership.parts.context import (
     EXIT_FAILED,
@@ -105,12 +104,20 @@ class Regrouping:
         if plan is not None and change is not None:
             parts.speeds.observe(problem.profile, plan, change.reports)
         try:
-            formed = form(problem, plan, members, agreement, parts.checkpoints.whole, parts.speeds.slowdowns)
+            formed = form(
+                problem,
+                plan,
+                members,
+                agreement,
+                parts.checkpoints.whole,
+                parts.speeds.slowdowns,
+                parts.context.settings.most_nodes,
+            )
         except TooFewNodes as error:
             parts.ending.need(error.needed)
             if change is None and parts.start_up.waits_for(error.needed - error.live):
                 return
-            self._ends.save_and_stop(agreement, why_too_few(available(members.values()), error.needed))
+            self._ends.save_and_stop(agreement, why_too_few(parts.context.available(), error.needed))
         except StateLostError as error:
             self._ends.save_and_stop(agreement, str(error))
         except ValueError as error:
@@ -147,7 +154,7 @@ class Regrouping:
     def _can_spare(self, nodes: Collection[int], agreement: Agreement) -> bool:
         """Return whether the job can go on without some nodes, and loses no state with them."""
         parts, profile = self._parts, self._parts.job.spec.profile
-        left = [node for node in available(parts.context.members.values()) if node not in nodes]
+        left = [node for node in parts.context.available() if node not in nodes]
         lost = uncovered(profile, agreement.without(nodes).holders())
         return len(left) >= parts.ending.needed_nodes and lost == uncovered(profile, agreement.holders())
 
@@ -171,7 +178,7 @@ class Regrouping:
         """
         parts, wait_s = self._parts, self._parts.context.settings.wait_for_nodes_s
         members = parts.context.members.values()
-        num_missing = parts.ending.needed_nodes - len(available(members))
+        num_missing = parts.ending.needed_nodes - len(parts.context.available())
         if num_missing <= 0 or not wait_s:
             return False
         coming = [member.node for member in members if not member.is_ready and not member.leaving]
@@ -214,7 +221,7 @@ class Regrouping:
         for worker in parts.context.ready_workers():
             members[worker[0]].admitted = True
             parts.context.send(worker, message_for(worker, number, formed, members, checkpoint_due=checkpoint_due))
-        parts.job.ask(len(available(members.values())))
+        parts.job.ask(len(parts.context.available()))
 
     def let_go(self) -> None:
         """Dismiss the nodes that leave: once all copies have arrived, for until then what they hold may be the last."""

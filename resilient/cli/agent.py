@@ -11,7 +11,7 @@ import typer
 
 from resilient.cli.shared.errors import usage_error
 from resilient.cli.shared.ranges import within
-from resilient.cli.shared.run_folder import read_job
+from resilient.cli.shared.run_folder import given_token, read_job
 
 _ADDRESS = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):[1-9]\d{0,4}")
 
@@ -21,6 +21,7 @@ AGENT_HELP = "Join this machine to a running job. SIGTERM or Ctrl-C: leave it at
 def agent(
     join: Annotated[str, typer.Option(metavar="HOST:PORT", help="The coordinator's address.")],
     token: Annotated[str | None, typer.Option(envvar="RESILIENT_TOKEN", help="The job's token.")] = None,
+    token_file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Has the job's token.")] = None,
     run_dir: Annotated[Path | None, typer.Option("--run", help="Take the token from this run's job.json.")] = None,
     workers: Annotated[int, typer.Option(callback=within(1), help="Workers to start.")] = 1,
     heartbeat_s: Annotated[float, typer.Option(help="Silence after which the coordinator counts as gone.")] = 5.0,
@@ -32,6 +33,6 @@ def agent(
         raise usage_error(f"--join must be HOST:PORT, got {join!r}; take the address from the run's job.json")
     if not heartbeat_s > 0:
         raise usage_error(f"--heartbeat-s must be > 0, got {heartbeat_s:g}; leave it out for the default")
-    os.environ["RESILIENT_TOKEN"] = token or read_job(run_dir).token
+    os.environ["RESILIENT_TOKEN"] = token or given_token(token_file) or read_job(run_dir).token
     options = ["--join", join, "--workers", str(workers), "--heartbeat-s", str(heartbeat_s), "--domain", domain]
     raise typer.Exit(node.main(options))

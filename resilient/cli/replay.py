@@ -12,7 +12,7 @@ from rich.console import Console
 from resilient.cli.shared.errors import usage_error
 
 if TYPE_CHECKING:
-    from resilient.agent.replay import Decision
+    from resilient.agent.journal.replay import Decision
 
 REPLAY_HELP = (
     "Print the decisions of a run, taken once more from what its coordinator was told (stimuli.jsonl), and check that "
@@ -25,7 +25,7 @@ _MOST_CHARACTERS = 160
 def replay_command(
     run: Annotated[Path, typer.Argument(help="Folder of the run.", metavar="RUN")],
 ) -> None:
-    from resilient.agent.replay import difference, replay_run
+    from resilient.agent.journal.replay import difference, replay_run
 
     try:
         replayed = replay_run(run)

@@ -10,22 +10,25 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from resilient.cli.shared import script_options
-from resilient.cli.shared.errors import console, told
+from resilient.cli.shared.errors import console, told, usage_error
 from resilient.cli.shared.output_files import drawing
-from resilient.cli.shared.ranges import within
+from resilient.cli.shared.ranges import least_to_most, nodes_of, within
 from resilient.cli.shared.renamed_options import renamed
-from resilient.cli.shared.run_folder import new_run_directory
+from resilient.cli.shared.run_folder import given_token, new_run_directory
 from resilient.common.files import write_whole
 from resilient.errors import ArgumentError, ResilientError
 from resilient.protocol.alike import ALLOWABLE
 from resilient.protocol.foreign_launchers import check_started_once
 from resilient.protocol.messages import Injection
 from resilient.protocol.phases import PHASES, check_phase
+
+if TYPE_CHECKING:
+    from resilient.agent.job_control import JobControl
 
 RUN_HELP = (
     "Run a script on simulated nodes of this machine, with an embedded coordinator. Options come before the "
@@ -35,12 +38,37 @@ RUN_HELP = (
 
 def run(
     context: typer.Context,
-    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The job's script.")],
+    script: Annotated[Path | None, typer.Argument(exists=True, dir_okay=False, help="The job's script.")] = None,
     arguments: Annotated[list[str] | None, typer.Argument(help=script_options.ARGUMENTS_HELP)] = None,
-    nodes: Annotated[int, typer.Option(callback=within(1), help="Nodes to start.")] = 1,
+    nodes: Annotated[
+        str,
+        typer.Option(
+            metavar="N|MIN:MAX",
+            callback=least_to_most,
+            help="Nodes to start with. MIN:MAX: MIN, and as others join at most MAX train, while the rest stand by.",
+        ),
+    ] = "1",
+    local_nodes: Annotated[
+        bool,
+        typer.Option(
+            " /--no-local-nodes", help="Start none here: wait for agents of other machines, which join by --host."
+        ),
+    ] = True,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Has the token that agents show; else RESILIENT_TOKEN, or new."),
+    ] = None,
     workers_per_node: Annotated[int, typer.Option(callback=within(1), help="Workers of each node.")] = 1,
     resume: Annotated[Path | None, typer.Option(help="Checkpoint to begin from, or a run for its newest.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<time> by default.")] = None,
+    attach: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Take over the job of this run's folder, whose coordinator is gone while its nodes train on; "
+            "without a script.",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="This machine's address, for other machines to join.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(callback=within(0, 65535), help="Port to listen on; 0 for any that is free.")
@@ -52,6 +80,10 @@ def run(
         float, typer.Option(help="Expected time between failures, over which a reconfiguration must pay.")
     ] = 3600.0,
     heartbeat_s: Annotated[float, typer.Option(help="Silence after which a node counts as lost.")] = 5.0,
+    orphan_s: Annotated[
+        float,
+        typer.Option(help="Time that nodes train on without a coordinator before they end the job with a checkpoint."),
+    ] = 600.0,
     grace_s: Annotated[
         float,
         typer.Option(help="Time from the first Ctrl-C or SIGTERM to the end, for the running step and a checkpoint."),
@@ -83,16 +115,23 @@ def run(
     old_trace: Annotated[str | None, renamed("--trace", "--trace-steps")] = None,
 ) -> None:
     from resilient.agent.launch import Launcher, LaunchOptions
-    from resilient.observability.live_view import make_view
 
+    if attach is not None:
+        _take_over(context, attach, script, plain=plain)
+    if script is None:
+        raise usage_error("SCRIPT must be given; without one, a job can only be taken over, with --attach RUN")
     script_options.hint(context, arguments or ())
     run_directory = run_dir or new_run_directory()
+    num_nodes, most_nodes = nodes_of(nodes)
     try:
         check_started_once(os.environ, [str(script), *(arguments or ())], is_script=False)
         options = LaunchOptions(
             script=str(script),
             arguments=tuple(arguments or ()),
-            num_nodes=nodes,
+            num_nodes=num_nodes,
+            most_nodes=most_nodes,
+            local_nodes=local_nodes,
+            token=given_token(token_file),
             workers_per_node=workers_per_node,
             run_directory=str(run_directory),
             resume=None if resume is None else str(resume),
@@ -101,6 +140,7 @@ def run(
             network_gbit_s=network_gbit_s,
             failure_interval_s=failure_interval_s,
             heartbeat_s=heartbeat_s,
+            orphan_s=orphan_s,
             grace_s=grace_s,
             wait_for_nodes_s=wait_for_nodes_s,
             injections=tuple(parse_injection(text) for text in inject or ()),
@@ -110,19 +150,48 @@ def run(
             allow_different=tuple(allow_different or ()),
             validate=os.environ.get("RESILIENT_VALIDATE", "") not in ("", "0"),
         )
-        launcher = Launcher(options)
-        with launcher.signals(for_good=True):  # a second one does not keep the report from being written
-            with make_view(plain or None) as view:
-                launcher.subscribe(view.on_event)
-                exit_code = launcher.run()
-            _conclude(run_directory, trace_steps)
-            with contextlib.suppress(OSError, SystemExit):  # rich's, when nobody reads any more
-                view.print_ending()
+        exit_code = _run_to_its_end(Launcher(options), run_directory, trace_steps, plain=plain)
     except (ResilientError, ValueError) as error:
-        said = told(error, context, {"run_directory": "--run-dir", "num_nodes": "--nodes"})
-        console.print(f"error: {said}", markup=False, style="red", soft_wrap=True)
-        raise typer.Exit(1) from None
+        raise _failed(context, error) from None
     raise typer.Exit(exit_code)
+
+
+def _take_over(context: typer.Context, run_directory: Path, script: Path | None, *, plain: bool) -> NoReturn:
+    from resilient.agent.attach import Attachment
+
+    if script is not None:
+        raise usage_error(f"--attach RUN must stand without a script, got {script}; the run knows its own")
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name: source is not None and source.name == "COMMANDLINE" for name, source in sources.items()}
+    refused = [name for name in given if given[name] and name not in ("attach", "host", "port", "plain", "arguments")]
+    if refused:
+        option = f"--{refused[0].replace('_', '-')}"
+        raise usage_error(f"--attach RUN must stand without {option}; the job keeps what it was started with")
+    where = {name: context.params[name] for name in ("host", "port") if given[name]}
+    try:
+        exit_code = _run_to_its_end(Attachment(run_directory, **where), run_directory, "", plain=plain)
+    except (ResilientError, ValueError) as error:
+        raise _failed(context, error) from None
+    raise typer.Exit(exit_code)
+
+
+def _run_to_its_end(job: JobControl, run_directory: Path, trace_steps: str, *, plain: bool) -> int:
+    from resilient.observability.live_view import make_view
+
+    with job.signals(for_good=True):  # a second one does not keep the report from being written
+        with make_view(plain or None) as view:
+            job.subscribe(view.on_event)
+            exit_code = job.run()
+        _conclude(run_directory, trace_steps)
+        with contextlib.suppress(OSError, SystemExit):  # rich's, when nobody reads any more
+            view.print_ending()
+    return exit_code
+
+
+def _failed(context: typer.Context, error: ResilientError | ValueError) -> typer.Exit:
+    said = told(error, context, {"run_directory": "--run-dir", "num_nodes": "--nodes"})
+    console.print(f"error: {said}", markup=False, style="red", soft_wrap=True)
+    return typer.Exit(1)
 
 
 def parse_injection(text: str) -> Injection:

@@ -160,8 +160,10 @@ class JobStatus:
     def _on_waiting(self, event: Event) -> Iterator[tuple[str, str]]:
         missing = counted(event["num_missing"], "node") + " that did not connect" if event["num_missing"] else ""
         late = [text for text in (_nodes(event["nodes"]) if event["nodes"] else "", missing) if text]
-        if late:
+        if late and event["waited_s"]:
             yield "note", f"still waiting, after {event['waited_s']} s, for {' and '.join(late)}; see the logs"
+        elif late:
+            yield "note", f"waiting for {counted(event['num_missing'], 'node')} to join"
 
     def _on_too_few(self, event: Event) -> Iterator[tuple[str, str]]:
         missing = counted(event["num_missing"], "more node")

@@ -4,9 +4,10 @@ Owns how a worker process begins and ends. Single-threaded for its whole life: f
 locks nobody will ever release. Importing torch takes seconds, a fork milliseconds.
 
 ``python -m resilient.protocol.forkserver --fd N --preload SCRIPT`` serves one socket (``SOCK_SEQPACKET``, one JSON
-message a packet). It answers every :class:`Spawn` in order with :class:`Started` and reports :class:`Exited` on its
-own. A node is a new session: a module's ``main`` (the node agent) and a spawner forked for it, which runs this same
-loop for the node's workers. Everybody dies with its parent.
+message a packet) until it closes; without ``--parent``, until the last child has ended. It answers every :class:`Spawn`
+in order with :class:`Started` and reports :class:`Exited` on its own. A node is a new session: a module's ``main`` (the
+node agent) and a spawner forked for it, which runs this same loop for the node's workers. Everybody dies with its
+parent, but for a forkserver that is told of none.
 """
 
 from __future__ import annotations
@@ -93,14 +94,18 @@ class Forkserver:
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def serve(self) -> None:
-        """Answer requests; return when the other end is gone."""
-        while True:
+    def serve(self, *, to_the_last: bool = False) -> None:
+        """Answer requests; return when the other end is gone, or then when no child is left."""
+        is_asked = True
+        while is_asked or self._children:
             for key, _ in self._selector.select():
                 if key.data is not None:
                     self._reap(key.data)
                 elif not self._answer():
-                    return
+                    if not to_the_last:
+                        return
+                    is_asked = False
+                    self._selector.unregister(self._connection)
 
     def _answer(self) -> bool:
         packet = self._connection.recv(MAX_PACKET_BYTES)
@@ -273,30 +278,24 @@ def main() -> None:
     """Serve the socket given by ``--fd``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--parent", type=int, help="dies with it; without, it lives as long as its children")
     parser.add_argument("--preload", metavar="SCRIPT")
     options = parser.parse_args()
-    die_with_parent(options.parent)
+    if options.parent is not None:
+        die_with_parent(options.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches whole groups; the agent decides who ends
     if options.preload is not None:
         preload(options.preload)
     if options.preload is not None and len(os.listdir("/proc/self/task")) > 1:
         # Something imported has started threads: begin again without it, cold but safe.
-        cold = [
-            sys.executable,
-            "-m",
-            "resilient.protocol.forkserver",
-            "--fd",
-            str(options.fd),
-            "--parent",
-            str(options.parent),
-        ]
+        cold = [sys.executable, "-m", "resilient.protocol.forkserver", "--fd", str(options.fd)]
+        cold += [] if options.parent is None else ["--parent", str(options.parent)]
         os.set_inheritable(options.fd, True)
         os.execv(sys.executable, cold)
     gc.collect()
     gc.freeze()  # collections in the children leave the shared pages alone
     os.set_inheritable(options.fd, False)
-    Forkserver(socket.socket(fileno=options.fd)).serve()
+    Forkserver(socket.socket(fileno=options.fd)).serve(to_the_last=options.parent is None)
 
 
 if __name__ == "__main__":

@@ -319,7 +319,8 @@ SentToWorker = Regroup | PackedGeneration | Save | Finish | Arm
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The node's number and what to start; workers from before are killed. ``num_nodes``: nodes the job was started
+    """The node's number and what to start; workers from before are killed. ``orphan_s``: how long to train on without
+    a coordinator. ``num_nodes``: nodes the job was started
     with. ``trace``: steps of which workers write down when they did what
     (:func:`resilient.observability.step_trace.parse_steps`). ``planner``: what they use instead of the script's.
     ``network``: between two nodes, for each worker. ``is_planned``: the job is known, and what its planner answered."""
@@ -330,6 +331,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     directory: str
     run_directory: str
     heartbeat_s: float
+    orphan_s: float = 600.0
     num_nodes: int = 1
     trace: str = ""
     planner: str = ""

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from resilient.agent.journal.stimulus_log import StimulusLog
 from resilient.agent.membership.parts.events import Instruction, Stimulus
-from resilient.agent.stimulus_log import StimulusLog
 from resilient.protocol.messages import Note
 from tests.agent.membership.simulated import Job
 

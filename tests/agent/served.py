@@ -12,6 +12,7 @@ import msgspec
 
 from resilient.agent.conversation import Attached, Hello, decode_attached
 from resilient.agent.coordinator import Coordinator
+from resilient.agent.journal.term import Term
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     FromAgentMessage,
@@ -37,7 +38,7 @@ class Served:
     def __init__(self, folder: Path, session: aiohttp.ClientSession) -> None:
         self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         told = settings(run_directory=str(folder), num_nodes=2, heartbeat_s=600.0)  # who does not read answers no ping
-        self.coordinator = Coordinator(told, TOKEN, self.events.put_nowait)
+        self.coordinator = Coordinator(told, TOKEN, self.events.put_nowait, Term.claim(folder))
         self.session = session
         self.sockets: list[aiohttp.ClientWebSocketResponse[bool]] = []
 
@@ -52,7 +53,7 @@ class Served:
     async def connect(self) -> aiohttp.ClientWebSocketResponse[bool]:
         socket = await self.open()
         await socket.send_bytes(encode(HELLO))
-        assert decode_attached(await socket.receive_bytes()) == Attached(is_new=True, num_heard=0)
+        assert decode_attached(await socket.receive_bytes()) == Attached(is_new=True, num_heard=0, term=1)
         welcome = decode_to_agent(await socket.receive_bytes())
         assert isinstance(welcome, Welcome)
         return socket
@@ -61,7 +62,7 @@ class Served:
         """Go on with a conversation, of which nothing that this end said was heard."""
         socket = await self.open()
         await socket.send_bytes(encode(msgspec.structs.replace(HELLO, node=node, num_heard=num_heard)))
-        assert decode_attached(await socket.receive_bytes()) == Attached(is_new=False, num_heard=0)
+        assert decode_attached(await socket.receive_bytes()) == Attached(is_new=False, num_heard=0, term=1)
         return socket
 
     async def event(self, kind: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import pytest
 from resilient.agent import coordinator
 from resilient.agent.conversation import GOODBYE, Attached, Heard, Hello, decode_attached
 from resilient.agent.coordinator import Coordinator
+from resilient.agent.journal.term import Term
 from resilient.agent.membership import regrouping
 from resilient.agent.membership.parts.events import (
     FailureWanted,
@@ -71,7 +72,9 @@ def test_job_file_is_private_and_says_where_to_connect(tmp_path: Path) -> None:
 def test_address_that_others_can_reach_is_told(tmp_path: Path) -> None:
     async def play() -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
-        served = Coordinator(settings(run_directory=str(tmp_path), num_nodes=2), TOKEN, events.append)
+        served = Coordinator(
+            settings(run_directory=str(tmp_path), num_nodes=2), TOKEN, events.append, Term.claim(tmp_path)
+        )
         await served.start("0.0.0.0", 0)
         await served.close()
         assert [event["address"] for event in events] == [served.address]
@@ -148,7 +151,7 @@ def test_agent_that_begins_anew_gets_a_new_number_and_its_old_connection_is_dead
         await served.connect()
         again = await served.open()
         await again.send_bytes(encode(Hello(host="h", pid=1, num_workers=1, node=0)))
-        assert decode_attached(await again.receive_bytes()) == Attached(is_new=True, num_heard=0)
+        assert decode_attached(await again.receive_bytes()) == Attached(is_new=True, num_heard=0, term=1)
         welcome = decode_to_agent(await again.receive_bytes())
         assert isinstance(welcome, Welcome)
         assert welcome.node == 1
@@ -323,7 +326,7 @@ def test_machine_is_told_what_came_of_a_manifest(tmp_path: Path) -> None:
 
 def test_whoever_follows_the_events_cannot_keep_the_job_from_ending(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
-        served.coordinator._on_event = Mock(side_effect=RuntimeError("no"))
+        served.coordinator._events._on_event = Mock(side_effect=RuntimeError("no"))
         socket = await served.open()
         await socket.send_bytes(encode(HELLO))
         assert await served.coordinator.wait() == 1

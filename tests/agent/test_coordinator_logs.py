@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from resilient.agent.journal.replay import difference, replay_run
 from resilient.agent.membership.parts.events import Tick
-from resilient.agent.replay import difference, replay_run
 from tests.agent.membership.simulated import settings
 from tests.agent.served import TOKEN, Served, make_ready, with_coordinator
 

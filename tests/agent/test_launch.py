@@ -61,6 +61,7 @@ def test_exception_in_the_script_ends_the_launch_with_its_message(tmp_path: Path
 def test_no_process_outlives_the_launcher(tmp_path: Path, number: signal.Signals, exit_code: int) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-c", "from resilient.cli.app import app; app()", "run", "--nodes", "2", "--plain"]
+    command += ["--orphan-s", "1"]
     command += ["--run-dir", str(run), script(tmp_path, _WAITING)]
     launcher = psutil.Popen(command, stdout=subprocess.DEVNULL)
     wait_for(lambda: all((run / f"up-{rank}").exists() for rank in range(2)), launcher)
@@ -132,6 +133,7 @@ def test_launcher_ends_though_an_import_hangs(tmp_path: Path) -> None:
     )
     reached = tmp_path / "reached"
     command = [sys.executable, "-c", "from resilient.cli.app import app; app()", "run", "--nodes", "2", "--plain"]
+    command += ["--orphan-s", "1"]
     command += ["--run-dir", str(tmp_path / "run"), script(tmp_path, "import hanging")]
     launcher = psutil.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "REACHED": str(reached)})
     wait_for(reached.exists, launcher)

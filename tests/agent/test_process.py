@@ -137,7 +137,7 @@ def test_workers_of_all_nodes_draw_the_same_and_go_through_sets_alike(
             str(tmp_path / "job.py"),
             on_exit=lambda _, code: exits.put_nowait(code),
             on_lost=lost.set,
-            new_session=False,
+            outlives_us=False,
         )
         try:
             log = tmp_path / name

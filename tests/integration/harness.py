@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import threading
@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from resilient import testing
+from resilient.agent.journal.replay import difference, replay_run
 from resilient.agent.launch import Launcher
-from resilient.agent.replay import difference, replay_run
 from resilient.cli.demo import example_script
 from resilient.cli.run import parse_injection
 from resilient.observability.event_log import read_events, steps_of
@@ -67,6 +67,12 @@ class Processes:
         process = psutil.Process(pid)
         for child in [process, *process.children(recursive=True)]:
             self._seen.setdefault(child.pid, child)
+
+    def kill(self) -> None:
+        """Kill those that still run."""
+        for process in self._seen.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def left(self, timeout_s: float = 30.0) -> list[psutil.Process]:
         """Return those that still run after the time it may take to end."""
@@ -169,12 +175,9 @@ def wait_for_event(
 class Started:
     """A ``resilient run`` in the background."""
 
-    def __init__(
-        self, directory: Path, *arguments: object, nodes: int, script: Path = CHAIN, options: str = ""
-    ) -> None:
+    def __init__(self, directory: Path, line: list[str]) -> None:
         self.directory = directory
         self.processes = Processes()
-        line = command("run", "--plain", "--nodes", nodes, "--run-dir", directory, *options.split(), script, *arguments)
         self.popen = subprocess.Popen(
             line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
@@ -203,10 +206,16 @@ class Started:
     def output(self) -> str:
         return "".join(self._lines)
 
+    def kill(self) -> None:
+        """Kill the coordinator alone; its nodes live on."""
+        self.processes.take_in_children(self.popen.pid)
+        self.popen.kill()
+        self.popen.wait()
+
     def close(self) -> None:
         if self.popen.poll() is None:
-            os.killpg(self.popen.pid, signal.SIGKILL)
-            self.popen.wait()
+            self.kill()
+        self.processes.kill()
         self._reader.join()
         assert self.popen.stdout is not None
         self.popen.stdout.close()
@@ -219,10 +228,21 @@ class Started:
 
 @contextmanager
 def started(
-    directory: Path, *arguments: object, nodes: int, script: Path = CHAIN, options: str = ""
+    directory: Path, *arguments: object, nodes: int | str, script: Path = CHAIN, options: str = ""
 ) -> Iterator[Started]:
     """Start ``resilient run``; it is killed when the test is over and it is not."""
-    job = Started(directory, *arguments, nodes=nodes, script=script, options=options)
+    line = command("run", "--plain", "--nodes", nodes, "--run-dir", directory, *options.split(), script, *arguments)
+    job = Started(directory, line)
+    try:
+        yield job
+    finally:
+        job.close()
+
+
+@contextmanager
+def attached(directory: Path) -> Iterator[Started]:
+    """Take a run over; the new coordinator is killed when the test is over and it is not."""
+    job = Started(directory, command("run", "--plain", "--attach", directory))
     try:
         yield job
     finally:

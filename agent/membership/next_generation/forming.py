@@ -103,6 +103,7 @@ def form(
     agreement: Agreement,
     checkpoints: Collection[Checkpoint],
     slowdowns: Mapping[int, float],
+    most_nodes: int | None = None,
 ) -> NextGeneration:
     """Make the next generation.
 
@@ -113,13 +114,14 @@ def form(
         agreement: What they agreed on.
         checkpoints: Those there are.
         slowdowns: Of nodes, as observed.
+        most_nodes: That may train at once; None for all.
 
     Raises:
         TooFewNodes: The job cannot go on with its promised redundancy.
         StateLostError: A state is gone for good.
         ValueError: The job fits no plan; the message says what to change.
     """
-    nodes = available(members.values())
+    nodes = available(members.values(), most_nodes)
     domains = {node: members[node].domain for node in nodes if members[node].domain}
     slow = {node: slowdowns[node] for node in nodes if slowdowns.get(node, 1.0) > 1}
     if plan is None:

@@ -102,6 +102,6 @@ def log_path(run_directory: str, worker: WorkerId) -> Path:
     return Path(run_directory) / "logs" / f"node-{worker[0]}" / f"worker-{worker[1]}.log"
 
 
-def available(members: Iterable[Member]) -> list[int]:
-    """Return the nodes that the next plan may use."""
-    return sorted(member.node for member in members if member.is_ready and not member.leaving)
+def available(members: Iterable[Member], most: int | None) -> list[int]:
+    """Return the nodes that the next plan may use: of those that could, so many that came first; all if None."""
+    return sorted(member.node for member in members if member.is_ready and not member.leaving)[:most]

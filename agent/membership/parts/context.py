@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from resilient.agent.membership.next_generation.members import Member, WorkerId
+from resilient.agent.membership.next_generation.members import Member, WorkerId, available
 from resilient.agent.membership.parts.events import Instruction, Record, Send, Tell
 from resilient.protocol.messages import Injection, Kill, ShowStacks, Shutdown, ToWorkerMessage, Welcome
 from resilient.state.manifest import Manifest
@@ -25,12 +25,15 @@ class Settings:
 
     Args:
         num_nodes: Nodes to wait for before the first generation.
+        most_nodes: Nodes that train at once; others stand by. None for all.
+        has_own_nodes: The launcher starts these nodes, and they say what the job is; else whoever comes first does.
         options: Of `resilient run`, besides the nodes and the checkpoint, to start the job again as it was started.
         resume: Checkpoint to begin from, and its manifest.
         network: Between two nodes.
         failure_interval_s: Expected time between two failures.
         injections: Failures to arm as soon as their node is up.
-        heartbeat_s: Silence after which a node counts as lost.
+        heartbeat_s: Silence after which a connection to a node counts as broken.
+        orphan_s: How long nodes and coordinator that lost each other wait, as far as nobody is kept waiting by it.
         grace_s: From an interruption to the end; half of it for the running step, the rest for the checkpoint.
         start_timeout_s: How long nodes may take to get ready before the job begins, or goes on, without them.
         wait_for_nodes_s: How long a job of which too few nodes are left waits for others to connect; 0 for not at all.
@@ -48,6 +51,8 @@ class Settings:
     directory: str
     run_directory: str
     num_nodes: int
+    most_nodes: int | None = None
+    has_own_nodes: bool = True
     options: tuple[str, ...] = ()
     workers_per_node: int = 1
     resume: tuple[str, Manifest] | None = None
@@ -55,6 +60,7 @@ class Settings:
     failure_interval_s: float = 3600.0
     injections: tuple[Injection, ...] = ()
     heartbeat_s: float = 5.0
+    orphan_s: float = 600.0
     grace_s: float = 120.0
     start_timeout_s: float = 1800.0
     wait_for_nodes_s: float = 10.0
@@ -137,6 +143,10 @@ class Context:
         """Let a node go; it is no loss."""
         del self.members[member.node]
         self.tell(member.node, Shutdown(exit_code=exit_code, reason=reason))
+
+    def available(self) -> list[int]:
+        """Return the nodes that the next plan may use."""
+        return available(self.members.values(), self.settings.most_nodes)
 
     def ready_workers(self) -> list[WorkerId]:
         """Return the workers of all nodes that can be given a place, in order."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from resilient.agent.membership.parts.context import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_LOST, EXIT_RESUMABLE, Context
+from resilient.agent.membership.parts.context import EXIT_FAILED, EXIT_LOST, EXIT_RESUMABLE, Context
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interruption:
-    """Why the job ends early, since when, and until when the running step and the checkpoint may take."""
+    """Why the job ends early, how, since when, and until when the running step and the checkpoint may take."""
 
     reason: str
+    exit_code: int
     at: float
     step_deadline: float
     deadline: float
@@ -61,11 +62,15 @@ class Ending:
         """Take in that states are damaged, and nobody knows which are right."""
         self._is_damaged = True
 
-    def interrupt(self, reason: str) -> Interruption:
+    def interrupt(self, reason: str, exit_code: int) -> Interruption:
         """Give the running step and the checkpoint until now; return how long they have."""
         now, grace_s = self._context.now, self._context.settings.grace_s
         self._interruption = Interruption(
-            reason=f"interrupted ({reason})", at=now, step_deadline=now + grace_s / 2, deadline=now + grace_s
+            reason=f"interrupted ({reason})",
+            exit_code=exit_code,
+            at=now,
+            step_deadline=now + grace_s / 2,
+            deadline=now + grace_s,
         )
         self._needed_nodes = max(self._needed_nodes, self._context.settings.num_nodes)
         self._context.record("interrupted", reason=reason, grace_s=grace_s)
@@ -85,7 +90,7 @@ class Ending:
         if self._failure:
             exit_code, why = EXIT_FAILED, self._failure
         elif self._interruption is not None:
-            exit_code, why = EXIT_INTERRUPTED, self._interruption.reason
+            exit_code, why = self._interruption.exit_code, self._interruption.reason
         else:
             exit_code, why = EXIT_RESUMABLE if is_saved else EXIT_LOST, ""
         return exit_code, reason if reason.startswith(why) else f"{why}; {reason}"
@@ -102,7 +107,10 @@ class Ending:
         if checkpoint is None and not has_job:
             return ""
         settings = self._context.settings
-        command = ["resilient", "run", "--nodes", str(self._needed_nodes), *settings.options]
+        nodes = str(self._needed_nodes)
+        if settings.most_nodes is not None:
+            nodes += f":{settings.most_nodes}"
+        command = ["resilient", "run", "--nodes", nodes, *settings.options]
         if checkpoint is not None:
             command += ["--resume", checkpoint]
         words = shlex.join([*command, settings.script, *settings.arguments])

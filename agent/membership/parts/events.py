@@ -103,9 +103,13 @@ class PlansPrepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Interrupted:
-    """The job is to end after the running step, with a checkpoint; said again, at once."""
+    """The job is to end after the running step, with a checkpoint; said again, at once.
+
+    ``is_orphaned``: nobody wants it to end, but nobody leads it either: it is to be resumed.
+    """
 
     reason: str
+    is_orphaned: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from resilient.agent.membership.next_generation.forming import problem_of
-from resilient.agent.membership.next_generation.members import Member, available
+from resilient.agent.membership.next_generation.members import Member
 from resilient.agent.membership.parts.context import Context
 from resilient.agent.membership.parts.events import PreparePlans
 from resilient.errors import ArgumentError
@@ -124,7 +124,7 @@ class PlannedJob:
         """Plan with as many of the nodes that were held back as the plans that are now ready allow."""
         self._planned_for = max(self._planned_for, num_nodes)
         members = self._context.members.values()
-        num_ready = len(available(members))
+        num_ready = len(self._context.available())
         for member in members:
             if member.lacks_plans and not member.leaving and num_ready < self._planned_for:
                 member.lacks_plans = False

@@ -12,7 +12,8 @@ _FIRST_NOTICE_S = 60.0
 class StartUp:
     """Counts the nodes the job is to begin with, and gives up waiting for those that are too late.
 
-    The launcher's own nodes say what the job is. Guests that are ready before them are put off until then.
+    The launcher's own nodes say what the job is. Guests that are ready before them are put off until then. A launcher
+    without nodes of its own waits for as many as it takes, and as long; whoever is ready first says what the job is.
     """
 
     def __init__(self, context: Context) -> None:
@@ -21,7 +22,7 @@ class StartUp:
         self._getting_ready = Outstanding()
         self._has_ended = False
         self._waiting_since: float | None = None
-        self._notice_after_s = _FIRST_NOTICE_S
+        self._notice_after_s = _FIRST_NOTICE_S if context.settings.has_own_nodes else 0.0
         self._unheard: list[tuple[Ready, WorkerId]] = []
         self._waits_until: float | None = None
 
@@ -38,7 +39,7 @@ class StartUp:
     @property
     def has_own(self) -> bool:
         """Whether a node of the launcher's own is there, or may come."""
-        return self._expected > 0
+        return self._context.settings.has_own_nodes and self._expected > 0
 
     @property
     def waits_for_workers(self) -> bool:
@@ -58,7 +59,7 @@ class StartUp:
         self._has_ended = True
 
     def expect_one_less(self, member: Member) -> None:
-        """Go on without a node that went away; guests were not expected."""
+        """Go on without a node that went away; guests were not expected, and others may come in their place."""
         if not member.is_guest:
             self._expected -= 1
 
@@ -84,17 +85,22 @@ class StartUp:
     def too_late(self) -> list[int]:
         """Return the nodes that are waited for no longer; record now and then, ever more rarely, who is waited for.
 
-        Those that have not even connected are expected no more.
+        Those of the launcher's own that have not even connected are expected no more.
         """
         now, members = self._context.now, self._context.members
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
         waited_s = now - self._waiting_since
         late = [member.node for member in members.values() if not member.is_up]
-        if waited_s >= self._context.settings.start_timeout_s:
+        limit_s = self._context.settings.start_timeout_s
+        if self._context.settings.has_own_nodes and waited_s >= limit_s:
             self._expected = len(members)
             return late
+        if not self._context.settings.has_own_nodes:  # each has its own time, from when it came
+            overdue = [node for node in late if now - members[node].connected_at >= limit_s]
+            if overdue:
+                return overdue
         if waited_s >= self._notice_after_s:
             num_missing = max(0, self._expected - len(members))
             self._context.record("waiting", nodes=late, num_missing=num_missing, waited_s=round(waited_s))
-            self._notice_after_s *= 2
+            self._notice_after_s = max(2 * self._notice_after_s, _FIRST_NOTICE_S)
         return []

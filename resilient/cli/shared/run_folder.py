@@ -5,6 +5,7 @@ Must not import torch.
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from pathlib import Path
@@ -24,6 +25,19 @@ class Listening(msgspec.Struct):
 
     address: str
     token: str
+
+
+def given_token(token_file: Path | None) -> str:
+    """Return the token of a file, else of ``RESILIENT_TOKEN``, else ""."""
+    if token_file is None:
+        return os.environ.get("RESILIENT_TOKEN", "")
+    try:
+        token = token_file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise usage_error(f"--token-file must be readable text, got {token_file} ({error}); give another") from None
+    if not token:
+        raise usage_error(f"--token-file must hold a token, got an empty {token_file}; write one into it")
+    return token
 
 
 def read_job(run_dir: Path | None) -> Listening:

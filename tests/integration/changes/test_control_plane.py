@@ -7,12 +7,23 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.integration.harness import Run, Started, check_recovered, check_survivors, command, run_job, started
+from resilient.state.manifest import MANIFEST, folder
+from tests.integration.harness import (
+    Run,
+    Started,
+    check_equal,
+    check_recovered,
+    check_survivors,
+    command,
+    run_job,
+    started,
+)
 
 NODES = 5
 
@@ -25,13 +36,31 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def test_launcher_killed_leaves_nothing_behind(tmp_path: Path) -> None:
-    with started(tmp_path / "run", "--hold-in", 3, "--gate", tmp_path / "never", nodes=4) as job:
+def test_launcher_killed_leaves_nothing_behind_for_ever(tmp_path: Path) -> None:
+    """Not even workers that hang, of a job that nobody takes over."""
+    options = "--heartbeat-s 1 --orphan-s 1 --grace-s 2"
+    with started(tmp_path / "run", "--hold-in", 3, "--gate", tmp_path / "never", nodes=4, options=options) as job:
         job.wait_for_step(2)
-        job.processes.take_in_children(job.popen.pid)
-        job.popen.kill()
-        job.popen.wait()
+        job.kill()
         assert job.processes.left() == []
+
+
+def test_coordinator_that_stands_still_costs_no_node(reference: Run, tmp_path: Path) -> None:
+    """For longer than any node may: the job trains to its end and the nodes write the manifest, which says that they
+    have noticed; all are taken back as they were."""
+    run_directory = tmp_path / "run"
+    with started(run_directory, nodes=NODES, options="--heartbeat-s 1") as job:
+        job.wait_for_step(2)
+        job.popen.send_signal(signal.SIGSTOP)
+        give_up_at = time.monotonic() + 60
+        while not (folder(run_directory, 12) / MANIFEST).exists():
+            assert time.monotonic() < give_up_at, "the nodes must make the last checkpoint whole"
+            time.sleep(0.02)
+        job.popen.send_signal(signal.SIGCONT)
+        run = job.wait()
+    check_equal(run, reference)
+    assert len(run.generations) == 1
+    assert run.of_kind("node_lost") == []
 
 
 def order_kill(job: Started, *options: object) -> None:

@@ -92,3 +92,39 @@ def test_membership_is_checked_where_the_environment_asks_for_it(
         monkeypatch.setenv("RESILIENT_VALIDATE", value)
     result = CliRunner().invoke(app, ["run", "--run-dir", str(tmp_path / "run"), str(tmp_path / "s.py")])
     assert (result.exit_code, asked) == (0, [validates])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "SCRIPT must be given; without one, a job can only be taken over, with --attach RUN"),
+        (["--attach", "runs/a", "s.py"], "--attach RUN must stand without a script, got s.py; the run knows its own"),
+        (
+            ["--attach", "runs/a", "--nodes", "3"],
+            "--attach RUN must stand without --nodes; the job keeps what it was started with",
+        ),
+    ],
+)
+def test_job_is_started_or_taken_over(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.py").touch()
+    result = CliRunner().invoke(app, ["run", *arguments])
+    assert (result.exit_code, result.stderr) == (2, f"error: {message}\n")
+
+
+def test_folder_without_a_job_cannot_be_taken_over(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["run", "--plain", "--attach", str(tmp_path)])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"error: --attach must be the folder of a run, with its job.json, got {tmp_path}; give one that this machine "
+        "sees, or begin again with --resume\n"
+    )
+
+
+def test_run_without_its_log_cannot_be_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text('{"address": "127.0.0.1:1", "token": "t", "pid": 1, "term": 1}')
+    result = CliRunner().invoke(app, ["run", "--plain", "--attach", str(tmp_path)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: --attach must be a run whose stimuli.jsonl is whole, got {tmp_path} (")

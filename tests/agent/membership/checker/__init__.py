@@ -14,6 +14,7 @@ is one history: the same always.
     recovery.py     what a worker does with the coordinator's messages
     nodes.py        nodes with their agents, and the links to the coordinator
     world.py        all of it, the clock, and what the coordinator does around its machine
+    succession.py   the coordinator dies, another one inherits
     faults/         what can go wrong, when it is worst, and of what a seed has more than others
     truth.py        what is so, whatever the machine believes
     promises.py     what must hold of all that the machine decides

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
@@ -10,6 +11,7 @@ from resilient.agent.membership.parts.context import Phase
 from resilient.agent.membership.parts.events import Tick
 from tests.agent.membership.checker.faults.kinds import Faults
 from tests.agent.membership.checker.lineage import Violation
+from tests.agent.membership.checker.succession import succeed
 from tests.agent.membership.checker.world import World
 
 _IDLE_S = 30.0
@@ -46,7 +48,7 @@ def run(seed: int) -> History:
     lines.append(f"{world.job.leaning.name}, {world.job.shape}, {world.job.settings}")
     violation = ""
     try:
-        _play(world, Faults(world, random, lines.append), random)
+        _play(world, Faults(world, random, lines.append), random, _deaths(seed))
         _check_silence(world)
         if seed % _DECIDED_AGAIN == 0:
             _check_decisions(world)
@@ -56,12 +58,23 @@ def run(seed: int) -> History:
     return History(seed=seed, violation=violation, lines=tuple(lines), exit_code=exit_code)
 
 
-def _play(world: World, faults: Faults, random: Random) -> None:
+def _deaths(seed: int) -> Iterator[bool]:
+    """Yield before each event whether the coordinator dies; decided by the seed, and apart from all else."""
+    random = Random(f"coordinators of {seed}")
+    often = random.choice((0.0, 0.0, 0.005, 0.05))
+    while True:
+        yield random.random() < often
+
+
+def _play(world: World, faults: Faults, random: Random, deaths: Iterator[bool]) -> None:
     """Have things happen until the job stops: time passes when nothing else can happen."""
     idle = 0
-    for _ in range(_MOST_EVENTS):
+    for dies, _ in zip(deaths, range(_MOST_EVENTS), strict=False):
         if world.stop is not None:
             return
+        if dies:
+            world.tell("the coordinator dies, and another one takes over")
+            succeed(world)
         if faults.maybe() or faults.pass_time():
             continue
         actions = world.actions()

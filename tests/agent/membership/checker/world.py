@@ -54,7 +54,7 @@ class World:
     """
 
     def __init__(self, random: Random, tell: Callable[[str], None]) -> None:
-        self.random, self._tell = random, tell
+        self.random, self.tell = random, tell
         self.now = 0.0
         self.disk = Disk()
         self.job = SmallJob(random, self.disk)
@@ -117,11 +117,11 @@ class World:
         """Have something happen."""
         self.now += _BETWEEN_EVENTS_S
         if action[1] and not action[1].startswith("node"):
-            self._tell(action[1])
+            self.tell(action[1])
         action[2]()
 
     def _take(self, node: Node) -> None:
-        self._tell(f"node {node.number} {node.take()}")
+        self.tell(f"node {node.number} {node.take()}")
 
     def _prepare(self, place: int) -> None:
         self.feed(PlansPrepared(num_nodes=self.plans_wanted.pop(place)))
@@ -134,19 +134,19 @@ class World:
             self.nodes[stimulus.node].is_linked = False
         if isinstance(stimulus, NodeCutOff | NodeBack):
             self.nodes[stimulus.node].is_cut_off = isinstance(stimulus, NodeCutOff)
-        self._tell(f"  {_told(stimulus)}")
+        self.tell(f"  {_told(stimulus)}")
         self.promises.before(stimulus)
         instructions = self.machine.handle(stimulus, self.now)
         self.stimuli.append((stimulus, self.now, instructions))
         self.machine.validate()
         for instruction in instructions:
-            self._tell(f"    -> {_told(instruction)}")
+            self.tell(f"    -> {_told(instruction)}")
             self.promises.check(instruction)
             self._obey(instruction)
         self.promises.after(stimulus, instructions)
         for instruction in instructions:
             if isinstance(instruction, WriteManifest):
-                self.feed(self._write(instruction))
+                self.feed(self.write(instruction))
 
     def _obey(self, instruction: Instruction) -> None:
         match instruction:
@@ -175,7 +175,8 @@ class World:
         if not node.is_alive:
             fabric.leave(worker)
 
-    def _write(self, wanted: WriteManifest) -> ManifestWritten | ManifestFailed:
+    def write(self, wanted: WriteManifest) -> ManifestWritten | ManifestFailed:
+        """Write a manifest, if that can be done; return what came of it."""
         lacking = self.disk.lacking(wanted.path, wanted.manifest)
         if lacking is not None:
             return ManifestFailed(path=wanted.path, error=f"{lacking} is not there", node=wanted.nodes[lacking])

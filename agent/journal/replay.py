@@ -16,13 +16,13 @@ from typing import Any
 
 import msgspec
 
+from resilient.agent.journal.stimulus_log import read_stimuli
 from resilient.agent.membership.machine import Membership, MembershipError
 from resilient.agent.membership.parts.context import Phase
 from resilient.agent.membership.parts.events import Instruction, Record
-from resilient.agent.stimulus_log import read_stimuli
 from resilient.observability.event_log import read_events
 
-NOT_DECIDED = ("listening", "injected", "not_injected")
+NOT_DECIDED = ("listening", "took_over", "injected", "not_injected")
 """Kinds of events that the coordinator writes by itself."""
 
 

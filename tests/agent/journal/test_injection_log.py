@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from resilient.agent.injection_log import InjectionLog
+from resilient.agent.journal.injection_log import InjectionLog
 from resilient.protocol.messages import Injection
 
 FIRST, SECOND = Injection(node=1, at_step=3, at_phase="commit"), Injection(node=9, at_step=5)

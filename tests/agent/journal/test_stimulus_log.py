@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
+from resilient.agent.journal.stimulus_log import StimulusLog, read_stimuli
 from resilient.agent.membership.parts.events import (
     FailureWanted,
     Interrupted,
@@ -27,7 +28,6 @@ from resilient.agent.membership.parts.events import (
     WorkerEnded,
     WorkerSaid,
 )
-from resilient.agent.stimulus_log import StimulusLog, read_stimuli
 from resilient.protocol.messages import Injection, Note, Ready, Report, StepDone, StepOutcome, WorkerProgress
 from resilient.state.manifest import Manifest, SavedState
 from resilient.templates.inputs.cluster import Link

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from resilient.agent.journal.replay import difference, replay_run
 from resilient.agent.membership.parts.events import Tick
 from resilient.agent.membership.regrouping import Regrouping
-from resilient.agent.replay import difference, replay_run
 from tests.agent.logged_job import LoggedJob, eventful, write_events
 
 

@@ -2,18 +2,20 @@
 
 Its first line holds the settings, each further one a stimulus and its time. Every worker that comes up tells the whole
 job, tens of kilobytes for a large model: equal ones are written once, then only their digest. The machine is pure: fed
-to a fresh one, they lead to the same decisions (:mod:`resilient.agent.replay`). Must not import torch.
+to a fresh one, they lead to the same decisions (:mod:`resilient.agent.journal.replay`). Must not import torch.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import hashlib
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,13 @@ class _Line(msgspec.Struct, omit_defaults=True):
     job: str = ""
     stimulus: msgspec.Raw = msgspec.Raw(b"null")
     packed: str = ""
+    heard: tuple[int, int] | None = None
+
+
+class _Heard(msgspec.Struct):
+    """Of a line, which agent's message it is, and how many of it were heard with this one."""
+
+    heard: tuple[int, int] | None = None
 
 
 class _ReadyAgain(msgspec.Struct):
@@ -64,19 +73,35 @@ class StimulusLog:
 
     Args:
         path: The file; it is made by the first flush.
-        settings: Of the job. Nothing in them is secret.
+        settings: Of the job. Nothing in them is secret. None to go on with the log that is there.
+        guard: Entered while lines are written; raises if they must not be.
     """
 
-    def __init__(self, path: Path, settings: Settings) -> None:
+    def __init__(
+        self,
+        path: Path,
+        settings: Settings | None,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._path = path
+        self._guard = guard
         self._lines: list[bytes] = []
         self._jobs: set[str] = set()
         self._given_up = False
-        self._add(lambda: _Head(version=_VERSION, **_content("settings", settings)))
+        if settings is None:
+            _cut_to_whole_lines(path)
+        else:
+            self._add(lambda: _Head(version=_VERSION, **_content("settings", settings)))
 
-    def write(self, stimulus: Stimulus, at: float) -> None:
-        """Take in a stimulus, before it is handled."""
-        self._add(lambda: self._line(stimulus, at))
+    def write(self, stimulus: Stimulus, at: float, heard: tuple[int, int] | None = None) -> None:
+        """Take in a stimulus, before it is handled.
+
+        Args:
+            stimulus: What happened.
+            at: When.
+            heard: An agent whose message it may be, and how many messages of it were heard with this one.
+        """
+        self._add(lambda: self._line(stimulus, at, heard))
 
     def drop_last(self) -> None:
         """Forget the stimulus that was taken in last, of which nothing came; no job was told by it."""
@@ -84,23 +109,24 @@ class StimulusLog:
             self._lines.pop()
 
     def flush(self) -> None:
-        """Write what was taken in; all of it or nothing."""
+        """Write what was taken in; all of it or nothing. What the guard raises passes through."""
         if not self._lines:
             return
         data, self._lines = b"".join(self._lines), []
         try:
-            append_whole(self._path, data)
+            with self._guard():
+                append_whole(self._path, data)
         except OSError as error:
             self._give_up(error)
 
-    def _line(self, stimulus: Stimulus, at: float) -> _Line:
+    def _line(self, stimulus: Stimulus, at: float, heard: tuple[int, int] | None) -> _Line:
         job, kind = "", type(stimulus).__name__
         if isinstance(stimulus, WorkerSaid) and isinstance(stimulus.message, Ready):
             job = hashlib.sha256(msgspec.msgpack.encode(stimulus.message.job)).hexdigest()
             if job in self._jobs:
                 stimulus = replace(stimulus, message=msgspec.structs.replace(stimulus.message, job=None))
             self._jobs.add(job)
-        return _Line(at=at, kind=kind, job=job, **_content("stimulus", stimulus))
+        return _Line(at=at, kind=kind, job=job, heard=heard, **_content("stimulus", stimulus))
 
     def _add(self, line: Any) -> None:
         if self._given_up:
@@ -111,8 +137,11 @@ class StimulusLog:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        """Write nothing more: a log with a gap would lead to other decisions."""
+        """Write nothing more, and leave nothing: a log with a gap would lead to other decisions."""
         logger.error("cannot write %s, the run cannot be replayed: %s", self._path, error)
+        with contextlib.suppress(OSError):
+            if self._path.is_file():
+                self._path.replace(self._path.with_suffix(".incomplete"))
         self._given_up, self._lines = True, []
 
 
@@ -135,6 +164,24 @@ def read_stimuli(path: Path) -> tuple[Settings, Iterator[tuple[float, Stimulus]]
     except ValueError as error:
         raise ValueError(f"line 1 of {path} must hold a job's settings, version {_VERSION}, got {error}") from None
     return settings, _read_lines(path, lines[1:])
+
+
+def heard_counts(path: Path) -> dict[int, int]:
+    """Return how many messages of each agent were heard before the end of the log of a run.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not such a log.
+    """
+    decode = msgspec.json.Decoder(_Heard).decode
+    told = (decode(line).heard for line in path.read_bytes().splitlines()[1:])
+    return dict(filter(None, told))
+
+
+def _cut_to_whole_lines(path: Path) -> None:
+    """Take away what a process that was killed has begun to write."""
+    with path.open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _read_lines(path: Path, lines: list[bytes]) -> Iterator[tuple[float, Stimulus]]:

@@ -1,0 +1,152 @@
+"""Takes over a job whose coordinator is gone: what ``resilient run --attach`` does, and nodes that waited in vain."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from resilient.agent.addresses import check_host
+from resilient.agent.coordinator import Coordinator
+from resilient.agent.job_control import JobControl
+from resilient.agent.journal.stimulus_log import read_stimuli
+from resilient.agent.journal.term import Term
+from resilient.agent.membership.parts import events as ev
+from resilient.errors import ArgumentError
+
+_ANSWER_TIMEOUT_S = 5.0
+
+
+class Office(msgspec.Struct, frozen=True, kw_only=True):
+    """Who leads a job, and where: what ``job.json`` in the run's folder says."""
+
+    address: str
+    token: str
+    pid: int
+    term: int
+
+    @property
+    def host(self) -> str:
+        """Where it listens."""
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """On which port."""
+        return int(self.address.rpartition(":")[2])
+
+
+def read_office(run_directory: str | Path) -> Office | None:
+    """Return who leads a job, as far as can be seen from here; None when nothing is to be seen."""
+    try:
+        return msgspec.json.decode((Path(run_directory) / "job.json").read_bytes(), type=Office)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+async def _answers(office: Office) -> bool:
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(f"http://{office.address}/healthz") as answer,
+        ):
+            return answer.status == 200
+    except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
+        return False
+
+
+async def _succeed(
+    run_directory: Path, on_event: Callable[[dict[str, Any]], None], after: int | None = None
+) -> tuple[Coordinator, Office]:
+    """Return a coordinator that has taken over what the one before left, and who that was; it does not listen yet."""
+    office = read_office(run_directory)
+    if office is None:
+        fix = "give one that this machine sees, or begin again with --resume"
+        raise ArgumentError("attach", "be the folder of a run, with its job.json", str(run_directory), fix)
+    if await _answers(office):
+        got = f"{run_directory}, for which process {office.pid} listens at {office.address}"
+        raise ArgumentError("attach", "be a run without a coordinator", got, "stop that one before")
+    coordinator: Coordinator | None = None
+    try:
+        settings, _ = read_stimuli(run_directory / "stimuli.jsonl")
+        coordinator = Coordinator(
+            settings, office.token, on_event, Term.claim(run_directory, after=after), follows=True
+        )
+        coordinator.inherit()
+    except (OSError, ValueError) as error:
+        if coordinator is not None:
+            await coordinator.close()
+        if isinstance(error, ArgumentError):
+            raise
+        fix = "its nodes end by themselves; go on from its newest checkpoint with --resume"
+        got = f"{run_directory} ({error})"
+        raise ArgumentError("attach", "be a run whose stimuli.jsonl is whole", got, fix) from error
+    return coordinator, office
+
+
+class Attachment(JobControl):
+    """Takes a job over and runs it to its end. Its nodes go on, and come back to the new coordinator by themselves.
+
+    Args:
+        run_directory: Folder of the run.
+        host: Address to listen on; None for the one before's.
+        port: Port to listen on; None for the one before's, if it is free.
+    """
+
+    def __init__(self, run_directory: str | Path, *, host: str | None = None, port: int | None = None) -> None:
+        super().__init__(Path(run_directory).resolve())
+        self._host, self._port = host, port
+
+    async def _run(self) -> int:
+        self._loop = asyncio.get_running_loop()
+        if self._host is not None:
+            await asyncio.to_thread(check_host, self._host)
+        coordinator, office = await _succeed(self._run_directory, self._on_event)
+        self._coordinator = coordinator
+        try:
+            host = office.host if self._host is None else self._host
+            if self._port is None:
+                await _listen_where_it_was(coordinator, host, office.port)
+            else:
+                await self._listen(coordinator, host, self._port)
+            return await coordinator.wait()
+        finally:
+            await coordinator.close()
+
+
+async def _listen_where_it_was(coordinator: Coordinator, host: str, port: int) -> None:
+    try:
+        await coordinator.start(host, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        await coordinator.start(host, 0)
+
+
+async def end_orphaned_job(run_directory: str, host: str, term: int, reason: str) -> None:
+    """Take a job over for which nobody else has, and end it with a checkpoint, to be resumed.
+
+    Args:
+        run_directory: Folder of the run.
+        host: Address of this machine by which the others reach it.
+        term: Of the coordinator that is gone.
+        reason: Why.
+
+    Raises:
+        ResilientError: Another one takes it over.
+        OSError, ValueError: It cannot be taken over from here, or need not be.
+    """
+    coordinator, _ = await _succeed(Path(run_directory), lambda _: None, term)
+    try:
+        await coordinator.start(host, 0)
+        if not coordinator.is_ending:  # or whoever was in office before had begun to
+            coordinator.feed(ev.Interrupted(reason=reason, is_orphaned=True))
+        await coordinator.wait()
+    finally:
+        await coordinator.close()

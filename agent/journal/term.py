@@ -1,0 +1,122 @@
+"""The terms of a run's coordinators: the number of who is in office, in the file ``term`` of the run's folder.
+
+A coordinator claims a term of its own before it reads or writes anything of the run, and is in office until another
+one claims the next. Whoever was stopped meanwhile and wakes up finds that out before it writes what it is told, and so
+before it acts on it; agents refuse the connections of a lower term than they have seen. The lock is held for moments
+only: one that is stopped in such a moment keeps others out, so they say whom to kill. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from resilient.errors import ResilientError
+
+_LOCK_TIMEOUT_S = 10.0
+_PAUSE_S = 0.05
+_MOST_BYTES = 20
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+"""What file systems say that have none: there the number alone has to do."""
+
+
+class DeposedError(ResilientError):
+    """Another coordinator has taken the job over: do nothing more for it, and leave its processes alone."""
+
+
+class Term:
+    """A coordinator's time in office.
+
+    Args:
+        file: Of the number, open for reading and writing.
+        number: From 1 on; of two coordinators the later one's is higher.
+        path: Of the file, for messages.
+    """
+
+    def __init__(self, file: int, number: int, path: Path) -> None:
+        self.number = number
+        self._file = file
+        self._path = path
+
+    @classmethod
+    def claim(cls, run_directory: str | Path, *, after: int | None = None) -> Term:
+        """Begin the next term; whoever was in office is not from now on.
+
+        Args:
+            run_directory: Folder of the run.
+            after: The term that it must follow, so that of several who claim it only one does; None for any.
+
+        Raises:
+            DeposedError: Another one has begun since ``after``.
+            OSError: The file cannot be written.
+            ResilientError: Somebody holds the lock, and does not go on.
+        """
+        path = Path(run_directory) / "term"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            _lock_in_time(file, path)
+            number = _read(file) + 1
+            if after is not None and number != after + 1:
+                raise DeposedError(f"another coordinator is about to take this job over (term {number - 1} in {path})")
+            os.pwrite(file, f"{number}\n".encode(), 0)
+            os.fsync(file)
+        except BaseException:
+            os.close(file)
+            raise
+        fcntl.flock(file, fcntl.LOCK_UN)
+        return cls(file, number, path)
+
+    @contextmanager
+    def in_office(self) -> Iterator[None]:
+        """Do something that nobody may do who was deposed; no other begins its term meanwhile.
+
+        Raises:
+            DeposedError: Another one is in office.
+        """
+        _lock(self._file, fcntl.LOCK_SH)
+        try:
+            number = _read(self._file)
+            if number != self.number:
+                raise DeposedError(
+                    f"another coordinator has taken this job over (term {number} in {self._path}, this one's is "
+                    f"{self.number}); follow it with: resilient status --run {self._path.parent}"
+                )
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Do without the file from now on; the number stays."""
+        os.close(self._file)
+
+
+def _read(file: int) -> int:
+    return int(os.pread(file, _MOST_BYTES, 0) or b"0")
+
+
+def _lock(file: int, how: int) -> None:
+    try:
+        fcntl.flock(file, how)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
+def _lock_in_time(file: int, path: Path) -> None:
+    give_up_at = time.monotonic() + _LOCK_TIMEOUT_S
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            _lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if time.monotonic() >= give_up_at:
+            raise ResilientError(
+                f"{path} must not be locked for long, got a lock held for {_LOCK_TIMEOUT_S:g} s: the coordinator "
+                f"before is stopped; kill the process that {path.with_name('job.json')} names"
+            )
+        time.sleep(_PAUSE_S)
