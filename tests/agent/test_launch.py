@@ -173,6 +173,19 @@ def test_what_may_not_differ_is_named(train: str, tmp_path: Path) -> None:
         LaunchOptions(script=train, run_directory=str(tmp_path), allow_different=("job",))
 
 
+def test_coordinator_alone_is_started_again_as_one(train: str, tmp_path: Path) -> None:
+    options = LaunchOptions(script=train, run_directory=str(tmp_path), num_nodes=2, most_nodes=3, local_nodes=False)
+    assert options.repeated() == ("--no-local-nodes",)
+
+
+def test_bounds_of_nodes_and_tokens_are_checked(train: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^most_nodes must be >= 4, the least, got 3; give it no less$"):
+        LaunchOptions(script=train, run_directory=str(tmp_path), num_nodes=4, most_nodes=3)
+    message = r"^token must be 16 characters or more, got one of 5 characters; give a random one$"
+    with pytest.raises(ValueError, match=message):
+        LaunchOptions(script=train, run_directory=str(tmp_path), token="guess")
+
+
 def test_wildcard_host_is_refused_because_workers_could_not_be_reached_there(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
@@ -183,6 +196,6 @@ def test_wildcard_host_is_refused_because_workers_could_not_be_reached_there(tmp
 def test_every_option_is_kept_by_a_resumed_job_or_belongs_to_one_run() -> None:
     of_one_run = {
         "script", "arguments", "num_nodes", "run_directory", "resume", "injections", "domains", "trace_steps",
-        "validate", "environment",
+        "validate", "environment", "most_nodes", "local_nodes", "token",
     }  # fmt: skip
     assert {option.name for option in fields(LaunchOptions)} == {*_REPEATED, *of_one_run}

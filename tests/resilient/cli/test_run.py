@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner
 
-from resilient.agent.launch import Launcher
+from resilient.agent.launch import Launcher, LaunchOptions
 from resilient.cli import run as cli
 from resilient.cli.app import app
 from resilient.cli.run import parse_injection
@@ -128,3 +128,47 @@ def test_run_without_its_log_cannot_be_taken_over(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["run", "--plain", "--attach", str(tmp_path)])
     assert result.exit_code == 1
     assert result.stderr.startswith(f"error: --attach must be a run whose stimuli.jsonl is whole, got {tmp_path} (")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--nodes", "4"], (4, None, True, "")),
+        (["--nodes", "4:16", "--no-local-nodes", "--token-file", "TOKEN"], (4, 16, False, "sixteen characters")),
+        ([], (1, None, True, "")),
+    ],
+)
+def test_nodes_and_token_are_read(
+    words: list[str], told: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RESILIENT_TOKEN", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "TOKEN").write_text("sixteen characters\n")
+    (tmp_path / "s.py").touch()
+    seen: list[LaunchOptions] = []
+    monkeypatch.setattr("resilient.agent.launch.Launcher.__init__", lambda self, options: seen.append(options))
+    monkeypatch.setattr(cli, "_run_to_its_end", lambda *_, **__: 0)
+    result = CliRunner().invoke(app, ["run", *words, "s.py"])
+    assert result.exit_code == 0, result.output
+    (options,) = seen
+    assert (options.num_nodes, options.most_nodes, options.local_nodes, options.token) == told
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "4:", ":4", "4:3", "4:5:6", "²"])
+def test_nodes_that_cannot_be_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "s.py").touch()
+    result = CliRunner().invoke(app, ["run", f"--nodes={text}", str(tmp_path / "s.py")])
+    assert result.exit_code == 2
+    told = " ".join(result.output.replace("│", " ").split())
+    assert f"--nodes must be N or MIN:MAX, with 1 <= MIN <= MAX, got {text!r}; give 4, or 4:16" in told
+
+
+@pytest.mark.parametrize("command", [["run"], ["agent", "--join", "one:1"]])
+def test_empty_file_of_a_token_is_refused(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "s.py").touch()
+    token = tmp_path / "token"
+    token.write_text("\n")
+    script = [str(tmp_path / "s.py")] if command == ["run"] else []
+    result = CliRunner().invoke(app, [*command, "--token-file", str(token), *script])
+    assert result.exit_code == 2
+    assert "--token-file must hold a token, got an empty" in " ".join(result.output.replace("│", " ").split())
