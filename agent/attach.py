@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from resilient.agent.journal.stimulus_log import read_stimuli
 from resilient.agent.journal.term import Term
 from resilient.agent.membership.parts import events as ev
 from resilient.errors import ArgumentError
+from resilient.observability.run_report import write_report
 
 _ANSWER_TIMEOUT_S = 5.0
 
@@ -148,5 +150,7 @@ async def end_orphaned_job(run_directory: str, host: str, term: int, reason: str
         if not coordinator.is_ending:  # or whoever was in office before had begun to
             coordinator.feed(ev.Interrupted(reason=reason, is_orphaned=True))
         await coordinator.wait()
+        with contextlib.suppress(OSError, ValueError):  # the job has ended as it should, with a report or without
+            await asyncio.to_thread(write_report, Path(run_directory))
     finally:
         await coordinator.close()

@@ -139,6 +139,7 @@ def test_orphans_end_their_job_with_a_checkpoint_to_be_resumed(reference: Run, t
     stopped = run.events[-1]
     assert (stopped["kind"], stopped["exit_code"]) == ("stopped", 3)
     assert stopped["reason"].startswith("interrupted (no coordinator for 2 s); resume with: ")
+    assert (run_directory / "report.json").exists()
     check_resumed(run, resume_command(run.reason), reference, tmp_path / "resumed")
 
 
