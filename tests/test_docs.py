@@ -43,7 +43,8 @@ def commands(group: TyperGroup, *words: str) -> Iterator[tuple[tuple[str, ...], 
         if isinstance(command, TyperGroup):
             yield from commands(command, *words, name)
         else:
-            yield (*words, name), {option for each in command.params for option in each.opts if option.startswith("--")}
+            named = [option for each in command.params for option in (*each.opts, *each.secondary_opts)]
+            yield (*words, name), {option for option in named if option.startswith("--")}
 
 
 _APP = get_command(app)

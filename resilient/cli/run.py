@@ -51,7 +51,7 @@ def run(
     local_nodes: Annotated[
         bool,
         typer.Option(
-            " /--no-local-nodes", help="Start none here: wait for agents of other machines, which join by --host."
+            "--local-nodes/--no-local-nodes", help="Start none here: wait for agents of other machines, which join by --host."
         ),
     ] = True,
     token_file: Annotated[

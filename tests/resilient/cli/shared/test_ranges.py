@@ -11,7 +11,6 @@ from resilient.cli.app import app
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
-        ("run", ("--nodes", "0"), "--nodes must be >= 1, got 0; give more"),
         ("run", ("--port", "65536"), "--port must be 0 to 65535, got 65536; give less"),
         ("run", ("--port", "-1"), "--port must be 0 to 65535, got -1; give more"),
         ("agent", ("--workers", "0"), "--workers must be >= 1, got 0; give more"),
