@@ -51,7 +51,8 @@ def run(
     local_nodes: Annotated[
         bool,
         typer.Option(
-            "--local-nodes/--no-local-nodes", help="Start none here: wait for agents of other machines, which join by --host."
+            "--local-nodes/--no-local-nodes",
+            help="Start nodes here; or wait for agents of other machines.",
         ),
     ] = True,
     token_file: Annotated[
