@@ -1,5 +1,5 @@
-"""The command line: ``run``, ``agent``, ``status``, ``drain``, ``stop``, ``inject``, ``replay``, ``profile``, ``plan``,
-``compare``, ``schedule``, ``simulate`` and ``demo``.
+"""The command line: ``run``, ``agent``, ``status``, ``events``, ``logs``, ``drain``, ``stop``, ``inject``, ``replay``,
+``profile``, ``plan``, ``compare``, ``schedule``, ``simulate`` and ``demo``.
 
 Exit codes of ``run``: 0 done; 1 failed; 3 stopped for lack of nodes, to be resumed; 4 a layer's state is lost and there
 is no checkpoint; 130 interrupted.
@@ -12,6 +12,7 @@ import typer
 from resilient.cli import agent, run
 from resilient.cli.compare.command import compare_command
 from resilient.cli.demo import demo
+from resilient.cli.follow import events, logs
 from resilient.cli.inject import inject
 from resilient.cli.operate import drain, status, stop
 from resilient.cli.plan.command import plan_command
@@ -34,6 +35,8 @@ app.command("replay", help=REPLAY_HELP)(replay_command)
 app.command("schedule", cls=CommandWithOldOptions)(schedule_command)
 app.command("simulate", cls=CommandWithOldOptions)(simulate_command)
 app.command()(status)
+app.command()(events)
+app.command()(logs)
 app.command()(drain)
 app.command()(stop)
 app.add_typer(inject, name="inject")

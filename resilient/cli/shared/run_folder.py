@@ -40,6 +40,18 @@ def given_token(token_file: Path | None) -> str:
     return token
 
 
+def run_folder(run_dir: Path | None) -> Path:
+    """Return the folder of a run: the one that is named, else the newest in ``./runs``."""
+    if run_dir is None:
+        found = sorted(Path("runs").glob("*/events.jsonl"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise usage_error("no run in ./runs; name the folder of the run with --run")
+        return found[-1].parent
+    if not run_dir.is_dir():
+        raise usage_error(f"--run must be the folder of a run, got {run_dir}; choose one from ./runs")
+    return run_dir
+
+
 def read_job(run_dir: Path | None) -> Listening:
     """Read where a run listens; the newest run that left this behind when none is named."""
     if run_dir is None:
