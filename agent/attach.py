@@ -16,12 +16,16 @@ from resilient.agent.addresses import check_host
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.job_control import JobControl
 from resilient.agent.journal.stimulus_log import read_stimuli
-from resilient.agent.journal.term import Term
+from resilient.agent.journal.term import Term, shows_life
 from resilient.agent.membership.parts import events as ev
-from resilient.errors import ArgumentError
+from resilient.errors import ArgumentError, ResilientError
 from resilient.observability.run_report import write_report
 
 _ANSWER_TIMEOUT_S = 5.0
+
+
+class StillLedError(ResilientError):
+    """The coordinator cannot be reached from here, but is at work: the network between is cut."""
 
 
 class Office(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +78,11 @@ async def _succeed(
     if await _answers(office):
         got = f"{run_directory}, for which process {office.pid} listens at {office.address}"
         raise ArgumentError("attach", "be a run without a coordinator", got, "stop that one before")
+    if await shows_life(run_directory):
+        raise StillLedError(
+            f"process {office.pid} at {office.address} leads the job of {run_directory}, but cannot be reached from "
+            f"here; mend the network between, or stop it on its machine before another takes over"
+        )
     coordinator: Coordinator | None = None
     try:
         settings, _ = read_stimuli(run_directory / "stimuli.jsonl")
@@ -141,6 +150,7 @@ async def end_orphaned_job(run_directory: str, host: str, term: int, reason: str
         reason: Why.
 
     Raises:
+        StillLedError: The coordinator is at work.
         ResilientError: Another one takes it over.
         OSError, ValueError: It cannot be taken over from here, or need not be.
     """

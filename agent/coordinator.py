@@ -240,7 +240,7 @@ class Coordinator:
         is_tick = isinstance(event, ev.Tick)
         if is_tick:
             with self._term.in_office():  # who has nothing to write finds out, too
-                pass
+                self._term.show_life()
         if is_tick and not instructions and self._machine.phase is not Phase.STARTING:
             self._stimuli.drop_last()  # of time that passes, the machine remembers nothing but the start
         if is_tick or instructions:

@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 import psutil
 
-from resilient.agent.attach import end_orphaned_job
+from resilient.agent.attach import StillLedError, end_orphaned_job
 from resilient.agent.conversation import GOODBYE, Conversation, Hello, decode_attached
 from resilient.agent.knocking import ANSWER_HEARTBEATS, Door
 from resilient.agent.membership.parts.context import EXIT_RESUMABLE
@@ -189,6 +189,9 @@ class NodeAgent:
         try:
             reason = f"no coordinator for {welcome.orphan_s:g} s"
             await end_orphaned_job(welcome.run_directory, self._pool.host, self._term, reason)
+        except StillLedError as error:  # which goes on without this node
+            logger.error("%s: %s", self._name, error)
+            self._end(1)
         except (ResilientError, OSError, ValueError) as error:
             logger.warning("%s: cannot end the job in an orderly way: %s", self._name, error)
 

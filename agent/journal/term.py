@@ -8,6 +8,7 @@ only: one that is stopped in such a moment keeps others out, so they say whom to
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -21,6 +22,8 @@ from resilient.errors import ResilientError
 
 _LOCK_TIMEOUT_S = 10.0
 _PAUSE_S = 0.05
+_LIFE_S = 3.0
+"""Some ticks of a coordinator, each of which shows life."""
 _MOST_BYTES = 20
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """What file systems say that have none: there the number alone has to do."""
@@ -91,9 +94,30 @@ class Term:
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
+    def show_life(self) -> None:
+        """Let those see that somebody leads the job who see the run's folder, but cannot reach this coordinator."""
+        with contextlib.suppress(OSError):  # the disk is full
+            os.utime(self._file)
+
     def close(self) -> None:
         """Do without the file from now on; the number stays."""
         os.close(self._file)
+
+
+async def shows_life(run_directory: str | Path) -> bool:
+    """Return whether a coordinator is at work somewhere: after some seconds, as it shows that now and then."""
+    path = Path(run_directory) / "term"
+    before = _last_shown(path)
+    await asyncio.sleep(_LIFE_S)
+    return _last_shown(path) != before
+
+
+def _last_shown(path: Path) -> int:
+    try:
+        with path.open("rb") as file:  # opened anew: network file systems look then
+            return os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _read(file: int) -> int:

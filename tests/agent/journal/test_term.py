@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import re
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from resilient.agent.journal import term as terms
-from resilient.agent.journal.term import DeposedError, Term
+from resilient.agent.journal.term import DeposedError, Term, shows_life
 from resilient.errors import ResilientError
 
 
@@ -29,6 +30,22 @@ def test_later_term_ends_the_one_before(tmp_path: Path) -> None:
     )
     first.close()
     second.close()
+
+
+def test_life_is_seen_while_somebody_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terms, "_LIFE_S", 0.1)
+    assert not asyncio.run(shows_life(tmp_path)), "there never was one"
+    term = Term.claim(tmp_path)
+    assert not asyncio.run(shows_life(tmp_path))
+
+    async def lead() -> bool:
+        looking = asyncio.create_task(shows_life(tmp_path))
+        await asyncio.sleep(0)  # it has looked once
+        term.show_life()
+        return await looking
+
+    assert asyncio.run(lead())
+    term.close()
 
 
 def test_of_several_who_follow_the_same_one_does(tmp_path: Path) -> None:
