@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import msgspec
-
 from resilient.errors import ArgumentError
 from resilient.templates.common.byte_intervals import ByteIntervals, Piece, common_pieces, redundancy
+from resilient.templates.common.digests import content_digest
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.schedules.generators import generate
@@ -112,7 +110,7 @@ class PlanningProblem:
     @property
     def digest(self) -> str:
         """Content hash; templates of equal digests are equal."""
-        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
+        return content_digest(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +209,12 @@ class Plan:
     def nodes(self) -> tuple[int, ...]:
         """All nodes, pipeline by pipeline."""
         return tuple(node for pipeline in self.pipelines for node in pipeline.nodes)
+
+    @property
+    def finish_ms(self) -> tuple[float, ...]:
+        """When each pipeline is expected to be done with its share of a step; the step ends with the last."""
+        alone = len(self.pipelines) == 1
+        return tuple(each.template.iteration_ms(each.num_microbatches, alone=alone) for each in self.pipelines)
 
     def microbatches(self, pipeline_index: int) -> tuple[int, ...]:
         """Return the positions, within the step's microbatches, of those that a pipeline processes, in its order."""

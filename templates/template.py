@@ -14,7 +14,7 @@ from resilient.errors import ArgumentError, literal
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.schedules.graph import CHAIN, LaneName
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Of :meth:`TemplateSet.to_json`; files of another version are refused."""
 
 
@@ -37,6 +37,8 @@ class StageSpec:
         forward_ms: Forward time of one round of microbatches; where nothing is sharded, that is one. Of units: what
             falls to the lane for one microbatch of the language model.
         backward_ms: Backward time of one round, the forward that is run again included.
+        weights_ms: The part of ``backward_ms`` that the schedule can put off, as zero-bubble schedules do with what
+            parameters need; 0 where it does not.
         send_ms: Time of the messages of one round over the boundary before the stage, 0 for the first.
         memory_bytes: Most that one device holds: states, gradients and the activations in flight; under eager 1F1B
             those of 1F1B.
@@ -53,6 +55,7 @@ class StageSpec:
     recomputed_layers: int = 0
     forward_ms: float
     backward_ms: float
+    weights_ms: float = 0.0
     send_ms: float = 0.0
     memory_bytes: int = 0
     max_in_flight: int | None = None
@@ -72,6 +75,17 @@ class StageSpec:
         """Time of one round here: computing, and the messages over the boundary before."""
         return self.forward_ms + self.backward_ms + self.send_ms
 
+    @property
+    def filling_ms(self) -> float:
+        """What the stage adds to the time that a pipeline takes to fill and to drain.
+
+        While it fills, later stages wait for the first forwards; while it drains, earlier ones wait for the last
+        gradients. Weights that are put off neither delay these, nor leave the wait idle that they then take place in.
+
+        Source: Zero Bubble Pipeline Parallelism (ICLR'24), table 2: ZB-H1 idles (p - 1) (F + B - W).
+        """
+        return max(0.0, self.stage_ms - 2 * self.weights_ms)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTemplate:
@@ -87,7 +101,8 @@ class PipelineTemplate:
     Args:
         num_nodes: Nodes it is made for.
         stages: The stages.
-        sync_ms: The part of the gradient sum that no backward hides: that of the first stage.
+        sync_ms: The part of the gradient sum over pipelines that no backward hides: that of the first stage.
+        lone_sync_ms: What of it is left where a plan has one pipeline: sums over the lanes of a unit. 0 for chains.
         decision: What a planner of units decided of it, for those who assign samples by it: the JSON of a
             :class:`resilient.planners.planner.Configuration`. Empty for chains.
     """
@@ -95,6 +110,7 @@ class PipelineTemplate:
     num_nodes: int
     stages: tuple[StageSpec, ...]
     sync_ms: float = 0.0
+    lone_sync_ms: float = 0.0
     decision: str = ""
 
     @cached_property
@@ -138,55 +154,72 @@ class PipelineTemplate:
     @cached_property
     def slowest_ms(self) -> float:
         """Time of the slowest row: what one more round costs."""
-        return self._line_ms((1.0,) * self.num_nodes)[1]
+        return self._line[1]
 
     @cached_property
     def fill_ms(self) -> float:
-        """Time of a step beside its rounds: one through all other rows, and the exposed sum.
+        """Time of a step beside its rounds, where there are other pipelines: one through all other rows, and the sum.
 
         With several stages in each row, the pipeline fills as many times faster. Units are passed one after the other,
         lanes of one side by side.
         """
-        return self._line_ms((1.0,) * self.num_nodes)[0]
+        return self.line_ms()[0]
 
-    def line_ms(self, node_factors: Sequence[float]) -> tuple[float, float]:
-        """Return ``fill_ms`` and ``slowest_ms`` on nodes that were seen to be slow.
+    def line_ms(self, node_factors: Sequence[float] | None = None, *, alone: bool = False) -> tuple[float, float]:
+        """Return the time of a step beside its rounds, and of its slowest row: what one more round costs.
 
         Args:
-            node_factors: For each of the nodes, by how much the stages on it take longer; 1 as profiled.
+            node_factors: For each of the nodes, by how much the stages on it take longer; by default all are as fast as
+                profiled.
+            alone: Whether it is the only pipeline of a plan, and has no gradients to sum with others.
 
         Raises:
             ValueError: Not one factor per node.
         """
-        if len(node_factors) != self.num_nodes:
+        if node_factors is not None and len(node_factors) != self.num_nodes:
             raise ArgumentError(
                 "node_factors",
                 f"be one for each of the template's {self.num_nodes} nodes",
                 len(node_factors),
                 "give 1.0 for nodes as fast as profiled",
             )
-        return self._line_ms(node_factors)
+        fill, slowest = self._line if node_factors is None else self._line_ms(node_factors)
+        return fill + (self.lone_sync_ms if alone else self.sync_ms), slowest
+
+    @cached_property
+    def _line(self) -> tuple[float, float]:
+        return self._line_ms((1.0,) * self.num_nodes)
 
     def _line_ms(self, node_factors: Sequence[float]) -> tuple[float, float]:
-        slowest = max(math.fsum(stage.stage_ms for stage in row) * node_factors[row[0].node_index] for row in self.rows)
+        rows = (
+            (
+                math.fsum(stage.stage_ms for stage in row) * node_factors[row[0].node_index],
+                math.fsum(stage.filling_ms for stage in row) * node_factors[row[0].node_index],
+            )
+            for row in self.rows
+        )
+        slowest, its_own = max(rows)
         lanes: dict[LaneName, list[float]] = {}
         for stage in self.stages:
-            lanes.setdefault(stage.lane, []).append(stage.stage_ms * node_factors[stage.node_index])
+            lanes.setdefault(stage.lane, []).append(stage.filling_ms * node_factors[stage.node_index])
         units: dict[str, float] = {}
         for lane, times in lanes.items():
             units[lane.unit] = max(units.get(lane.unit, 0.0), math.fsum(times))
-        through = max(math.fsum(units.values()), slowest)  # colocated lanes may take longer than one microbatch's way
-        return (through - slowest) / self.num_chunks + self.sync_ms, slowest
+        through = max(math.fsum(units.values()), its_own)  # colocated lanes may take longer than one microbatch's way
+        return (through - its_own) / self.num_chunks, slowest
 
-    def iteration_ms(self, num_microbatches: int) -> float:
+    def iteration_ms(self, num_microbatches: int, *, alone: bool = False) -> float:
         """Return the time of one step of N rounds, with one stage for each device ``sum(t) + (N - 1) max(t) + sync``.
+
+        The only pipeline of a plan, ``alone``, has no gradients to sum with others.
 
         1F1B takes no longer where messages are free and every stage's backward is the same multiple of its forward.
         Otherwise it can: its warm-up runs forwards of later rounds before a backward that is ready.
 
         Source: Oobleck (SOSP'23), section 4.1.2, to first order.
         """
-        return self.fill_ms + self.num_rounds(num_microbatches) * self.slowest_ms
+        fill_ms, slowest_ms = self.line_ms(alone=alone)
+        return fill_ms + self.num_rounds(num_microbatches) * slowest_ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,9 +257,17 @@ class TemplateSet:
             )
         return self.layouts[num_nodes - self.sizes.start]
 
-    def best(self, num_nodes: int, num_microbatches: int) -> PipelineTemplate:
-        """Return the layout with the shortest step for a number of microbatches (ties: the first)."""
-        return min(self.of(num_nodes), key=lambda template: nanoseconds(template.iteration_ms(num_microbatches)))
+    def best(self, num_nodes: int, num_microbatches: int, *, alone: bool = False) -> PipelineTemplate:
+        """Return the layout with the shortest step for a number of microbatches (ties: the first).
+
+        Args:
+            num_nodes: One of :attr:`sizes`.
+            num_microbatches: Of the pipeline.
+            alone: Whether it is the only pipeline of a plan.
+        """
+        return min(
+            self.of(num_nodes), key=lambda template: nanoseconds(template.iteration_ms(num_microbatches, alone=alone))
+        )
 
     @cached_property
     def digest(self) -> str:

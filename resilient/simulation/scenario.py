@@ -132,5 +132,7 @@ class Scenario:
     def _restart(self, num_nodes: int) -> Restart:
         try:
             return Restart(self._grids, self.costs, num_nodes)
+        except ArgumentError as error:
+            raise DoesNotFit(ArgumentError("restart_nodes", error.constraint, error.value, error.fix)) from None
         except ValueError as error:
             raise DoesNotFit(error) from None

@@ -67,23 +67,33 @@ class LineTable(NamedTuple):
         return int((self.fill + done * self.slowest).max()), int((self.fill + (done + 1) * self.slowest).min())
 
 
-def lines(layouts: Iterable[PipelineTemplate]) -> Lines:
-    """Return the lines of a pipeline that may take any of the layouts. A round counts for 1 ns at least."""
-    return tuple(Line(nanoseconds(t.fill_ms), max(1, nanoseconds(t.slowest_ms)), t.round_size) for t in layouts)
+def lines(layouts: Iterable[PipelineTemplate], *, alone: bool = False) -> Lines:
+    """Return the lines of a pipeline that may take any of the layouts. A round counts for 1 ns at least.
+
+    Args:
+        layouts: The layouts.
+        alone: Whether it is the only pipeline of a plan.
+    """
+    return tuple(_line(layout, layout.line_ms(alone=alone)) for layout in layouts)
 
 
-def slowed_line(template: PipelineTemplate, node_factors: Sequence[float]) -> Line:
+def slowed_line(template: PipelineTemplate, node_factors: Sequence[float], *, alone: bool = False) -> Line:
     """Return a layout's line on nodes that were seen to be slow.
 
     Args:
         template: The layout.
         node_factors: For each of its nodes, by how much the stages on it take longer; 1 as profiled.
+        alone: Whether it is the only pipeline of a plan.
 
     Raises:
         ValueError: Not one factor per node.
     """
-    fill, slowest = template.line_ms(node_factors)
-    return Line(nanoseconds(fill), max(1, nanoseconds(slowest)), template.round_size)
+    return _line(template, template.line_ms(node_factors, alone=alone))
+
+
+def _line(template: PipelineTemplate, line_ms: tuple[float, float]) -> Line:
+    fill_ms, slowest_ms = line_ms
+    return Line(nanoseconds(fill_ms), max(1, nanoseconds(slowest_ms)), template.round_size)
 
 
 def finish_ns(pipeline: Lines, num_microbatches: int) -> int:

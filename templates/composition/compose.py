@@ -71,7 +71,9 @@ class _Knapsack:
     """Compositions of a number of nodes; *limited* ones have no more pipelines than microbatches."""
 
     def __init__(self, templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> None:
-        pipelines = [lines(templates.of(size)) for size in templates.sizes if size <= num_nodes]
+        # A pipeline of all nodes is the only one.
+        sizes = [size for size in templates.sizes if size <= num_nodes]
+        pipelines = [lines(templates.of(size), alone=size == num_nodes) for size in sizes]
         self._smallest = templates.sizes[0]
         self._lines = line_table(pipelines)
         self._longest = max(finish_ns(pipeline, num_microbatches) for pipeline in pipelines)

@@ -30,6 +30,10 @@ class Link:
         return self.latency_ms + (0.0 if self.bytes_per_s is None else num_bytes / self.bytes_per_s * 1e3)
 
 
+MOST_BYTES = 10**15
+"""Of a device's memory, and of all layers together: a petabyte. Sums and products of them then fit into 64 bits."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Equal nodes.
@@ -51,8 +55,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.devices_per_node < 1:
             raise ArgumentError("devices_per_node", "be >= 1", self.devices_per_node, "give each node a worker")
-        if self.memory_bytes is not None and self.memory_bytes < 1:
-            raise ArgumentError("memory_bytes", "be >= 1", self.memory_bytes, "None means no limit")
+        if self.memory_bytes is not None and not 1 <= self.memory_bytes <= MOST_BYTES:
+            raise ArgumentError("memory_bytes", f"be 1 to {MOST_BYTES}", self.memory_bytes, "None means no limit")
         if self.cards_per_node is not None and self.cards_per_node < 1:
             raise ArgumentError("cards_per_node", "be >= 1", self.cards_per_node, "None means one for each device")
 

@@ -5,7 +5,6 @@ Owns the cost description only; where layers go is decided in :mod:`resilient.te
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +13,8 @@ import msgspec
 
 from resilient.errors import ArgumentError
 from resilient.templates.common.byte_intervals import ByteIntervals
+from resilient.templates.common.digests import content_digest
+from resilient.templates.inputs.cluster import MOST_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,17 +113,26 @@ class ModelProfile:
             raise ValueError(f"layer names must be unique, got {twice} more than once; rename them")
         if not self.tp_degrees or list(self.tp_degrees) != sorted({*self.tp_degrees} - {0}) or self.tp_degrees[0] < 1:
             raise ArgumentError("tp_degrees", "be positive and ascending", self.tp_degrees, "(1,) means none")
+        num_bytes = 0
         for layer in self.layers:
             if len(layer.costs) != len(self.tp_degrees):
                 raise ValueError(
                     f"costs of layer {layer.name!r} must be one for each of tp_degrees {self.tp_degrees}, "
                     f"got {len(layer.costs)}; profile the layer again"
                 )
+            num_bytes += layer.state_bytes + layer.gradient_bytes + layer.input_bytes
+            num_bytes += max(cost.activation_bytes for cost in layer.costs)
             for owner in layer.shares:
                 if owner not in names:
                     raise ValueError(
                         f"shares of layer {layer.name!r} must name layers, got {owner!r}; see their spelling"
                     )
+
+        if num_bytes > MOST_BYTES:
+            raise ValueError(
+                f"states, gradients, inputs and activations of all layers must be at most {MOST_BYTES} bytes in all, "
+                f"got {num_bytes}; profile the layers again"
+            )
 
     def index(self, name: str) -> int:
         """Return the position of the layer called ``name``."""
@@ -163,7 +173,7 @@ class ModelProfile:
     @property
     def digest(self) -> str:
         """Content hash; equal on two machines exactly when the profiles are equal."""
-        return hashlib.sha256(self.to_json()).hexdigest()
+        return content_digest(self)
 
     def to_json(self) -> bytes:
         """Encode as JSON."""

@@ -92,17 +92,21 @@ class Situation:
     ) -> None:
         self._problem, self._composition = problem, composition
         self._sizes, self._layouts = templates.sizes, cache(templates.of)
-        self._plan, self._live, self._slowdowns = plan, live, slowdowns
+        self._plan = _with_templates_of(templates, plan)
+        self._live, self._slowdowns = live, slowdowns
         self._any_slow = not slowdowns.keys().isdisjoint(live)
-        self._placer = Placer(problem, plan, live, domains)
-        self._known_lines: dict[tuple[int, int], Lines] = {}
+        self._placer = Placer(problem, self._plan, live, domains)
+        self._known_lines: dict[tuple[int, int, bool], Lines] = {}
 
     def ways(self) -> Iterator[Way]:
-        """Yield the ways to go on, local ones first; no two with equal layouts that the same pipelines keep."""
+        """Yield the ways to go on, local ones first; no two with equal layouts that go on from the same pipelines."""
         seen: set[tuple[tuple[int, int], ...]] = set()
         for kind, wanted in self._changes():
             targets = self._targets(wanted)
-            key = tuple(sorted((id(target.template), self._kept(target)) for target in targets))
+            # Equal templates are one object here.
+            key = tuple(
+                sorted((id(each.template), -1 if each.continues is None else each.continues) for each in targets)
+            )
             if key not in seen:
                 seen.add(key)
                 yield self._way(kind, targets)
@@ -143,34 +147,33 @@ class Situation:
             return (self._plan.pipelines[index].template,), index
         return self._layouts(size), index
 
-    def _kept(self, target: Target) -> int:
-        """Return the index of the pipeline that goes on with its layout in a target, -1 if there is none."""
-        index = target.continues
-        return index if index is not None and self._plan.pipelines[index].template is target.template else -1
-
     def _targets(self, wanted: Sequence[_Wanted]) -> list[Target]:
         """Choose the layouts for the split of the batch over nodes as fast as profiled.
 
         Which nodes are slow shows only when they are in their places.
         """
-        counts = split_microbatches([self._lines(of) for of, _ in wanted], self._problem.num_microbatches)
+        alone = len(wanted) == 1
+        choices = [self._lines(of, alone=alone) for of, _ in wanted]
+        counts = split_microbatches(choices, self._problem.num_microbatches)
         best: dict[tuple[int, int, int], PipelineTemplate] = {}
         targets: list[Target] = []
         for (layouts, index), count in zip(wanted, counts, strict=True):
             key = (id(layouts[0]), len(layouts), count)
             if key not in best:
-                times = [finish_ns((line,), count) for line in self._lines(layouts)]
+                times = [finish_ns((line,), count) for line in self._lines(layouts, alone=alone)]
                 best[key] = layouts[times.index(min(times))]
             targets.append(Target(template=best[key], continues=index))
         return self._placer.continuing(targets)
 
     def _way(self, kind: CandidateKind, targets: Sequence[Target]) -> Way:
         """Split the batch over the pipelines, as fast as their nodes are."""
-        place = cache(lambda: self._placer.place(targets))
+        place, alone = cache(lambda: self._placer.place(targets)), len(targets) == 1
         if self._any_slow:
-            speeds = [self._speed(target.template, on) for target, on in zip(targets, place().nodes, strict=True)]
+            speeds = [
+                self._speed(target.template, on, alone=alone) for target, on in zip(targets, place().nodes, strict=True)
+            ]
         else:
-            speeds = [self._lines((target.template,)) for target in targets]
+            speeds = [self._lines((target.template,), alone=alone) for target in targets]
         counts = split_microbatches(speeds, self._problem.num_microbatches)
         step_ms = max(map(finish_ns, speeds, counts)) / 1e6
 
@@ -191,17 +194,41 @@ class Situation:
 
         return Way(step_ms=step_ms, candidate=candidate)
 
-    def _lines(self, layouts: Sequence[PipelineTemplate]) -> Lines:
+    def _lines(self, layouts: Sequence[PipelineTemplate], *, alone: bool) -> Lines:
         # By identity: the layouts of a size are one tuple, and a kept one stands for itself.
-        key = (id(layouts[0]), len(layouts))
+        key = (id(layouts[0]), len(layouts), alone)
         if key not in self._known_lines:
-            self._known_lines[key] = lines(layouts)
+            self._known_lines[key] = lines(layouts, alone=alone)
         return self._known_lines[key]
 
-    def _speed(self, template: PipelineTemplate, nodes: Sequence[int]) -> Lines:
+    def _speed(self, template: PipelineTemplate, nodes: Sequence[int], *, alone: bool) -> Lines:
         if self._slowdowns.keys().isdisjoint(nodes):
-            return self._lines((template,))
-        return (slowed_line(template, [self._slowdowns.get(node, 1.0) for node in nodes]),)
+            return self._lines((template,), alone=alone)
+        return (slowed_line(template, [self._slowdowns.get(node, 1.0) for node in nodes], alone=alone),)
+
+
+def _with_templates_of(templates: TemplateSet, plan: Plan) -> Plan:
+    """Return an equal plan, in which equal templates are one object: that of the set, if it has one.
+
+    A plan may be from a file, or made of another set of templates of the job.
+    """
+    known: dict[int, PipelineTemplate] = {}
+    others: dict[int, list[PipelineTemplate]] = defaultdict(list)
+    for pipeline in plan.pipelines:
+        template = pipeline.template
+        if id(template) not in known:
+            size = template.num_nodes
+            same = (
+                each for each in (*_of_size(templates, size), *others[size]) if each is template or each == template
+            )
+            known[id(template)] = next(same, template)
+            others[size].append(known[id(template)])
+    pipelines = tuple(replace(each, template=known[id(each.template)]) for each in plan.pipelines)
+    return replace(plan, pipelines=pipelines)
+
+
+def _of_size(templates: TemplateSet, size: int) -> tuple[PipelineTemplate, ...]:
+    return templates.of(size) if size in templates.sizes else ()
 
 
 def _copy_ms(link: Link, num_bytes: int) -> float:

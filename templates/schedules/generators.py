@@ -15,10 +15,8 @@ from numpy.typing import NDArray
 from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
 from resilient.templates.schedules.graph import Backward, chain_graph
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import SPLIT_KINDS, ScheduleKind
 from resilient.templates.schedules.schedule import Op, Schedule
-
-_SPLIT = (ScheduleKind.ZB_H1, ScheduleKind.ZB_H2)
 
 
 def generate(
@@ -91,7 +89,9 @@ def generate(
         if kind is ScheduleKind.FORWARD_ONLY:
             computations = forwards
         else:
-            computations = _in_turn(forwards, backwards, min(warmup, len(forwards)), lag if kind in _SPLIT else None)
+            computations = _in_turn(
+                forwards, backwards, min(warmup, len(forwards)), lag if kind in SPLIT_KINDS else None
+            )
         held = {state: stage for stage in range(row, num_stages, num_rows)[::-1] for state in states[stage]}
         order = sorted(held, reverse=True)
         reduces = _codes(Op.REDUCE, np.array([held[state] for state in order], int), np.array(order, int))

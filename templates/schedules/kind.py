@@ -21,6 +21,10 @@ class ScheduleKind(str, Enum):
     FORWARD_ONLY = "forward-only"
 
 
+SPLIT_KINDS = (ScheduleKind.ZB_H1, ScheduleKind.ZB_H2)
+"""Those that run the halves of backwards apart, and put off what parameters need."""
+
+
 def most_in_flight(kind: ScheduleKind, num_rows: int, num_microbatches: int) -> tuple[int, ...]:
     """Return, per row, how many microbatches its memory must hold.
 

@@ -66,7 +66,7 @@ class ChunkSearch:
         """Return whether there is a template for a number of nodes."""
         return size in self.sizes and bool(self._cut(size).costs[0, 0] == 0)
 
-    def layouts(self, size: int, counts: range, *, with_sync: bool) -> tuple[PipelineTemplate, ...]:
+    def layouts(self, size: int, counts: range, *, alone: bool) -> tuple[PipelineTemplate, ...]:
         """Return the template for a number of nodes, whatever number of microbatches it gets; none where none fits."""
         if not self.fits(size):
             return ()
@@ -85,7 +85,7 @@ class ChunkSearch:
                 send_ms=int(send[0, index]) / 1e6,
             )
             stages.append(stage)
-        sync_ms = self.costs.sync_ms(stages[0].end_layer, 0) if with_sync else 0.0
+        sync_ms = self.costs.sync_ms(stages[0].end_layer, 0)
         return (PipelineTemplate(num_nodes=size, stages=tuple(stages), sync_ms=sync_ms),)
 
     def misfit(self) -> ArgumentError:

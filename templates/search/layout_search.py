@@ -1,9 +1,10 @@
 """Layers -> stages -> devices, for rounds of one size: for each number of nodes the layouts with the shortest step.
 
-Objective: ``sum(t) + sync + (N - 1) max(t)`` for N rounds of microbatches, exactly the least of all layouts. A size has
-a layout for each N that it can expect. These are corners of the lower hull of all (max(t), sum(t) + sync). The compiled
-search finds the shortest sum under a bound on max(t), which no smaller bound undercuts. So a range of bounds needs no
-search where even the shortest sum of its largest, with the smallest, would be the shortest step for no N.
+Objective: ``sum(t) + sync + (N - 1) max(t)`` for N rounds of microbatches, exactly the least of all layouts; without
+sync for a pipeline that is to be the only one. A size has a layout for each N that it can expect. These are corners of
+the lower hull of all (max(t), sum(t) + sync). The compiled search finds the shortest sum under a bound on max(t), which
+no smaller bound undercuts. So a range of bounds needs no search where even the shortest sum of its largest, with the
+smallest, would be the shortest step for no N.
 
 Times are compared as whole nanoseconds and ties are broken by rule (:mod:`resilient.templates.search.bounded_search`),
 so every machine finds the same layouts.
@@ -171,8 +172,7 @@ class LayoutSearch:
             stages.append(self.costs.stage(first, end, option, device, count))
             first, device = end, device + self.costs.options[option].num_devices
         end, option = found.stages[0]
-        sync_ms = self.costs.sync_ms(end, option) if with_sync else 0.0
-        return PipelineTemplate(num_nodes=size, stages=tuple(stages), sync_ms=sync_ms)
+        return PipelineTemplate(num_nodes=size, stages=tuple(stages), sync_ms=self.costs.sync_ms(end, option))
 
 
 def _hull(points: Iterable[tuple[int, int]], extra: range) -> list[Corner]:

@@ -33,8 +33,8 @@ def plan_templates(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
 
     The sizes are consecutive: from n0, the first from ``min_pipeline_nodes`` on that fits in memory, to the last that
     leaves room for ``max_failures`` pipelines of n0 nodes, or that is before the first without a template (it would
-    have more stages than layers, or too many microbatches in flight). Where a size leaves no room for another pipeline
-    of n0 nodes, there are no gradients to sum.
+    have more stages than layers, or too many microbatches in flight). Where a plan may have one pipeline, each size has
+    a layout for that, too: it has all microbatches, and no gradients to sum with others.
 
     Args:
         problem: Profile, cluster, microbatches.
@@ -52,10 +52,15 @@ def plan_templates(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
     for size in node_counts(num_nodes, problem.max_failures, smallest):
         share = problem.num_microbatches * size // (2 * num_nodes)
         counts = range(max(1, share), problem.num_microbatches + 1)
-        found = search.layouts(size, counts, with_sync=size + smallest <= num_nodes)
+        found: list[PipelineTemplate] = []
+        if size + smallest <= num_nodes:
+            found.extend(search.layouts(size, counts, alone=False))
+        if problem.max_failures == 0:
+            found.extend(search.layouts(size, counts[-1:], alone=True))
         if not found:
             break
-        layouts.append(found)
+        found.sort(key=lambda each: (each.round_size, -each.slowest_ms, each.fill_ms))
+        layouts.append(tuple(dict.fromkeys(found)))
     return TemplateSet(problem_digest=problem.digest, layouts=tuple(layouts))
 
 
@@ -76,8 +81,14 @@ class _RoundsSearch:
         """Return whether there is a template for a number of nodes."""
         return any(size in search.sizes and search.fits(size) for search in self._searches.values())
 
-    def layouts(self, size: int, counts: range, *, with_sync: bool) -> tuple[PipelineTemplate, ...]:
-        """Return the best templates for a number of nodes and each of these numbers of microbatches."""
+    def layouts(self, size: int, counts: range, *, alone: bool) -> tuple[PipelineTemplate, ...]:
+        """Return the best templates for a number of nodes and each of these numbers of microbatches.
+
+        Args:
+            size: The number of nodes.
+            counts: Of microbatches.
+            alone: Whether there are no other pipelines to sum gradients with.
+        """
         found: list[tuple[LayoutSearch, Corner]] = []
         times: list[Ints] = []
         for round_size, search in self._searches.items():
@@ -85,14 +96,14 @@ class _RoundsSearch:
                 continue
             extra = range(-(-counts.start // round_size) - 1, -(-(counts.stop - 1) // round_size))
             rounds = -(-np.arange(counts.start, counts.stop) // round_size)
-            for corner in search.corners(size, extra, with_sync=with_sync):
+            for corner in search.corners(size, extra, with_sync=not alone):
                 found.append((search, corner))
                 times.append(corner.total + (rounds - 1) * corner.slowest)
         # Of equal steps the first, with the smaller rounds: a layout without a sharded stage is never better in larger
         # ones.
         best = np.unique(np.argmin(times, axis=0)).tolist() if times else []
         return tuple(
-            search.template(size, corner.slowest, with_sync=with_sync)
+            search.template(size, corner.slowest, with_sync=not alone)
             for search, corner in (found[index] for index in best)
         )
 

@@ -31,7 +31,7 @@ import numpy as np
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.plan import PlanningProblem
-from resilient.templates.schedules.kind import ScheduleKind, most_in_flight
+from resilient.templates.schedules.kind import SPLIT_KINDS, ScheduleKind, most_in_flight
 from resilient.templates.search.layer_costs import LayerCosts
 from resilient.templates.template import StageSpec
 
@@ -252,10 +252,23 @@ class StageCosts:
             recomputed_layers=(end - first) * checkpointing,
             forward_ms=forward / 1e6,
             backward_ms=backward / 1e6,
+            weights_ms=self._weights_part(first, end, option, forward * checkpointing) * backward / 1e6,
             send_ms=self._send[device % devices_per_node == 0][option][first] / 1e6 if send_ms is None else send_ms,
             memory_bytes=memory,
             max_in_flight=most,
         )
+
+    def _weights_part(self, first: int, end: int, option: int, forward_again: int) -> float:
+        """Return the part of a stage's backward that the schedule can put off; 0 where it splits no backwards."""
+        if self.problem.schedule not in SPLIT_KINDS:
+            return 0.0
+        profile = self.problem.profile
+        degree = profile.tp_degrees.index(self.options[option].num_devices // self.options[option].shard)
+        layers = [(layer, layer.costs[degree]) for layer in profile.layers[first:end]]
+        of_inputs = sum(cost.backward_input_ms for layer, cost in layers if layer.input_gradient)
+        of_inputs += forward_again / 1e6 * (self._next_backward[first] < end)
+        of_weights = sum(cost.backward_weight_ms for layer, cost in layers if layer.trainable)
+        return of_weights / (of_inputs + of_weights) if of_weights else 0.0
 
     def sync_ms(self, end: int, option: int) -> float:
         """Return the time of the gradient sum of a first stage of layers ``0 .. end - 1``."""

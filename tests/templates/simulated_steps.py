@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.inputs.cluster import Cluster, Link
@@ -66,7 +66,7 @@ def random_case(kind: str, seed: int) -> Case:
     num_microbatches = draw.choice([4, 8, 16, 32])
     problem = PlanningProblem(
         profile=ModelProfile(layers=layers, tp_degrees=degrees),
-        num_microbatches=2 * num_microbatches,
+        num_microbatches=(1 + second) * num_microbatches,
         cluster=Cluster(
             devices_per_node=devices,
             memory_bytes=22_000 if draw.random() < 1 / 3 else None,
@@ -91,12 +91,14 @@ def _factor(draw: random.Random, kind: str, index: int, num_layers: int) -> floa
 
 def ratio_to_best(case: Case) -> float | None:
     """Return the simulated step of the plan in terms of the shortest of all templates'; None if there is none."""
-    sum_gradients = case.problem.max_failures > 0
-    every = list(all_templates(case.problem, case.num_nodes, with_sync=sum_gradients))
+    alone = case.problem.max_failures == 0
+    every = list(all_templates(case.problem, case.num_nodes))
     if not every:
         return None
-    templates = plan_templates(case.problem, case.num_nodes * (1 + sum_gradients))
-    planned = templates.best(case.num_nodes, case.num_microbatches)
+    templates = plan_templates(case.problem, case.num_nodes * (2 - alone))
+    planned = templates.best(case.num_nodes, case.num_microbatches, alone=alone)
+    if alone:
+        planned, *every = (replace(template, sync_ms=0.0) for template in (planned, *every))
     return _simulated_ns(planned, case.num_microbatches) / shortest_ns(every, case.num_microbatches)
 
 

@@ -38,5 +38,4 @@ class Stalls:
         stalled_s = self._context.now - self._advanced_at
         if stalled_s < _PATIENCE * comm_timeout_s:
             return 0.0
-        planned_ms = max(pipeline.template.iteration_ms(pipeline.num_microbatches) for pipeline in plan.pipelines)
-        return stalled_s if 1e3 * stalled_s >= _PATIENCE * planned_ms else 0.0
+        return stalled_s if 1e3 * stalled_s >= _PATIENCE * max(plan.finish_ms) else 0.0

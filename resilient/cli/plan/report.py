@@ -165,7 +165,7 @@ def build_plan_report(
     fewest_nodes = (problem.max_failures + 1) * templates.sizes.start
     largest = num_nodes - problem.max_failures * templates.sizes.start
     global_batch = problem.num_microbatches * microbatch
-    step_ms = _step_ms(plan)
+    step_ms = max(plan.finish_ms)
     limited = None if share is None else limited_split(plan, share)
     return PlanReport(
         source=problem.profile.source,
@@ -178,7 +178,7 @@ def build_plan_report(
         global_batch=global_batch,
         microbatch=microbatch,
         templates=tuple(
-            _template_row(templates.best(size, share), share)
+            _template_row(templates.best(size, share, alone=size == num_nodes), share, alone=size == num_nodes)
             for size in templates.sizes
             if size <= largest
             for share in [max(1, round(problem.num_microbatches * size / num_nodes))]
@@ -187,10 +187,10 @@ def build_plan_report(
             PipelineRow(
                 num_nodes=pipeline.template.num_nodes,
                 num_microbatches=pipeline.num_microbatches,
-                iteration_ms=pipeline.template.iteration_ms(pipeline.num_microbatches),
+                iteration_ms=finish_ms,
                 memory_bytes=_memory_bytes(pipeline.template),
             )
-            for pipeline in plan.pipelines
+            for pipeline, finish_ms in zip(plan.pipelines, plan.finish_ms, strict=True)
         ),
         num_idle=num_nodes - len(plan.nodes),
         step_ms=step_ms,
@@ -221,13 +221,13 @@ def _losses(
                 on_progress(seed * len(counts) + len(plans) - 1, SEQUENCES * len(counts))
         jobs.append(plans)
     return tuple(
-        _loss_row(lost, plans, num_nodes, global_batch, _step_ms(plan))
+        _loss_row(lost, plans, num_nodes, global_batch, max(plan.finish_ms))
         for lost, plans in zip((0, *counts), zip(*jobs, strict=True), strict=True)
     )
 
 
 def _loss_row(num_lost: int, plans: Sequence[Plan], num_nodes: int, global_batch: int, all_ms: float) -> LossRow:
-    steps_ms = [_step_ms(plan) for plan in plans]
+    steps_ms = [max(plan.finish_ms) for plan in plans]
     worst_ms = max(steps_ms)
     worst = plans[steps_ms.index(worst_ms)]
     return LossRow(
@@ -241,7 +241,7 @@ def _loss_row(num_lost: int, plans: Sequence[Plan], num_nodes: int, global_batch
     )
 
 
-def _template_row(template: PipelineTemplate, share: int) -> TemplateRow:
+def _template_row(template: PipelineTemplate, share: int, *, alone: bool) -> TemplateRow:
     return TemplateRow(
         num_nodes=template.num_nodes,
         tp_degrees=tuple(stage.tp_degree for stage in template.stages),
@@ -249,14 +249,10 @@ def _template_row(template: PipelineTemplate, share: int) -> TemplateRow:
         num_checkpointing=sum(stage.checkpointing for stage in template.stages),
         slowest_ms=template.slowest_ms,
         num_microbatches=share,
-        iteration_ms=template.iteration_ms(share),
+        iteration_ms=template.iteration_ms(share, alone=alone),
         memory_bytes=_memory_bytes(template),
     )
 
 
 def _memory_bytes(template: PipelineTemplate) -> int:
     return max(stage.memory_bytes for stage in template.stages)
-
-
-def _step_ms(plan: Plan) -> float:
-    return max(pipeline.template.iteration_ms(pipeline.num_microbatches) for pipeline in plan.pipelines)

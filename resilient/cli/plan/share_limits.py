@@ -42,6 +42,7 @@ def limited_split(plan: Plan, limits: str) -> LimitedSplit:
     """
     found = _read(limits)
     num_pipelines = len(plan.pipelines)
+    alone = num_pipelines == 1
     total = sum(pipeline.num_microbatches for pipeline in plan.pipelines)
 
     def of_each(name: str) -> list[int] | None:
@@ -49,7 +50,7 @@ def limited_split(plan: Plan, limits: str) -> LimitedSplit:
 
     try:
         shares = split_with_constraints(
-            [lines([pipeline.template]) for pipeline in plan.pipelines],
+            [lines([pipeline.template], alone=alone) for pipeline in plan.pipelines],
             total,
             min_microbatches=of_each("min"),
             max_microbatches=of_each("max"),
@@ -59,7 +60,10 @@ def limited_split(plan: Plan, limits: str) -> LimitedSplit:
         constraint = f"allow the plan's {total} microbatches on {num_pipelines} pipelines"
         fix = f"loosen the limits, or change {{global_batch}}: of microbatches, {error.fix}"
         raise ArgumentError("share", constraint, repr(limits), fix) from None
-    times = (pipeline.template.iteration_ms(share) for pipeline, share in zip(plan.pipelines, shares, strict=True))
+    times = (
+        pipeline.template.iteration_ms(share, alone=alone)
+        for pipeline, share in zip(plan.pipelines, shares, strict=True)
+    )
     return LimitedSplit(limits=limits, num_microbatches=shares, step_ms=max(times))
 
 

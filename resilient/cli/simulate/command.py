@@ -126,6 +126,7 @@ def _costs(options: ReplayOptions, problem: PlanningProblem) -> ChangeCosts:
         checkpoint_steps=options.checkpoint_steps,
         insurance_steps=options.insurance_steps or None,
         step_factor=options.step_factor,
+        bamboo_factor=options.bamboo_factor,
     )
 
 

@@ -66,6 +66,9 @@ class ReplayOptions(JobOptions):
         typer.Option(callback=within(1), help="restart: nodes of the job; as many as at the start by default."),
     ] = None
     step_factor: Annotated[float, typer.Option(help="By which steps take longer than derived.")] = 1.0
+    bamboo_factor: Annotated[
+        float, typer.Option(help="bamboo: by which its steps take longer still; 1 for its idea alone.")
+    ] = 2.9
     price: Annotated[float | None, typer.Option(help="$ for a node and hour; a spot price by default.")] = None
     sweep: Annotated[
         list[str] | None, typer.Option(help='What if: "nodes=16,24,32", "max-failures=1,2,3"; repeatable.')

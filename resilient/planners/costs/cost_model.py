@@ -11,7 +11,6 @@ Sources: Entrain section 4.4.1, DFLOP section 3.2, DHP section 4.2; the backward
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
@@ -26,6 +25,7 @@ from resilient.common.files import write_whole
 from resilient.errors import ArgumentError, literal
 from resilient.planners.costs.samples import Lengths
 from resilient.templates.common.arrays import Floats
+from resilient.templates.common.digests import content_digest
 
 ENCODER, PROJECTOR = "encoder", "projector"
 """What is frozen under these names: all encoders, without their projectors; and these."""
@@ -321,7 +321,7 @@ class CostModel:
     @property
     def digest(self) -> str:
         """Content hash: of the numbers, wherever they come from."""
-        return hashlib.sha256(msgspec.json.encode(self.units)).hexdigest()
+        return content_digest(self.units)
 
     def to_json(self) -> bytes:
         """Encode as JSON."""

@@ -76,7 +76,8 @@ def template_of(setting: Setting, configuration: Configuration, samples: SampleT
     return PipelineTemplate(
         num_nodes=setting.num_nodes,
         stages=tuple(stages),
-        sync_ms=_sync_ms(setting, configuration, samples),
+        sync_ms=_sync_ms(setting, configuration, samples, 2),
+        lone_sync_ms=_sync_ms(setting, configuration, samples, 1),
         decision=msgspec.json.encode(configuration).decode(),
     )
 
@@ -176,15 +177,15 @@ def _send_ms(setting: Setting, unit: UnitCosts, samples: SampleTable, layout: De
     return sent
 
 
-def _sync_ms(setting: Setting, configuration: Configuration, samples: SampleTable) -> float:
-    """Return what of the sums of gradients no backward hides, of two pipelines like this one."""
+def _sync_ms(setting: Setting, configuration: Configuration, samples: SampleTable, num_pipelines: int) -> float:
+    """Return what of the sums of gradients no backward hides, of so many pipelines like this one."""
     backward: Mapping[str, Floats] = {
         unit.name: _cell_ms(setting, unit, configuration.units[unit.name], samples, configuration.units[unit.name].dp)[
             1
         ]
         for unit in setting.costs.units
     }
-    units, spreads = setting.costs.units, several(configuration, 2).units
+    units, spreads = setting.costs.units, several(configuration, num_pipelines).units
     if not configuration.colocated:
         return exposed_sum_ms(units, spreads, setting.cluster, backward)
     encoding_ms = sum(float(each.sum()) for name, each in backward.items() if name != LLM)

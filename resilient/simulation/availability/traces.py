@@ -15,6 +15,9 @@ from resilient.errors import ArgumentError
 _HOUR_MS = 3_600_000
 _EVENTS, _COUNTS = "time_ms,add|remove,node", "YYYY-MM-DD, HH:MM:SS, count"
 
+_LATE_MS = 60_000
+"""How far a sample's clock may be behind that of the sample before: more is rather a mistake."""
+
 MOST_HOURS = 10 * 365 * 24
 """Of a trace: a longer one is rather a mistake."""
 
@@ -132,7 +135,9 @@ def read_trace(path: Path, *, seed: int = 0, hours: float = 0.0) -> Availability
     """Read a trace of either format; the first line decides which.
 
     - ``time_ms,add|remove,node``, a line for each node that comes or goes;
-    - ``YYYY-MM-DD, HH:MM:SS, count``, samples of how many nodes there are.
+    - ``YYYY-MM-DD, HH:MM:SS, count``, samples of how many nodes there are. They stand in the order in which they were
+      taken, whatever clocks say: one that is up to a minute earlier than the line before counts as of the same time.
+      Of one time the last counts: put in the order of their clocks, late lines would make nodes go and come again.
 
     Args:
         path: The file.
@@ -237,7 +242,7 @@ def _read_counts(
     rows: Iterable[tuple[int, list[str]]], rng: random.Random
 ) -> tuple[tuple[AvailabilityChange, ...], int]:
     gathered = _Gathered()
-    live: list[int] = []
+    samples: list[tuple[int, int]] = []
     first: datetime | None = None
     for line, fields in rows:
         try:
@@ -253,12 +258,26 @@ def _read_counts(
                 f"line {line} must have a count of at most {MOST_TRACED_NODES}, got {count}; take a part of it"
             )
         first = first or moment
-        gathered.advance(line, round((moment - first).total_seconds() * 1e3))
+        time_ms = round((moment - first).total_seconds() * 1e3)
+        if gathered.time_ms - _LATE_MS <= time_ms < gathered.time_ms:
+            time_ms = gathered.time_ms
+        if samples and samples[-1][0] == time_ms:
+            samples.pop()
+        gathered.advance(line, time_ms)
+        samples.append((time_ms, count))
+    return _changes_of(samples, rng), gathered.time_ms
+
+
+def _changes_of(samples: Iterable[tuple[int, int]], rng: random.Random) -> tuple[AvailabilityChange, ...]:
+    gathered = _Gathered()
+    live: list[int] = []
+    for time_ms, count in samples:
+        gathered.time_ms = time_ms
         while len(live) < count:
             live.append(gathered.join())
         while len(live) > count:
             gathered.lose(live.pop(rng.randrange(len(live))))
-    return gathered.changes(), gathered.time_ms
+    return gathered.changes()
 
 
 class _Gathered:

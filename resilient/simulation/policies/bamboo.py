@@ -23,7 +23,12 @@ _RISK = 0.05
 
 
 def redundant_ns(
-    template: PipelineTemplate, num_microbatches: int, lost: Collection[int] = (), *, redundancy: bool = True
+    template: PipelineTemplate,
+    num_microbatches: int,
+    lost: Collection[int] = (),
+    *,
+    alone: bool = False,
+    redundancy: bool = True,
 ) -> int:
     """Return the time of a step in which every node computes for its successor, too.
 
@@ -31,6 +36,7 @@ def redundant_ns(
         template: Of the pipeline; at least two nodes.
         num_microbatches: Of the pipeline.
         lost: Nodes of the template whose predecessors do their work; no two of them neighbours.
+        alone: Whether it is the only pipeline.
         redundancy: Whether forwards for live successors are counted.
     """
     successors = _successors(template)
@@ -43,7 +49,8 @@ def redundant_ns(
             times.append(stage.stage_ms + max(shadow.stage_ms for shadow in shadows))
         else:
             times.append(stage.stage_ms + redundancy * max(shadow.forward_ms for shadow in shadows))
-    step_ms = math.fsum(times) + (num_microbatches - 1) * max(times) + template.sync_ms
+    step_ms = math.fsum(times) + (num_microbatches - 1) * max(times)
+    step_ms += template.lone_sync_ms if alone else template.sync_ms
     return max(1, nanoseconds(step_ms))
 
 
@@ -69,7 +76,7 @@ class Bamboo:
     Args:
         grids: The best grid for each number of nodes, timed by :func:`redundant_ns`, of templates that leave half of
             the memory for the successor's layers.
-        costs: ``regroup_ms``, ``reconfigure_s``, ``restart_s``, ``load_s``, ``checkpoint_steps``.
+        costs: ``regroup_ms``, ``reconfigure_s``, ``restart_s``, ``load_s``, ``checkpoint_steps``, ``bamboo_factor``.
     """
 
     name = "bamboo"
@@ -139,10 +146,11 @@ class Bamboo:
         grid = self._grid
         assert grid is not None
         lost = {frozenset(i for i, node in enumerate(p) if node in self._lost) for p in self._pipelines}
-        template, count = grid.template, grid.num_microbatches
-        step_ns = max(redundant_ns(template, count, indices) for indices in lost)
-        needed_ns = max(redundant_ns(template, count, indices, redundancy=False) for indices in lost)
-        step_ns, needed_ns = self._costs.step_ns(step_ns), self._costs.step_ns(needed_ns)
+        template, count, alone = grid.template, grid.num_microbatches, grid.num_pipelines == 1
+        step_ns = max(redundant_ns(template, count, indices, alone=alone) for indices in lost)
+        needed_ns = max(redundant_ns(template, count, indices, alone=alone, redundancy=False) for indices in lost)
+        factor = self._costs.bamboo_factor
+        step_ns, needed_ns = self._costs.step_ns(step_ns, factor), self._costs.step_ns(needed_ns, factor)
         return SteadyWork(
             step_ns=step_ns,
             num_nodes=grid.num_nodes - len(self._lost),

@@ -129,7 +129,8 @@ class RememberedPlans:
             TooFewNodes: It cannot.
         """
         plan = first_plan(self._problem, range(num_nodes))
-        step_ns = max(finish_ns(lines([p.template]), p.num_microbatches) for p in plan.pipelines)
+        alone = len(plan.pipelines) == 1
+        step_ns = max(finish_ns(lines([p.template], alone=alone), p.num_microbatches) for p in plan.pipelines)
         return self._arrangement(plan, step_ns)
 
     def next(self, before: Arrangement, gone: Sequence[int], num_spare: int) -> Move:

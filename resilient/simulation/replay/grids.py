@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.template import PipelineTemplate, TemplateSet
 
-TemplateTime = Callable[[PipelineTemplate, int], int]
-"""Nanoseconds of a step of a pipeline with so many microbatches."""
+
+class TemplateTime(Protocol):
+    """What a step of a pipeline takes."""
+
+    def __call__(self, template: PipelineTemplate, num_microbatches: int, *, alone: bool) -> int:
+        """Return nanoseconds; ``alone`` where there is no other pipeline to sum gradients with."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +40,9 @@ class Grid:
         return self.num_pipelines * self.template.num_nodes
 
 
-def plain_ns(template: PipelineTemplate, num_microbatches: int) -> int:
+def plain_ns(template: PipelineTemplate, num_microbatches: int, *, alone: bool) -> int:
     """Return the time of a step without redundancy."""
-    return max(1, nanoseconds(template.iteration_ms(num_microbatches)))
+    return max(1, nanoseconds(template.iteration_ms(num_microbatches, alone=alone)))
 
 
 class Grids:
@@ -69,7 +74,10 @@ class Grids:
 
     def _grid(self, size: int, num_pipelines: int) -> Grid:
         count = -(-self._num_microbatches // num_pipelines)
-        step_ns, index = min((self._time(layout, count), i) for i, layout in enumerate(self._templates.of(size)))
+        alone = num_pipelines == 1
+        step_ns, index = min(
+            (self._time(layout, count, alone=alone), i) for i, layout in enumerate(self._templates.of(size))
+        )
         return Grid(
             template=self._templates.of(size)[index],
             num_pipelines=num_pipelines,

@@ -151,16 +151,21 @@ class ReplayedJob:
         return cycles * (training_ns + work.checkpoint_ns)
 
     def until_ns(self, *, checkpoint: bool) -> int:
-        """Return how long until the step under way is finished, or the next checkpoint is saved; 0 between steps."""
+        """Return how long until the step under way is finished, or the next checkpoint is saved; 0 between steps.
+
+        In a pause that is its end, or the checkpoint after it.
+        """
         work = self.work
         assert work is not None
-        if self._pause_ns:
+        if self._pause_ns and not checkpoint:
             return self._pause_ns
         if self._saves(work):
-            return work.checkpoint_ns - self._saving_ns
+            return self._pause_ns + work.checkpoint_ns - self._saving_ns
         if checkpoint and work.checkpoint_steps is not None:
             steps = work.checkpoint_steps - self._unsaved
-            return steps * work.step_ns - self._progress_ns + work.checkpoint_ns
+            return self._pause_ns + steps * work.step_ns - self._progress_ns + work.checkpoint_ns
+        if self._pause_ns:
+            return self._pause_ns
         return work.step_ns - self._progress_ns if self._progress_ns else 0
 
     def until_next_step_ns(self) -> int:

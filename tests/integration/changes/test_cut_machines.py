@@ -28,11 +28,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+Agents = list[subprocess.Popen[bytes]]
+
+
 @contextmanager
-def job_of_machines(
-    folder: Path, network: Network, options: str
-) -> Iterator[tuple[Started, list[subprocess.Popen[bytes]]]]:
-    """Start a coordinator here and an agent on each machine, up to a step that waits for ``gate``; another one waits, too."""
+def job_of_machines(folder: Path, network: Network, options: str) -> Iterator[tuple[Started, Agents]]:
+    """Start a coordinator here and an agent on each machine, up to a step that waits for a gate, as a later one."""
     token = folder / "token"
     token.write_text("a secret of this test\n")
     options += f" --no-local-nodes --host {network.own_address} --token-file {token}"

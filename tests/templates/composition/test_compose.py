@@ -26,7 +26,8 @@ def compositions(total: int, sizes: range) -> Iterator[tuple[int, ...]]:
 
 def exhaustive(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> tuple[int, ...]:
     """The best of all compositions, ties as documented; () where there is none."""
-    pipelines = {size: lines(templates.of(size)) for size in templates.sizes}
+    # A pipeline of all nodes has no others to sum gradients with.
+    pipelines = {size: lines(templates.of(size), alone=size == num_nodes) for size in templates.sizes}
     steps = {
         sizes: step_ns([pipelines[size] for size in sizes], num_microbatches)
         for sizes in compositions(num_nodes, templates.sizes)
@@ -57,7 +58,12 @@ def test_composition_equals_exhaustive_search(data: st.DataObject) -> None:
     templates = template_set(
         *(
             [
-                template(*stages_ms, num_nodes=size, shard=data.draw(st.sampled_from([1, 1, 2, 3])))
+                template(
+                    *stages_ms,
+                    num_nodes=size,
+                    shard=data.draw(st.sampled_from([1, 1, 2, 3])),
+                    sync_ms=data.draw(st.sampled_from([0, 0, 1, 20])),
+                )
                 for stages_ms in data.draw(st.lists(stages, min_size=1, max_size=3))
             ]
             for size in range(smallest, smallest + data.draw(st.integers(1, 5)))

@@ -3,13 +3,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Plan, PlanningProblem
-from resilient.templates.replan.replan import replan_candidates
+from resilient.templates.replan.replan import first_plan, replan_candidates, templates_for
 from resilient.templates.replan.replan_candidate import ReplanCandidate, Situation, Way
+from resilient.templates.search.template_sizes import usable_nodes
 from resilient.templates.template import TemplateSet
-from tests.templates.jobs import cut, layout, plan_of, profile, template_set
+from tests.templates.jobs import cut, enough_nodes, layout, plan_of, problems, profile, template_set
 
 
 def situation(
@@ -54,7 +59,7 @@ def test_only_repairs_that_use_as_many_nodes_as_can_be_used_are_candidates() -> 
     before = plan_of((one, (0,)), (one, (1,)))
     # With one microbatch for each of two pipelines there can be no third; the fifth node has no place.
     found = situation(template_set(one, two), (2, 2), before, range(5), num_microbatches=2).ways()
-    assert [(way.candidate().kind, len(way.candidate().plan.nodes)) for way in found] == [("join", 4)]
+    assert [(way.candidate().kind, len(way.candidate().plan.nodes)) for way in found] == [("join", 4), ("composed", 4)]
     found = situation(template_set(one, two), (2, 1), before, range(5), num_microbatches=2).ways()
     assert [(way.candidate().kind, len(way.candidate().plan.nodes)) for way in found] == [("composed", 3)]
 
@@ -79,3 +84,45 @@ def test_of_equally_good_candidates_the_one_that_copies_less_comes_first(monkeyp
     monkeypatch.setattr(Situation, "ways", lambda _: iter(ways))
     problem = PlanningProblem(profile=profile([1.0] * 6), num_microbatches=12)
     assert list(replan_candidates(problem, plan_of(), range(4))) == equal[::-1]
+
+
+@settings(max_examples=40)
+@given(st.data(), problems())
+def test_only_pipelines_beside_others_pay_for_sums_of_gradients(data: st.DataObject, problem: PlanningProblem) -> None:
+    """What has one pipeline is as fast as the best layout without sums, however many nodes the templates are for."""
+    link = Link(bytes_per_s=data.draw(st.sampled_from([1e3, 1e6, 1e9])))
+    problem = replace(problem, max_failures=0, cluster=replace(problem.cluster, inter_node=link))
+    plan = first_plan(problem, range(enough_nodes(problem) + data.draw(st.integers(0, 4))))
+    for _ in range(3):
+        least = templates_for(problem, len(plan.nodes)).sizes[0]
+        live = range(data.draw(st.integers(least, least + 4)))
+        templates, before = templates_for(problem, len(live)), plan
+        usable = usable_nodes(problem, templates, len(live))
+        for candidate in replan_candidates(problem, before, live):
+            pipelines = candidate.plan.pipelines
+            alone = len(pipelines) == 1
+            times = [p.template.line_ms() for p in pipelines]
+            steps = [
+                fill - (p.template.sync_ms if alone else 0.0) + p.template.num_rounds(p.num_microbatches) * slowest
+                for p, (fill, slowest) in zip(pipelines, times, strict=True)
+            ]
+            assert candidate.step_ms == pytest.approx(max(steps), abs=1e-5)
+        plan = first_plan(problem, live)
+        if usable in templates.sizes:
+            lone = templates.best(usable, problem.num_microbatches, alone=True)
+            assert max(plan.finish_ms) <= lone.iteration_ms(problem.num_microbatches, alone=True) + 1e-5
+
+
+@settings(max_examples=100)
+@given(st.data(), problems())
+def test_equal_plans_go_on_in_equal_ways(data: st.DataObject, problem: PlanningProblem) -> None:
+    nodes = range(enough_nodes(problem) + data.draw(st.integers(0, 6)))
+    plan = first_plan(problem, nodes)
+    least = (problem.max_failures + 1) * templates_for(problem, len(nodes)).sizes[0]
+    for _ in range(3):
+        live = sorted(data.draw(st.sets(st.sampled_from(range(len(nodes) + 6)), min_size=least)))
+        read = msgspec.json.decode(msgspec.json.encode(plan), type=Plan)
+        assert read == plan
+        found, of_read = (list(replan_candidates(problem, before, live)) for before in (plan, read))
+        assert found == of_read
+        plan = found[0].plan

@@ -20,21 +20,21 @@ Devices = tuple[int, int]
 """Of a stage: its groups of devices, and the devices of each."""
 
 
-def all_templates(problem: PlanningProblem, num_nodes: int, *, with_sync: bool) -> Iterator[PipelineTemplate]:
+def all_templates(problem: PlanningProblem, num_nodes: int) -> Iterator[PipelineTemplate]:
     """Yield every template for a number of nodes that fits in memory."""
     per_node = problem.cluster.devices_per_node
     degrees = problem.profile.tp_degrees
-    yield from templates_of_round(problem, num_nodes, 1, [(1, degree) for degree in degrees], with_sync)
+    yield from templates_of_round(problem, num_nodes, 1, [(1, degree) for degree in degrees])
     for size in range(2, per_node + 1) if problem.sharding else ():
         if per_node % size == 0:
             choices = [(groups, degree) for groups in (1, size) for degree in degrees]
-            for template in templates_of_round(problem, num_nodes, size, choices, with_sync):
+            for template in templates_of_round(problem, num_nodes, size, choices):
                 if any(stage.shard > 1 for stage in template.stages):
                     yield template
 
 
 def templates_of_round(
-    problem: PlanningProblem, num_nodes: int, round_size: int, choices: list[Devices], with_sync: bool
+    problem: PlanningProblem, num_nodes: int, round_size: int, choices: list[Devices]
 ) -> Iterator[PipelineTemplate]:
     """Yield every template whose stages have one of these choices of devices."""
     layers = problem.profile.layers
@@ -56,7 +56,7 @@ def templates_of_round(
                     break
                 stages.append(made)
             else:
-                sync_ms = gradient_sum_ms(problem, stages[0]) if with_sync else 0.0
+                sync_ms = gradient_sum_ms(problem, stages[0])
                 yield PipelineTemplate(num_nodes=num_nodes, stages=tuple(stages), sync_ms=sync_ms)
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,7 +49,7 @@ def ends(problem: PlanningProblem) -> list[int]:
 def check_against_all(problem: PlanningProblem, num_nodes: int) -> TemplateSet | None:
     """Compare with every template of every size; None where there is none to plan."""
     f = problem.max_failures
-    fitting = (n for n in range(problem.min_pipeline_nodes, num_nodes + 1) if any(all_of(problem, n, False)))
+    fitting = (n for n in range(problem.min_pipeline_nodes, num_nodes + 1) if any(all_templates(problem, n)))
     smallest = next(fitting, num_nodes + 1)
     if num_nodes < (f + 1) * smallest:
         with pytest.raises(ValueError, match=r"got|must"):
@@ -59,29 +58,35 @@ def check_against_all(problem: PlanningProblem, num_nodes: int) -> TemplateSet |
     templates = plan_templates(problem, num_nodes)
     assert templates.sizes.start == smallest
     for size in range(smallest, num_nodes - f * smallest + 1):
-        every = list(all_of(problem, size, size + smallest <= num_nodes))
+        every = list(all_templates(problem, size))
         if not every:
             assert templates.sizes.stop == size
             return templates
-        layouts = templates.of(size)
+        # What zero-bubble schedules put off, the search does not count.
+        planned = templates.of(size)
+        layouts = tuple(replace(t, stages=tuple(replace(s, weights_ms=0.0) for s in t.stages)) for t in planned)
+        found = replace(templates, layouts=(*templates.layouts[: size - smallest], layouts))
         assert set(layouts) <= set(every)
-        order = [(t.round_size, -t.slowest_ms) for t in layouts]
+        order = [(t.round_size, -t.slowest_ms, t.fill_ms) for t in planned]
         assert order == sorted(set(order))
-        times = {(nanoseconds(t.fill_ms), nanoseconds(t.slowest_ms), t.round_size) for t in every}
         needed: set[PipelineTemplate] = set()
-        for count in range(max(1, problem.num_microbatches * size // (2 * num_nodes)), problem.num_microbatches + 1):
-            best = templates.best(size, count)
-            assert nanoseconds(best.iteration_ms(count)) == min(
-                fill + -(-count // rounds) * slowest for fill, slowest, rounds in times
-            )
-            needed.add(best)
-        assert needed == set(layouts)
+        most = problem.num_microbatches
+        shares = range(max(1, most * size // (2 * num_nodes)), most + 1)
+        # A pipeline that leaves room for another may have one; where no failure is to be survived, it may be alone.
+        cases = [(count, False) for count in shares if size + smallest <= num_nodes] + [(most, True)] * (f == 0)
+        for alone in {alone for _, alone in cases}:
+            times = {(*t.line_ms(alone=alone), t.round_size) for t in every}
+            lines_of = [(nanoseconds(fill), nanoseconds(slowest), rounds) for fill, slowest, rounds in times]
+            for count in [count for count, case in cases if case is alone]:
+                best = found.best(size, count, alone=alone)
+                step_ns = min(fill + -(-count // rounds) * slowest for fill, slowest, rounds in lines_of)
+                assert nanoseconds(best.iteration_ms(count, alone=alone)) == step_ns
+                needed.add(best)
+        assert needed <= set(layouts)
+        if f > 0:
+            assert needed == set(layouts)
     assert templates.sizes.stop == num_nodes - f * smallest + 1
     return templates
-
-
-def all_of(problem: PlanningProblem, size: int, with_sync: bool) -> Iterator[PipelineTemplate]:
-    return all_templates(problem, size, with_sync=with_sync)
 
 
 @st.composite
@@ -266,7 +271,7 @@ def test_layouts_are_for_the_share_of_microbatches_to_expect() -> None:
     assert [[stage.num_devices for stage in t.stages] for t in plan_templates(trade_off(), 1).of(1)] == [[1, 1]]
 
 
-def test_first_stage_pays_for_gradients_where_there_is_room_for_another_pipeline() -> None:
+def test_first_stage_pays_for_gradients_where_there_is_another_pipeline() -> None:
     problem = PlanningProblem(
         profile=profile([1.0] * 4, state_bytes=3000),
         num_microbatches=4,
@@ -274,7 +279,8 @@ def test_first_stage_pays_for_gradients_where_there_is_room_for_another_pipeline
         max_failures=0,
     )
     templates = plan_templates(problem, 3)
-    assert [templates.best(size, 4).sync_ms for size in templates.sizes] == [8.0, 4.0, 0.0]
+    assert [templates.best(size, 4).sync_ms for size in templates.sizes] == [8.0, 4.0, 4.0]
+    assert [templates.best(size, 4, alone=True).iteration_ms(4, alone=True) for size in (1, 2, 3)] == [16.0, 10.0, 10.0]
     assert templates.best(2, 1).sync_ms == 2.0, "one layer less to wait for outweighs a slower stage"
 
 

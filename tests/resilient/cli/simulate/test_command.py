@@ -212,3 +212,9 @@ def test_traces_are_made_up_scaled_and_cut(tmp_path: Path) -> None:
     assert load_trace("ec2-p3", None, None, 0).end_ms == 12 * 3_600_000
     assert load_trace("ec2-p3", 40, 5.0, 3).max_nodes <= 40
     assert load_trace("ec2-p3", 40, 5.0, 3) != load_trace("ec2-p3", 40, 5.0, 4)
+
+
+def test_too_few_nodes_to_restart_with_are_called_by_their_option() -> None:
+    job = ["--min-pipeline-nodes", "3", "--nodes", "8", "--hours", "1", "--restart-nodes", "2"]
+    output = run("--availability", "every-30min", "--policy", "restart", *job)
+    assert "restart: --restart-nodes must hold a pipeline, got 2; restart with more nodes" in output

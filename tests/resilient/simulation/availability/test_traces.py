@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -60,6 +62,26 @@ def test_counts_become_joins_and_losses(tmp_path: Path) -> None:
     assert {read_trace(path, seed=seed).changes[1].lost for seed in range(20)} != {second.lost}, "by seed"
 
 
+@given(st.lists(st.tuples(st.integers(-60, 120), st.integers(1, 9)), min_size=2, max_size=12))
+def test_samples_of_late_clocks_lose_no_more_nodes_than_their_order_shows(samples: list[tuple[int, int]]) -> None:
+    """Lines are each up to a minute behind the latest before them."""
+    latest, lines = 0, ["2023-05-01, 00:00:00, 3\n"]
+    expected = {0: 3}
+    for after_s, count in samples:
+        time_s = max(0, latest + after_s)
+        latest = max(latest, time_s)
+        expected[latest] = count
+        lines.append(f"2023-05-01, {time_s // 3600:02}:{time_s // 60 % 60:02}:{time_s % 60:02}, {count}\n")
+    with TemporaryDirectory() as folder:
+        trace = read_trace(written(Path(folder), "".join(lines)), hours=1.0)
+    live = dict(trace.counts())
+    assert all(live[max(when for when in live if when <= 1000 * second)] == n for second, n in expected.items())
+    counts = list(expected.values())
+    fallen = sum(max(0, before - after) for before, after in pairwise(counts))
+    assert sum(len(change.lost) for change in trace.changes) == fallen
+    assert not any(change.joined and change.lost for change in trace.changes)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -96,8 +118,8 @@ def test_counts_become_joins_and_losses(tmp_path: Path) -> None:
             "line 1 must be YYYY-MM-DD, HH:MM:SS, count, got '2023-05-01, 00:00:00, -1'; mend it, or leave it out",
         ),
         (
-            "2023-05-01, 00:00:01, 1\n2023-05-01, 00:00:00, 1\n",
-            "line 2 must not be earlier than the line before, at 0 ms, got -1000; sort the file",
+            "2023-05-01, 00:01:01, 1\n2023-05-01, 00:00:00, 1\n",
+            "line 2 must not be earlier than the line before, at 0 ms, got -61000; sort the file",
         ),
         (
             "2023-05-01, 00:00:00, 0\n",

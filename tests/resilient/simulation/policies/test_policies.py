@@ -17,7 +17,13 @@ from tests.resilient.simulation.replays import split_s, template, templates, tra
 
 S = 10**9
 COSTS = ChangeCosts(
-    restart_s=7.0, load_s=3.0, checkpoint_s=4.0, checkpoint_steps=2, regroup_ms=1000.0, reconfigure_s=5.0
+    restart_s=7.0,
+    load_s=3.0,
+    checkpoint_s=4.0,
+    checkpoint_steps=2,
+    regroup_ms=1000.0,
+    reconfigure_s=5.0,
+    bamboo_factor=1.0,
 )
 
 
@@ -78,6 +84,18 @@ def test_varuna_rolls_back_on_a_loss_and_takes_joiners_in_at_a_checkpoint() -> N
         "idle": 12,
     }
     assert made.samples == 8 * (4 + 2 + 1)
+
+
+def test_varuna_takes_who_joins_during_a_restart_in_at_the_next_checkpoint() -> None:
+    run = trace((0, [0, 1, 2, 3], []), (100, [], [2]), (105, [4], []), end_s=200)
+    # As above: the restart that is under way from 100 to 110 is not begun anew.
+    assert split_s(outcome(run, Varuna(plain_grids(), COSTS))) == {
+        "training": 4 * 72 + 3 * 40 + 3 * 8 + 4 * 28,
+        "redone": 4 * 20,
+        "recovery": 3 * 10 + 4 * 10,
+        "checkpointing": 4 * 8 + 3 * 4,
+        "idle": 162 - 105,
+    }
 
 
 def test_varuna_cares_neither_for_idle_nodes_nor_for_joiners_without_use() -> None:

@@ -116,7 +116,7 @@ def test_unknown_policies_and_too_few_nodes_to_restart_on_are_refused() -> None:
     ):
         scenario().run(trace((0, [0], []), end_s=1), "varun")
     few = Scenario(problem=job(8, 2.0, 16, min_pipeline_nodes=2), batch=16, max_nodes=8, restart_nodes=1)
-    with pytest.raises(DoesNotFit, match=r"^num_nodes must hold a pipeline, got 1; restart with more nodes$"):
+    with pytest.raises(DoesNotFit, match=r"^restart_nodes must hold a pipeline, got 1; restart with more nodes$"):
         few.run(trace((0, range(4), []), end_s=1), "restart")
 
 

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient.templates.inputs.cluster import MOST_BYTES, Cluster
+from resilient.templates.inputs.profile import LayerCost, ModelProfile
+from resilient.templates.plan import PlanningProblem
+from resilient.templates.replan.replan import first_plan, replan
+from tests.templates.jobs import profile
+
+FIELDS = ("parameter_bytes", "optimizer_bytes", "gradient_bytes", "input_bytes", "activation_bytes")
+
+
+def of_bytes(field: str, num_bytes: int) -> ModelProfile:
+    """Six layers with so many bytes of one kind each, and none of the others."""
+    nothing = dict.fromkeys(FIELDS[:4], 0)
+    layers = [
+        replace(layer, costs=(LayerCost(forward_ms=1.0, backward_weight_ms=1.0),), **nothing)
+        for layer in profile([1.0] * 6).layers
+    ]
+    if field != "activation_bytes":
+        return ModelProfile(layers=tuple(replace(layer, **{field: num_bytes}) for layer in layers))
+    costs = [tuple(replace(cost, activation_bytes=num_bytes) for cost in layer.costs) for layer in layers]
+    return ModelProfile(layers=tuple(replace(layer, costs=of) for layer, of in zip(layers, costs, strict=True)))
+
+
+@given(st.sampled_from(FIELDS), st.integers(0, MOST_BYTES // 6), st.booleans())
+def test_layers_of_up_to_a_petabyte_can_be_planned(field: str, num_bytes: int, limited: bool) -> None:
+    # Six stages keep up to six microbatches.
+    cluster = Cluster(memory_bytes=MOST_BYTES if limited and num_bytes < MOST_BYTES // 40 else None)
+    problem = PlanningProblem(profile=of_bytes(field, num_bytes), num_microbatches=12, cluster=cluster)
+    plan = replan(problem, first_plan(problem, range(6)), range(1, 6))
+    assert sorted(plan.nodes) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_layers_of_more_bytes_than_can_be_computed_with_are_refused(field: str) -> None:
+    for num_bytes in (MOST_BYTES // 6 + 1, 2**63, 2**400):
+        told = f"must be at most {MOST_BYTES} bytes in all, got {6 * num_bytes}; profile the layers again"
+        with pytest.raises(ValueError, match=re.escape(told)):
+            of_bytes(field, num_bytes)
+
+
+def test_memory_of_more_bytes_than_can_be_computed_with_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=rf"^memory_bytes must be 1 to {MOST_BYTES}, got {2**63}; None means no limit$"
+    ):
+        Cluster(memory_bytes=2**63)
