@@ -124,6 +124,7 @@ class Drills:
     def _go_on(self, launcher: Launcher) -> None:
         placed = {*self._generation["nodes"], *self._generation["standby"]}
         if self._awaited & placed:
+            self._kill_who_does_something_else(launcher, self._awaited & placed)
             if self._steps > _MOST_STEPS and self._drill is not None and not self._drill.during:
                 self.missed.append(f"{self._drill}: its moment did not come")
                 self._steps = 0
@@ -142,6 +143,15 @@ class Drills:
                 self._begin(launcher, self._left.pop(0))
             else:
                 self._end(launcher)
+
+    def _kill_who_does_something_else(self, launcher: Launcher, left: set[int]) -> None:
+        """Kill the second of two who outlived the first by a moment, if it is in the new plan without the phase's unit."""
+        if self._drill is None or not self._drill.also or len(left) == len(self._awaited):
+            return
+        if not left <= set(nodes_of(self._generation, "any", self._drill.phase.rpartition(".")[0])):
+            self._drill = None
+            for node in left:
+                launcher.inject(Injection(node=node))
 
     def _begin(self, launcher: Launcher, drill: Drill) -> None:
         found = self._victims(drill)

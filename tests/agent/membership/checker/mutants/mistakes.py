@@ -204,7 +204,7 @@ MISTAKES = (
     Mistake(
         "workers are counted where nodes are meant",
         "regrouping.py",
-        "num_missing = parts.ending.needed_nodes - len(available(members))",
+        "num_missing = parts.ending.needed_nodes - len(parts.context.available())",
         "num_missing = parts.ending.needed_nodes - len(parts.context.ready_workers())",
     ),
     Mistake(
