@@ -145,7 +145,7 @@ class Drills:
                 self._end(launcher)
 
     def _kill_who_does_something_else(self, launcher: Launcher, left: set[int]) -> None:
-        """Kill the second of two who outlived the first by a moment, if it is in the new plan without the phase's unit."""
+        """Kill the second of two, who outlived the first by a moment, if it has no part of the phase any more."""
         if self._drill is None or not self._drill.also or len(left) == len(self._awaited):
             return
         if not left <= set(nodes_of(self._generation, "any", self._drill.phase.rpartition(".")[0])):
