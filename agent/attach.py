@@ -16,7 +16,7 @@ from resilient.agent.addresses import check_host
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.job_control import JobControl
 from resilient.agent.journal.stimulus_log import read_stimuli
-from resilient.agent.journal.term import Term, shows_life
+from resilient.agent.journal.term import DeposedError, Term, newest_term, shows_life
 from resilient.agent.membership.parts import events as ev
 from resilient.errors import ArgumentError, ResilientError
 from resilient.observability.run_report import write_report
@@ -79,6 +79,8 @@ async def _succeed(
         got = f"{run_directory}, for which process {office.pid} listens at {office.address}"
         raise ArgumentError("attach", "be a run without a coordinator", got, "stop that one before")
     if await shows_life(run_directory):
+        if after is not None and newest_term(run_directory) != after:
+            raise DeposedError(f"another coordinator is about to take this job over (see {run_directory}/term)")
         raise StillLedError(
             f"process {office.pid} at {office.address} leads the job of {run_directory}, but cannot be reached from "
             f"here; mend the network between, or stop it on its machine before another takes over"

@@ -104,6 +104,14 @@ class Term:
         os.close(self._file)
 
 
+def newest_term(run_directory: str | Path) -> int:
+    """Return the term of who claimed the job last, 0 if nobody did."""
+    try:
+        return int((Path(run_directory) / "term").read_bytes() or b"0")
+    except FileNotFoundError:
+        return 0
+
+
 async def shows_life(run_directory: str | Path) -> bool:
     """Return whether a coordinator is at work somewhere: after some seconds, as it shows that now and then."""
     path = Path(run_directory) / "term"

@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 
 from resilient.agent.journal import term as terms
-from resilient.agent.journal.term import DeposedError, Term, shows_life
+from resilient.agent.journal.term import DeposedError, Term, newest_term, shows_life
 from resilient.errors import ResilientError
 
 
 def test_later_term_ends_the_one_before(tmp_path: Path) -> None:
+    assert newest_term(tmp_path) == 0
     first = Term.claim(tmp_path)
     with first.in_office():
         pass
     second = Term.claim(tmp_path)
+    assert newest_term(tmp_path) == 2
     assert (first.number, second.number) == (1, 2)
     with second.in_office():
         pass
