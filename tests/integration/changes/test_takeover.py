@@ -126,14 +126,12 @@ def test_node_that_died_with_the_coordinator_is_lost_after_a_grace(reference: Ru
 
 
 def test_orphans_end_their_job_with_a_checkpoint_to_be_resumed(reference: Run, tmp_path: Path) -> None:
-    words, (gate,) = held(tmp_path, 6)
     run_directory = tmp_path / "run"
-    with started(run_directory, *words, nodes=NODES, options=f"{OPTIONS} --orphan-s 2") as job:
+    with started(run_directory, "--change-after", 6, nodes=NODES, options=f"{OPTIONS} --orphan-s 2") as job:
         agents(job)
         job.wait_for_step(3)
         job.kill()
         wait_until(lambda: Run(run_directory, 3).of_kind("interrupted") != [])
-        gate.touch()
         assert job.processes.left() == []
     run = Run(run_directory, 3)
     stopped = run.events[-1]
