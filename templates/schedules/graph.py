@@ -183,7 +183,7 @@ class StepGraph:
         """Of all lanes."""
         return len(self.row_of)
 
-    @property
+    @cached_property
     def num_cells(self) -> int:
         """One more than the highest cell of any lane."""
         return max((lane.cells[-1] + 1 for lane in self.lanes if lane.cells), default=0)

@@ -38,13 +38,13 @@ class Rounds:
     def of(cls, graph: StepGraph) -> Rounds:
         """Return those of a graph's lanes."""
         rounds = [_rounds(lane) for lane in graph.lanes]
-        parts = math.lcm(*(each[-1] + 1 for each in rounds))
+        parts, cells = math.lcm(*(each[-1] + 1 for each in rounds)), np.arange(graph.num_cells)
         later, delays = np.zeros((2, graph.num_stages), np.int64)
         begins, early = np.zeros((2, len(graph.lanes), graph.num_cells), np.int64)
         for lane, each in enumerate(rounds):
             own, step, size = slice(*graph.tables.ends_of[lane]), parts // (each[-1] + 1), np.bincount(each).max()
-            place = np.arange(graph.num_cells) % (size if each[-1] else 1)
-            begins[lane] = (np.arange(graph.num_cells) - place) * parts + place * step
+            place = cells % (size if each[-1] else 1)
+            begins[lane] = (cells - place) * parts + place * step
             early[lane] = place * (parts - step)
             position = each * size + np.arange(len(each)) - np.searchsorted(each, each)
             if each[-1]:

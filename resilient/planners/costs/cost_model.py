@@ -244,6 +244,11 @@ class UnitCosts:
         """Asked for by every candidate of a search."""
         return {}
 
+    @cached_property
+    def gradient_bytes(self) -> Floats:
+        """What each layer's gradients take, undivided. [num_layers]"""
+        return np.array([layer.gradient_bytes for layer in self.layers], np.float64)
+
     @property
     def state_bytes(self) -> int:
         """Parameters, optimizer slots and gradients of all layers, undivided."""

@@ -99,5 +99,5 @@ def ring_sums_ms(setting: Setting, configuration: Configuration, unit: StepUnit,
     copies = np.swapaxes(rings_of(nodes, configuration.shard), -1, -2)
     shard, size = copies.shape[-2:]
     members = least_members(copies).reshape(len(nodes), -1).min(axis=1)
-    num_bytes = by_stage(spread, [layer.gradient_bytes for layer in unit.costs.layers]) / spread.tp / shard
+    num_bytes = by_stage(spread, unit.costs.gradient_bytes) / spread.tp / shard
     return placed_ring_ms(num_bytes, size, members, cluster)

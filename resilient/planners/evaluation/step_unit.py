@@ -18,7 +18,7 @@ import numpy as np
 
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
-from resilient.planners.packing.balance import deal_whole, loads
+from resilient.planners.packing.balance import deal_whole, largest, loads
 from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Place, Replica, Setting
 from resilient.planners.stages.call_work import Calls, CallWork, Work
 from resilient.planners.stages.degraded_replicas import ranks_left, tokens_held
@@ -280,8 +280,7 @@ def _calls(place: Place, cell: Ints, lengths: Lengths, spread: Parallelism, num_
     )
     tokens, squares = (loads(each, call, len(keys)) for each in (lengths.tokens, lengths.squares))
     if padded:
-        longest = np.zeros(len(keys))
-        np.maximum.at(longest, call, lengths.longest)
+        longest = largest(lengths.longest, call, len(keys))
         sequences = loads(lengths.num_sequences(), call, len(keys))
         tokens, squares = sequences * longest, sequences * longest**2
     return Calls(

@@ -15,7 +15,7 @@ from resilient.planners.evaluation.shard_groups import in_step_groups
 from resilient.planners.own.grouping import deal_to_groups
 from resilient.planners.own.recomputation import StepChoice
 from resilient.planners.own.spreading import by_length, evenly
-from resilient.planners.packing.balance import deal_whole, loads
+from resilient.planners.packing.balance import deal_whole, largest, loads
 from resilient.planners.planner import Assignment, Configuration, Encoders, Place, Replica, Setting
 from resilient.planners.stages.memory_shares import unit_shares
 from resilient.templates.common.arrays import Floats, Ints
@@ -131,12 +131,9 @@ def _by_unit(
         sequences, units = lengths.num_sequences(), {**batch.units, name: Lengths.of(lengths.longest)}
         longest = work_ms(setting, configuration, SampleTable(units=units))[name]
         found[name] = by_length(longest, sequences, speeds)
-        largest = np.zeros(len(speeds))
-        np.maximum.at(largest, found[name], longest)
         group = in_step_groups(len(speeds), configuration)
-        slowest = np.zeros(len(speeds))
-        np.maximum.at(slowest, group, largest * loads(sequences, found[name], len(speeds)))
-        before += slowest[group]
+        padded = largest(longest, found[name], len(speeds)) * loads(sequences, found[name], len(speeds))
+        before += largest(padded, group, len(speeds))[group]
     return {name: found[name] for name in configuration.units}
 
 
@@ -172,9 +169,7 @@ class _Room:
         for name, share in self._packed.items():
             found += kept[name] * loads(share, cell, num_cells)
         for name, (sequences, longest) in self._padded.items():
-            largest = np.zeros(num_cells)
-            np.maximum.at(largest, cell, longest)
-            found += kept[name] * largest * loads(sequences, cell, num_cells)
+            found += kept[name] * largest(longest, cell, num_cells) * loads(sequences, cell, num_cells)
         return found
 
 

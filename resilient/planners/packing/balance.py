@@ -114,6 +114,13 @@ def loads(weights: npt.ArrayLike, bins: Ints, num_bins: int) -> Floats:
     return np.bincount(bins, weights=np.asarray(weights, dtype=np.float64), minlength=num_bins).astype(np.float64)
 
 
+def largest(weights: npt.ArrayLike, bins: Ints, num_bins: int) -> Floats:
+    """Return the largest of the weights in each bin, which are >= 0; 0 where there is none. [num_bins]"""
+    from resilient.planners.packing.kernels import largest_of
+
+    return largest_of(np.ascontiguousarray(weights, dtype=np.float64), np.ascontiguousarray(bins), num_bins)
+
+
 def cut_chain(costs: npt.ArrayLike, num_stages: int) -> tuple[int, ...]:
     """Cut a chain into contiguous stages such that the most expensive one costs least.
 

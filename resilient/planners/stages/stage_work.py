@@ -50,7 +50,7 @@ def state_bytes(
         of_gradients = whole / min(shard, spread.dp * spread.cp)
         of_parameters = part = np.maximum(of_gradients, part)
     parameters = by_stage(spread, [layer.parameter_bytes for layer in unit.layers]) * of_parameters
-    gradients = by_stage(spread, [layer.gradient_bytes for layer in unit.layers]) * of_gradients
+    gradients = by_stage(spread, unit.gradient_bytes) * of_gradients
     optimizer = by_stage(spread, [layer.optimizer_bytes for layer in unit.layers]) * part
     return by_row(spread, parameters + gradients + optimizer) / spread.tp
 
@@ -101,7 +101,7 @@ def gradient_sum_ms(unit: UnitCosts, spread: Parallelism, cluster: Cluster, shar
     those that have the same one. [num_stages]
     """
     shard = min(shard, spread.dp * spread.cp)
-    num_bytes = by_stage(spread, [layer.gradient_bytes for layer in unit.layers]) / spread.tp / shard
+    num_bytes = by_stage(spread, unit.gradient_bytes) / spread.tp / shard
     return ring_ms(num_bytes, spread.dp * spread.cp / shard, spread.num_devices, cluster)
 
 
@@ -168,9 +168,10 @@ def last_part(unit: UnitCosts, spread: Parallelism) -> Floats:
 
     An embedding has many times what the layers after it do. [num_stages]
     """
-    sizes = np.array([layer.gradient_bytes for layer in unit.layers], np.float64)
-    total = by_stage(spread, sizes)
-    return np.divide(final_last(sizes, firsts_of(spread)), total, out=np.zeros_like(total), where=total > 0)
+    total = by_stage(spread, unit.gradient_bytes)
+    return np.divide(
+        final_last(unit.gradient_bytes, firsts_of(spread)), total, out=np.zeros_like(total), where=total > 0
+    )
 
 
 def final_last(gradient_bytes: Floats, firsts: Ints) -> Floats:
@@ -180,8 +181,9 @@ def final_last(gradient_bytes: Floats, firsts: Ints) -> Floats:
         gradient_bytes: Of each layer.
         firsts: The first layer of each stage.
     """
-    stages = np.split(gradient_bytes, firsts[1:])
-    return np.array([each[each > 0][0] if each.any() else 0.0 for each in stages], np.float64)
+    none = len(gradient_bytes)
+    own = np.minimum.reduceat(np.where(gradient_bytes > 0, np.arange(none), none), firsts)
+    return np.append(np.asarray(gradient_bytes, np.float64), 0.0)[own]
 
 
 def unhidden_ms(sums_ms: Floats, backward_ms: Floats, last_ms: Floats) -> Floats:
@@ -270,8 +272,8 @@ def _message_ms(link: Link, num_bytes: Floats) -> Floats:
 
 
 def by_stage(spread: Parallelism, values: npt.ArrayLike) -> Floats:
-    """Return the sum over each stage's layers. [num_stages]"""
-    return np.add.reduceat(np.asarray(values, dtype=np.float64), firsts_of(spread))
+    """Return the sums over each stage's layers, which are the last axis. [..., num_stages]"""
+    return np.add.reduceat(np.asarray(values, dtype=np.float64), firsts_of(spread), axis=-1)
 
 
 def firsts_of(spread: Parallelism) -> Ints:

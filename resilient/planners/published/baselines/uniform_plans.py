@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from resilient.planners.costs.cost_model import UnitCosts
 from resilient.planners.costs.samples import LLM, SampleTable
-from resilient.planners.packing.balance import Cuts, loads
+from resilient.planners.packing.balance import Cuts, largest, loads
 from resilient.planners.packing.proportion import proportional
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Planner, Replica, Setting
 from resilient.planners.published.baselines.mean_microbatch import Stages, chained, common_degrees, fits
@@ -176,7 +176,7 @@ class Estimates:
         for unit in self._setting.costs.units:
             spread, own = plan.units[unit.name], cells[unit.name]
             lanes = spread.dp // plan.units[LLM].dp
-            curves = np.array([[by_stage(spread, way) for way in each] for each in unit.coefficients(spread.tp)])
+            curves = by_stage(spread, unit.coefficients(spread.tp))
             mean = np.array([own.squares.mean() / lanes, own.tokens.mean() / lanes, float(own.used.any())])
             forward, backward_ms[unit.name] = np.tensordot(mean, curves, axes=1)
             stages = forward + backward_ms[unit.name]
@@ -213,11 +213,11 @@ class Estimates:
             found: dict[str, _Cells] = {}
             for name, place in assignment.units.items():
                 cell, lengths = place.replica * number + place.microbatch, self._batch.units[name]
-                sums = [loads(each, cell, language.dp * number) for each in (lengths.tokens, lengths.squares)]
-                most = np.zeros((2, language.dp * number))
-                np.maximum.at(most[0], cell, lengths.tokens)
-                np.maximum.at(most[1], cell, lengths.squares)
-                tables = [each.reshape(language.dp, number) for each in (*sums, *most)]
+                tables = [
+                    of_cell(each, cell, language.dp * number).reshape(language.dp, number)
+                    for of_cell in (loads, largest)
+                    for each in (lengths.tokens, lengths.squares)
+                ]
                 found[name] = _Cells(tokens=tables[0], squares=tables[1], most_tokens=tables[2], most_squares=tables[3])
             self._known[key] = found
         return self._known[key]
