@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -129,6 +130,11 @@ class Parallelism:
     def num_stages(self) -> int:
         """Stages of a replica."""
         return self.pp * self.chunks
+
+    @cached_property
+    def first_layers(self) -> Ints:
+        """The first layer of each stage. [num_stages]"""
+        return np.cumsum((0, *self.stage_layers[:-1]))
 
 
 class Encoders(str, Enum):

@@ -197,19 +197,18 @@ class _Actions:
         # of one turn: lanes, their cells, parts, and stages; lanes and stages from the last one where it is a backward
         num_lanes, num_stages = len(graph.lanes), graph.num_stages
         lanes, stages = np.where(back, num_lanes - 1 - lane, lane), np.where(back, num_stages - 1 - stage, stage)
-        first = (turn * num_lanes + lanes) * max(1, graph.num_cells) + index
-        second = (beside * num_stages + stages) * 3 + after
         row = self.rows[stage]
-        order = np.lexsort((flow, second, first, row))
+        turn -= turn.min(initial=0)
+        first = ((row * (turn.max(initial=0) + 1) + turn) * num_lanes + lanes) * max(1, graph.num_cells) + index
+        second = ((beside * num_stages + stages) * 3 + after) * (len(graph.flows) + 1) + flow
+        order = np.lexsort((second, first))
         codes = np.stack([op, stage, index, part, flow], axis=1)[order]
         sums = _sums(graph, states, codes)
         row, sums_row = row[order], self.rows[sums[:, 1]]
-        rows = [
-            np.concatenate([codes[slice(*np.searchsorted(row, (each, each + 1)))], sums[sums_row == each]])
-            for each in range(graph.num_rows)
-        ]
-        ends = tuple(np.cumsum([len(each) for each in rows]).tolist())
-        return Schedule(graph, np.concatenate(rows).astype(np.int32), ends)
+        behind = np.argsort(np.concatenate([row, sums_row]), kind="stable")
+        codes = np.concatenate([codes, sums]).astype(np.int32)[behind]
+        ends = np.cumsum(np.bincount(row, minlength=graph.num_rows) + np.bincount(sums_row, minlength=graph.num_rows))
+        return Schedule(graph, codes, tuple(ends.tolist()))
 
 
 def _add_forwards(actions: _Actions, turns: Ints, rounds: Rounds) -> None:

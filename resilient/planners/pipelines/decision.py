@@ -18,7 +18,6 @@ from resilient.planners.stages.memory_budget import windows
 from resilient.planners.stages.stage_work import (
     by_stage,
     exposed_sum_ms,
-    firsts_of,
     kept_bytes,
     num_recomputed,
     shared_sum_ms,
@@ -115,7 +114,7 @@ def _cell_ms(
     """Return forward and backward of each stage for a lane's share of a mean microbatch."""
     tokens, squares = _mean(setting, unit, samples)
     forward, backward = unit.layer_ms(tokens / num_lanes, squares / num_lanes)
-    places = np.arange(len(unit.layers)) - np.repeat(firsts_of(spread), spread.stage_layers)
+    places = np.arange(len(unit.layers)) - np.repeat(spread.first_layers, spread.stage_layers)
     again = places < np.repeat(_recomputed_layers(unit, spread), spread.stage_layers)
     again &= np.array([layer.has_backward for layer in unit.layers])
     return by_stage(spread, forward), by_stage(spread, backward + forward * again)
@@ -124,7 +123,7 @@ def _cell_ms(
 def _recomputed_layers(unit: UnitCosts, spread: Parallelism) -> Ints:
     """Return how many layers of each stage, from its first one on, run again in the backward, if they have one."""
     found: list[int] = []
-    for first, count in zip(firsts_of(spread).tolist(), spread.stage_layers, strict=True):
+    for first, count in zip(spread.first_layers.tolist(), spread.stage_layers, strict=True):
         passed = [layer.has_backward for layer in unit.layers[first : first + count]]
         number = num_recomputed(spread, sum(passed))
         found.append(count - sum(passed) + number if number else 0)

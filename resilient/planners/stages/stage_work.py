@@ -170,7 +170,7 @@ def last_part(unit: UnitCosts, spread: Parallelism) -> Floats:
     """
     total = by_stage(spread, unit.gradient_bytes)
     return np.divide(
-        final_last(unit.gradient_bytes, firsts_of(spread)), total, out=np.zeros_like(total), where=total > 0
+        final_last(unit.gradient_bytes, spread.first_layers), total, out=np.zeros_like(total), where=total > 0
     )
 
 
@@ -273,9 +273,4 @@ def _message_ms(link: Link, num_bytes: Floats) -> Floats:
 
 def by_stage(spread: Parallelism, values: npt.ArrayLike) -> Floats:
     """Return the sums over each stage's layers, which are the last axis. [..., num_stages]"""
-    return np.add.reduceat(np.asarray(values, dtype=np.float64), firsts_of(spread), axis=-1)
-
-
-def firsts_of(spread: Parallelism) -> Ints:
-    """Return the first layer of each stage. [num_stages]"""
-    return np.concatenate(([0], np.cumsum(spread.stage_layers)[:-1])).astype(np.int64)
+    return np.add.reduceat(np.asarray(values, dtype=np.float64), spread.first_layers, axis=-1)

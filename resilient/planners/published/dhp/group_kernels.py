@@ -13,20 +13,27 @@ from resilient.templates.common.compiled import compiled
 def best_fit(sizes: Floats, order: Ints) -> tuple[Ints, Ints]:
     """Put sizes, in shares of a rank, in order to the open group with the least room that is enough."""
     bins, least = np.empty(len(sizes), dtype=np.int64), np.empty(len(sizes), dtype=np.int64)
-    used = np.zeros(len(sizes))
-    count = 0
+    used, smallest = np.zeros(len(sizes)), sizes.min() if len(sizes) else 0.0
+    open_groups = np.empty(len(sizes), dtype=np.int64)  # that have room for the smallest
+    count = num_open = 0
     for item in order:
         size, best, room = sizes[item], -1, np.inf
-        for group in range(count):
+        for position in range(num_open):
+            group = open_groups[position]
             left = least[group] - (used[group] + size)
             if 0 <= left < room:
-                best, room = group, left
+                best, room = position, left
         if best < 0:
-            best = count
-            least[best] = max(1, int(np.ceil(size)))
+            best, num_open = num_open, num_open + 1
+            open_groups[best] = count
+            least[count] = max(1, int(np.ceil(size)))
             count += 1
-        bins[item] = best
-        used[best] += size
+        group = open_groups[best]
+        bins[item] = group
+        used[group] += size
+        if least[group] - (used[group] + smallest) < 0:  # in their order, in which equal ones are taken
+            num_open -= 1
+            open_groups[best:num_open] = open_groups[best + 1 : num_open + 1]
     return bins, least[:count].copy()
 
 
