@@ -109,7 +109,8 @@ class NodeAgent:
         self._ended = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
-        self._pool = WorkerPool(num_workers=self._options.num_workers, send=self._relay, on_exit=self._on_worker_exit)
+        options, on_exit = self._options, self._on_worker_exit
+        self._pool = WorkerPool(options.token, num_workers=options.num_workers, send=self._relay, on_exit=on_exit)
         await self._pool.listen()
         connecting = loop.create_task(self._stay_connected())
         connecting.add_done_callback(self._on_task_done)

@@ -17,6 +17,7 @@ import msgspec
 
 from resilient.agent.membership.next_generation.members import log_path
 from resilient.agent.process import Spawner
+from resilient.common.handshake import secret_for
 from resilient.errors import ControlError
 from resilient.protocol.agent_client import HEADER_BYTES, decode_attach, frame_size, socket_address
 from resilient.protocol.forkserver import Spawn
@@ -40,6 +41,7 @@ class WorkerPool:
     """Starts the workers, serves their socket, and turns away those of earlier incarnations.
 
     Args:
+        job_token: Of which workers are given what they know those of other nodes by.
         num_workers: Workers of the node.
         send: Called with every message of a worker.
         on_exit: Called when a worker process of the present incarnation ends.
@@ -47,6 +49,7 @@ class WorkerPool:
 
     def __init__(
         self,
+        job_token: str,
         *,
         num_workers: int,
         send: Callable[[FromWorker], None],
@@ -55,6 +58,7 @@ class WorkerPool:
         self._socket_name = f"resilient-{secrets.token_hex(8)}"
         self._token = secrets.token_hex(16)  # of the present incarnation's workers alone
         self._num_workers = num_workers
+        self._secret = secret_for(job_token, "workers")
         self._send = send
         self._on_exit = on_exit
         self.host = "127.0.0.1"
@@ -156,6 +160,7 @@ class WorkerPool:
             "RESILIENT_AGENT": self._socket_name,
             "RESILIENT_HOST": self.host,
             "RESILIENT_TOKEN": self._token,
+            "RESILIENT_SECRET": self._secret.hex(),
             "RESILIENT_NODE": str(welcome.node),
             "RESILIENT_RUN_DIR": welcome.run_directory,
             "RESILIENT_TRACE": welcome.trace,

@@ -27,6 +27,7 @@ from resilient.state.layer_state import LayerState
 from resilient.templates.common.byte_intervals import Piece
 
 HOST = "127.0.0.1"
+SECRET = b"of this benchmark"
 LOADS, STEPS, ROUNDS = 16, 7, 200
 
 
@@ -77,7 +78,7 @@ def commit_ms(job: Job, names: Sequence[str]) -> float:
 
 def network(message_bytes: Sequence[int], sum_bytes: Sequence[int]) -> Network:
     """Measure messages and sums of these sizes between two processes."""
-    store = StoreHost(HOST)
+    store = StoreHost(HOST, SECRET)
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     sizes = (sorted(set(message_bytes)), sorted({*sum_bytes}))
@@ -99,7 +100,7 @@ def _peer(rank: int, address: str, result: Connection, message_bytes: Sequence[i
         size=2,
         groups=[],
         store_address=address,
-        store_client=StoreClient(),
+        store_client=StoreClient(SECRET),
         host=HOST,
         timeout_s=120.0,
         interrupted=queue.SimpleQueue(),

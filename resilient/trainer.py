@@ -14,6 +14,7 @@ from typing import TextIO
 import torch
 
 from resilient.common.arguments import described
+from resilient.common.handshake import nonce
 from resilient.common.malloc import keep_freed_memory
 from resilient.data.dataset import Dataset
 from resilient.data.processes import DataProcesses
@@ -209,7 +210,8 @@ class Trainer:
             profile = job_profile(job, samples, partial(_say, client))
         del samples  # they may be large
         host, traced_steps = os.environ.get("RESILIENT_HOST", "127.0.0.1"), os.environ.get("RESILIENT_TRACE", "")
-        self._worker = Worker(job, profile, client, host, parse_steps(traced_steps), processes, told, planning)
+        secret = bytes.fromhex(os.environ.get("RESILIENT_SECRET", "")) or nonce()
+        self._worker = Worker(job, profile, client, host, secret, parse_steps(traced_steps), processes, told, planning)
         if isinstance(client, AgentClient):
             sys.stdout = _ForwardedOutput(sys.stdout, client, self._worker)
             self._worker.run()

@@ -32,6 +32,8 @@ from resilient.state.layout import BufferLayout
 from resilient.state.peer_copy import copy_states
 from resilient.templates.replan.transfer import Transfer
 
+SECRET = b"of this benchmark"
+
 
 def large_state(num_bytes: int, fill: float) -> LayerState:
     """Make a layer state (parameters and two AdamW slots) of about that size."""
@@ -52,7 +54,7 @@ def copy_once(rank: int, state: LayerState, generation: int, store_address: str)
         size=2,
         groups=[],
         store_address=store_address,
-        store_client=StoreClient(),
+        store_client=StoreClient(SECRET),
         host="127.0.0.1",
         timeout_s=60,
         interrupted=queue.SimpleQueue(),
@@ -126,7 +128,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    store = StoreHost("127.0.0.1")
+    store = StoreHost("127.0.0.1", SECRET)
     num_bytes = options.megabytes << 20
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(

@@ -4,9 +4,11 @@ Owns all use of torch's backends. They are built directly, not through ``torch.d
 job has a new set of groups at every change of membership.
 """
 
-from resilient.comm.connect import StoreClient, StoreHost, connect
+from resilient.comm.connect import connect
 from resilient.comm.gloo import GlooCommunicator
 from resilient.comm.interface import DONE, Communicator, Group, Pending, SingleProcessCommunicator
+from resilient.comm.store_client import StoreClient
+from resilient.comm.store_host import StoreHost
 
 __all__ = [
     "DONE",

@@ -5,59 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from resilient.comm.gloo import GlooCommunicator
 from resilient.comm.interface import Communicator, Group, SingleProcessCommunicator
 from resilient.comm.nccl import NcclCommunicator, gpu_of
+from resilient.comm.store_client import GenerationStore, StoreClient
+from resilient.comm.store_messages import Forget
 from resilient.errors import CommunicationError
-
-
-class StoreHost:
-    """A key-value store in this process, in which the ranks of a generation can meet.
-
-    Every worker hosts one for its lifetime, so that the first survivor always has one at hand; keys carry the
-    generation and are never used twice. Rank 0 drops them when the next generation has met there.
-    """
-
-    def __init__(self, host: str) -> None:
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self.address = f"{host}:{self._store.port}"
-
-
-class StoreClient:
-    """This worker's connection to the store of rank 0, kept between generations: rank 0 is mostly the one of before.
-
-    For each new one torch (2.13) asks for the peer's name, at both ends, which takes seconds where no name server
-    answers.
-    """
-
-    def __init__(self) -> None:
-        self._idle: tuple[str, TCPStore] | None = None
-
-    def take(self, address: str, timeout_s: float) -> TCPStore:
-        """Return a connection to the store at ``address``, the caller's alone until it is given back.
-
-        Args:
-            address: ``host:port``.
-            timeout_s: Last resort for a wait that nothing else ends; of a new connection.
-
-        Raises:
-            RuntimeError: Nobody answers there.
-        """
-        idle, self._idle = self._idle, None
-        if idle is not None and idle[0] == address:
-            return idle[1]
-        host, _, port = address.rpartition(":")
-        timeout = timedelta(seconds=timeout_s)
-        return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-
-    def give_back(self, address: str, connection: TCPStore) -> None:
-        """Keep a connection on which nothing is under way."""
-        self._idle = address, connection
 
 
 def connect(
@@ -105,7 +61,7 @@ def connect(
     def build() -> None:
         try:
             connection = store_client.take(store_address, timeout_s)
-            store = PrefixStore(f"g{generation}", connection)
+            store = GenerationStore(connection, generation)
             gloo = GlooCommunicator(
                 generation=generation,
                 rank=rank,
@@ -120,14 +76,14 @@ def connect(
             if gloo.own_gpus:
                 interrupted.put(on_devices(gloo, store))  # NCCL goes on using the store
             else:
-                store_client.give_back(store_address, connection)
+                store_client.give_back(connection)
                 interrupted.put(gloo)
             if rank == 0:
-                _forget_before(generation, connection)
+                connection.ask(Forget(generation))  # gloo's grow with the square of the ranks
         except Exception as error:  # whatever it is: this thread alone can end the wait for it
             interrupted.put(error)
 
-    def on_devices(gloo: GlooCommunicator, store: Store) -> NcclCommunicator:
+    def on_devices(gloo: GlooCommunicator, store: GenerationStore) -> NcclCommunicator:
         comm = NcclCommunicator(gloo, store, groups, timeout_s)
         met.append(comm)
         if not left_behind.is_set():
@@ -146,13 +102,3 @@ def connect(
         peer, result = result.peer, result.__cause__ or result
     reason = (f"{result}".strip() or repr(result)).splitlines()[0]
     raise CommunicationError(f"rank {rank}: groups were not built: {reason}", generation=generation, peer=peer)
-
-
-def _forget_before(generation: int, store: TCPStore) -> None:
-    """Drop the keys of earlier generations, in which nobody is left: gloo's grow with the square of the ranks.
-
-    Before torch 2.10 a store cannot list its keys, and keeps them.
-    """
-    for key in store.list_keys() if hasattr(store, "list_keys") else ():
-        if int(key.removeprefix("g").partition("/")[0]) < generation:
-            store.delete_key(key)

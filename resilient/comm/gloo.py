@@ -19,7 +19,7 @@ import re
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,12 +29,15 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from resilient.comm.interface import Group, Pending
+from resilient.common.handshake import PROOF_BYTES, is_proof, nonce, proof
 from resilient.errors import CommunicationError
 
 _creating_device = threading.Lock()
 _SLICE = timedelta(milliseconds=50)
 _DROP_S = 0.1
 _TIMED_OUT = "Timed out"
+_RECOGNISE = 0
+_RECOGNISE_TIME = timedelta(seconds=30)
 _ADDRESS = re.compile(r"\[(?P<host>\S+)\]:(?P<port>\d+)")
 """As gloo writes those of sockets in its errors."""
 
@@ -136,9 +139,11 @@ class GlooCommunicator:
             listeners = _listeners()
             self._device = ProcessGroupGloo.create_device(hostname=host)
             (self._address,) = _listeners() - listeners
-        store.set(f"rank/{rank}", f"{self._address} {gpu}")
+        store.set(f"rank/{rank}", f"{self._address} {nonce().hex()} {gpu}")
+        self._store = store
         self._world = tuple(range(self.num_ranks))
-        known = {peer: store.get(f"rank/{peer}").decode().partition(" ") for peer in self._world}
+        told = store.multi_get([f"rank/{peer}" for peer in self._world])
+        known = {peer: each.decode().split(" ", 2) for peer, each in enumerate(told)}
         self.peers = {address: peer for peer, (address, _, _) in known.items() if peer != rank}
         gpus = {name for _, _, name in known.values()}
         self.own_gpus = "" not in gpus and len(gpus) == self.num_ranks
@@ -148,6 +153,9 @@ class GlooCommunicator:
                 for group in dict.fromkeys([self._world, tuple(range(size)), *groups])
                 if rank in group
             }
+            nonces = {peer: bytes.fromhex(number) for peer, (_, number, _) in known.items()}
+            for group in self._groups:
+                self._recognise(group, nonces)
         except RuntimeError as error:
             raise self.failed(error) from error
 
@@ -156,6 +164,33 @@ class GlooCommunicator:
         options._devices = [self._device]
         options._timeout = timedelta(seconds=timeout_s)
         return ProcessGroupGloo(store, group.index(self.rank), len(group), options)
+
+    def _recognise(self, group: Group, nonces: Mapping[int, bytes]) -> None:
+        """Have all of a group show each other that they have read in the store what only ranks can read.
+
+        Gloo takes whoever connects first for a rank: who did is known once this has returned.
+
+        Args:
+            group: One that this rank is in.
+            nonces: Of all ranks.
+
+        Raises:
+            CommunicationError: Somebody else than the rank answers.
+            RuntimeError: Nobody does.
+        """
+        peers = [(peer, index) for index, peer in enumerate(group) if peer != self.rank]
+        shown = {peer: torch.zeros(PROOF_BYTES, dtype=torch.uint8) for peer, _ in peers}
+        works = [self._group(group).recv([shown[peer]], index, _RECOGNISE) for peer, index in peers]
+        for peer, index in peers:
+            ours = proof(nonces[peer], str(self.rank).encode(), str(group).encode())
+            work = self._group(group).send([torch.tensor(list(ours), dtype=torch.uint8)], index, _RECOGNISE)
+            works.append(work)
+        for work in works:
+            work.wait(_RECOGNISE_TIME)
+        for peer, theirs in shown.items():
+            if not is_proof(bytes(theirs.tolist()), nonces[self.rank], str(peer).encode(), str(group).encode()):
+                what = f"rank {self.rank}: who connected as rank {peer} is somebody else"
+                raise CommunicationError(what, generation=self._generation)
 
     def _group(self, group: Group) -> Any:  # torch's stubs leave out the operations of a backend used by itself
         return self._groups[group]

@@ -110,6 +110,7 @@ class NcclCommunicator:
         self.size = gloo.size
         self.on_devices = True
         self._gloo = gloo
+        self._store = store
         self._aborting = threading.Lock()
         self._up = build(PrefixStore("device/up", store), self.rank, gloo.num_ranks, timeout_s)
         self._down = build(PrefixStore("device/down", store), self.rank, gloo.num_ranks, timeout_s)

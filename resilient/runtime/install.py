@@ -7,7 +7,7 @@ the missing states come from (peers, initial values, a checkpoint).
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -92,9 +92,9 @@ class WorkerContext:
         guard: Ends connecting and copying when membership changes again.
         faults: Told of the phases.
         host: This machine's address for its peers.
+        store_client: Keeps the connections to stores.
         planning: What assigns samples to the cells of units; None for a chain.
         learning: What it corrects expected times by; None for a chain.
-        store_client: Keeps the connections to stores.
     """
 
     job: Job
@@ -104,9 +104,9 @@ class WorkerContext:
     guard: GenerationGuard
     faults: Faults
     host: str
+    store_client: StoreClient
     planning: UnitPlanning | None = None
     learning: Learning | None = None
-    store_client: StoreClient = field(default_factory=StoreClient)
 
 
 Pieces = dict[str, tuple[Piece, ...]]

@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from resilient.comm import Communicator, StoreHost
+from resilient.comm import Communicator, StoreClient, StoreHost
 from resilient.data.processes import DataProcesses
 from resilient.errors import (
     CheckpointError,
@@ -107,6 +107,7 @@ class Worker:
         profile: ModelProfile,
         client: Client,
         host: str,
+        secret: bytes,
         traced_steps: range = range(0),
         processes: DataProcesses | None = None,
         alike: Alike | None = None,
@@ -123,7 +124,7 @@ class Worker:
         self._ledger = Ledger(job.optimizer, job.clip_grad_norm)
         self._saver = Saver(client.send, self._ledger, job.comm_timeout_s)
         self._batches = Batches(job, processes)
-        self._store = StoreHost(host)
+        self._store = StoreHost(host, secret)
         self._context = WorkerContext(
             job=job,
             profile=profile,
@@ -132,6 +133,7 @@ class Worker:
             guard=self._guard,
             faults=self._faults,
             host=host,
+            store_client=StoreClient(secret),
             planning=planning,
             learning=None if planning is None else Learning(planning.units),
         )

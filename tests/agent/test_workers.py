@@ -25,7 +25,7 @@ def make_pool(send: Callable[[FromWorker], None]) -> Iterator[tuple[WorkerPool, 
         welcome = Welcome(
             node=0, script="job.py", arguments=(), directory=folder, run_directory=folder, heartbeat_s=5.0
         )
-        yield WorkerPool(num_workers=1, send=send, on_exit=Mock()), welcome
+        yield WorkerPool("", num_workers=1, send=send, on_exit=Mock()), welcome
 
 
 async def attach(spawner: Mock) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

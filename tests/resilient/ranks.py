@@ -17,6 +17,7 @@ import torch
 from resilient.comm import Communicator, Group, StoreClient, StoreHost, connect
 
 HOST = "127.0.0.1"
+SECRET = b"of this job"
 Result = TypeVar("Result")
 Started = tuple[BaseProcess, Connection]
 _joined: defaultdict[str, list[Communicator]] = defaultdict(list)
@@ -39,7 +40,7 @@ def join(
         size=size,
         groups=groups,
         store_address=address,
-        store_client=store_client or StoreClient(),
+        store_client=store_client or StoreClient(SECRET),
         host=HOST,
         timeout_s=timeout_s,
         interrupted=queue.SimpleQueue(),
@@ -55,7 +56,7 @@ def as_threads(size: int, work: Callable[[int, str], Result]) -> list[Result]:
 
     Where one fails, what the others have got by :func:`join` is aborted, so that they do not wait for it.
     """
-    store = StoreHost(HOST)
+    store = StoreHost(HOST, SECRET)
     with ThreadPoolExecutor(size) as pool:
         running = [pool.submit(work, rank, store.address) for rank in range(size)]
         failed = [each for each in wait(running, return_when=FIRST_EXCEPTION).done if each.exception() is not None]

@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _dump_fr_trace_json  # pyright: ignore[reportAttributeAccessIssue]
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from resilient.comm import Communicator, SingleProcessCommunicator, StoreClient, StoreHost, connect, gloo
+from resilient.comm.store_client import GenerationStore
+from resilient.comm.store_messages import Set
 from resilient.errors import CommunicationError
-from tests.resilient.ranks import HOST, as_threads, join, processes
+from tests.resilient.ranks import HOST, SECRET, as_threads, join, processes
 
 
 def test_messages_arrive_by_tag_whatever_the_order_of_receipts() -> None:
@@ -86,7 +87,7 @@ def test_connection_to_the_store_lasts_from_generation_to_generation() -> None:
     together = threading.Barrier(2, timeout=100)
 
     def work(rank: int, address: str) -> None:
-        client = StoreClient()
+        client = StoreClient(SECRET)
         for generation in (1, 2):
             comm = join(address, rank, 2, generation=generation, store_client=client)
             together.wait()
@@ -95,27 +96,26 @@ def test_connection_to_the_store_lasts_from_generation_to_generation() -> None:
             comm.abort()
 
     as_threads(2, work)
-    assert len(seen[0]) == 3, "each rank's, and the one that the store itself has"
+    assert len(seen[0]) == 2, "each rank's"
     assert seen == [seen[0]] * 4
 
 
 def test_connection_to_the_store_of_another_rank_is_a_new_one() -> None:
-    one, other = StoreHost(HOST), StoreHost(HOST)
-    client = StoreClient()
-    client.give_back(one.address, client.take(one.address, 100.0))
+    one, other = StoreHost(HOST, SECRET), StoreHost(HOST, SECRET)
+    client = StoreClient(SECRET)
+    client.give_back(client.take(one.address, 100.0))
     before = connections(one.address)
     connection = client.take(other.address, 100.0)
-    connection.set("key", "value")
-    assert len(connections(other.address)) == 2, "the one that the store itself has, and this"
+    connection.ask(Set({"g1/key": b"value"}))
+    assert len(connections(other.address)) == 1, "this"
     assert connections(one.address) < before, "that of a store where nobody meets any more is closed"
 
 
-@pytest.mark.skipif(not hasattr(Store, "list_keys"), reason="before torch 2.10 a store cannot list its keys")
 def test_store_keeps_only_the_keys_of_the_generation_that_met_last() -> None:
     together = threading.Barrier(2, timeout=100)
 
-    def work(rank: int, address: str) -> list[str]:
-        client = StoreClient()
+    def work(rank: int, address: str) -> list[bool]:
+        client = StoreClient(SECRET)
         for generation in (1, 2, 10):
             comm = join(address, rank, 2, generation=generation, store_client=client)
             together.wait()
@@ -123,10 +123,12 @@ def test_store_keeps_only_the_keys_of_the_generation_that_met_last() -> None:
         for thread in threading.enumerate():
             if thread.name.startswith("connect-g"):
                 thread.join()  # whoever builds the groups of rank 0 drops the keys
-        return client.take(address, 100.0).list_keys()
+        return [
+            GenerationStore(client.take(address, 100.0), generation).check([f"rank/{rank}"])
+            for generation in (1, 2, 10)
+        ]
 
-    for keys in as_threads(2, work):
-        assert {key.partition("/")[0] for key in keys} == {"g10"}, keys
+    assert as_threads(2, work) == [[False, False, True]] * 2
 
 
 def teller(rank: int, connection: Connection, address: str) -> None:
@@ -135,7 +137,7 @@ def teller(rank: int, connection: Connection, address: str) -> None:
 
 
 def test_torch_keeps_no_record_of_groups_and_operations() -> None:
-    store = StoreHost(HOST)
+    store = StoreHost(HOST, SECRET)
     with processes(teller, 2, store.address) as started:
         for record in [connection.recv() for _, connection in started]:
             assert not record.get("entries"), record
@@ -145,7 +147,7 @@ def test_torch_keeps_no_record_of_groups_and_operations() -> None:
 
 def test_one_worker_needs_no_store() -> None:
     comm = connect(
-        generation=1, rank=0, size=1, groups=[], store_address="", store_client=StoreClient(), host=HOST,
+        generation=1, rank=0, size=1, groups=[], store_address="", store_client=StoreClient(SECRET), host=HOST,
         timeout_s=1.0, interrupted=queue.SimpleQueue(), device=torch.device("cpu"),
     )  # fmt: skip
     assert isinstance(comm, SingleProcessCommunicator)
@@ -159,7 +161,7 @@ def test_one_worker_needs_no_store() -> None:
 
 
 def test_interrupted_connect_ends_while_it_waits_for_a_peer() -> None:
-    host = StoreHost(HOST)
+    host = StoreHost(HOST, SECRET)
     interrupted: queue.SimpleQueue[object] = queue.SimpleQueue()
     raised: list[str] = []
 
@@ -167,15 +169,15 @@ def test_interrupted_connect_ends_while_it_waits_for_a_peer() -> None:
         with pytest.raises(CommunicationError) as error:
             connect(
                 generation=7, rank=0, size=2, groups=[], store_address=host.address,
-                store_client=StoreClient(), host=HOST, timeout_s=600.0, interrupted=interrupted,
+                store_client=StoreClient(SECRET), host=HOST, timeout_s=600.0, interrupted=interrupted,
                 device=torch.device("cpu"),
             )  # fmt: skip
         raised.append(str(error.value))
 
     thread = threading.Thread(target=wait_for_a_peer_that_never_comes)
     thread.start()
-    store = TCPStore(HOST, int(host.address.rpartition(":")[2]), is_master=False, wait_for_workers=False)
-    PrefixStore("g7", store).get("rank/0")  # blocks until the rank has published where it listens
+    published = GenerationStore(StoreClient(SECRET).take(host.address, 100.0), 7)
+    published.get("rank/0")  # blocks until the rank has published where it listens
     interrupted.put("membership changed")
     thread.join()
     assert raised == ["rank 0: groups were not built: membership changed (generation 7)"]
@@ -199,7 +201,7 @@ def test_connect_ends_whatever_goes_wrong_in_it() -> None:
 
 def survivor(rank: int, parent: Connection, operation: str) -> None:
     """Wait for something that a death makes impossible; then take part in the next generation."""
-    host = StoreHost(HOST)
+    host = StoreHost(HOST, SECRET)
     parent.send(host.address)
     address, size, victim = parent.recv()
     everybody = tuple(range(size))
@@ -248,7 +250,7 @@ def test_death_of_one_rank_reaches_all_and_the_others_go_on(operation: str, vict
 
 def aborter(rank: int, parent: Connection) -> None:
     """Rank 1 aborts from another thread while it waits; rank 0 waits for rank 1."""
-    host = StoreHost(HOST)
+    host = StoreHost(HOST, SECRET)
     parent.send(host.address)
     comm = join(parent.recv(), rank, 2)
     listener = socket.create_server((HOST, 0))
@@ -305,7 +307,7 @@ def test_abort_ends_running_and_future_operations_and_spares_other_connections()
 
 def accuser(rank: int, parent: Connection, operation: str) -> None:
     """Tell whose connection broke, after rank 2 has died or, where it is only late, at the timeout."""
-    host = StoreHost(HOST)
+    host = StoreHost(HOST, SECRET)
     parent.send(host.address)
     comm = join(parent.recv(), rank, 3, groups=[(0, 2)], timeout_s=1.0 if operation == "late" else 600.0)
     everybody = (0, 1, 2)

@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed import is_nccl_available as nccl_available  # pyright: ignore[reportPrivateImportUsage]
 
 from resilient.comm import GlooCommunicator, Group, StoreClient, connect
 from resilient.comm.nccl import SETTINGS, NcclCommunicator, build_nccl, gpu_of
+from resilient.comm.store_client import GenerationStore
 from resilient.errors import CommunicationError
-from tests.resilient.ranks import HOST, as_threads, join
+from tests.resilient.ranks import HOST, SECRET, as_threads, join
 
 META = torch.device("meta")
 Result = TypeVar("Result")
@@ -92,8 +93,7 @@ def on_ranks(
 
         gloo = join(address, rank, size)
         assert isinstance(gloo, GlooCommunicator)
-        host, _, port = address.rpartition(":")
-        store = PrefixStore("devices", TCPStore(host, int(port), is_master=False, wait_for_workers=False))
+        store = GenerationStore(StoreClient(SECRET).take(address, 60.0), 1)
         comm = NcclCommunicator(gloo, store, groups, 1.0, build)
         together.wait(60)
         try:
@@ -254,7 +254,7 @@ def test_interrupted_while_groups_connect_on_the_device(monkeypatch: pytest.Monk
         with pytest.raises(CommunicationError) as error:
             connect(
                 generation=7, rank=rank, size=2, groups=[], store_address=address,
-                store_client=StoreClient(), host=HOST, timeout_s=600.0, interrupted=interrupted, device=META,
+                store_client=StoreClient(SECRET), host=HOST, timeout_s=600.0, interrupted=interrupted, device=META,
             )  # fmt: skip
         interrupter.join()
         assert str(error.value) == f"rank {rank}: groups were not built: membership changed (generation 7)"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from resilient.comm import Communicator
+from resilient.comm import Communicator, StoreClient
 from resilient.data.reader import Cell
 from resilient.models.layer import WholeModel
 from resilient.pipeline.executor import Executor
@@ -40,7 +40,7 @@ from resilient.templates.plan import Plan
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.graph import CHAIN, StageName
 from resilient.templates.schedules.kind import ScheduleKind
-from tests.resilient.ranks import HOST, as_threads, join
+from tests.resilient.ranks import HOST, SECRET, as_threads, join
 from tests.resilient.small import CPU, TiedModel, Tokens, all_of, assemble, make_job, make_plan, make_profile
 
 STEP = 2
@@ -82,7 +82,7 @@ def installed(job: Job, plan: Plan, rank: int, address: str, path: Path) -> Plac
     ledger = Ledger(job.optimizer, job.clip_grad_norm)
     context = WorkerContext(
         job=job, profile=make_profile(job), layouts=layouts, ledger=ledger, guard=GenerationGuard(),
-        faults=Faults(str(path)), host=HOST,
+        faults=Faults(str(path)), host=HOST, store_client=StoreClient(SECRET),
     )  # fmt: skip
     session, report = install(
         context,

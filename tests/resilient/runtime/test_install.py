@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from resilient.comm import Pending, SingleProcessCommunicator, StoreHost
+from resilient.comm import Pending, SingleProcessCommunicator, StoreClient, StoreHost
 from resilient.data.reader import Cell
 from resilient.errors import CommunicationError
 from resilient.models.layer import WholeModel
@@ -42,7 +42,7 @@ from resilient.templates.common.byte_intervals import ByteIntervals
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.transfer import Transfer, plan_transfers
 from resilient.templates.schedules.kind import ScheduleKind
-from tests.resilient.ranks import HOST, as_threads
+from tests.resilient.ranks import HOST, SECRET, as_threads
 from tests.resilient.small import (
     CPU,
     TiedModel,
@@ -75,7 +75,7 @@ class Member:
             faults.arm(Injection(node=0, at_phase=phase))
         self.context = WorkerContext(
             job=job, profile=self.profile, layouts=layouts, ledger=self.ledger, guard=self.guard, faults=faults,
-            host=HOST,
+            host=HOST, store_client=StoreClient(SECRET),
         )  # fmt: skip
 
     def reduce(self, session: Session) -> StepOutcome:
@@ -124,7 +124,7 @@ def start_from_files(job: Job, directory: Path) -> str:
 def test_survivors_train_on_as_if_nothing_had_happened(rolled: bool, tmp_path: Path) -> None:
     job = make_job()
     start = start_from_files(job, tmp_path)
-    store, barrier = StoreHost(HOST), threading.Barrier(2)
+    store, barrier = StoreHost(HOST, SECRET), threading.Barrier(2)
     held: dict[str, dict[int, ByteIntervals]] = {}
     plan_lock = threading.Lock()
 
@@ -220,7 +220,7 @@ def test_ranks_that_will_send_each_other_tensors_are_named_when_groups_are_built
 
 def test_copies_come_from_states_the_new_plan_does_not_give_the_sender(tmp_path: Path) -> None:
     job = make_job(model=TiedModel(num_blocks=1), dataset=Tokens())
-    start, store = start_from_files(job, tmp_path), StoreHost(HOST)
+    start, store = start_from_files(job, tmp_path), StoreHost(HOST, SECRET)
     before, after = make_plan(((0, 3), 8)), make_plan(((0, 1, 3), 8))
 
     def work(rank: int, address: str) -> tuple[list[str], list[str]]:
@@ -242,7 +242,7 @@ def test_copies_come_from_states_the_new_plan_does_not_give_the_sender(tmp_path:
 def test_copy_replaces_what_its_receiver_holds_and_is_no_witness_of_its_own(tmp_path: Path) -> None:
     """Its holder had not heard that its copy was odd."""
     job = make_job(model=TiedModel(num_blocks=1), dataset=Tokens())
-    start, store = start_from_files(job, tmp_path), StoreHost(HOST)
+    start, store = start_from_files(job, tmp_path), StoreHost(HOST, SECRET)
     plan = make_plan(((0, 3), 4), ((0, 3), 4))
     num_bytes = job.layouts()["embed"].numel(2) * 8
     transfers = (Transfer(state="embed", source=0, target=1, first_byte=0, end_byte=num_bytes),)
@@ -266,7 +266,7 @@ def test_copy_replaces_what_its_receiver_holds_and_is_no_witness_of_its_own(tmp_
 
 def test_worker_without_a_place_sends_what_it_holds_and_is_not_needed_any_more(tmp_path: Path) -> None:
     job = make_job()
-    start, store = start_from_files(job, tmp_path), StoreHost(HOST)
+    start, store = start_from_files(job, tmp_path), StoreHost(HOST, SECRET)
     installed_everywhere, source_is_gone = threading.Barrier(3), threading.Barrier(3)
     plan = make_plan(((0, 3, 6), 8))
     holders = plan.holders(make_profile(job))

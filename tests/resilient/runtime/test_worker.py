@@ -41,7 +41,7 @@ from resilient.runtime.worker import Worker
 from resilient.state.fingerprint import fingerprint
 from resilient.state.manifest import Manifest, folder, write_manifest
 from resilient.state.witnesses import HeldCopy, witness
-from tests.resilient.ranks import HOST, join
+from tests.resilient.ranks import HOST, SECRET, join
 from tests.resilient.small import Tokens, make_job, make_plan, make_profile
 
 ALONE = make_plan(((0, 6), 8))
@@ -87,7 +87,7 @@ def generation(number: int = 1, version: int = 0, **changes: Any) -> Generation:
 
 def make_worker(client: ScriptedClient, num_steps: int = 3, **changes: Any) -> Worker:
     job: Job = make_job(**changes).until(num_steps)
-    return Worker(job, make_profile(job), client, HOST)
+    return Worker(job, make_profile(job), client, HOST, SECRET)
 
 
 def test_undisturbed_job_runs_to_its_end(tmp_path: Path) -> None:

@@ -1,0 +1,193 @@
+"""Strangers at the store that ranks meet in, and at their groups, change nothing."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient.comm import GlooCommunicator, StoreClient, StoreHost
+from resilient.comm.store_client import GenerationStore, StoreConnection
+from resilient.comm.store_messages import CLIENT, HOST, MAX_FRAME_BYTES, Get, Set, encode, frame
+from resilient.common.handshake import NONCE_BYTES, PROOF_BYTES, is_proof, nonce, proof
+from resilient.errors import CommunicationError
+from tests.resilient.ranks import HOST as LOCALHOST
+from tests.resilient.ranks import SECRET
+
+
+def knock(host: StoreHost) -> socket.socket:
+    name, _, port = host.address.rpartition(":")
+    return socket.create_connection((name, int(port)), timeout=60)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    found = bytearray()
+    try:
+        while more := connection.recv(4096):
+            found += more
+    except ConnectionError:  # closed with something unread
+        pass
+    return bytes(found)
+
+
+def member(host: StoreHost) -> GenerationStore:
+    return GenerationStore(StoreClient(SECRET).take(host.address, 60.0), 1)
+
+
+@given(secret=st.binary(), other=st.binary(), ours=st.binary(min_size=32, max_size=32))
+def test_only_who_knows_the_secret_shows_the_proof_and_each_end_its_own(
+    secret: bytes, other: bytes, ours: bytes
+) -> None:
+    theirs = nonce()
+    shown = proof(secret, CLIENT, ours, theirs)
+    assert is_proof(shown, secret, CLIENT, ours, theirs)
+    assert not is_proof(shown, secret, HOST, ours, theirs), "what one end shows is not to be shown by the other"
+    assert not is_proof(shown, secret, CLIENT, nonce(), theirs), "nor on another connection"
+    same = other.ljust(64, b"\0") == secret.ljust(64, b"\0")  # as HMAC pads short keys
+    assert len(other) > 64 or len(secret) > 64 or is_proof(shown, other, CLIENT, ours, theirs) == same
+
+
+@pytest.mark.parametrize("secret", [b"", b"of another job"])
+def test_stranger_is_not_answered_and_changes_nothing(secret: bytes) -> None:
+    host = StoreHost(LOCALHOST, SECRET)
+    store = member(host)
+    store.set("rank/0", b"a rank")
+    with pytest.raises(ConnectionError, match="closed the connection"):
+        StoreConnection(host.address, secret, 60.0)
+    with knock(host) as stranger:
+        theirs = stranger.recv(NONCE_BYTES, socket.MSG_WAITALL)
+        ours = nonce()
+        shown = proof(secret, CLIENT, theirs, ours)
+        stranger.sendall(ours + shown + frame(encode(Set({"g1/rank/0": b"me"}))))
+        assert read_all(stranger) == b""
+    assert store.get("rank/0") == b"a rank"
+
+
+def test_what_the_host_has_shown_does_not_let_a_stranger_in() -> None:
+    """The stranger has a second connection tell it what the first one is asked for."""
+    host = StoreHost(LOCALHOST, SECRET)
+    with knock(host) as one, knock(host) as other:
+        asked = one.recv(NONCE_BYTES, socket.MSG_WAITALL)
+        other.recv(NONCE_BYTES, socket.MSG_WAITALL)
+        other.sendall(asked + bytes(PROOF_BYTES))
+        assert read_all(other) == b"", "the host shows nothing before the other end has"
+        one.sendall(nonce() + bytes(PROOF_BYTES))
+        assert read_all(one) == b""
+
+
+def test_rank_leaves_a_host_that_does_not_know_the_secret() -> None:
+    host = StoreHost(LOCALHOST, b"of another job")
+    with socket.create_server((LOCALHOST, 0)) as listening:
+        address = f"{LOCALHOST}:{listening.getsockname()[1]}"
+
+        def answer_anybody() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(nonce())
+                connection.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)
+                connection.sendall(bytes(PROOF_BYTES))
+
+        thread = threading.Thread(target=answer_anybody)
+        thread.start()
+        with pytest.raises(ConnectionError, match=rf"^who answers at {address} does not know the job's secret$"):
+            StoreConnection(address, SECRET, 60.0)
+        thread.join()
+    with pytest.raises(ConnectionError):
+        StoreConnection(host.address, SECRET, 60.0)
+
+
+def test_idle_strangers_do_not_keep_ranks_out() -> None:
+    host = StoreHost(LOCALHOST, SECRET)
+    before = psutil.Process().num_fds()
+    strangers = [knock(host) for _ in range(300)]
+    try:
+        store = member(host)
+        store.set("key", b"value")
+        assert store.get("key") == b"value"
+        assert psutil.Process().num_fds() - before - len(strangers) < 100, "the host keeps few of them open"
+    finally:
+        for each in strangers:
+            each.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        (MAX_FRAME_BYTES + 1).to_bytes(4, "big"),
+        frame(b"\xc1"),
+        frame(encode({"no": "request"})),
+        frame(encode(Get(["g1/key"])))[:-1],
+    ],
+    ids=["too large", "no message", "no request", "cut off"],
+)
+def test_nonsense_of_a_member_ends_its_connection_alone(said: bytes) -> None:
+    host = StoreHost(LOCALHOST, SECRET)
+    store, connection = member(host), StoreConnection(host.address, SECRET, 60.0)
+    store.set("key", b"value")
+    connection._socket.sendall(said)
+    connection._socket.shutdown(socket.SHUT_WR)
+    assert read_all(connection._socket) == b""
+    assert store.get("key") == b"value"
+
+
+def test_connection_that_ends_while_it_waits_is_closed_at_both_ends() -> None:
+    host = StoreHost(LOCALHOST, SECRET)
+    connection = StoreConnection(host.address, SECRET, 60.0)
+    connection._socket.sendall(frame(encode(Get(["g1/never"]))))
+    connection._socket.shutdown(socket.SHUT_WR)
+    assert read_all(connection._socket) == b"", "the host closes it"
+    store = member(host)
+    store.set("never", b"now")
+    assert store.get("never") == b"now"
+
+
+def test_value_arrives_at_all_who_wait_for_it() -> None:
+    host = StoreHost(LOCALHOST, SECRET)
+    found: list[list[bytes]] = []
+    threads = [threading.Thread(target=lambda: found.append(member(host).multi_get(["a", "b"]))) for _ in range(5)]
+    for each in threads:
+        each.start()
+    store = member(host)
+    store.set("b", b"2")
+    assert not store.check(["a", "b"])
+    store.set("a", b"1")
+    for each in threads:
+        each.join()
+    assert found == [[b"1", b"2"]] * 5
+
+
+class _Stranger(GenerationStore):
+    """A rank that has not read in the store what the others show each other."""
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        told = [each.split(b" ", 2) for each in super().multi_get(keys)]
+        if all(len(each) == 3 for each in told) and keys[0] == "rank/0":
+            return [b" ".join((address, nonce().hex().encode(), gpu)) for address, _, gpu in told]
+        return super().multi_get(keys)
+
+
+def test_who_connects_as_a_rank_and_cannot_have_read_the_store_is_refused() -> None:
+    host = StoreHost(LOCALHOST, SECRET)
+    raised: dict[int, BaseException] = {}
+
+    def enter(rank: int) -> None:
+        make = _Stranger if rank == 1 else GenerationStore
+        store = make(StoreClient(SECRET).take(host.address, 60.0), 1)
+        try:
+            GlooCommunicator(
+                generation=1, rank=rank, size=2, groups=[], store=store, host=LOCALHOST, timeout_s=60.0
+            )  # fmt: skip
+        except CommunicationError as error:
+            raised[rank] = error
+
+    threads = [threading.Thread(target=enter, args=(rank,)) for rank in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert str(raised[0]) == "rank 0: who connected as rank 1 is somebody else (generation 1)"
