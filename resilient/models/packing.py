@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from resilient.data.dataset import Dataset
 from resilient.models.layer import Model
+
+if TYPE_CHECKING:  # it takes 0.7 s, and a job of another model needs none of it
+    from transformers import PretrainedConfig
 
 _ATTENTION_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob")
 """What configs call it."""

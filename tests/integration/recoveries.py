@@ -29,6 +29,8 @@ NODES = 4
 SURVIVORS = (0, 1)
 EARLY = slice(3, 6)
 """The recoveries by which all is there that is kept once."""
+PLACES = 6
+"""Descriptors by which a node's place in one generation may differ from that in another: its groups' connections."""
 _FIRST_STEPS = 3
 _COMM_TIMEOUT_S = 20
 
@@ -94,7 +96,7 @@ class Recoveries:
 def _has_settled(usages: list[Usage]) -> bool:
     early, last = usages[EARLY], usages[-1]
     return last.threads <= max(usage.threads for usage in early) and last.descriptors <= max(
-        usage.descriptors for usage in early
+        PLACES + usage.descriptors for usage in early
     )
 
 

@@ -64,7 +64,7 @@ def crossing(folder: Path) -> Counter[int]:
 
 def test_features_cross_pipelines_through_kills(alone: tuple[Path, str], tmp_path: Path) -> None:
     arguments = (*JOB, "--planner", "orchmllm", "--min-pipeline-nodes", 1)
-    options = "--trace-steps 1-4 --inject node=1,step=2,phase=vision.send --inject node=2,step=3,phase=backward"
+    options = "--trace-steps 1-4 --inject node=1,step=2,phase=vision.send --inject node=2,step=4,phase=backward"
     with started(tmp_path, *arguments, nodes=4, options=options, script=SCRIPT) as job:
         run = job.wait()
     check_equals_one_process(run, *alone)

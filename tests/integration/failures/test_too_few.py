@@ -41,9 +41,15 @@ def test_too_few_nodes_save_and_resume(phase: str, reference: Run, tmp_path: Pat
 
 
 def test_worker_that_is_killed_and_comes_back_is_waited_for(reference: Run, tmp_path: Path) -> None:
-    """No node can be spared; its agent starts another worker, which takes longer than agreeing does."""
-    inject = [f"node=1,step={STEP},phase=backward,worker"]
-    run = run_job(tmp_path / "run", nodes=NODES, inject=inject, wait_for_nodes_s=60)
+    """No node can be spared; its agent starts another worker, which begins when the others are waiting."""
+    inject, begin = [f"node=1,step={STEP},phase=backward,worker"], tmp_path / "begin"
+
+    def act(launcher: Launcher, event: Event) -> None:
+        if event["kind"] == "too_few":
+            begin.touch()
+
+    late = ("--late-node", str(NODES), "--begin", str(begin))
+    run = run_job(tmp_path / "run", *late, nodes=NODES, inject=inject, wait_for_nodes_s=60, act=act)
     check_recovered(run, reference)
     (too_few,) = run.of_kind("too_few")
     assert (too_few["num_missing"], too_few["wait_s"]) == (1, 60)

@@ -231,6 +231,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=0, help="none where samples wait for what a worker is told")
     parser.add_argument("--stay-until", type=Path, metavar="FILE", help="when the main script ends")
     parser.add_argument("--slow-node", type=int, metavar="NODE", help="computes slowly")
+    parser.add_argument("--late-node", type=int, metavar="NODE", help="does not begin before --begin exists")
+    parser.add_argument("--begin", type=Path, metavar="FILE")
     parser.add_argument("--no-collector", action="store_true", help="what refers to itself stays in memory")
     return parser.parse_args()
 
@@ -239,6 +241,8 @@ def main() -> None:
     """Train."""
     args = parse_arguments()
     torch.set_num_threads(1)
+    while os.environ.get("RESILIENT_NODE") == str(args.late_node) and not args.begin.exists():
+        time.sleep(0.005)
     if args.no_collector:
         gc.disable()
     worker.GenerationGuard = KnownGuard
