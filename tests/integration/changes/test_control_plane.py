@@ -95,6 +95,22 @@ def test_kill_ordered_at_once_through_the_command_line(reference: Run, tmp_path:
     check_recovered(run, reference)
 
 
+def test_every_socket_of_the_job_is_on_the_chosen_host(tmp_path: Path) -> None:
+    """Of the launcher, the agents and the workers, while these train; each of the last two hosts a store and groups."""
+    gate = tmp_path / "gate"
+    with started(tmp_path / "run", "--hold-in", 4, "--gate", gate, nodes=NODES) as job:
+        job.wait_for_step(3)
+        launcher = psutil.Process(job.popen.pid)
+        ends = {
+            process.pid: [end for end in process.net_connections("inet") if end.status == psutil.CONN_LISTEN]
+            for process in [launcher, *launcher.children(recursive=True)]
+        }
+        gate.touch()
+        assert job.wait().exit_code == 0
+    assert {end.laddr.ip for of_process in ends.values() for end in of_process} == {"127.0.0.1"}
+    assert sorted(map(len, ends.values()))[-NODES - 1 :] == [1, *[2] * NODES], "a worker's store and its groups' device"
+
+
 def stop_session(leader: int, number: int) -> None:
     """Send a signal to all processes of a session, as if the machine stood still."""
     for process in psutil.process_iter():
