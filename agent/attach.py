@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 
 from resilient.agent.addresses import check_host
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.job_control import JobControl
 from resilient.agent.journal.stimulus_log import read_stimuli
 from resilient.agent.journal.term import DeposedError, Term, newest_term, shows_life
+from resilient.agent.leadership.leased_term import LeasedTerm
+from resilient.agent.leadership.office import Office, read_office
 from resilient.agent.membership.parts import events as ev
 from resilient.errors import ArgumentError, ResilientError
 from resilient.observability.run_report import write_report
@@ -26,33 +27,6 @@ _ANSWER_TIMEOUT_S = 5.0
 
 class StillLedError(ResilientError):
     """The coordinator cannot be reached from here, but is at work: the network between is cut."""
-
-
-class Office(msgspec.Struct, frozen=True, kw_only=True):
-    """Who leads a job, and where: what ``job.json`` in the run's folder says."""
-
-    address: str
-    token: str
-    pid: int
-    term: int
-
-    @property
-    def host(self) -> str:
-        """Where it listens."""
-        return self.address.rpartition(":")[0].strip("[]")
-
-    @property
-    def port(self) -> int:
-        """On which port."""
-        return int(self.address.rpartition(":")[2])
-
-
-def read_office(run_directory: str | Path) -> Office | None:
-    """Return who leads a job, as far as can be seen from here; None when nothing is to be seen."""
-    try:
-        return msgspec.json.decode((Path(run_directory) / "job.json").read_bytes(), type=Office)
-    except (OSError, msgspec.DecodeError):
-        return None
 
 
 async def _answers(office: Office) -> bool:
@@ -67,17 +41,9 @@ async def _answers(office: Office) -> bool:
         return False
 
 
-async def _succeed(
-    run_directory: Path, on_event: Callable[[dict[str, Any]], None], after: int | None = None
-) -> tuple[Coordinator, Office]:
-    """Return a coordinator that has taken over what the one before left, and who that was; it does not listen yet."""
-    office = read_office(run_directory)
-    if office is None:
-        fix = "give one that this machine sees, or begin again with --resume"
-        raise ArgumentError("attach", "be the folder of a run, with its job.json", str(run_directory), fix)
+async def _term_without_store(run_directory: Path, office: Office, after: int | None) -> Term:
     if await _answers(office):
-        got = f"{run_directory}, for which process {office.pid} listens at {office.address}"
-        raise ArgumentError("attach", "be a run without a coordinator", got, "stop that one before")
+        raise _is_led(run_directory, f"process {office.pid} listens at {office.address}")
     if await shows_life(run_directory):
         if after is not None and newest_term(run_directory) != after:
             raise DeposedError(f"another coordinator is about to take this job over (see {run_directory}/term)")
@@ -85,22 +51,62 @@ async def _succeed(
             f"process {office.pid} at {office.address} leads the job of {run_directory}, but cannot be reached from "
             f"here; mend the network between, or stop it on its machine before another takes over"
         )
+    return Term.claim(run_directory, after=after)
+
+
+def _is_led(run_directory: Path, how: str) -> ArgumentError:
+    got = f"{run_directory}, for which {how}"
+    return ArgumentError("attach", "be a run without a coordinator", got, "stop that one before")
+
+
+def _office(run_directory: Path) -> Office:
+    office = read_office(run_directory)
+    if office is None:
+        fix = "give one that this machine sees, or begin again with --resume"
+        raise ArgumentError("attach", "be the folder of a run, with its job.json", str(run_directory), fix)
+    return office
+
+
+async def _inherit(
+    run_directory: Path, office: Office, on_event: Callable[[dict[str, Any]], None], term: Term
+) -> Coordinator:
+    """Return a coordinator that has taken over what the one before left; it does not listen yet."""
     coordinator: Coordinator | None = None
     try:
         settings, _ = read_stimuli(run_directory / "stimuli.jsonl")
-        coordinator = Coordinator(
-            settings, office.token, on_event, Term.claim(run_directory, after=after), follows=True
-        )
-        coordinator.inherit()
-    except (OSError, ValueError) as error:
+        coordinator = Coordinator(settings, office.token, on_event, term, follows=True)
+        await coordinator.inherit()
+    except BaseException as error:
         if coordinator is not None:
             await coordinator.close()
-        if isinstance(error, ArgumentError):
+        else:
+            term.close()
+        if isinstance(error, ArgumentError) or not isinstance(error, OSError | ValueError):
             raise
         fix = "its nodes end by themselves; go on from its newest checkpoint with --resume"
         got = f"{run_directory} ({error})"
         raise ArgumentError("attach", "be a run whose stimuli.jsonl is whole", got, fix) from error
-    return coordinator, office
+    return coordinator
+
+
+async def succeed(run_directory: Path, on_event: Callable[[dict[str, Any]], None]) -> Coordinator | None:
+    """Take over a job whose coordinators are elected; return the next one, which does not listen yet.
+
+    Args:
+        run_directory: Folder of the run.
+        on_event: Given every event of the log, from the beginning.
+
+    Returns:
+        The coordinator; None if somebody else leads the job.
+
+    Raises:
+        EtcdUnreachableError: Its store does not answer.
+        ResilientError, OSError, ValueError: It cannot be taken over from here, or need not be.
+    """
+    office = _office(run_directory)
+    heartbeat_s = read_stimuli(run_directory / "stimuli.jsonl")[0].heartbeat_s
+    term = await LeasedTerm.win(office.store, run_directory, heartbeat_s)
+    return None if term is None else await _inherit(run_directory, office, on_event, term)
 
 
 class Attachment(JobControl):
@@ -120,12 +126,19 @@ class Attachment(JobControl):
         self._loop = asyncio.get_running_loop()
         if self._host is not None:
             await asyncio.to_thread(check_host, self._host)
-        coordinator, office = await _succeed(self._run_directory, self._on_event)
+        office = _office(self._run_directory)
+        if office.store:
+            coordinator = await succeed(self._run_directory, self._on_event)
+            if coordinator is None:
+                raise _is_led(self._run_directory, f"{office.store} says that somebody leads it")
+        else:
+            term = await _term_without_store(self._run_directory, office, None)
+            coordinator = await _inherit(self._run_directory, office, self._on_event, term)
         self._coordinator = coordinator
         try:
             host = office.host if self._host is None else self._host
             if self._port is None:
-                await _listen_where_it_was(coordinator, host, office.port)
+                await listen_where_it_was(coordinator, host, office.port)
             else:
                 await self._listen(coordinator, host, self._port)
             return await coordinator.wait()
@@ -133,7 +146,13 @@ class Attachment(JobControl):
             await coordinator.close()
 
 
-async def _listen_where_it_was(coordinator: Coordinator, host: str, port: int) -> None:
+async def listen_where_it_was(coordinator: Coordinator, host: str, port: int) -> None:
+    """Have a coordinator listen, at another port if somebody else is at this one.
+
+    Raises:
+        OSError: It is no address of this machine.
+        DeposedError: Another coordinator has taken the job over.
+    """
     try:
         await coordinator.start(host, port)
     except OSError as error:
@@ -156,13 +175,25 @@ async def end_orphaned_job(run_directory: str, host: str, term: int, reason: str
         ResilientError: Another one takes it over.
         OSError, ValueError: It cannot be taken over from here, or need not be.
     """
-    coordinator, _ = await _succeed(Path(run_directory), lambda _: None, term)
+    folder = Path(run_directory)
+    office = _office(folder)
+    begun = await _term_without_store(folder, office, term)
+    coordinator = await _inherit(folder, office, lambda _: None, begun)
     try:
         await coordinator.start(host, 0)
         if not coordinator.is_ending:  # or whoever was in office before had begun to
             coordinator.feed(ev.Interrupted(reason=reason, is_orphaned=True))
-        await coordinator.wait()
-        with contextlib.suppress(OSError, ValueError):  # the job has ended as it should, with a report or without
-            await asyncio.to_thread(write_report, Path(run_directory))
+        await finish(coordinator, folder)
     finally:
         await coordinator.close()
+
+
+async def finish(coordinator: Coordinator, run_directory: Path) -> None:
+    """Serve a job until it is over, and write its report.
+
+    Raises:
+        DeposedError: Another coordinator has taken it over.
+    """
+    await coordinator.wait()
+    with contextlib.suppress(OSError, ValueError):  # the job has ended as it should, with a report or without
+        await asyncio.to_thread(write_report, run_directory)

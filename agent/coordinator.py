@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-import json
 import logging
 import os
 import time
@@ -29,11 +28,11 @@ from resilient.agent.event_writer import EventWriter
 from resilient.agent.journal.inheritance import inherit
 from resilient.agent.journal.stimulus_log import StimulusLog, heard_counts, read_stimuli
 from resilient.agent.journal.term import DeposedError, Term
+from resilient.agent.leadership.office import Office, write_office
 from resilient.agent.membership.machine import Membership, MembershipError
 from resilient.agent.membership.parts import events as ev
 from resilient.agent.membership.parts.context import EXIT_FAILED, Phase, Settings
 from resilient.agent.patience import Patience, successor_grace_s
-from resilient.common.files import replacing
 from resilient.errors import ArgumentError, CheckpointError
 from resilient.observability.metrics import CONTENT_TYPE
 from resilient.protocol.messages import Departure, Injection, Shutdown
@@ -76,6 +75,7 @@ class Coordinator:
         self.address = ""
         self._settings = settings
         self._token = token
+        self._follows = follows
         self._machine = Membership(settings)
         patience = Patience(settings.heartbeat_s, settings.orphan_s, lambda node: self._machine.takes_part(node))
         self._term = term
@@ -101,6 +101,11 @@ class Coordinator:
         self._runner: web.AppRunner | None = None
 
     @property
+    def term(self) -> int:
+        """Its number among the job's coordinators."""
+        return self._term.number
+
+    @property
     def has_nodes(self) -> bool:
         """Whether any agent is connected, or may be back."""
         return bool(self._agents.nodes)
@@ -116,7 +121,7 @@ class Coordinator:
 
     # ------------------------------------------------------------ life
 
-    def inherit(self) -> None:
+    async def inherit(self) -> None:
         """Take up the job where the coordinator before left it; its agents are expected back.
 
         Raises:
@@ -125,7 +130,9 @@ class Coordinator:
         """
         self._agents.inherit(heard_counts(self._told))
         _, told = read_stimuli(self._told)
-        inherited = inherit(self._machine, told, self._agents)
+        inherited = await asyncio.to_thread(
+            inherit, self._machine, told, self._agents
+        )  # long; a lease is kept meanwhile
         if inherited.is_over:
             fix = "it has ended; go on from its newest checkpoint with --resume"
             raise ArgumentError("attach", "be a run whose job goes on", str(self._told.parent), fix)
@@ -164,8 +171,10 @@ class Coordinator:
         bound_host, bound_port = self._runner.addresses[0][:2]
         self.address = f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
         with self._term.in_office():
-            self._leave_address()
-            if self._term.number > 1:
+            store, number = self._settings.store, self._term.number
+            office = Office(address=self.address, token=self._token, pid=os.getpid(), term=number, store=store)
+            write_office(self._settings.run_directory, office)
+            if self._follows:
                 self._events.note("took_over", {"term": self._term.number, "address": self.address})
         for instruction in self._unanswered:
             self._do(instruction)
@@ -173,15 +182,7 @@ class Coordinator:
             self._events.note("listening", {"address": self.address})
         self._spawn(self._tick())
         self._spawn(asyncio.to_thread(_warm_up))
-
-    def _leave_address(self) -> None:
-        path = Path(self._settings.run_directory) / "job.json"
-        try:
-            told = {"address": self.address, "token": self._token, "pid": os.getpid(), "term": self._term.number}
-            _write_private(path, json.dumps(told))
-        except OSError as error:
-            got = f"{path.parent} ({error.strerror})"
-            raise ArgumentError("run_directory", "be a folder that can be written", got, "give another") from error
+        await self._term.announce(self.address)
 
     async def wait(self) -> int:
         """Serve until the job is over; return its exit code.
@@ -259,6 +260,14 @@ class Coordinator:
         except DeposedError as error:
             self._step_down(error)
             raise ConnectionError from error
+
+    def resign(self) -> None:
+        """Decide nothing more, so that another coordinator can take over; :meth:`wait` raises.
+
+        When all steps are done, nothing happens: what is left is to wait for the scripts to end.
+        """
+        if self._machine.phase not in (Phase.FINISHED, Phase.STOPPED):
+            self._step_down(DeposedError(f"this coordinator was told to resign, in term {self._term.number}"))
 
     def _step_down(self, error: DeposedError) -> None:
         self._queue.clear()
@@ -387,11 +396,3 @@ async def _read(request: web.Request, kind: type[_Body]) -> _Body:
         return msgspec.json.decode(await request.read(), type=kind)
     except msgspec.DecodeError as error:
         raise web.HTTPBadRequest(text=f"cannot read the {kind.__name__.lower()}: {error}") from None
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner may read."""
-    with replacing(path) as partial:
-        partial.unlink(missing_ok=True)
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text)

@@ -10,17 +10,22 @@ import contextlib
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from resilient.agent.addresses import check_host
+from resilient.agent.attach import listen_where_it_was, succeed
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.job_control import JobControl
-from resilient.agent.journal.term import DeposedError, Term
+from resilient.agent.journal.term import DeposedError, Term, newest_term
+from resilient.agent.leadership.leader_store import check_store
+from resilient.agent.leadership.leased_term import LeasedTerm
 from resilient.agent.membership.parts.context import EXIT_FAILED, Settings
 from resilient.agent.process import Spawner, start_forkserver
+from resilient.common.etcd_connection import EtcdUnreachableError
 from resilient.errors import ArgumentError
 from resilient.observability.step_trace import parse_steps
 from resilient.protocol.alike import ALLOWABLE
@@ -46,6 +51,7 @@ _REPEATED = (
     "wait_for_nodes_s",
     "allow_different",
     "planner",
+    "store",
 )
 """Options that a job keeps when it is resumed, as they are; a test asks of each new one whether it is such."""
 
@@ -79,6 +85,8 @@ class LaunchOptions:
         allow_different: What may differ between nodes: of :data:`resilient.protocol.alike.ALLOWABLE`.
         validate: Check after everything that happens that the membership is consistent; a job of a thousand nodes
             feels it.
+        store: etcd and a prefix, ``etcd://HOST[:PORT],.../PREFIX[?ca=FILE&certificate=FILE&key=FILE]``: when the
+            coordinator is gone, one of the nodes is elected there to lead the job; "" for none.
         token: That agents have to show; "" for one that nobody can guess, left in the run's ``job.json``.
         environment: Further environment variables for nodes and workers.
     """
@@ -105,6 +113,7 @@ class LaunchOptions:
     planner: str = ""
     allow_different: tuple[str, ...] = ()
     validate: bool = False
+    store: str = ""
     token: str = ""
     environment: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -134,6 +143,8 @@ class LaunchOptions:
             fix = "give 0 for not waiting at all"
             raise ArgumentError("wait_for_nodes_s", "be >= 0", f"{self.wait_for_nodes_s:g}", fix)
         parse_steps(self.trace_steps)
+        if self.store:
+            check_store(self.store)
         for kind in self.allow_different:
             if kind not in ALLOWABLE:
                 fix = "what else differs trains another job"
@@ -160,7 +171,7 @@ class Launcher(JobControl):
         self._token = options.token or secrets.token_hex(16)
         self._spawner: Spawner | None = None
         self._nodes: set[int] = set()
-        self._num_started = 0
+        self._num_started = self._num_told = 0
         self._nodes_gone = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -173,8 +184,8 @@ class Launcher(JobControl):
         await asyncio.to_thread(check_host, self._options.host)
         settings = self._settings()
         self._make_folder()
-        term = Term.claim(self._run_directory)
-        coordinator = self._coordinator = Coordinator(settings, self._token, self._on_event, term)
+        term = await self._first_term(settings)
+        coordinator = self._coordinator = Coordinator(settings, self._token, self._tell, term)
         spawner: Spawner | None = None
         try:
             await self._listen(coordinator, self._options.host, self._options.port)
@@ -183,7 +194,7 @@ class Launcher(JobControl):
             )
             for _ in range(self._options.num_nodes if self._options.local_nodes else 0):
                 self._start_node_soon()
-            exit_code = await coordinator.wait()
+            exit_code = await self._lead()
             if self._nodes:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._nodes_gone.wait(), _LINGER_S)
@@ -196,9 +207,60 @@ class Launcher(JobControl):
             for task in self._tasks:  # they may wait for a forkserver that hangs in an import
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await coordinator.close()
+            await self._coordinator.close()
             if spawner is not None:
                 await spawner.close()
+
+    async def _first_term(self, settings: Settings) -> Term:
+        if not settings.store:
+            return Term.claim(self._run_directory)
+        term = await LeasedTerm.win(settings.store, self._run_directory, settings.heartbeat_s)
+        if term is None:
+            fix = "give a prefix of its own, or wait until the lease of the job before is over"
+            raise ArgumentError("store", "have a prefix where nobody leads a job", repr(settings.store), fix)
+        return term
+
+    async def _lead(self) -> int:
+        """Serve until the job is over. A term that ends for want of the store is followed by another, if possible."""
+        assert self._coordinator is not None
+        while True:
+            try:
+                return await self._coordinator.wait()
+            except DeposedError as error:
+                if not self._options.store:
+                    raise
+                logger.warning("%s", error)
+            await self._coordinator.close()
+            self._coordinator = await self._succeed_itself(self._coordinator.term)
+            await listen_where_it_was(self._coordinator, self._options.host, self._options.port)
+            if self._is_signalled and not self._coordinator.is_ending:  # nobody was there to hear it
+                self.interrupt("asked to stop")
+
+    async def _succeed_itself(self, term: int) -> Coordinator:
+        known = iter(range(self._num_told))
+
+        def on_event(event: dict[str, Any]) -> None:
+            if next(known, None) is None:
+                self._tell(event)
+
+        give_up_at = time.monotonic() + self._options.orphan_s + _LINGER_S
+        while (newest := newest_term(self._run_directory)) == term:
+            try:
+                coordinator = await succeed(self._run_directory, on_event)
+                if coordinator is not None:
+                    return coordinator
+            except EtcdUnreachableError:
+                if time.monotonic() > give_up_at:  # the nodes have not ended the job for want of it, so there are none
+                    raise
+            await asyncio.sleep(self._options.heartbeat_s / 4)
+        raise DeposedError(
+            f"another coordinator has taken this job over (term {newest} in {self._run_directory}/term, this one's was "
+            f"{term}); follow it with: resilient status --run {self._run_directory}"
+        )
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        self._num_told += 1
+        self._on_event(event)
 
     def _make_folder(self) -> None:
         if (self._run_directory / "events.jsonl").exists():
@@ -238,6 +300,7 @@ class Launcher(JobControl):
             planner=options.planner,
             allow_different=options.allow_different,
             validate=options.validate,
+            store=options.store,
         )
 
     def _start_node_soon(self) -> None:

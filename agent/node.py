@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shlex
 import signal
 import socket
 from dataclasses import dataclass
@@ -22,16 +21,18 @@ import psutil
 
 from resilient.agent.attach import StillLedError, end_orphaned_job
 from resilient.agent.conversation import GOODBYE, Conversation, Hello, decode_attached
-from resilient.agent.knocking import ANSWER_HEARTBEATS, Door
+from resilient.agent.leadership.knocking import ANSWER_HEARTBEATS, Door
+from resilient.agent.leadership.unled_checkpoints import UnledCheckpoints
+from resilient.agent.leadership.vigil import OrphanedError, Vigil
 from resilient.agent.membership.parts.context import EXIT_RESUMABLE
 from resilient.agent.process import Spawner, SpawnError, start_forkserver
-from resilient.agent.unled_checkpoints import UnledCheckpoints
 from resilient.agent.workers import WorkerPool
+from resilient.common.framing import frame
 from resilient.errors import ControlError, ResilientError
 from resilient.protocol import fault_injection as faults
-from resilient.protocol.agent_client import frame
 from resilient.protocol.alike import installed
 from resilient.protocol.messages import (
+    MAX_MESSAGE_BYTES,
     FromAgentMessage,
     FromWorker,
     Health,
@@ -49,20 +50,13 @@ from resilient.protocol.messages import (
 
 logger = logging.getLogger(__name__)
 
-_NODES_IN_TURN = 16
-"""So many nodes try one after the other to end their job, within a heartbeat: mostly the first of them does."""
-
-
-class OrphanedError(ResilientError):
-    """No coordinator leads the job any more, and no node has ended it."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
     """How a node takes part.
 
     Args:
-        coordinator: host:port.
+        coordinator: host:port; or the store that knows it, as ``--store`` names it.
         token: The job's token.
         num_workers: Workers to start.
         spawner_fd: Socket of a spawner that is there already; None to start one.
@@ -98,10 +92,11 @@ class NodeAgent:
         self._starting: asyncio.Task[None] | None = None
         self._welcome: Welcome | None = None
         self._door = Door(options.coordinator, options.heartbeat_s)
-        self._has_complained = False
+        self._vigil = Vigil(
+            self._door, options.coordinator, options.heartbeat_s, options.connect_timeout_s, self._end_job
+        )
         self._checkpoints: UnledCheckpoints | None = None
         self._term = 0
-        self._ending: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         """Take part until told to stop; return the exit code."""
@@ -121,8 +116,7 @@ class NodeAgent:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if self._ending is not None:  # the others are told to stop, too
-                await asyncio.gather(self._ending, return_exceptions=True)
+            await self._vigil.close()  # the others are told to stop, too
             await self._pool.close()
             if self._spawner is not None:
                 await self._spawner.close()
@@ -153,37 +147,8 @@ class NodeAgent:
                     await self._converse(connection)
 
     def _wait(self, waited_s: float, why: object) -> None:
-        """Wait on for a coordinator that has not answered for so long, or end the job for want of one.
-
-        Raises:
-            ResilientError: This node has tried all.
-        """
-        if self._welcome is None:
-            self._wait_for_the_first(waited_s, why)
-            return
-        welcome, address = self._welcome, self._options.coordinator
-        turn_s = welcome.node % _NODES_IN_TURN * self._options.heartbeat_s / _NODES_IN_TURN
-        if waited_s <= welcome.orphan_s + turn_s:
-            return
-        if self._ending is None:
-            logger.warning("%s: no coordinator for %g s: ending the job", self._name, welcome.orphan_s)
-            self._ending = asyncio.get_running_loop().create_task(self._end_job(welcome))
-        elif waited_s > welcome.orphan_s + turn_s + self._options.connect_timeout_s:
-            raise OrphanedError(
-                f"a coordinator must listen at {address}, got no answer for {waited_s:.0f} s ({why}); go on from the "
-                f"newest checkpoint with: {_how_to_resume(welcome)}"
-            )
-
-    def _wait_for_the_first(self, waited_s: float, why: object) -> None:
-        address, patience_s = self._options.coordinator, self._options.connect_timeout_s
-        if not self._has_complained:
-            logger.warning("no coordinator answers at %s (%s); trying for %g s", address, why, patience_s)
-            self._has_complained = True
-        if waited_s > patience_s:
-            raise ResilientError(
-                f"a coordinator must listen at {address}, got no answer for {patience_s:g} s ({why}); check that its "
-                f"job runs, was started with --host and --port of this address, and can be reached from here"
-            )
+        assert self._pool is not None
+        self._vigil.wait(waited_s, why, self._welcome, self._pool.host)
 
     async def _end_job(self, welcome: Welcome) -> None:
         assert self._pool is not None
@@ -265,7 +230,7 @@ class NodeAgent:
     async def _obey(self, message: ToAgentMessage) -> None:
         assert self._pool is not None
         if isinstance(message, ToWorkers):
-            self._pool.deliver(message.local_rank, frame(encode(message.message)))
+            self._pool.deliver(message.local_rank, frame(encode(message.message), MAX_MESSAGE_BYTES))
         elif isinstance(message, Welcome):
             self._begin(message)
         elif isinstance(message, Kill):
@@ -356,11 +321,6 @@ class NodeAgent:
 
 def _conversation() -> Conversation[ToAgentMessage]:
     return Conversation(ToAgentMessage)
-
-
-def _how_to_resume(welcome: Welcome) -> str:
-    command = ("resilient", "run", "--nodes", str(welcome.num_nodes), "--resume", welcome.run_directory)
-    return shlex.join([*command, welcome.script, *welcome.arguments])
 
 
 def _what_is_missing(welcome: Welcome) -> str:

@@ -17,11 +17,12 @@ import msgspec
 
 from resilient.agent.membership.next_generation.members import log_path
 from resilient.agent.process import Spawner
+from resilient.common.framing import HEADER_BYTES, frame_size
 from resilient.common.handshake import secret_for
 from resilient.errors import ControlError
-from resilient.protocol.agent_client import HEADER_BYTES, decode_attach, frame_size, socket_address
+from resilient.protocol.agent_client import decode_attach, socket_address
 from resilient.protocol.forkserver import Spawn
-from resilient.protocol.messages import FromWorker, Welcome, WorkerExited, decode_from_worker
+from resilient.protocol.messages import MAX_MESSAGE_BYTES, FromWorker, Welcome, WorkerExited, decode_from_worker
 
 logger = logging.getLogger(__name__)
 
@@ -217,4 +218,4 @@ def _user_of(writer: asyncio.StreamWriter) -> int:
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> bytes:
-    return await reader.readexactly(frame_size(await reader.readexactly(HEADER_BYTES)))
+    return await reader.readexactly(frame_size(await reader.readexactly(HEADER_BYTES), MAX_MESSAGE_BYTES))

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,16 +31,18 @@ def _free_port() -> int:
 class EtcdServer:
     """One server, whose data outlive its process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, address: str, on: Callable[[list[str]], list[str]]) -> None:
         """Choose ports; :meth:`start` it."""
         self._folder = folder
+        self._address = address
+        self._on = on
         self._client_port, self._peer_port = _free_port(), _free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def endpoint(self) -> str:
         """Where clients find it."""
-        return f"127.0.0.1:{self._client_port}"
+        return f"{self._address}:{self._client_port}"
 
     def start(self) -> None:
         """Start it, or start it again on the same data, and wait until it answers."""
@@ -58,7 +60,7 @@ class EtcdServer:
         self._folder.mkdir(exist_ok=True)
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [PROGRAM, "--data-dir", str(self._folder / "data"), *urls, *peers], stdout=log, stderr=log
+                self._on([PROGRAM, "--data-dir", str(self._folder / "data"), *urls, *peers]), stdout=log, stderr=log
             )
         import pyetcd
         from pyetcd.exceptions import Etcd3Exception
@@ -84,9 +86,11 @@ class EtcdServer:
 
 
 @contextmanager
-def etcd_server(folder: Path) -> Iterator[EtcdServer]:
-    """Run a server with its data in a folder of this test."""
-    server = EtcdServer(folder)
+def etcd_server(
+    folder: Path, address: str = "127.0.0.1", on: Callable[[list[str]], list[str]] = lambda line: line
+) -> Iterator[EtcdServer]:
+    """Run a server with its data in a folder of this test, at an address; ``on`` has a command line run there."""
+    server = EtcdServer(folder, address, on)
     server.start()
     try:
         yield server

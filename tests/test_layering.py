@@ -25,7 +25,7 @@ ROOMS: dict[str, str] = {
     "planners": "templates common errors",
     "simulation": "templates errors",
     "data": "common errors",
-    "comm": "errors",
+    "comm": "common errors",
     "models": "data errors common",
     "state": "comm models templates errors common",
     "optim": "state errors common",
@@ -37,7 +37,7 @@ ROOMS: dict[str, str] = {
     "profiling": "data emulation planners errors models state pipeline runtime protocol templates common",
     "trainer": "data models state optim protocol observability runtime profiling errors common",
     "agent": "state protocol observability templates errors common",
-    "rendezvous": "errors common",
+    "rendezvous": "common",
     "testing": "agent emulation trainer protocol observability errors",
     "cli": "agent planners simulation profiling protocol observability templates errors common",
 }

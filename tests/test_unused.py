@@ -12,7 +12,9 @@ from tests.test_layering import MODULES, ROOT, files
 
 KEPT = {
     "compare_set": "of a store, which torch asks",
+    "delete_key": "of a store, which torch asks",
     "extra_repr": "what torch asks a layer for when it is shown",
+    "has_extended_api": "of a store, which torch asks",
     "num_keys": "of a store, which torch asks",
     "old_trace": "renamed options, which say so when they are typed",
     "remove_node": "of a launcher, beside what adds one",

@@ -17,8 +17,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from resilient.errors import ResilientError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _LOCK_TIMEOUT_S = 10.0
 _PAUSE_S = 0.05
@@ -48,15 +52,16 @@ class Term:
         self._path = path
 
     @classmethod
-    def claim(cls, run_directory: str | Path, *, after: int | None = None) -> Term:
+    def claim(cls, run_directory: str | Path, *, after: int | None = None, number: int | None = None) -> Self:
         """Begin the next term; whoever was in office is not from now on.
 
         Args:
             run_directory: Folder of the run.
             after: The term that it must follow, so that of several who claim it only one does; None for any.
+            number: What it is to be, higher than all before; None for the next.
 
         Raises:
-            DeposedError: Another one has begun since ``after``.
+            DeposedError: Another one has begun since ``after``, or has this number or a higher one.
             OSError: The file cannot be written.
             ResilientError: Somebody holds the lock, and does not go on.
         """
@@ -64,9 +69,10 @@ class Term:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             _lock_in_time(file, path)
-            number = _read(file) + 1
-            if after is not None and number != after + 1:
-                raise DeposedError(f"another coordinator is about to take this job over (term {number - 1} in {path})")
+            before = _read(file)
+            number = before + 1 if number is None else number
+            if number <= before or after not in (None, before):
+                raise DeposedError(f"another coordinator is about to take this job over (term {before} in {path})")
             os.pwrite(file, f"{number}\n".encode(), 0)
             os.fsync(file)
         except BaseException:
@@ -99,9 +105,14 @@ class Term:
         with contextlib.suppress(OSError):  # the disk is full
             os.utime(self._file)
 
+    async def announce(self, address: str) -> None:
+        """Tell where this coordinator listens, where else than in the run's folder nodes look for it: nowhere."""
+
     def close(self) -> None:
-        """Do without the file from now on; the number stays."""
-        os.close(self._file)
+        """Do without the file from now on; the number stays. Said again, it does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
 
 
 def newest_term(run_directory: str | Path) -> int:

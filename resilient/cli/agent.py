@@ -12,6 +12,8 @@ import typer
 from resilient.cli.shared.errors import usage_error
 from resilient.cli.shared.ranges import within
 from resilient.cli.shared.run_folder import given_token, read_job
+from resilient.common.extras import MissingPackageError
+from resilient.errors import ArgumentError
 
 _ADDRESS = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):[1-9]\d{0,4}")
 
@@ -19,7 +21,10 @@ AGENT_HELP = "Join this machine to a running job. SIGTERM or Ctrl-C: leave it at
 
 
 def agent(
-    join: Annotated[str, typer.Option(metavar="HOST:PORT", help="The coordinator's address.")],
+    join: Annotated[
+        str,
+        typer.Option(metavar="HOST:PORT", help="The coordinator's address, or where it is found: the job's --store."),
+    ],
     token: Annotated[str | None, typer.Option(envvar="RESILIENT_TOKEN", help="The job's token.")] = None,
     token_file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Has the job's token.")] = None,
     run_dir: Annotated[Path | None, typer.Option("--run", help="Take the token from this run's job.json.")] = None,
@@ -28,8 +33,16 @@ def agent(
     domain: Annotated[str, typer.Option(help="What this machine fails together with: its zone or rack.")] = "",
 ) -> None:
     from resilient.agent import node
+    from resilient.agent.leadership.leader_store import SCHEME, check_store
 
-    if not _ADDRESS.fullmatch(join):
+    if join.startswith(SCHEME):
+        try:
+            check_store(join)
+        except ArgumentError as error:
+            raise usage_error(error.told(lambda name: {"store": "--join"}.get(name, name))) from None
+        except MissingPackageError as error:
+            raise usage_error(str(error)) from None
+    elif not _ADDRESS.fullmatch(join):
         raise usage_error(f"--join must be HOST:PORT, got {join!r}; take the address from the run's job.json")
     if not heartbeat_s > 0:
         raise usage_error(f"--heartbeat-s must be > 0, got {heartbeat_s:g}; leave it out for the default")

@@ -20,6 +20,8 @@ from resilient.cli.shared.output_files import drawing
 from resilient.cli.shared.ranges import least_to_most, nodes_of, within
 from resilient.cli.shared.renamed_options import renamed
 from resilient.cli.shared.run_folder import given_token, new_run_directory
+from resilient.common.etcd_connection import EtcdUnreachableError
+from resilient.common.extras import MissingPackageError
 from resilient.common.files import write_whole
 from resilient.errors import ArgumentError, ResilientError
 from resilient.protocol.alike import ALLOWABLE
@@ -62,6 +64,13 @@ def run(
     workers_per_node: Annotated[int, typer.Option(callback=within(1), help="Workers of each node.")] = 1,
     resume: Annotated[Path | None, typer.Option(help="Checkpoint to begin from, or a run for its newest.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<time> by default.")] = None,
+    store: Annotated[
+        str,
+        typer.Option(
+            metavar="etcd://HOST:PORT,.../PREFIX",
+            help="etcd, where a node is elected to lead the job when its coordinator is gone; a prefix for each job.",
+        ),
+    ] = "",
     attach: Annotated[
         Path | None,
         typer.Option(
@@ -149,10 +158,11 @@ def run(
             trace_steps=trace_steps,
             planner=planner,
             allow_different=tuple(allow_different or ()),
+            store=store,
             validate=os.environ.get("RESILIENT_VALIDATE", "") not in ("", "0"),
         )
         exit_code = _run_to_its_end(Launcher(options), run_directory, trace_steps, plain=plain)
-    except (ResilientError, ValueError) as error:
+    except (ResilientError, ValueError, EtcdUnreachableError, MissingPackageError) as error:
         raise _failed(context, error) from None
     raise typer.Exit(exit_code)
 
@@ -171,7 +181,7 @@ def _take_over(context: typer.Context, run_directory: Path, script: Path | None,
     where = {name: context.params[name] for name in ("host", "port") if given[name]}
     try:
         exit_code = _run_to_its_end(Attachment(run_directory, **where), run_directory, "", plain=plain)
-    except (ResilientError, ValueError) as error:
+    except (ResilientError, ValueError, EtcdUnreachableError, MissingPackageError) as error:
         raise _failed(context, error) from None
     raise typer.Exit(exit_code)
 
@@ -189,7 +199,7 @@ def _run_to_its_end(job: JobControl, run_directory: Path, trace_steps: str, *, p
     return exit_code
 
 
-def _failed(context: typer.Context, error: ResilientError | ValueError) -> typer.Exit:
+def _failed(context: typer.Context, error: Exception) -> typer.Exit:
     said = told(error, context, {"run_directory": "--run-dir", "num_nodes": "--nodes"})
     console.print(f"error: {said}", markup=False, style="red", soft_wrap=True)
     return typer.Exit(1)

@@ -10,22 +10,22 @@ import threading
 from collections.abc import Sequence
 from datetime import timedelta
 
+import msgspec
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from resilient.comm.store_messages import (
     CLIENT,
-    HEADER_BYTES,
     HOST,
+    MAX_ANSWER_BYTES,
+    MAX_REQUEST_BYTES,
     Answer,
     Check,
     Get,
     Request,
     Set,
     decode_answer,
-    encode,
-    frame,
-    frame_size,
 )
+from resilient.common.framing import HEADER_BYTES, frame, frame_size
 from resilient.common.handshake import NONCE_BYTES, PROOF_BYTES, is_proof, nonce, proof
 
 
@@ -74,10 +74,11 @@ class StoreConnection:
 
         Raises:
             OSError: The store is gone, or the time is over.
+            ControlError: The request is too long.
         """
         with self._lock:
-            self._socket.sendall(frame(encode(request)))
-            return decode_answer(self._read(frame_size(self._read(HEADER_BYTES))))
+            self._socket.sendall(frame(msgspec.msgpack.encode(request), MAX_REQUEST_BYTES))
+            return decode_answer(self._read(frame_size(self._read(HEADER_BYTES), MAX_ANSWER_BYTES)))
 
     def _read(self, size: int) -> bytes:
         found = bytearray()

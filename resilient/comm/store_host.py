@@ -14,8 +14,9 @@ import msgspec
 
 from resilient.comm.store_messages import (
     CLIENT,
-    HEADER_BYTES,
     HOST,
+    MAX_ANSWER_BYTES,
+    MAX_REQUEST_BYTES,
     Answer,
     Check,
     Forget,
@@ -23,11 +24,10 @@ from resilient.comm.store_messages import (
     Request,
     Set,
     decode_request,
-    encode,
-    frame,
-    frame_size,
 )
+from resilient.common.framing import HEADER_BYTES, frame, frame_size
 from resilient.common.handshake import NONCE_BYTES, PROOF_BYTES, is_proof, nonce, proof
+from resilient.errors import ControlError
 
 logger = logging.getLogger(__name__)
 
@@ -72,16 +72,16 @@ class StoreHost:
             await asyncio.wait_for(self._recognise(reader, writer), _STRANGER_S)
             self._strangers.pop(writer, None)
             while True:
-                size = frame_size(await reader.readexactly(HEADER_BYTES))
+                size = frame_size(await reader.readexactly(HEADER_BYTES), MAX_REQUEST_BYTES)
                 request = decode_request(await reader.readexactly(size))
                 if isinstance(request, Get):
                     await self._wait_for(request.keys, reader)
                 answer = self._answer(request)
-                writer.write(frame(encode(answer)))
+                writer.write(frame(msgspec.msgpack.encode(answer), MAX_ANSWER_BYTES))
                 await writer.drain()
         except (OSError, EOFError, asyncio.TimeoutError):
             pass  # it is gone, or does not say who it is
-        except (ValueError, msgspec.DecodeError) as error:
+        except (ControlError, msgspec.DecodeError) as error:
             logger.warning("a connection to the store is closed: %s", error)
         finally:
             self._strangers.pop(writer, None)

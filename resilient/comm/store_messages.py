@@ -1,12 +1,13 @@
-"""What is said to the store that ranks meet in, and how: a length of four bytes, big-endian, then msgpack."""
+"""What is said to the store that ranks meet in: msgpack, in frames."""
 
 from __future__ import annotations
 
 import msgspec
 
-HEADER_BYTES = 4
-MAX_FRAME_BYTES = 64 * 2**20
+MAX_REQUEST_BYTES = 64 * 2**20
 """Gloo's addresses of 1,024 ranks are 200 KB a rank."""
+MAX_ANSWER_BYTES = 2**32 - 1
+"""All that a frame holds: what all ranks have said, to one who knows whom it asks."""
 
 CLIENT, HOST = b"client", b"host"
 """Roles of :mod:`resilient.common.handshake`."""
@@ -39,23 +40,5 @@ class Forget(msgspec.Struct, frozen=True, tag=True, array_like=True):
 Request = Set | Get | Check | Forget
 Answer = int | list[bytes]
 
-encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
-
-
-def frame(payload: bytes) -> bytes:
-    """Prefix a message with its length."""
-    return len(payload).to_bytes(HEADER_BYTES, "big") + payload
-
-
-def frame_size(header: bytes) -> int:
-    """Return the length that a header announces.
-
-    Raises:
-        ValueError: It is over ``MAX_FRAME_BYTES``.
-    """
-    size = int.from_bytes(header, "big")
-    if size > MAX_FRAME_BYTES:
-        raise ValueError(f"a message to the store must be at most {MAX_FRAME_BYTES} bytes, got {size}")
-    return size

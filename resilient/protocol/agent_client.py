@@ -1,6 +1,6 @@
 """The worker's connection to its node agent: a Unix-domain socket, one reader thread, an inbox.
 
-Owns the framing (4-byte big-endian length, then one msgpack message) and the worker's end. Workers never import
+Owns the worker's end; messages are msgpack, in frames. Workers never import
 ``resilient.agent``; the agent imports this. Must not import torch.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from resilient.common.framing import HEADER_BYTES, frame, frame_size
 from resilient.errors import ControlError
 from resilient.protocol.generation_packing import unpack
 from resilient.protocol.messages import (
@@ -28,8 +29,6 @@ from resilient.protocol.messages import (
     encode,
 )
 from resilient.templates.inputs.cluster import Cluster, Link
-
-HEADER_BYTES = 4
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -48,27 +47,6 @@ def socket_address(name: str) -> str:
 
 
 decode_attach = msgspec.msgpack.Decoder(Attach).decode
-
-
-def frame(payload: bytes) -> bytes:
-    """Prefix a message with its length."""
-    if len(payload) > MAX_MESSAGE_BYTES:
-        raise ControlError(
-            f"a message must be at most {MAX_MESSAGE_BYTES} bytes, got {len(payload)}; send less at once"
-        )
-    return len(payload).to_bytes(HEADER_BYTES, "big") + payload
-
-
-def frame_size(header: bytes) -> int:
-    """Return the length a header announces.
-
-    Raises:
-        ControlError: It is over ``MAX_MESSAGE_BYTES``; close the connection.
-    """
-    size = int.from_bytes(header, "big")
-    if size > MAX_MESSAGE_BYTES:
-        raise ControlError(f"a message must be at most {MAX_MESSAGE_BYTES} bytes, got {size}; close the connection")
-    return size
 
 
 def _die_with_agent() -> None:
@@ -116,7 +94,7 @@ class AgentClient:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.connect(socket_address(name))
-            self._socket.sendall(frame(encode(Attach(token=token, local_rank=local_rank))))
+            self._socket.sendall(frame(encode(Attach(token=token, local_rank=local_rank)), MAX_MESSAGE_BYTES))
         except OSError as error:
             self._socket.close()
             raise ControlError(f"cannot reach the node agent at {name}: {error}") from error
@@ -147,7 +125,7 @@ class AgentClient:
         Raises:
             ControlError: The agent is gone, or the message is too large.
         """
-        data = frame(encode(message))
+        data = frame(encode(message), MAX_MESSAGE_BYTES)
         try:
             with self._send_lock:
                 self._socket.sendall(data)
@@ -196,7 +174,7 @@ class AgentClient:
         header = self._read_exactly(HEADER_BYTES)
         if header is None:
             return None
-        payload = self._read_exactly(frame_size(header))
+        payload = self._read_exactly(frame_size(header, MAX_MESSAGE_BYTES))
         if payload is None:
             return None
         message = decode_to_worker(payload)

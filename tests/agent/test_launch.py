@@ -18,6 +18,8 @@ import psutil
 import pytest
 
 from resilient.agent.launch import _REPEATED, Launcher, LaunchOptions, launch
+from resilient.agent.leadership.leader_store import LeaderStore
+from tests.etcd_server import etcd_server, needs_etcd
 from tests.processes import has_ended
 
 _WAITING = """
@@ -199,3 +201,16 @@ def test_every_option_is_kept_by_a_resumed_job_or_belongs_to_one_run() -> None:
         "validate", "environment", "most_nodes", "local_nodes", "token",
     }  # fmt: skip
     assert {option.name for option in fields(LaunchOptions)} == {*_REPEATED, *of_one_run}
+
+
+@needs_etcd
+def test_prefix_at_which_another_job_is_led_is_refused(train: str, tmp_path: Path) -> None:
+    with etcd_server(tmp_path / "etcd") as server:
+        url = f"etcd://{server.endpoint}/jobs/one"
+        assert LeaderStore(url, 10).stand("/runs/other", 0, 600) is not None
+        options = LaunchOptions(script=train, run_directory=str(tmp_path / "run"), store=url)
+        told = (
+            rf"^store must have a prefix where nobody leads a job, got '{url}'; give a prefix of its own, or wait until"
+        )
+        with pytest.raises(ValueError, match=told):
+            launch(options)

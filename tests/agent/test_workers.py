@@ -32,7 +32,9 @@ async def attach(spawner: Mock) -> tuple[asyncio.StreamReader, asyncio.StreamWri
     """Connect as the worker that was started last."""
     environment = spawner.spawn.call_args.args[0].env
     reader, writer = await asyncio.open_unix_connection(socket_address(environment["RESILIENT_AGENT"]))
-    writer.write(frame(encode(Attach(token=environment["RESILIENT_TOKEN"], local_rank=0))) + frame(encode(NOTE)))
+    writer.write(
+        frame(encode(Attach(token=environment["RESILIENT_TOKEN"], local_rank=0)), 999) + frame(encode(NOTE), 999)
+    )
     return reader, writer
 
 

@@ -43,6 +43,8 @@ class Settings:
         planner: What workers use instead of the planner that the script asks for; "" for that.
         allow_different: What may differ between nodes: of :data:`resilient.protocol.alike.ALLOWABLE`.
         max_suspicions: Regroups of the same members without a step between them before the job is stopped.
+        store: Where the job's coordinators are elected, as ``--store`` names it; "" where the first is followed only by
+            those that somebody starts.
         validate: Check the machine's invariants after every stimulus.
     """
 
@@ -70,6 +72,7 @@ class Settings:
     planner: str = ""
     allow_different: tuple[str, ...] = ()
     max_suspicions: int = 3
+    store: str = ""
     validate: bool = False
 
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import shutil
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from resilient.agent import membership
-from tests.agent.membership.checker.history import run
+from tests.agent.membership.checker.history import SUCCESSION, run
 from tests.agent.membership.checker.mutants.mistakes import MISTAKES, Mistake
 
 _NUM_SEEDS, _IN_ONE_TEST = 2000, 100
@@ -17,6 +18,17 @@ def test_all_promises_hold_in_random_histories(first: int) -> None:
     for seed in range(first, first + _IN_ONE_TEST):
         history = run(seed)
         assert not history.violation, history.told()
+
+
+@pytest.mark.parametrize("seed", [1, 6, 8, 16, 17, 24, 26])
+def test_all_promises_hold_wherever_the_leader_is_lost_in_a_history(seed: int) -> None:
+    """Jobs that end with each exit code; whatever happens, happens with and without a change of leaders before it."""
+    for lost_at in count():
+        history = run(seed, (event == lost_at for event in count()))
+        assert not history.violation, history.told()
+        if not any(SUCCESSION in line for line in history.lines):
+            assert lost_at > 20, "the job is over before so many events, and no other history is like it"
+            return
 
 
 def test_a_seed_is_one_history() -> None:

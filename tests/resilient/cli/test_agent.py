@@ -16,6 +16,11 @@ from resilient.cli.app import app
             ["--join", "http://h:1"],
             "--join must be HOST:PORT, got 'http://h:1'; take the address from the run's job.json",
         ),
+        (
+            ["--join", "etcd://h:1"],
+            "--join must look like etcd://HOST[:PORT],.../PREFIX[?ca=FILE&certificate=FILE&key=FILE], got "
+            "'etcd://h:1'; give each job a prefix of its own",
+        ),
         (["--join", "h:1", "--heartbeat-s", "0"], "--heartbeat-s must be > 0, got 0; leave it out for the default"),
     ],
 )

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Sequence
 
+import msgspec
 import psutil
 import pytest
 from hypothesis import given
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from resilient.comm import GlooCommunicator, StoreClient, StoreHost
 from resilient.comm.store_client import GenerationStore, StoreConnection
-from resilient.comm.store_messages import CLIENT, HOST, MAX_FRAME_BYTES, Get, Set, encode, frame
+from resilient.comm.store_messages import CLIENT, HOST, MAX_REQUEST_BYTES, Get, Set
+from resilient.common.framing import frame
 from resilient.common.handshake import NONCE_BYTES, PROOF_BYTES, is_proof, nonce, proof
 from resilient.errors import CommunicationError
 from tests.resilient.ranks import HOST as LOCALHOST
@@ -23,6 +25,10 @@ from tests.resilient.ranks import SECRET
 def knock(host: StoreHost) -> socket.socket:
     name, _, port = host.address.rpartition(":")
     return socket.create_connection((name, int(port)), timeout=60)
+
+
+def request(message: object) -> bytes:
+    return frame(msgspec.msgpack.encode(message), MAX_REQUEST_BYTES)
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -63,7 +69,7 @@ def test_stranger_is_not_answered_and_changes_nothing(secret: bytes) -> None:
         theirs = stranger.recv(NONCE_BYTES, socket.MSG_WAITALL)
         ours = nonce()
         shown = proof(secret, CLIENT, theirs, ours)
-        stranger.sendall(ours + shown + frame(encode(Set({"g1/rank/0": b"me"}))))
+        stranger.sendall(ours + shown + request(Set({"g1/rank/0": b"me"})))
         assert read_all(stranger) == b""
     assert store.get("rank/0") == b"a rank"
 
@@ -118,10 +124,10 @@ def test_idle_strangers_do_not_keep_ranks_out() -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        (MAX_FRAME_BYTES + 1).to_bytes(4, "big"),
-        frame(b"\xc1"),
-        frame(encode({"no": "request"})),
-        frame(encode(Get(["g1/key"])))[:-1],
+        (MAX_REQUEST_BYTES + 1).to_bytes(4, "big"),
+        frame(b"\xc1", 9),
+        request({"no": "request"}),
+        request(Get(["g1/key"]))[:-1],
     ],
     ids=["too large", "no message", "no request", "cut off"],
 )
@@ -138,7 +144,7 @@ def test_nonsense_of_a_member_ends_its_connection_alone(said: bytes) -> None:
 def test_connection_that_ends_while_it_waits_is_closed_at_both_ends() -> None:
     host = StoreHost(LOCALHOST, SECRET)
     connection = StoreConnection(host.address, SECRET, 60.0)
-    connection._socket.sendall(frame(encode(Get(["g1/never"]))))
+    connection._socket.sendall(request(Get(["g1/never"])))
     connection._socket.shutdown(socket.SHUT_WR)
     assert read_all(connection._socket) == b"", "the host closes it"
     store = member(host)

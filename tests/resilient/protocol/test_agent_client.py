@@ -50,7 +50,7 @@ class FakeAgent:
         return self.connection.recv(size, socket.MSG_WAITALL)
 
     def send(self, message: ToWorkerMessage) -> None:
-        self.connection.sendall(frame(encode(message)))
+        self.connection.sendall(frame(encode(message), MAX_MESSAGE_BYTES))
 
     def close(self) -> None:
         self.connection.close()
@@ -111,7 +111,9 @@ def test_receive_without_a_message_times_out(agent: FakeAgent) -> None:
     client.close()
 
 
-@pytest.mark.parametrize("data", [b"", (MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"), frame(b"\xc1nonsense")])
+@pytest.mark.parametrize(
+    "data", [b"", (MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"), frame(b"\xc1nonsense", MAX_MESSAGE_BYTES)]
+)
 def test_closed_or_nonsensical_connection_counts_as_lost(agent: FakeAgent, data: bytes) -> None:
     client = agent.connect()
     agent.connection.sendall(data)

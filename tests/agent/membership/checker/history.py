@@ -18,6 +18,8 @@ _IDLE_S = 30.0
 _MOST_IDLE = 600
 _MOST_EVENTS = 20_000
 _DECIDED_AGAIN = 10
+SUCCESSION = "the coordinator dies, and another one takes over"
+"""How a history tells it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +42,20 @@ class History:
         return "\n".join([f"seed {self.seed}:", *self.lines, f"seed {self.seed}: {self.violation or 'all holds'}"])
 
 
-def run(seed: int) -> History:
-    """Run the history of a seed: all of it is decided by the seed."""
+def run(seed: int, deaths: Iterator[bool] | None = None) -> History:
+    """Run the history of a seed: all of it is decided by the seed.
+
+    Args:
+        seed: Any number.
+        deaths: Whether the coordinator dies, before each event; None for what the seed decides.
+    """
     lines: list[str] = []
     random = Random(seed)
     world = World(random, lines.append)
     lines.append(f"{world.job.leaning.name}, {world.job.shape}, {world.job.settings}")
     violation = ""
     try:
-        _play(world, Faults(world, random, lines.append), random, _deaths(seed))
+        _play(world, Faults(world, random, lines.append), random, _deaths(seed) if deaths is None else deaths)
         _check_silence(world)
         if seed % _DECIDED_AGAIN == 0:
             _check_decisions(world)
@@ -73,7 +80,7 @@ def _play(world: World, faults: Faults, random: Random, deaths: Iterator[bool]) 
         if world.stop is not None:
             return
         if dies:
-            world.tell("the coordinator dies, and another one takes over")
+            world.tell(SUCCESSION)
             succeed(world)
         if faults.maybe() or faults.pass_time():
             continue

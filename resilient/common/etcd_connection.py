@@ -65,9 +65,18 @@ def etcd_client(
             "files for TLS", "be an authority, and a certificate with its key", f"{got} alone", "add it"
         )
     credentials = None if ca is None else MultiEndpointEtcd3Client.get_secure_creds(ca, key, certificate)
-    # A server that failed is asked again after this many seconds; the others are asked meanwhile.
+    # A server that failed is asked again after this many seconds; the others are asked meanwhile. gRPC by itself would
+    # try to connect less and less often, up to two minutes after the last time.
     found = [
-        Endpoint(host, port, secure=ca is not None, creds=credentials, time_retry=0.5) for host, port in endpoints(text)
+        Endpoint(
+            host,
+            port,
+            secure=ca is not None,
+            creds=credentials,
+            time_retry=0.5,
+            opts=[("grpc.max_reconnect_backoff_ms", 1000)],
+        )
+        for host, port in endpoints(text)
     ]
     return MultiEndpointEtcd3Client(found, timeout=timeout_s, failover=True)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from resilient.agent.unled_checkpoints import UnledCheckpoints
+from resilient.agent.leadership.unled_checkpoints import UnledCheckpoints
 from resilient.protocol.messages import Ready, Saved
 from resilient.state.manifest import MANIFEST, SavedState, folder, read_manifest
 from tests.agent.membership.simulated import STATES, job_spec

@@ -1,0 +1,242 @@
+"""A job whose coordinators are elected in a real etcd: each may die, stand still, or lose sight of the store."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from resilient.agent.journal.replay import difference, replay_run
+from resilient.agent.leadership.leader_store import LeaderStore
+from resilient.agent.leadership.office import read_office
+from tests.etcd_server import EtcdServer, etcd_server, needs_etcd
+from tests.integration.changes.test_takeover import agents, held, wait_until
+from tests.integration.harness import (
+    Run,
+    Started,
+    check_equal,
+    check_recovered,
+    check_survivors,
+    command,
+    run_job,
+    spare_nodes,
+    started,
+)
+from tests.network_namespaces import Network, machines, needs_namespaces
+
+pytestmark = needs_etcd
+
+NODES = 6
+HEARTBEAT = "--heartbeat-s 2"
+STEPS = list(range(1, 13))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The failure-free run."""
+    run = run_job(tmp_path_factory.mktemp("reference"), nodes=NODES)
+    assert run.exit_code == 0, run.reason
+    return run
+
+
+@contextmanager
+def elected(folder: Path, server: EtcdServer, *words: object) -> Iterator[Started]:
+    """Start a job whose coordinators are elected."""
+    options = f"{HEARTBEAT} --store etcd://{server.endpoint}/jobs/this"
+    with started(folder / "run", *words, nodes=NODES, options=options) as job:
+        yield job
+
+
+def terms(folder: Path) -> list[int]:
+    """Return the terms that followed the first, as far as they have begun."""
+    return [event["term"] for event in Run(folder / "run", 0).of_kind("took_over")]
+
+
+def leader(folder: Path) -> psutil.Process:
+    """Return the process that leads the job."""
+    office = read_office(folder / "run")
+    assert office is not None
+    return psutil.Process(office.pid)
+
+
+def ended(job: Started) -> Run:
+    """Wait until nothing of the job runs any more; what is left must be one story, which can be decided again."""
+    assert (left := job.processes.left(90)) == [], left
+    run = Run(job.directory, 0)
+    assert [step["step"] for step in run.of_kind("step")] == STEPS, "each is told once, and none is lost"
+    assert run.report["exit"]["code"] == 0
+    replayed = replay_run(job.directory)
+    assert (replayed.broken, difference(job.directory, replayed)) == ("", "")
+    return run
+
+
+def test_job_outlives_two_coordinators_and_a_node_lost_after_each(reference: Run, tmp_path: Path) -> None:
+    """The launcher is killed, then a node, then the node that leads: its coordinator dies with it."""
+    words, (first, second, third) = held(tmp_path, 4, 7, 10)
+    with etcd_server(tmp_path / "etcd") as server, elected(tmp_path, server, *words) as job:
+        pids = agents(job)
+        job.wait_for_step(3)
+        job.kill()
+        wait_until(lambda: terms(tmp_path) == [2])
+        leading = next(node for node, pid in pids.items() if pid == leader(tmp_path).ppid())
+        spare = next(node for node in spare_nodes(Run(job.directory, 0).generations[-1], leading) if node != leading)
+        first.touch()
+        wait_until(lambda: max(Run(job.directory, 0).losses) >= 6)
+        os.killpg(pids[spare], signal.SIGKILL)
+        wait_until(lambda: Run(job.directory, 0).of_kind("detected") != [])
+        second.touch()
+        wait_until(lambda: max(Run(job.directory, 0).losses) >= 9)
+        os.killpg(pids[leading], signal.SIGKILL)
+        wait_until(lambda: terms(tmp_path) == [2, 3])
+        third.touch()
+        run = ended(job)
+        assert LeaderStore(f"etcd://{server.endpoint}/jobs/this", 5).leader() is None, "its lease is given back"
+    check_recovered(run, reference, num_failures=2)
+    assert [event["node"] for event in run.of_kind("node_lost")] == [spare, leading]
+    assert (job.directory / "report.json").exists()
+
+
+def test_node_that_leads_may_leave(reference: Run, tmp_path: Path) -> None:
+    """Its coordinator resigns as it goes, so nobody waits for the end of a lease."""
+    words, (first, second) = held(tmp_path, 4, 8)
+    with etcd_server(tmp_path / "etcd") as server, elected(tmp_path, server, *words) as job:
+        pids = agents(job)
+        job.wait_for_step(3)
+        job.kill()
+        wait_until(lambda: terms(tmp_path) == [2])
+        leading = next(node for node, pid in pids.items() if pid == leader(tmp_path).ppid())
+        os.kill(pids[leading], signal.SIGTERM)
+        wait_until(lambda: Run(job.directory, 0).of_kind("node_leaving") != [])
+        first.touch()
+        wait_until(lambda: terms(tmp_path) == [2, 3])
+        second.touch()
+        run = ended(job)
+    assert terms(tmp_path) == [2, 3], "who leads a job to its end stays until all have ended"
+    check_equal(run, reference)
+    check_survivors(run)
+    assert (run.report["recoveries"], run.of_kind("node_lost")) == ([], [])
+    assert leading not in run.generations[-1]["nodes"]
+
+
+def test_coordinator_that_stands_still_and_wakes_up_resigns(reference: Run, tmp_path: Path) -> None:
+    words, (gate,) = held(tmp_path, 6)
+    with etcd_server(tmp_path / "etcd") as server, elected(tmp_path, server, *words) as job:
+        agents(job)
+        job.wait_for_step(3)
+        job.processes.take_in_children(job.popen.pid)
+        os.kill(job.popen.pid, signal.SIGSTOP)
+        wait_until(lambda: terms(tmp_path) == [2])
+        os.kill(job.popen.pid, signal.SIGCONT)
+        assert job.popen.wait(60) == 1
+        gate.touch()
+        run = ended(job)
+    assert "another coordinator has taken this job over (term 2 in" in job.output
+    check_equal(run, reference)
+    check_survivors(run)
+    assert len(run.generations) == 1
+    assert run.of_kind("node_lost") == []
+
+
+def test_etcd_may_be_gone_for_half_a_minute(reference: Run, tmp_path: Path) -> None:
+    """Steps 4 to 6 are done meanwhile. The launcher leads the job again, or one of its nodes; then a node is lost."""
+    words, (first, second) = held(tmp_path, 4, 7)
+    with etcd_server(tmp_path / "etcd") as server, elected(tmp_path, server, *words) as job:
+        pids = agents(job)
+        job.wait_for_step(3)
+        job.processes.take_in_children(job.popen.pid)
+        server.send(signal.SIGKILL)
+        back_at = time.monotonic() + 30
+        wait_until(lambda: "the lease of term 1 is over" in job.output)
+        first.touch()
+        time.sleep(back_at - time.monotonic())
+        assert terms(tmp_path) == []
+        server.start()
+        wait_until(lambda: terms(tmp_path) == [2])
+        wait_until(lambda: max(Run(job.directory, 0).losses) >= 6)
+        os.killpg(pids[2], signal.SIGKILL)
+        wait_until(lambda: Run(job.directory, 0).of_kind("detected") != [])
+        second.touch()
+        run = ended(job)
+        job.popen.wait(60)
+    check_recovered(run, reference)
+    assert [event["node"] for event in run.of_kind("node_lost")] == [2]
+
+
+@contextmanager
+def agents_on(folder: Path, network: Network, count: int, address: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Have so many machines join; what they say is in ``agents.log``."""
+    line = command("agent", "--join", address, "--token-file", folder / "token", *HEARTBEAT.split())
+    with (folder / "agents.log").open("wb") as log:
+        joined = [subprocess.Popen(network.on(machine, line), stdout=log, stderr=log) for machine in range(count)]
+    try:
+        yield joined
+    finally:
+        for each in joined:
+            each.kill()
+            each.wait()
+
+
+@needs_namespaces
+def test_coordinator_that_is_cut_off_from_etcd_resigns_and_another_leads(reference: Run, tmp_path: Path) -> None:
+    """Nodes and etcd are machines of their own; the launcher loses etcd alone, and finds out who leads in the end."""
+    words, (gate,) = held(tmp_path, 6)
+    (tmp_path / "token").write_text("a secret of this test\n")
+    with machines(NODES + 1) as network:
+        address = network.address(NODES)
+        with etcd_server(tmp_path / "etcd", address, lambda line: network.on(NODES, line)) as server:
+            url = f"etcd://{server.endpoint}/jobs/this"
+            alone = f"--no-local-nodes --host {network.own_address} --port 29400 --token-file {tmp_path / 'token'}"
+            with (
+                started(tmp_path / "run", *words, nodes=NODES, options=f"{HEARTBEAT} --store {url} {alone}") as job,
+                agents_on(tmp_path, network, NODES, url) as joined,
+            ):
+                job.wait_for_step(5)
+                network.deafen(NODES)
+                wait_until(lambda: terms(tmp_path) == [2])
+                assert job.popen.wait(60) == 1
+                gate.touch()
+                codes = [each.wait(60) for each in joined]
+                run = ended(job)
+    assert codes == [0] * NODES, (tmp_path / "agents.log").read_text()
+    (event,) = run.of_kind("took_over")
+    assert event["address"].endswith(":29400"), "one port is open"
+    assert "term 1 ends in " in job.output
+    assert "another coordinator has taken this job over (term 2 in" in job.output
+    check_equal(run, reference)
+    assert len(run.generations) == 1
+    assert run.of_kind("node_lost") == []
+
+
+@needs_namespaces
+def test_coordinator_that_etcd_alone_can_elect_follows_itself(reference: Run, tmp_path: Path) -> None:
+    """No node can reach etcd, so none stands: they come back to the launcher, which leads on in a second term."""
+    count = 4
+    words, (gate,) = held(tmp_path, 6)
+    (tmp_path / "token").write_text("a secret of this test\n")
+    with machines(count) as network, etcd_server(tmp_path / "etcd") as server:
+        url = f"etcd://{server.endpoint}/jobs/this"
+        alone = f"--no-local-nodes --host {network.own_address} --token-file {tmp_path / 'token'}"
+        with started(tmp_path / "run", *words, nodes=count, options=f"{HEARTBEAT} --store {url} {alone}") as job:
+            address = job.wait_for(lambda event: event["kind"] == "listening")["address"]
+            with agents_on(tmp_path, network, count, address) as joined:
+                job.wait_for_step(5)
+                server.send(signal.SIGKILL)
+                wait_until(lambda: "the lease of term 1 is over" in job.output)
+                server.start()
+                wait_until(lambda: terms(tmp_path) == [2])
+                gate.touch()
+                codes = [each.wait(60) for each in joined]
+                exit_code = job.popen.wait(60)
+            run = ended(job)
+    assert (exit_code, codes) == (0, [0] * count), (tmp_path / "agents.log").read_text()
+    assert len(re.findall(r"generation 1:", job.output)) == 1, "what was told once is not told again"
+    check_equal(run, reference)
+    assert (len(run.generations), run.of_kind("node_lost")) == (1, [])
