@@ -19,7 +19,7 @@ from resilient.cli.shared.errors import console, told, usage_error
 from resilient.cli.shared.output_files import drawing
 from resilient.cli.shared.ranges import least_to_most, nodes_of, within
 from resilient.cli.shared.renamed_options import renamed
-from resilient.cli.shared.run_folder import given_token, new_run_directory
+from resilient.cli.shared.run_folder import given_token, new_run_directory, newest_run
 from resilient.common.etcd_connection import EtcdUnreachableError
 from resilient.common.extras import MissingPackageError
 from resilient.common.files import write_whole
@@ -62,7 +62,12 @@ def run(
         typer.Option(exists=True, dir_okay=False, help="Has the token that agents show; else RESILIENT_TOKEN, or new."),
     ] = None,
     workers_per_node: Annotated[int, typer.Option(callback=within(1), help="Workers of each node.")] = 1,
-    resume: Annotated[Path | None, typer.Option(help="Checkpoint to begin from, or a run for its newest.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER|latest", help="Checkpoint to begin from, or a run for its newest; of any run here."
+        ),
+    ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<time> by default.")] = None,
     store: Annotated[
         str,
@@ -133,6 +138,9 @@ def run(
     script_options.hint(context, arguments or ())
     run_directory = run_dir or new_run_directory()
     num_nodes, most_nodes = nodes_of(nodes)
+    if str(resume) == "latest":
+        resume = newest_run(run_directory)
+        console.print(f"going on from the newest checkpoint of {resume}", markup=False, soft_wrap=True)
     try:
         check_started_once(os.environ, [str(script), *(arguments or ())], is_script=False)
         options = LaunchOptions(

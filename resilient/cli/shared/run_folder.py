@@ -52,6 +52,21 @@ def run_folder(run_dir: Path | None) -> Path:
     return run_dir
 
 
+def newest_run(beside: Path) -> Path:
+    """Return the run that wrote the newest checkpoint, of those in the folder where this one's is or will be.
+
+    Args:
+        beside: Folder of a run.
+    """
+    found = [(path.stat().st_mtime, path) for path in beside.parent.glob("*/checkpoints/step-*/manifest.json")]
+    if not found:
+        raise usage_error(
+            f"--resume latest must find a checkpoint, got none in the runs of {beside.parent}; name one, or begin "
+            f"without --resume"
+        )
+    return max(found)[1].parents[2]
+
+
 def read_job(run_dir: Path | None) -> Listening:
     """Read where a run listens; the newest run that left this behind when none is named."""
     if run_dir is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -45,6 +46,40 @@ def test_injections_are_read(text: str, injection: Injection) -> None:
 def test_bad_injection_shows_the_form(text: str) -> None:
     with pytest.raises(ValueError, match=r'^inject must look like "node=2,step=15,phase=backward\[,worker\]", got'):
         parse_injection(text)
+
+
+def test_latest_is_the_run_beside_this_one_that_wrote_the_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, asked = tmp_path / "runs", list[str | None]()
+    for written_at, name in ((3, "a/checkpoints/step-00000002"), (5, "b/checkpoints/step-00000001")):
+        manifest = runs / name / "manifest.json"
+        manifest.parent.mkdir(parents=True)
+        manifest.touch()
+        os.utime(manifest, (written_at, written_at))
+    (runs / "c" / "checkpoints" / "step-00000003").mkdir(parents=True)  # it was not finished
+    (tmp_path / "s.py").touch()
+
+    def run(self: Launcher) -> int:
+        asked.append(self._options.resume)
+        return 0
+
+    monkeypatch.setattr(Launcher, "run", run)
+    arguments = ["run", "--resume", "latest", "--run-dir", str(runs / "d"), str(tmp_path / "s.py")]
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, asked) == (0, [str(runs / "b")])
+    assert f"going on from the newest checkpoint of {runs / 'b'}\n" in result.stderr
+
+
+def test_latest_of_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "s.py").touch()
+    arguments = ["run", "--resume", "latest", "--run-dir", str(tmp_path / "runs" / "e"), str(tmp_path / "s.py")]
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.stderr) == (
+        2,
+        f"error: --resume latest must find a checkpoint, got none in the runs of {tmp_path}/runs; name one, or begin "
+        "without --resume\n",
+    )
 
 
 def test_resuming_from_no_checkpoint_fails_with_the_reason(tmp_path: Path) -> None:
