@@ -43,8 +43,11 @@ _LOST = "node lost"
 class _Agent:
     """One agent, connected or cut off."""
 
-    def __init__(self, node: int, host: str, pid: int, conversation: Conversation[FromAgentMessage]) -> None:
+    def __init__(
+        self, node: int, hello: Hello | ev.NodeConnected, conversation: Conversation[FromAgentMessage]
+    ) -> None:
         self.node = node
+        self.num_workers = hello.num_workers
         self.conversation = conversation
         self.socket: web.WebSocketResponse | None = None
         self.gone = asyncio.Event()
@@ -52,7 +55,7 @@ class _Agent:
         self.lost_soon: asyncio.TimerHandle | None = None
         self.has_ended = False
         self.why_lost = _LOST
-        self._process = (host, pid)
+        self._process = (hello.host, hello.pid)
 
     def runs_here_as(self, pid: int) -> bool:
         """Return whether it is this process of this machine."""
@@ -136,7 +139,7 @@ class Agents:
         """Take in that there was an agent when the coordinator before was there."""
         self._num_seen = max(self._num_seen, connected.node + 1)
         conversation = self._conversation(self._heard_before.get(connected.node, 0))
-        self._agents[connected.node] = _Agent(connected.node, connected.host, connected.pid, conversation)
+        self._agents[connected.node] = _Agent(connected.node, connected, conversation)
 
     def forget(self, node: int) -> None:
         """Take in that an agent was gone when the coordinator before was there."""
@@ -225,7 +228,7 @@ class Agents:
     def _begin(self, hello: Hello) -> _Agent:
         node = self._num_seen
         self._num_seen += 1
-        agent = self._agents[node] = _Agent(node, hello.host, hello.pid, self._conversation())
+        agent = self._agents[node] = _Agent(node, hello, self._conversation())
         self._feed(
             ev.NodeConnected(
                 node=node,
@@ -248,6 +251,8 @@ class Agents:
     async def _hear(self, agent: _Agent, said: FromAgentMessage) -> None:
         node = agent.node
         self._patience.hear(node, _now())
+        if isinstance(said, FromWorker | WorkerExited) and not 0 <= said.local_rank < agent.num_workers:
+            raise ControlError(f"local ranks must be below {agent.num_workers}, got {said.local_rank}")
         match said:
             case Health():
                 self._health[node] = said

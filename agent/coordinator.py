@@ -332,7 +332,7 @@ class Coordinator:
         if request.path == _HEALTH:  # tells a stranger no more than that somebody listens does
             return await handler(request)
         presented = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(presented.encode(), f"Bearer {self._token}".encode()):
+        if not hmac.compare_digest(presented.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()):
             raise web.HTTPUnauthorized(text="the job's token is required")
         return await handler(request)
 

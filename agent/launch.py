@@ -267,7 +267,8 @@ class Launcher(JobControl):
             held = f"{self._run_directory}, which holds another run"
             raise ArgumentError("run_directory", "be new", held, "give another")
         try:
-            (self._run_directory / "logs").mkdir(parents=True, exist_ok=True)
+            self._run_directory.mkdir(0o700, parents=True, exist_ok=True)
+            (self._run_directory / "logs").mkdir(exist_ok=True)
         except OSError as error:
             got = f"{self._run_directory} ({error.strerror})"
             raise ArgumentError("run_directory", "be a folder that can be written", got, "give another") from error

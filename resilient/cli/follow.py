@@ -15,11 +15,10 @@ from rich.console import Console
 from resilient.cli.shared.coordinator import RunFolder
 from resilient.cli.shared.errors import usage_error
 from resilient.cli.shared.run_folder import run_folder
+from resilient.common.printable import printable
 from resilient.observability.live_view import make_view
 
 _LOOK_EVERY_S = 0.2
-_NOT_PRINTABLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\t")}
-"""What could move the reader's cursor or change the title of the terminal."""
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")]
 
@@ -60,7 +59,7 @@ def logs(
     ends = False
     while True:
         for name, line in shown.new_lines():
-            typer.echo(f"[{name}]: {line.translate(_NOT_PRINTABLE)}")
+            typer.echo(f"[{name}]: {printable(line)}")
         if ends or not follow:
             return
         ends = any(_is_last(line) for line in stopped.new())

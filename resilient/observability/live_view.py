@@ -20,6 +20,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from resilient.common.printable import printable
 from resilient.observability.event_log import Event, loss_of
 from resilient.observability.job_status import JobStatus, Message, NodeStatus
 from resilient.templates.common.words import counted
@@ -93,7 +94,7 @@ class PlainView:
         return f"step {event['step']}/{total}  loss {loss_of(event):.4f}{rate}"
 
     def _line(self, time: float, text: str, style: str) -> None:
-        self._console.print(Text(_clock(time) + "  ").append(text, style=style), soft_wrap=True)
+        self._console.print(Text(_clock(time) + "  ").append(printable(text), style=style), soft_wrap=True)
 
 
 class LiveView:
@@ -136,7 +137,7 @@ class LiveView:
 def _print_ending(console: Console, status: JobStatus) -> None:
     """Print the ending in one line, however long: its command is there to be copied."""
     if status.ending:
-        console.print(Text(status.ending, style=_TONES["bad"]), soft_wrap=True)
+        console.print(Text(printable(status.ending), style=_TONES["bad"]), soft_wrap=True)
 
 
 class _Screen:
@@ -272,7 +273,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 def _verbatim(event: Event) -> str:
     """What the script itself had to say: its output, or where it failed."""
-    return event["text"] if event["kind"] == "output" else event.get("traceback", "")
+    text = event["text"] if event["kind"] == "output" else event.get("traceback", "")
+    return printable(text.replace("\r\n", "\n").replace("\r", "\n"))  # as progress bars end what they draw again
 
 
 def _clock(time: float) -> str:

@@ -175,7 +175,7 @@ def _enter(request: Spawn) -> None:
     os.environ.update(request.env)
     os.chdir(request.directory)
     os.makedirs(os.path.dirname(request.log), exist_ok=True)
-    log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

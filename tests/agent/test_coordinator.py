@@ -59,6 +59,29 @@ def test_wrong_token_is_turned_away(tmp_path: Path, path: str, authorization: st
     with_coordinator(tmp_path, scenario)
 
 
+def test_header_that_is_no_text_is_turned_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(served: Served) -> None:
+        host, _, port = served.coordinator.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /status HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\nConnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 401 ")
+        writer.close()
+
+    with_coordinator(tmp_path, scenario)
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("local_rank", [-1, 1, 99])
+def test_agent_that_speaks_for_a_worker_it_does_not_have_is_done_without(tmp_path: Path, local_rank: int) -> None:
+    async def scenario(served: Served) -> None:
+        socket = await served.connect()
+        ready = Ready(job=job_spec(), store_address="h:1", pid=5, device="cpu")
+        await socket.send_bytes(encode(FromWorker(local_rank=local_rank, message=ready)))
+        assert (await served.event("node_lost"))["node"] == 0
+
+    with_coordinator(tmp_path, scenario)
+
+
 def test_job_file_is_private_and_says_where_to_connect(tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         file = tmp_path / "job.json"

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import time
 from pathlib import Path
@@ -95,7 +96,7 @@ def test_kill_ordered_at_once_through_the_command_line(reference: Run, tmp_path:
     check_recovered(run, reference)
 
 
-def test_every_socket_of_the_job_is_on_the_chosen_host(tmp_path: Path) -> None:
+def test_every_socket_of_the_job_is_on_the_chosen_host_and_its_folder_is_private(tmp_path: Path) -> None:
     """Of the launcher, the agents and the workers, while these train; each of the last two hosts a store and groups."""
     gate = tmp_path / "gate"
     with started(tmp_path / "run", "--hold-in", 4, "--gate", gate, nodes=NODES) as job:
@@ -107,6 +108,9 @@ def test_every_socket_of_the_job_is_on_the_chosen_host(tmp_path: Path) -> None:
         }
         gate.touch()
         assert job.wait().exit_code == 0
+    logs = list(job.directory.glob("logs/*/*.log"))
+    assert {stat.S_IMODE(path.stat().st_mode) for path in logs} == {0o600}
+    assert stat.S_IMODE(job.directory.stat().st_mode) == 0o700
     assert {end.laddr.ip for of_process in ends.values() for end in of_process} == {"127.0.0.1"}
     assert sorted(map(len, ends.values()))[-NODES - 1 :] == [1, *[2] * NODES], "a worker's store and its groups' device"
 
