@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import queue
 import socket
 import threading
+import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -49,20 +52,42 @@ class StoreHost:
     """
 
     def __init__(self, host: str, secret: bytes) -> None:
-        self._secret = secret
-        self._values: dict[str, bytes] = {}
-        self._awaited: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self._strangers: dict[asyncio.StreamWriter, None] = {}
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
         self.address = f"{host}:{listening.getsockname()[1]}"
-        threading.Thread(target=lambda: asyncio.run(self._serve(listening)), name="store", daemon=True).start()
+        server = _Server(secret)
+        threading.Thread(target=lambda: asyncio.run(server.serve(listening)), name="store", daemon=True).start()
+        weakref.finalize(self, server.stop)
 
-    async def _serve(self, listening: socket.socket) -> None:
+
+class _Server:
+    """What serves it, in a thread of its own, until it is stopped."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._values: dict[str, bytes] = {}
+        self._awaited: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._serving: dict[asyncio.StreamWriter, asyncio.Future[None]] = {}
+        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        self._stops: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+
+    async def serve(self, listening: socket.socket) -> None:
+        """Serve who connects, with values for those who know the secret."""
+        loop, is_over = asyncio.get_running_loop(), asyncio.Event()
+        self._stops.put(partial(loop.call_soon_threadsafe, is_over.set))
         server = await asyncio.start_server(self._serve_one, sock=listening)
-        await server.serve_forever()
+        await is_over.wait()
+        server.close()
+        for writer in self._serving:
+            writer.transport.abort()
+        await asyncio.gather(*self._serving.values())
+
+    def stop(self) -> None:
+        """Hang up; any thread may call it once."""
+        self._stops.get()()
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served = self._serving[writer] = asyncio.get_running_loop().create_future()
         self._strangers[writer] = None
         if len(self._strangers) > _MAX_STRANGERS:
             oldest = next(iter(self._strangers))
@@ -88,6 +113,8 @@ class StoreHost:
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
+            del self._serving[writer]
+            served.set_result(None)
 
     async def _recognise(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Show that this end knows the secret once the other has.

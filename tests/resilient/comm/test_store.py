@@ -152,6 +152,21 @@ def test_connection_that_ends_while_it_waits_is_closed_at_both_ends() -> None:
     assert store.get("never") == b"now"
 
 
+def test_store_that_nobody_has_any_more_is_closed() -> None:
+    process, before = psutil.Process(), set(threading.enumerate())
+    descriptors = process.num_fds()
+    host = StoreHost(LOCALHOST, SECRET)
+    store = member(host)
+    store.set("key", b"value")
+    (thread,) = set(threading.enumerate()) - before
+    del host
+    thread.join(60)
+    with pytest.raises(ConnectionError):
+        store.check(["key"])
+    del store
+    assert process.num_fds() <= descriptors
+
+
 def test_value_arrives_at_all_who_wait_for_it() -> None:
     host = StoreHost(LOCALHOST, SECRET)
     found: list[list[bytes]] = []
