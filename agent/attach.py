@@ -16,6 +16,7 @@ from resilient.agent.coordinator import Coordinator
 from resilient.agent.job_control import JobControl
 from resilient.agent.journal.stimulus_log import read_stimuli
 from resilient.agent.journal.term import DeposedError, Term, newest_term, shows_life
+from resilient.agent.leadership.knocking import session_for
 from resilient.agent.leadership.leased_term import LeasedTerm
 from resilient.agent.leadership.office import Office, read_office
 from resilient.agent.membership.parts import events as ev
@@ -33,8 +34,8 @@ async def _answers(office: Office) -> bool:
     timeout = aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.get(f"http://{office.address}/healthz") as answer,
+            session_for(office.token, timeout=timeout) as session,
+            session.get(f"https://{office.address}/healthz") as answer,
         ):
             return answer.status == 200
     except (aiohttp.ClientError, OSError, asyncio.TimeoutError):

@@ -1,9 +1,9 @@
 """The coordinator: sockets, files and time around the membership machine.
 
-One port: ``GET /agent`` (WebSocket, node agents), ``POST /inject``, ``/leave`` and ``/stop``, ``GET /status`` and
-``/metrics`` (Prometheus), all with the job's token; ``GET /healthz`` without. Holds no training state and decides
-nothing: see :mod:`resilient.agent.membership.machine`. Plans are prepared in a thread, so that the event loop never
-waits for them. Must not import torch.
+One port, with TLS: ``GET /agent`` (WebSocket, node agents), ``POST /inject``, ``/leave`` and ``/stop``, ``GET
+/status`` and ``/metrics`` (Prometheus), all with the job's token; ``GET /healthz`` without. Holds no training state and
+decides nothing: see :mod:`resilient.agent.membership.machine`. Plans are prepared in a thread, so that the event loop
+never waits for them. Must not import torch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import msgspec
 from aiohttp import web
 
 from resilient.agent.agents import Agents
+from resilient.agent.entrance import Entrance
 from resilient.agent.event_writer import EventWriter
 from resilient.agent.journal.inheritance import inherit
 from resilient.agent.journal.stimulus_log import StimulusLog, heard_counts, read_stimuli
@@ -33,6 +34,7 @@ from resilient.agent.membership.machine import Membership, MembershipError
 from resilient.agent.membership.parts import events as ev
 from resilient.agent.membership.parts.context import EXIT_FAILED, Phase, Settings
 from resilient.agent.patience import Patience, successor_grace_s
+from resilient.common.job_certificate import server_context
 from resilient.errors import ArgumentError, CheckpointError
 from resilient.observability.metrics import CONTENT_TYPE
 from resilient.protocol.messages import Departure, Injection, Shutdown
@@ -98,7 +100,7 @@ class Coordinator:
         self._is_pumping = self._is_deposed = False
         self._stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._runner: web.AppRunner | None = None
+        self._entrance: Entrance | None = None
 
     @property
     def term(self) -> int:
@@ -160,15 +162,9 @@ class Coordinator:
                 web.get(_HEALTH, self._serve_health),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
-        try:
-            await site.start()
-        except OSError:
-            await self._runner.cleanup()
-            raise
-        bound_host, bound_port = self._runner.addresses[0][:2]
+        entrance = Entrance(app, server_context(self._token))
+        bound_host, bound_port = await entrance.open(host, port)
+        self._entrance = entrance
         self.address = f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
         with self._term.in_office():
             store, number = self._settings.store, self._term.number
@@ -202,8 +198,8 @@ class Coordinator:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._agents.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._entrance is not None:
+            await self._entrance.close()
         with contextlib.suppress(ConnectionError):
             self._keep()
         self._term.close()
@@ -334,6 +330,8 @@ class Coordinator:
         presented = request.headers.get("Authorization", "")
         if not hmac.compare_digest(presented.encode(errors="surrogateescape"), f"Bearer {self._token}".encode()):
             raise web.HTTPUnauthorized(text="the job's token is required")
+        if self._entrance is not None:
+            self._entrance.admit(request)
         return await handler(request)
 
     async def _serve_status(self, request: web.Request) -> web.Response:
@@ -346,7 +344,9 @@ class Coordinator:
     async def _serve_health(self, request: web.Request) -> web.Response:
         if self._stopped.done():
             raise web.HTTPServiceUnavailable(text="the job is over")
-        return web.Response(text="ok")
+        response = web.Response(text="ok")
+        response.force_close()
+        return response
 
     async def _serve_stop(self, request: web.Request) -> web.Response:
         self.feed(ev.Interrupted(reason="asked to stop"))

@@ -21,7 +21,7 @@ import psutil
 
 from resilient.agent.attach import StillLedError, end_orphaned_job
 from resilient.agent.conversation import GOODBYE, Conversation, Hello, decode_attached
-from resilient.agent.leadership.knocking import ANSWER_HEARTBEATS, Door
+from resilient.agent.leadership.knocking import ANSWER_HEARTBEATS, Door, session_for
 from resilient.agent.leadership.unled_checkpoints import UnledCheckpoints
 from resilient.agent.leadership.vigil import OrphanedError, Vigil
 from resilient.agent.membership.parts.context import EXIT_RESUMABLE
@@ -138,8 +138,7 @@ class NodeAgent:
 
     async def _stay_connected(self) -> None:
         """Connect, and connect again whenever the connection breaks: the workers train on meanwhile."""
-        headers = {"Authorization": f"Bearer {self._options.token}"}
-        async with aiohttp.ClientSession(headers=headers) as session:
+        async with session_for(self._options.token) as session:
             while True:
                 async with await self._door.knock(session, self._term, self._wait) as connection:
                     if self._pool is not None:  # peers reach the workers where the coordinator reaches this machine

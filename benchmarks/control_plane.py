@@ -26,13 +26,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import aiohttp
 import psutil
 from parts.agents import Fleet
 from rich.console import Console
 
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.journal.term import Term
+from resilient.agent.leadership.knocking import session_for
 from resilient.agent.membership.parts.context import Settings
 from resilient.cli.shared.printing import plain_table
 
@@ -86,9 +86,7 @@ async def measure(num_nodes: int, repeats: int) -> list[Measured]:
         process.start()
         coordinator = psutil.Process(process.pid)
         address = await asyncio.to_thread(ours.recv)
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
+        async with session_for(TOKEN) as session:
             fleet = Fleet(session, address)
 
             async def note(what: str, change: Callable[[], Awaitable[None]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import aiohttp
 
@@ -12,6 +13,7 @@ from resilient.agent.leadership.leader_store import SCHEME, Leader, LeaderStore
 from resilient.agent.leadership.office import read_office
 from resilient.common.etcd_connection import EtcdUnreachableError
 from resilient.common.extras import MissingPackageError
+from resilient.common.job_certificate import client_context
 from resilient.errors import ArgumentError, ResilientError
 from resilient.protocol.messages import MAX_MESSAGE_BYTES
 
@@ -19,6 +21,17 @@ logger = logging.getLogger(__name__)
 
 ANSWER_HEARTBEATS = 6
 """How long a coordinator may take to answer: who knocks again may have been heard before, and count as two."""
+
+
+def session_for(token: str, **options: Any) -> aiohttp.ClientSession:
+    """Return what speaks to the coordinator of the token's job, and to nobody else.
+
+    Args:
+        token: Of the job; said once the other end has shown that it has it, too.
+        options: Of the session.
+    """
+    connector = aiohttp.TCPConnector(ssl=client_context(token), limit=0)
+    return aiohttp.ClientSession(connector=connector, headers={"Authorization": f"Bearer {token}"}, **options)
 
 
 class Door:
@@ -64,10 +77,11 @@ class Door:
                     connection = await self._open(session, address)
                     self._address, self._vacant_since = address, None
                     return connection
-                except aiohttp.WSServerHandshakeError as error:
-                    if error.status == 401 and self.run_directory is None:
+                except aiohttp.ClientConnectorCertificateError as error:
+                    if self.run_directory is None:
                         raise ResilientError(
-                            "token must be the job's token; take it from the run folder's job.json"
+                            f"token must be the job's token, got one that the coordinator at {address} does not have; "
+                            f"take it from the run folder's job.json"
                         ) from None
                     why = error
                 except asyncio.TimeoutError:
@@ -98,7 +112,7 @@ class Door:
 
     async def _connect(self, session: aiohttp.ClientSession, address: str) -> aiohttp.ClientWebSocketResponse[bool]:
         return await session.ws_connect(
-            f"http://{address}/agent", max_msg_size=MAX_MESSAGE_BYTES, heartbeat=self._heartbeat_s
+            f"https://{address}/agent", max_msg_size=MAX_MESSAGE_BYTES, heartbeat=self._heartbeat_s
         )
 
     async def _watch(self, address: str) -> None:

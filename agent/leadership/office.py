@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from resilient.common.files import replacing
+from resilient.common.job_certificate import certificate_of
 from resilient.errors import ArgumentError
 
 
@@ -50,11 +51,15 @@ def read_office(run_directory: str | Path) -> Office | None:
 def write_office(run_directory: str | Path, office: Office) -> None:
     """Leave it where nodes, and other commands, look for it; only the owner of the file may read it.
 
+    Beside it, in ``coordinator.pem``, is the certificate by which others know the coordinator.
+
     Raises:
         ArgumentError: The folder cannot be written.
     """
     path = Path(run_directory) / "job.json"
     try:
+        with replacing(path.with_name("coordinator.pem")) as partial:
+            partial.write_text(certificate_of(office.token))
         with replacing(path) as partial:
             partial.unlink(missing_ok=True)
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

@@ -78,7 +78,7 @@ class _Agent:
     async def talk(self, session: aiohttp.ClientSession, address: str) -> None:
         hello = Hello(host="h", pid=1, num_workers=1)
         async with self._fleet.entrance:
-            socket = await session.ws_connect(f"http://{address}/agent", max_msg_size=MAX_MESSAGE_BYTES)
+            socket = await session.ws_connect(f"https://{address}/agent", max_msg_size=MAX_MESSAGE_BYTES)
             await socket.send_bytes(encode(hello))
             decode_attached(await socket.receive_bytes())
         async with socket:
@@ -194,7 +194,7 @@ class Fleet:
                 self._talks.discard(talk)
                 talk.result()
             if self._newest > self._before and all(agent.generation == self._newest for agent in self._agents):
-                async with self._session.get(f"http://{self._address}/status") as answer:
+                async with self._session.get(f"https://{self._address}/status") as answer:
                     status = await answer.json()
                 if status["phase"] == "running" and len(status["nodes"]) == self.size:
                     return

@@ -25,8 +25,9 @@ def agent(
         str,
         typer.Option(metavar="HOST:PORT", help="The coordinator's address, or where it is found: the job's --store."),
     ],
-    token: Annotated[str | None, typer.Option(envvar="RESILIENT_TOKEN", help="The job's token.")] = None,
-    token_file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Has the job's token.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Has the job's token; else $RESILIENT_TOKEN has.")
+    ] = None,
     run_dir: Annotated[Path | None, typer.Option("--run", help="Take the token from this run's job.json.")] = None,
     workers: Annotated[int, typer.Option(callback=within(1), help="Workers to start.")] = 1,
     heartbeat_s: Annotated[float, typer.Option(help="Silence after which the coordinator counts as gone.")] = 5.0,
@@ -46,6 +47,6 @@ def agent(
         raise usage_error(f"--join must be HOST:PORT, got {join!r}; take the address from the run's job.json")
     if not heartbeat_s > 0:
         raise usage_error(f"--heartbeat-s must be > 0, got {heartbeat_s:g}; leave it out for the default")
-    os.environ["RESILIENT_TOKEN"] = token or given_token(token_file) or read_job(run_dir).token
+    os.environ["RESILIENT_TOKEN"] = given_token(token_file) or read_job(run_dir).token
     options = ["--join", join, "--workers", str(workers), "--heartbeat-s", str(heartbeat_s), "--domain", domain]
     raise typer.Exit(node.main(options))

@@ -105,8 +105,13 @@ class JobStatus:
         )
 
     def _on_listening(self, event: Event) -> Iterator[tuple[str, str]]:
-        command = f"resilient agent --join {event['address']} --token TOKEN"
-        yield "note", f"another machine joins with: {command} (TOKEN is in job.json in the folder of the run)"
+        command = f"resilient agent --join {event['address']} --run RUN"
+        yield (
+            "note",
+            f"another machine joins with: {command} (RUN is the folder of the run; or --token-file, see there)",
+        )
+        host = event["address"].rpartition(":")[0]
+        yield "note", f"what workers send each other is not encrypted: the network of {host} must be private"
 
     def _on_node_connected(self, event: Event) -> Iterator[tuple[str, str]]:
         self.nodes[event["node"]] = NodeStatus(node=event["node"], host=event["host"])

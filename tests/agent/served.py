@@ -13,6 +13,7 @@ import msgspec
 from resilient.agent.conversation import Attached, Hello, decode_attached
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.journal.term import Term
+from resilient.agent.leadership.knocking import session_for
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     FromAgentMessage,
@@ -43,7 +44,7 @@ class Served:
         self.sockets: list[aiohttp.ClientWebSocketResponse[bool]] = []
 
     def url(self, path: str) -> str:
-        return f"http://{self.coordinator.address}{path}"
+        return f"https://{self.coordinator.address}{path}"
 
     async def open(self) -> aiohttp.ClientWebSocketResponse[bool]:
         socket = await self.session.ws_connect(self.url("/agent"), max_msg_size=MAX_MESSAGE_BYTES)
@@ -73,7 +74,7 @@ class Served:
 
 def with_coordinator(folder: Path, scenario: Callable[[Served], Awaitable[None]]) -> None:
     async def play() -> None:
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+        async with session_for(TOKEN) as session:
             served = Served(folder, session)
             await served.coordinator.start("127.0.0.1", 0)
             try:

@@ -31,6 +31,7 @@ from resilient.agent.membership.parts.events import (
     Tick,
     WriteManifest,
 )
+from resilient.common.job_certificate import client_context
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     FromWorker,
@@ -62,7 +63,7 @@ def test_wrong_token_is_turned_away(tmp_path: Path, path: str, authorization: st
 def test_header_that_is_no_text_is_turned_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(served: Served) -> None:
         host, _, port = served.coordinator.address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=client_context(TOKEN))
         writer.write(b"GET /status HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\nConnection: close\r\n\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 401 ")
         writer.close()

@@ -19,6 +19,7 @@ from aiohttp import WSMsgType, web
 from resilient.agent.conversation import GOODBYE, Attached, Hello, decode_hello
 from resilient.agent.membership.next_generation.members import log_path
 from resilient.agent.node import NodeAgent, NodeOptions
+from resilient.common.job_certificate import server_context
 from resilient.protocol.messages import (
     FromAgentMessage,
     FromWorker,
@@ -124,7 +125,7 @@ def play(
         app.add_routes([web.get("/agent", coordinator.serve)])
         runner = web.AppRunner(app)
         await runner.setup()
-        coordinator.site = web.TCPSite(runner, "127.0.0.1", 0)
+        coordinator.site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server_context("t"))
         await coordinator.site.start()
         (address,) = runner.addresses
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from resilient.agent.conversation import Attached
 from resilient.agent.node import NodeAgent, NodeOptions
+from resilient.common.job_certificate import server_context
 from resilient.protocol.messages import Health, Shutdown, Welcome, WorkerExited, encode
 from tests.agent.served import decode_from_agent
 
@@ -77,7 +78,7 @@ def test_machine_that_lacks_what_the_job_needs_says_so(name: str, missing: str, 
         app.add_routes([web.get("/agent", serve)])
         runner = web.AppRunner(app)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server_context("t")).start()
         host, port = runner.addresses[0][:2]
         try:
             return await NodeAgent(NodeOptions(coordinator=f"{host}:{port}", token="t")).run()
@@ -125,7 +126,7 @@ def test_node_whose_coordinator_is_gone_while_the_script_is_imported_ends(
         app.add_routes([web.get("/agent", serve)])
         runner = web.AppRunner(app)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server_context("t")).start()
         host, port = runner.addresses[0][:2]
         options = NodeOptions(coordinator=f"{host}:{port}", token="t", spawner_fd=ours.detach(), connect_timeout_s=0.1)
         agent = asyncio.create_task(NodeAgent(options).run())

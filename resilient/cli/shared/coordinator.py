@@ -12,6 +12,7 @@ import typer
 
 from resilient.cli.shared.errors import usage_error
 from resilient.cli.shared.run_folder import read_job
+from resilient.common.job_certificate import client_context
 
 RunFolder = Annotated[Path | None, typer.Option("--run", help="Folder of the run; the newest by default.")]
 
@@ -26,11 +27,12 @@ def ask(run_dir: Path | None, what: str, body: dict[str, Any] | None = None) -> 
     """
     job = read_job(run_dir)
     request = urllib.request.Request(
-        f"http://{job.address}/{what}",
+        f"https://{job.address}/{what}",
         data=None if body is None else json.dumps(body).encode(),
         headers={"Authorization": f"Bearer {job.token}", "Content-Type": "application/json"},
     )
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy is for the web
+    tls = urllib.request.HTTPSHandler(context=client_context(job.token))
+    direct = urllib.request.build_opener(tls, urllib.request.ProxyHandler({}))  # a proxy is for the web
     try:
         with direct.open(request, timeout=10) as answer:
             return json.loads(answer.read() or b"null")

@@ -7,13 +7,13 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import aiohttp
 import pytest
 from aiohttp import web
 
-from resilient.agent.leadership.knocking import Door
+from resilient.agent.leadership.knocking import Door, session_for
 from resilient.agent.leadership.leader_store import Leader, LeaderStore
 from resilient.agent.leadership.office import Office, write_office
+from resilient.common.job_certificate import server_context
 from tests.etcd_server import EtcdServer, etcd_server, needs_etcd
 
 pytestmark = needs_etcd
@@ -48,7 +48,7 @@ async def _serve_agents() -> tuple[web.AppRunner, str]:
     app.add_routes([web.get("/agent", serve)])
     runner = web.AppRunner(app)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server_context("t")).start()
     return runner, "127.0.0.1:{1}".format(*runner.addresses[0])
 
 
@@ -72,7 +72,7 @@ def test_node_that_knows_the_store_alone_finds_the_leader(server: EtcdServer, tm
                 assert door.vacant_s > 0
                 _elect(server, tmp_path, address)
 
-        async with aiohttp.ClientSession() as session, await door.knock(session, 0, wait) as connection:
+        async with session_for("t") as session, await door.knock(session, 0, wait) as connection:
             assert connection.get_extra_info("peername")[1] == int(address.rpartition(":")[2])
         assert waits == ["nobody leads the job"] * 2
         assert door.vacant_s == 0
@@ -100,7 +100,7 @@ def test_nobody_waits_at_an_address_that_is_no_leaders_any_more(
             store.resign(lease)
             _elect(server, tmp_path, address)
 
-        async with aiohttp.ClientSession() as session:
+        async with session_for("t") as session:
             knocking = asyncio.create_task(door.knock(session, 1, lambda _, why: waits.append(why)))
             await asyncio.sleep(heartbeat_s / 4)  # it knocks
             assert not knocking.done()
@@ -124,7 +124,7 @@ def test_leader_of_another_job_at_the_same_prefix_is_not_followed(server: EtcdSe
         write_office(own, Office(address=address, token="t", pid=1, term=3, store=url))
         door = Door(url, HEARTBEAT_S)
         door.run_directory = str(own)
-        async with aiohttp.ClientSession() as session, await door.knock(session, 2, lambda *_: None) as connection:
+        async with session_for("t") as session, await door.knock(session, 2, lambda *_: None) as connection:
             assert connection.get_extra_info("peername")[1] == int(address.rpartition(":")[2])
         await runner.cleanup()
 

@@ -93,12 +93,19 @@ def test_agent_without_the_token_is_turned_away(tmp_path: Path) -> None:
         job.wait_for_step(2)
         address = json.loads((job.directory / "job.json").read_text())["address"]
         done = subprocess.run(
-            command("agent", "--join", address, "--token", "guessed"), capture_output=True, text=True, timeout=60
+            command("agent", "--join", address),
+            env={**os.environ, "RESILIENT_TOKEN": "guessed"},
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         gate.touch()
         run = job.wait()
     assert done.returncode == 1
-    assert "token must be the job's token; take it from the run folder's job.json" in done.stderr
+    expected = (
+        f"token must be the job's token, got one that the coordinator at {address} does not have; take it from the"
+    )
+    assert expected in done.stderr
     assert run.exit_code == 0
     assert run.report["joins"] == []
 

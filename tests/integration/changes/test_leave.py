@@ -153,7 +153,8 @@ def test_machine_that_joined_leaves_again_when_interrupted(reference: Run, tmp_p
         job.wait_for_step(1)
         access = json.loads((job.directory / "job.json").read_text())
         agent = subprocess.Popen(
-            command("agent", "--join", access["address"], "--token", access["token"]),
+            command("agent", "--join", access["address"]),
+            env={**os.environ, "RESILIENT_TOKEN": access["token"]},
             start_new_session=True,
             stderr=subprocess.PIPE,
             text=True,

@@ -25,5 +25,5 @@ from resilient.cli.app import app
     ],
 )
 def test_agent_that_could_never_join_is_refused(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["agent", "--token", "t", *arguments])
+    result = CliRunner().invoke(app, ["agent", *arguments], env={"RESILIENT_TOKEN": "t"})
     assert (result.exit_code, result.output) == (2, f"error: {message}\n")

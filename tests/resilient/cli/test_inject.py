@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from resilient.cli.app import app
+from resilient.common.job_certificate import server_context
 
 
 def test_injecting_into_a_run_that_is_over_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,17 +34,21 @@ def test_injecting_into_a_run_that_is_over_names_it(tmp_path: Path, monkeypatch:
 
 def test_run_is_asked_without_the_proxy_of_the_web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer() -> bytes:
-        with listener.accept()[0] as connection, connection.makefile("rb") as request:
+        with (
+            tls.wrap_socket(listener.accept()[0], server_side=True) as connection,
+            connection.makefile("rb") as request,
+        ):
             asked = request.readline()
             request.read(int(parse_headers(request)["Content-Length"]))
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
         return asked
 
+    tls = server_context("t")
     monkeypatch.delenv("no_proxy", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as silent, ThreadPoolExecutor(1) as pool:
         listener.settimeout(100)  # nobody comes if a proxy is asked
         silent.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("http_proxy", "http://127.0.0.1:{1}".format(*silent.getsockname()))
+        monkeypatch.setenv("https_proxy", "http://127.0.0.1:{1}".format(*silent.getsockname()))
         address = "127.0.0.1:{1}".format(*listener.getsockname())
         (tmp_path / "job.json").write_text(json.dumps({"address": address, "token": "t"}))
         asked = pool.submit(answer)

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from resilient.agent.membership import lifecycle
 from resilient.cli import operate
 from resilient.cli.app import app
-from tests.agent.served import Served, make_ready, with_coordinator
+from resilient.common.job_certificate import client_context
+from tests.agent.served import TOKEN, Served, make_ready, with_coordinator
 
 
 async def _said(*arguments: str) -> tuple[int, str]:
@@ -88,7 +89,11 @@ def test_metrics_need_the_token_and_health_does_not(tmp_path: Path, monkeypatch:
 
     async def scenario(served: Served) -> None:
         async def get(path: str, headers: dict[str, Any]) -> tuple[int, str]:
-            async with aiohttp.ClientSession(headers=headers) as stranger, stranger.get(served.url(path)) as answer:
+            connector = aiohttp.TCPConnector(ssl=client_context(TOKEN))
+            async with (
+                aiohttp.ClientSession(headers=headers, connector=connector) as stranger,
+                stranger.get(served.url(path)) as answer,
+            ):
                 return answer.status, await answer.text()
 
         assert (await get("/metrics", {}))[0] == 401

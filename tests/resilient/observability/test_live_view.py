@@ -125,9 +125,10 @@ def test_plain_view_tells_how_another_machine_joins_and_who_is_slow() -> None:
     run.generation(10, 1, "start", 0, [0, 1, 2], slowdowns={"2": 1.5})
     text = plain_text(run.events)
     assert (
-        "another machine joins with: resilient agent --join 10.0.0.5:29400 --token TOKEN "
-        "(TOKEN is in job.json in the folder of the run)"
+        "another machine joins with: resilient agent --join 10.0.0.5:29400 --run RUN "
+        "(RUN is the folder of the run; or --token-file, see there)"
     ) in text
+    assert "what workers send each other is not encrypted: the network of 10.0.0.5 must be private" in text
     assert "node 2 is slower than others, 1.5 times: its pipeline gets less to do" in text
 
 

@@ -1,0 +1,237 @@
+"""Who may connect to the coordinator, and for how long without showing the job's token.
+
+Everybody who reaches the port may connect, so strangers have little: few connections at a time, a moment each for
+handshake and first request, and together one line of the log now and then. Owns the listening socket, and all
+connections until they are closed. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import resource
+import socket
+import ssl
+import time
+
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+
+logger = logging.getLogger(__name__)
+
+STRANGERS_AT_ONCE = 128
+"""Others wait in the kernel, where they take none of this process's descriptors."""
+
+PATIENCE_S = 5.0
+"""For a stranger to show the token."""
+
+_LEAST_PATIENCE_S = 2.0
+"""For so long no stranger has to make room for others."""
+
+_MOST_OPEN = 65536
+_TELL_EVERY_S = 30.0
+_SCARCE_S = 0.5
+
+
+class _Connection:
+    """One that was accepted.
+
+    Args:
+        accepted: Its socket, which whoever serves it closes.
+        since: When that was.
+    """
+
+    def __init__(self, accepted: socket.socket, since: float) -> None:
+        self.since = since
+        self.admitted = asyncio.Event()
+        self.transport: asyncio.WriteTransport | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._accepted = accepted
+
+    @property
+    def is_gone(self) -> bool:
+        return self._accepted.fileno() < 0
+
+    def abort(self) -> None:
+        """Close it at once: in order, TLS would wait for the other end, which may be gone."""
+        if self.transport is not None:
+            self.transport.abort()
+        else:
+            self._accepted.close()
+
+
+class _Complaint:
+    """A line of the log that tells how often something happened, and not each time.
+
+    Args:
+        text: With a place for how often, and those for what else is told.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._count = 0
+        self._told_at = float("-inf")
+
+    def add(self, *what: object) -> None:
+        """Take in that it happened once more."""
+        self._count += 1
+        if time.monotonic() >= self._told_at + _TELL_EVERY_S:
+            logger.warning(self._text, self._count, *what)
+            self._count, self._told_at = 0, time.monotonic()
+
+
+class _NonsenseApart(logging.Filter):
+    """What anybody can have a server log, as often as they like, is a complaint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._nonsense = _Complaint("%d requests that are no HTTP: %s")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            self._nonsense.add(repr(error.message))
+            return False
+        return True
+
+
+_http_logger = logging.getLogger(f"{__name__}.http")
+_http_logger.addFilter(_NonsenseApart())
+
+
+class Entrance:
+    """Serves HTTP over TLS.
+
+    Args:
+        app: What is served; it says who is to be admitted.
+        context: Of TLS.
+    """
+
+    def __init__(self, app: web.Application, context: ssl.SSLContext) -> None:
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, logger=_http_logger)
+        self._context = context
+        self._connections: list[_Connection] = []
+        self._by_protocol: dict[object, _Connection] = {}
+        self._fewer = asyncio.Event()
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._turned_away = _Complaint("%d connections closed that did not show the job's token within %g s")
+        self._scarce = _Complaint("%d times a connection could not be accepted yet: %s; `ulimit -n` may be too low")
+        self._most_strangers = STRANGERS_AT_ONCE
+
+    async def open(self, host: str, port: int) -> tuple[str, int]:
+        """Listen; return where.
+
+        Args:
+            host: Address to listen on.
+            port: Port to listen on; 0 for any that is free.
+
+        Raises:
+            OSError: Somebody else listens there, or it is no address of this machine.
+        """
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        self._listener = socket.create_server(address[:2], family=family, backlog=8 * STRANGERS_AT_ONCE)
+        await self._runner.setup()
+        self._listener.setblocking(False)
+        self._most_strangers = min(STRANGERS_AT_ONCE, _descriptors() // 4)
+        self._accepting = loop.create_task(self._accept(self._listener))
+        bound_host, bound_port = self._listener.getsockname()[:2]
+        return bound_host, bound_port
+
+    def admit(self, request: web.BaseRequest) -> None:
+        """Take in that whoever sent a request has shown the token."""
+        connection = self._by_protocol.get(request.protocol)
+        if connection is not None:
+            connection.admitted.set()
+
+    async def close(self) -> None:
+        """Listen no more, and leave no connection open."""
+        await self._runner.cleanup()
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+        tasks = [connection.task for connection in self._connections if connection.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for connection in self._connections:
+            connection.abort()
+        while self._connections:
+            await asyncio.sleep(0)  # they are closed in the loop's next turns
+            self._forget()
+
+    # ------------------------------------------------------------ strangers
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._have_room()
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                if error.errno != errno.ECONNABORTED:  # who has gone before is no loss
+                    self._scarce.add(error.strerror)
+                    await asyncio.sleep(_SCARCE_S)
+                continue
+            connection = _Connection(accepted, loop.time())
+            self._connections.append(connection)
+            connection.task = loop.create_task(self._receive(connection, accepted))
+
+    async def _have_room(self) -> None:
+        """Wait until another stranger may come; the one that has been there longest goes if it has to."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._forget()
+            strangers = [each for each in self._connections if not each.admitted.is_set()]
+            if len(strangers) < self._most_strangers:
+                return
+            self._fewer.clear()
+            wait_s = strangers[0].since + _LEAST_PATIENCE_S - loop.time()
+            if wait_s <= 0:
+                assert strangers[0].task is not None
+                strangers[0].task.cancel()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._fewer.wait(), max(wait_s, _SCARCE_S))
+
+    def _forget(self) -> None:
+        self._connections = [each for each in self._connections if not each.is_gone]
+
+    async def _receive(self, connection: _Connection, accepted: socket.socket) -> None:
+        """Shake hands, and wait until the connection is admitted."""
+        loop = asyncio.get_running_loop()
+        server = self._runner.server
+        assert server is not None
+        protocol: object = None
+        try:
+            transport, protocol = await loop.connect_accepted_socket(
+                server, accepted, ssl=self._context, ssl_handshake_timeout=PATIENCE_S
+            )
+            connection.transport = transport
+            self._by_protocol[protocol] = connection
+            left_s = connection.since + PATIENCE_S - loop.time()
+            await asyncio.wait_for(connection.admitted.wait(), max(left_s, 0))
+        except (OSError, asyncio.TimeoutError):
+            pass
+        finally:
+            self._by_protocol.pop(protocol, None)
+            if not connection.admitted.is_set():
+                if connection.transport is None or not connection.is_gone:  # who is gone had an answer
+                    self._turned_away.add(PATIENCE_S)
+                if connection.transport is not None:
+                    connection.transport.abort()
+            self._fewer.set()
+
+
+def _descriptors() -> int:
+    """Return how many files this process may have open; as many as the system lets it, from now on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_OPEN if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -1,0 +1,112 @@
+"""What strangers at the coordinator's port can do to it, over real connections: nothing, and they take little."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import ssl
+from pathlib import Path
+
+import pytest
+
+from resilient.agent import entrance
+from resilient.common.job_certificate import client_context
+from tests.agent.served import TOKEN, Served, with_coordinator
+
+
+def place(served: Served) -> tuple[str, int]:
+    host, _, port = served.coordinator.address.rpartition(":")
+    return host, int(port)
+
+
+async def until_closed(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(ConnectionError, ssl.SSLError):
+        while await reader.read(1 << 16):
+            pass
+
+
+async def ask(served: Served) -> int:
+    async with served.session.get(served.url("/status")) as answer:
+        return answer.status
+
+
+@pytest.mark.parametrize("is_secured", [False, True])
+@pytest.mark.parametrize("said", [b"", b"GET /status HTTP/1.1\r\nHost: x\r\nX: "])
+def test_who_does_not_show_the_token_in_time_is_turned_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_secured: bool, said: bytes
+) -> None:
+    monkeypatch.setattr(entrance, "PATIENCE_S", 0.5)
+
+    async def scenario(served: Served) -> None:
+        secured = client_context(TOKEN) if is_secured else None
+        reader, writer = await asyncio.open_connection(*place(served), ssl=secured)
+        writer.write(said)
+        await until_closed(reader)
+        writer.close()
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_who_has_shown_the_token_may_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entrance, "PATIENCE_S", 1.0)
+
+    async def scenario(served: Served) -> None:
+        agent = await served.connect()
+        reader, writer = await asyncio.open_connection(*place(served))  # came later, and is turned away
+        await until_closed(reader)
+        writer.close()
+        assert not agent.closed
+        await agent.ping()
+        assert await ask(served) == 200
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_a_crowd_of_strangers_keeps_nobody_out(tmp_path: Path) -> None:
+    """More of them than this process may have files open, if all were let in at once."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def scenario(served: Served) -> None:
+        crowd = [await asyncio.open_connection(*place(served)) for _ in range(400)]
+        own = len(os.listdir("/proc/self/fd")) - len(crowd)
+        assert own < entrance.STRANGERS_AT_ONCE + 100
+        assert await asyncio.gather(*(ask(served) for _ in range(3))) == [200] * 3
+        for reader, writer in crowd:
+            await until_closed(reader)
+            writer.close()
+
+    try:
+        with_coordinator(tmp_path, scenario)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_garbage_is_told_of_in_a_line_or_two(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(served: Served) -> None:
+        for number in range(60):
+            secured = client_context(TOKEN) if number % 2 else None
+            reader, writer = await asyncio.open_connection(*place(served), ssl=secured)
+            writer.write(
+                b"\x16\x03\x01\x00" + os.urandom(200) if number % 4 > 1 else b"GET / HTTP/9\r\n : \r\n\r\n" * 50
+            )
+            await until_closed(reader)
+            writer.close()
+        assert await ask(served) == 200
+
+    with_coordinator(tmp_path, scenario)
+    assert "Traceback" not in caplog.text
+    assert 0 < len(caplog.records) < 6
+
+
+def test_health_is_told_to_strangers_who_go_then(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        reader, writer = await asyncio.open_connection(*place(served), ssl=client_context(TOKEN))
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert answer.endswith(b"ok")
+        writer.close()
+
+    with_coordinator(tmp_path, scenario)
