@@ -251,6 +251,8 @@ class Coordinator:
         Raises:
             ConnectionError: Another coordinator has heard the rest.
         """
+        if self._is_deposed:  # of what came since, nothing is in the log, not even what was heard
+            raise ConnectionError
         try:
             self._stimuli.flush()
         except DeposedError as error:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import aiohttp
+import msgspec
+import pytest
+
 from resilient.agent.journal.replay import difference, replay_run
+from resilient.agent.journal.term import DeposedError, Term
 from resilient.agent.membership.parts.events import Tick
+from resilient.protocol.messages import Leaving, encode
 from tests.agent.membership.simulated import settings
-from tests.agent.served import TOKEN, Served, make_ready, with_coordinator
+from tests.agent.served import HELLO, TOKEN, Served, make_ready, with_coordinator
 
 
 def test_stimuli_are_in_the_log_before_what_follows_from_them_and_without_the_token(tmp_path: Path) -> None:
@@ -40,6 +46,26 @@ def test_stimuli_that_cannot_be_written_do_not_keep_the_job_from_going_on(tmp_pa
         (tmp_path / "stimuli.jsonl").mkdir()
         await make_ready(served, min_pipeline_nodes=1)
         assert (await served.event("generation"))["generation"] == 1
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_deposed_coordinator_does_not_say_that_it_heard_what_is_in_no_log(tmp_path: Path) -> None:
+    """Else the agent would keep nothing of it, and the coordinator in office could not go on with it."""
+
+    async def scenario(served: Served) -> None:
+        agent = await served.connect()
+        successor = Term.claim(tmp_path)
+        leaving = encode(Leaving(reason="told to"))
+        await agent.send_bytes(leaving)  # what makes it look, and is lost
+        with pytest.raises(DeposedError):
+            await served.coordinator.wait()
+        await agent.send_bytes(leaving)
+        again = await served.open()
+        await again.send_bytes(encode(msgspec.structs.replace(HELLO, node=0, num_heard=1)))
+        assert (await again.receive()).type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
+        assert "Leaving" not in (tmp_path / "stimuli.jsonl").read_text()
+        successor.close()
 
     with_coordinator(tmp_path, scenario)
 
