@@ -75,6 +75,8 @@ def test_job_goes_on_without_its_coordinator_and_recovers_with_the_next(referenc
         wait_until((folder(run_directory, 6) / MANIFEST).exists)
         with attached(run_directory) as next_job:
             next_job.wait_for_step(7)
+            # Of a checkpoint only those who wrote it can tell: node 2, too, has to be back before it goes.
+            next_job.wait_for(lambda event: event["kind"] == "checkpoint" and event["step"] == 6)
             os.killpg(pids[2], signal.SIGKILL)
             next_job.wait_for(lambda event: event["kind"] == "node_lost" and event["node"] == 2)
             second.touch()
