@@ -11,8 +11,9 @@ Measured is the median of the steps after the first ones, from commit to commit,
 norms, the optimizer and the barriers, too. Predicted is the schedule that the workers ran, simulated with the layers'
 measured curves and the messages; "above" is the median of the steps' ratios. "of bound" is the time
 that all work would take spread evenly over all workers, with nothing else, as a part of what was measured. "waited" is
-the part of all steps in which rank 0 did nothing but wait for an assignment. A busy machine wakes sleepers late:
-``--scale`` makes layers slower, so that this matters less.
+the part of all steps in which rank 0 did nothing but wait for an assignment. A busy machine wakes sleepers late, and
+messages of 8 workers take their two cores a tenth of a second in each step: layers are as slow as makes that little,
+of each mix, and ``--scale`` makes them slower or faster.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from resilient.profiling.script import job_of
 SCRIPT = str(Path(__file__).parent / "jobs" / "multimodal.py")
 CHAIN = "chain"
 MIXES = {"short": "even", "mixed": "moderate", "heavy": "heavy-tailed"}
+SCALES = {"short": 8.0, "mixed": 3.0, "heavy": 1.0}
+"""By mix: how much slower its layers are."""
 WARM_UP_STEPS = 3
 PIPELINE_NODES = {8: 4, 16: 4, 2: 2}
 """By number of workers: nodes of the smallest pipelines, of planners that put layers on stages."""
@@ -168,7 +171,10 @@ def cases(options: argparse.Namespace) -> Iterator[list[Case]]:
     names = list(dict.fromkeys((CHAIN, "uniform", "uniform-sorted", *options.planners)))
     for workers in options.workers:
         for mix in options.mixes:
-            yield [Case(workers=workers, mix=mix, planner=name, real=False, scale=options.scale) for name in names]
+            yield [
+                Case(workers=workers, mix=mix, planner=name, real=False, scale=options.scale * SCALES[mix])
+                for name in names
+            ]
     if options.real:
         for mix in options.mixes:
             yield [Case(workers=2, mix=mix, planner=name, real=True, scale=1.0) for name in names]
@@ -182,7 +188,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="*", choices=(8, 16), default=[8, 16])
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
     parser.add_argument("--planners", nargs="+", choices=PLANNERS, default=list(PLANNERS))
-    parser.add_argument("--scale", type=float, default=0.25)
+    parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--real", action="store_true", help="a small real model on two workers, too")
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
     options = parser.parse_args(arguments)

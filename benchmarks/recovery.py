@@ -82,13 +82,13 @@ def choose_failures(rng: random.Random, count: int) -> list[Failure]:
 # ---------------------------------------------------------------- ours
 
 
-def ours(failure: Failure) -> dict[str, Any]:
-    """Run the job with the failure; return the run's measurements in ms.
+def ours(failure: Failure, script: str = "mlp.py") -> dict[str, Any]:
+    """Run a job of ``jobs/`` with the failure; return the run's measurements in ms.
 
     Of a run that did not recover, only what happened is returned, and its folder stays.
     """
     folder = tempfile.mkdtemp(prefix="recovery-")
-    exit_code = run_job(failure, folder)
+    exit_code = run_job(failure, folder, script)
     events = read_events(Path(folder) / "events.jsonl")
     if exit_code:
         told = [event for event in events if event["kind"] in ("detected", "node_lost", "failed", "stopped")]
@@ -97,14 +97,14 @@ def ours(failure: Failure) -> dict[str, Any]:
     return measure_run(failure, events)
 
 
-def run_job(failure: Failure, folder: str) -> int:
+def run_job(failure: Failure, folder: str, script: str) -> int:
     """Run the job with the failure; return the exit code."""
     arguments = {"--steps": NUM_STEPS, "--batch": BATCH, "--microbatch": MICROBATCH, "--max-failures": 1}
     at_once = failure.moment == "at once"
     injection = Injection(node=failure.node, at_step=failure.step, at_phase=failure.moment)
     launcher = Launcher(
         LaunchOptions(
-            script=str(HERE / "jobs" / "mlp.py"),
+            script=str(HERE / "jobs" / script),
             arguments=tuple(str(part) for pair in arguments.items() for part in pair),
             num_nodes=NUM_NODES,
             run_directory=folder,

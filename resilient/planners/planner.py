@@ -38,6 +38,8 @@ class Setting:
         max_failures: Nodes that it survives losing at the same time: no state is on fewer nodes than one more.
         num_pipelines: Replicas of the language model that are asked for, on all devices, as the runtime runs them:
             copies of the parameters are whole, and encoders on one stage each. None leaves all that to the planner.
+        num_peers: As many others as all of these together are there beside them, so many times, for other parts of the
+            steps' samples: steps take as long as the slowest of all.
         correction: What was learnt from measured times.
     """
 
@@ -48,6 +50,7 @@ class Setting:
     microbatch: int
     max_failures: int = 0
     num_pipelines: int | None = None
+    num_peers: int = 0
     correction: Correction = UNCORRECTED
 
     def __post_init__(self) -> None:
@@ -63,6 +66,18 @@ class Setting:
     def num_devices(self) -> int:
         """Devices of all nodes."""
         return self.num_nodes * self.cluster.devices_per_node
+
+    @property
+    def with_peers(self) -> Setting:
+        """The job of which this is a part."""
+        times = 1 + self.num_peers
+        return replace(
+            self,
+            num_nodes=times * self.num_nodes,
+            global_batch=times * self.global_batch,
+            num_pipelines=self.num_pipelines and times * self.num_pipelines,
+            num_peers=0,
+        )
 
     @property
     def least_devices(self) -> int:

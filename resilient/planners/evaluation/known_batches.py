@@ -12,6 +12,7 @@ from resilient.planners.costs.samples import SampleTable
 from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.planner import Configuration, Planner, Setting
 from resilient.planners.stages.degraded_replicas import degraded_replicas
+from resilient.planners.stages.one_pipeline import several
 
 _BATCHES = 2
 """Known batches that candidates are simulated on."""
@@ -23,12 +24,14 @@ _CANDIDATES, _SAMPLES = 8, 2**14
 def known_batches(setting: Setting, samples: SampleTable, count: int) -> Sequence[SampleTable]:
     """Return so many global batches of the samples that a planner is given, which repeat where there are too few.
 
+    They are those of the whole job where there are peers.
+
     Args:
         setting: The job.
         samples: They.
         count: How many batches at most; samples that are not in them are not simulated.
     """
-    size = setting.global_batch
+    size = setting.with_peers.global_batch
     count = max(1, min(count, len(samples) // size))
     chosen = np.arange(count * size) % len(samples)
     return [samples[chosen[start : start + size]] for start in range(0, len(chosen), size)]
@@ -37,11 +40,12 @@ def known_batches(setting: Setting, samples: SampleTable, count: int) -> Sequenc
 def simulated(
     planner: Planner, setting: Setting, configuration: Configuration, batches: Sequence[SampleTable]
 ) -> Iterator[Result]:
-    """Yield the steps of batches that a planner assigns, with all nodes there."""
-    replicas = degraded_replicas(setting, configuration, 0)
+    """Yield the steps of batches that a planner assigns, with all nodes there, and all peers alike."""
+    whole, together = setting.with_peers, several(configuration, 1 + setting.num_peers)
+    replicas = degraded_replicas(whole, together, 0)
     for batch in batches:
-        assignment = planner.assign(setting, configuration, batch, replicas)
-        yield evaluate(setting, configuration, assignment, batch, replicas)
+        assignment = planner.assign(whole, together, batch, replicas)
+        yield evaluate(whole, together, assignment, batch, replicas)
 
 
 def timed(
@@ -78,7 +82,7 @@ def fastest_simulated(
     """
     batches, memory = known_batches(setting, samples, _BATCHES), setting.cluster.memory_bytes or np.inf
     found: list[tuple[bool, int, int, Configuration]] = []
-    count = min(max(_SAMPLES // (len(batches) * setting.global_batch), 2), _CANDIDATES)
+    count = min(max(_SAMPLES // sum(map(len, batches)), 2), _CANDIDATES)
     for number, each in enumerate(candidates[:count]):
         with contextlib.suppress(ValueError):  # a sample has no room
             results = list(simulated(planner, setting, each, batches))

@@ -24,7 +24,7 @@ from resilient.planners.own.least import least_ms
 from resilient.planners.planner import Assignment, Configuration, Replica, Setting
 from resilient.planners.published.baselines.mean_microbatch import fastest
 from resilient.planners.registry import check_generators, planner
-from resilient.planners.stages.one_pipeline import is_asked_for
+from resilient.planners.stages.one_pipeline import is_asked_for, part_of, several
 
 _KNOWN_SAMPLES = 1024
 """That a configuration is simulated with, in four batches at most, and in one at least."""
@@ -73,17 +73,18 @@ class ResilientPlanner:
         Raises:
             ValueError: None fits.
         """
-        count = min(max(1, _KNOWN_SAMPLES // setting.global_batch), 4)
+        whole, times = setting.with_peers, 1 + setting.num_peers
+        count = min(max(1, _KNOWN_SAMPLES // whole.global_batch), 4)
         batches = known_batches(setting, samples, count)
         found = self._of_one_stage(setting, samples, batches)
         best_ms = min((each.predicted_ms for each in found), default=np.inf)
-        if best_ms > _NEAR * np.mean([bound_ms(setting, batch) for batch in batches]):
+        if best_ms > _NEAR * np.mean([bound_ms(whole, batch) for batch in batches]):
             for name in _ASKED if setting.num_devices <= _MANY_DEVICES else _ASKED[:1]:
                 with contextlib.suppress(ValueError):  # it has none that fits
                     check_generators(name, setting.costs)
                     theirs = replace(planner(name).configure(setting, samples), assigned_by=name)
-                    found.append(self._simulated(setting, theirs, batches))
-        return fastest(found, self.name, setting)
+                    found.append(self._simulated(whole, several(theirs, times), batches))
+        return fastest([part_of(each, times) for each in found], self.name, setting)
 
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
@@ -106,22 +107,23 @@ class ResilientPlanner:
     def _of_one_stage(
         self, setting: Setting, samples: SampleTable, batches: Sequence[SampleTable]
     ) -> list[Configuration]:
-        """Return configurations of one stage, with their times, the fastest among them."""
+        """Return configurations of one stage, of all peers together, with their times, the fastest among them."""
+        whole, times = setting.with_peers, 1 + setting.num_peers
         for longer, wide in ((_LONGER, False), (1.0, False), (1.0, True)):
             shapes = [
-                each
+                several(each, times)
                 for each in one_stage(setting, wide=wide)
                 if is_asked_for(setting, each) and holds_longer(setting, each, samples, longer)
             ]
-            least = [least_ms(setting, each, batches) for each in shapes]
+            least = [least_ms(whole, each, batches) for each in shapes]
             found: list[Configuration] = []
             best_ms = np.inf
             for index in np.argsort(least, kind="stable"):
                 if least[index] >= _WORTH * best_ms:
                     break
                 with contextlib.suppress(ValueError):  # it has no memory for a batch
-                    expected = as_dealt(setting, shapes[index], batches)
-                    found.append(self._simulated(setting, expected, batches))
+                    expected = as_dealt(whole, shapes[index], batches)
+                    found.append(self._simulated(whole, expected, batches))
                     best_ms = min(best_ms, found[-1].predicted_ms)
             if found:
                 return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
@@ -15,6 +14,7 @@ from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
 from resilient.planners.stages.device_layout import DeviceLayout
 from resilient.planners.stages.memory_budget import windows
+from resilient.planners.stages.one_pipeline import several
 from resilient.planners.stages.stage_work import (
     by_stage,
     exposed_sum_ms,
@@ -84,12 +84,6 @@ def template_of(setting: Setting, configuration: Configuration, samples: SampleT
 def decision_of(template: PipelineTemplate) -> Configuration:
     """Return the configuration that a template was made of."""
     return msgspec.json.decode(template.decision, type=Configuration)
-
-
-def several(configuration: Configuration, count: int) -> Configuration:
-    """Return the configuration of so many pipelines like the one that it is of."""
-    units = {name: replace(each, dp=each.dp * count) for name, each in configuration.units.items()}
-    return replace(configuration, units=units)
 
 
 def _check(configuration: Configuration) -> None:

@@ -17,8 +17,9 @@ from resilient.planners.costs.correction import UNCORRECTED, Correction
 from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.evaluation.step_unit import StepUnit
-from resilient.planners.pipelines.decision import decision_of, several
+from resilient.planners.pipelines.decision import decision_of
 from resilient.planners.planner import Assignment, Configuration, Planner, Replica, Setting
+from resilient.planners.stages.one_pipeline import several
 from resilient.templates.common.arrays import Ints
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import Pipeline, Plan

@@ -1,7 +1,9 @@
 """One pipeline on each number of nodes: what the plans of a job that runs are put together of.
 
 As many nodes as there are have several of these pipelines, on as many nodes each as they add up to, and lose and gain
-some: so a planner is asked what it does with one replica of the language model, on all devices of so many nodes.
+some: so a planner is asked what it does with one replica of the language model, on all devices of so many nodes. A step
+takes what the slowest pipeline takes, which may be the one with the longest sample: planners that simulate simulate as
+many alike.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from resilient.planners.planner import Configuration, Encoders, Planner, Setting
 from resilient.planners.registry import check_generators
 from resilient.planners.stages.device_layout import used_devices
 from resilient.planners.stages.redundancy import is_redundant
+
+_MOST_TOGETHER = 16
+"""Pipelines that are simulated together: the slowest of more takes little more, and simulating them takes long."""
 
 
 def is_asked_for(setting: Setting, configuration: Configuration) -> bool:
@@ -73,12 +78,26 @@ def pipeline_configurations(
 
 
 def _of_one(setting: Setting, num_nodes: int) -> Setting:
-    """Return the job of one pipeline."""
-    batch = -(-setting.global_batch // max(setting.num_nodes // num_nodes, 1))
+    """Return the job of one pipeline among others."""
+    num_pipelines = max(setting.num_nodes // num_nodes, 1)
+    batch = -(-setting.global_batch // num_pipelines)
     return replace(
         setting,
         num_nodes=num_nodes,
         global_batch=max(batch, setting.microbatch),
         max_failures=0,
         num_pipelines=1,
+        num_peers=min(num_pipelines, _MOST_TOGETHER) - 1,
     )
+
+
+def several(configuration: Configuration, count: int) -> Configuration:
+    """Return the configuration of so many times the pipelines that one is of."""
+    units = {name: replace(each, dp=each.dp * count) for name, each in configuration.units.items()}
+    return replace(configuration, units=units)
+
+
+def part_of(configuration: Configuration, count: int) -> Configuration:
+    """Return of what configuration one is :func:`several`."""
+    units = {name: replace(each, dp=each.dp // count) for name, each in configuration.units.items()}
+    return replace(configuration, units=units)

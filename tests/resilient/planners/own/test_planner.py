@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.costs.derived_costs import derive_costs
-from resilient.planners.costs.samples import LLM, SampleTable
+from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.evaluation.bound import bound_ms
 from resilient.planners.evaluation.evaluate import Result, evaluate
 from resilient.planners.evaluation.known_batches import known_batches
@@ -18,10 +19,12 @@ from resilient.planners.own.planner import ResilientPlanner
 from resilient.planners.planner import Configuration, Planner, Replica, Setting
 from resilient.planners.registry import planner
 from resilient.planners.stages.degraded_replicas import degraded_replicas
+from resilient.planners.stages.one_pipeline import several
 from resilient.planners.workloads.workload import workload
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.inputs.devices import cluster_of
 from tests.resilient.planners.jobs_of_planners import after_failures, check_places, setting, table
+from tests.resilient.planners.small_jobs import small_unit
 
 OURS = ResilientPlanner()
 
@@ -32,10 +35,10 @@ def _step(chosen: Planner, job: Setting, configuration: Configuration, batch: Sa
 
 
 def _known_ms(chosen: Planner, job: Setting, samples: SampleTable) -> float:
-    """Return what known batches take that fit; infinite if there is no such plan."""
+    """Return what known batches take that fit, with all peers; infinite if there is no such plan."""
     try:
-        configuration = chosen.configure(job, samples)
-        results = [_step(chosen, job, configuration, batch) for batch in known_batches(job, samples, 4)]
+        configuration = several(chosen.configure(job, samples), 1 + job.num_peers)
+        results = [_step(chosen, job.with_peers, configuration, batch) for batch in known_batches(job, samples, 4)]
     except ValueError:
         return np.inf
     memory = job.cluster.memory_bytes
@@ -63,6 +66,27 @@ def test_known_batches_fit_and_take_no_longer_than_in_the_best_uniform_plan(job:
     # So near to the bound others are not asked.
     near_ms = 1.1 * np.mean([bound_ms(job, batch) for batch in known_batches(job, samples, 4)])
     assert _known_ms(OURS, job, samples) <= max(uniform_ms, near_ms)
+
+
+@given(st.integers(1, 7), st.integers(0, 1000))
+@settings(max_examples=6, deadline=None)
+def test_a_pipeline_among_others_is_chosen_by_what_the_slowest_of_all_takes(num_peers: int, seed: int) -> None:
+    """One sample in ten is long: some pipeline has one, and where there are few, most have none."""
+    rng = np.random.default_rng(seed)
+    tokens = np.where(rng.random(200) < 0.1, 4000.0, rng.integers(10, 200, 200))
+    samples = SampleTable(units={name: Lengths.of([[int(each)] for each in tokens]) for name in ("vision", LLM)})
+    units = tuple(small_unit(name, [0.01] * 8) for name in ("vision", LLM))
+    job = Setting(
+        costs=CostModel(units=units),
+        cluster=Cluster(),
+        num_nodes=4,
+        global_batch=8,
+        microbatch=2,
+        num_pipelines=1,
+        num_peers=num_peers,
+    )
+    others_ms = min(_known_ms(planner(name), job, samples) for name in ("uniform", "uniform-sorted", "disttrain"))
+    assert _known_ms(OURS, job, samples) <= others_ms * (1 + 1e-9)
 
 
 @pytest.fixture(scope="module")

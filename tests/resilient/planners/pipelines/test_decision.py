@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
-from resilient.planners.pipelines.decision import decision_of, several, template_of
+from resilient.planners.pipelines.decision import decision_of, template_of
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
 from resilient.planners.registry import planner
+from resilient.planners.stages.one_pipeline import several
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.template import PipelineTemplate
 from tests.resilient.planners.jobs_of_planners import COSTS

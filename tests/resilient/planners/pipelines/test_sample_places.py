@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.planners.costs.samples import LLM
-from resilient.planners.pipelines.decision import several, template_of
+from resilient.planners.pipelines.decision import template_of
 from resilient.planners.pipelines.sample_places import NOWHERE, SamplePlaces
 from resilient.planners.planner import Replica
 from resilient.planners.registry import PLANNERS, planner
-from resilient.planners.stages.one_pipeline import pipeline_configurations
+from resilient.planners.stages.one_pipeline import pipeline_configurations, several
 from resilient.templates.plan import Pipeline, Plan
 from tests.resilient.planners.small_jobs import small_job
 

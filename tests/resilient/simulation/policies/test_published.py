@@ -1,6 +1,7 @@
 """A published experiment: 30 nodes lose one every 6 h, 1 h or 10 min until 15 are left (Oobleck, SOSP'23).
 
-The 6 h number sets how fast steps are; the others are predicted. ``benchmarks/oobleck_tables.py`` has all of them.
+The 6 h number sets how fast steps are; the others are predicted.
+``benchmarks/papers/oobleck_tables.py`` has all of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Oobleck's published throughputs under failures, and what the replay predicts for the same systems.
 
-    python benchmarks/oobleck_tables.py [--batches simulated|stated|both] [--spot [FILE ...]]
+    python benchmarks/papers/oobleck_tables.py [--batches simulated|stated|both] [--spot [FILE ...]]
 
 30 nodes with an A40 each lose a node every 6 h, 1 h or 10 min until 15 are left (Oobleck, SOSP'23, evaluation).
 Profiles are derived from the models' shapes and the A40's data sheet. For each system and model one number is
