@@ -254,7 +254,7 @@ class Handlers:
 
     def on_worker_said(self, event: WorkerSaid) -> None:
         """Note that the job advances; the message itself has its own row in the table."""
-        if event.node in self._context.members and isinstance(event.message, ADVANCES):
+        if isinstance(event.message, ADVANCES):
             self._parts.stalls.advance()
 
     def on_ready(self, message: Ready, worker: WorkerId) -> None:
@@ -357,14 +357,11 @@ class Handlers:
     def on_saved(self, message: Saved, worker: WorkerId) -> None:
         """A part of a checkpoint on the way, or of the last one."""
         parts = self._parts
-        lifecycle = self._lifecycle
-        if message.generation < self._context.generation:
-            return
         if parts.last_checkpoint is None:
             parts.checkpoints.add(message, worker[0], parts.job.spec)
         else:
             parts.last_checkpoint.hear(message, worker)
-            lifecycle.proceed()
+            self._lifecycle.proceed()
 
     def on_not_saved(self, message: NotSaved, worker: WorkerId) -> None:
         self._parts.checkpoints.note_missed(message.step, worker[0], message.error)
@@ -384,9 +381,10 @@ class Handlers:
             self._ends.finish()  # otherwise somebody died who had still to tell: the survivors are asked
 
     def on_failed(self, message: Failed, worker: WorkerId) -> None:
-        if not message.is_sound:
+        takes_part = self._parts.participants.takes_part(worker)
+        if takes_part and not message.is_sound:
             self._parts.ending.note_damage()
-        if message.damaged:
+        if takes_part and message.damaged:
             self._parts.checkpoints.note_damaged(message.damaged, message.instead)
         if message.kind:
             self._lifecycle.err(worker[0], message.error, message.kind, message.traceback)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from resilient.agent.membership.ends import Ends
 from resilient.agent.membership.job_parts import JobParts
 from resilient.agent.membership.next_generation.agreement import NOTHING, Agreement, agree
-from resilient.agent.membership.next_generation.members import WorkerId, log_path
+from resilient.agent.membership.next_generation.members import Member, WorkerId, log_path
 from resilient.agent.membership.parts.context import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -177,9 +177,13 @@ class Lifecycle:
             self.fail(worker[0], f"a {cause}{why}; see {log}")
 
     def _trains_on(self, node: int) -> bool:
-        """Return whether the job trains, and that node is no joiner."""
+        """Return whether the job trains, and that node, too."""
         member = self._parts.context.members.get(node)
-        return self._parts.phase in TRAINING and member is not None and member.admitted
+        return self._parts.phase in TRAINING and member is not None and self._is_of_the_job(member)
+
+    def _is_of_the_job(self, member: Member) -> bool:
+        """Return whether the job may fail of what a node says: not of one that joins, or that stands by."""
+        return member.admitted and (self._parts.phase not in TRAINING or self._takes_part(member.node))
 
     def _may_spare(self, node: int) -> bool:
         """Return whether enough others are left without a node, as far as is known."""
@@ -197,11 +201,11 @@ class Lifecycle:
         member = parts.context.members.get(node)
         others_know = parts.participants.plan is not None or parts.job.is_known or parts.start_up.has_own
         is_late = parts.participants.plan is not None or (member is not None and member.is_guest)
-        joins = others_know and is_late and member is not None and not member.admitted
-        if member is not None and joins:
-            parts.context.record("node_lost", node=node, cause=f"cannot join: {error}")
-            parts.dismiss(member, f"cannot join: {error}", exit_code=EXIT_FAILED)
-            if parts.phase is Phase.STARTING:
+        if member is not None and others_know and is_late and not self._is_of_the_job(member):
+            cause = f"stood by and failed: {error}" if member.admitted else f"cannot join: {error}"
+            parts.context.record("node_lost", node=node, cause=cause)
+            parts.dismiss(member, cause, exit_code=EXIT_FAILED)
+            if parts.phase in (Phase.STARTING, *TRAINING):
                 self.proceed()
             return
         parts.context.record("failed", node=node, error=error, traceback=traceback)

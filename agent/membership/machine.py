@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from resilient.agent.membership.credibility import is_credible
 from resilient.agent.membership.handlers import Handlers
 from resilient.agent.membership.invariants import Invariants
 from resilient.agent.membership.job_parts import JobParts
@@ -254,16 +255,21 @@ class Membership:
         self._story.note(now, self.phase, self.generation, stimulus)
         out = self._context.begin(now)
         try:
-            self._handler(stimulus)(stimulus)
-            if isinstance(stimulus, WorkerSaid) and self._hears(stimulus.node):
-                self._handler(stimulus.message)(stimulus.message, (stimulus.node, stimulus.local_rank))
+            if isinstance(stimulus, WorkerSaid):
+                self._hear(stimulus)
+            else:
+                self._handler(stimulus)(stimulus)
         except Exception as error:
             raise self._story.error(repr(error)) from error
         return out
 
-    def _hears(self, node: int) -> bool:
-        """Return whether what a node's workers say counts: not if it is given up, or the job over."""
-        return self.phase is not STOPPED and node in self.members
+    def _hear(self, said: WorkerSaid) -> None:
+        """Take in what a worker says, if that counts: not if its node is given up, or the job over."""
+        worker = (said.node, said.local_rank)
+        if self.phase is STOPPED or said.node not in self.members or not is_credible(self.parts, said.message, worker):
+            return
+        self._handler(said)(said)
+        self._handler(said.message)(said.message, worker)
 
     def _handler(self, happened: Stimulus | FromWorkerMessage) -> Callable[..., None]:
         kind = type(happened)

@@ -114,6 +114,12 @@ def step_of_folder(path: str | Path) -> int:
     return int(Path(path).name.removeprefix("step-"))
 
 
+def is_beside(path: str | Path, other: str | Path) -> bool:
+    """Return whether a path is that of the folder of a checkpoint which may lie beside another one."""
+    digits = Path(path).name.removeprefix("step-")
+    return Path(path).parent == Path(other).parent and digits.isdecimal() and Path(path).name == _name(int(digits))
+
+
 def _name(step: int) -> str:
     return f"step-{step:08d}"
 

@@ -9,7 +9,7 @@ from resilient.agent.membership.next_generation.forming import Checkpoint, sourc
 from resilient.agent.membership.parts.context import Context
 from resilient.agent.membership.parts.events import WriteManifest
 from resilient.protocol.messages import JobSpec, Saved
-from resilient.state.manifest import Manifest, SavedState, SavedStates, folder, step_of_folder
+from resilient.state.manifest import Manifest, SavedState, SavedStates, folder, is_beside, step_of_folder
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.templates.common.byte_intervals import ByteIntervals
 from resilient.templates.inputs.profile import LayerProfile, ModelProfile
@@ -176,8 +176,10 @@ class Checkpoints:
 
     def note_damaged(self, path: str, instead: str) -> None:
         """Count no longer on a checkpoint that is not what was written; ``instead``: the newest sound one beside it."""
+        if path not in (checkpoint.path for checkpoint in self._whole):
+            return  # another worker has told of it before
         self._whole = [checkpoint for checkpoint in self._whole if checkpoint.path not in (path, instead)]
-        if instead:
+        if instead and is_beside(instead, path):
             self._whole.append(Checkpoint(step=step_of_folder(instead), path=instead, skipped=NONE_SKIPPED))
 
     def note_missed(self, step: int, node: int | None, error: str) -> None:

@@ -74,6 +74,14 @@ class Participants:
         """Return whether a worker, dead or alive, has a place."""
         return worker in self._placed
 
+    def takes_part(self, worker: WorkerId) -> bool:
+        """Return whether a worker, dead or alive, has a place, or still has states to send."""
+        return worker in self._placed or worker in self._senders
+
+    def has_rank(self, rank: int) -> bool:
+        """Return whether a worker, dead or alive, has a global rank."""
+        return rank in self._workers
+
     def is_placed(self, node: int) -> bool:
         """Return whether a node, dead or alive, has a place."""
         return node in self._placed_nodes

@@ -3,12 +3,16 @@ from __future__ import annotations
 import shutil
 from itertools import count
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from resilient.agent import membership
+from resilient.agent.membership.parts.events import Stimulus
 from tests.agent.membership.checker.history import SUCCESSION, run
+from tests.agent.membership.checker.liar import attack
 from tests.agent.membership.checker.mutants.mistakes import MISTAKES, Mistake
+from tests.agent.membership.checker.world import World
 
 _NUM_SEEDS, _IN_ONE_TEST = 2000, 100
 
@@ -47,3 +51,23 @@ def test_a_mistake_can_still_be_made(mistake: Mistake, tmp_path: Path) -> None:
     shutil.copytree(membership.__path__[0], copy)
     mistake.make(copy)
     assert mistake.wrong in (copy / mistake.file).read_text()
+
+
+@pytest.mark.parametrize("first", range(0, 80, 40))
+def test_no_lie_breaks_the_machine_and_visitors_change_nothing(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = World.feed
+    random = Random(first)
+    attacks = 0
+
+    def feed_after_an_attack(world: World, stimulus: Stimulus) -> None:
+        nonlocal attacks
+        if random.random() < 0.7:
+            attacks += 1
+            attack(world.machine, world.now, random)
+        feed(world, stimulus)
+
+    monkeypatch.setattr(World, "feed", feed_after_an_attack)
+    for seed in range(first, first + 40):
+        history = run(seed)
+        assert not history.violation, history.told()
+    assert attacks > 1000

@@ -184,6 +184,12 @@ def idle_nodes(job: Job) -> list[int]:
     return [node for node, _ in job.workers if node not in job.plan.nodes]
 
 
+def regroup(job: Job) -> None:
+    """Begin another generation of the same nodes, from here."""
+    job.say(job.placed()[0], Suspect(generation=job.machine.generation, reason="reset"))
+    job.answer()
+
+
 def give_what_is_lost(job: Job, lost: int, heir: int) -> None:
     """Have a node that stands by hold what a node does that is then lost, as after a change just before."""
     worker = job.workers[heir, 0]
@@ -196,6 +202,7 @@ def test_node_that_stands_by_sends_what_only_it_still_holds() -> None:
     for choice in range(2):  # one of the two gets the place, and the other may have to send
         job = started(num_nodes=NUM_LAYERS + 2, spec=ALONE)
         job.step(3)
+        regroup(job)
         give_what_is_lost(job, job.plan.nodes[1], idle_nodes(job)[choice])
         job.answer()
         assert job.machine.phase is Phase.RUNNING
@@ -209,6 +216,7 @@ def test_node_that_stands_by_sends_what_only_it_still_holds() -> None:
 def test_node_that_stands_by_and_leaves_while_a_change_is_agreed_on_is_a_source_before_it_goes() -> None:
     job = started(num_nodes=NUM_LAYERS + 1, spec=ALONE)
     job.step(3)
+    regroup(job)
     (idle,) = idle_nodes(job)
     give_what_is_lost(job, job.plan.nodes[1], idle)
     leave(job, idle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from resilient.agent.membership.parts.context import Phase
@@ -11,6 +12,7 @@ from resilient.agent.membership.parts.events import (
     Send,
     StopWanted,
     Tell,
+    WriteManifest,
 )
 from resilient.protocol.messages import (
     Arm,
@@ -18,6 +20,8 @@ from resilient.protocol.messages import (
     Generation,
     Injection,
     Kill,
+    Note,
+    Output,
     Regroup,
     Shutdown,
     Suspect,
@@ -260,3 +264,19 @@ def test_injection_waits_for_its_node() -> None:
     assert not job.workers[1, 0].inbox
     job.ready(1)
     assert job.workers[1, 0].inbox == [Arm(injection=wanted)]
+
+
+@pytest.mark.parametrize("prefix", ["../", "/etc/", "x/", ""])
+def test_a_checkpoint_has_no_files_that_lie_elsewhere(prefix: str) -> None:
+    job = started(num_nodes=5)
+    job.step(1)
+    said = job.saved(job.machine.generation, 1, STATES)
+    files = {name: tuple(replace(each, file=f"{prefix}{each.file}") for each in of) for name, of in said.states.items()}
+    instructions = job.say(job.placed()[0], replace(said, states=files))
+    assert [type(each) for each in instructions] == ([] if prefix else [WriteManifest])
+
+
+def test_who_stands_by_says_nothing_for_the_job() -> None:
+    job = started(num_nodes=5)
+    assert job.say((4, 99), Note(name="x", value=1)) == []
+    assert job.say((4, -1), Output(text="x")) == []

@@ -130,9 +130,9 @@ MISTAKES = (
     ),
     Mistake(
         "parts of checkpoints of older generations count",
-        "handlers.py",
-        "if message.generation < self._context.generation:",
-        "if message.generation < 0:",
+        "credibility.py",
+        "is_writer and message.generation == parts.context.generation and",
+        "is_writer and",
     ),
     Mistake(
         "suspicions of older generations count",
@@ -143,8 +143,8 @@ MISTAKES = (
     Mistake(
         "nodes that are gone are listened to",
         "machine.py",
-        "return self.phase is not STOPPED and node in self.members",
-        "return self.phase is not STOPPED",
+        "said.node not in self.members or not is_credible(self.parts, said.message, worker)",
+        "False",
     ),
     # ------------------------------------------------------------ losses, joins, departures
     Mistake(
