@@ -1,23 +1,35 @@
 """The node agents as the coordinator sees them: who is connected, cut off, back or gone.
 
 A connection that breaks is not yet a node that is lost: its agent comes back with the same conversation, or is given
-up when :mod:`resilient.agent.patience` is over. Owns the agents' WebSockets. Must not import torch.
+up when :mod:`resilient.agent.network.patience` is over. Owns the agents' WebSockets. Must not import torch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
 from resilient.agent.conversation import GOODBYE, Attached, Conversation, Hello, decode_hello
+from resilient.agent.membership.machine import Membership
 from resilient.agent.membership.parts import events as ev
-from resilient.agent.patience import Patience
+from resilient.agent.membership.parts.context import Settings
+from resilient.agent.network.doorbell import joined
+from resilient.agent.network.introductions import (
+    INTRODUCTION_S,
+    Introduce,
+    chosen_peers,
+    decode_introduced,
+    why_refused,
+)
+from resilient.agent.network.patience import Patience
 from resilient.errors import ControlError
 from resilient.protocol.generation_packing import GenerationPacker
 from resilient.protocol.messages import (
@@ -27,6 +39,7 @@ from resilient.protocol.messages import (
     Generation,
     Health,
     Leaving,
+    Shutdown,
     StepDone,
     ToAgentMessage,
     ToWorkers,
@@ -54,6 +67,7 @@ class _Agent:
         self.num_heard_before_nonsense: int | None = None
         self.lost_soon: asyncio.TimerHandle | None = None
         self.has_ended = False
+        self.bell = ""
         self.why_lost = _LOST
         self._process = (hello.host, hello.pid)
 
@@ -73,29 +87,34 @@ class Agents:
     """Serves the agents' connections and tells the machine what comes of them.
 
     Args:
-        heartbeat_s: Silence after which a connection is taken for broken.
-        patience: Tells when those who are cut off are given up.
+        settings: Of the job.
+        token: Of the job.
+        machine: Says which nodes it counts on.
         feed: Gives the machine a stimulus.
-        is_member: Returns whether the machine counts on a node.
         keep: Called before agents are told what they need not keep.
+        note: Writes an event: its kind, its fields.
         term: Of this coordinator.
     """
 
     def __init__(
         self,
-        heartbeat_s: float,
-        patience: Patience,
+        settings: Settings,
+        token: str,
+        machine: Membership,
         feed: Callable[[ev.Stimulus], None],
-        is_member: Callable[[int], bool],
         keep: Callable[[], None],
+        note: Callable[[str, dict[str, Any]], None],
         term: int,
     ) -> None:
-        self._heartbeat_s = heartbeat_s
-        self._patience = patience
+        self._heartbeat_s = settings.heartbeat_s
+        self._patience = Patience(settings.heartbeat_s, settings.orphan_s, machine.takes_part)
         self._feed = feed
-        self._is_member = is_member
+        self._machine = machine
         self._keep = keep
+        self._note = note
         self._term = term
+        self._token = token
+        self._ports = settings.port_range
         self._packer = GenerationPacker()
         self._heard_before: Mapping[int, int] = {}
         self._agents: dict[int, _Agent] = {}
@@ -192,11 +211,16 @@ class Agents:
         if hello.term > self._term:
             return  # it has heard of another coordinator, as this one will
         agent = self._agents.get(hello.node) if hello.node is not None else None
-        is_new = agent is None or hello.num_heard == 0 or not self._is_member(agent.node)
+        is_new = agent is None or hello.num_heard == 0 or agent.node not in self._machine.members
         if agent is None or is_new:
             if agent is not None:  # it begins anew: what it was before is gone in any case
                 self._drop(agent, _LOST)
+            met = await self._introduce(socket, hello)
+            if met is None:
+                return
+            hello = met
             agent = self._begin(hello)
+        agent.bell = joined(hello.address, hello.bell_port) if hello.bell_port else ""
         agent.socket = socket
         agent.conversation.connect(socket)
         self._patience.hear(agent.node, _now())
@@ -224,6 +248,31 @@ class Agents:
             self._drop(agent, cause)
         else:
             self._cut_off(agent, is_silent=isinstance(socket.exception(), asyncio.TimeoutError))
+
+    async def _introduce(self, socket: web.WebSocketResponse, hello: Hello) -> Hello | None:
+        """Have a node and others try whether they reach each other.
+
+        Returns:
+            What it said, with where its doorbell is; None if it is refused, or does not answer.
+        """
+        if not hello.address:
+            return hello
+        near = [agent.bell for agent in self._agents.values() if agent.bell and agent.lost_soon is None]
+        asked = Introduce(peers=chosen_peers(near), ports=self._ports)
+        try:
+            await socket.send_bytes(encode(asked))
+            told = decode_introduced(await socket.receive_bytes(timeout=INTRODUCTION_S))
+        except (msgspec.DecodeError, TypeError, asyncio.TimeoutError, ConnectionError, aiohttp.ClientError) as error:
+            logger.warning("an agent on %s does not say whether it reaches others: %r", hello.host, error)
+            return None
+        reason = await why_refused(asked, told, hello.address, self._token, is_chosen=hello.is_chosen)
+        if reason:
+            refused = {"host": hello.host, "address": hello.address, "is_guest": hello.is_guest, "reason": reason}
+            self._note("node_refused", refused)
+            with contextlib.suppress(ConnectionError):
+                await socket.send_bytes(encode(Shutdown(exit_code=1, reason=reason)))
+            return None
+        return msgspec.structs.replace(hello, bell_port=told.port)
 
     def _begin(self, hello: Hello) -> _Agent:
         node = self._num_seen

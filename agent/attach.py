@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 
-from resilient.agent.addresses import check_host
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.job_control import JobControl
 from resilient.agent.journal.stimulus_log import read_stimuli
@@ -20,6 +19,7 @@ from resilient.agent.leadership.knocking import session_for
 from resilient.agent.leadership.leased_term import LeasedTerm
 from resilient.agent.leadership.office import Office, read_office
 from resilient.agent.membership.parts import events as ev
+from resilient.agent.network.addresses import check_host
 from resilient.errors import ArgumentError, ResilientError
 from resilient.observability.run_report import write_report
 

@@ -17,9 +17,10 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from resilient.agent.network.introductions import Introduce
 from resilient.errors import ControlError
 from resilient.protocol.alike import Alike
-from resilient.protocol.messages import MAX_MESSAGE_BYTES, Health, encode
+from resilient.protocol.messages import MAX_MESSAGE_BYTES, Health, Shutdown, encode
 
 GOODBYE = 4000
 """Code of a WebSocket that is closed because the conversation is over, and not to be continued on another one."""
@@ -40,6 +41,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         alike: What must be equal on all nodes, as it is on this one.
         is_guest: Somebody else than the launcher of the job has started it.
         term: The highest of a coordinator that it has spoken to (:mod:`resilient.agent.journal.term`).
+        address: Where this machine is reached by the others, as a host; "" where nobody need try.
+        bell_port: Where its doorbell is there (:mod:`resilient.agent.network.doorbell`); 0 while it has none.
+        is_chosen: Somebody has chosen the address: it need not be the one that the coordinator sees.
     """
 
     host: str
@@ -51,6 +55,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     alike: Alike = msgspec.field(default_factory=Alike)
     is_guest: bool = False
     term: int = 0
+    address: str = ""
+    bell_port: int = 0
+    is_chosen: bool = False
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -75,6 +82,8 @@ class Heard(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 decode_hello = msgspec.msgpack.Decoder(Hello).decode
 decode_attached = msgspec.msgpack.Decoder(Attached).decode
+decode_first_answer = msgspec.msgpack.Decoder(Attached | Introduce | Shutdown).decode
+"""Of what may follow a ``Hello``: first of all what the node is to show, or why it is refused."""
 
 Connection: TypeAlias = "web.WebSocketResponse | aiohttp.ClientWebSocketResponse[bool]"
 

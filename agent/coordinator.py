@@ -25,7 +25,7 @@ from aiohttp import web
 
 from resilient.agent.agents import Agents
 from resilient.agent.entrance import Entrance
-from resilient.agent.event_writer import EventWriter
+from resilient.agent.journal.event_writer import EventWriter
 from resilient.agent.journal.inheritance import inherit
 from resilient.agent.journal.stimulus_log import StimulusLog, heard_counts, read_stimuli
 from resilient.agent.journal.term import DeposedError, Term
@@ -33,7 +33,7 @@ from resilient.agent.leadership.office import Office, write_office
 from resilient.agent.membership.machine import Membership, MembershipError
 from resilient.agent.membership.parts import events as ev
 from resilient.agent.membership.parts.context import EXIT_FAILED, Phase, Settings
-from resilient.agent.patience import Patience, successor_grace_s
+from resilient.agent.network.patience import successor_grace_s
 from resilient.common.job_certificate import server_context
 from resilient.errors import ArgumentError, CheckpointError
 from resilient.observability.metrics import CONTENT_TYPE
@@ -79,7 +79,6 @@ class Coordinator:
         self._token = token
         self._follows = follows
         self._machine = Membership(settings)
-        patience = Patience(settings.heartbeat_s, settings.orphan_s, lambda node: self._machine.takes_part(node))
         self._term = term
         self._told = Path(settings.run_directory) / "stimuli.jsonl"
         self._stimuli = StimulusLog(self._told, None if follows else settings, term.in_office)
@@ -87,11 +86,12 @@ class Coordinator:
             settings.run_directory, settings.injections, on_event, lambda: self._machine.generation
         )
         self._agents = Agents(
-            settings.heartbeat_s,
-            patience,
+            settings,
+            token,
+            self._machine,
             self.feed,
-            is_member=lambda node: node in self._machine.members,
             keep=self._keep,
+            note=self._events.note,
             term=term.number,
         )
         self._unanswered: list[ev.WriteManifest | ev.PreparePlans] = []
@@ -113,7 +113,7 @@ class Coordinator:
         return bool(self._agents.nodes)
 
     def note_agent_ended(self, pid: int) -> None:
-        """Take in that the process of an agent on this machine has ended."""
+        """Take in that an agent's process on this machine has ended."""
         self._agents.note_ended(pid)
 
     @property
@@ -132,9 +132,8 @@ class Coordinator:
         """
         self._agents.inherit(heard_counts(self._told))
         _, told = read_stimuli(self._told)
-        inherited = await asyncio.to_thread(
-            inherit, self._machine, told, self._agents
-        )  # long; a lease is kept meanwhile
+        # in a thread, for it takes long, and a lease is kept meanwhile
+        inherited = await asyncio.to_thread(inherit, self._machine, told, self._agents)
         if inherited.is_over:
             fix = "it has ended; go on from its newest checkpoint with --resume"
             raise ArgumentError("attach", "be a run whose job goes on", str(self._told.parent), fix)
@@ -163,7 +162,7 @@ class Coordinator:
             ]
         )
         entrance = Entrance(app, server_context(self._token))
-        bound_host, bound_port = await entrance.open(host, port)
+        bound_host, bound_port = await entrance.open(host, port, self._settings.port_range)
         self._entrance = entrance
         self.address = f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
         with self._term.in_office():

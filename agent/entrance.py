@@ -19,6 +19,8 @@ import time
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
+from resilient.common.network.ports import listen
+
 logger = logging.getLogger(__name__)
 
 STRANGERS_AT_ONCE = 128
@@ -121,20 +123,19 @@ class Entrance:
         self._scarce = _Complaint("%d times a connection could not be accepted yet: %s; `ulimit -n` may be too low")
         self._most_strangers = STRANGERS_AT_ONCE
 
-    async def open(self, host: str, port: int) -> tuple[str, int]:
+    async def open(self, host: str, port: int, ports: str = "") -> tuple[str, int]:
         """Listen; return where.
 
         Args:
             host: Address to listen on.
-            port: Port to listen on; 0 for any that is free.
+            port: Port to listen on; 0 for one that is free.
+            ports: The range to choose it of, as :func:`resilient.common.network.ports.port_range` reads it.
 
         Raises:
             OSError: Somebody else listens there, or it is no address of this machine.
         """
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
-        self._listener = socket.create_server(address[:2], family=family, backlog=8 * STRANGERS_AT_ONCE)
+        self._listener = await asyncio.to_thread(listen, host, port, ports, 8 * STRANGERS_AT_ONCE)
         await self._runner.setup()
         self._listener.setblocking(False)
         self._most_strangers = min(STRANGERS_AT_ONCE, _descriptors() // 4)

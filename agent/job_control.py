@@ -20,6 +20,7 @@ from typing import Any
 
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.membership.parts import events as ev
+from resilient.common.network.ports import PortsTakenError
 from resilient.errors import ArgumentError
 from resilient.protocol.messages import Injection
 
@@ -107,6 +108,9 @@ class JobControl(ABC):
     async def _listen(self, coordinator: Coordinator, host: str, port: int) -> None:
         try:
             await coordinator.start(host, port)
+        except PortsTakenError as error:
+            fix = "give a wider one, or end who listens there"
+            raise ArgumentError("port_range", "have a port that is free", error.strerror, fix) from error
         except OSError as error:
             got = f"{host}:{port} ({error.strerror})"
             fix = "give an address of this machine, and {port} 0 for any that is free"

@@ -12,25 +12,22 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from resilient.agent.addresses import check_host
 from resilient.agent.attach import listen_where_it_was, succeed
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.job_control import JobControl
 from resilient.agent.journal.term import DeposedError, Term, newest_term
-from resilient.agent.leadership.leader_store import check_store
+from resilient.agent.launch_options import LaunchOptions
 from resilient.agent.leadership.leased_term import LeasedTerm
 from resilient.agent.membership.parts.context import EXIT_FAILED, Settings
+from resilient.agent.network.addresses import check_host
+from resilient.agent.nodes_screen import NodesScreen
 from resilient.agent.process import Spawner, start_forkserver
 from resilient.common.etcd_connection import EtcdUnreachableError
 from resilient.errors import ArgumentError
-from resilient.observability.step_trace import parse_steps
-from resilient.protocol.alike import ALLOWABLE
 from resilient.protocol.forkserver import Spawn
-from resilient.protocol.messages import Injection
 from resilient.state.manifest import read_resumed, resumed_folder
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.inputs.devices import network
@@ -38,128 +35,6 @@ from resilient.templates.inputs.devices import network
 logger = logging.getLogger(__name__)
 
 _LINGER_S = 5.0
-_LEAST_TOKEN = 16
-_REPEATED = (
-    "workers_per_node",
-    "host",
-    "port",
-    "network_gbit_s",
-    "failure_interval_s",
-    "heartbeat_s",
-    "orphan_s",
-    "grace_s",
-    "wait_for_nodes_s",
-    "allow_different",
-    "planner",
-    "store",
-)
-"""Options that a job keeps when it is resumed, as they are; a test asks of each new one whether it is such."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
-    """What to run.
-
-    Args:
-        script: The job's script.
-        arguments: The script's own arguments.
-        num_nodes: Simulated nodes to start.
-        most_nodes: Nodes that train at once, however many join: others stand by. None for all.
-        local_nodes: Start the nodes here; False for a coordinator alone, which waits for agents of other machines.
-        workers_per_node: Workers of each.
-        run_directory: Folder of the run; made if it is not there.
-        resume: Checkpoint folder to begin from, or folder of a run for its newest sound one.
-        host: Address to listen on.
-        port: Port to listen on; 0 for any that is free.
-        network_gbit_s: Between two nodes, for each worker; None where it is too fast to matter.
-        failure_interval_s: Expected time between two failures, over which a reconfiguration must pay.
-        heartbeat_s: Silence after which a connection to a node counts as broken.
-        orphan_s: How long nodes train on without a coordinator, and it waits for all of them when none is heard of.
-        grace_s: From the first SIGINT, SIGTERM or SIGHUP to the end; a checkpoint is written meanwhile.
-        wait_for_nodes_s: How long a job of which too few nodes are left waits for others to connect, before it stops
-            with a checkpoint; 0 for not at all.
-        injections: Failures to cause.
-        domains: What the simulated nodes fail together with (zones, racks), in turn; empty for each by itself.
-        trace_steps: Steps of which workers write down when they did what, as in "10" or "10-12"; "" for none.
-        planner: What places the samples of units, instead of what the script asks for; "" for that.
-        allow_different: What may differ between nodes: of :data:`resilient.protocol.alike.ALLOWABLE`.
-        validate: Check after everything that happens that the membership is consistent; a job of a thousand nodes
-            feels it.
-        store: etcd and a prefix, ``etcd://HOST[:PORT],.../PREFIX[?ca=FILE&certificate=FILE&key=FILE]``: when the
-            coordinator is gone, one of the nodes is elected there to lead the job; "" for none.
-        token: That agents have to show; "" for one that nobody can guess, left in the run's ``job.json``.
-        environment: Further environment variables for nodes and workers.
-    """
-
-    script: str
-    arguments: tuple[str, ...] = ()
-    num_nodes: int = 1
-    most_nodes: int | None = None
-    local_nodes: bool = True
-    workers_per_node: int = 1
-    run_directory: str
-    resume: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 0
-    network_gbit_s: float | None = None
-    failure_interval_s: float = 3600.0
-    heartbeat_s: float = 5.0
-    orphan_s: float = 600.0
-    grace_s: float = 120.0
-    wait_for_nodes_s: float = 10.0
-    injections: tuple[Injection, ...] = ()
-    domains: tuple[str, ...] = ()
-    trace_steps: str = ""
-    planner: str = ""
-    allow_different: tuple[str, ...] = ()
-    validate: bool = False
-    store: str = ""
-    token: str = ""
-    environment: dict[str, str] = field(default_factory=dict[str, str])
-
-    def __post_init__(self) -> None:
-        for name in ("num_nodes", "workers_per_node"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(name, "be >= 1", getattr(self, name), "a job has one at least")
-        if self.most_nodes is not None and self.most_nodes < self.num_nodes:
-            raise ArgumentError("most_nodes", f"be >= {self.num_nodes}, the least", self.most_nodes, "give it no less")
-        if self.host in ("0.0.0.0", "::"):
-            raise ArgumentError(
-                "host",
-                "be the address by which the job's machines reach this one",
-                repr(self.host),
-                "give one of this machine's own addresses",
-            )
-        if self.token and len(self.token) < _LEAST_TOKEN:
-            given = f"one of {len(self.token)} characters"
-            raise ArgumentError("token", f"be {_LEAST_TOKEN} characters or more", given, "give a random one")
-        if not Path(self.script).is_file():
-            raise ArgumentError("script", "be a file", repr(self.script), "give the path of the job's script")
-        for name in ("network_gbit_s", "failure_interval_s", "heartbeat_s", "orphan_s", "grace_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ArgumentError(name, "be > 0", f"{value:g}", "leave it out for the default")
-        if not self.wait_for_nodes_s >= 0:
-            fix = "give 0 for not waiting at all"
-            raise ArgumentError("wait_for_nodes_s", "be >= 0", f"{self.wait_for_nodes_s:g}", fix)
-        parse_steps(self.trace_steps)
-        if self.store:
-            check_store(self.store)
-        for kind in self.allow_different:
-            if kind not in ALLOWABLE:
-                fix = "what else differs trains another job"
-                raise ArgumentError("allow_different", f"be one of {', '.join(ALLOWABLE)}", repr(kind), fix)
-
-    def repeated(self) -> tuple[str, ...]:
-        """Return the options of ``resilient run`` that start the job again as it was, but for nodes and checkpoint."""
-        words: list[str] = []
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if option.name in _REPEATED and value != option.default:
-                for each in value if isinstance(value, tuple) else (value,):
-                    words += [f"--{_dashed(option.name)}", f"{each:g}" if isinstance(each, float) else str(each)]
-        words += [] if self.local_nodes else ["--no-local-nodes"]
-        return (*words, "--domains", ",".join(self.domains)) if self.domains else tuple(words)
 
 
 class Launcher(JobControl):
@@ -171,6 +46,7 @@ class Launcher(JobControl):
         self._token = options.token or secrets.token_hex(16)
         self._spawner: Spawner | None = None
         self._nodes: set[int] = set()
+        self._screen: NodesScreen | None = None
         self._num_started = self._num_told = 0
         self._nodes_gone = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -187,6 +63,7 @@ class Launcher(JobControl):
         term = await self._first_term(settings)
         coordinator = self._coordinator = Coordinator(settings, self._token, self._tell, term)
         spawner: Spawner | None = None
+        self._screen = NodesScreen(self._run_directory, self._options.shown, self._on_event)
         try:
             await self._listen(coordinator, self._options.host, self._options.port)
             spawner = self._spawner = start_forkserver(
@@ -210,6 +87,7 @@ class Launcher(JobControl):
             await self._coordinator.close()
             if spawner is not None:
                 await spawner.close()
+            await self._screen.close()
 
     async def _first_term(self, settings: Settings) -> Term:
         if not settings.store:
@@ -260,7 +138,10 @@ class Launcher(JobControl):
 
     def _tell(self, event: dict[str, Any]) -> None:
         self._num_told += 1
-        self._on_event(event)
+        if event["kind"] == "node_refused" and not event["is_guest"] and not event["generation"]:
+            self.stop(EXIT_FAILED, event["reason"])  # the job would wait for it
+        if self._screen is None or not self._screen.shows(event):
+            self._on_event(event)
 
     def _make_folder(self) -> None:
         if (self._run_directory / "events.jsonl").exists():
@@ -302,6 +183,7 @@ class Launcher(JobControl):
             allow_different=options.allow_different,
             validate=options.validate,
             store=options.store,
+            port_range=options.port_range,
         )
 
     def _start_node_soon(self) -> None:
@@ -324,6 +206,7 @@ class Launcher(JobControl):
         options = self._options
         argv = ["resilient.agent.node", "--join", self._coordinator.address]
         argv += ["--workers", str(options.workers_per_node), "--heartbeat-s", str(options.heartbeat_s)]
+        argv += options.shown.options
         if options.domains:
             argv += ["--domain", options.domains[self._num_started % len(options.domains)]]
         self._num_started += 1
@@ -337,6 +220,8 @@ class Launcher(JobControl):
             )
         )
         self._nodes.add(pid)
+        if self._screen is not None:
+            self._screen.take_in(pid)
         self._nodes_gone.clear()
 
     def _on_exit(self, pid: int, exit_code: int) -> None:
@@ -361,10 +246,6 @@ class Launcher(JobControl):
         self._nodes.clear()
         self._nodes_gone.set()
         self.stop(EXIT_FAILED, "the process that starts the nodes is gone")
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def launch(options: LaunchOptions, *callbacks: Callable[[dict[str, Any]], None]) -> int:

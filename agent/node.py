@@ -13,22 +13,26 @@ import logging
 import os
 import signal
 import socket
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
 import msgspec
 import psutil
 
 from resilient.agent.attach import StillLedError, end_orphaned_job
-from resilient.agent.conversation import GOODBYE, Conversation, Hello, decode_attached
+from resilient.agent.conversation import GOODBYE, Conversation, Hello
 from resilient.agent.leadership.knocking import ANSWER_HEARTBEATS, Door, session_for
 from resilient.agent.leadership.unled_checkpoints import UnledCheckpoints
 from resilient.agent.leadership.vigil import OrphanedError, Vigil
 from resilient.agent.membership.parts.context import EXIT_RESUMABLE
 from resilient.agent.process import Spawner, SpawnError, start_forkserver
+from resilient.agent.whereabouts import Whereabouts
 from resilient.agent.workers import WorkerPool
 from resilient.common.framing import frame
 from resilient.errors import ControlError, ResilientError
+from resilient.observability.worker_logs import Screen, WorkerLogs, signed
 from resilient.protocol import fault_injection as faults
 from resilient.protocol.alike import installed
 from resilient.protocol.messages import (
@@ -47,6 +51,7 @@ from resilient.protocol.messages import (
     WorkerExited,
     encode,
 )
+from resilient.protocol.shown_streams import ShownStreams
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +70,9 @@ class NodeOptions:
             between, the job says for how long.
         heartbeat_s: Silence after which the connection to the coordinator counts as broken.
         domain: What this machine fails together with (a zone, a rack); "" when it is not known.
+        interface: Of this machine, by name or address: where the others reach it. "" for the address at which it
+            reaches the coordinator.
+        shown: What of the workers' output is shown; by this process, unless it is a launcher's.
     """
 
     coordinator: str
@@ -75,6 +83,8 @@ class NodeOptions:
     connect_timeout_s: float = 60.0
     heartbeat_s: float = 5.0
     domain: str = ""
+    interface: str = ""
+    shown: ShownStreams = field(default_factory=ShownStreams)
 
 
 class NodeAgent:
@@ -93,10 +103,18 @@ class NodeAgent:
         self._welcome: Welcome | None = None
         self._door = Door(options.coordinator, options.heartbeat_s)
         self._vigil = Vigil(
-            self._door, options.coordinator, options.heartbeat_s, options.connect_timeout_s, self._end_job
+            self._door,
+            options.coordinator,
+            options.heartbeat_s,
+            options.connect_timeout_s,
+            self._end_job,
+            lambda: self._where.link(self._door.address),
         )
         self._checkpoints: UnledCheckpoints | None = None
         self._term = 0
+        self._screen: Screen | None = None
+        self._where = Whereabouts(options.token, options.interface, options.heartbeat_s)
+        self._nodes: set[int] = set()
 
     async def run(self) -> int:
         """Take part until told to stop; return the exit code."""
@@ -105,7 +123,9 @@ class NodeAgent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
         options, on_exit = self._options, self._on_worker_exit
-        self._pool = WorkerPool(options.token, num_workers=options.num_workers, send=self._relay, on_exit=on_exit)
+        self._pool = WorkerPool(
+            options.token, num_workers=options.num_workers, shown=options.shown, send=self._relay, on_exit=on_exit
+        )
         await self._pool.listen()
         connecting = loop.create_task(self._stay_connected())
         connecting.add_done_callback(self._on_task_done)
@@ -117,9 +137,12 @@ class NodeAgent:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._vigil.close()  # the others are told to stop, too
+            self._where.close()
             await self._pool.close()
             if self._spawner is not None:
                 await self._spawner.close()
+            if self._screen is not None:
+                await self._screen.close()
 
     def _end(self, exit_code: int) -> None:
         if self._ended is not None and not self._ended.done():
@@ -141,21 +164,19 @@ class NodeAgent:
         async with session_for(self._options.token) as session:
             while True:
                 async with await self._door.knock(session, self._term, self._wait) as connection:
-                    if self._pool is not None:  # peers reach the workers where the coordinator reaches this machine
-                        self._pool.host = connection.get_extra_info("sockname")[0]
+                    self._where.take_in(connection)
                     await self._converse(connection)
+                    self._where.break_off(connection)
 
     def _wait(self, waited_s: float, why: object) -> None:
-        assert self._pool is not None
-        self._vigil.wait(waited_s, why, self._welcome, self._pool.host)
+        self._vigil.wait(waited_s, why, self._welcome, self._where.host)
 
     async def _end_job(self, welcome: Welcome) -> None:
-        assert self._pool is not None
         try:
             reason = f"no coordinator for {welcome.orphan_s:g} s"
-            await end_orphaned_job(welcome.run_directory, self._pool.host, self._term, reason)
+            await end_orphaned_job(welcome.run_directory, self._where.host, self._term, reason)
         except StillLedError as error:  # which goes on without this node
-            logger.error("%s: %s", self._name, error)
+            logger.error("%s: %s; %s", self._name, error, self._where.link(self._door.address))
             self._end(1)
         except (ResilientError, OSError, ValueError) as error:
             logger.warning("%s: cannot end the job in an orderly way: %s", self._name, error)
@@ -165,8 +186,9 @@ class NodeAgent:
         reporting: asyncio.Task[None] | None = None
         try:
             await connection.send_bytes(encode(self._hello()))
-            timeout_s = ANSWER_HEARTBEATS * self._options.heartbeat_s
-            attached = decode_attached(await connection.receive_bytes(timeout=timeout_s))
+            attached = await self._where.answer(connection, ANSWER_HEARTBEATS * self._options.heartbeat_s)
+            if self._pool is not None:  # peers reach the workers where they reach this node
+                self._pool.host, self._pool.ports = self._where.host, self._where.ports
             if attached.term < self._term:
                 raise ControlError(f"its term {attached.term} is over; {self._term} has begun")
             self._term = attached.term
@@ -209,13 +231,16 @@ class NodeAgent:
             alike=installed(),
             is_guest=self._options.spawner_fd is None,
             term=self._term,
+            address=self._where.host,
+            bell_port=self._where.bell_port,
+            is_chosen=self._where.is_chosen,
         )
 
     async def _report_health(self, connection: aiohttp.ClientWebSocketResponse[bool]) -> None:
         while True:
-            memory_bytes = psutil.virtual_memory().used
-            health = Health(cpu_percent=psutil.cpu_percent(), memory_bytes=memory_bytes)
+            health = Health(cpu_percent=psutil.cpu_percent(), memory_bytes=psutil.virtual_memory().used)
             await connection.send_bytes(encode(health))
+            self._where.note_said()
             await asyncio.sleep(self._options.heartbeat_s)
 
     def _relay(self, message: FromWorker) -> None:
@@ -248,12 +273,18 @@ class NodeAgent:
         if error := _what_is_missing(welcome):
             self._send(WorkerExited(local_rank=0, exit_code=1, error=error))
             return
+        self._nodes.add(welcome.node)
+        if self._screen is None and self._options.spawner_fd is None and self._options.shown.has_any:
+            self._screen = Screen(WorkerLogs(Path(welcome.run_directory), self._is_shown, None), _show)
         if self._spawner is None:
             self._spawner = self._make_spawner(welcome.script)
         self._pool.kill(self._spawner)
         loop = asyncio.get_running_loop()
         self._starting = loop.create_task(self._start(self._pool, self._spawner, welcome, self._starting))
         self._starting.add_done_callback(self._on_task_done)
+
+    def _is_shown(self, node: int, local_rank: int) -> tuple[bool, bool]:
+        return self._options.shown.logs(local_rank) if node in self._nodes else (False, False)
 
     @staticmethod
     async def _start(pool: WorkerPool, spawner: Spawner, welcome: Welcome, before: asyncio.Task[None] | None) -> None:
@@ -318,6 +349,11 @@ class NodeAgent:
         self._send(Leaving(reason=name))
 
 
+def _show(node: int, local_rank: int, line: str) -> None:
+    sys.stdout.write(f"{signed(node, local_rank, line)}\n")
+    sys.stdout.flush()
+
+
 def _conversation() -> Conversation[ToAgentMessage]:
     return Conversation(ToAgentMessage)
 
@@ -340,6 +376,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--heartbeat-s", type=float, default=5.0)
     parser.add_argument("--domain", default="")
+    parser.add_argument("--interface", default="")
+    parser.add_argument("--tee", default="0")
+    parser.add_argument("--redirects", default="3")
+    parser.add_argument("--local-ranks-filter", default="")
     parser.add_argument("--spawner-fd", type=int)
     parsed = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -352,6 +392,8 @@ def main(arguments: list[str]) -> int:
         spawner_fd=parsed.spawner_fd,
         heartbeat_s=parsed.heartbeat_s,
         domain=parsed.domain,
+        interface=parsed.interface,
+        shown=ShownStreams(tee=parsed.tee, redirects=parsed.redirects, local_ranks=parsed.local_ranks_filter),
     )
     with contextlib.suppress(KeyboardInterrupt):
         return asyncio.run(NodeAgent(options).run())

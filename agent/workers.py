@@ -23,6 +23,7 @@ from resilient.errors import ControlError
 from resilient.protocol.agent_client import decode_attach, socket_address
 from resilient.protocol.forkserver import Spawn
 from resilient.protocol.messages import MAX_MESSAGE_BYTES, FromWorker, Welcome, WorkerExited, decode_from_worker
+from resilient.protocol.shown_streams import STDERR, STDOUT, ShownStreams
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class WorkerPool:
     Args:
         job_token: Of which workers are given what they know those of other nodes by.
         num_workers: Workers of the node.
+        shown: What is shown of them: where that is one of a worker's streams, stdout has a log of its own.
         send: Called with every message of a worker.
         on_exit: Called when a worker process of the present incarnation ends.
     """
@@ -53,16 +55,19 @@ class WorkerPool:
         job_token: str,
         *,
         num_workers: int,
+        shown: ShownStreams | None = None,
         send: Callable[[FromWorker], None],
         on_exit: Callable[[WorkerExited], None],
     ) -> None:
         self._socket_name = f"resilient-{secrets.token_hex(8)}"
         self._token = secrets.token_hex(16)  # of the present incarnation's workers alone
         self._num_workers = num_workers
+        self._shown = shown or ShownStreams()
         self._secret = secret_for(job_token, "workers")
         self._send = send
         self._on_exit = on_exit
         self.host = "127.0.0.1"
+        self.ports = ""
         self._incarnation = 0
         self._pids: dict[int, int] = {}  # pid -> local rank
         self._early_exits: dict[int, int] = {}
@@ -96,13 +101,16 @@ class WorkerPool:
         self._logs = Path(welcome.run_directory) / "logs" / f"node-{welcome.node}"
         self._logs.mkdir(parents=True, exist_ok=True)
         for local_rank in range(self._num_workers):
+            log = log_path(welcome.run_directory, (welcome.node, local_rank))
+            is_apart = self._shown.of(local_rank) in (STDOUT, STDERR)
             pid = await spawner.spawn(
                 Spawn(
                     kind="worker",
                     argv=(welcome.script, *welcome.arguments),
                     env=self._environment(welcome, local_rank),
                     directory=welcome.directory,
-                    log=str(log_path(welcome.run_directory, (welcome.node, local_rank))),
+                    log=str(log),
+                    stdout_log=str(log.with_suffix(".stdout.log")) if is_apart else "",
                 )
             )
             self._pids[pid] = local_rank
@@ -160,6 +168,7 @@ class WorkerPool:
             "TORCHELASTIC_ERROR_FILE": str(error_file),
             "RESILIENT_AGENT": self._socket_name,
             "RESILIENT_HOST": self.host,
+            "RESILIENT_PORT_RANGE": self.ports,
             "RESILIENT_TOKEN": self._token,
             "RESILIENT_SECRET": self._secret.hex(),
             "RESILIENT_NODE": str(welcome.node),

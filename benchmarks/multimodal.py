@@ -32,7 +32,8 @@ from typing import Any
 from parts.predicted_steps import StepBounds, kept_costs, predicted_ms
 from rich.console import Console
 
-from resilient.agent.launch import LaunchOptions, launch
+from resilient.agent.launch import launch
+from resilient.agent.launch_options import LaunchOptions
 from resilient.cli.shared.printing import plain_table
 from resilient.planners.registry import PLANNERS
 from resilient.profiling.script import job_of

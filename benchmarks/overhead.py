@@ -23,7 +23,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from resilient.agent.launch import LaunchOptions, launch
+from resilient.agent.launch import launch
+from resilient.agent.launch_options import LaunchOptions
 
 HERE = Path(__file__).parent
 WARM_UP_STEPS = 5

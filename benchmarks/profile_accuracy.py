@@ -34,7 +34,8 @@ import torch
 from rich.console import Console
 from step_costs import commit_ms, load_ms, network
 
-from resilient.agent.launch import LaunchOptions, launch
+from resilient.agent.launch import launch
+from resilient.agent.launch_options import LaunchOptions
 from resilient.cli.demo import example_script
 from resilient.cli.shared.printing import plain_table
 from resilient.observability.step_trace import recorded_trace, traced_steps

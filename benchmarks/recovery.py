@@ -35,7 +35,8 @@ from peers.killing import Kill, PeerRun, measure
 from rich.console import Console
 from rich.table import Table
 
-from resilient.agent.launch import Launcher, LaunchOptions
+from resilient.agent.launch import Launcher
+from resilient.agent.launch_options import LaunchOptions
 from resilient.cli.shared.printing import plain_table
 from resilient.observability.event_log import Event, read_events
 from resilient.observability.run_report import build_run_report

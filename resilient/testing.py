@@ -22,7 +22,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from resilient.agent.launch import Launcher, LaunchOptions
+from resilient.agent.launch import Launcher
+from resilient.agent.launch_options import LaunchOptions
 from resilient.emulation.unit import CostCurve, EmulatedUnit
 from resilient.errors import ArgumentError
 from resilient.observability.event_log import loss_of, read_events, steps_of

@@ -211,7 +211,9 @@ class Trainer:
         del samples  # they may be large
         host, traced_steps = os.environ.get("RESILIENT_HOST", "127.0.0.1"), os.environ.get("RESILIENT_TRACE", "")
         secret = bytes.fromhex(os.environ.get("RESILIENT_SECRET", "")) or nonce()
-        self._worker = Worker(job, profile, client, host, secret, parse_steps(traced_steps), processes, told, planning)
+        ports = os.environ.get("RESILIENT_PORT_RANGE", "")
+        steps = parse_steps(traced_steps)
+        self._worker = Worker(job, profile, client, host, secret, steps, processes, told, planning, ports)
         if isinstance(client, AgentClient):
             sys.stdout = _ForwardedOutput(sys.stdout, client, self._worker)
             self._worker.run()
@@ -270,7 +272,7 @@ class _ForwardedOutput:
         if self._worker.is_main:
             *lines, self._line = (self._line + text).split("\n")
             for line in lines:
-                self._client.send(Output(text=line))
+                self._client.send(Output(text=line, is_logged=True))
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> object:

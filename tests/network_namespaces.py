@@ -50,6 +50,7 @@ class Network:
         self._count = count
         self._bridge = f"b{os.getpid()}"
         self._subnet = f"10.231.{os.getpid() % 250}"
+        self._halves = (f"{self._subnet}.0/25", f"{self._subnet}.128/25")
         self.own_address = f"{self._subnet}.1"
 
     def address(self, machine: int) -> str:
@@ -65,17 +66,35 @@ class Network:
         _ip("link", "set", self._link(machine), "down")
 
     def join(self, machine: int) -> None:
-        """Mend it."""
+        """Mend it, whatever was done to it."""
         _ip("link", "set", self._link(machine), "up")
+        for words in (
+            *(("-n", self._name(machine), "route", "del", "blackhole", half) for half in self._halves),
+            ("route", "del", "blackhole", f"{self.address(machine)}/32"),
+        ):
+            with suppress(subprocess.CalledProcessError):
+                _ip(*words)
 
     def silence(self, machine: int) -> None:
         """Have nothing of what a machine sends arrive; it hears the others."""
-        _ip("-n", self._name(machine), "route", "replace", "blackhole", f"{self._subnet}.0/25")
-        _ip("-n", self._name(machine), "route", "replace", "blackhole", f"{self._subnet}.128/25")
+        for half in self._halves:
+            _ip("-n", self._name(machine), "route", "replace", "blackhole", half)
 
     def deafen(self, machine: int) -> None:
         """Have nothing of what the coordinator sends to a machine arrive; it is heard."""
         _ip("route", "replace", "blackhole", f"{self.address(machine)}/32")
+
+    def shield(self, machine: int, ports: str) -> None:
+        """Have no connection be made to ports of a machine, ``FIRST-LAST``; it connects to others, as it did."""
+        _ip("-n", self._name(machine), "rule", "add", "ipproto", "tcp", "sport", ports, "blackhole")
+
+    def unshield(self, machine: int, ports: str) -> None:
+        """Open them again."""
+        _ip("-n", self._name(machine), "rule", "del", "ipproto", "tcp", "sport", ports, "blackhole")
+
+    def give_address(self, machine: int, address: str) -> None:
+        """Give a machine another address, to which no other has a way."""
+        _ip("-n", self._name(machine), "addr", "add", f"{address}/32", "dev", "lo")
 
     def start(self) -> None:
         """Make it."""

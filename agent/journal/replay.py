@@ -22,7 +22,7 @@ from resilient.agent.membership.parts.context import Phase
 from resilient.agent.membership.parts.events import Instruction, Record
 from resilient.observability.event_log import read_events
 
-NOT_DECIDED = ("listening", "took_over", "injected", "not_injected")
+NOT_DECIDED = ("listening", "took_over", "node_refused", "injected", "not_injected")
 """Kinds of events that the coordinator writes by itself."""
 
 

@@ -51,6 +51,11 @@ class Door:
         self.run_directory: str | None = None
 
     @property
+    def address(self) -> str:
+        """Where somebody opened last, or is looked for; "" where nobody knows yet."""
+        return self._address
+
+    @property
     def vacant_s(self) -> float:
         """For how many seconds the store has said that nobody leads the job; 0 where somebody may."""
         return 0.0 if self._vacant_since is None else asyncio.get_running_loop().time() - self._vacant_since

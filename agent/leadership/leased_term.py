@@ -47,6 +47,7 @@ class LeasedTerm(Term):
         self._store: LeaderStore | None = None
         self._election: Election | None = None
         self._keeping: asyncio.Task[None] | None = None
+        self._why = ""
 
     @classmethod
     async def win(
@@ -110,8 +111,9 @@ class LeasedTerm(Term):
                     await asyncio.to_thread(store.resign, election.lease)
                     return
                 self._keep_until(asked_at, left_s)
-                has_complained = False
+                has_complained, self._why = False, ""
             except EtcdUnreachableError as error:
+                self._why = str(error)
                 if not has_complained:
                     left_s = max(0.0, self._over_at - self._clock())
                     logger.warning("term %d ends in %.1f s for want of etcd: %s", self.number, left_s, error)
@@ -126,7 +128,7 @@ class LeasedTerm(Term):
         """
         with super().in_office():
             if not self.is_held:
-                raise DeposedError(f"the lease of term {self.number} is over: another coordinator may lead this job")
+                raise DeposedError(self._ended())
             yield
 
     async def announce(self, address: str) -> None:
@@ -143,7 +145,11 @@ class LeasedTerm(Term):
         except EtcdUnreachableError as error:
             raise DeposedError(f"term {self.number} ends before it has begun: {error}") from error
         if not is_leader:
-            raise DeposedError(f"the lease of term {self.number} is over: another coordinator may lead this job")
+            raise DeposedError(self._ended())
+
+    def _ended(self) -> str:
+        why = f" ({self._why})" if self._why else ""
+        return f"the lease of term {self.number} is over: another coordinator may lead this job{why}"
 
     def close(self) -> None:
         """Do without the file, and give the lease back if it is still kept: somebody else may be elected at once."""

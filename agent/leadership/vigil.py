@@ -40,6 +40,7 @@ class Vigil:
         heartbeat_s: Of the job.
         patience_s: How long to wait for the first coordinator, and for the node that ends the job at last.
         end_job: Ends the job of a ``Welcome`` for want of a coordinator; called once.
+        link: Returns what is known of the link to the coordinator.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class Vigil:
         heartbeat_s: float,
         patience_s: float,
         end_job: Callable[[Welcome], Awaitable[None]],
+        link: Callable[[], str],
     ) -> None:
         self._door = door
         self._address = address
         self._heartbeat_s = heartbeat_s
         self._patience_s = patience_s
         self._end_job = end_job
+        self._link = link
         self._has_complained = False
         self._ending: asyncio.Task[None] | None = None
         self._standing: asyncio.Task[None] | None = None
@@ -76,6 +79,7 @@ class Vigil:
         if welcome is None:
             self._wait_for_the_first(waited_s, why)
             return
+        self._warn(waited_s, why, welcome)
         turn = welcome.node % _NODES_IN_TURN
         if self._door.vacant_s > turn * _TURN_HEARTBEATS * self._heartbeat_s and (
             self._standing is None or self._standing.done()
@@ -89,8 +93,8 @@ class Vigil:
             self._ending = asyncio.ensure_future(self._end_job(welcome))
         elif waited_s > welcome.orphan_s + turn_s + self._patience_s:
             raise OrphanedError(
-                f"a coordinator must listen at {self._address}, got no answer for {waited_s:.0f} s ({why}); go on from "
-                f"the newest checkpoint with: {_how_to_resume(welcome)}"
+                f"a coordinator must listen at {self._address}, got no answer for {waited_s:.0f} s ({why}; "
+                f"{self._link()}); go on from the newest checkpoint with: {_how_to_resume(welcome)}"
             )
 
     async def close(self) -> None:
@@ -114,9 +118,19 @@ class Vigil:
             self._has_complained = True
         if waited_s > patience_s:
             raise ResilientError(
-                f"a coordinator must listen at {address}, got no answer for {patience_s:g} s ({why}); check that its "
-                f"job runs, was started with --host and --port of this address, and can be reached from here"
+                f"a coordinator must listen at {address}, got no answer for {patience_s:g} s ({why}; {self._link()}); "
+                f"check that its job runs, was started with --host and --port of this address, and can be reached from "
+                f"here"
             )
+
+    def _warn(self, waited_s: float, why: object, welcome: Welcome) -> None:
+        """Say once which link it is over which nobody is heard, if that is not over in a moment."""
+        if waited_s <= self._heartbeat_s:
+            self._has_complained = False
+        elif not self._has_complained:
+            said = "node %d: no coordinator answers (%s; %s); trains on, for %g s"
+            logger.warning(said, welcome.node, why, self._link(), welcome.orphan_s)
+            self._has_complained = True
 
     async def _stand(self, welcome: Welcome, host: str) -> None:
         """Have a process stand for election, and lead the job if it is elected. It dies with this one."""

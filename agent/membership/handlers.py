@@ -392,7 +392,7 @@ class Handlers:
             self._lifecycle.fail(worker[0], message.error, message.traceback)
 
     def on_output(self, message: Output, worker: WorkerId) -> None:
-        self._context.record("output", text=message.text)
+        self._context.record("output", text=message.text, worker="{}/{}".format(*worker) if message.is_logged else "")
 
     def on_note(self, message: Note, worker: WorkerId) -> None:
         self._context.record("note", name=message.name, value=message.value)

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from resilient.agent.launch import LaunchOptions, launch
+from resilient.agent.launch import launch
+from resilient.agent.launch_options import LaunchOptions
 from resilient.cli.shared.printing import plain_table
 from resilient.data.sampler import StepSampler
 from resilient.emulation.dataset import EmulatedDataset

@@ -12,8 +12,10 @@ import typer
 from resilient.cli.shared.errors import usage_error
 from resilient.cli.shared.ranges import within
 from resilient.cli.shared.run_folder import given_token, read_job
+from resilient.cli.shared.shown_options import LocalRanksFilter, Redirects, Tee
 from resilient.common.extras import MissingPackageError
 from resilient.errors import ArgumentError
+from resilient.protocol.shown_streams import ShownStreams
 
 _ADDRESS = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):[1-9]\d{0,4}")
 
@@ -32,9 +34,20 @@ def agent(
     workers: Annotated[int, typer.Option(callback=within(1), help="Workers to start.")] = 1,
     heartbeat_s: Annotated[float, typer.Option(help="Silence after which the coordinator counts as gone.")] = 5.0,
     domain: Annotated[str, typer.Option(help="What this machine fails together with: its zone or rack.")] = "",
+    interface: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|ADDRESS",
+            help="Where other nodes reach this machine; by default the address at which it reaches the coordinator.",
+        ),
+    ] = "",
+    tee: Tee = "0",
+    redirects: Redirects = "3",
+    local_ranks_filter: LocalRanksFilter = "",
 ) -> None:
     from resilient.agent import node
     from resilient.agent.leadership.leader_store import SCHEME, check_store
+    from resilient.agent.network.addresses import address_of
 
     if join.startswith(SCHEME):
         try:
@@ -45,8 +58,15 @@ def agent(
             raise usage_error(str(error)) from None
     elif not _ADDRESS.fullmatch(join):
         raise usage_error(f"--join must be HOST:PORT, got {join!r}; take the address from the run's job.json")
+    if interface:
+        try:
+            address_of(interface)
+        except ArgumentError as error:
+            raise usage_error(error.told(lambda name: f"--{name}")) from None
     if not heartbeat_s > 0:
         raise usage_error(f"--heartbeat-s must be > 0, got {heartbeat_s:g}; leave it out for the default")
     os.environ["RESILIENT_TOKEN"] = given_token(token_file) or read_job(run_dir).token
     options = ["--join", join, "--workers", str(workers), "--heartbeat-s", str(heartbeat_s), "--domain", domain]
+    options += ["--interface", interface]
+    options += ShownStreams(tee=tee, redirects=redirects, local_ranks=local_ranks_filter).options
     raise typer.Exit(node.main(options))

@@ -251,7 +251,8 @@ def demo(
 
 def _train(num_steps: int, scenario: DemoScenario | None, run_directory: Path, view: LiveView | PlainView) -> int:
     """Run the job, without failure and join where there is no scenario; return the exit code."""
-    from resilient.agent.launch import Launcher, LaunchOptions
+    from resilient.agent.launch import Launcher
+    from resilient.agent.launch_options import LaunchOptions
 
     options = LaunchOptions(
         script=str(example_script()),

@@ -20,6 +20,7 @@ from resilient.cli.shared.output_files import drawing
 from resilient.cli.shared.ranges import least_to_most, nodes_of, within
 from resilient.cli.shared.renamed_options import renamed
 from resilient.cli.shared.run_folder import given_token, new_run_directory, newest_run
+from resilient.cli.shared.shown_options import LocalRanksFilter, Redirects, Tee
 from resilient.common.etcd_connection import EtcdUnreachableError
 from resilient.common.extras import MissingPackageError
 from resilient.common.files import write_whole
@@ -88,6 +89,14 @@ def run(
     port: Annotated[
         int, typer.Option(callback=within(0, 65535), help="Port to listen on; 0 for any that is free.")
     ] = 0,
+    port_range: Annotated[
+        str,
+        typer.Option(
+            metavar="FIRST:LAST",
+            help="Ports that the job's sockets listen at, on all machines, such as 30000:30100; but for those of gloo "
+            "and NCCL, which the system chooses.",
+        ),
+    ] = "",
     network_gbit_s: Annotated[
         float | None, typer.Option(help="Between two nodes, for each worker; plans count it as unlimited by default.")
     ] = None,
@@ -119,6 +128,9 @@ def run(
     planner: Annotated[
         str, typer.Option(help="Places samples of multimodal models, instead of what the script asks for.")
     ] = "",
+    tee: Tee = "0",
+    redirects: Redirects = "3",
+    local_ranks_filter: LocalRanksFilter = "",
     allow_different: Annotated[
         list[str] | None,
         typer.Option(
@@ -129,7 +141,8 @@ def run(
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
     old_trace: Annotated[str | None, renamed("--trace", "--trace-steps")] = None,
 ) -> None:
-    from resilient.agent.launch import Launcher, LaunchOptions
+    from resilient.agent.launch import Launcher
+    from resilient.agent.launch_options import LaunchOptions
 
     if attach is not None:
         _take_over(context, attach, script, plain=plain)
@@ -155,6 +168,7 @@ def run(
             resume=None if resume is None else str(resume),
             host=host,
             port=port,
+            port_range=port_range,
             network_gbit_s=network_gbit_s,
             failure_interval_s=failure_interval_s,
             heartbeat_s=heartbeat_s,
@@ -167,6 +181,9 @@ def run(
             planner=planner,
             allow_different=tuple(allow_different or ()),
             store=store,
+            tee=tee,
+            redirects=redirects,
+            local_ranks_filter=local_ranks_filter,
             validate=os.environ.get("RESILIENT_VALIDATE", "") not in ("", "0"),
         )
         exit_code = _run_to_its_end(Launcher(options), run_directory, trace_steps, plain=plain)

@@ -30,6 +30,7 @@ from resilient.comm.store_messages import (
 )
 from resilient.common.framing import HEADER_BYTES, frame, frame_size
 from resilient.common.handshake import NONCE_BYTES, PROOF_BYTES, is_proof, nonce, proof
+from resilient.common.network.ports import listen
 from resilient.errors import ControlError
 
 logger = logging.getLogger(__name__)
@@ -49,11 +50,14 @@ class StoreHost:
     Args:
         host: Address of this machine that its peers can reach; nothing else is listened on.
         secret: The job's.
+        ports: The range to listen in, as :func:`resilient.common.network.ports.port_range` reads it; "" for any port.
+
+    Raises:
+        OSError: No port is free.
     """
 
-    def __init__(self, host: str, secret: bytes) -> None:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    def __init__(self, host: str, secret: bytes, ports: str = "") -> None:
+        listening = listen(host, 0, ports, _BACKLOG)
         self.address = f"{host}:{listening.getsockname()[1]}"
         server = _Server(secret)
         threading.Thread(target=lambda: asyncio.run(server.serve(listening)), name="store", daemon=True).start()

@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from resilient.common.extras import require
+from resilient.common.network.routes import address_towards
 from resilient.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -90,9 +92,32 @@ def reached(client: MultiEndpointEtcd3Client) -> Iterator[None]:
         yield
     except Etcd3Exception as error:
         asked: dict[str, Any] = client.endpoints
+        got = f"{type(error).__name__} ({_what_is_known(client, error)})"
         raise EtcdUnreachableError(
-            f"etcd must answer at {', '.join(asked)}, got {type(error).__name__}; start it, or name other endpoints"
+            f"etcd must answer at {', '.join(asked)}, got {got}; start it, mend the network between, or name other endpoints"
         ) from error
+    before = _answered.get(client)  # a link that is cut may have no way any more by which to name its own end
+    _answered[client] = time.monotonic(), _links(client) if before is None else before[1]
+
+
+_answered: WeakKeyDictionary[MultiEndpointEtcd3Client, tuple[float, str]] = WeakKeyDictionary()
+"""When a server answered each client last, and the client's links to all of them."""
+
+
+def _links(client: MultiEndpointEtcd3Client) -> str:
+    asked: dict[str, Any] = client.endpoints
+    places = [each.rpartition(":") for each in asked]
+    return ", ".join(f"{address_towards(host.strip('[]'), int(port))} -> {host}:{port}" for host, _, port in places)
+
+
+def _what_is_known(client: MultiEndpointEtcd3Client, error: Exception) -> str:
+    """Return which links to the servers do not work, since when, and why as far as that is known."""
+    answered = _answered.get(client)
+    why = str(getattr(error.__context__, "details", str)() or "").rpartition(": ")[2]
+    now = f", now {why}" if why else ""
+    if answered is None:
+        return f"{_links(client)}: no answer yet{now}"
+    return f"{answered[1]}: last answer {time.monotonic() - answered[0]:.0f} s ago{now}"
 
 
 class KeptLease:

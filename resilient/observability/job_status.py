@@ -118,6 +118,9 @@ class JobStatus:
         if self.generation:
             yield "good", f"node {event['node']} connected from {event['host']} and starts its workers"
 
+    def _on_node_refused(self, event: Event) -> Iterator[tuple[str, str]]:
+        yield "bad", f"an agent on {event['host']} was refused: {event['reason']}"
+
     def _on_node_ready(self, event: Event) -> Iterator[tuple[str, str]]:
         node = self._node(event["node"])
         node.state, node.device = "ready", event["device"]

@@ -23,6 +23,7 @@ from rich.text import Text
 from resilient.common.printable import printable
 from resilient.observability.event_log import Event, loss_of
 from resilient.observability.job_status import JobStatus, Message, NodeStatus
+from resilient.observability.worker_logs import signed
 from resilient.templates.common.words import counted
 
 _TONES = {"bad": "bold red", "good": "green", "note": "cyan", "plain": ""}
@@ -273,6 +274,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 def _verbatim(event: Event) -> str:
     """What the script itself had to say: its output, or where it failed."""
+    if event["kind"] == "printed":
+        return signed(event["node"], event["local_rank"], event["text"])
     text = event["text"] if event["kind"] == "output" else event.get("traceback", "")
     return printable(text.replace("\r\n", "\n").replace("\r", "\n"))  # as progress bars end what they draw again
 

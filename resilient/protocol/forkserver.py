@@ -51,6 +51,7 @@ class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         env: The whole environment.
         directory: Working directory.
         log: File that stdout and stderr are appended to.
+        stdout_log: File that stdout is appended to instead; "" for none.
     """
 
     kind: Literal["node", "worker"]
@@ -58,6 +59,7 @@ class Spawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     env: dict[str, str]
     directory: str
     log: str
+    stdout_log: str = ""
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -175,10 +177,10 @@ def _enter(request: Spawn) -> None:
     os.environ.update(request.env)
     os.chdir(request.directory)
     os.makedirs(os.path.dirname(request.log), exist_ok=True)
-    log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    for stream, path in ((1, request.stdout_log or request.log), (2, request.log)):
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, stream)
+        os.close(log)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")

@@ -220,9 +220,10 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A line the script printed on the worker that speaks for the job (global rank 0)."""
+    """A line of the worker that speaks for the job (global rank 0); ``is_logged``: the script printed it."""
 
     text: str
+    is_logged: bool = False
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, tag=True):

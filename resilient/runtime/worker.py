@@ -99,6 +99,7 @@ class Worker:
         processes: What reads samples ahead of time; None to read them when they are needed.
         alike: What must be equal on all workers of a job of several.
         planning: What assigns samples to the cells of units; None for a chain.
+        ports: The range that its store listens in, "" for any port.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Worker:
         processes: DataProcesses | None = None,
         alike: Alike | None = None,
         planning: UnitPlanning | None = None,
+        ports: str = "",
     ) -> None:
         if job.device.type == "cuda":
             torch.cuda.set_device(job.device)  # seeds and timing events are the current device's
@@ -124,7 +126,7 @@ class Worker:
         self._ledger = Ledger(job.optimizer, job.clip_grad_norm)
         self._saver = Saver(client.send, self._ledger, job.comm_timeout_s)
         self._batches = Batches(job, processes)
-        self._store = StoreHost(host, secret)
+        self._store = StoreHost(host, secret, ports)
         self._context = WorkerContext(
             job=job,
             profile=profile,

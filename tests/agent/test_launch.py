@@ -17,7 +17,8 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from resilient.agent.launch import _REPEATED, Launcher, LaunchOptions, launch
+from resilient.agent.launch import Launcher, launch
+from resilient.agent.launch_options import _REPEATED, LaunchOptions
 from resilient.agent.leadership.leader_store import LeaderStore
 from tests.etcd_server import etcd_server, needs_etcd
 from tests.processes import has_ended

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import resilient as rs
-from resilient.agent.launch import Launcher, LaunchOptions
+from resilient.agent.launch import Launcher
+from resilient.agent.launch_options import LaunchOptions
 from resilient.protocol.messages import Injection
 from resilient.testing import JobRun, fail_at, run_job, train_here
 from tests.resilient.small import CPU, TiedModel, Tokens

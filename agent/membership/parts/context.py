@@ -45,6 +45,7 @@ class Settings:
         max_suspicions: Regroups of the same members without a step between them before the job is stopped.
         store: Where the job's coordinators are elected, as ``--store`` names it; "" where the first is followed only by
             those that somebody starts.
+        port_range: Ports that the job's sockets listen at, ``FIRST:LAST``; "" for any.
         validate: Check the machine's invariants after every stimulus.
     """
 
@@ -73,6 +74,7 @@ class Settings:
     allow_different: tuple[str, ...] = ()
     max_suspicions: int = 3
     store: str = ""
+    port_range: str = ""
     validate: bool = False
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import subprocess
 import time
@@ -59,9 +61,17 @@ def job_of_machines(folder: Path, network: Network, options: str) -> Iterator[tu
                     each.kill()
 
 
-@pytest.mark.parametrize("way", [Network.cut, Network.silence, Network.deafen])
+WAYS = {
+    Network.cut: "{other} -> {own} is cut, or both ways",
+    Network.silence: "{own} -> {other} is cut",
+    Network.deafen: "{other} -> {own} is cut, or both ways",
+}
+"""To cut a link, and the way that its machine can tell is cut."""
+
+
+@pytest.mark.parametrize(("way", "cut"), list(WAYS.items()))
 def test_machine_that_is_cut_off_for_good_costs_a_step_and_ends(
-    way: Callable[[Network, int], None], reference: Run, tmp_path: Path
+    way: Callable[[Network, int], None], cut: str, reference: Run, tmp_path: Path
 ) -> None:
     options = "--heartbeat-s 1 --orphan-s 5"
     with machines(MACHINES) as network, job_of_machines(tmp_path, network, options) as (job, agents):
@@ -74,16 +84,21 @@ def test_machine_that_is_cut_off_for_good_costs_a_step_and_ends(
     told = (tmp_path / "agent-1.log").read_text()
     assert code == 1, told
     assert "cannot be reached from here; mend the network between, or stop it" in told
+    own, other = network.address(1), json.loads((tmp_path / "run" / "job.json").read_text())["address"]
+    link = rf"the link {own} -> {other}: last heard \d+ s ago, .*: the way {cut.format(own=own, other=other)}"
+    assert re.search(rf"node 1: no coordinator answers \(.*; {link}.*\); trains on, for 5 s", told), told
+    assert re.search(rf"before another takes over; {link}", told), told
     assert lost["nodes"] == [1]
     check_recovered(run, reference)
     assert run.generations[-1]["nodes"] == [0, 2]
 
 
-def test_link_that_is_cut_for_three_seconds_costs_nothing(reference: Run, tmp_path: Path) -> None:
+def test_link_that_is_cut_for_three_seconds_costs_nothing_whichever_way(reference: Run, tmp_path: Path) -> None:
     with machines(MACHINES) as network, job_of_machines(tmp_path, network, "") as (job, agents):
-        network.cut(1)
-        time.sleep(3)
-        network.join(1)
+        for way in WAYS:
+            way(network, 1)
+            time.sleep(3)
+            network.join(1)
         (tmp_path / "gate").touch()
         (tmp_path / "second-gate").touch()
         run = job.wait()
@@ -93,9 +108,12 @@ def test_link_that_is_cut_for_three_seconds_costs_nothing(reference: Run, tmp_pa
     assert codes == [0, 0, 0]
 
 
-def test_machine_that_comes_back_after_half_a_minute_joins_anew(reference: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", list(WAYS))
+def test_machine_that_comes_back_after_half_a_minute_joins_anew(
+    way: Callable[[Network, int], None], reference: Run, tmp_path: Path
+) -> None:
     with machines(MACHINES) as network, job_of_machines(tmp_path, network, "--heartbeat-s 2") as (job, agents):
-        network.cut(1)
+        way(network, 1)
         job.wait_for(lambda event: event["kind"] == "detected")
         (tmp_path / "gate").touch()
         time.sleep(30)

@@ -208,7 +208,8 @@ def test_coordinator_that_is_cut_off_from_etcd_resigns_and_another_leads(referen
     assert codes == [0] * NODES, (tmp_path / "agents.log").read_text()
     (event,) = run.of_kind("took_over")
     assert event["address"].endswith(":29400"), "one port is open"
-    assert "term 1 ends in " in job.output
+    link = rf"{re.escape(network.own_address)} -> {re.escape(server.endpoint)}: last answer \d+ s ago"
+    assert re.search(rf"term 1 ends in .* for want of etcd: etcd must answer at .*\({link}", job.output)
     assert "another coordinator has taken this job over (term 2 in" in job.output
     check_equal(run, reference)
     assert len(run.generations) == 1

@@ -21,6 +21,14 @@ from resilient.cli.app import app
             "--join must look like etcd://HOST[:PORT],.../PREFIX[?ca=FILE&certificate=FILE&key=FILE], got "
             "'etcd://h:1'; give each job a prefix of its own",
         ),
+        (
+            ["--join", "h:1", "--tee", "4"],
+            "--tee must be 0, 1, 2, 3 or RANK:N,..., got '4'; 0 is for none, 1 for stdout, 2 for stderr, 3 for both",
+        ),
+        (
+            ["--join", "h:1", "--local-ranks-filter", "a"],
+            "--local-ranks-filter must be local ranks with commas between, got 'a'; as in 0,1",
+        ),
         (["--join", "h:1", "--heartbeat-s", "0"], "--heartbeat-s must be > 0, got 0; leave it out for the default"),
     ],
 )

@@ -9,7 +9,8 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner
 
-from resilient.agent.launch import Launcher, LaunchOptions
+from resilient.agent.launch import Launcher
+from resilient.agent.launch_options import LaunchOptions
 from resilient.cli import run as cli
 from resilient.cli.app import app
 from resilient.cli.run import parse_injection

@@ -108,7 +108,8 @@ def test_waiting_outlives_a_restart_of_the_server(tmp_path: Path) -> None:
         server.send(signal.SIGKILL)
         with pytest.raises(
             EtcdUnreachableError,
-            match=rf"^etcd must answer at {server.endpoint}, got \w+; start it, or name other endpoints$",
+            match=rf"^etcd must answer at {server.endpoint}, got \w+ \(127\.0\.0\.1 -> {server.endpoint}: last "
+            r"answer \d+ s ago(, now [^;]+)?\); start it, mend the network between, or name other endpoints$",
         ):
             read.set("key", "lost")
         server.start()

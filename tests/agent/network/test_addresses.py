@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from resilient.agent.addresses import addresses_of, check_host, own_addresses
-from resilient.agent.launch import LaunchOptions, launch
+from resilient.agent.launch import launch
+from resilient.agent.launch_options import LaunchOptions
+from resilient.agent.network.addresses import address_of, addresses_of, check_host, own_addresses
 
 MUST = "host must be an address at which other machines reach this one, got "
 
@@ -59,3 +60,13 @@ def test_own_addresses_can_be_listened_at() -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, 0), family=family):
             assert addresses_of(address) == [address]
+
+
+def test_interface_is_known_by_name_and_by_address() -> None:
+    assert address_of("lo", "10.0.0.1") == address_of("127.0.0.1") == "127.0.0.1"
+
+
+def test_interface_that_is_not_there_is_refused_with_those_that_are() -> None:
+    told = r"^interface must be an interface of this machine, or its address, got 'ib7'; choose of .*lo \(127\.0\.0\.1"
+    with pytest.raises(ValueError, match=told):
+        address_of("ib7")

@@ -28,6 +28,30 @@ def own_addresses() -> list[str]:
     return [address for address in found if _is_routed(address)]
 
 
+def address_of(interface: str, like: str = "") -> str:
+    """Return the address of this machine that an interface has.
+
+    Args:
+        interface: Its name, or the address itself.
+        like: An address; of an interface that has several, one of the same family is taken, if there is one.
+
+    Raises:
+        ArgumentError: This machine has no such interface, or it has no address at which others may reach it.
+    """
+    known = {
+        name: [each.address for each in addresses if _is_address(each.address) and not _is_of_link(each.address)]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+    if interface in {address for addresses in known.values() for address in addresses}:
+        return interface
+    if found := known.get(interface):
+        return min(found, key=lambda address: (":" in address) != (":" in like))
+    choice = ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in known.items() if addresses)
+    raise ArgumentError(
+        "interface", "be an interface of this machine, or its address", repr(interface), f"choose of {choice}"
+    )
+
+
 def check_host(
     host: str, resolve: Callable[[str], list[str]] = addresses_of, own: Callable[[], Iterable[str]] = own_addresses
 ) -> None:
@@ -73,4 +97,8 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_routed(text: str) -> bool:
-    return _is_address(text) and not (_is_loopback(text) or ipaddress.ip_address(text).is_link_local)
+    return _is_address(text) and not (_is_loopback(text) or _is_of_link(text))
+
+
+def _is_of_link(address: str) -> bool:
+    return ipaddress.ip_address(address).is_link_local

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from resilient.agent.patience import Patience, successor_grace_s
+from resilient.agent.network.patience import Patience, successor_grace_s
 
 ORPHAN_S = 600.0
 
