@@ -229,11 +229,13 @@ class Membership:
 
     def status(self) -> dict[str, Any]:
         """Return where the job is, ready for JSON."""
+        fields = step_fields(self.outcome) if self.outcome else {"loss": None}
         return {
             "phase": self.phase.value,
             "generation": self.generation,
             "step": self.parts.progress.step,
-            "loss": step_fields(self.outcome)["loss"] if self.outcome else None,
+            "loss": fields["loss"],
+            "losses": fields.get("losses", {}),
             "num_skipped": self.parts.progress.skipped.total,
             "nodes": [
                 {"node": member.node, "host": member.host, "ready": member.is_ready, "leaving": member.leaving}

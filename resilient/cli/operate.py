@@ -13,6 +13,7 @@ from rich.text import Text
 
 from resilient.cli.shared.coordinator import RunFolder, ask
 from resilient.cli.shared.printing import plain_table, table_console
+from resilient.observability.event_log import losses_in_words
 from resilient.templates.common.words import counted
 
 _MOST_NODES = 64
@@ -48,7 +49,7 @@ def _shown(told: Mapping[str, Any]) -> Group:
     pipeline_of = {node: index for index, nodes in enumerate(told["pipelines"]) for node in nodes}
     rows = [(each, _state(each, pipeline_of), pipeline_of.get(each["node"])) for each in told["nodes"]]
     counts = Counter(state for _, state, _ in rows)
-    loss = "none yet" if told["loss"] is None else f"{told['loss']:.6g}"
+    loss = "none yet" if told["loss"] is None else f"{told['loss']:.6g}{losses_in_words(told)}"
     skipped = f", {told['num_skipped']} skipped" if told["num_skipped"] else ""
     lines = [
         f"{told['phase']}: step {told['step']}{skipped}, loss {loss}",

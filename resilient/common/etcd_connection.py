@@ -94,7 +94,8 @@ def reached(client: MultiEndpointEtcd3Client) -> Iterator[None]:
         asked: dict[str, Any] = client.endpoints
         got = f"{type(error).__name__} ({_what_is_known(client, error)})"
         raise EtcdUnreachableError(
-            f"etcd must answer at {', '.join(asked)}, got {got}; start it, mend the network between, or name other endpoints"
+            f"etcd must answer at {', '.join(asked)}, got {got}; start it, mend the network between, or name "
+            f"other endpoints"
         ) from error
     before = _answered.get(client)  # a link that is cut may have no way any more by which to name its own end
     _answered[client] = time.monotonic(), _links(client) if before is None else before[1]

@@ -10,6 +10,12 @@ from resilient.errors import ArgumentError
 from resilient.models.layer import Activations, Batch, Model
 
 
+def loss_units(model: Model) -> tuple[str, ...]:
+    """Return the units behind whose layers a loss is taken, in order: a generator's is not the language model's."""
+    last = model.layers[-1]
+    return tuple(dict.fromkeys(spec.unit for spec in model.layers if spec.for_loss or spec is last))
+
+
 def loss_behind(
     model: Model, layer_index: int, activations: Activations, batch: Batch
 ) -> tuple[Tensor | None, Activations]:

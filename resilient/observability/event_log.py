@@ -36,6 +36,13 @@ def loss_of(step: Event) -> float:
     return float("nan") if step["loss"] is None else step["loss"]
 
 
+def losses_in_words(told: Event) -> str:
+    """Return those of the units, as in `` (llm 0.5, image 0.25)``, of a step or status; nothing where one has all."""
+    losses = told.get("losses", {})
+    of_units = (f"{unit} {'nan' if loss is None else f'{loss:.4f}'}" for unit, loss in losses.items())
+    return f" ({', '.join(of_units)})" if losses else ""
+
+
 def was_skipped(step: Event) -> bool:
     """Return whether a step updated nothing because its loss or gradient was not finite."""
     return step.get("skipped", False)

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from resilient.common.printable import printable
-from resilient.observability.event_log import Event, loss_of
+from resilient.observability.event_log import Event, loss_of, losses_in_words
 from resilient.observability.job_status import JobStatus, Message, NodeStatus
 from resilient.observability.worker_logs import signed
 from resilient.templates.common.words import counted
@@ -92,7 +92,7 @@ class PlainView:
     def _step_in_words(self, event: Event) -> str:
         total = self._status.job.get("num_steps", "?")
         rate = f"  {self._status.samples_per_s:.0f} samples/s" if self._status.samples_per_s else ""
-        return f"step {event['step']}/{total}  loss {loss_of(event):.4f}{rate}"
+        return f"step {event['step']}/{total}  loss {loss_of(event):.4f}{losses_in_words(event)}{rate}"
 
     def _line(self, time: float, text: str, style: str) -> None:
         self._console.print(Text(_clock(time) + "  ").append(printable(text), style=style), soft_wrap=True)

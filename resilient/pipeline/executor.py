@@ -44,6 +44,7 @@ class Executor:
         downstream: Those over which they are sent to others.
         faults: Told of every phase.
         stage_timer: Runs while a stage computes.
+        num_losses: Units of the model that have one.
 
     Attributes:
         span_recorder: When what the step consists of started and ended; the worker adds what comes after the actions.
@@ -61,6 +62,7 @@ class Executor:
         downstream: Mapping[Border, Downstream],
         faults: Faults,
         stage_timer: StageTimer,
+        num_losses: int = 1,
     ) -> None:
         self._generation = generation
         self._stages = stages
@@ -70,12 +72,15 @@ class Executor:
         self._downstream = downstream
         self._faults = faults
         self._stage_timer = stage_timer
+        self._num_losses = num_losses
         self.span_recorder = SpanRecorder()
         self.failed_action: str | None = None
         self._taken: RowActions | None = None
 
     def run(self, work: StepWork) -> Tensor:
-        """Run the step up to the reduced gradients; return the loss summed over this row's microbatches.
+        """Run the step up to the reduced gradients; return the losses summed over this row's microbatches.
+
+        Float64, ``[num_losses]``, in the order of :func:`resilient.models.summed_loss.loss_units`.
 
         Under ``torch.profiler`` every action is a ``record_function`` by its printed name.
 
@@ -99,7 +104,7 @@ class Executor:
         # the gradient it returns or by passing the prepare barrier of this step.
         self._activation_sends: dict[StageLink, list[Pending]] = {}
         self._gradient_sends: list[Pending] = []
-        self._loss = torch.zeros((), dtype=torch.float64)
+        self._losses = torch.zeros(self._num_losses, dtype=torch.float64)
         with self.span_recorder.during("begin"):
             for stage in self._stages.values():
                 stage.begin()
@@ -122,7 +127,7 @@ class Executor:
                     self._batches.pop(part, None)
         for stage in self._stages.values():
             stage.end()
-        return self._loss
+        return self._losses
 
     def _tell_where(self, error: Exception, action: Action) -> None:
         """Add to an error at which action it came; a broken connection is on the way to recovery, and gets no table."""
@@ -148,7 +153,7 @@ class Executor:
     def _forward_part(self, number: int, part: CellPart, received: Activations) -> None:
         batch = self._batch(part)
         with self._stage_timer.during(number, part.cell):
-            activations, loss = self._stages[self._of_row.name(number)].forward(
+            activations, losses = self._stages[self._of_row.name(number)].forward(
                 part,
                 received,
                 batch,
@@ -159,8 +164,8 @@ class Executor:
             )
         if not self._of_row.has_backward(number):
             self._stages[self._of_row.name(number)].forget(part)
-        if loss is not None:
-            self._loss += loss.double().cpu()
+        if losses is not None:
+            self._losses += losses.cpu()
         for link in self._of_row.outputs(number, part):
             given = activations
             if self._of_row.is_first(link.target):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from resilient.models.buffers import ConstantBuffers
 from resilient.models.layer import Activations, Batch, Model
-from resilient.models.summed_loss import loss_behind
+from resilient.models.summed_loss import loss_behind, loss_units
 from resilient.pipeline.backward_split import Deferred, differentiate_inputs
 from resilient.pipeline.finite_watch import FiniteWatch
 
@@ -69,6 +69,7 @@ class Stage:
         self._autocast = autocast
         self._seed = seed
         self._recomputed_layers = recomputed_layers
+        self._loss_units = loss_units(model)
         self._in_flight: dict[Hashable, _InFlight] = {}
         self._deferred: dict[Hashable, Deferred] = {}
         self._num_steps = 0
@@ -116,11 +117,12 @@ class Stage:
             watch: Sees what every layer makes of it, where a step is repeated for that.
 
         Returns:
-            The activations for the next stage, and the summed loss (detached) of what the stage's layers made for it;
-            None where they made nothing.
+            The activations for the next stage, and the summed losses (detached) of what the stage's layers made for
+            them, float64 by unit, ``[num_losses]`` (:func:`resilient.models.summed_loss.loss_units`); None where they
+            made nothing.
         """
         received = dict(activations)
-        losses: list[Tensor] = []
+        losses: list[tuple[str, Tensor]] = []
         with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast is not None):
             for number, layer in enumerate(self._layers):
                 run = partial(self._run, layer, batch, step, position, watch)
@@ -128,11 +130,15 @@ class Stage:
                 again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
                 activations, loss = again(activations) if number < self._recomputed_layers else run(activations)
                 if loss is not None:
-                    losses.append(loss)
-        loss = torch.stack(losses).sum() if len(losses) > 1 else losses[0] if losses else None
-        scaled = None if loss is None else loss / num_targets
+                    losses.append((self._model.layers[layer.index].unit, loss))
+        scaled = torch.stack([loss for _, loss in losses]).sum() / num_targets if losses else None
         self._in_flight[microbatch] = _InFlight(received=received, sent=activations, loss=scaled)
-        return activations, None if loss is None else loss.detach()
+        if not losses:
+            return activations, None
+        told = torch.zeros(len(self._loss_units), dtype=torch.float64, device=self._device)
+        for unit, loss in losses:
+            told[self._loss_units.index(unit)] += loss.detach()
+        return activations, told
 
     def forget(self, microbatch: Hashable) -> None:
         """Drop what the backward of a microbatch would need: it has none."""

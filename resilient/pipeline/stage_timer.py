@@ -1,6 +1,7 @@
 """Measures how long a worker's stages compute, for each cell of a step, and for one microbatch of many steps.
 
-The coordinator finds slow nodes by the latter.
+The coordinator finds slow nodes by the latter. What a planner of units gives a worker differs from step to step, and
+from one worker to another: so each step counts as the mean microbatches that it was worth.
 
 Owns the measurement. Waiting for peers and for data is not part of it.
 """
@@ -31,15 +32,13 @@ class StageTimer:
 
     Args:
         device: Where the stage computes.
-        num_microbatches: Of one step.
     """
 
-    def __init__(self, device: torch.device, num_microbatches: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._num_microbatches = num_microbatches
         self._cells_ms: dict[StageCell, float] = {}
         self._spans: list[tuple[StageCell, torch.cuda.Event, torch.cuda.Event]] = []
-        self._steps_ms: deque[float] = deque(maxlen=_KEPT_STEPS)
+        self._microbatch_ms: deque[float] = deque(maxlen=_KEPT_STEPS)
 
     @contextmanager
     def during(self, stage: int, cell: int) -> Iterator[None]:
@@ -56,8 +55,11 @@ class StageTimer:
             yield
             self._add(place, 1e3 * (time.perf_counter() - started_at))
 
-    def end_step(self) -> dict[StageCell, float]:
+    def end_step(self, num_microbatches: float) -> dict[StageCell, float]:
         """Take down the step; call this when it is committed, where waiting for the device costs nothing.
+
+        Args:
+            num_microbatches: How many of the plan's microbatches it was worth here; one worth none is not counted.
 
         Returns:
             What each cell took on each stage, forward and backward, in ms.
@@ -66,7 +68,8 @@ class StageTimer:
             end.synchronize()
             self._add(place, start.elapsed_time(end))
         found = self._cells_ms
-        self._steps_ms.append(sum(found.values()))
+        if num_microbatches > 0:
+            self._microbatch_ms.append(sum(found.values()) / num_microbatches)
         self._spans.clear()
         self._cells_ms = {}
         return found
@@ -77,5 +80,5 @@ class StageTimer:
     @property
     def stage_ms(self) -> float:
         """The median over the newest steps, of one microbatch; 0 before ``MIN_MEASURED_STEPS`` steps."""
-        enough = len(self._steps_ms) >= MIN_MEASURED_STEPS
-        return statistics.median(self._steps_ms) / self._num_microbatches if enough else 0.0
+        enough = len(self._microbatch_ms) >= MIN_MEASURED_STEPS
+        return statistics.median(self._microbatch_ms) if enough else 0.0

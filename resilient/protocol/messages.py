@@ -55,12 +55,14 @@ class JobSpec(JobConfig):
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What the prepare barrier of one step gave: the same on every rank; ``skipped`` counts this one, too."""
+    """What the prepare barrier of one step gave: the same on every rank; ``skipped`` counts this one, too. ``losses``:
+    of the units, where several have one: they add up to ``loss``."""
 
     step: int
     loss: float
     grad_norm: float
     skipped: SkippedSteps = NONE_SKIPPED
+    losses: dict[str, float] = {}
 
     @property
     def is_finite(self) -> bool:
@@ -79,8 +81,7 @@ class WorkerProgress(msgspec.Struct, frozen=True, kw_only=True):
         current: States at ``version`` that took part in the last step.
         retained: Further states at ``version`` that did not (kept from an earlier plan): sources for copies,
             but they cannot be rolled forward.
-        stage_ms: Time this worker's stage computes for one microbatch, forward and backward, the median over the
-            steps of its last generation; 0 after too few steps.
+        stage_ms: What its stages compute for one mean microbatch of the plan, median of its steps; 0 after too few.
     """
 
     version: int

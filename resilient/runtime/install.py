@@ -12,6 +12,7 @@ from functools import partial
 from itertools import pairwise
 
 from resilient.comm import Communicator, Group, StoreClient, connect
+from resilient.models.summed_loss import loss_units
 from resilient.pipeline.executor import Executor
 from resilient.pipeline.gradient_sync import GradientSync
 from resilient.pipeline.p2p import Downstream, Upstream
@@ -267,7 +268,7 @@ def build_session(
         {index_of[name]: state for name, state in trained.items()},
         {index_of[name]: pieces[name] for name in trained},
     )
-    stage_timer = StageTimer(job.device, pipeline.num_microbatches)
+    stage_timer = StageTimer(job.device)
     executor = Executor(
         generation=message.generation,
         stages={name: _stage(context, lanes.specs[name]) for name in own},
@@ -285,6 +286,7 @@ def build_session(
         },
         faults=context.faults,
         stage_timer=stage_timer,
+        num_losses=len(loss_units(job.model)),
     )
     return Session(
         generation=message.generation,
@@ -346,6 +348,7 @@ def _steps(context: WorkerContext, plan: Plan, slot: Slot, comm: Communicator, l
         context.learning,
     )
     return UnitSteps(
+        comm=comm,
         assignments=assignments,
         slot=slot,
         lanes=lanes,

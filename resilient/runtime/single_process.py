@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from resilient.observability.event_log import losses_in_words
 from resilient.protocol.messages import (
     INIT,
     Arm,
@@ -117,7 +118,8 @@ class SingleProcessClient:
             self.losses[outcome.step], self._skipped = outcome.loss, outcome.skipped
             if not outcome.is_finite:
                 logger.warning("step %d was skipped: gradient norm %g", outcome.step, outcome.grad_norm)
-            logger.info("step %d: loss %.4f, %.0f ms", outcome.step, outcome.loss, message.step_ms)
+            of_units = losses_in_words({"losses": outcome.losses})
+            logger.info("step %d: loss %.4f%s, %.0f ms", outcome.step, outcome.loss, of_units, message.step_ms)
         elif isinstance(message, Saved):
             self._finish_checkpoint(message)
         elif isinstance(message, NotSaved):

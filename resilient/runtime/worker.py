@@ -29,6 +29,7 @@ from resilient.errors import (
     ResilientError,
     place_text,
 )
+from resilient.models.summed_loss import loss_units
 from resilient.observability.step_trace import TracedStep
 from resilient.optim import learning_rate
 from resilient.protocol.alike import Alike
@@ -139,6 +140,8 @@ class Worker:
             planning=planning,
             learning=None if planning is None else Learning(planning.units),
         )
+        units = loss_units(job.model)
+        self._loss_units = units if len(units) > 1 else ()
         self._session: Session | None = None
         self._left: Communicator | None = None
         self._failure: Exception | None = None
@@ -306,7 +309,7 @@ class Worker:
         ledger.begin_step()
         num_targets = self._batches.num_targets(step)
         work = session.steps.work(step, num_targets, partial(self._batches.batch, step))
-        loss = session.executor.run(work)
+        losses = session.executor.run(work)
         self._faults.reach("prepare", step)
         pause = self._guard.pause_wanted(session.generation)
         with session.executor.span_recorder.during("prepare"):
@@ -314,9 +317,10 @@ class Worker:
             squares, readings = session.gradient_sync.squares, self._batches.readings(step)
             samples = session.sample_agreement.share(readings)
             ballot = Ballot(
-                loss=loss,
+                losses=losses,
                 squares=squares,
                 num_targets=num_targets,
+                units=self._loss_units,
                 pause=pause,
                 samples=samples,
                 carried=session.steps.bring(step),
@@ -333,7 +337,7 @@ class Worker:
         self._faults.reach("commit", step)
         with session.executor.span_recorder.during("commit"):
             ledger.apply(verdict.outcome)
-            session.steps.learn(step, session.stage_timer.end_step())
+            session.steps.learn(step, session.stage_timer.end_step(session.steps.num_microbatches(step)))
             session.steps.take(step, verdict.carried)
         self._steps.append(
             StepDone(

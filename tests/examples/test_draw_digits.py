@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,11 @@ from torch import Tensor
 from resilient.data import IGNORED_LABEL
 from resilient.data.lengths import SampleLengths
 from resilient.examples import draw_digits as example
+from resilient.observability.event_log import steps_of
 from tests.examples.learning import trained
+from tests.integration.harness import Run, check_recovered, started
+
+SCRIPT = Path(example.__file__)
 
 
 def test_samples_suit_the_model_and_are_what_is_said_of_them() -> None:
@@ -70,3 +76,35 @@ def test_few_steps_draw_digits_better_than_their_mean() -> None:
     whole = trained(model, example.DrawingsDataset("train", 50_000), steps=75, lr=5e-3)
     held_out = example.DrawingsDataset("held-out", 100)
     assert example.drawing_error(whole, held_out) < 0.85 * example.error_of_mean(held_out)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run without failures."""
+    return run(tmp_path_factory.mktemp("undisturbed"))
+
+
+def run(folder: Path, options: str = "") -> Run:
+    arguments = ("--steps", 5, "--batch", 16, "--microbatch", 2, "--precision", "fp64")
+    with started(folder, *arguments, nodes=5, options=options, script=SCRIPT) as job:
+        ended = job.wait()
+    assert "  loss " in job.output
+    return ended
+
+
+def losses_by_unit(of: Run) -> dict[int, dict[str, float]]:
+    return {number: step["losses"] for number, step in steps_of(of.events).items()}
+
+
+@pytest.mark.parametrize("planner", ["", "--planner uniform"])
+def test_run_with_a_node_killed_is_the_undisturbed_run_in_each_of_its_losses(
+    planner: str, undisturbed: Run, tmp_path: Path
+) -> None:
+    killed = run(tmp_path, f"--inject node=1,step=3,phase=backward {planner}")
+    assert [failure["node"] for failure in killed.failures] == [1]
+    check_recovered(killed, undisturbed)
+    for number, losses in losses_by_unit(killed).items():
+        assert losses == pytest.approx(losses_by_unit(undisturbed)[number], rel=1e-9)
+        assert list(losses) == ["llm", "image"]
+        assert min(losses.values()) > 0
+        assert sum(losses.values()) == pytest.approx(killed.losses[number], rel=1e-12)

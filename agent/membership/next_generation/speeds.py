@@ -1,5 +1,8 @@
 """How much slower than the others a node is, from what the workers have measured. Pure.
 
+What a worker measures is for one mean microbatch of its plan, whatever share of a step it had: where a planner places
+samples, workers divide by what these were expected to take, by the costs and corrections that all of them have.
+
 Measured times are compared with measured times: where the profile is wrong about a layer, it is as wrong for every
 holder. It only weighs the layers of a worker against each other, because pipelines cut the model differently.
 """
@@ -45,14 +48,14 @@ class NodeSpeeds:
 def slowdowns(profile: ModelProfile, plan: Plan, stage_ms: Mapping[WorkerId, float]) -> dict[int, float]:
     """Compare each worker with the holders of its layers in the other pipelines.
 
-    A worker counts as slow as far as it takes longer than the median of those for the same layers. All pipelines do the
-    same work, whatever the cut: so the workers of one, the latest first, are no later together than it is later than
-    the median pipeline.
+    A worker counts as slow as far as it takes longer than the median of those for the same layers. A microbatch is the
+    same work in all pipelines, whatever the cut, but for what is run again or called more often: so the workers of one,
+    the latest first, are no later together than it is later than the median pipeline, each by what was planned of it.
 
     Args:
         profile: Of the model.
         plan: The plan under which the times were measured.
-        stage_ms: Measured time of forward and backward of one microbatch; 0 or nothing where it is not known.
+        stage_ms: Measured time of forward and backward of one mean microbatch; 0 or nothing where it is not known.
 
     Returns:
         Per node, the factor (>= 1, that of its slowest worker) by which it is slower; nodes of pipelines that were not
@@ -66,16 +69,20 @@ def slowdowns(profile: ModelProfile, plan: Plan, stage_ms: Mapping[WorkerId, flo
     if len(pipelines) < 2:
         return {}
     measured = {slot.rank: stage_ms[slot.node, slot.local_rank] for slots in pipelines for slot in slots}
-    totals = [sum(measured[slot.rank] for slot in slots) for slots in pipelines]
+    planned = [sum(_planned_ms(profile, slot) for slot in slots) for slots in pipelines]
+    rates = [
+        sum(measured[slot.rank] for slot in slots) / planned_ms
+        for slots, planned_ms in zip(pipelines, planned, strict=True)
+    ]
     ratios: list[list[float]] = [[] for _ in profile.layers]
     for slots in pipelines:
         for slot in slots:
             for layer in _layers_ms(profile, slot):
                 ratios[layer].append(measured[slot.rank] / _planned_ms(profile, slot))
-    ratios, sorted_totals = [sorted(of_layer) for of_layer in ratios], sorted(totals)
+    ratios, sorted_rates = [sorted(of_layer) for of_layer in ratios], sorted(rates)
     found: dict[int, float] = {}
-    for slots, total in zip(pipelines, totals, strict=True):
-        excess_ms = max(0.0, total - _median_of_others(sorted_totals, total))
+    for slots, rate, planned_ms in zip(pipelines, rates, planned, strict=True):
+        excess_ms = planned_ms * max(0.0, rate - _median_of_others(sorted_rates, rate))
         expected = {slot.rank: _expected_ms(profile, slot, measured[slot.rank], ratios) for slot in slots}
         for slot in sorted(slots, key=lambda slot: (expected[slot.rank] - measured[slot.rank], slot.rank)):
             late_ms = min(excess_ms, max(0.0, measured[slot.rank] - expected[slot.rank]))

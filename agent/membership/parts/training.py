@@ -139,12 +139,18 @@ class Participants:
 
 def step_fields(outcome: StepOutcome) -> dict[str, Any]:
     """Return what the event log says of a step's outcome; what is no finite number is null, as JSON has none."""
+    losses = {unit: _or_null(loss) for unit, loss in outcome.losses.items()}
     return {
         "step": outcome.step,
-        "loss": outcome.loss if math.isfinite(outcome.loss) else None,
-        "grad_norm": outcome.grad_norm if math.isfinite(outcome.grad_norm) else None,
+        "loss": _or_null(outcome.loss),
+        **({"losses": losses} if losses else {}),
+        "grad_norm": _or_null(outcome.grad_norm),
         "skipped": not outcome.is_finite,
     }
+
+
+def _or_null(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 class Progress:

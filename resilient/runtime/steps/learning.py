@@ -32,6 +32,7 @@ class Learning:
     def __init__(self, units: Sequence[str]) -> None:
         self._units = tuple(units)
         self._seen = torch.zeros(len(units), NUM_BUCKETS, 2, dtype=torch.float64)
+        self._of_units = torch.zeros(len(units), 2, dtype=torch.float64)
         self.correction = UNCORRECTED
 
     @property
@@ -48,6 +49,7 @@ class Learning:
             CommunicationError: A peer is gone.
         """
         self._seen.zero_()
+        self._of_units.zero_()
         told = torch.zeros(len(self._units), NUM_BUCKETS, 3, dtype=torch.float64)
         for (unit, _, bucket), factor in self.correction.factors.items():
             told[self._units.index(unit), bucket] = torch.tensor([factor.value, factor.num_steps, 1.0])
@@ -82,8 +84,14 @@ class Learning:
     def take(self, total: Tensor) -> None:
         """Learn from what all ranks have seen."""
         seen = total.reshape(self._seen.shape)
+        self._of_units += seen.sum(dim=1)
         times = {
             (self._units[unit], 1, bucket): (float(seen[unit, bucket, _TAKEN]), float(seen[unit, bucket, _EXPECTED]))
             for unit, bucket in seen[..., _EXPECTED].nonzero().tolist()
         }
         self.correction = self.correction.after(times)
+
+    def unit_factor(self, unit: str) -> float:
+        """Return how many times as long as expected cells of a unit took in this generation, anywhere; 1 at first."""
+        expected_ms, taken_ms = self._of_units[self._units.index(unit)].tolist()
+        return taken_ms / expected_ms if expected_ms > 0 else 1.0

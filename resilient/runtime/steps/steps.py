@@ -67,6 +67,13 @@ class Steps(Protocol):
         """Return what this rank adds to the sum over all ranks in the barrier of a step; float64, ``[size]``."""
         ...
 
+    def num_microbatches(self, step: int) -> float:
+        """Return how many of the plan's mean microbatches a step was worth for this worker's stages; any number >= 0.
+
+        By what they are expected to take, so that the time of one can be compared with other workers'.
+        """
+        ...
+
     def learn(self, step: int, taken_ms: Mapping[StageCell, float]) -> None:
         """Learn from a step that is committed how long things take.
 
@@ -157,6 +164,10 @@ class ChainSteps:
     def bring(self, step: int) -> Tensor:
         """Return nothing."""
         return torch.zeros(0, dtype=torch.float64)
+
+    def num_microbatches(self, step: int) -> float:
+        """Return the microbatches of the pipeline."""
+        return float(len(self._positions))
 
     def learn(self, step: int, taken_ms: Mapping[StageCell, float]) -> None:
         """Nothing is placed by it."""

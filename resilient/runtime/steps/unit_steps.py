@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
+from resilient.comm import Communicator
 from resilient.data.lengths import LengthSums
 from resilient.data.reader import Cell
 from resilient.models.layer import Batch
@@ -22,6 +24,7 @@ from resilient.runtime.steps.assignment import StepAssignment
 from resilient.runtime.steps.assignments import Assignments
 from resilient.runtime.steps.unit_graph import PlanLanes, handed_over
 from resilient.runtime.steps.unit_times import UnitTimes
+from resilient.templates.common.arrays import Floats
 from resilient.templates.plan import Slot
 from resilient.templates.schedules.schedule import Op, Schedule
 from resilient.templates.schedules.step_cells import StepCells
@@ -33,19 +36,24 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True)
 class _Step:
-    """What a step is for the pipelines that exchange features with a worker's, ``row`` being the worker's."""
+    """What a step is for the pipelines that exchange features with a worker's, ``row`` being the worker's.
+
+    ``cells_ms``: what each of their stages is expected to take for each cell, uncorrected.
+    """
 
     pipelines: tuple[int, ...]
     cells: StepCells
     schedule: Schedule
     row: int
+    cells_ms: Floats
 
 
 class UnitSteps:
     """The steps of one worker.
 
     Args:
-        assignments: Of the generation.
+        comm: The generation's groups.
+        assignments: Of its steps.
         slot: This worker's place.
         lanes: Of the plan.
         states: Returns the indices of the states whose gradients are summed for a stage.
@@ -56,6 +64,7 @@ class UnitSteps:
     def __init__(
         self,
         *,
+        comm: Communicator,
         assignments: Assignments,
         slot: Slot,
         lanes: PlanLanes,
@@ -63,6 +72,7 @@ class UnitSteps:
         split: bool,
         times: UnitTimes,
     ) -> None:
+        self._comm = comm
         self._assignments = assignments
         self._slot = slot
         self._lanes = lanes
@@ -78,7 +88,8 @@ class UnitSteps:
         return self._assignments.waited_s
 
     def begin(self, version: int) -> None:
-        """Share the assignments of the first steps."""
+        """Share the assignments of the first steps, and the costs by which they are made."""
+        self._times.meet(self._comm)
         self._assignments.begin(version)
 
     def cells(self, step: int) -> Sequence[Cell] | None:
@@ -137,6 +148,23 @@ class UnitSteps:
         found, correction = self._of(step, assignment), self._assignments.learning.correction
         return self._times.planned(found.schedule, found.pipelines, found.row, assignment, found.cells, correction)
 
+    def num_microbatches(self, step: int) -> float:
+        """Return what its stages' cells are expected to take, over what the plan has them take for one microbatch.
+
+        Costs that are wrong about a unit are corrected, for workers do more or less of it. About lengths they are not:
+        were all long samples one worker's, it could not be told whether it is slow or they are costlier.
+        """
+        assignment = self._assignments.of(step)
+        assert assignment is not None, "a step that was done had its assignment"
+        found, learning = self._of(step, assignment), self._assignments.learning
+        graph = found.schedule.graph
+        own = np.flatnonzero(graph.tables.row_of == found.row).tolist()
+        expected_ms = sum(
+            learning.unit_factor(graph.stages[stage][0].unit) * float(found.cells_ms[stage].sum()) for stage in own
+        )
+        planned_ms = sum(stage.forward_ms + stage.backward_ms for stage in self._slot.stages)
+        return expected_ms / planned_ms if planned_ms else 0.0
+
     def learn(self, step: int, taken_ms: Mapping[StageCell, float]) -> None:
         """Compare what cells took with what they were expected to take; the first steps are slow on every machine."""
         self._num_learnt += 1
@@ -145,12 +173,11 @@ class UnitSteps:
         if self._num_learnt <= WARM_UP_STEPS:
             return
         found = self._of(step, assignment)
-        expected_ms = self._times.cells_ms(found.schedule.graph, assignment, found.cells)
         for (stage, cell), took_ms in taken_ms.items():
             lane = found.schedule.graph.stages[stage][0]
             longest = assignment.lengths(lane.unit).longest[list(found.cells.samples[lane][cell])]
             self._assignments.learning.see(
-                lane.unit, int(longest.max()), expected_ms=float(expected_ms[stage, cell]), taken_ms=took_ms
+                lane.unit, int(longest.max()), expected_ms=float(found.cells_ms[stage, cell]), taken_ms=took_ms
             )
 
     def bring(self, step: int) -> Tensor:
@@ -172,7 +199,8 @@ class UnitSteps:
             cells = assignment.cells(pipelines, self._lanes)
             schedule = self._lanes.schedule(pipelines, cells, self._states, split=self._split)
             row = self._lanes.ranks(pipelines).index(self._slot.rank)
-            self._made[step] = _Step(pipelines, cells, schedule, row)
+            cells_ms = self._times.cells_ms(schedule.graph, assignment, cells)
+            self._made[step] = _Step(pipelines, cells, schedule, row, cells_ms)
         return self._made[step]
 
     def _cell(self, cells: StepCells, part: CellPart) -> Cell:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import astuple
 
+import numpy as np
+import torch
+
+from resilient.comm import Communicator
 from resilient.observability.step_trace import PlannedRow
 from resilient.planners.costs.correction import UNCORRECTED, Correction
 from resilient.planners.costs.cost_model import CostModel, Curve, UnitCosts
@@ -24,6 +28,9 @@ CellTimes = tuple[Floats, Floats, Floats]
 class UnitTimes:
     """Times of the actions of a plan's stages of units.
 
+    On machines of other kinds other costs were measured. Samples are placed by rank 0's, and what one worker takes of
+    what it was expected to take is compared with others': so all expect by rank 0's (:meth:`meet`).
+
     Args:
         lanes: Of the plan.
         plan: It.
@@ -37,6 +44,23 @@ class UnitTimes:
         self._cluster = cluster
         self._nodes = [slot.node for slot in plan.slots]
         self._curves: dict[StageName, tuple[Curve, Curve, Curve]] = {}
+
+    def meet(self, comm: Communicator) -> None:
+        """Go by the costs of rank 0 from now on; all ranks call this.
+
+        Raises:
+            CommunicationError: A peer is gone.
+        """
+        stages = list(self._lanes.specs)
+        told = torch.zeros(len(stages), 3, 3, dtype=torch.float64)
+        if comm.rank == 0:
+            told += torch.tensor([[astuple(curve) for curve in self._curves_of(each)] for each in stages])
+        comm.all_reduce(told, tuple(range(comm.size))).wait()
+        for stage, of_stage in zip(stages, told.tolist(), strict=True):
+            forward, inputs, weights = (
+                Curve(attention=attention, linear=linear, fixed=fixed) for attention, linear, fixed in of_stage
+            )
+            self._curves[stage] = forward, inputs, weights
 
     def cell_times(self, graph: StepGraph, assignment: StepAssignment, cells: StepCells) -> CellTimes:
         """Return what stages compute for each part of each cell, which are calls of their own.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from resilient.agent.launch import Launcher
 from resilient.pipeline.stage_timer import MIN_MEASURED_STEPS
 from tests.integration.harness import Event, check_equal, run_job
 
 NODES = 5
+UNEVEN = Path(__file__).parents[1] / "jobs" / "uneven.py"
 
 
 def test_slow_node_gets_less_to_do(tmp_path: Path) -> None:
@@ -29,3 +32,24 @@ def test_slow_node_gets_less_to_do(tmp_path: Path) -> None:
     (slow,) = (pipeline for pipeline in after["pipelines"] if 0 in pipeline["nodes"])
     (other,) = (pipeline for pipeline in after["pipelines"] if 0 not in pipeline["nodes"])
     assert slow["num_microbatches"] < other["num_microbatches"]
+
+
+@pytest.mark.parametrize(("planner", "slow"), [("resilient", None), ("dflop", None), ("dflop", 0), ("dflop", 3)])
+def test_node_of_a_planned_job_is_slow_only_by_what_it_was_given(
+    planner: str, slow: int | None, tmp_path: Path
+) -> None:
+    """Two pipelines of 2 and 1 microbatches get equal parts of the samples; the slow node has measured that it is."""
+
+    def act(launcher: Launcher, event: Event) -> None:
+        if event["kind"] == "step" and event["generation"] == 1 and event["step"] == MIN_MEASURED_STEPS + 2:
+            launcher.add_node()
+        if event["kind"] == "step" and event["generation"] == 2:
+            launcher.interrupt("enough")
+
+    options = ("--planner", planner, "--steps", "100000")
+    kind = () if slow is None else ("--slow-node", str(slow), "--cache", str(tmp_path / "cache"))
+    run = run_job(tmp_path / "run", *options, *kind, script=UNEVEN, nodes=4, act=act)
+    assert run.reason.startswith("interrupted (enough)"), run.reason
+    before, after = run.generations
+    assert [pipeline["num_microbatches"] for pipeline in before["pipelines"]] == [2, 1]
+    assert after["slowdowns"] == ({} if slow is None else {str(slow): pytest.approx(2.0, rel=0.15)})

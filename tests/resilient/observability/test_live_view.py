@@ -200,6 +200,17 @@ def test_plain_view_tells_of_an_error_of_one_node_once() -> None:
     assert told.endswith("node 4 failed: OSError: disk gone; the others go on without it")
 
 
+def test_step_tells_the_losses_of_several_units() -> None:
+    run = Run(num_steps=4)
+    run.generation(0, 1, "start", 0, [0, 1, 2])
+    told = {"grad_norm": 1.0, "num_samples": 64, "step_ms": 100.0, "learning_rate": 3e-4}
+    run.add(2000, "step", step=1, loss=0.75, losses={"llm": 0.5, "image": 0.25}, **told)
+    run.add(4000, "step", step=2, loss=None, losses={"llm": 0.5, "image": None}, skipped=True, **told)
+    lines = [line.split("  ", 1)[1] for line in plain_text(run.events).splitlines()]
+    assert lines[-3] == "step 1/4  loss 0.7500 (llm 0.5000, image 0.2500)"
+    assert lines[-2] == "step 2/4  loss nan (llm 0.5000, image nan)  32 samples/s"
+
+
 def test_views_tell_of_skipped_steps() -> None:
     run = Run(num_steps=4)
     run.generation(0, 1, "start", 0, [0, 1, 2])

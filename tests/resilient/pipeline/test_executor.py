@@ -121,7 +121,7 @@ def recorded(schedule: Schedule, row: int, comm: Communicator, faults: Faults) -
             if s < last and not alone
         },
     }
-    stage_timer = StageTimer(CPU, schedule.graph.num_cells)
+    stage_timer = StageTimer(CPU)
     parts |= {"generation": 3, "comm": comm, "faults": faults}
     return Executor(**parts, stage_timer=stage_timer), recorder
 

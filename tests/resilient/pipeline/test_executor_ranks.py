@@ -139,7 +139,7 @@ def interleaved(job: Job, cut: Sequence[int], num_rows: int, rank: int, address:
     executor = Executor(
         generation=1, stages=stages, gradient_sync=sync, comm=comm,
         upstream=before if num_rows > 1 else {}, downstream=after if num_rows > 1 else {},
-        faults=Faults(str(path)), stage_timer=StageTimer(CPU, 8),
+        faults=Faults(str(path)), stage_timer=StageTimer(CPU),
     )  # fmt: skip
     steps = ChainSteps(schedule, range(8), 2, 0, rank, ())
     return Place(executor=executor, gradient_sync=sync, comm=comm, ledger=ledger, steps=steps)
@@ -164,7 +164,7 @@ def three_steps(place: Place, batches: Batches) -> dict[str, LayerState]:
     for step in range(STEP, STEP + 3):
         work = work_of(place, batches, step)
         loss = place.executor.run(work)
-        ballot = Ballot(loss=loss, squares=place.gradient_sync.squares, num_targets=work.num_targets)
+        ballot = Ballot(losses=loss, squares=place.gradient_sync.squares, num_targets=work.num_targets)
         outcome = place.ledger.prepare(place.comm, ballot).outcome
         assert outcome.grad_norm > LIMIT
         place.ledger.apply(outcome)

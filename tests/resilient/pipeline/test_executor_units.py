@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec, Model
+from resilient.models.summed_loss import loss_units
 from resilient.pipeline.executor import Executor
 from resilient.pipeline.gradient_sync import GradientSync
 from resilient.pipeline.p2p import Channel, Downstream, Upstream
@@ -276,9 +277,10 @@ def rank_of(step: Case, model: Model, states: dict[str, LayerState], faults: Fau
                 if graph.row_of[source] == rank
             },
             faults=faults,
-            stage_timer=StageTimer(CPU, 4),
+            stage_timer=StageTimer(CPU),
+            num_losses=len(loss_units(model)),
         )
-        loss = executor.run(work(step, rank)).item()
+        loss = executor.run(work(step, rank)).sum().item()
         comm.all_reduce(torch.zeros(1), tuple(range(comm.size))).wait()  # the barrier of every step
         kept = [(stage._in_flight, stage._deferred) for stage in stages.values()]
         assert kept == [({}, {})] * len(kept), "what has no backward, or no second half of one, is not kept for it"

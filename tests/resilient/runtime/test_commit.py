@@ -148,7 +148,7 @@ NAN = float("nan")
 
 
 def prepared(ledger: Ledger, loss: float, square: float = 1.0) -> StepOutcome:
-    ballot = Ballot(loss=torch.tensor(loss), squares=torch.tensor(square), num_targets=1)
+    ballot = Ballot(losses=torch.tensor([loss]), squares=torch.tensor(square), num_targets=1)
     return ledger.prepare(SingleProcessCommunicator(), ballot).outcome
 
 
@@ -204,7 +204,9 @@ def test_optimizer_does_not_count_a_skipped_step(rebuilt: bool) -> None:
 def test_barrier_gives_loss_per_target_and_the_gradient_norm(pause: bool) -> None:
     ledger = ledger_at(0, *NAMES)
     carried = torch.tensor([7.0], dtype=torch.float64)
-    ballot = Ballot(loss=torch.tensor(30.0), squares=torch.tensor(16.0), num_targets=12, pause=pause, carried=carried)
+    ballot = Ballot(
+        losses=torch.tensor([30.0]), squares=torch.tensor(16.0), num_targets=12, pause=pause, carried=carried
+    )
     verdict = ledger.prepare(SingleProcessCommunicator(), ballot)
     expected = StepOutcome(step=1, loss=2.5, grad_norm=4.0)
     assert verdict == Verdict(outcome=expected, pause=pause, samples_agree=True, carried=verdict.carried)
@@ -212,9 +214,17 @@ def test_barrier_gives_loss_per_target_and_the_gradient_norm(pause: bool) -> Non
     assert ledger.progress().complete
 
 
+def test_losses_of_several_units_are_told_apart_and_add_up() -> None:
+    ballot = Ballot(
+        losses=torch.tensor([30.0, 6.0]), squares=torch.tensor(16.0), num_targets=12, units=("llm", "image")
+    )
+    outcome = ledger_at(0, *NAMES).prepare(SingleProcessCommunicator(), ballot).outcome
+    assert outcome == StepOutcome(step=1, loss=3.0, grad_norm=4.0, losses={"llm": 2.5, "image": 0.5})
+
+
 @pytest.mark.parametrize("samples", [0, 1])
 def test_barrier_tells_whether_samples_differ(samples: int) -> None:
-    ballot = Ballot(loss=torch.tensor(1.0), squares=torch.tensor(1.0), num_targets=1, samples=samples)
+    ballot = Ballot(losses=torch.tensor([1.0]), squares=torch.tensor(1.0), num_targets=1, samples=samples)
     verdict = ledger_at(0, *NAMES).prepare(SingleProcessCommunicator(), ballot)
     assert verdict.samples_agree is (samples == 0)
 

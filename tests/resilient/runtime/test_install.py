@@ -83,7 +83,7 @@ class Member:
         step = self.ledger.version + 1
         num_targets = self.batches.num_targets(step)
         loss = session.executor.run(session.steps.work(step, num_targets, partial(self.batches.batch, step)))
-        ballot = Ballot(loss=loss, squares=session.gradient_sync.squares, num_targets=num_targets)
+        ballot = Ballot(losses=loss, squares=session.gradient_sync.squares, num_targets=num_targets)
         return self.ledger.prepare(session.comm, ballot).outcome
 
     def leave(self, session: Session) -> None:

@@ -113,6 +113,21 @@ def test_lanes_are_expected_to_take_their_part_of_the_samples(slow: int | None) 
     assert found == {node: 2.0 if node == slow else 1.0 for node in range(8)}
 
 
+@pytest.mark.parametrize("slow", [None, 0, 1, 2, 3])
+def test_what_more_calls_take_in_one_pipeline_is_not_the_node_s_fault(slow: int | None) -> None:
+    """The second pipeline's encoder has two lanes, each of which takes as long for half of the samples."""
+    first, second = units((1.0,)), units((1.0, 1.0))
+    plan = Plan(pipelines=(first, replace(second, nodes=(2, 3))))
+    times = {
+        (slot.node, 0): (2.0 if slot.node == slow else 1.0)
+        * sum(stage.forward_ms + stage.backward_ms for stage in slot.stages)
+        for slot in plan.slots
+    }
+    assert times[3, 0] == 2 * times[1, 0] or slow in (1, 3)
+    found = slowdowns(profile(6.0, 6.0, 3.0, 3.0), plan, times)
+    assert found == {node: 2.0 if node == slow else 1.0 for node in range(4)}
+
+
 def test_slow_node_of_two_pipelines_is_found() -> None:
     two = plan((0, 2, 4), (0, 1, 4))
     times = measured(two, PLANNED_MS, {3: 1.5})

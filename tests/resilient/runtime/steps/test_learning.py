@@ -128,7 +128,7 @@ def test_samples_are_placed_as_by_the_true_times_once_these_are_learnt() -> None
             comm, UNITS, BATCH, NUM_STEPS, partial(mistaken.prepared, placement, sampler), Learning(UNITS)
         )
         steps = UnitSteps(
-            assignments=assignments, slot=plan.slots[number], lanes=lanes, states=lambda _: [], split=False,
+            comm=comm, assignments=assignments, slot=plan.slots[number], lanes=lanes, states=lambda _: [], split=False,
             times=UnitTimes(lanes, plan, MISTAKEN, Cluster()),
         )  # fmt: skip
         truth = UnitTimes(lanes, plan, TRUTH, Cluster())

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import cast
 
 import msgspec
+import pytest
 import torch
 
+from resilient.comm import SingleProcessCommunicator
 from resilient.data.reader import Cell
-from resilient.planners.costs.cost_model import CostModel
+from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, UnitCosts, UnitLayer
 from resilient.planners.planner import Configuration
 from resilient.runtime.steps.assignment import StepAssignment
 from resilient.runtime.steps.assignments import Assignments
+from resilient.runtime.steps.learning import Learning
 from resilient.runtime.steps.unit_graph import PlanLanes
 from resilient.runtime.steps.unit_steps import UnitSteps
 from resilient.runtime.steps.unit_times import UnitTimes
@@ -38,25 +41,39 @@ PLAN = Plan(
 )
 PLACES = [[[1, 0, 0], [1, 1, 0], [-1, -1, -1]], [[0, 0, 0], [1, 0, 0], [1, 0, 1]]]
 """Of three samples; the first one's pictures are in another pipeline than its text."""
+TOKENS = [[4, 2, 0], [6, 3, 5]]
+
+
+def costs_of(unit: str, token_ms: float) -> UnitCosts:
+    """Return a layer that takes so long for each token."""
+    curves = LayerCurves(forward=Curve(linear=token_ms), backward_input=Curve(), backward_weight=Curve())
+    return UnitCosts(name=unit, layers=(UnitLayer(name="layer", curves=(curves,)),))
+
+
+COSTS = CostModel(units=(costs_of("vision", 1.0), costs_of("llm", 10.0)))
 
 
 class _Known:
+    def __init__(self) -> None:
+        self.learning = Learning(("vision", "llm"))
+
     def of(self, step: int) -> StepAssignment:
-        ones = torch.ones(2, 3, dtype=torch.int64)
+        tokens = torch.tensor(TOKENS)
         return StepAssignment(
-            units=("vision", "llm"), places=torch.tensor(PLACES), tokens=ones, squares=ones, longest=ones
+            units=("vision", "llm"), places=torch.tensor(PLACES), tokens=tokens, squares=tokens, longest=tokens
         )
 
 
-def steps_of(rank: int) -> UnitSteps:
+def steps_of(rank: int, known: _Known | None = None) -> UnitSteps:
     lanes = PlanLanes(PLAN, (("vision", "llm"),), (True, True))
     return UnitSteps(
-        assignments=cast(Assignments, _Known()),
+        comm=SingleProcessCommunicator(),
+        assignments=cast(Assignments, known or _Known()),
         slot=PLAN.slots[rank],
         lanes=lanes,
         states=lambda stage: [stage.first_layer],
         split=False,
-        times=UnitTimes(lanes, PLAN, CostModel(units=()), Cluster()),
+        times=UnitTimes(lanes, PLAN, COSTS, Cluster()),
     )
 
 
@@ -78,3 +95,17 @@ def test_workers_of_joined_pipelines_run_rows_of_one_schedule() -> None:
         assert steps.cells(1) is not None
         (made,) = steps._made.values()
         assert (made.schedule, made.row, made.pipelines) == (schedule, rank, (0, 1))
+
+
+def test_step_is_worth_what_its_cells_are_expected_to_take_of_what_the_plan_has_them_take() -> None:
+    # the plan has each lane take 3 ms for a microbatch, and a worker with two lanes 6 ms
+    assert [steps_of(rank).num_microbatches(1) for rank in range(4)] == [0.0, 60 / 6, 4 / 3, (80 + 2) / 6]
+
+
+def test_costs_that_are_wrong_about_a_unit_make_no_difference_between_workers() -> None:
+    known = _Known()
+    for unit, expected_ms, taken_ms in (("vision", 2.0, 6.0), ("vision", 1.0, 3.0), ("llm", 4.0, 2.0)):
+        known.learning.see(unit, 64, expected_ms=expected_ms, taken_ms=taken_ms)
+    known.learning.take(known.learning.bring())
+    found = [steps_of(rank, known).num_microbatches(1) for rank in range(4)]
+    assert found == pytest.approx([0.0, 0.5 * 60 / 6, 3 * 4 / 3, (0.5 * 80 + 3 * 2) / 6])

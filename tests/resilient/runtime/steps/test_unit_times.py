@@ -18,6 +18,7 @@ from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.schedules.step_cells import StepCells
 from resilient.templates.schedules.unit_generator import generate_units
 from resilient.templates.template import PipelineTemplate, StageSpec
+from tests.resilient.ranks import as_threads, join
 
 FEEDS = (("vision", "llm"),)
 ASSIGNMENT = StepAssignment(
@@ -147,6 +148,20 @@ def test_backward_has_the_forward_in_it_that_is_run_again() -> None:
     found = planned(0, recomputed=2)
     assert found["llm.0:0B0"] == 50 * 6 + 180
     assert found["vision.0:0B0"] == 30 * 3 + 5 + 30 + 100
+
+
+def test_all_ranks_go_by_the_costs_of_the_first() -> None:
+    slower = replace(COSTS, units=(replace(COSTS.units[0], layers=(layer("first", 3.0),)), COSTS.units[1]))
+
+    def rank(number: int, address: str) -> list[list[float]]:
+        plan_lanes, times = lanes_and_times(costs=slower if number else COSTS)
+        schedule, cells = step(plan_lanes, split=False)
+        times.meet(join(address, number, 2))
+        return times.cells_ms(schedule.graph, ASSIGNMENT, cells).tolist()
+
+    plan_lanes, times = lanes_and_times()
+    schedule, cells = step(plan_lanes, split=False)
+    assert as_threads(2, rank) == [times.cells_ms(schedule.graph, ASSIGNMENT, cells).tolist()] * 2
 
 
 def test_assignment_is_read_back_of_its_numbers() -> None:
