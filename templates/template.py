@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,7 +94,7 @@ class PipelineTemplate:
     the model is a chain, once in each lane of its unit otherwise.
 
     Under interleaved 1F1B a device has several stages: stage ``s`` is in row ``s % len(rows)``. Stages of units come
-    lane after lane, in the units' order; a device may have some of several lanes.
+    lane after lane, in the units' order; a device may have some of several lanes, and several of one.
 
     What its schedule calls a microbatch is a round of them: one for each group of devices of a sharded stage. A stage
     that is not sharded, beside others that are, takes those of a round one after the other.
@@ -160,8 +161,8 @@ class PipelineTemplate:
     def fill_ms(self) -> float:
         """Time of a step beside its rounds, where there are other pipelines: one through all other rows, and the sum.
 
-        With several stages in each row, the pipeline fills as many times faster. Units are passed one after the other,
-        lanes of one side by side.
+        Units are passed one after the other, lanes of one side by side. A lane with several stages in the slowest row
+        fills as many times faster; to one that is not there cells come too late for that.
         """
         return self.line_ms()[0]
 
@@ -198,15 +199,18 @@ class PipelineTemplate:
             )
             for row in self.rows
         )
-        slowest, its_own = max(rows)
+        slowest_row, (slowest, its_own) = max(enumerate(rows), key=lambda each: each[1])
+        chunks = Counter(stage.lane for stage in self.rows[slowest_row])
         lanes: dict[LaneName, list[float]] = {}
-        for stage in self.stages:
-            lanes.setdefault(stage.lane, []).append(stage.filling_ms * node_factors[stage.node_index])
+        for stage, row in zip(self.stages, self.row_of, strict=True):
+            times_faster = chunks[stage.lane] if row != slowest_row and stage.lane in chunks else 1
+            filling_ms = stage.filling_ms * node_factors[stage.node_index] / times_faster
+            lanes.setdefault(stage.lane, []).append(filling_ms)
         units: dict[str, float] = {}
         for lane, times in lanes.items():
             units[lane.unit] = max(units.get(lane.unit, 0.0), math.fsum(times))
         through = max(math.fsum(units.values()), its_own)  # colocated lanes may take longer than one microbatch's way
-        return (through - its_own) / self.num_chunks, slowest
+        return through - its_own, slowest
 
     def iteration_ms(self, num_microbatches: int, *, alone: bool = False) -> float:
         """Return the time of one step of N rounds, with one stage for each device ``sum(t) + (N - 1) max(t) + sync``.

@@ -37,7 +37,7 @@ class Setting:
         microbatch: Samples of a microbatch, on average.
         max_failures: Nodes that it survives losing at the same time: no state is on fewer nodes than one more.
         num_pipelines: Replicas of the language model that are asked for, on all devices, as the runtime runs them:
-            copies of the parameters are whole, and encoders on one stage each. None leaves all that to the planner.
+            copies of the parameters are whole. None leaves all that to the planner.
         num_peers: As many others as all of these together are there beside them, so many times, for other parts of the
             steps' samples: steps take as long as the slowest of all.
         correction: What was learnt from measured times.

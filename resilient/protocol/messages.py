@@ -55,8 +55,7 @@ class JobSpec(JobConfig):
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What the prepare barrier of one step gave: the same on every rank; ``skipped`` counts this one, too. ``losses``:
-    of the units, where several have one: they add up to ``loss``."""
+    """What a step's prepare barrier gave all ranks; ``skipped`` counts the step, too, ``losses`` are those of units."""
 
     step: int
     loss: float

@@ -1,12 +1,14 @@
 """Makes schedules of graphs of units, by one rule that cannot deadlock: a row runs what is of an earlier turn first.
 
 Turns are the cells of one unit, the language model as a rule; one without samples is a turn, too, in which less is
-kept. A forward's turn is that of the first cell it is needed for, or of the last one that it needs something of; a
-backward's is that in which its gradient comes back, later by as many as the stage is ahead of the last one (its delay,
-which never grows along a lane), and a unit of the one in other rows that it feeds. Of one turn forwards come before
-backwards, and these before what is left of them where they are split; forwards of earlier units before those of later
-ones, backwards the other way round. So whatever an action waits for stands before it in this order of all actions, of
-which every row's is a part. Where memory is short delays are shorter.
+kept. A forward's turn is that of the first cell it is needed for, or of the last one that it needs something of; in the
+row of a later stage of the lane that needs it, it is as much earlier as that stage's backwards are before those of the
+lane's first one, which else would wait for them. A backward's turn is that in which its gradient comes back, later by
+as many as the stage is ahead of the last one (its delay, which never grows along a lane), and a unit of the one in
+other rows that it feeds. Of one turn forwards come before backwards, and these before what is left of them where they
+are split; forwards of earlier units before those of later ones, backwards the other way round. So whatever an action
+waits for stands before it in this order of all actions, of which every row's is a part. Where memory is short delays
+are shorter.
 
 Lanes that come to the same rows several times (virtual stages) take parts of a turn for each stage
 (:mod:`resilient.templates.schedules.rounds`).
@@ -71,9 +73,9 @@ def generate_units(
         fix = "a row whose memory holds no cell cannot run"
         raise ArgumentError("max_in_flight", f"be >= 1 for each of the {graph.num_rows} rows", list(max_in_flight), fix)
     unit_of, rounds = np.array([units.index(lane.name.unit) for lane in graph.lanes]), Rounds.of(graph)
-    forward_turns = _forward_turns(graph, unit_of, units.index(pace), apart, rounds)
-    num_last = units.index(pace) if apart else 0
     longest = lead * rounds.delays
+    forward_turns = _forward_turns(graph, unit_of, units.index(pace), apart, rounds, longest)
+    num_last = units.index(pace) if apart else 0
     kept = longest[graph.tables.ends_of[graph.tables.lane_of, 0]] if split else longest.copy()
     while True:
         delays = np.minimum(kept, longest)
@@ -88,10 +90,20 @@ def generate_units(
             return schedule
 
 
-def _forward_turns(graph: StepGraph, unit_of: Ints, pace: int, apart: bool, rounds: Rounds) -> Ints:
-    """Return the turn of each cell's forward on its first stage. [num_lanes, num_cells]"""
+def _forward_turns(graph: StepGraph, unit_of: Ints, pace: int, apart: bool, rounds: Rounds, delays: Ints) -> Ints:
+    """Return the turn of each cell's forward on its first stage. [num_lanes, num_cells]
+
+    Args:
+        graph: The step.
+        unit_of: Of each lane.
+        pace: The unit whose cells are the turns.
+        apart: Whether units before it do all their forwards before its first.
+        rounds: Of all lanes.
+        delays: Of each stage, by how many turns its backward comes later than the last one's.
+    """
     tables = graph.tables
     source, cell, _, target, target_cell = tables.flows.T
+    ahead = delays[target] - delays[_beside(tables)]
     later = rounds.later[source]
     source, target = tables.lane_of[source], tables.lane_of[target]
     turns = np.where(tables.parts > 0, rounds.begins, 0)
@@ -102,11 +114,29 @@ def _forward_turns(graph: StepGraph, unit_of: Ints, pace: int, apart: bool, roun
     for unit in range(0 if apart else pace + 1, int(unit_of.max()) + 1):
         fed = (unit_of[target] == unit) & ((unit_of[source] >= pace) | (unit < pace)) & (unit != pace)
         np.maximum.at(turns, (target[fed], target_cell[fed]), turns[source[fed], cell[fed]] + later[fed])
-    later += rounds.early.max(axis=1, initial=0)[target] - rounds.early[target, target_cell]
+    later += ahead + rounds.early.max(axis=1, initial=0)[target] - rounds.early[target, target_cell]
     for unit in reversed(range(0 if apart else pace)):
         feeds = unit_of[source] == unit
         np.minimum.at(turns, (source[feeds], cell[feeds]), turns[target[feeds], target_cell[feeds]] - later[feeds])
     return turns
+
+
+def _beside(tables: GraphTables) -> Ints:
+    """Return the stage of each flow's target lane that is first in the row where the flow comes from.
+
+    Where none is, the lane's first one. That row does what it feeds the lane before the backwards that the lane's first
+    stage waits for meanwhile. [num_flows]
+    """
+    num_rows = int(tables.row_of.max()) + 2  # -1 is none
+
+    def keys(lane: Ints, row: Ints) -> Ints:
+        return lane * num_rows + row + 1
+
+    of_stages = keys(tables.lane_of, tables.row_of)
+    wanted = keys(tables.lane_of[tables.flows[:, 3]], tables.row_of[tables.flows[:, 0]])
+    order = np.argsort(of_stages, kind="stable")
+    found = order[np.searchsorted(of_stages[order], wanted).clip(max=len(order) - 1)]
+    return np.where(of_stages[found] == wanted, found, tables.flows[:, 3])
 
 
 def _backward_turns(

@@ -219,10 +219,20 @@ def run_drills(
     drills: Sequence[Drill],
     planner: str,
     *arguments: str,
+    fewest: int | None = None,
     choose: Callable[[list[int]], int] = lambda nodes: nodes[-1],
 ) -> Drilled:
-    """Run a planned job through drills, then as one process."""
-    coming, fewest = directory / "coming", FEWEST.get(planner, 2)
+    """Run a planned job through drills, then as one process.
+
+    Args:
+        directory: Of both runs.
+        drills: What is done to it, in order.
+        planner: Of the job.
+        arguments: Of its script, beside the usual ones.
+        fewest: Nodes of the smallest pipelines asked for; of :data:`FEWEST` by default.
+        choose: Takes one of several nodes.
+    """
+    coming, fewest = directory / "coming", FEWEST.get(planner, 2) if fewest is None else fewest
     arguments = ("--planner", planner, "--min-pipeline-nodes", str(fewest), *JOB, *arguments)
     nodes = 2 * fewest + 2
     told = Drills(drills, nodes, 2 * fewest, coming, choose)

@@ -16,7 +16,7 @@ from resilient.protocol.phases import PHASES
 from resilient.templates.schedules.schedule import Action, Op
 from resilient.testing import fail_at
 from tests.integration.drills import FEWEST, SCRIPT, Drill, run_drills
-from tests.integration.harness import check_equals_one_process, check_survivors, run_alone, run_job, started
+from tests.integration.harness import Event, check_equals_one_process, check_survivors, run_alone, run_job, started
 from tests.integration.jobs.planned import Mixed
 
 JOB = ("--steps", "4", "--batch", "16")
@@ -42,6 +42,39 @@ def test_planner_through_a_kill(planner: str, alone: tuple[Path, str], tmp_path:
     run = run_job(tmp_path, *JOB, *options, script=SCRIPT, nodes=2 * fewest + 1, inject=inject)
     check_equals_one_process(run, *alone)
     check_survivors(run)
+
+
+ALWAYS = {"interleaved": ("disttrain", 4), "everywhere": ("cornstarch", 2)}
+"""What is always answered of what planners may answer: whose answer it is, and the fewest nodes that it is for."""
+
+
+def several_stages(pipeline: Event) -> set[str]:
+    """Return the lanes of which a node has several stages, and units of which it shares its node with others'."""
+    lanes: dict[int, list[str]] = {}
+    for stage in pipeline["stages"]:
+        lanes.setdefault(stage["node"], []).append(stage["lane"])
+    found = {lane for of_node in lanes.values() for lane, count in Counter(of_node).items() if count > 1}
+    return found | {" ".join(of_node) for of_node in lanes.values() if len(set(of_node)) > 1}
+
+
+@pytest.mark.parametrize(
+    ("always", "shared"),
+    [("interleaved", {"llm.0"}), ("everywhere", {f"vision.{row} audio.{row} llm.0" for row in range(2)})],
+)
+def test_rows_with_several_stages_through_a_kill(
+    always: str, shared: set[str], alone: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # others ask the same planner
+    planner, fewest = ALWAYS[always]
+    options = ("--planner", planner, "--always", always, "--min-pipeline-nodes", str(fewest))
+    inject = [fail_at(node=1, step=2, phase="backward")]
+    run = run_job(tmp_path / "run", *JOB, *options, script=SCRIPT, nodes=2 * fewest + 1, inject=inject)
+    check_equals_one_process(run, *alone)
+    check_survivors(run)
+    for generation in run.generations:
+        smallest = [each for each in generation["pipelines"] if len(each["nodes"]) == fewest]
+        assert smallest
+        assert all(several_stages(each) == shared for each in smallest)
 
 
 def crossing(folder: Path) -> Counter[int]:
@@ -77,6 +110,21 @@ def test_features_cross_pipelines_through_kills(alone: tuple[Path, str], tmp_pat
     assert "from the first action to the last: planned" in job.output
 
 
+def test_features_cross_pipelines_that_are_unlike(
+    alone: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    arguments = (*JOB, "--planner", "orchmllm", "--always", "together", "--min-pipeline-nodes", 2)
+    options = "--trace-steps 1-4 --inject node=2,step=3,phase=llm.backward"
+    with started(tmp_path / "run", *arguments, nodes=5, options=options, script=SCRIPT) as job:
+        run = job.wait()
+    check_equals_one_process(run, *alone)
+    check_survivors(run)
+    sizes = [sorted(len(pipeline["nodes"]) for pipeline in each["pipelines"]) for each in run.generations]
+    assert sizes == [[2, 3], [2, 2]]
+    assert all(crossing(run.directory)[generation] for generation in (1, 2))
+
+
 DRILLS = {
     "disttrain": (  # an encoder's samples come back as it dealt them, each unit has nodes of its own
         Drill(kind="encoder", phase="vision.forward"),
@@ -102,15 +150,31 @@ DRILLS = {
         Drill(kind="language", phase="commit"),
         Drill(kind="rank 0", phase="assign", during="loss"),
     ),
+    "interleaved": (  # several stages of the language model on each of its nodes
+        Drill(kind="language", phase="llm.send"),
+        Drill(kind="any", phase="copy", during="loss"),
+        Drill(kind="language", phase="llm.weight", also="encoder"),
+    ),
+    "everywhere": (  # encoders on every node of the language model, which share its samples
+        Drill(kind="any", phase="vision.send"),
+        Drill(kind="rank 0", phase="copy", during="join"),
+        Drill(kind="language", phase="prepare", also="any"),
+    ),
 }
 """Every phase, of nodes of every kind, one after the other in a job of each planner."""
 
 
 @pytest.mark.timeout(600)  # a job with six failures, one after the other
 @pytest.mark.parametrize("planner", DRILLS)
-def test_planned_job_through_failures_of_every_kind(planner: str, tmp_path: Path) -> None:
-    schedule = ("--schedule", "zb-h1") if planner == "resilient" else ()
-    drilled = run_drills(tmp_path, DRILLS[planner], planner, *schedule)
+def test_planned_job_through_failures_of_every_kind(
+    planner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, fewest = ALWAYS.get(planner, (planner, FEWEST.get(planner, 2)))
+    schedule = ("--schedule", "zb-h1") if planner in ("resilient", "interleaved") else ()
+    always = ("--always", planner) if planner in ALWAYS else ()
+    if always:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    drilled = run_drills(tmp_path, DRILLS[planner], asked, *schedule, *always, fewest=fewest)
     assert (drilled.missed, drilled.wrong) == ([], [])
 
 

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 
 from resilient.templates.plan import PlanningProblem
+from resilient.templates.schedules.graph import LaneName
 from resilient.templates.search.partition import plan_templates
-from resilient.templates.template import TemplateSet
+from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSet
 from tests.templates.jobs import enough_nodes, problems, template, template_set
 
 TWO = template_set([template(4.0, 2.0, num_nodes=3), template(3.0, 3.5, num_nodes=3)], template(1.5, 2.5, num_nodes=4))
@@ -50,6 +51,25 @@ def test_times_of_a_template_are_those_of_its_stages() -> None:
     made = template(4.0, 2.0, 3.0, sync_ms=1.0)
     assert (made.slowest_ms, made.fill_ms) == (4.0, 6.0)
     assert made.iteration_ms(10) == 46.0
+
+
+@pytest.mark.parametrize(("encoder_ms", "gain_ms"), [(18.0, 0.0), (9.0, 27.0)])
+def test_lane_of_several_stages_on_each_device_fills_faster_where_its_cells_are_there(
+    encoder_ms: float, gain_ms: float
+) -> None:
+    """As in simulation of the same: what an encoder takes as long for is there no sooner than a stage is."""
+    found: list[PipelineTemplate] = []
+    for chunks in (1, 2):
+        placed = [(LaneName("vision"), 0, encoder_ms)]
+        placed += [(LaneName("llm"), 1 + stage % 4, 18.0 / chunks) for stage in range(4 * chunks)]
+        stages = [
+            StageSpec(lane=lane, first_layer=0, end_layer=1, node_index=node, forward_ms=ms / 3, backward_ms=ms / 1.5)
+            for lane, node, ms in placed
+        ]
+        found.append(PipelineTemplate(num_nodes=5, stages=tuple(stages)))
+    assert [each.slowest_ms for each in found] == [18.0, 18.0]
+    assert found[0].iteration_ms(16) - found[1].iteration_ms(16) == pytest.approx(gain_ms)
+    assert found[0].fill_ms == pytest.approx(encoder_ms + 3 * 18.0)
 
 
 def test_best_layout_depends_on_the_number_of_microbatches() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
@@ -39,7 +40,7 @@ def template_of(setting: Setting, configuration: Configuration, samples: SampleT
         samples: Of the data set.
 
     Raises:
-        ArgumentError: A stage is on several devices, there are several replicas, or stages run encoders again.
+        ArgumentError: A stage is on several devices, or there are several replicas.
     """
     _check(configuration)
     layout = DeviceLayout(configuration, 1)
@@ -47,7 +48,7 @@ def template_of(setting: Setting, configuration: Configuration, samples: SampleT
     stages: list[StageSpec] = []
     first_layer = 0
     for unit in setting.costs.units:
-        spread, rows = configuration.units[unit.name], layout.rows[LLM if layout.replicated else unit.name]
+        spread, rows = configuration.units[unit.name], _rows(layout, unit.name)
         forward, backward = _cell_ms(setting, unit, spread, samples, len(rows))
         send = _send_ms(setting, unit, samples, layout)
         memory = _held_bytes(setting, configuration, unit, samples, len(rows))
@@ -67,7 +68,7 @@ def template_of(setting: Setting, configuration: Configuration, samples: SampleT
                         forward_ms=float(forward[stage]),
                         backward_ms=float(backward[stage]),
                         send_ms=float(send[lane, stage]),
-                        memory_bytes=round(float(memory[stage])),
+                        memory_bytes=round(float(memory[lane, stage])),
                     )
                 )
                 first = end
@@ -86,20 +87,32 @@ def decision_of(template: PipelineTemplate) -> Configuration:
     return msgspec.json.decode(template.decision, type=Configuration)
 
 
+def with_lanes(configuration: Configuration) -> Configuration:
+    """Return a configuration in which encoders that every stage of the language model has are lanes of one stage each.
+
+    Only the first stage uses what they make: they share the samples of a microbatch instead of all doing them again.
+    """
+    depth = configuration.units[LLM].pp if configuration.encoders is Encoders.REPLICATED else 1
+    units = {
+        name: each if name == LLM else replace(each, dp=each.dp * depth) for name, each in configuration.units.items()
+    }
+    return replace(configuration, units=units)
+
+
+def _rows(layout: DeviceLayout, name: str) -> Ints:
+    """Return the rows of a unit's lanes. [num_lanes, num_stages]"""
+    rows = layout.rows[layout.host(name)]
+    return rows if name in layout.lanes else rows.reshape(-1, 1)
+
+
 def _check(configuration: Configuration) -> None:
     for name, spread in configuration.units.items():
         if spread.tp * spread.cp > 1:
             got = f"{spread.tp} x {spread.cp} in {name!r}"
             raise ArgumentError("devices of a stage", "be one", got, "profile no other degrees")
-        if spread.chunks > 1:
-            got = f"{spread.chunks} of {name!r}"
-            raise ArgumentError("stages of a device", "be one", got, "interleaved stages are for simulation alone")
     if configuration.units[LLM].dp != 1:
         got = configuration.units[LLM].dp
         raise ArgumentError("replicas of the language model", "be one in a pipeline", got, "ask for one pipeline")
-    if configuration.encoders is Encoders.REPLICATED and configuration.units[LLM].pp > 1:
-        got = f"{configuration.units[LLM].pp} stages that run encoders for themselves"
-        raise ArgumentError("replicated encoders", "be beside one stage of the language model", got, "place them apart")
 
 
 def _cell_ms(
@@ -127,10 +140,17 @@ def _recomputed_layers(unit: UnitCosts, spread: Parallelism) -> Ints:
 def _held_bytes(
     setting: Setting, configuration: Configuration, unit: UnitCosts, samples: SampleTable, num_lanes: int
 ) -> Floats:
-    """Return what each stage holds at most: state, and what mean microbatches in flight keep. [num_stages]"""
+    """Return what each stage holds at most: state, and what mean microbatches in flight keep.
+
+    ``[num_lanes, num_stages]``
+    """
     spread = configuration.units[unit.name]
-    kept = windows(configuration, unit.name) * kept_bytes(unit, spread)
-    return state_bytes(setting, unit, spread) + kept * _mean(setting, unit, samples)[0] / num_lanes
+    ahead = np.zeros(num_lanes, dtype=np.int64)
+    if configuration.encoders is Encoders.REPLICATED and unit.name != LLM:
+        ahead += np.arange(num_lanes)  # of the language model's stage in their row
+    held = windows(configuration, unit.name) + ahead[:, None]
+    kept = held * kept_bytes(unit, spread) * _mean(setting, unit, samples)[0] / num_lanes
+    return state_bytes(setting, unit, replace(spread, pp=spread.num_stages, chunks=1)) + kept
 
 
 def _mean(setting: Setting, unit: UnitCosts, samples: SampleTable) -> tuple[float, float]:
@@ -147,7 +167,7 @@ def _send_ms(setting: Setting, unit: UnitCosts, samples: SampleTable, layout: De
     Stages of one row send each other nothing, those of one node send over what is inside it. ``[num_lanes,
     num_stages]``
     """
-    cluster, rows = setting.cluster, layout.rows[LLM if layout.replicated else unit.name]
+    cluster, rows = setting.cluster, _rows(layout, unit.name)
 
     def both_ms(source: int, target: int, num_bytes: float) -> float:
         if source == target or not num_bytes:
@@ -162,8 +182,8 @@ def _send_ms(setting: Setting, unit: UnitCosts, samples: SampleTable, layout: De
     sent = np.zeros(rows.shape)
     for lane, of_lane in enumerate(rows.tolist()):
         sent[lane, 1:] = [both_ms(source, target, num_bytes) for source, target in pairwise(of_lane)]
-        for source in () if layout.replicated or position < language else sources:
-            lasts = layout.rows[source.name][:, -1].tolist()
+        for source in () if position < language else sources:
+            lasts = _rows(layout, source.name)[:, -1].tolist()
             beside = source if position == language else unit  # of it the tokens that are handed on are
             handed = _mean(setting, beside, samples)[0] * beside.output_bytes / (len(lasts) * len(rows))
             sent[lane, 0] += sum(both_ms(last, of_lane[0], handed) for last in lasts)
@@ -172,13 +192,12 @@ def _send_ms(setting: Setting, unit: UnitCosts, samples: SampleTable, layout: De
 
 def _sync_ms(setting: Setting, configuration: Configuration, samples: SampleTable, num_pipelines: int) -> float:
     """Return what of the sums of gradients no backward hides, of so many pipelines like this one."""
+    lanes = with_lanes(configuration)
     backward: Mapping[str, Floats] = {
-        unit.name: _cell_ms(setting, unit, configuration.units[unit.name], samples, configuration.units[unit.name].dp)[
-            1
-        ]
+        unit.name: _cell_ms(setting, unit, lanes.units[unit.name], samples, lanes.units[unit.name].dp)[1]
         for unit in setting.costs.units
     }
-    units, spreads = setting.costs.units, several(configuration, num_pipelines).units
+    units, spreads = setting.costs.units, several(lanes, num_pipelines).units
     if not configuration.colocated:
         return exposed_sum_ms(units, spreads, setting.cluster, backward)
     encoding_ms = sum(float(each.sum()) for name, each in backward.items() if name != LLM)

@@ -2,25 +2,27 @@
 
 A planner answers for pipelines that are alike. Where they are, and units place samples in other pipelines than the
 language model does, its answer stands. Else it is asked twice: as if all pipelines were like those of which there are
-most, but of their own speeds, for who gets which samples; then of each pipeline alone, as it is, for lanes and cells.
+most, but of their own speeds, for who gets which samples in which unit; then of each pipeline alone, as it is, for
+lanes and cells: a sample has nothing to do there in units that have it elsewhere.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from resilient.planners.costs.correction import UNCORRECTED, Correction
 from resilient.planners.costs.cost_model import CostModel
-from resilient.planners.costs.samples import LLM, SampleTable
+from resilient.planners.costs.samples import LLM, Lengths, SampleTable
 from resilient.planners.evaluation.step_unit import StepUnit
-from resilient.planners.pipelines.decision import decision_of
+from resilient.planners.pipelines.decision import decision_of, with_lanes
 from resilient.planners.planner import Assignment, Configuration, Planner, Replica, Setting
 from resilient.planners.stages.one_pipeline import several
-from resilient.templates.common.arrays import Ints
+from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import Pipeline, Plan
 
@@ -59,21 +61,22 @@ class SamplePlaces:
             ValueError: A sample does not fit.
         """
         found = np.full((len(self._costs.units), len(batch), 3), NOWHERE, dtype=np.int64)
-        pipeline_of = np.zeros(len(batch), dtype=np.int64)
+        pipeline_of = dict.fromkeys(batch.units, np.zeros(len(batch), dtype=np.int64))
         if len(self._pipelines) > 1:
             setting = self._setting(self._pipelines, len(batch), correction)
             answer = self._planner.assign(setting, self._alike, batch, self._replicas)
             if self._are_alike and _rearranges(answer, batch):
                 self._place(found, np.arange(len(batch)), batch, self._alike, answer, self._replicas)
                 return found
-            pipeline_of = np.asarray(answer.units[LLM].replica, dtype=np.int64)
+            pipeline_of = {name: np.asarray(place.replica) for name, place in answer.units.items()}
         for number, pipeline in enumerate(self._pipelines):
-            mine = np.flatnonzero(pipeline_of == number)
+            own = _of_one(batch, {name: each == number for name, each in pipeline_of.items()})
+            mine = np.flatnonzero(np.any([lengths.tokens > 0 for lengths in own.units.values()], axis=0))
             if not len(mine):
                 continue
             configuration = decision_of(pipeline.template)
             replicas = [Replica(num_microbatches=pipeline.num_microbatches)]
-            setting, table = self._setting([pipeline], len(mine), correction), batch[mine]
+            setting, table = self._setting([pipeline], len(mine), correction), own[mine]
             answer = self._planner.assign(setting, configuration, table, replicas)
             self._place(found, mine, table, configuration, answer, replicas, first=number)
         return found
@@ -99,11 +102,12 @@ class SamplePlaces:
             replicas: These pipelines.
             first: The number of the first one.
         """
+        lanes = with_lanes(configuration)
         for unit, costs in enumerate(self._costs.units):
             there = table.units[costs.name].tokens > 0
-            placed = StepUnit.of(configuration, costs, answer, table, replicas)
+            placed = StepUnit.of(lanes, costs, answer, table, replicas)
             lane, cell = np.divmod(placed.cell[there], placed.width)
-            number, own = np.divmod(lane, configuration.units[costs.name].dp // len(replicas))
+            number, own = np.divmod(lane, lanes.units[costs.name].dp // len(replicas))
             found[unit, samples[there]] = np.stack([first + number, own, cell], axis=1)
 
     @cached_property
@@ -133,6 +137,17 @@ class SamplePlaces:
             microbatch=self._microbatch,
             correction=correction,
         )
+
+
+def _of_one(batch: SampleTable, there: Mapping[str, Flags]) -> SampleTable:
+    """Return a batch whose samples have nothing to do in the units in which they are not there."""
+    units = {
+        name: Lengths(
+            tokens=each.tokens * there[name], squares=each.squares * there[name], longest=each.longest * there[name]
+        )
+        for name, each in batch.units.items()
+    }
+    return replace(batch, units=units)
 
 
 def _rearranges(answer: Assignment, batch: SampleTable) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM, SampleTable
-from resilient.planners.planner import Configuration, Encoders, Planner, Setting
+from resilient.planners.planner import Configuration, Planner, Setting
 from resilient.planners.registry import check_generators
 from resilient.planners.stages.device_layout import used_devices
 from resilient.planners.stages.redundancy import is_redundant
@@ -27,13 +27,9 @@ def is_asked_for(setting: Setting, configuration: Configuration) -> bool:
         return False
     if setting.num_pipelines is None:
         return True
-    language = configuration.units[LLM]
-    everywhere = configuration.encoders is Encoders.REPLICATED and language.pp > 1
     return (
-        language.dp == setting.num_pipelines
+        configuration.units[LLM].dp == setting.num_pipelines
         and configuration.shard == 1
-        and language.chunks == 1
-        and not everywhere
         and used_devices(configuration) == setting.num_devices
     )
 

@@ -59,7 +59,12 @@ class PlanLanes:
             self._ranks.append(range(first_rank, first_rank + len(template.rows)))
             first_rank += len(template.rows)
             num_lanes.update(lane.unit for lane in template.lanes)
-        self.whole = frozenset(filter(self._is_whole, self._stages))
+        self.whole = frozenset(
+            names[lane]
+            for template, names in zip(self._templates, self._names, strict=True)
+            for lane in template.lanes
+            if self._is_whole(template, names[lane])
+        )
 
     def name(self, pipeline: int, lane: LaneName) -> LaneName:
         """Return what is called ``lane`` in a pipeline's template."""
@@ -127,22 +132,20 @@ class PlanLanes:
             )
             for name in names
         )
-        decision = decision_of(self._templates[pipelines[0]])
+        decisions = [decision_of(self._templates[pipeline]) for pipeline in pipelines]
         return generate_units(
             StepGraph(lanes=lanes, flows=cells.flows, num_rows=len(row_of)),
             pace=LLM,
-            lead=decision.lead,
+            lead=min(each.lead for each in decisions),
             split=split,
-            apart=decision.encoders_come_first,
+            apart=all(each.encoders_come_first for each in decisions),
             states=states and [states(self.specs[stage]) for name in names for stage in self._stages[name]],
         )
 
-    def _is_whole(self, lane: LaneName) -> bool:
-        last = self._stages[lane][-1]
-        if not self._backward_of[last]:
+    def _is_whole(self, template: PipelineTemplate, lane: LaneName) -> bool:
+        if not self._backward_of[self._stages[lane][-1]]:
             return True
-        decision = self._templates[0].decision
-        return bool(decision) and decision_of(self._templates[0]).has_whole_cells(lane.unit)
+        return bool(template.decision) and decision_of(template).has_whole_cells(lane.unit)
 
     def _touching(self, stage: StageName) -> Iterator[Border]:
         """Yield the borders of a stage."""

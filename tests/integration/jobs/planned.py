@@ -16,6 +16,14 @@ from torch import Tensor
 from transformers import LlamaConfig, ViTConfig
 
 import resilient as rs
+from resilient.errors import ArgumentError
+from resilient.planners.costs.samples import LLM, SampleTable
+from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
+from resilient.planners.published.baselines.balanced import EncoderFirst
+from resilient.planners.published.cornstarch import planner as cornstarch
+from resilient.planners.published.disttrain import planner as disttrain
+from resilient.planners.published.orchmllm import planner as orchmllm
+from resilient.planners.stages.expected_step import virtual_stages
 
 PATCH, VOCABULARY, DRAWN, PICTURE, SOUND = 4, 40, 37, 38, 39
 
@@ -78,6 +86,35 @@ class Mixed:
         }
 
 
+class Interleaved(disttrain.DistTrain):
+    """DistTrain with one device for each encoder, and two stages of the language model on each of the others."""
+
+    def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
+        layers = {unit.name: len(unit.layers) for unit in setting.costs.units}
+        rows = setting.num_devices - len(layers) + 1
+        if rows < 2 or 2 * rows > layers[LLM]:
+            raise ArgumentError("num_nodes", "leave two stages for each", setting.num_nodes, "use another number")
+        spreads = {name: Parallelism(dp=1, pp=1, stage_layers=(count,)) for name, count in layers.items()}
+        language = Parallelism(dp=1, pp=rows)
+        spreads[LLM] = virtual_stages(setting.costs.by_name[LLM], samples.units[LLM], language, 2)
+        count = -(-setting.global_batch // setting.microbatch)
+        return Configuration(units=spreads, num_microbatches=count)
+
+
+class Together(orchmllm.OrchMLLM):
+    """OrchMLLM with all units on the same devices, as when that is fastest: it then balances each by itself."""
+
+    def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
+        return EncoderFirst(name=self.name).configure(setting, samples)
+
+
+class Everywhere(cornstarch.Cornstarch):
+    """Cornstarch with encoders in every stage of the language model."""
+
+    def __init__(self) -> None:
+        super().__init__(encoders=(Encoders.REPLICATED,))
+
+
 def transformer(channels: int, layers: int) -> ViTConfig:
     """Return a small transformer of patches in a row."""
     return ViTConfig(
@@ -109,7 +146,16 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
     parser.add_argument("--slowly-while", type=Path, metavar="FILE")
     parser.add_argument("--draws", action="store_true")
+    parser.add_argument(
+        "--always", choices=("interleaved", "everywhere", "together"), help="what a planner else may answer"
+    )
     arguments = parser.parse_args()
+    if arguments.always == "interleaved":
+        disttrain.DistTrain = Interleaved
+    elif arguments.always == "everywhere":
+        cornstarch.Cornstarch = Everywhere
+    elif arguments.always == "together":
+        orchmllm.OrchMLLM = Together
     llm = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,

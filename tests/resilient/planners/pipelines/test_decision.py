@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM, Lengths, SampleTable
-from resilient.planners.pipelines.decision import decision_of, template_of
+from resilient.planners.pipelines.decision import decision_of, template_of, with_lanes
 from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
 from resilient.planners.registry import planner
 from resilient.planners.stages.one_pipeline import several
@@ -41,7 +41,7 @@ def test_each_lane_has_each_layer_of_its_unit_once(name: str, devices_per_node: 
     first = 0
     for unit in setting.costs.units:
         lanes = [lane for lane in template.lanes if lane.unit == unit.name]
-        assert [lane.number for lane in lanes] == list(range(configuration.units[unit.name].dp))
+        assert [lane.number for lane in lanes] == list(range(with_lanes(configuration).units[unit.name].dp))
         for lane in lanes:
             cuts = [(stage.first_layer, stage.end_layer) for stage in template.stages if stage.lane == lane]
             assert (cuts[0][0], cuts[-1][1]) == (first, first + len(unit.layers))
@@ -107,6 +107,53 @@ def test_what_does_not_run_is_refused() -> None:
     wide = {**one.units, LLM: replace(one.units[LLM], cp=2)}
     with pytest.raises(ArgumentError, match=r"^devices of a stage must be one, got 1 x 2 in 'llm'; profile no other "):
         template_of(setting, replace(one, units=wide), known)
-    everywhere = replace(one, encoders=Encoders.REPLICATED)
-    with pytest.raises(ArgumentError, match=r"^replicated encoders must be beside one stage of the language model, "):
-        template_of(setting, everywhere, known)
+
+
+def test_a_device_has_several_stages_of_a_lane() -> None:
+    near, far = Link(latency_ms=1.0, bytes_per_s=1e6), Link(latency_ms=10.0, bytes_per_s=1e5)
+    cluster = Cluster(devices_per_node=2, intra_node=near, inter_node=far)
+    costs = replace(COSTS, units=(COSTS.units[0], replace(COSTS.units[1], boundary_bytes=8.0)))
+    setting = Setting(costs=costs, cluster=cluster, num_nodes=2, global_batch=8, microbatch=1)
+    spreads = {
+        "vision": Parallelism(dp=1, pp=1, stage_layers=(4,)),
+        LLM: Parallelism(dp=1, pp=3, chunks=2, stage_layers=(1, 1, 1, 1, 2, 2)),
+    }
+    samples = SampleTable(units={"vision": Lengths.of([[100]]), LLM: Lengths.of([[1000]])})
+    template = template_of(setting, Configuration(units=spreads, num_microbatches=8), samples)
+    encoder, *stages = template.stages
+    assert [(stage.node_index, stage.first_device) for stage in stages] == [(0, 1), (1, 0), (1, 1)] * 2
+    assert template.row_stages == ((0,), (1, 4), (2, 5), (3, 6))
+    assert [stage.end_layer - stage.first_layer for stage in stages] == [1, 1, 1, 1, 2, 2]
+    message_ms = 1000 * 8.0 / 1e6 * 1e3
+    within, between = 2 * (1.0 + message_ms), 2 * (10.0 + 10 * message_ms)
+    features_ms = 2 * (1.0 + 100 * 64.0 / 1e6 * 1e3)
+    assert [stage.send_ms for stage in stages] == pytest.approx(
+        [features_ms, between, within, between, between, within]
+    )
+    # each with its own layers' state, and so many microbatches in a row, of which the last stage has one
+    held = [6, 6, 4, 3, 3, 1]
+    assert [stage.memory_bytes for stage in stages] == [
+        layers * (16000 + cells * 1000 * 100) for layers, cells in zip([1, 1, 1, 1, 2, 2], held, strict=True)
+    ]
+    assert encoder.memory_bytes > 4 * 16000
+
+
+def test_encoders_of_every_stage_share_the_samples_of_a_microbatch() -> None:
+    link = Link(latency_ms=1.0, bytes_per_s=1e6)
+    setting = Setting(costs=COSTS, cluster=Cluster(inter_node=link), num_nodes=2, global_batch=8, microbatch=2)
+    spreads = {
+        "vision": Parallelism(dp=1, pp=1, stage_layers=(4,)),
+        LLM: Parallelism(dp=1, pp=2, stage_layers=(4, 4)),
+    }
+    configuration = Configuration(units=spreads, num_microbatches=4, encoders=Encoders.REPLICATED, colocated=True)
+    samples = SampleTable(units={"vision": Lengths.of([[100], [300]]), LLM: Lengths.of([[1000], [500]])})
+    template = template_of(setting, configuration, samples)
+    assert template.row_stages == ((0, 2), (1, 3))
+    assert list(map(str, template.lanes)) == ["vision.0", "vision.1", "llm.0"]
+    encoders, first = template.stages[:2], template.stages[2]
+    forward, _ = COSTS.units[0].layer_ms(200.0, 50_000.0)
+    assert [stage.forward_ms for stage in encoders] == pytest.approx([float(forward.sum())] * 2)
+    # half of the tokens come from the other node
+    assert first.send_ms == pytest.approx(2 * (1.0 + 200 * 64.0 / 1e6 * 1e3))
+    # the second is a microbatch further ahead
+    assert [stage.memory_bytes for stage in encoders] == [4 * (16000 + cells * 200 * 100) for cells in (3, 4)]

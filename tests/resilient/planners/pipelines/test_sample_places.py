@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from resilient.planners.costs.samples import LLM
 from resilient.planners.pipelines.decision import template_of
 from resilient.planners.pipelines.sample_places import NOWHERE, SamplePlaces
-from resilient.planners.planner import Replica
+from resilient.planners.planner import Encoders, Replica
+from resilient.planners.published.cornstarch.planner import Cornstarch
 from resilient.planners.registry import PLANNERS, planner
 from resilient.planners.stages.one_pipeline import pipeline_configurations, several
 from resilient.templates.plan import Pipeline, Plan
 from tests.resilient.planners.small_jobs import small_job
 
 REARRANGING = ("orchmllm", "resilient")
-"""Planners that may place a sample's encoder in another pipeline than its language model, where all are alike."""
+"""Planners that may place a sample's encoder in another pipeline than its language model."""
 
 
 @pytest.mark.parametrize("name", PLANNERS)
@@ -43,7 +44,7 @@ def test_each_sample_has_one_place_in_pipelines_of_all_sizes(name: str, seed: in
     for unit, of_unit in zip(batch.units, places, strict=True):
         there = batch.units[unit].tokens > 0
         assert np.all(of_unit[~there] == NOWHERE)
-        if name not in REARRANGING or len(set(drawn)) > 1:
+        if name not in REARRANGING:
             assert np.array_equal(of_unit[there, 0], of_llm[there])
         for pipeline, lane, cell in of_unit[there]:
             assert (unit, lane) in pipelines[pipeline].template.lanes
@@ -84,3 +85,40 @@ def test_what_is_balanced_over_pipelines_that_are_alike_stays_where_the_planner_
         assert {(unit, lane) for lane in of_unit[there, 1]} <= set(template.lanes)
         crossing += int((of_unit[there, 0] != expected.units[LLM].replica[there]).sum())
     assert crossing
+
+
+def test_features_cross_pipelines_that_are_unlike() -> None:
+    """Each pipeline places what it has of each unit in its own lanes, and has its part of the work of each."""
+    setting, known, batch = small_job(4, 1)
+    chosen = planner("orchmllm")
+    answers = pipeline_configurations(chosen, replace(setting, num_nodes=6), known, range(1, 4))
+    templates = [template_of(replace(setting, num_nodes=size), answers[size], known) for size in (1, 3)]
+    pipelines = tuple(
+        Pipeline(template=each, nodes=tuple(range(each.num_nodes)), num_microbatches=2) for each in templates
+    )
+    placing = SamplePlaces(chosen, setting.costs, setting.cluster, setting.microbatch, Plan(pipelines=pipelines))
+    places = dict(zip(batch.units, placing.places(batch), strict=True))
+    crossing = 0
+    for unit, of_unit in places.items():
+        there = batch.units[unit].tokens > 0
+        crossing += int((of_unit[there, 0] != places[LLM][there, 0]).sum())
+        work = [setting.sample_ms(unit, batch.units[unit])[of_unit[:, 0] == number].sum() for number in (0, 1)]
+        assert 0 < work[0] < work[1], "of one node and of three"
+    assert crossing
+
+
+def test_encoders_of_every_stage_all_have_samples() -> None:
+    setting, known, _ = small_job(4, 1)
+    chosen = Cornstarch(encoders=(Encoders.REPLICATED,))
+    setting = replace(setting, num_nodes=3, global_batch=len(known), microbatch=8)
+    configuration = chosen.configure(setting, known)
+    assert configuration.units[LLM].pp == 3
+    template = template_of(setting, configuration, known)
+    pipelines = (Pipeline(template=template, nodes=(0, 1, 2), num_microbatches=8),) * 2
+    placing = SamplePlaces(chosen, setting.costs, setting.cluster, setting.microbatch, Plan(pipelines=pipelines))
+    places = dict(zip(known.units, placing.places(known), strict=True))
+    for unit, of_unit in places.items():
+        there = known.units[unit].tokens > 0
+        assert np.array_equal(of_unit[there][:, [0, 2]], places[LLM][there][:, [0, 2]])
+        for number in (0, 1):
+            assert set(of_unit[of_unit[:, 0] == number, 1]) == ({0} if unit == LLM else {0, 1, 2})

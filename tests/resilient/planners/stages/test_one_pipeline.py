@@ -15,7 +15,7 @@ from resilient.errors import ArgumentError
 from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.costs.samples import LLM, SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
-from resilient.planners.planner import Configuration, Encoders, Replica, Setting
+from resilient.planners.planner import Configuration, Replica, Setting
 from resilient.planners.registry import PLANNERS, planner
 from resilient.planners.stages.device_layout import used_devices
 from resilient.planners.stages.one_pipeline import pipeline_configurations
@@ -68,7 +68,6 @@ def test_an_answer_for_one_pipeline_uses_all_devices_and_runs_any_number_of_micr
     assert used_devices(configuration) == setting.num_devices
     assert all(spread.tp == spread.cp == 1 for spread in configuration.units.values())
     assert configuration.shard == 1
-    assert configuration.encoders is not Encoders.REPLICATED or configuration.units[LLM].pp == 1
     replicas = [Replica(num_microbatches=num_microbatches)]
     assignment = planner(name).assign(setting, configuration, batch, replicas)
     for unit in configuration.units:
