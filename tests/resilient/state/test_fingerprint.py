@@ -64,6 +64,21 @@ def test_two_flips_of_one_bit_column_show(
 
 
 @ways
+@given(kind=kinds, flips=st.lists(st.tuples(places, bits), min_size=2, max_size=2, unique=True))
+def test_any_two_flips_show(way: Callable[[Tensor], int], kind: str, flips: list[tuple[int, int]]) -> None:
+    words = words_of(kind)
+    assert way(as_bytes(flipped(words, *flips))) != way(as_bytes(words))
+
+
+@ways
+@given(kind=st.sampled_from(("counted", "drawn")), order=st.permutations(range(NUM_WORDS)))
+def test_any_other_order_shows(way: Callable[[Tensor], int], kind: str, order: list[int]) -> None:
+    words = words_of(kind)
+    is_same = order == sorted(order)
+    assert (way(as_bytes(words[torch.tensor(order)])) == way(as_bytes(words))) == is_same
+
+
+@ways
 def test_any_two_words_swapped_within_512_bytes_show(way: Callable[[Tensor], int]) -> None:
     words = torch.arange(GROUP_WORDS)
     seen = {way(as_bytes(words))}
