@@ -16,8 +16,10 @@ from resilient.common.network.ports import listen
 RING_S = 5.0
 """How long an answer may take, one way."""
 
-_MOST_AT_ONCE = 16
-_BACKLOG = 64
+_MOST_AT_ONCE, _MOST_WAITING = 16, 1024
+"""A thousand nodes may come at once, and all ring at the first one's door."""
+
+_BACKLOG = 1024
 _RINGER, _BELL = b"ringer", b"bell"
 _SIZE = struct.Struct(">H")
 
@@ -33,6 +35,7 @@ class Doorbell:
         self._secret = secret_for(token, "doorbell")
         self._server: asyncio.Server | None = None
         self._num_ringing = 0
+        self._turn = asyncio.Semaphore(_MOST_AT_ONCE)
         self._host = ""
         self.port = 0
 
@@ -71,10 +74,11 @@ class Doorbell:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._num_ringing += 1
         try:
-            if self._num_ringing > _MOST_AT_ONCE:
+            if self._num_ringing > _MOST_WAITING:
                 return
             caller = await asyncio.wait_for(self._recognise(reader, writer), RING_S)
-            found = await _reach(caller, self._secret) if caller else ""
+            async with self._turn:  # of those who know the token
+                found = await _reach(caller, self._secret) if caller else ""
             _say(writer, found)
             await asyncio.wait_for(writer.drain(), RING_S)
         except (OSError, EOFError, ValueError, asyncio.TimeoutError):

@@ -39,6 +39,13 @@ def test_ends_that_reach_each_other_have_nothing_to_tell() -> None:
     play(story)
 
 
+def test_many_may_ring_at_once() -> None:
+    async def story(ours: Doorbell, theirs: Doorbell) -> None:
+        assert set(await asyncio.gather(*(ours.ring(theirs.address) for _ in range(200)))) == {""}
+
+    play(story)
+
+
 def test_way_that_does_not_work_is_told_with_its_direction() -> None:
     async def story(ours: Doorbell, theirs: Doorbell) -> None:
         own, nobody = ours.address, unused()
