@@ -8,7 +8,6 @@ connections until they are closed. Must not import torch.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import resource
@@ -197,8 +196,10 @@ class Entrance:
             if wait_s <= 0:
                 assert strangers[0].task is not None
                 strangers[0].task.cancel()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._fewer.wait(), max(wait_s, _SCARCE_S))
+            # no `asyncio.wait_for`: until Python 3.12 it loses a cancellation that comes as the event is set
+            timer = loop.call_later(max(wait_s, _SCARCE_S), self._fewer.set)
+            await self._fewer.wait()
+            timer.cancel()
 
     def _forget(self) -> None:
         self._connections = [each for each in self._connections if not each.is_gone]

@@ -83,6 +83,8 @@ class Doorbell:
             await asyncio.wait_for(writer.drain(), RING_S)
         except (OSError, EOFError, ValueError, asyncio.TimeoutError):
             pass  # a stranger, or one that is gone
+        except asyncio.CancelledError:
+            pass  # this process ends; nobody waits for this, and streams of Python 3.11 log it for each connection
         finally:
             self._num_ringing -= 1
             writer.close()

@@ -201,7 +201,7 @@ def test_processes_end_with_a_worker_that_is_killed(tmp_path: Path) -> None:
         "from resilient.data.processes import DataProcesses\n"
         "from resilient.data.reader import Cell\n"
         "def read(step, cell, reads):\n"
-        "    print(os.getpid(), flush=True)\n"
+        "    os.write(1, b'%d\\n' % os.getpid())\n"  # whole: unbuffered, `print` writes the number and the end apart
         "    while True: signal.pause()\n"
         "processes = DataProcesses(read, 2)\n"
         "processes.ask(1, Cell('', (0,)), None), processes.ask(1, Cell('', (1,)), None)\n"

@@ -177,7 +177,7 @@ def _through_stages(
         assert "logits" not in sent, "what the loss alone reads goes no further"
         received = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in sent.items()}
         sent, loss = stage.forward(0, received, batch, step=1, position=0, num_targets=7)
-        total = total if loss is None else total + loss
+        total = total if loss is None else total + loss.sum()
     back: dict[str, Tensor] = {}
     for stage in reversed(stages):
         back = stage.backward(0, back)
