@@ -40,7 +40,15 @@ class Commands(TyperGroup):
                 f"error: the output cannot be written ({error.strerror}); make room where it goes, or send it elsewhere"
             )
             Console(stderr=True, highlight=False, emoji=False).print(text, markup=False, style="red", soft_wrap=True)
+            _drop_output()
             raise SystemExit(2) from None
+
+
+def _drop_output() -> None:
+    """Have what standard output still keeps written nowhere: the interpreter tries again as it ends, and exits by it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _open_closed_streams() -> None:

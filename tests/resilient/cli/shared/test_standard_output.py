@@ -17,7 +17,8 @@ SCHEDULE = ["schedule", "--stages", "2", "--microbatches", "2"]
 def start(arguments: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
     """Run a command with a standard output of one's own; rich is to see no terminal."""
     command = [sys.executable, "-c", "from resilient.cli.app import app; app()", *arguments]
-    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=100)
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}  # as it is for most people
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=buffered, timeout=100)
 
 
 @pytest.mark.parametrize(("charset", "line", "dot"), [("utf-8", "─", "·"), ("latin-1", "-", "·"), ("ascii", "-", ".")])
