@@ -34,7 +34,7 @@ def test_slow_node_gets_less_to_do(tmp_path: Path) -> None:
     assert slow["num_microbatches"] < other["num_microbatches"]
 
 
-@pytest.mark.parametrize(("planner", "slow"), [("resilient", None), ("dflop", None), ("dflop", 0), ("dflop", 3)])
+@pytest.mark.parametrize(("planner", "slow"), [("dflop", None), ("dflop", 0), ("dflop", 3)])
 def test_node_of_a_planned_job_is_slow_only_by_what_it_was_given(
     planner: str, slow: int | None, tmp_path: Path
 ) -> None:
