@@ -176,7 +176,8 @@ def _samples(case: Case, count: int, lengths: Path | None) -> SampleTable:
     name = case.workload
     if lengths is not None and name in FILES:
         name = "+".join(str(lengths / FILES[each]) for each in dict.fromkeys((name, "coco")))
-    table = workload(name, int(np.ceil(count / case.short)), 0, case.model, bad="drop")
+    drawn, known = (int(np.ceil(each / case.short)) for each in (count, KNOWN_SAMPLES))
+    table = workload(name, drawn, 0, case.model, bad="drop", known=known)
     table = table[np.sort(np.argsort(table.units[LLM].tokens, kind="stable")[:count])]
     if not case.even:
         return table

@@ -211,6 +211,7 @@ def _samples(setting: Setting, options: CompareOptions) -> tuple[SampleTable, li
         limits=most_tokens(setting.costs, setting.cluster, setting.num_nodes),
         tokenizer=_counter(options.tokenizer),
         pictures=options.pictures,
+        known=num_known,
     )
     starts = range(num_known, len(table), setting.global_batch)
     return table[:num_known], [table[start : start + setting.global_batch] for start in starts], found

@@ -76,9 +76,10 @@ def workload(
     model: str,
     *,
     bad: BadSamplePolicy = "error",
+    known: int = 0,
 ) -> SampleTable:
     """Return that many samples of a workload, as :func:`judged_workload` does, without what is bad in it."""
-    return judged_workload(name, num_samples, seed, model, bad=bad)[0]
+    return judged_workload(name, num_samples, seed, model, bad=bad, known=known)[0]
 
 
 def judged_workload(
@@ -91,10 +92,11 @@ def judged_workload(
     limits: Mapping[str, int] | None = None,
     tokenizer: Callable[[str], Sequence[int]] | None = None,
     pictures: str | Path | None = None,
+    known: int = 0,
 ) -> tuple[SampleTable, tuple[Bad, ...]]:
     """Return that many samples of a workload, as a model sees them, and what is bad in it. Deterministic.
 
-    Asked for more it returns the same ones first.
+    Asked for more, with as many known, it returns the same ones first.
 
     Args:
         name: A name in :data:`GENERATORS`, a file that :func:`~resilient.planners.workloads.formats.read_records`
@@ -110,6 +112,8 @@ def judged_workload(
         limits: As there.
         tokenizer: As for :func:`~resilient.planners.workloads.formats.read_records`.
         pictures: As there.
+        known: Of the samples, the first ones, none of which are among the others: so many, and of a file half of its
+            samples at most, which repeat.
 
     Raises:
         ValueError: A name is not known, a file is not what it must be, samples are bad and ``bad`` is ``error``, or
@@ -134,8 +138,17 @@ def judged_workload(
     if not files:
         return table[:num_samples], found
     random = np.random.default_rng((seed, len(sources)))
-    order = [random.permutation(len(table)) for _ in range(-(-num_samples // len(table)))]
-    return table[np.concatenate(order)[:num_samples]], found
+    shuffled = random.permutation(len(table))
+    known = min(known, num_samples)
+    apart = min(known, len(table) // 2)
+    first = _repeated(shuffled[:apart] if apart else shuffled, known, random)
+    return table[np.concatenate([first, _repeated(shuffled[apart:], num_samples - known, random)])], found
+
+
+def _repeated(some: Ints, count: int, random: np.random.Generator) -> Ints:
+    """Return so many of some, each once before any comes again, and in another order each time."""
+    again = [random.permutation(some) for _ in range((count - 1) // len(some))]
+    return np.concatenate([some, *again])[:count]
 
 
 Draw = Callable[[np.random.Generator, int], Records]

@@ -150,6 +150,23 @@ def test_a_files_samples_are_drawn_without_repeating(sizes: Path, tmp_path: Path
         workload(f"{plain}+coco", 1, 0, QWEN)
 
 
+@pytest.mark.parametrize(("known", "different"), [(5, 5), (10, 10), (64, 10)])
+def test_of_a_file_none_is_known_that_is_not(sizes: Path, tmp_path: Path, known: int, different: int) -> None:
+    plain = tmp_path / "sizes.csv"
+    plain.write_text(sizes.read_text())
+    few, many = (workload(f"{plain}+coco", known + count, 0, QWEN, bad="drop", known=known).names for count in (7, 100))
+    assert few == many[: known + 7]
+    assert len(set(many[:known])) == different
+    assert set(many[:known]) | set(many[known:]) == {f"p{index}" for index in range(20)}
+    assert not set(many[:known]) & set(many[known:])
+
+
+def test_a_file_of_one_sample_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "one.csv"
+    path.write_text("name,width,height,tokens\nonly,280,280,5\n")
+    assert workload(path, 5, 0, QWEN, known=3).names == ("only",) * 5
+
+
 def test_samples_of_two_files_are_joined_row_by_row(sizes: Path, tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text("\n".join(f'{{"id": {row}, "text": "{"word " * (row % 3)}"}}' for row in range(42)))
