@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from resilient.errors import ArgumentError
-from resilient.templates.common.arrays import Ints
+from resilient.templates.common.arrays import Flags, Ints
 
 UNIT_NAME = r"[A-Za-z][A-Za-z0-9_-]*"
 
@@ -69,23 +69,31 @@ class UnitLane:
     whole: bool = False
 
     def __post_init__(self) -> None:
-        label = f"lane {self.name}" if self.name.unit else "the chain"
         if self.name != CHAIN and (re.fullmatch(UNIT_NAME, self.name.unit) is None or self.name.number < 0):
             raise ArgumentError(
                 "name", "be a word and a number >= 0", repr(tuple(self.name)), "begin units with a letter: vision, llm"
             )
         if not self.rows or len(self.rows) != len(self.backwards):
             given = f"{len(self.rows)} rows and {len(self.backwards)} backwards"
-            raise ArgumentError(label, "have a row and a backward for each stage, 1 or more", given, "list each stage")
+            raise ArgumentError(
+                self._label, "have a row and a backward for each stage, 1 or more", given, "list each stage"
+            )
         if min(self.rows) < -1:
-            raise ArgumentError(f"rows of {label}", "be >= -1", list(self.rows), "-1 is none")
+            raise ArgumentError(f"rows of {self._label}", "be >= -1", list(self.rows), "-1 is none")
         if any(before >= after for before, after in pairwise((-1, *self.cells))):
-            raise ArgumentError(f"cells of {label}", "be ascending and >= 0", list(self.cells), "list each once")
+            raise ArgumentError(f"cells of {self._label}", "be ascending and >= 0", list(self.cells), "list each once")
         if any(before > Backward.NONE and not after for before, after in pairwise(self.backwards)):
             given = ", ".join(each.name for each in self.backwards)
             raise ArgumentError(
-                f"backwards of {label}", "go on to the last stage", given, "gradients come from there: INPUTS at least"
+                f"backwards of {self._label}",
+                "go on to the last stage",
+                given,
+                "gradients come from there: INPUTS at least",
             )
+
+    @property
+    def _label(self) -> str:
+        return f"lane {self.name}" if self.name.unit else "the chain"
 
 
 class Flow(NamedTuple):
@@ -142,21 +150,49 @@ class StepGraph:
         rows = [row for lane in self.lanes for row in lane.rows]
         if max(rows) >= self.num_rows:
             raise ArgumentError("rows of stages", f"be below {self.num_rows}", max(rows), "number rows from 0")
-        position = {name: number for number, name in enumerate(names)}
-        for flow in self.flows:
-            ends = [(flow.source, flow.cell), (flow.target, flow.target_cell)]
-            if any(name not in position or cell not in self.lanes[position[name]].cells for name, cell in ends):
-                raise ArgumentError("flows", "join cells that have samples", _told(flow), "name lanes of the graph")
-            source, target = (self.lanes[position[name]] for name, _ in ends)
-            if units.index(source.name.unit) >= units.index(target.name.unit):
-                raise ArgumentError("flows", "lead to a later unit", _told(flow), f"units are {', '.join(units)}")
-            if source.backwards[-1] and not target.backwards[0]:
-                raise ArgumentError(
-                    "flows", "give a trained unit its gradient", _told(flow), f"{target.name} needs a backward: INPUTS"
-                )
-        keys = [(position[flow.source], flow.cell, position[flow.target], flow.target_cell) for flow in self.flows]
-        if any(before >= after for before, after in pairwise(keys)):
+        if self.flows:
+            self._check_flows(units)
+
+    def _check_flows(self, units: Sequence[str]) -> None:
+        """Refuse flows that there cannot be; a step of many pipelines has thousands."""
+        lanes, (source, cell, target, target_cell) = self.lanes, self.flow_ends.T
+        outside = ~(self._have_cells(source, cell) & self._have_cells(target, target_cell))
+        if outside.any():
+            told = _told(self.flows[outside.argmax()])
+            raise ArgumentError("flows", "join cells that have samples", told, "name lanes of the graph")
+        unit_of = np.array([units.index(lane.name.unit) for lane in lanes])
+        back = unit_of[source] >= unit_of[target]
+        if back.any():
+            told = _told(self.flows[back.argmax()])
+            raise ArgumentError("flows", "lead to a later unit", told, f"units are {', '.join(units)}")
+        first, last = (np.array([lane.backwards[place] for lane in lanes]) > Backward.NONE for place in (0, -1))
+        lacks = last[source] & ~first[target]
+        if lacks.any():
+            flow = self.flows[lacks.argmax()]
+            fix = f"{flow.target} needs a backward: INPUTS"
+            raise ArgumentError("flows", "give a trained unit its gradient", _told(flow), fix)
+        steps = np.diff(self.flow_ends, axis=0)
+        if np.any(steps[np.arange(len(steps)), (steps != 0).argmax(axis=1)] <= 0):
             raise ArgumentError("flows", "be sorted by source and target, each once", _list(self.flows), "sort them")
+
+    def _have_cells(self, lane: Ints, cell: Ints) -> Flags:
+        """Return whether lanes, by position, have cells; -1 is none."""
+        there = np.zeros((len(self.lanes) + 1, self.num_cells + 1), np.bool_)
+        for number, each in enumerate(self.lanes):
+            there[number, list(each.cells)] = True
+        return there[lane, np.where(cell < 0, self.num_cells, cell).clip(max=self.num_cells)]
+
+    @cached_property
+    def flow_ends(self) -> Ints:
+        """Of each flow the source's position among the lanes, -1 for none, and its cell; and the target's likewise.
+
+        ``[num_flows, 4]``
+        """
+        position = {lane.name: number for number, lane in enumerate(self.lanes)}
+        ends = [
+            (position.get(source, -1), cell, position.get(target, -1), at) for source, cell, target, at in self.flows
+        ]
+        return np.array(ends, np.int64).reshape(-1, 4)
 
     @cached_property
     def first_stage(self) -> dict[LaneName, int]:
@@ -196,12 +232,11 @@ class StepGraph:
     @cached_property
     def part_of(self) -> tuple[int, ...]:
         """Of each flow, the part of its source's backward that it brings the gradient for."""
-        whole = {lane.name for lane in self.lanes if lane.whole}
-        parts: list[int] = []
-        for before, flow in zip((None, *self.flows), self.flows, strict=False):
-            another = before is not None and before[:2] == flow[:2] and flow.source not in whole
-            parts.append(parts[-1] + 1 if another else 0)
-        return tuple(parts)
+        source = self.flow_ends[:, :2]
+        whole = np.array([lane.whole for lane in self.lanes])[source[:, 0]]
+        another = np.append(False, np.all(source[1:] == source[:-1], axis=1)) & ~whole if self.flows else whole
+        place = np.arange(len(another))
+        return tuple((place - np.maximum.accumulate(np.where(another, 0, place))).tolist())
 
     def end_of(self, flow: int, source: bool) -> int:
         """Return the stage that a flow comes from, or the one it goes to."""
@@ -213,22 +248,19 @@ class StepGraph:
         sizes = np.array([len(lane.rows) for lane in self.lanes])
         ends = np.cumsum(sizes, dtype=np.int64)
         shape = (len(self.lanes), self.num_cells)
-        position = {lane.name: number for number, lane in enumerate(self.lanes)}
-        source = np.array([position[flow.source] for flow in self.flows], np.int64)
-        target = np.array([position[flow.target] for flow in self.flows], np.int64)
-        cells = np.array([(flow.cell, flow.target_cell) for flow in self.flows], np.int64).reshape(-1, 2)
+        source, cell, target, target_cell = self.flow_ends.T
         parts = np.zeros(shape, np.int64)
         for number, lane in enumerate(self.lanes):
             parts[number, list(lane.cells)] = 1
         part_of = np.array(self.part_of, np.int64)
-        np.maximum.at(parts, (source, cells[:, 0]), part_of + 1)
+        np.maximum.at(parts, (source, cell), part_of + 1)
         return GraphTables(
             row_of=np.array(self.row_of, np.int64),
             backward_of=np.array([each for lane in self.lanes for each in lane.backwards], np.int64),
             lane_of=np.repeat(np.arange(shape[0]), sizes),
             ends_of=np.stack([ends - sizes, ends], axis=1),
             parts=parts,
-            flows=np.stack([ends[source] - 1, cells[:, 0], part_of, (ends - sizes)[target], cells[:, 1]], axis=1),
+            flows=np.stack([ends[source] - 1, cell, part_of, (ends - sizes)[target], target_cell], axis=1),
         )
 
 

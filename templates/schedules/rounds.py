@@ -37,18 +37,20 @@ class Rounds:
     @classmethod
     def of(cls, graph: StepGraph) -> Rounds:
         """Return those of a graph's lanes."""
-        rounds = [_rounds(lane) for lane in graph.lanes]
-        parts, cells = math.lcm(*(each[-1] + 1 for each in rounds)), np.arange(graph.num_cells)
-        later, delays = np.zeros((2, graph.num_stages), np.int64)
-        begins, early = np.zeros((2, len(graph.lanes), graph.num_cells), np.int64)
-        for lane, each in enumerate(rounds):
+        again = {lane: _rounds(each) for lane, each in enumerate(graph.lanes) if len(set(each.rows)) < len(each.rows)}
+        parts, cells = math.lcm(*(each[-1] + 1 for each in again.values())), np.arange(graph.num_cells)
+        # of the lanes that have one round: one cell after the other, the next stage a turn later
+        ends = graph.tables.ends_of[graph.tables.lane_of, 1]
+        later, delays = np.zeros_like(ends), (ends - 1 - np.arange(graph.num_stages)) * parts
+        begins = np.tile(cells * parts, (len(graph.lanes), 1))
+        early = np.zeros_like(begins)
+        for lane, each in again.items():
             own, step, size = slice(*graph.tables.ends_of[lane]), parts // (each[-1] + 1), np.bincount(each).max()
-            place = cells % (size if each[-1] else 1)
+            place = cells % size
             begins[lane] = (cells - place) * parts + place * step
             early[lane] = place * (parts - step)
             position = each * size + np.arange(len(each)) - np.searchsorted(each, each)
-            if each[-1]:
-                later[own] = position * step
+            later[own] = position * step
             delays[own] = (position[-1] - position) * step
         return cls(parts=parts, later=later, delays=delays, begins=begins, early=early)
 

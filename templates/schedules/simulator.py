@@ -16,6 +16,7 @@ from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.common.interval import Interval
+from resilient.templates.schedules.graph import GraphTables
 from resilient.templates.schedules.schedule import Action, Op, Schedule
 from resilient.templates.schedules.validator import check_ended
 
@@ -145,6 +146,7 @@ def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
         schedule.codes,
         np.array(schedule.ends),
         tables,
+        _links(tables),
         StepCosts(
             forward=_table("forward_ms", costs.forward_ms, stages, on_stages, _NS),
             inputs=_table("backward_input_ms", costs.backward_input_ms, stages, on_stages, _NS),
@@ -164,6 +166,19 @@ def simulate(schedule: Schedule, costs: ActionCosts) -> Timeline:
     if costs.reduce_ms:
         _sum_gradients(schedule, costs, start_ns, end_ns)
     return Timeline(schedule, start_ns, end_ns, tuple(peaks.tolist()))
+
+
+def _links(tables: GraphTables) -> Ints:
+    """Return the link, from one row to another, over each border and of each flow: one way, and back.
+
+    ``[2, num_stages - 1 + num_flows]``
+    """
+    rows = tables.row_of + 1  # none is -1
+    source = np.concatenate([rows[:-1], rows[tables.flows[:, 0]]])
+    target = np.concatenate([rows[1:], rows[tables.flows[:, 3]]])
+    number = int(rows.max()) + 1
+    keys = np.concatenate([source * number + target, target * number + source])
+    return np.unique(keys, return_inverse=True)[1].reshape(2, -1)
 
 
 def _table(name: str, values: Values, shape: tuple[int, int, int], num_parts: Ints | None, unit: float) -> Ints:

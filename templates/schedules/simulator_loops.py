@@ -35,6 +35,7 @@ def run_timed(
     codes: NDArray[np.int32],
     ends: Ints,
     graph: GraphTables,
+    links: Ints,
     costs: StepCosts,
     positions: Ints,
     start_ns: Ints,
@@ -44,11 +45,12 @@ def run_timed(
     """Fill in the last four: how many actions of each row can run, their times, and the rows' peaks.
 
     A link has one sender, so its messages follow each other in the order of that row: no event has to wait for
-    another to be handled first, and each row runs on until it needs a message that was not sent yet.
+    another to be handled first, and each row runs on until it needs a message that was not sent yet. Which link a
+    message takes, of the borders and behind these of the flows, is in ``links``, one way and back.
     """
     num_rows, num_stages = len(ends), len(graph.row_of)
     clocks, in_use = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
-    free_at = np.zeros((num_rows, num_rows), np.int64)
+    free_at = np.zeros(links.size, np.int64)
     arrivals = np.full((2, *costs.held.shape), -1)
     flow_arrivals = np.full((2, len(graph.flows)), -1)
     progress = True
@@ -83,24 +85,24 @@ def run_timed(
                 if op in (_SEND_F, _SEND_B):
                     way = int(op == _SEND_B)
                     if flow >= 0:
-                        target = graph.flows[flow, 0 if way else 3]
+                        link = links[way, num_stages - 1 + flow]
                         length, latency = costs.flow_transfer[flow], costs.flow_latency[flow]
                     else:
                         target = stage - 1 if way else stage + 1
                         border = min(stage, target)
                         if not 0 <= target < num_stages or graph.lane_of[target] != graph.lane_of[stage]:
                             break  # out of the arrays' bounds, which compiled code does not check
+                        link = links[way, border]
                         transfer = costs.transfer[border, index]
                         length = transfer[part] if way else transfer.sum()
                         latency = costs.latency[border, index, part]
-                    target_row = graph.row_of[target]
-                    begin = max(clock, free_at[row, target_row])
+                    begin = max(clock, free_at[link])
                     end = begin + length
-                    free_at[row, target_row] = end
+                    free_at[link] = end
                     if flow >= 0:
                         flow_arrivals[way, flow] = end + latency
                     else:
-                        arrivals[way, target, index, part] = end + latency
+                        arrivals[way, stage - 1 if way else stage + 1, index, part] = end + latency
                 start_ns[position], end_ns[position] = begin, end
                 position += 1
                 progress = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -104,8 +105,12 @@ class SampleTable:
 
     def __getitem__(self, chosen: npt.NDArray[np.integer] | slice) -> SampleTable:
         units = {name: lengths[chosen] for name, lengths in self.units.items()}
-        names = tuple(np.array(self.names, dtype=object)[chosen]) if self.names else ()
-        return SampleTable(units=units, names=names)
+        return SampleTable(units=units, names=tuple(self._named[chosen]) if self.names else ())
+
+    @cached_property
+    def _named(self) -> npt.NDArray[np.object_]:
+        """The names, of which each replica's are taken in every step. [num_samples]"""
+        return np.array(self.names, dtype=np.object_)
 
     def name(self, index: int) -> str:
         """Return a sample's name for messages."""

@@ -56,7 +56,7 @@ def least_members(nodes: Ints) -> Ints:
     Args:
         nodes: Of its members. [..., num_members]
     """
-    return (nodes[..., :, None] == nodes[..., None, :]).sum(axis=-1).min(axis=-1)
+    return _on_node(nodes).min(axis=-1)
 
 
 def rings_of(nodes: Ints, shard: int) -> Ints:
@@ -85,9 +85,19 @@ def part_of_each(nodes: Ints, copies: npt.ArrayLike) -> Floats:
         nodes: Of the devices. [..., num_devices]
         copies: Of each piece; at most as many as there are nodes.
     """
-    on_node = (nodes[..., :, None] == nodes[..., None, :]).sum(axis=-1)
-    most = np.sort(1 / on_node, axis=-1)  # that a device can have while its node has all
+    most = np.sort(1 / _on_node(nodes), axis=-1)  # that a device can have while its node has all
     before = np.cumsum(most, axis=-1) - most
     wanted = np.minimum(np.asarray(copies, dtype=np.float64), most.sum(axis=-1))[..., None]
     left = nodes.shape[-1] - np.arange(nodes.shape[-1])
     return ((wanted - before) / left).max(axis=-1)
+
+
+def _on_node(nodes: Ints) -> Ints:
+    """Return how many are on the node of each, in the order of the nodes. [..., num_members]"""
+    number = nodes.shape[-1]
+    another = np.diff(np.sort(nodes, axis=-1), axis=-1) != 0
+    edge = np.ones((*nodes.shape[:-1], 1), np.bool_)
+    first = np.where(np.concatenate([edge, another], axis=-1), np.arange(number), 0)
+    last = np.where(np.concatenate([another, edge], axis=-1), np.arange(number), number)
+    ends = np.minimum.accumulate(last[..., ::-1], axis=-1)[..., ::-1]
+    return ends - np.maximum.accumulate(first, axis=-1) + 1

@@ -50,11 +50,13 @@ class Uniform(AsTheyCome):
         plans = [replace(each, predicted_ms=estimates.step_ms(each)) for each in uniform_plans(setting, samples)]
         plans.sort(key=lambda each: round(each.predicted_ms * 1e6))
         with_room = (each for each in plans if is_asked_for(setting, each) and has_room(setting, each, samples))
-        found: list[Configuration] = []
+        found: Sequence[Configuration] = ()
         while not found and (some := list(islice(with_room, _TRIED))):
             found = list(timed(self, setting, some, batches[:1]))
-        best = sorted(found, key=lambda each: round(each.predicted_ms * 1e6))[:_LAST]
-        return fastest(timed(self, setting, best, batches), self.name, setting)
+        if len(batches) > 1:
+            best = sorted(found, key=lambda each: round(each.predicted_ms * 1e6))[:_LAST]
+            found = list(timed(self, setting, best, batches))
+        return fastest(found, self.name, setting)
 
 
 @dataclass(frozen=True)

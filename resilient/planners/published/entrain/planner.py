@@ -73,8 +73,8 @@ class Entrain:
         batches = known_batches(setting, samples, 1)
         tried = [replace(each, lead=_LEADS[1]) for each in settled or others[:_TRIED]]
         found = fastest(timed(self, setting, tried, batches), self.name, setting)
-        leads = [replace(found, lead=lead) for lead in _LEADS]
-        return fastest(timed(self, setting, leads, batches), self.name, setting)
+        leads = timed(self, setting, [replace(found, lead=lead) for lead in _LEADS if lead != found.lead], batches)
+        return fastest(sorted([found, *leads], key=lambda each: each.lead), self.name, setting)
 
     def assign(
         self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
