@@ -56,7 +56,8 @@ def _unit(name: str, rng: np.random.Generator) -> UnitCosts:
     return UnitCosts(name=name, layers=tuple(layers), degrees=DEGREES, boundary_bytes=10.0, output_bytes=10.0)
 
 
-def planned_job(rng: np.random.Generator) -> tuple[Setting, SampleTable, SampleTable]:
+def planned_job(rng: np.random.Generator, *, large: bool = False) -> tuple[Setting, SampleTable, SampleTable]:
+    """Draw a job, samples that planners know, and a batch; if large, on 1024 devices."""
     names = [*("vision", "audio", "video")[: int(rng.integers(1, 4))], LLM]
     frozen = [name for name in names if rng.random() < 0.4]
     setting = Setting(
@@ -70,6 +71,9 @@ def planned_job(rng: np.random.Generator) -> tuple[Setting, SampleTable, SampleT
         global_batch=int(rng.integers(1, 33)),
         microbatch=int(rng.integers(1, 4)),
     )
+    if large:
+        cluster, batch_size = replace(setting.cluster, devices_per_node=8), 64 * setting.global_batch
+        setting = replace(setting, cluster=cluster, num_nodes=128, global_batch=batch_size)
 
     def table(count: int) -> SampleTable:
         lengths = {name: np.rint(rng.lognormal(3, 1, count)).astype(np.int64) for name in names}
@@ -96,33 +100,41 @@ def _strange(batch: SampleTable, rng: np.random.Generator) -> SampleTable:
     return SampleTable(units={name: Lengths.of(tokens) for name, tokens in units.items()})
 
 
+def _runs(each: Planner, setting: Setting, known: SampleTable, batch: SampleTable) -> bool:
+    """Check that a planner's answer could run, before and after nodes are lost; return whether it has one."""
+    try:
+        configuration = each.configure(setting, known)
+    except ValueError:
+        return False  # it fits in no way
+    work_ms = sum(float(setting.sample_ms(name, lengths).sum()) for name, lengths in batch.units.items())
+    for lost in {0, 1, 2, 4} & set(range(setting.num_nodes)):
+        replicas = degraded_replicas(setting, configuration, lost)
+        assignment = each.assign(setting, configuration, batch, replicas)
+        result = evaluate(setting, configuration, assignment, batch, replicas)
+        validate(result.timeline.schedule)
+        assert 0 <= result.bubble < 1
+        assert 0 <= result.sum_ms < result.iteration_ms
+        left_ms = (setting.num_nodes - lost) * setting.cluster.devices_per_node * result.iteration_ms
+        assert work_ms <= left_ms * (1 + 1e-6), (each.name, lost)  # devices that are gone do nothing
+        if not lost and configuration.encoders is not Encoders.REPLICATED:
+            computing_ms = (1 - result.bubble) * result.iteration_ms * used_devices(configuration)
+            assert computing_ms == pytest.approx(work_ms, rel=1e-5), each.name
+    return True
+
+
 @given(seed=st.integers(0, 2**32 - 1))
 @example(seed=1285)  # one encoder for two replicas of the language model, on three devices
 @settings(max_examples=15, deadline=None)
 def test_every_answer_could_run_before_and_after_nodes_are_lost(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    setting, known, batch = planned_job(rng)
-    work_ms = sum(float(setting.sample_ms(name, lengths).sum()) for name, lengths in batch.units.items())
-    found = 0
-    for each in EVERY:
-        try:
-            configuration = each.configure(setting, known)
-        except ValueError:
-            continue  # it fits in no way
-        found += 1
-        for lost in {0, 1, 2, 4} & set(range(setting.num_nodes)):
-            replicas = degraded_replicas(setting, configuration, lost)
-            assignment = each.assign(setting, configuration, batch, replicas)
-            result = evaluate(setting, configuration, assignment, batch, replicas)
-            validate(result.timeline.schedule)
-            assert 0 <= result.bubble < 1
-            assert 0 <= result.sum_ms < result.iteration_ms
-            left_ms = (setting.num_nodes - lost) * setting.cluster.devices_per_node * result.iteration_ms
-            assert work_ms <= left_ms * (1 + 1e-6), (each.name, lost)  # devices that are gone do nothing
-            if not lost and configuration.encoders is not Encoders.REPLICATED:
-                computing_ms = (1 - result.bubble) * result.iteration_ms * used_devices(configuration)
-                assert computing_ms == pytest.approx(work_ms, rel=1e-5), each.name
-    assert found
+    setting, known, batch = planned_job(np.random.default_rng(seed))
+    found = [_runs(each, setting, known, batch) for each in EVERY]
+    assert any(found)
+
+
+@given(each=st.sampled_from(EVERY), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=6, deadline=None)
+def test_answers_for_a_thousand_devices_could_run(each: Planner, seed: int) -> None:
+    _runs(each, *planned_job(np.random.default_rng(seed), large=True))
 
 
 @pytest.mark.parametrize("max_failures", [1, 2])
