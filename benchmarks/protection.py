@@ -70,6 +70,8 @@ def main() -> None:
             if run["outcome"] != RECOVERED:
                 console.print(f"{way}: {asdict(failure)}: {run['outcome']}", soft_wrap=True)
     good = [pair for pair in pairs if all(run["outcome"] == RECOVERED for run in pair.values())]
+    if not good:
+        raise SystemExit("no pair of jobs has recovered")
     table = plain_table("", *WAYS, "more", left=("",), title=f"{len(good)} pairs: median (least to most), ms")
     for label, key in ROWS.items():
         columns = [[pair[way][key] for pair in good] for way in WAYS]

@@ -16,10 +16,9 @@ import contextlib
 import os
 import queue
 import re
-import socket
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,6 +28,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from resilient.comm.interface import Group, Pending
+from resilient.comm.own_sockets import let_nobody_else_in, listeners, shut_down_connections
 from resilient.common.handshake import PROOF_BYTES, is_proof, nonce, proof
 from resilient.errors import CommunicationError
 
@@ -136,9 +136,9 @@ class GlooCommunicator:
         # there ever was, is megabytes
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         with _creating_device:  # the connect thread of a generation that is over may be here too
-            listeners = _listeners()
+            before = listeners()
             self._device = ProcessGroupGloo.create_device(hostname=host)
-            (self._address,) = _listeners() - listeners
+            (self._address,) = listeners() - before
         store.set(f"rank/{rank}", f"{self._address} {nonce().hex()} {gpu}")
         self._store = store
         self._world = tuple(range(self.num_ranks))
@@ -156,6 +156,7 @@ class GlooCommunicator:
             nonces = {peer: bytes.fromhex(number) for peer, (_, number, _) in known.items()}
             for group in self._groups:
                 self._recognise(group, nonces)
+            let_nobody_else_in(self._address)
         except RuntimeError as error:
             raise self.failed(error) from error
 
@@ -272,7 +273,7 @@ class GlooCommunicator:
 
     def abort(self) -> None:
         self._aborted.set()
-        _shut_down_connections(self._address, self.peers.keys())
+        shut_down_connections(self._address, self.peers.keys())
         self._waiter.give_up()
 
     def close(self) -> None:
@@ -284,46 +285,3 @@ class GlooCommunicator:
         dropping = threading.Thread(target=groups.clear, name="gloo-drop", daemon=True)
         dropping.start()
         dropping.join(_DROP_S)
-
-
-def _sockets() -> list[socket.socket]:
-    """Duplicate every socket of this process; the copies are the caller's to close."""
-    found: list[socket.socket] = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                found.append(socket.socket(fileno=os.dup(int(name))))
-        except OSError:
-            continue  # closed since the listing
-    return found
-
-
-def _listeners() -> set[str]:
-    """Return the addresses this process listens on, as ``ip:port``."""
-    found: set[str] = set()
-    for sock in _sockets():
-        with sock:
-            if _is_tcp(sock) and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.add(_text(sock.getsockname()))
-    return found
-
-
-def _shut_down_connections(own: str, peers: Collection[str]) -> None:
-    """Shut down connections accepted on ``own`` or made to ``peers``; never a listener: that kills gloo."""
-    for sock in _sockets():
-        with sock:
-            try:
-                if not _is_tcp(sock) or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    continue
-                if _text(sock.getsockname()) == own or _text(sock.getpeername()) in peers:
-                    sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue  # not connected (any more)
-
-
-def _is_tcp(sock: socket.socket) -> bool:
-    return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
-
-
-def _text(address: tuple[Any, ...]) -> str:
-    return f"{address[0]}:{address[1]}"

@@ -1,4 +1,4 @@
-"""What a process that was forked does first, dies with its parent, has files of its own; and what processes die of."""
+"""What forked processes do first: they die with their parent, and have files of their own. What processes die of."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import signal
 import stat
 
 _PR_SET_PDEATHSIG = 1
+_MOST_FILES = 1 << 16
 
 
 def signal_name(number: int) -> str:
@@ -25,6 +27,15 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def allow_many_files() -> int:
+    """Let this process have as many files open as the system lets it, within reason; return how many that are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def open_files_anew() -> None:

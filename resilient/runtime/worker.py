@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from resilient.comm import Communicator, StoreClient, StoreHost
+from resilient.common.processes import allow_many_files
 from resilient.data.processes import DataProcesses
 from resilient.errors import (
     CheckpointError,
@@ -127,6 +128,7 @@ class Worker:
         self._ledger = Ledger(job.optimizer, job.clip_grad_norm)
         self._saver = Saver(client.send, self._ledger, job.comm_timeout_s)
         self._batches = Batches(job, processes)
+        allow_many_files()  # some may be taken by strangers, who connect where its store and groups listen
         self._store = StoreHost(host, secret, ports)
         self._context = WorkerContext(
             job=job,

@@ -10,10 +10,11 @@ import ssl
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from resilient.agent import entrance
-from resilient.common.job_certificate import client_context
-from tests.agent.served import TOKEN, Served, with_coordinator
+from resilient.common.job_certificate import client_context, server_context
+from tests.agent.served import LIMIT_S, TOKEN, Served, with_coordinator
 
 
 def place(served: Served) -> tuple[str, int]:
@@ -81,6 +82,34 @@ def test_a_crowd_of_strangers_keeps_nobody_out(tmp_path: Path) -> None:
         with_coordinator(tmp_path, scenario)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_wait_for_room_ends_when_it_is_cancelled_whenever_that_comes(
+    monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """As room is made, too, so many turns of the loop after it: ``asyncio.wait_for`` would lose that on Python 3.11."""
+    monkeypatch.setattr(entrance, "STRANGERS_AT_ONCE", 1)
+
+    async def scenario() -> None:
+        door = entrance.Entrance(web.Application(), server_context(TOKEN))
+        _, writer = await asyncio.open_connection(*await door.open("127.0.0.1", 0))
+        accepting = door._accepting
+        assert accepting is not None
+        while not door._connections:
+            await asyncio.sleep(0)
+        for _ in range(5):  # until it waits for this one to go
+            await asyncio.sleep(0)
+        door._fewer.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        accepting.cancel()
+        ended, _ = await asyncio.wait([accepting], timeout=LIMIT_S)
+        assert ended
+        await door.close()
+        writer.close()
+
+    asyncio.run(scenario())
 
 
 def test_garbage_is_told_of_in_a_line_or_two(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import stat
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -27,6 +29,8 @@ from tests.integration.harness import (
 )
 
 NODES = 5
+OPEN_TO_ALL = (psutil.CONN_LISTEN, psutil.CONN_NONE)
+"""Of TCP and of UDP."""
 
 
 @pytest.fixture(scope="module")
@@ -96,16 +100,27 @@ def test_kill_ordered_at_once_through_the_command_line(reference: Run, tmp_path:
     check_recovered(run, reference)
 
 
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("few_files")
 def test_every_socket_of_the_job_is_on_the_chosen_host_and_its_folder_is_private(tmp_path: Path) -> None:
     """Of the launcher, the agents and the workers, while these train; each of the last two hosts a store and groups."""
     gate = tmp_path / "gate"
     with started(tmp_path / "run", "--hold-in", 4, "--gate", gate, nodes=NODES) as job:
         job.wait_for_step(3)
         launcher = psutil.Process(job.popen.pid)
+        tree = [launcher, *launcher.children(recursive=True)]
         ends = {
-            process.pid: [end for end in process.net_connections("inet") if end.status == psutil.CONN_LISTEN]
-            for process in [launcher, *launcher.children(recursive=True)]
+            process.pid: [end for end in process.net_connections("inet") if end.status in OPEN_TO_ALL]
+            for process in tree
         }
+        most_files = {process.pid: process.rlimit(psutil.RLIMIT_NOFILE) for process in tree}
         gate.touch()
         assert job.wait().exit_code == 0
     logs = list(job.directory.glob("logs/*/*.log"))
@@ -113,6 +128,9 @@ def test_every_socket_of_the_job_is_on_the_chosen_host_and_its_folder_is_private
     assert stat.S_IMODE(job.directory.stat().st_mode) == 0o700
     assert {end.laddr.ip for of_process in ends.values() for end in of_process} == {"127.0.0.1"}
     assert sorted(map(len, ends.values()))[-NODES - 1 :] == [1, *[2] * NODES], "a worker's store and its groups' device"
+    assert all(most_files[pid][0] == min(most_files[pid][1], 1 << 16) for pid in ends if ends[pid]), (
+        "for strangers, too"
+    )
 
 
 def stop_session(leader: int, number: int) -> None:

@@ -7,7 +7,8 @@ import sys
 
 import chain
 
-from resilient.comm import gloo
+from resilient.comm import GlooCommunicator
+from resilient.comm.own_sockets import shut_down_connections
 from resilient.protocol.messages import Generation, Installed
 from resilient.runtime import install as installing
 from resilient.runtime import worker
@@ -30,9 +31,9 @@ def install(context: WorkerContext, message: Generation) -> tuple[Session, Insta
     """Install a generation; then break what this worker has connected to the other node of the pair."""
     session, installed = installing.install(context, message)
     nodes = {slot.rank: slot.node for slot in message.plan.slots}
-    if session.slot.node in ARGS.cut and isinstance(session.comm, gloo.GlooCommunicator):
+    if session.slot.node in ARGS.cut and isinstance(session.comm, GlooCommunicator):
         others = {address for address, rank in session.comm.peers.items() if nodes[rank] in ARGS.cut}
-        gloo._shut_down_connections("nobody's", others)
+        shut_down_connections("nobody's", others)
     return session, installed
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from resilient.common.processes import open_files_anew
+from resilient.common.processes import allow_many_files, open_files_anew
 
 
 def in_a_fork(act: Callable[[], bytes]) -> bytes:
@@ -47,3 +48,12 @@ def test_pipes_and_sockets_stay_as_they_are() -> None:
     assert in_a_fork(lambda: os.read(mine, 4)) == b"once"
     os.close(mine)
     os.close(theirs)
+
+
+def test_limit_of_open_files_is_raised_as_far_as_the_system_lets_it() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        assert allow_many_files() == min(hard, 1 << 16) == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
