@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
 import logging
 import socket
 from collections.abc import Callable, Mapping
@@ -30,6 +32,7 @@ from resilient.agent.network.introductions import (
     why_refused,
 )
 from resilient.agent.network.patience import Patience
+from resilient.common.printable import printable
 from resilient.errors import ControlError
 from resilient.protocol.generation_packing import GenerationPacker
 from resilient.protocol.messages import (
@@ -56,11 +59,9 @@ _LOST = "node lost"
 class _Agent:
     """One agent, connected or cut off."""
 
-    def __init__(
-        self, node: int, hello: Hello | ev.NodeConnected, conversation: Conversation[FromAgentMessage]
-    ) -> None:
-        self.node = node
-        self.num_workers = hello.num_workers
+    def __init__(self, connected: ev.NodeConnected, conversation: Conversation[FromAgentMessage]) -> None:
+        self.node = connected.node
+        self.num_workers = connected.num_workers
         self.conversation = conversation
         self.socket: web.WebSocketResponse | None = None
         self.gone = asyncio.Event()
@@ -69,11 +70,16 @@ class _Agent:
         self.has_ended = False
         self.bell = ""
         self.why_lost = _LOST
-        self._process = (hello.host, hello.pid)
+        self._process = (connected.host, connected.pid)
+        self._known_by = connected.known_by
 
     def runs_here_as(self, pid: int) -> bool:
         """Return whether it is this process of this machine."""
         return self._process == (socket.gethostname(), pid)
+
+    def is_known_by(self, key: str) -> bool:
+        """Return whether it is this agent that shows a key: others have the job's token, too."""
+        return hmac.compare_digest(self._known_by, _digest(key))
 
     def stop_waiting(self) -> bool:
         """Give it up no more when its time is over; return whether that would have been."""
@@ -158,7 +164,7 @@ class Agents:
         """Take in that there was an agent when the coordinator before was there."""
         self._num_seen = max(self._num_seen, connected.node + 1)
         conversation = self._conversation(self._heard_before.get(connected.node, 0))
-        self._agents[connected.node] = _Agent(connected.node, connected, conversation)
+        self._agents[connected.node] = _Agent(connected, conversation)
 
     def forget(self, node: int) -> None:
         """Take in that an agent was gone when the coordinator before was there."""
@@ -200,7 +206,7 @@ class Agents:
         try:
             hello = decode_hello(await socket.receive_bytes(timeout=_HELLO_TIMEOUT_S))
         except (msgspec.DecodeError, TypeError, asyncio.TimeoutError, aiohttp.ClientError) as error:
-            logger.warning("an agent did not introduce itself: %s", error)
+            logger.warning("an agent did not introduce itself: %s", printable(str(error)))
             await socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION)
             return socket
         await self._converse(socket, hello)
@@ -211,6 +217,8 @@ class Agents:
         if hello.term > self._term:
             return  # it has heard of another coordinator, as this one will
         agent = self._agents.get(hello.node) if hello.node is not None else None
+        if agent is not None and not agent.is_known_by(hello.key):
+            agent = None  # somebody else, who has the token: a node like any other that comes for the first time
         is_new = agent is None or hello.num_heard == 0 or agent.node not in self._machine.members
         if agent is None or is_new:
             if agent is not None:  # it begins anew: what it was before is gone in any case
@@ -263,7 +271,7 @@ class Agents:
             await socket.send_bytes(encode(asked))
             told = decode_introduced(await socket.receive_bytes(timeout=INTRODUCTION_S))
         except (msgspec.DecodeError, TypeError, asyncio.TimeoutError, ConnectionError, aiohttp.ClientError) as error:
-            logger.warning("an agent on %s does not say whether it reaches others: %r", hello.host, error)
+            logger.warning("an agent on %r does not say whether it reaches others: %r", hello.host, error)
             return None
         reason = await why_refused(asked, told, hello.address, self._token, is_chosen=hello.is_chosen)
         if reason:
@@ -275,25 +283,24 @@ class Agents:
         return msgspec.structs.replace(hello, bell_port=told.port)
 
     def _begin(self, hello: Hello) -> _Agent:
-        node = self._num_seen
-        self._num_seen += 1
-        agent = self._agents[node] = _Agent(node, hello, self._conversation())
-        self._feed(
-            ev.NodeConnected(
-                node=node,
-                host=hello.host,
-                pid=hello.pid,
-                num_workers=hello.num_workers,
-                domain=hello.domain,
-                alike=hello.alike,
-                is_guest=hello.is_guest,
-            )
+        connected = ev.NodeConnected(
+            node=self._num_seen,
+            host=hello.host,
+            pid=hello.pid,
+            num_workers=hello.num_workers,
+            domain=hello.domain,
+            alike=hello.alike,
+            is_guest=hello.is_guest,
+            known_by=_digest(hello.key),
         )
+        self._num_seen += 1
+        agent = self._agents[connected.node] = _Agent(connected, self._conversation())
+        self._feed(connected)
         return agent
 
     def _cause_of_nonsense(self, agent: _Agent, num_heard: int, error: msgspec.DecodeError) -> str:
         """Return why to do without the agent, "" if it may say it again: it can have been damaged on its way."""
-        logger.warning("node %d sent nonsense: %s", agent.node, error)
+        logger.warning("node %d sent nonsense: %s", agent.node, printable(str(error)))
         is_same, agent.num_heard_before_nonsense = agent.num_heard_before_nonsense == num_heard, num_heard
         return _LOST if is_same else ""
 
@@ -339,6 +346,11 @@ class Agents:
         self._patience.forget(agent.node)
         agent.gone.set()
         self._feed(ev.NodeLost(node=agent.node, cause=cause))
+
+
+def _digest(key: str) -> str:
+    """Return what may stand in logs of an agent's key."""
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def _now() -> float:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
-from resilient.agent.network.introductions import Introduce
+from resilient.agent.network.introductions import Introduce, Port
 from resilient.errors import ControlError
 from resilient.protocol.alike import Alike
 from resilient.protocol.messages import MAX_MESSAGE_BYTES, Health, Shutdown, encode
@@ -28,6 +28,9 @@ GOODBYE = 4000
 HEARD_EVERY = 64
 """Messages after which the other end is told that it need not keep them."""
 
+_MOST_WORKERS = 1024
+"""On one machine."""
+
 _Message = TypeVar("_Message")
 
 
@@ -36,6 +39,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     Args:
         node: Its number before, when it comes back.
+        key: By which alone it is known when it comes back; it tells nobody but the coordinator.
         num_heard: Messages it has heard of the conversation that it goes on with; 0 to begin anew.
         domain: What the node fails together with (a zone, a rack); "" when it is not known.
         alike: What must be equal on all nodes, as it is on this one.
@@ -48,7 +52,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     host: str
     pid: int
-    num_workers: int
+    num_workers: Annotated[int, msgspec.Meta(ge=1, le=_MOST_WORKERS)]
+    key: str = ""
     node: int | None = None
     num_heard: int = 0
     domain: str = ""
@@ -56,7 +61,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     is_guest: bool = False
     term: int = 0
     address: str = ""
-    bell_port: int = 0
+    bell_port: Port = 0
     is_chosen: bool = False
 
 

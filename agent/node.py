@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -29,7 +30,7 @@ from resilient.agent.leadership.vigil import OrphanedError, Vigil
 from resilient.agent.membership.parts.context import EXIT_RESUMABLE
 from resilient.agent.process import Spawner, SpawnError, start_forkserver
 from resilient.agent.whereabouts import Whereabouts
-from resilient.agent.workers import WorkerPool
+from resilient.agent.workers import WorkerPool, what_is_missing
 from resilient.common.framing import frame
 from resilient.errors import ControlError, ResilientError
 from resilient.observability.worker_logs import Screen, WorkerLogs, signed
@@ -93,6 +94,7 @@ class NodeAgent:
     def __init__(self, options: NodeOptions) -> None:
         self._options = options
         self._node: int | None = None
+        self._key = secrets.token_hex(16)
         self._conversation = _conversation()
         self._spawner: Spawner | None = None
         self._ended: asyncio.Future[int] | None = None
@@ -225,6 +227,7 @@ class NodeAgent:
             host=socket.gethostname(),
             pid=os.getpid(),
             num_workers=self._options.num_workers,
+            key=self._key,
             node=self._node,
             num_heard=self._conversation.num_heard,
             domain=self._options.domain,
@@ -270,7 +273,7 @@ class NodeAgent:
         self._node, self._welcome = welcome.node, welcome
         self._door.run_directory = welcome.run_directory
         self._checkpoints = UnledCheckpoints(welcome.node, welcome.run_directory)
-        if error := _what_is_missing(welcome):
+        if error := what_is_missing(welcome):
             self._send(WorkerExited(local_rank=0, exit_code=1, error=error))
             return
         self._nodes.add(welcome.node)
@@ -356,17 +359,6 @@ def _show(node: int, local_rank: int, line: str) -> None:
 
 def _conversation() -> Conversation[ToAgentMessage]:
     return Conversation(ToAgentMessage)
-
-
-def _what_is_missing(welcome: Welcome) -> str:
-    """Say what of the job this machine lacks; "" when nothing."""
-    if not os.path.isfile(welcome.script):
-        missing = f"the script must be at the same path on every node, got no file {welcome.script}"
-    elif not os.path.isdir(welcome.directory):
-        missing = f"the working folder must be at the same path on every node, got no folder {welcome.directory}"
-    else:
-        return ""
-    return f"{missing} on {socket.gethostname()}; copy it there"
 
 
 def main(arguments: list[str]) -> int:

@@ -132,7 +132,9 @@ def start_forkserver(
 def _forkserver_environment() -> dict[str, str]:
     """No thread pools before the fork, and no CUDA: asking NVML for devices leaves the driver alone.
 
-    Sets of texts are gone through in the same order on all nodes: what a script makes of them is to be the same.
+    Sets of texts are gone through in the same order on all nodes: what a script makes of them is to be the same. The
+    job's token is not there: of the first environment, what is forked keeps a copy in ``/proc`` for good.
     """
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {"PYTHONHASHSEED": "0", **os.environ, **single, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name != "RESILIENT_TOKEN"}
+    return {"PYTHONHASHSEED": "0", **inherited, **single, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

@@ -9,7 +9,6 @@ import os
 import secrets
 import signal
 import socket
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,15 +19,12 @@ from resilient.agent.process import Spawner
 from resilient.common.framing import HEADER_BYTES, frame_size
 from resilient.common.handshake import secret_for
 from resilient.errors import ControlError
-from resilient.protocol.agent_client import decode_attach, socket_address
+from resilient.protocol.agent_client import decode_attach, socket_address, user_at_other_end
 from resilient.protocol.forkserver import Spawn
 from resilient.protocol.messages import MAX_MESSAGE_BYTES, FromWorker, Welcome, WorkerExited, decode_from_worker
 from resilient.protocol.shown_streams import STDERR, STDOUT, ShownStreams
 
 logger = logging.getLogger(__name__)
-
-_CREDENTIALS = struct.Struct("3i")
-"""Process, user and group, as the kernel tells them."""
 
 
 class _ErrorText(msgspec.Struct):
@@ -74,6 +70,7 @@ class WorkerPool:
         self._logs = Path()
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._server: asyncio.Server | None = None
+        self._has_refused = False
 
     @property
     def is_running(self) -> bool:
@@ -99,7 +96,7 @@ class WorkerPool:
         """
         self._early_exits.clear()
         self._logs = Path(welcome.run_directory) / "logs" / f"node-{welcome.node}"
-        self._logs.mkdir(parents=True, exist_ok=True)
+        self._logs.mkdir(0o700, parents=True, exist_ok=True)
         for local_rank in range(self._num_workers):
             log = log_path(welcome.run_directory, (welcome.node, local_rank))
             is_apart = self._shown.of(local_rank) in (STDOUT, STDERR)
@@ -195,8 +192,9 @@ class WorkerPool:
         incarnation = self._incarnation
         local_rank: int | None = None
         try:
-            if _user_of(writer) != os.geteuid():
-                raise ControlError("a worker must be of the agent's own user")
+            if (user := user_at_other_end(writer.get_extra_info("socket"))) != os.geteuid():
+                self._refuse(user)
+                return
             attach = decode_attach(await _read_frame(reader))
             known = hmac.compare_digest(attach.token, self._token) and 0 <= attach.local_rank < self._num_workers
             if not known or attach.local_rank in self._writers:
@@ -217,13 +215,22 @@ class WorkerPool:
                 del self._writers[local_rank]
             writer.close()
 
+    def _refuse(self, user: int) -> None:
+        """Tell of it once: others may come as often as they like."""
+        if not self._has_refused:
+            logger.warning("closed a connection of user %d: a worker must be of the agent's own user", user)
+        self._has_refused = True
 
-def _user_of(writer: asyncio.StreamWriter) -> int:
-    """Return who is at the other end: the socket has no file whose rights would say who may come."""
-    connection: socket.socket = writer.get_extra_info("socket")
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(credentials)
-    return user
+
+def what_is_missing(welcome: Welcome) -> str:
+    """Say what of the job this machine lacks; "" when nothing."""
+    if not os.path.isfile(welcome.script):
+        missing = f"the script must be at the same path on every node, got no file {welcome.script}"
+    elif not os.path.isdir(welcome.directory):
+        missing = f"the working folder must be at the same path on every node, got no folder {welcome.directory}"
+    else:
+        return ""
+    return f"{missing} on {socket.gethostname()}; copy it there"
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> bytes:

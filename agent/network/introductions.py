@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -16,6 +17,9 @@ from resilient.agent.network.doorbell import RING_S, Doorbell, can_ring, joined
 
 INTRODUCTION_S = 6 * RING_S
 """How long one may take."""
+
+Port: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+"""Of any other number a connection cannot even be tried."""
 
 _NUM_PEERS = 3
 """So many are asked, and one that is reached will do: others may be about to be lost themselves."""
@@ -42,7 +46,7 @@ class Introduced(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         error: Why there is no doorbell; "" where there is one.
     """
 
-    port: int = 0
+    port: Port = 0
     failures: tuple[str, ...] = ()
     error: str = ""
 

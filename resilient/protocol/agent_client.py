@@ -7,9 +7,11 @@ Owns the worker's end; messages are msgpack, in frames. Workers never import
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import socket
+import struct
 import threading
 from collections.abc import Callable
 
@@ -44,6 +46,17 @@ def socket_address(name: str) -> str:
     It is one without a file: an agent that is killed leaves nothing behind.
     """
     return f"\0{name}"
+
+
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group, as the kernel tells them."""
+
+
+def user_at_other_end(connection: socket.socket) -> int:
+    """Return whose process it is: the socket has no file whose rights would say who may come, or listen."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return user
 
 
 decode_attach = msgspec.msgpack.Decoder(Attach).decode
@@ -94,6 +107,8 @@ class AgentClient:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.connect(socket_address(name))
+            if (user := user_at_other_end(self._socket)) != os.geteuid():  # its name is free once the agent is killed
+                raise PermissionError(errno.EPERM, f"user {user} listens there")
             self._socket.sendall(frame(encode(Attach(token=token, local_rank=local_rank)), MAX_MESSAGE_BYTES))
         except OSError as error:
             self._socket.close()

@@ -123,37 +123,43 @@ print(random.random(), numpy.random.rand(), torch.rand(1).item(), *{"one", "two"
 """
 
 
+async def run_warm(script: Path, log: str) -> str:
+    """Run a script from a forkserver that is warm for it; return what it prints."""
+    exits: asyncio.Queue[int] = asyncio.Queue()
+    spawner = start_forkserver(
+        str(script), on_exit=lambda _, code: exits.put_nowait(code), on_lost=asyncio.Event().set, outlives_us=False
+    )
+    try:
+        path, folder = script.with_name(log), str(script.parent)
+        spawn = Spawn(kind="worker", argv=(str(script),), env=dict(os.environ), directory=folder, log=str(path))
+        await spawner.spawn(spawn)
+        assert await asyncio.wait_for(exits.get(), LIMIT_S) == 0
+        return path.read_text()
+    finally:
+        await spawner.close()
+
+
+def test_token_of_the_job_is_not_among_what_the_kernel_tells_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forked process keeps the environment that the first one was started with, whatever it sets later."""
+    monkeypatch.setenv("RESILIENT_TOKEN", "of-the-job")
+    (tmp_path / "job.py").write_text("print(open('/proc/self/environ').read(), open('/proc/self/cmdline').read())")
+    told = asyncio.run(run_warm(tmp_path / "job.py", "log"))
+    assert "PYTHONHASHSEED" in told
+    assert "of-the-job" not in told
+
+
 def test_workers_of_all_nodes_draw_the_same_and_go_through_sets_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each node has a forkserver of its own, where they are on machines of their own."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     (tmp_path / "job.py").write_text(DRAWS)
-
-    async def run(name: str) -> str:
-        exits: asyncio.Queue[int] = asyncio.Queue()
-        lost = asyncio.Event()
-        spawner = start_forkserver(
-            str(tmp_path / "job.py"),
-            on_exit=lambda _, code: exits.put_nowait(code),
-            on_lost=lost.set,
-            outlives_us=False,
-        )
-        try:
-            log = tmp_path / name
-            argv = (str(tmp_path / "job.py"),)
-            await spawner.spawn(
-                Spawn(kind="worker", argv=argv, env=dict(os.environ), directory=str(tmp_path), log=str(log))
-            )
-            assert await asyncio.wait_for(exits.get(), LIMIT_S) == 0
-            return log.read_text()
-        finally:
-            await spawner.close()
-
-    first, second = (asyncio.run(run(name)) for name in ("first", "second"))
+    first, second = (asyncio.run(run_warm(tmp_path / "job.py", name)) for name in ("first", "second"))
     assert first == second
     monkeypatch.setenv("PYTHONHASHSEED", "4")
-    assert asyncio.run(run("third")) != first, "what the user says counts"
+    assert asyncio.run(run_warm(tmp_path / "job.py", "third")) != first, "what the user says counts"
 
 
 def test_killed_worker_is_reported(tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
+import msgspec
 import pytest
 
 from resilient.agent.workers import WorkerPool
@@ -92,12 +95,23 @@ def test_process_of_another_user_is_not_served(
             await pool.start(spawner, welcome)
             monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
             name = spawner.spawn.call_args.args[0].env["RESILIENT_AGENT"]
-            reader, worker = await asyncio.open_unix_connection(socket_address(name))
-            assert await reader.read() == b""
-            worker.close()
+            for _ in range(50):
+                reader, worker = await asyncio.open_unix_connection(socket_address(name))
+                assert await reader.read() == b""
+                worker.close()
             await pool.close()
 
     asyncio.run(play())
     assert [record.getMessage() for record in caplog.records if record.name == "resilient.agent.workers"] == [
-        "closed a worker's connection: a worker must be of the agent's own user"
+        f"closed a connection of user {os.getuid()}: a worker must be of the agent's own user"
     ]
+
+
+def test_logs_are_for_their_owner_alone_where_the_runs_folder_is_not_that_of_the_launcher(tmp_path: Path) -> None:
+    async def play() -> None:
+        with make_pool(Mock()) as (pool, welcome):
+            here = msgspec.structs.replace(welcome, run_directory=str(tmp_path / "runs" / "one"))
+            await pool.start(Mock(spawn=AsyncMock(return_value=4711)), here)
+
+    asyncio.run(play())
+    assert stat.S_IMODE((tmp_path / "runs/one/logs/node-0").stat().st_mode) == 0o700

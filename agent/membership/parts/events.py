@@ -26,7 +26,8 @@ from resilient.templates.plan import PlanningProblem
 class NodeConnected:
     """A node agent introduced itself; the number is its own and was never used before.
 
-    ``is_guest``: somebody else than the launcher has started it.
+    ``is_guest``: somebody else than the launcher has started it. ``known_by``: the digest of the key with which it
+    comes back.
     """
 
     node: int
@@ -36,6 +37,7 @@ class NodeConnected:
     domain: str = ""
     alike: Alike = field(default_factory=Alike)
     is_guest: bool = False
+    known_by: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

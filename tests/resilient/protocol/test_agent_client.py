@@ -75,6 +75,16 @@ def test_client_introduces_itself_and_exchanges_messages(agent: FakeAgent) -> No
     assert not agent.lost.is_set()
 
 
+def test_worker_of_one_user_says_nothing_to_another(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of an agent that was killed is free for anybody."""
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(ControlError, match=rf"cannot reach the node agent .*user {user} listens there"):
+        agent.connect()
+    agent.connection, _ = agent.listener.accept()
+    assert agent.connection.recv(1) == b""
+
+
 def test_regroup_is_announced_in_the_reader_thread_and_kept_for_the_main_thread(agent: FakeAgent) -> None:
     client = agent.connect()
     seen: list[tuple[Regroup, str]] = []

@@ -1,0 +1,79 @@
+"""Who may speak as a node: the agent that was given its number, and nobody else who has the job's token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from resilient.agent.conversation import Attached, Hello, decode_attached
+from resilient.agent.network.introductions import Introduced
+from resilient.protocol.messages import FromWorker, Note, encode
+from tests.agent.served import HELLO, Served, with_coordinator
+
+KEYED = msgspec.structs.replace(HELLO, key="of one agent alone")
+
+
+async def answer_to(served: Served, hello: Hello) -> Attached:
+    socket = await served.open()
+    await socket.send_bytes(encode(hello))
+    return decode_attached(await socket.receive_bytes())
+
+
+@pytest.mark.parametrize("num_heard", [0, 1])
+def test_who_has_the_token_does_not_get_a_nodes_place_by_its_number(tmp_path: Path, num_heard: int) -> None:
+    async def scenario(served: Served) -> None:
+        agent = await served.open()
+        await agent.send_bytes(encode(KEYED))
+        await agent.receive_bytes()
+        other = msgspec.structs.replace(HELLO, key="another", node=0, num_heard=num_heard)
+        assert (await answer_to(served, other)).is_new
+        assert (await answer_to(served, msgspec.structs.replace(other, key=""))).is_new
+        assert [(await served.event("node_connected"))["node"] for _ in range(3)] == [0, 1, 2]
+        await agent.send_bytes(encode(FromWorker(local_rank=0, message=Note(name="still", value="heard"))))
+        assert (await served.event("note"))["value"] == "heard"
+        await agent.close()
+        assert not (await answer_to(served, msgspec.structs.replace(KEYED, node=0, num_heard=1))).is_new
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_key_of_an_agent_is_in_no_file_of_the_run(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        await answer_to(served, KEYED)
+        await served.event("node_connected")
+
+    with_coordinator(tmp_path, scenario)
+    told = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert b"NodeConnected" in told["stimuli.jsonl"]
+    assert [name for name, content in told.items() if KEYED.key.encode() in content] == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_workers": 0}, {"num_workers": 2**40}, {"bell_port": 65536}, {"bell_port": -1}], ids=str
+)
+def test_hello_with_numbers_that_cannot_be_is_not_heard(tmp_path: Path, wrong: dict[str, int]) -> None:
+    async def scenario(served: Served) -> None:
+        socket = await served.open()
+        await socket.send_bytes(encode(msgspec.structs.replace(HELLO, **wrong)))
+        await socket.receive()
+        assert socket.closed
+        assert served.events.empty()
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_port_that_cannot_be_is_told_to_no_other_node(tmp_path: Path) -> None:
+    """It would end the agents that try it."""
+
+    async def scenario(served: Served) -> None:
+        visitor = await served.open()
+        await visitor.send_bytes(encode(msgspec.structs.replace(HELLO, address="127.0.0.1", is_chosen=True)))
+        await visitor.receive_bytes()
+        await visitor.send_bytes(encode(Introduced(port=99999)))
+        await visitor.receive()
+        assert visitor.closed
+        assert served.events.empty()
+
+    with_coordinator(tmp_path, scenario)
