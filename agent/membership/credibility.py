@@ -49,7 +49,7 @@ def is_credible(parts: JobParts, message: FromWorkerMessage, worker: WorkerId) -
         case Ready() | Failed():
             return True  # what it tells of the job is held against what others told; who fails is done without
         case Output() | Note():
-            return participants.plan is None or has_place or member.admitted
+            return participants.plan is None or has_place or participants.is_main(worker)
         case Report():
             is_asked = has_place or (member.is_ready and member.admitted)
             return is_asked and _is_report(parts, message, has_place=has_place)

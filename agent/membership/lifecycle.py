@@ -168,8 +168,8 @@ class Lifecycle:
             cause: What is said of it.
         """
         parts, member = self._parts, self._parts.context.members[worker[0]]
-        is_joiner = parts.participants.plan is not None and not member.admitted
-        if is_joiner or parts.phase not in (Phase.STARTING, *TRAINING):
+        is_outside = parts.participants.plan is not None and not self._is_of_the_job(member)
+        if is_outside or parts.phase not in (Phase.STARTING, *TRAINING):
             return
         why = parts.own_errors.take_crash(member, number)
         if why:

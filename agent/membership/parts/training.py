@@ -100,6 +100,10 @@ class Participants:
         assert self._main is not None
         return self._main
 
+    def is_main(self, worker: WorkerId) -> bool:
+        """Return whether a worker speaks for the job after its last step; nobody does before."""
+        return worker == self._main
+
     def choose_main(self) -> None:
         """Have a live worker speak for the job: the first of the plan, as it did in training, if it is one."""
         assert self._plan is not None

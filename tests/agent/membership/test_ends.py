@@ -8,7 +8,7 @@ import pytest
 
 from resilient.agent.membership.parts.context import Phase
 from resilient.agent.membership.parts.events import NodeLeaving, Tick
-from resilient.protocol.messages import Failed, Finish, Finished
+from resilient.protocol.messages import Failed, Finish, Finished, Note
 from tests.agent.membership.simulated import STATES, Job, job_spec, started
 
 LAST = "/runs/x/checkpoints/step-00000010"
@@ -137,10 +137,14 @@ def test_node_that_stood_by_speaks_for_the_job_if_all_others_are_lost_and_ends_i
     for worker in job.placed():
         job.say(worker, job.saved(1, 10, job.workers[worker].current))
     (spare,) = set(range(9)) - set(job.plan.nodes)
+    note = Note(name="accuracy", value=0.5)
+    assert job.say((spare, 0), note) == []
     job.lose(*job.plan.nodes)
     while job.machine.phase is not Phase.FINISHED:
         job._act((spare, 0), job.workers[spare, 0].inbox.pop(0))
     assert mains(job) == {spare: True}
+    job.say((spare, 0), note)
+    assert job.last("note") == {"name": "accuracy", "value": 0.5}
     job.feed(NodeLeaving(node=spare, reason="spot notice"))
     assert set(job.machine.members) == {spare}
     job.answer()

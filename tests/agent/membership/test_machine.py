@@ -17,6 +17,7 @@ from resilient.agent.membership.parts.events import (
 from resilient.protocol.messages import (
     Arm,
     Failed,
+    FromWorkerMessage,
     Generation,
     Injection,
     Kill,
@@ -276,7 +277,12 @@ def test_a_checkpoint_has_no_files_that_lie_elsewhere(prefix: str) -> None:
     assert [type(each) for each in instructions] == ([] if prefix else [WriteManifest])
 
 
-def test_who_stands_by_says_nothing_for_the_job() -> None:
-    job = started(num_nodes=5)
-    assert job.say((4, 99), Note(name="x", value=1)) == []
-    assert job.say((4, -1), Output(text="x")) == []
+@pytest.mark.parametrize("said", [Note(name="x", value=1), Output(text="x")], ids=repr)
+def test_who_stands_by_says_nothing_for_the_job(said: FromWorkerMessage) -> None:
+    job = started(spec=job_spec(global_batch=4), num_nodes=9)
+    (spare,) = set(range(9)) - set(job.plan.nodes)
+    assert job.say((spare, 0), said) == []
+    node, _ = job.placed()[0]
+    assert job.say((node, 99), said) == []
+    assert job.say((node, -1), said) == []
+    assert job.say((node, 0), said) != []

@@ -16,7 +16,7 @@ import msgspec
 from resilient.agent.membership.machine import Membership
 from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.agent.membership.parts.context import Phase
-from resilient.agent.membership.parts.events import Record, WorkerSaid
+from resilient.agent.membership.parts.events import NodeLeaving, Record, WorkerEnded, WorkerSaid
 from resilient.protocol.messages import Failed, FromWorkerMessage, Ready
 from resilient.templates.common.byte_intervals import ByteIntervals
 from tests.agent.membership.simulated import job_spec
@@ -120,6 +120,9 @@ def attack(machine: Membership, now: float, random: Random) -> None:
         return
     victim = copy.deepcopy(machine)
     member = victim.members[random.choice(sorted(victim.members))]
+    if random.random() < 0.1:
+        _end(victim, now, member.node, random)
+        return
     worker = (member.node, random.choice((*range(member.num_workers), -1, 99)))
     message = Liar(random, victim).message(random.choice(KINDS))
     may_speak = speaks_for_the_job(victim, worker, message)
@@ -128,7 +131,31 @@ def attack(machine: Membership, now: float, random: Random) -> None:
     victim.validate()
     if not may_speak:
         assert known(victim) == before, (worker, message, instructions)
-        assert not [each for each in instructions if not isinstance(each, Record)], (worker, message, instructions)
+        may_tell = Record if victim.plan is None else ()  # what is printed before there are places is shown
+        assert not [each for each in instructions if not isinstance(each, may_tell)], (worker, message, instructions)
+
+
+def _end(machine: Membership, now: float, node: int, random: Random) -> None:
+    """Have a node say how its own work ends: of one that stands by, nothing else ends or begins with it."""
+    code = random.choice((0, 1, -6, -9, -11, 2**62, -(2**62)))
+    ended = random.choice((NodeLeaving(node=node, reason="x"), WorkerEnded(node=node, local_rank=0, exit_code=code)))
+    participants = machine.parts.participants
+    is_outside = machine.phase in (Phase.INSTALLING, Phase.RUNNING) and not (
+        participants.is_placed(node) or participants.sends(node)
+    )
+    before = _of_others(machine, node)
+    machine.handle(ended, now)
+    machine.validate()
+    assert not is_outside or _of_others(machine, node) == before, ended
+
+
+def _of_others(machine: Membership, node: int) -> tuple[object, ...]:
+    """Return where the job is but for one node, and whose errors and crashes may be held against others."""
+    parts, errors = machine.parts, machine.parts.own_errors
+    others = {number: repr(member) for number, member in machine.members.items() if number != node}
+    crashed = {number: member.node for number, member in errors._crashed.items()}
+    erring = (errors.erring, dict(errors._first), list(errors._since_step))
+    return machine.phase, machine.generation, others, crashed, erring, parts.change is None, parts.ending.reason
 
 
 def speaks_for_the_job(machine: Membership, worker: WorkerId, message: FromWorkerMessage) -> bool:
@@ -141,4 +168,5 @@ def speaks_for_the_job(machine: Membership, worker: WorkerId, message: FromWorke
     last = machine.parts.last_checkpoint
     is_asked = worker in machine.awaiting or (last is not None and worker in last.awaiting)
     stands_by = member.is_ready and member.admitted and machine.phase is Phase.AGREEING
-    return machine.parts.participants.takes_part(worker) or is_asked or stands_by
+    participants = machine.parts.participants
+    return participants.takes_part(worker) or participants.is_main(worker) or is_asked or stands_by

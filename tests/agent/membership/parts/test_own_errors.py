@@ -281,6 +281,16 @@ def test_signals_from_outside_and_unlike_crashes_cost_a_node_each(
     assert "failed" not in job.kinds()
 
 
+def test_crash_of_a_node_that_stands_by_is_held_against_no_other() -> None:
+    job = started(spec=job_spec(global_batch=4), num_nodes=9)
+    job.step(STEP)
+    (spare,) = set(range(9)) - set(job.plan.nodes)
+    crash(job, spare, signal.SIGSEGV)
+    crash(job, job.plan.nodes[1], signal.SIGSEGV)
+    assert job.machine.phase is Phase.RUNNING
+    assert "failed" not in job.kinds()
+
+
 def test_crashes_with_a_step_between_them_cost_a_node_each() -> None:
     job = trained()
     crash(job, 1, signal.SIGSEGV)
