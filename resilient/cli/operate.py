@@ -13,6 +13,7 @@ from rich.text import Text
 
 from resilient.cli.shared.coordinator import RunFolder, ask
 from resilient.cli.shared.printing import plain_table, table_console
+from resilient.common.printable import printable
 from resilient.observability.event_log import losses_in_words
 from resilient.templates.common.words import counted
 
@@ -62,13 +63,13 @@ def _shown(told: Mapping[str, Any]) -> Group:
         health = told["health"].get(str(node["node"]))
         table.add_row(
             str(node["node"]),
-            Text(node["host"]),
+            Text(printable(node["host"])),
             state,
             "" if pipeline is None else str(pipeline),
             "" if health is None else f"{health['cpu_percent']:.0f} %",
             "" if health is None else f"{health['memory_bytes'] / 2**30:.1f} GiB",
         )
-    return Group(*map(Text, lines), *([table] if shown else []))
+    return Group(*(Text(printable(line)) for line in lines), *([table] if shown else []))
 
 
 def _state(node: Mapping[str, Any], pipeline_of: Mapping[int, int]) -> str:

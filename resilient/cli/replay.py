@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from resilient.cli.shared.errors import usage_error
+from resilient.common.printable import printable
 
 if TYPE_CHECKING:
     from resilient.agent.journal.replay import Decision
@@ -44,7 +45,7 @@ def replay_command(
     for trouble in (replayed.broken, unlike):
         if trouble:
             Console(stderr=True, highlight=False, emoji=False).print(
-                f"error: {trouble}", markup=False, style="red", soft_wrap=True
+                f"error: {printable(trouble)}", markup=False, style="red", soft_wrap=True
             )
     if replayed.broken or unlike:
         raise typer.Exit(1)
@@ -55,7 +56,8 @@ def _in_a_line(decision: Decision) -> str:
     """Return a decision in one line; values too long to read are cut."""
     event = decision.event
     fields = " ".join(f"{key}={_value(event[key])}" for key in event if key not in ("kind", "generation"))
-    return f"{decision.at_s:10.3f} s  generation {event['generation']}  {event['kind']}  {fields}".rstrip()
+    line = f"{decision.at_s:10.3f} s  generation {event['generation']}  {event['kind']}  {fields}".rstrip()
+    return printable(line)
 
 
 def _value(value: object) -> str:

@@ -24,6 +24,7 @@ from resilient.cli.shared.shown_options import LocalRanksFilter, Redirects, Tee
 from resilient.common.etcd_connection import EtcdUnreachableError
 from resilient.common.extras import MissingPackageError
 from resilient.common.files import write_whole
+from resilient.common.printable import printable
 from resilient.errors import ArgumentError, ResilientError
 from resilient.protocol.alike import ALLOWABLE
 from resilient.protocol.foreign_launchers import check_started_once
@@ -226,7 +227,7 @@ def _run_to_its_end(job: JobControl, run_directory: Path, trace_steps: str, *, p
 
 def _failed(context: typer.Context, error: Exception) -> typer.Exit:
     said = told(error, context, {"run_directory": "--run-dir", "num_nodes": "--nodes"})
-    console.print(f"error: {said}", markup=False, style="red", soft_wrap=True)
+    console.print(f"error: {printable(said)}", markup=False, style="red", soft_wrap=True)
     return typer.Exit(1)
 
 

@@ -50,8 +50,9 @@ class StoreConnection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             theirs, ours = self._read(NONCE_BYTES), nonce()
-            self._socket.sendall(ours + proof(secret, CLIENT, theirs, ours))
-            if not is_proof(self._read(PROOF_BYTES), secret, HOST, theirs, ours):
+            said = theirs, ours, address.encode()
+            self._socket.sendall(ours + proof(secret, CLIENT, *said))
+            if not is_proof(self._read(PROOF_BYTES), secret, HOST, *said):
                 raise ConnectionError(f"who answers at {address} does not know the job's secret")
         except OSError:
             self.close()

@@ -59,7 +59,7 @@ class StoreHost:
     def __init__(self, host: str, secret: bytes, ports: str = "") -> None:
         listening = listen(host, 0, ports, _BACKLOG)
         self.address = f"{host}:{listening.getsockname()[1]}"
-        server = _Server(secret)
+        server = _Server(secret, self.address.encode())
         threading.Thread(target=lambda: asyncio.run(server.serve(listening)), name="store", daemon=True).start()
         weakref.finalize(self, server.stop)
 
@@ -67,8 +67,9 @@ class StoreHost:
 class _Server:
     """What serves it, in a thread of its own, until it is stopped."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, address: bytes) -> None:
         self._secret = secret
+        self._address = address
         self._values: dict[str, bytes] = {}
         self._awaited: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._serving: dict[asyncio.StreamWriter, asyncio.Future[None]] = {}
@@ -129,9 +130,10 @@ class _Server:
         ours = nonce()
         writer.write(ours)
         theirs = await reader.readexactly(NONCE_BYTES)
-        if not is_proof(await reader.readexactly(PROOF_BYTES), self._secret, CLIENT, ours, theirs):
+        said = ours, theirs, self._address
+        if not is_proof(await reader.readexactly(PROOF_BYTES), self._secret, CLIENT, *said):
             raise EOFError
-        writer.write(proof(self._secret, HOST, ours, theirs))
+        writer.write(proof(self._secret, HOST, *said))
 
     async def _wait_for(self, keys: Sequence[str], reader: asyncio.StreamReader) -> None:
         """Wait until all these keys are there.

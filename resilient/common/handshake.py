@@ -1,8 +1,9 @@
 """How the two ends of a connection between workers show each other that they know the job's secret, without saying it.
 
 Each end says a number that nobody has seen before, and answers the other's with what only the secret makes of both. So
-neither end takes a stranger for a worker, and nothing that is overheard is of use on another connection. What follows
-on the connection is not encrypted.
+neither end takes a stranger for a worker, and nothing that is overheard is of use on another connection. Where the
+proofs are of an address, too, nobody who listens at one can pass on what comes there to another. What follows on the
+connection is not encrypted.
 
 Source: the symmetric mutual authentication of ISO/IEC 9798-4, with HMAC-SHA256.
 """
@@ -28,7 +29,7 @@ def proof(secret: bytes, role: bytes, *said: bytes) -> bytes:
     Args:
         secret: What both ends know.
         role: Who shows it: what one end has shown is nothing that the other could.
-        said: What both ends have said; each of a fixed length.
+        said: What both ends have said, and know; each of a fixed length, but for the last.
     """
     return hmac.digest(secret, b"|".join((role, *said)), hashlib.sha256)
 

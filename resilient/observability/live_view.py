@@ -241,7 +241,7 @@ def _node_table(nodes: Sequence[NodeStatus], width: int) -> Table:
     for node in nodes:
         pipeline = "" if node.pipeline_index is None else f"pipeline {node.pipeline_index}"
         state = Text(node.state, style=_STATES.get(node.state, ""))
-        table.add_row(f"node {node.node}", state, pipeline, node.layers or Text(node.host, style="dim"))
+        table.add_row(f"node {node.node}", state, pipeline, node.layers or Text(printable(node.host), style="dim"))
     return table
 
 
@@ -252,7 +252,7 @@ def _order(node: NodeStatus) -> tuple[int, int, int]:
 
 def _message(message: Message) -> Text:
     line = Text(_clock(message.time) + "  ", style="dim", no_wrap=True, overflow="ellipsis")
-    return line.append(message.text, style=_TONES[message.tone] or "not dim")
+    return line.append(printable(message.text), style=_TONES[message.tone] or "not dim")
 
 
 def shares_of(number: int) -> str:

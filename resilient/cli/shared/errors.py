@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import typer
 from rich.console import Console
 
+from resilient.common.printable import printable
 from resilient.errors import ArgumentError
 
 console = Console(stderr=True, highlight=False, emoji=False)
@@ -37,5 +38,5 @@ def told(error: Exception, ctx: typer.Context, others: Mapping[str, str] | None 
 
 def usage_error(message: str) -> typer.Exit:
     """Print what is wrong with the command's own arguments; raise what it returns, exit code 2."""
-    console.print(f"error: {message}", markup=False, style="red", soft_wrap=True)
+    console.print(f"error: {printable(message)}", markup=False, style="red", soft_wrap=True)
     return typer.Exit(2)

@@ -11,10 +11,12 @@ import aiohttp
 import pytest
 from typer.testing import CliRunner
 
+from resilient.agent.conversation import Hello
 from resilient.agent.membership import lifecycle
 from resilient.cli import operate
 from resilient.cli.app import app
 from resilient.common.job_certificate import client_context
+from resilient.protocol.messages import encode
 from tests.agent.served import TOKEN, Served, make_ready, with_coordinator
 
 
@@ -35,6 +37,17 @@ def test_status_tells_what_nodes_do(tmp_path: Path) -> None:
         assert [line.split()[:4] for line in lines[3:]] == [["0", "h", "training", "0"], ["1", "h", "training", "0"]]
         exit_code, text = await _said("status", "--json", "--run", str(tmp_path))
         assert (exit_code, json.loads(text)["pipelines"]) == (0, [[0, 1]])
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_hosts_move_nobodys_cursor(tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        await (await served.open()).send_bytes(encode(Hello(host="h\x1b[2J", pid=1, num_workers=1)))
+        await served.event("node_connected")
+        _, text = await _said("status", "--run", str(tmp_path))
+        assert "h\\x1b[2J" in text
+        assert "\x1b" not in text
 
     with_coordinator(tmp_path, scenario)
 

@@ -68,7 +68,7 @@ def test_stranger_is_not_answered_and_changes_nothing(secret: bytes) -> None:
     with knock(host) as stranger:
         theirs = stranger.recv(NONCE_BYTES, socket.MSG_WAITALL)
         ours = nonce()
-        shown = proof(secret, CLIENT, theirs, ours)
+        shown = proof(secret, CLIENT, theirs, ours, host.address.encode())
         stranger.sendall(ours + shown + request(Set({"g1/rank/0": b"me"})))
         assert read_all(stranger) == b""
     assert store.get("rank/0") == b"a rank"
@@ -105,6 +105,27 @@ def test_rank_leaves_a_host_that_does_not_know_the_secret() -> None:
         thread.join()
     with pytest.raises(ConnectionError):
         StoreConnection(host.address, SECRET, 60.0)
+
+
+def test_who_listens_where_a_host_was_cannot_pass_on_to_another_what_comes_there() -> None:
+    """The stranger says to each end what the other one says, and would speak for itself from then on."""
+    host = StoreHost(LOCALHOST, SECRET)
+    with socket.create_server((LOCALHOST, 0)) as listening, knock(host) as to_host:
+        told: list[bytes] = []
+
+        def pass_on() -> None:
+            to_rank, _ = listening.accept()
+            with to_rank:
+                to_rank.sendall(to_host.recv(NONCE_BYTES, socket.MSG_WAITALL))
+                to_host.sendall(to_rank.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL))
+                told.append(read_all(to_host))
+
+        thread = threading.Thread(target=pass_on)
+        thread.start()
+        with pytest.raises(ConnectionError, match="closed the connection"):
+            StoreConnection(f"{LOCALHOST}:{listening.getsockname()[1]}", SECRET, 60.0)
+        thread.join()
+    assert told == [b""]
 
 
 def test_idle_strangers_do_not_keep_ranks_out() -> None:

@@ -184,11 +184,15 @@ def test_views_show_codes_for_the_terminal_and_do_not_send_them() -> None:
     """Of what the script prints and of what it raises; a progress bar's lines follow each other."""
     run = Run()
     run.add(0, "output", text="\x1b]0;mine\x07 1 %\r 2 %")
+    run.add(0, "node_connected", node=0, host="h\x1b[2J", pid=1, domain="")
     run.add(1, "node_failed", node=0, error="OSError: \x1b[2J", traceback="")
     shown = plain_text(run.events)
     assert "\\x1b]0;mine\\x07 1 %\n 2 %\n" in shown
     assert "OSError: \\x1b[2J" in shown
     assert "\x1b" not in shown
+    redrawn = live_text(run.events)
+    assert "node 0 failed: OSError: \\x1b[2J" in redrawn
+    assert "\x1b" not in redrawn
 
 
 def test_plain_view_tells_of_an_error_of_one_node_once() -> None:
