@@ -13,7 +13,7 @@ from typing import Any
 
 from resilient.observability.event_log import Event, loss_of, was_skipped
 from resilient.observability.run_report import build_run_report
-from resilient.observability.wording import duration, lost_work, recovery_parts
+from resilient.observability.wording import duration, lost_work, recovery_parts, standby_in_words
 from resilient.templates.common.words import counted
 
 _KEPT_MESSAGES = 64
@@ -209,7 +209,10 @@ class JobStatus:
             self._node(name).state = "standby"
         yield "note", f"generation {self.generation}: {self._pipelines_in_words()}{self._continuation(event)}"
         for name, factor in event.get("slowdowns", {}).items():
-            yield "note", f"node {name} is slower than others, {factor:g} times: its pipeline gets less to do"
+            if int(name) not in event["standby"]:
+                yield "note", f"node {name} is slower than others, {factor:g} times: its pipeline gets less to do"
+        for sentence in standby_in_words(event):
+            yield "note", sentence
 
     def _pipelines_in_words(self) -> str:
         pipelines = [

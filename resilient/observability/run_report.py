@@ -43,6 +43,17 @@ def build_run_report(events: Sequence[Event]) -> dict[str, Any]:
         "recoveries": [_measure_recovery(recovery, events, installed) for recovery in _recoveries(events)],
         "joins": _planned_changes(events, installed, "join"),
         "departures": _planned_changes(events, installed, "leave"),
+        "standbys": [
+            {
+                "generation": event["generation"],
+                "reasons": event["standby_reasons"],
+                "slowdowns": {node: event["slowdowns"].get(node, 1.0) for node in event["standby_reasons"]},
+                "step_ms": event["step_ms"],
+                "with_standby_ms": event["with_standby_ms"],
+            }
+            for event in events
+            if event["kind"] == "generation" and event.get("standby_reasons")
+        ],
         "dropped_replicas": [
             {key: event[key] for key in ("step", "node", "states")}
             for event in events

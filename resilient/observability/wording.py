@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from resilient.templates.common.words import counted
@@ -33,6 +33,39 @@ def recovery_parts(recovery: Mapping[str, Any]) -> str:
     """
     known = ((part, recovery[f"{part}_ms"]) for part in RECOVERY_PARTS)
     return ", ".join(f"{part} {duration(value_ms)}" for part, value_ms in known if value_ms is not None)
+
+
+def standby_in_words(generation: Mapping[str, Any]) -> list[str]:
+    """Write why nodes of a generation stand by, a sentence for each reason.
+
+    Args:
+        generation: Its event.
+    """
+    nodes: dict[str, list[str]] = {}
+    for node, reason in generation.get("standby_reasons", {}).items():
+        nodes.setdefault(reason, []).append(node)
+    return [
+        f"{_nodes_stand_by(names)}: {_why_they_stand_by(reason, names, generation)}" for reason, names in nodes.items()
+    ]
+
+
+def _nodes_stand_by(names: Sequence[str]) -> str:
+    return f"node {names[0]} stands by" if len(names) == 1 else f"nodes {', '.join(names)} stand by"
+
+
+def _why_they_stand_by(reason: str, names: Sequence[str], generation: Mapping[str, Any]) -> str:
+    if reason == "most_nodes":
+        return "as many nodes train as may"
+    them = "it" if len(names) == 1 else "them"
+    if reason == "no_place":
+        return f"no pipeline has a place for {them}"
+    slow = [
+        f"{f'node {name}' if len(names) > 1 else 'it'} is {factor:g} times slower than others"
+        for name, factor in generation["slowdowns"].items()
+        if name in names
+    ]
+    times = duration(generation["step_ms"]), duration(generation["with_standby_ms"])
+    return ", ".join([*slow, f"a step takes {times[0]} without {them}, {times[1]} with every node"])
 
 
 def lost_work(recovery: Mapping[str, Any]) -> str:

@@ -9,6 +9,10 @@ Where more pipelines fit than there are microbatches, some would idle, and the k
 a row per count is large, so most taus are decided without: a price on each pipeline (a Lagrange multiplier) gives a
 bound on what the allowed counts get through, and a composition that may already do. The rest take the table, of only
 those sizes that can be in a composition that is enough by that bound.
+
+Nodes may stand by where that is faster: messages cost time, layers are few, and more pipelines than microbatches there
+cannot be. A size then gets through as much as the best of all sizes up to it, so the same knapsack decides over every
+number of nodes at once; what a pipeline has no use for stands by.
 """
 
 from __future__ import annotations
@@ -43,6 +47,47 @@ def compose(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_p
         ValueError: No allowed number of pipelines of these sizes has ``num_nodes`` nodes in total; see
             :func:`resilient.templates.search.template_sizes.usable_nodes`.
     """
+    _check(templates, num_nodes, num_microbatches, min_pipelines)
+    found = _Knapsack(templates, num_nodes, num_microbatches, min_pipelines).best()
+    assert found
+    return found[1]
+
+
+class Compositions(NamedTuple):
+    """The best composition of all nodes, and the best one of any number of them; often they are the same.
+
+    Args:
+        every: Of all nodes.
+        fastest: Of some of them, where a step is shorter than with all.
+    """
+
+    every: tuple[int, ...]
+    fastest: tuple[int, ...]
+
+
+def compositions(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> Compositions:
+    """Return :func:`compose`, with its arguments and errors, and what is faster because some nodes stand by.
+
+    Nodes are in use wherever they cost nothing: all are, if that is as fast as any number of them, and if some stand
+    by, as many others are in use as the best step has time for.
+    """
+    _check(templates, num_nodes, num_microbatches, min_pipelines)
+    found = _Knapsack(templates, num_nodes, num_microbatches, min_pipelines).best()
+    assert found
+    step_ns, every = found
+    fastest = every
+    if min_pipelines == 1:
+        lone_ns, lone = _best_lone(templates, num_nodes, num_microbatches)
+        if lone_ns < step_ns:
+            step_ns, fastest = lone_ns, lone
+    several = max(2, min_pipelines)
+    if min(num_microbatches, num_nodes // templates.sizes[0]) >= several:
+        faster = _Knapsack(templates, num_nodes, num_microbatches, several, may_idle=True).best(step_ns - 1)
+        fastest = faster[1] if faster else fastest
+    return Compositions(every, fastest)
+
+
+def _check(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> None:
     smallest, largest = templates.sizes[0], templates.sizes[-1]
     if min(num_microbatches, num_nodes // smallest) < max(min_pipelines, -(-num_nodes // largest)):
         raise ArgumentError(
@@ -51,13 +96,17 @@ def compose(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_p
             num_nodes,
             "leave nodes out or plan templates for more nodes",
         )
-    knapsack = _Knapsack(templates, num_nodes, num_microbatches, min_pipelines)
-    tau = knapsack.least_tau(0, knapsack.is_enough)
-    sizes = knapsack.composition(tau)
-    if len(sizes) > num_microbatches:
-        tau = knapsack.least_tau(tau, knapsack.is_enough_limited)
-        sizes = knapsack.composition_limited(tau)
-    return sizes
+
+
+def _best_lone(templates: TemplateSet, num_nodes: int, num_microbatches: int) -> tuple[int, tuple[int, ...]]:
+    """Return the step and the size of the only pipeline, of up to so many nodes; ties: the largest."""
+    times = (
+        (finish_ns(lines(templates.of(size), alone=True), num_microbatches), -size)
+        for size in templates.sizes
+        if size <= num_nodes
+    )
+    step_ns, size = min(times)
+    return step_ns, (-size,)
 
 
 class _Corner(NamedTuple):
@@ -68,12 +117,28 @@ class _Corner(NamedTuple):
 
 
 class _Knapsack:
-    """Compositions of a number of nodes; *limited* ones have no more pipelines than microbatches."""
+    """Compositions of a number of nodes; *limited* ones have no more pipelines than microbatches.
 
-    def __init__(self, templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> None:
+    With ``may_idle``, of up to so many nodes: each size gets through what the best size up to it does. There are sizes
+    then beyond those of templates, for nodes that no pipeline has a place for: fewer than in the largest template,
+    because as many would make another pipeline, or there are as many pipelines as microbatches.
+    """
+
+    def __init__(
+        self,
+        templates: TemplateSet,
+        num_nodes: int,
+        num_microbatches: int,
+        min_pipelines: int,
+        *,
+        may_idle: bool = False,
+    ) -> None:
         # A pipeline of all nodes is the only one.
         sizes = [size for size in templates.sizes if size <= num_nodes]
-        pipelines = [lines(templates.of(size), alone=size == num_nodes) for size in sizes]
+        pipelines = [lines(templates.of(size), alone=size == num_nodes and min_pipelines == 1) for size in sizes]
+        self._may_idle, self._num_sizes = may_idle, len(sizes)
+        if may_idle:
+            pipelines += pipelines[-1:] * (min(num_nodes, 2 * sizes[-1] - 1) - sizes[-1])
         self._smallest = templates.sizes[0]
         self._lines = line_table(pipelines)
         self._longest = max(finish_ns(pipeline, num_microbatches) for pipeline in pipelines)
@@ -81,9 +146,37 @@ class _Knapsack:
         self._num_microbatches = num_microbatches
         self._min_pipelines = min_pipelines
 
-    def least_tau(self, tau_ns: int, is_enough: Callable[[int], bool]) -> int:
-        """Return the least step time from ``tau_ns`` on that is enough."""
-        low, high = tau_ns, self._longest
+    def best(self, most_ns: int | None = None) -> tuple[int, tuple[int, ...]] | None:
+        """Return the least step time and its composition, descending; None if it is more than ``most_ns``."""
+        if most_ns is not None and not self.is_enough(most_ns):
+            return None
+        latest = self._longest if most_ns is None else most_ns
+        tau = self.least_tau(0, latest, self.is_enough)
+        sizes = self.composition(tau)
+        if len(sizes) > self._num_microbatches:
+            if most_ns is not None and not self.is_enough_limited(most_ns):
+                return None
+            tau = self.least_tau(tau, latest, self.is_enough_limited)
+            sizes = self.composition_limited(tau)
+        return tau, self._in_use(sizes, tau) if self._may_idle else sizes
+
+    def _in_use(self, sizes: tuple[int, ...], tau_ns: int) -> tuple[int, ...]:
+        """Return how many nodes of each pipeline are in use, descending: as many as there is time for."""
+        capacity = np.minimum(self._lines.capacities(tau_ns), self._num_microbatches)
+        most = np.maximum.accumulate(capacity)
+        indices = [size - self._smallest for size in sizes]
+        spare = int(most[indices].sum()) - self._num_microbatches
+        idle, used = 0, list[int]()
+        for index in indices:
+            lacking = most[index] - capacity[: min(index + idle + 1, self._num_sizes)]
+            # One that gets through nothing lacks all that its pipeline was chosen for.
+            used.append(int(np.flatnonzero((lacking <= spare) & (lacking < most[index]))[-1]))
+            spare -= max(0, int(lacking[used[-1]]))
+            idle += index - used[-1]
+        return tuple(sorted((index + self._smallest for index in used), reverse=True))
+
+    def least_tau(self, low: int, high: int, is_enough: Callable[[int], bool]) -> int:
+        """Return the least step time that is enough, if ``high`` is."""
         while low < high:
             middle = (low + high) // 2
             last, following = self._lines.ends_around(middle)
@@ -122,7 +215,7 @@ class _Knapsack:
         """Return what each size gets through."""
         capacity = self._lines.capacities(tau_ns)
         capacity[capacity < 1] = _IMPOSSIBLE
-        return capacity
+        return np.maximum.accumulate(capacity) if self._may_idle else capacity
 
     def _most(self, values: Ints) -> Ints:
         """Return a table: ``[r, n]`` is the most that r pipelines or more, of n nodes in total, are worth."""

@@ -7,7 +7,7 @@ set difference), so moving it elsewhere can never save more than it costs: the a
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -23,6 +23,7 @@ from resilient.templates.template import PipelineTemplate
 
 _FREE = -1
 _NONE = -2
+_NOBODY: Ints = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class Placer:
         layouts = [self._holdings.number(pipeline.template) for pipeline in plan.pipelines]
         self._old_sizes: Ints = np.array(list(map(len, layouts)), dtype=np.int64)
         self._old_firsts = self._old_sizes.cumsum() - self._old_sizes
-        index_of = dict(zip(nodes, range(len(nodes)), strict=True))
+        index_of = self._index_of = dict(zip(nodes, range(len(nodes)), strict=True))
         # Of all places of the old plan, one after the other: the node that is still there, and its pipeline.
         self._old: Ints = np.array([index_of.get(node, _FREE) for node in plan.nodes], dtype=np.int64)
         pipelines = np.repeat(np.arange(len(layouts)), self._old_sizes)
@@ -106,7 +107,9 @@ class Placer:
             for target in targets
         ]
 
-    def place(self, targets: Sequence[Target]) -> Placement:
+    def place(
+        self, targets: Sequence[Target], pinned: Mapping[int, int] | None = None, without: Collection[int] = ()
+    ) -> Placement:
         """Place nodes; there must be enough of them.
 
         Of all placements one is taken whose copies are cheapest (:meth:`StateResidency.prices`); of places where a node
@@ -114,13 +117,23 @@ class Placer:
         than f + 1 failure domains, nodes exchange places until no exchange improves that, at whatever price
         (:func:`resilient.templates.replan.topology_spread.spread_domains`): like f + 1 pipelines, it is what makes
         failures survivable.
+
+        Args:
+            targets: The pipelines to be made.
+            pinned: Nodes that take a particular place, by its index among those of all targets, one after the other.
+            without: Nodes that stand by. Only where failure domains ask for it do they take a place nevertheless, as
+                pinned ones leave theirs.
         """
         needed = np.array(list(chain.from_iterable(self._holdings.number(target.template) for target in targets)))
         sizes = np.array([target.template.num_nodes for target in targets])
         continued = np.array([_FREE if target.continues is None else target.continues for target in targets])
-        chosen = self._keep(continued, sizes, needed)
-        self._keep_equal(chosen, needed)
-        self._fill(chosen, needed, np.repeat(continued, sizes))
+        chosen = np.full(len(needed), _FREE)
+        for place, node in (pinned or {}).items():
+            chosen[place] = self._index_of[node]
+        barred = np.array([self._index_of[node] for node in without], dtype=np.int64)
+        self._keep(chosen, barred, continued, sizes, needed)
+        self._keep_equal(chosen, barred, needed)
+        self._fill(chosen, barred, needed, np.repeat(continued, sizes))
         lacking = 0
         if self._wanted_domains:
             chosen, lacking = self._spread(chosen, needed)
@@ -134,21 +147,21 @@ class Placer:
             lacking_domains=lacking,
         )
 
-    def _keep(self, continued: Ints, sizes: Ints, needed: Ints) -> Ints:
-        """Return the index of the node in each place; only of nodes that keep their position in what is continued."""
-        chosen = np.full(len(needed), _FREE)
+    def _keep(self, chosen: Ints, barred: Ints, continued: Ints, sizes: Ints, needed: Ints) -> None:
+        """Fill places with the nodes that keep their position in what is continued."""
         going_on = continued != _FREE
         old = continued[going_on]
         both = np.minimum(self._old_sizes[old], sizes[going_on])
         places = _ranges((sizes.cumsum() - sizes)[going_on], both)
         nodes = self._old[_ranges(self._old_firsts[old], both)]
-        same = (nodes != _FREE) & (self._held[nodes] == needed[places])
+        free = np.zeros(len(self._held), dtype=np.bool_)
+        free[self._left(chosen, barred)] = True
+        same = (nodes != _FREE) & (self._held[nodes] == needed[places]) & free[nodes] & (chosen[places] == _FREE)
         chosen[places[same]] = nodes[same]
-        return chosen
 
-    def _keep_equal(self, chosen: Ints, needed: Ints) -> None:
+    def _keep_equal(self, chosen: Ints, barred: Ints, needed: Ints) -> None:
         """Fill places with nodes that hold exactly what these need; the first place with the first node."""
-        left, places = self._left(chosen), np.flatnonzero(chosen == _FREE)
+        left, places = self._left(chosen, barred), np.flatnonzero(chosen == _FREE)
         left = left[np.argsort(self._held[left], kind="stable")]
         places = places[np.argsort(needed[places], kind="stable")]
         held, wanted = self._held[left], needed[places]
@@ -157,9 +170,9 @@ class Placer:
         enough = node < end
         chosen[places[enough]] = left[node[enough]]
 
-    def _fill(self, chosen: Ints, needed: Ints, continued: Ints) -> None:
+    def _fill(self, chosen: Ints, barred: Ints, needed: Ints, continued: Ints) -> None:
         """Fill all places that are left, as cheaply as can be."""
-        places, left = np.flatnonzero(chosen == _FREE), self._left(chosen)
+        places, left = np.flatnonzero(chosen == _FREE), self._left(chosen, barred)
         if not len(places) or (self._held[left] == EMPTY).all():
             chosen[places] = left[: len(places)]
             return
@@ -168,10 +181,11 @@ class Placer:
         prices += (continued[places, None] != self._pipeline_of[left]) / (2 * len(left))
         chosen[places] = left[assign(prices)]
 
-    def _left(self, chosen: Ints) -> Ints:
-        """Return the nodes that have no place."""
+    def _left(self, chosen: Ints, barred: Ints) -> Ints:
+        """Return the nodes that have no place and may take one."""
         free = np.ones(len(self._held), dtype=np.bool_)
         free[chosen[chosen != _FREE]] = False
+        free[barred] = False
         return np.flatnonzero(free)
 
     def _spread(self, chosen: Ints, needed: Ints) -> tuple[Ints, int]:
@@ -180,7 +194,7 @@ class Placer:
         if not lacking_domains(needs, self._domains[chosen], self._wanted_domains):
             return chosen, 0
         # Places that need nothing stand for the nodes that are left out.
-        left_out = self._left(chosen)
+        left_out = self._left(chosen, _NOBODY)
         padded = np.concatenate((needs, np.zeros((len(left_out), needs.shape[1]), dtype=np.bool_)))
         prices = np.zeros((len(self._held), len(self._held)))
         prices[: len(needed)] = self._holdings.prices(needed, self._held)

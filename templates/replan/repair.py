@@ -34,12 +34,18 @@ class Repair:
 
 
 def repairs(
-    plan: Plan, nodes: Collection[int], sizes: range, *, min_pipelines: int, max_pipelines: int
+    plan: Plan,
+    nodes: Collection[int],
+    sizes: range,
+    *,
+    min_pipelines: int,
+    max_pipelines: int,
+    may_stand_by: bool = False,
 ) -> tuple[Repair, ...]:
     """Return the different ways to go on that change only the pipelines concerned; none where that is not enough.
 
     They differ in whether pipelines with too few nodes borrow while others can lend, or are given up while there are
-    enough pipelines; and in whether nodes that are left over extend the smallest pipelines or make new ones.
+    enough pipelines; and in whether nodes that are left over extend the smallest pipelines, make new ones, or stand by.
 
     Args:
         plan: The plan before.
@@ -47,17 +53,19 @@ def repairs(
         sizes: The template sizes; the first is n0.
         min_pipelines: f + 1.
         max_pipelines: One per microbatch.
+        may_stand_by: Whether nodes that are left over may stand by where there is a place for them.
     """
     live = set(nodes)
     left = [sum(node in live for node in pipeline.nodes) for pipeline in plan.pipelines]
     wanted = [len(pipeline.nodes) for pipeline in plan.pipelines]
     found: dict[tuple[tuple[int | None, int], ...], Repair] = {}
     for giving_up in (False, True):
-        for adding in (False, True):
+        for adding in (False, True, None) if may_stand_by else (False, True):
             change = _Change(left, wanted, len(live) - sum(left), sizes, min_pipelines, max_pipelines)
             change.replace_lost()
             if change.make_viable(giving_up):
-                change.use_spare(adding)
+                if adding is not None:
+                    change.use_spare(adding)
                 repair = Repair(kind=change.kind, pipelines=change.pipelines)
                 found.setdefault(repair.pipelines, repair)
     return tuple(found.values())

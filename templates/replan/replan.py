@@ -14,14 +14,14 @@ before composed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import heappop, heappush
 
 import numpy as np
 
 from resilient.errors import ArgumentError
 from resilient.templates.common.durations import nanoseconds
-from resilient.templates.composition.compose import compose
+from resilient.templates.composition.compose import Compositions, compositions
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.assignment import assign
 from resilient.templates.replan.replan_candidate import ReplanCandidate, Situation, Way
@@ -84,19 +84,32 @@ def first_plan(
         slowdowns: Nodes known to be slow, and by what factor (1 or more).
 
     Returns:
-        The best composition. The fastest nodes are taken, lower numbers first. Pipelines are filled domain by domain,
-        so that few stretch over two, and with slow nodes last, so that these share pipelines.
+        The best composition; nodes stand by only where the step is shorter for it. The fastest nodes are taken, lower
+        numbers first. Pipelines are filled domain by domain, so that few stretch over two.
 
     Raises:
         TooFewNodes: Not enough for f + 1 pipelines; the job cannot start yet.
     """
+    return first_candidate(problem, nodes, domains=domains, slowdowns=slowdowns).plan
+
+
+def first_candidate(
+    problem: PlanningProblem,
+    nodes: Sequence[int],
+    *,
+    domains: Mapping[int, str] | None = None,
+    slowdowns: Mapping[int, float] | None = None,
+) -> ReplanCandidate:
+    """Return :func:`first_plan`, with its arguments and errors, and what there is to say of it."""
     live, labels, factors = _distinct(nodes), domains or {}, _checked(slowdowns)
-    composition = _composed(problem, len(live))
-    taken = sorted(live, key=lambda node: (factors.get(node, 1.0), node))[: sum(composition)]
-    taken.sort(key=lambda node: (labels.get(node, ""), factors.get(node, 1.0), node))
-    templates = templates_for(problem, len(live))
+    live.sort(key=lambda node: (labels.get(node, ""), factors.get(node, 1.0), node))
     nothing = Plan(pipelines=(), schedule_kind=problem.schedule)
-    return Situation(problem, templates, composition, nothing, taken, labels, factors).composed().plan
+    ways = _situation(problem, nothing, live, labels, factors).ways()
+    # Whatever the plan, all states are new: what counts is the step.
+    return min(
+        (way.candidate() for way in ways),
+        key=lambda each: (each.lacking_domains, nanoseconds(each.step_ms), -len(each.plan.nodes)),
+    )
 
 
 def replan(
@@ -110,7 +123,8 @@ def replan(
     """Plan the next generation: the first of :func:`replan_candidates`, with its arguments and errors.
 
     Returns:
-        A plan on all nodes that pipelines can use; the same for the same arguments, in whatever order ``nodes`` are.
+        A plan on all nodes that pipelines can use, or on fewer where these are faster; the same for the same arguments,
+        in whatever order ``nodes`` are.
         There is one even where a state has no live holder: that must then come from a checkpoint.
     """
     return next(replan_candidates(problem, plan, nodes, domains=domains, slowdowns=slowdowns)).plan
@@ -132,7 +146,7 @@ def replan_candidates(
         nodes: The live nodes, survivors and joiners, in any order; without those that have announced to leave.
         domains: Label of the failure domain (zone, rack) of nodes; a node without one shares its fate with no other.
         slowdowns: Nodes that were seen to be slow, and by what factor (1 or more). Microbatches shift to the other
-            pipelines; layouts are for nodes as fast as profiled.
+            pipelines, or the nodes to other places, or they stand by; layouts are for nodes as fast as profiled.
 
     Returns:
         An iterator: nodes are put into their places in those ways only that can be the next best.
@@ -141,9 +155,20 @@ def replan_candidates(
         TooFewNodes: Not enough for f + 1 pipelines: store the progress and stop, or wait for nodes.
     """
     live, factors = _distinct(nodes), _checked(slowdowns)
-    templates, composition = templates_for(problem, len(live)), _composed(problem, len(live))
-    situation = Situation(problem, templates, composition, plan, live, domains or {}, factors)
+    situation = _situation(problem, plan, live, domains or {}, factors)
     return _best_first(situation.ways(), nanoseconds(problem.failure_interval_s * 1e3))
+
+
+def _situation(
+    problem: PlanningProblem,
+    plan: Plan,
+    live: Sequence[int],
+    domains: Mapping[int, str],
+    slowdowns: Mapping[int, float],
+) -> Situation:
+    _composed(problem, len(live))  # raises what is wrong before anything else is computed
+    templates = templates_for(problem, len(live))
+    return Situation(problem, templates, partial(_composed, problem), plan, live, domains, slowdowns)
 
 
 def _best_first(ways: Iterable[Way], interval_ns: int) -> Iterator[ReplanCandidate]:
@@ -188,7 +213,7 @@ def _templates(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
 
 
 @lru_cache(maxsize=1024)
-def _composed(problem: PlanningProblem, num_nodes: int) -> tuple[int, ...]:
+def _composed(problem: PlanningProblem, num_nodes: int) -> Compositions:
     templates = templates_for(problem, num_nodes)
     usable = usable_nodes(problem, templates, num_nodes)
-    return compose(templates, usable, problem.num_microbatches, problem.max_failures + 1)
+    return compositions(templates, usable, problem.num_microbatches, problem.max_failures + 1)

@@ -7,21 +7,29 @@ nodes and
   their layout, and copy nothing;
 - *composed* ones have the best composition for the number of nodes, whatever the pipelines were before: once with the
   pipelines that can stay as they are, once with the layouts that are best for the final split of the batch.
+
+Where fewer nodes are faster than all, because some are slow or because all are too many, there are candidates that let
+nodes stand by: without the slowest ones, with the best composition of any number of nodes, and with slow nodes at
+places that suit them (:mod:`resilient.templates.composition.slow_nodes`). They keep f + 1 pipelines as all others do.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.batch_split import Lines, finish_ns, lines, slowed_line, split_microbatches
+from resilient.templates.composition.compose import Compositions
+from resilient.templates.composition.slow_nodes import compose_with_slow, searched
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem
 from resilient.templates.replan.placement import Placer, Target
-from resilient.templates.replan.repair import RepairKind, repairs
+from resilient.templates.replan.repair import Repair, RepairKind, repairs
+from resilient.templates.search.template_sizes import TooFewNodes
 from resilient.templates.template import PipelineTemplate, TemplateSet
 
 # Copying over a link of unknown bandwidth is taken to be as fast as over 10 Gbit/s.
@@ -29,8 +37,8 @@ _NOMINAL_BYTES_PER_S = 1.25e9
 
 CandidateKind = RepairKind | Literal["composed"]
 
-_Wanted = tuple[tuple[PipelineTemplate, ...], int | None]
-"""The layouts a pipeline may take, and the index of the pipeline that it continues."""
+_MOST_EXCLUSIONS = 8
+"""Of how many different numbers of slow nodes it is tried to let them stand by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +52,8 @@ class ReplanCandidate:
         copy_ms: How long that takes: as long as the node that receives or sends most.
         step_ms: How long a step takes, slow nodes considered.
         lacking_domains: In how many more failure domains states should be held, summed over the states.
+        with_more_ms: Where nodes stand by that there is a place for, how long a step takes at best that uses all of
+            these; else None.
     """
 
     kind: CandidateKind
@@ -52,6 +62,7 @@ class ReplanCandidate:
     copy_ms: float
     step_ms: float
     lacking_domains: int
+    with_more_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +71,39 @@ class Way:
 
     Args:
         step_ms: The candidate's.
+        num_nodes: How many nodes it uses.
         candidate: Places the nodes and returns the candidate.
     """
 
     step_ms: float
+    num_nodes: int
     candidate: Callable[[], ReplanCandidate]
+
+    def shorter_than(self, step_ms: float) -> Way:
+        """Return this way, in which nodes stand by because a step takes so long with them."""
+        return replace(self, candidate=lambda: replace(self.candidate(), with_more_ms=step_ms))
+
+
+class _Wanted(NamedTuple):
+    """A pipeline to be made.
+
+    Args:
+        layouts: The layouts it may take.
+        continues: Index of the pipeline that it continues.
+        factors: By how much each of its nodes is to be slower, where its only layout was chosen for slow nodes.
+    """
+
+    layouts: tuple[PipelineTemplate, ...]
+    continues: int | None = None
+    factors: tuple[float, ...] | None = None
+
+
+class _Change(NamedTuple):
+    """What a way does, and which nodes stand by though there may be a place for them."""
+
+    kind: CandidateKind
+    wanted: Sequence[_Wanted]
+    without: frozenset[int] = frozenset()
 
 
 class Situation:
@@ -73,7 +112,7 @@ class Situation:
     Args:
         problem: The job.
         templates: Its templates.
-        composition: The sizes of the best composition for the number of live nodes.
+        compositions: Returns the best compositions for a number of nodes up to that of the live ones.
         plan: The plan whose states the surviving nodes hold; without pipelines at the start.
         live: The live nodes; of equally good ones earlier ones are taken first.
         domains: Label of the failure domain of nodes.
@@ -84,80 +123,144 @@ class Situation:
         self,
         problem: PlanningProblem,
         templates: TemplateSet,
-        composition: Sequence[int],
+        compositions: Callable[[int], Compositions],
         plan: Plan,
         live: Sequence[int],
         domains: Mapping[int, str],
         slowdowns: Mapping[int, float],
     ) -> None:
-        self._problem, self._composition = problem, composition
-        self._sizes, self._layouts = templates.sizes, cache(templates.of)
+        self._problem, self._templates, self._compositions = problem, templates, compositions
+        self._layouts = cache(templates.of)
         self._plan = _with_templates_of(templates, plan)
-        self._live, self._slowdowns = live, slowdowns
-        self._any_slow = not slowdowns.keys().isdisjoint(live)
+        self._live, self._slowdowns, self._has_domains = live, slowdowns, bool(domains)
+        slow = {node for node in live if slowdowns.get(node, 1.0) > 1}
+        self._slowest_first = sorted(slow, key=lambda node: (-slowdowns[node], node))
         self._placer = Placer(problem, self._plan, live, domains)
         self._known_lines: dict[tuple[int, int, bool], Lines] = {}
 
     def ways(self) -> Iterator[Way]:
-        """Yield the ways to go on, local ones first; no two with equal layouts that go on from the same pipelines."""
-        seen: set[tuple[tuple[int, int], ...]] = set()
-        for kind, wanted in self._changes():
-            targets = self._targets(wanted)
+        """Yield the ways to go on, local ones first; no two with equal layouts that go on from the same pipelines.
+
+        Nodes that there is a place for stand by only where that makes the step shorter than any way with all of them.
+        """
+        found = list(self._distinct(self._changes()))
+        mixed = self._mixed(nanoseconds(min(way.step_ms for way in found)) - 1)
+        if mixed is not None:
+            found.extend(self._distinct([mixed]))
+        most = sum(self._compositions(len(self._live)).every)
+        with_most_ms = min(way.step_ms for way in found if way.num_nodes == most)
+        for way in found:
+            if way.num_nodes == most:
+                yield way
+            elif way.step_ms < with_most_ms:
+                yield way.shorter_than(with_most_ms)
+
+    def _distinct(self, changes: Iterable[_Change]) -> Iterator[Way]:
+        seen: set[object] = set()
+        for change in changes:
+            targets = self._targets(change.wanted)
             # Equal templates are one object here.
-            key = tuple(
-                sorted((id(each.template), -1 if each.continues is None else each.continues) for each in targets)
-            )
+            places = sorted((id(each.template), -1 if each.continues is None else each.continues) for each in targets)
+            key = tuple(places), change.without
             if key not in seen:
                 seen.add(key)
-                yield self._way(kind, targets)
+                yield self._way(change, targets)
 
-    def composed(self) -> ReplanCandidate:
-        """Return the best composition, free in its layouts."""
-        return self._way("composed", self._targets(self._composed())).candidate()
+    def _changes(self) -> Iterator[_Change]:
+        for number in self._numbers_without():
+            without = frozenset(self._slowest_first[:number])
+            live = [node for node in self._live if node not in without]
+            try:
+                best = self._compositions(len(live))
+            except TooFewNodes:
+                return
+            may_stand_by = bool(self._slowest_first) or best.every != best.fastest
+            for change in self._repairs(live, may_stand_by=may_stand_by):
+                wanted = [self._kept_or_new(index, size) for index, size in change.pipelines]
+                yield _Change(change.kind, wanted, without)
+            for composition in dict.fromkeys(best):
+                if not self._plan.pipelines:  # nobody holds anything: the fastest nodes are taken, first ones first
+                    fastest_first = sorted(self._live, key=lambda node: (self._slowdowns.get(node, 1.0), node))
+                    without = frozenset(fastest_first[sum(composition) :])
+                kept = [self._kept_or_new(index, size) for index, size in self._with_intact(composition, live)]
+                yield _Change("composed", kept, without)
+                yield _Change("composed", [_Wanted(self._layouts(size)) for size in composition], without)
 
-    def _changes(self) -> Iterator[tuple[CandidateKind, list[_Wanted]]]:
-        changes = repairs(
+    def _numbers_without(self) -> list[int]:
+        """Return how many of the slowest nodes stand by."""
+        slow = len(self._slowest_first)
+        parts = min(slow, _MOST_EXCLUSIONS)
+        return [0, *(round(part * slow / parts) for part in range(1, parts + 1))]
+
+    def _repairs(self, live: Sequence[int], *, may_stand_by: bool) -> tuple[Repair, ...]:
+        if not self._plan.pipelines:
+            return ()
+        return repairs(
             self._plan,
-            self._live,
-            self._sizes,
+            live,
+            self._templates.sizes,
             min_pipelines=self._problem.max_failures + 1,
             max_pipelines=self._problem.num_microbatches,
+            may_stand_by=may_stand_by,
         )
-        for change in changes:
-            if sum(size for _, size in change.pipelines) == sum(self._composition):
-                yield change.kind, [self._kept_or_new(index, size) for index, size in change.pipelines]
-        yield "composed", [self._kept_or_new(index, size) for index, size in self._with_intact()]
-        yield "composed", self._composed()
 
-    def _composed(self) -> list[_Wanted]:
-        return [(self._layouts(size), None) for size in self._composition]
+    def _mixed(self, most_ns: int) -> _Change | None:
+        """Return the best composition in which nodes as slow as they are take places of their own, if it is better."""
+        slowest = self._slowest_first[: searched(self._templates, len(self._slowest_first))]
+        if not slowest:
+            return None
+        found = compose_with_slow(
+            self._templates,
+            len(self._live) - len(slowest),
+            [self._slowdowns[node] for node in slowest],
+            self._problem.num_microbatches,
+            self._problem.max_failures + 1,
+            most_ns,
+        )
+        if found is None:
+            return None
+        slow = [_Wanted((pipeline.template,), factors=pipeline.factors) for pipeline in found.slow]
+        fast = [_Wanted(self._layouts(size)) for size in found.fast]
+        left = Counter(self._slowdowns[node] for node in slowest)
+        left.subtract(factor for pipeline in found.slow for factor in pipeline.factors if factor > 1)
+        without: set[int] = set()
+        for node in reversed(slowest):  # of equally slow nodes the first take part
+            if left[self._slowdowns[node]]:
+                left[self._slowdowns[node]] -= 1
+                without.add(node)
+        return _Change("composed", [*slow, *fast], frozenset(without))
 
-    def _with_intact(self) -> Iterator[tuple[int | None, int]]:
-        """Yield the best composition; pipelines that lost no node are continued where their size is wanted."""
+    def _with_intact(self, composition: Sequence[int], nodes: Sequence[int]) -> Iterator[tuple[int | None, int]]:
+        """Yield a composition; pipelines that have all their nodes are continued where their size is wanted."""
         intact: dict[int, deque[int]] = defaultdict(deque)
-        live = set(self._live)
+        there = set(nodes)
         for index, pipeline in enumerate(self._plan.pipelines):
-            if live.issuperset(pipeline.nodes):
+            if there.issuperset(pipeline.nodes):
                 intact[len(pipeline.nodes)].append(index)
-        for size in self._composition:
+        for size in composition:
             yield (intact[size].popleft() if intact[size] else None), size
 
     def _kept_or_new(self, index: int | None, size: int) -> _Wanted:
         if index is not None and self._plan.pipelines[index].template.num_nodes == size:
-            return (self._plan.pipelines[index].template,), index
-        return self._layouts(size), index
+            return _Wanted((self._plan.pipelines[index].template,), index)
+        return _Wanted(self._layouts(size), index)
 
     def _targets(self, wanted: Sequence[_Wanted]) -> list[Target]:
-        """Choose the layouts for the split of the batch over nodes as fast as profiled.
+        """Choose the layouts for the split of the batch over nodes as fast as profiled, or as they are wanted.
 
-        Which nodes are slow shows only when they are in their places.
+        Which other nodes are slow shows only when they are in their places.
         """
         alone = len(wanted) == 1
-        choices = [self._lines(of, alone=alone) for of, _ in wanted]
+        choices = [
+            self._lines(each.layouts, alone=alone)
+            if each.factors is None
+            else (slowed_line(each.layouts[0], each.factors, alone=alone),)
+            for each in wanted
+        ]
         counts = split_microbatches(choices, self._problem.num_microbatches)
         best: dict[tuple[int, int, int], PipelineTemplate] = {}
         targets: list[Target] = []
-        for (layouts, index), count in zip(wanted, counts, strict=True):
+        for (layouts, index, _), count in zip(wanted, counts, strict=True):
             key = (id(layouts[0]), len(layouts), count)
             if key not in best:
                 times = [finish_ns((line,), count) for line in self._lines(layouts, alone=alone)]
@@ -165,10 +268,22 @@ class Situation:
             targets.append(Target(template=best[key], continues=index))
         return self._placer.continuing(targets)
 
-    def _way(self, kind: CandidateKind, targets: Sequence[Target]) -> Way:
+    def _pinned(self, wanted: Sequence[_Wanted], without: Collection[int]) -> dict[int, int]:
+        """Return the slow nodes by the places, among those of all pipelines, that are meant for them."""
+        left = [node for node in self._slowest_first if node not in without]
+        pinned: dict[int, int] = {}
+        for place, factor in enumerate(factor for each in wanted for factor in each.factors or ()):
+            if factor > 1:
+                pinned[place] = next(node for node in left if self._slowdowns[node] == factor)
+                left.remove(pinned[place])
+        return pinned
+
+    def _way(self, change: _Change, targets: Sequence[Target]) -> Way:
         """Split the batch over the pipelines, as fast as their nodes are."""
-        place, alone = cache(lambda: self._placer.place(targets)), len(targets) == 1
-        if self._any_slow:
+        pinned, alone = self._pinned(change.wanted, change.without), len(targets) == 1
+        place = cache(lambda: self._placer.place(targets, pinned, change.without))
+        # Who stands by may be placed after all where domains need it.
+        if self._has_domains or not change.without.issuperset(self._slowest_first):
             speeds = [
                 self._speed(target.template, on, alone=alone) for target, on in zip(targets, place().nodes, strict=True)
             ]
@@ -184,7 +299,7 @@ class Situation:
                 for target, on, count in zip(targets, placement.nodes, counts, strict=True)
             )
             return ReplanCandidate(
-                kind=kind,
+                kind=change.kind,
                 plan=Plan(pipelines=pipelines, schedule_kind=self._problem.schedule),
                 copied_bytes=placement.copied_bytes,
                 copy_ms=_copy_ms(self._problem.cluster.inter_node, placement.busiest_bytes),
@@ -192,7 +307,8 @@ class Situation:
                 lacking_domains=placement.lacking_domains,
             )
 
-        return Way(step_ms=step_ms, candidate=candidate)
+        num_nodes = sum(target.template.num_nodes for target in targets)
+        return Way(step_ms=step_ms, num_nodes=num_nodes, candidate=candidate)
 
     def _lines(self, layouts: Sequence[PipelineTemplate], *, alone: bool) -> Lines:
         # By identity: the layouts of a size are one tuple, and a kept one stands for itself.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from resilient.agent.membership.next_generation.agreement import Agreement
 from resilient.agent.membership.next_generation.members import Member, WorkerId, available
@@ -16,9 +16,12 @@ from resilient.templates.common.words import counted
 from resilient.templates.composition.batch_split import check_batch
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.plan import Plan, PlanningProblem
-from resilient.templates.replan.replan import first_plan, replan, templates_for
+from resilient.templates.replan.replan import first_candidate, replan_candidates, templates_for
 from resilient.templates.replan.transfer import Transfer, plan_transfers
 from resilient.templates.schedules.graph import CHAIN
+
+StandbyReason = Literal["most_nodes", "no_place", "faster"]
+"""Why a node stands by: as many train as may, no pipeline has a place for it, or a step is shorter without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,9 @@ class NextGeneration:
         needed_nodes: The fewest nodes the job can go on with.
         templates: Digest of the templates that the plan is made of.
         lost: States that made it fall back to ``source``.
+        step_ms: What a step is expected to take.
+        with_more_ms: What it would take with nodes that stand by to make it shorter; None where there are none.
+        usable: The nodes that it could have used.
     """
 
     plan: Plan
@@ -51,6 +57,9 @@ class NextGeneration:
     templates: str
     skipped: SkippedSteps
     lost: tuple[str, ...] = ()
+    step_ms: float
+    with_more_ms: float | None
+    usable: tuple[int, ...]
 
     @cached_property
     def ranks(self) -> dict[WorkerId, int]:
@@ -125,37 +134,39 @@ def form(
     domains = {node: members[node].domain for node in nodes if members[node].domain}
     slow = {node: slowdowns[node] for node in nodes if slowdowns.get(node, 1.0) > 1}
     if plan is None:
-        new = first_plan(problem, nodes, domains=domains, slowdowns=slow)
+        chosen = first_candidate(problem, nodes, domains=domains, slowdowns=slow)
     else:
-        new = replan(problem, plan, nodes, domains=domains, slowdowns=slow)
-    templates = templates_for(problem, len(nodes))
+        chosen = next(replan_candidates(problem, plan, nodes, domains=domains, slowdowns=slow))
+    new, templates = chosen.plan, templates_for(problem, len(nodes))
     needed_nodes = (problem.max_failures + 1) * templates.sizes.start
     source = source_at(agreement.version, checkpoints)
     transfers, lost, senders = _copies(problem, new, agreement)
+    formed = NextGeneration(
+        plan=new,
+        version=agreement.version,
+        roll_forward=agreement.roll_forward,
+        transfers=transfers,
+        senders=senders,
+        source=source,
+        needed_nodes=needed_nodes,
+        templates=templates.digest,
+        skipped=agreement.skipped,
+        step_ms=chosen.step_ms,
+        with_more_ms=chosen.with_more_ms,
+        usable=tuple(nodes),
+    )
     if not lost or source:
-        return NextGeneration(
-            plan=new,
-            version=agreement.version,
-            roll_forward=agreement.roll_forward,
-            transfers=transfers,
-            senders=senders,
-            source=source,
-            needed_nodes=needed_nodes,
-            templates=templates.digest,
-            skipped=agreement.skipped,
-        )
+        return formed
     newest = max(checkpoints, key=lambda checkpoint: checkpoint.step, default=None)
     if newest is None:
         raise StateLostError(f"no live node holds {', '.join(lost)} and there is no checkpoint; start the job again")
-    return NextGeneration(
-        plan=new,
+    return replace(
+        formed,
         version=newest.step,
         roll_forward=None,
         transfers=(),
         senders=(),
         source=newest.path,
-        needed_nodes=needed_nodes,
-        templates=templates.digest,
         skipped=newest.skipped,
         lost=lost,
     )
@@ -202,6 +213,12 @@ def message_for(
     )
 
 
+def _why_standing_by(node: int, formed: NextGeneration) -> StandbyReason:
+    if node not in formed.usable:
+        return "most_nodes"
+    return "no_place" if formed.with_more_ms is None else "faster"
+
+
 def describe(formed: NextGeneration, members: Mapping[int, Member], slowdowns: Mapping[int, float]) -> dict[str, Any]:
     """Return what the event log says of a generation."""
     staying = {node: member for node, member in sorted(members.items()) if member.is_ready and not member.leaving}
@@ -223,6 +240,7 @@ def describe(formed: NextGeneration, members: Mapping[int, Member], slowdowns: M
         for pipeline in formed.plan.pipelines
     ]
     placed = set(formed.plan.nodes)
+    standby = [node for node in staying if node not in placed]
     return {
         "version": formed.version,
         "roll_forward": formed.roll_forward is not None,
@@ -232,7 +250,10 @@ def describe(formed: NextGeneration, members: Mapping[int, Member], slowdowns: M
         "pipelines": pipelines,
         "transfers": len(formed.transfers),
         "senders": sorted({node for node, _ in formed.senders}),
-        "standby": [node for node in staying if node not in placed],
+        "standby": standby,
+        "standby_reasons": {str(node): _why_standing_by(node, formed) for node in standby},
+        "step_ms": formed.step_ms,
+        "with_standby_ms": formed.with_more_ms,
         "slowdowns": {str(node): slowdowns[node] for node in staying if slowdowns.get(node, 1.0) > 1},
         "pids": {key: pid for member in staying.values() for key, pid in member.pids.items()},
     }

@@ -39,6 +39,10 @@ class PlanOptions(JobOptions):
         bool,
         typer.Option("--shard", help="Devices may divide a stage's state, each with microbatches of its own."),
     ] = False
+    slow: Annotated[
+        list[float] | None,
+        typer.Option(metavar="FACTOR", help="What if a node were that many times slower than the others; repeatable."),
+    ] = None
     share: Annotated[
         str | None,
         typer.Option(
@@ -85,7 +89,8 @@ def _report(problem: PlanningProblem, options: PlanOptions, microbatch: int) -> 
             progress.update(task, description="losing nodes", completed=done, total=total)
 
         try:
-            return build_plan_report(problem, options.nodes, microbatch, on_progress, options.share)
+            slow = options.slow or ()
+            return build_plan_report(problem, options.nodes, microbatch, on_progress, share=options.share, slow=slow)
         except TooFewNodes as error:
             fix = f"{error.fix}{_other_ways(problem, error)}"
             raise ArgumentError(error.field, error.constraint, error.value, fix) from None

@@ -3,23 +3,27 @@
 Owns the computing; nothing is printed or written here. Every plan is made by the functions that a job uses.
 
 Which nodes are lost matters, so :data:`SEQUENCES` jobs are followed: in each, nodes are lost one after the other in an
-order drawn from a fixed seed, and every time :func:`~resilient.templates.replan.replan.replan` goes on from the plan
-before, down to the fewest nodes that f + 1 pipelines can have. Where that would take more than :data:`MOST_LOSSES`
-losses, several nodes are lost at a time.
+order drawn from a fixed seed, and every time :func:`~resilient.templates.replan.replan.replan_candidates` says how to
+go on from the plan before, down to the fewest nodes that f + 1 pipelines can have. Where that would take more than
+:data:`MOST_LOSSES` losses, several nodes are lost at a time.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from resilient.cli.plan.share_limits import LimitedSplit, limited_split
+from resilient.errors import ArgumentError
+from resilient.templates.composition.batch_split import slowed_line
 from resilient.templates.plan import Plan, PlanningProblem
-from resilient.templates.replan.replan import first_plan, replan, templates_for
+from resilient.templates.replan.replan import first_candidate, replan_candidates, templates_for
+from resilient.templates.replan.replan_candidate import ReplanCandidate
 from resilient.templates.template import PipelineTemplate
 
 SEQUENCES = 8
@@ -68,6 +72,14 @@ class PipelineRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlowNodeRow:
+    """A node that is slow, by how much, and whether it stands by."""
+
+    factor: float
+    stands_by: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class LossRow:
     """The throughput and the pipelines after losing some nodes.
 
@@ -106,8 +118,10 @@ class PlanReport:
         microbatch: Samples of a microbatch.
         templates: By size.
         pipelines: Of the plan on all nodes.
-        num_idle: Nodes that it has no use for.
+        num_idle: Nodes that stand by.
+        slow: By how much slower than others nodes are that were said to be slow, and whether they stand by.
         step_ms: Its step.
+        with_idle_ms: The step if nodes that stand by to make it shorter did not; None where there are none.
         samples_per_s: Its throughput.
         losses: From no node lost to as many as can be.
         limited: The plan's split within limits on every pipeline's share, where such were given.
@@ -125,7 +139,9 @@ class PlanReport:
     templates: tuple[TemplateRow, ...]
     pipelines: tuple[PipelineRow, ...]
     num_idle: int
+    slow: tuple[SlowNodeRow, ...]
     step_ms: float
+    with_idle_ms: float | None
     samples_per_s: float
     losses: tuple[LossRow, ...]
     limited: LimitedSplit | None = None
@@ -145,7 +161,9 @@ def build_plan_report(
     num_nodes: int,
     microbatch: int,
     on_progress: OnProgress | None = None,
+    *,
     share: str | None = None,
+    slow: Sequence[float] = (),
 ) -> PlanReport:
     """Plan a job and lose its nodes.
 
@@ -155,17 +173,20 @@ def build_plan_report(
         microbatch: Samples of a microbatch.
         on_progress: Told how far it is.
         share: Limits on every pipeline's share, as for :func:`~resilient.cli.plan.share_limits.limited_split`.
+        slow: By how much slower than the others the last nodes are.
 
     Raises:
         ValueError: The job cannot be planned on so many nodes, or not within the limits; the message says what would
             do.
     """
+    _check_slow(slow, num_nodes, share)
     templates = templates_for(problem, num_nodes)
-    plan = first_plan(problem, range(num_nodes))
+    slowdowns = dict(zip(range(num_nodes - len(slow), num_nodes), slow, strict=True))
+    first = first_candidate(problem, range(num_nodes), slowdowns=slowdowns)
+    plan = first.plan
     fewest_nodes = (problem.max_failures + 1) * templates.sizes.start
     largest = num_nodes - problem.max_failures * templates.sizes.start
     global_batch = problem.num_microbatches * microbatch
-    step_ms = max(plan.finish_ms)
     limited = None if share is None else limited_split(plan, share)
     return PlanReport(
         source=problem.profile.source,
@@ -190,46 +211,74 @@ def build_plan_report(
                 iteration_ms=finish_ms,
                 memory_bytes=_memory_bytes(pipeline.template),
             )
-            for pipeline, finish_ms in zip(plan.pipelines, plan.finish_ms, strict=True)
+            for pipeline, finish_ms in zip(plan.pipelines, _finish_ms(plan, slowdowns), strict=True)
         ),
         num_idle=num_nodes - len(plan.nodes),
-        step_ms=step_ms,
-        samples_per_s=global_batch / step_ms * 1e3,
-        losses=_losses(problem, plan, num_nodes, fewest_nodes, global_batch, on_progress),
+        slow=tuple(SlowNodeRow(factor=slowdowns[n], stands_by=n not in plan.nodes) for n in slowdowns),
+        step_ms=first.step_ms,
+        with_idle_ms=first.with_more_ms,
+        samples_per_s=global_batch / first.step_ms * 1e3,
+        losses=_losses(problem, first, num_nodes, fewest_nodes, slowdowns, global_batch, on_progress),
         limited=limited,
     )
 
 
+def _check_slow(slow: Sequence[float], num_nodes: int, share: str | None) -> None:
+    if len(slow) > num_nodes or not all(1 <= factor < math.inf for factor in slow):
+        raise ArgumentError(
+            "slow",
+            f"be a number >= 1 for each of at most {num_nodes} nodes",
+            ", ".join(f"{factor:g}" for factor in slow),
+            "1 is as fast as the others, 2 takes twice as long",
+        )
+    if slow and share is not None:
+        raise ArgumentError("share", "stand without {slow}", repr(share), "ask one after the other")
+
+
+def _finish_ms(plan: Plan, slowdowns: Mapping[int, float]) -> list[float]:
+    """Return when each pipeline is done with its share, as fast as its nodes are."""
+    alone = len(plan.pipelines) == 1
+    lines = (
+        slowed_line(each.template, [slowdowns.get(node, 1.0) for node in each.nodes], alone=alone)
+        for each in plan.pipelines
+    )
+    return [line.finish_ns(each.num_microbatches) / 1e6 for line, each in zip(lines, plan.pipelines, strict=True)]
+
+
 def _losses(
     problem: PlanningProblem,
-    plan: Plan,
+    first: ReplanCandidate,
     num_nodes: int,
     fewest_nodes: int,
+    slowdowns: Mapping[int, float],
     global_batch: int,
     on_progress: OnProgress | None,
 ) -> tuple[LossRow, ...]:
     can_lose = num_nodes - fewest_nodes
     stride = max(1, -(-can_lose // MOST_LOSSES))
     counts = sorted({*range(stride, can_lose + 1, stride), can_lose} - {0})
-    jobs: list[list[Plan]] = []
+    jobs: list[list[ReplanCandidate]] = []
     for seed in range(SEQUENCES):
         order = random.Random(seed).sample(range(num_nodes), num_nodes)
-        plans = [plan]
+        plans = [first]
         for lost in counts:
-            plans.append(replan(problem, plans[-1], sorted(order[lost:])))
+            left = sorted(order[lost:])
+            plans.append(next(replan_candidates(problem, plans[-1].plan, left, slowdowns=slowdowns)))
             if on_progress:
                 on_progress(seed * len(counts) + len(plans) - 1, SEQUENCES * len(counts))
         jobs.append(plans)
     return tuple(
-        _loss_row(lost, plans, num_nodes, global_batch, max(plan.finish_ms))
+        _loss_row(lost, plans, num_nodes, global_batch, first.step_ms)
         for lost, plans in zip((0, *counts), zip(*jobs, strict=True), strict=True)
     )
 
 
-def _loss_row(num_lost: int, plans: Sequence[Plan], num_nodes: int, global_batch: int, all_ms: float) -> LossRow:
-    steps_ms = [max(plan.finish_ms) for plan in plans]
+def _loss_row(
+    num_lost: int, plans: Sequence[ReplanCandidate], num_nodes: int, global_batch: int, all_ms: float
+) -> LossRow:
+    steps_ms = [plan.step_ms for plan in plans]
     worst_ms = max(steps_ms)
-    worst = plans[steps_ms.index(worst_ms)]
+    worst = plans[steps_ms.index(worst_ms)].plan
     return LossRow(
         num_lost=num_lost,
         samples_per_s=fmean(global_batch / step_ms * 1e3 for step_ms in steps_ms),

@@ -33,8 +33,8 @@ def show_plan(report: PlanReport, console: Console) -> None:
     _lines(console, notes, style="dim")
     console.print("\nPlan", style="bold")
     console.print(_plan(report))
-    idle = f", {counted(report.num_idle, 'node')} idle" if report.num_idle else ""
-    console.print(f"a step takes {duration(report.step_ms)}: {_digits(report.samples_per_s)} samples/s{idle}")
+    console.print(f"a step takes {duration(report.step_ms)}: {_digits(report.samples_per_s)} samples/s")
+    _lines(console, _standing_by(report))
     if report.limited is not None:
         limited, more = report.limited, report.limited.step_ms / report.step_ms - 1
         shares = compact(limited.num_microbatches)
@@ -59,6 +59,18 @@ def _headline(report: PlanReport) -> list[str]:
         f"to survive {counted(report.max_failures, 'failure')} at once: {counted(num_pipelines, 'pipeline')} of "
         f"{counted(report.min_pipeline_nodes, 'node')} or more, {report.fewest_nodes} in all",
     ]
+
+
+def _standing_by(report: PlanReport) -> list[str]:
+    """Say which nodes stand by, and why."""
+    if not report.num_idle:
+        return []
+    stand = f"{counted(report.num_idle, 'node')} {'stands' if report.num_idle == 1 else 'stand'} by"
+    slow = [f"{row.factor:g} times slower than others" for row in report.slow if row.stands_by]
+    which = f" ({', '.join(slow)})" if slow else ""
+    if report.with_idle_ms is None:
+        return [f"{stand}{which}: no pipeline has a place for {'it' if report.num_idle == 1 else 'them'}"]
+    return [f"{stand}{which}: with every node a step would take {duration(report.with_idle_ms)}"]
 
 
 def _templates(report: PlanReport) -> Table:

@@ -182,6 +182,31 @@ def test_slow_node_gets_fewer_microbatches_from_the_next_generation_on() -> None
     assert set(microbatches(job).values()) == {6}
 
 
+def test_slow_node_stands_by_where_that_is_faster_and_comes_in_when_it_is_needed() -> None:
+    job = started(num_nodes=6)
+    job.step(1)
+    measure(job, {0: 20.0})
+    job.lose(5)
+    job.answer()
+    generation = job.last("generation")
+    assert (generation["standby"], generation["standby_reasons"]) == ([0], {"0": "faster"})
+    assert generation["slowdowns"] == {"0": 20.0}
+    assert generation["step_ms"] < generation["with_standby_ms"]
+    job.step(2)
+    job.lose(4)
+    job.answer()
+    generation = job.last("generation")
+    assert (generation["standby"], generation["with_standby_ms"]) == ([], None)
+    assert 0 in generation["nodes"]
+
+
+def test_who_stands_by_for_want_of_a_place_or_because_as_many_train_as_may_is_told_so() -> None:
+    job = started(spec=job_spec(schedule=ScheduleKind.INTERLEAVED, num_chunks=2, min_pipeline_nodes=2))
+    assert job.last("generation")["standby_reasons"] == {"4": "no_place"}
+    job = started(num_nodes=5, most_nodes=4)
+    assert job.last("generation")["standby_reasons"] == {"4": "most_nodes"}
+
+
 def test_what_was_known_of_a_lost_node_does_not_matter() -> None:
     job = started(num_nodes=5)
     job.step(1)

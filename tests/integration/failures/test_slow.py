@@ -1,4 +1,5 @@
-"""A node that computes slowly is found by what the workers measure, and gets less to do from the next change on."""
+"""A node that computes slowly is found by what the workers measure: it gets less to do from the next change on, or
+stands by."""
 
 from __future__ import annotations
 
@@ -32,6 +33,27 @@ def test_slow_node_gets_less_to_do(tmp_path: Path) -> None:
     (slow,) = (pipeline for pipeline in after["pipelines"] if 0 in pipeline["nodes"])
     (other,) = (pipeline for pipeline in after["pipelines"] if 0 not in pipeline["nodes"])
     assert slow["num_microbatches"] < other["num_microbatches"]
+
+
+def test_node_that_is_far_too_slow_stands_by_until_another_is_lost(tmp_path: Path) -> None:
+    measured = MIN_MEASURED_STEPS + 2
+    steps = ("--steps", str(measured + 8))
+    reference = run_job(tmp_path / "reference", *steps, nodes=NODES + 1)
+
+    def act(launcher: Launcher, event: Event) -> None:
+        if event["kind"] == "step" and event["step"] in (measured - 1, measured + 3):
+            launcher.remove_node(NODES if event["generation"] == 1 else NODES - 1)
+
+    held = ("--change-after", str(measured), "--change-after", str(measured + 4))
+    run = run_job(tmp_path / "run", *steps, *held, "--slow-node", "0", nodes=NODES + 1, act=act)
+    check_equal(run, reference)
+    first, second, third = run.generations
+    assert 0 in first["nodes"]
+    assert (second["standby"], second["standby_reasons"]) == ([0], {"0": "faster"})
+    assert second["step_ms"] < second["with_standby_ms"]
+    assert (third["standby"], sorted(third["nodes"])) == ([], [0, 1, 2, 3])
+    (standby,) = run.report["standbys"]
+    assert (standby["generation"], standby["slowdowns"]) == (2, {"0": second["slowdowns"]["0"]})
 
 
 @pytest.mark.parametrize(("planner", "slow"), [("dflop", None), ("dflop", 0), ("dflop", 3)])

@@ -201,6 +201,16 @@ def test_two_failures_of_the_same_node_are_two_recoveries() -> None:
     assert [recovery["detect_ms"] for recovery in build_run_report(run.events)["recoveries"]] == [2.0, 3.0]
 
 
+def test_report_says_which_nodes_stood_by_and_why() -> None:
+    run = Run()
+    standing = {"standby": [2], "standby_reasons": {"2": "faster"}, "slowdowns": {"2": 3.0}}
+    run.generation(0, 1, "start", 0, [0, 1], step_ms=8.0, with_standby_ms=9.5, **standing)
+    run.generation(900, 2, "join", 4, [0, 1, 2], step_ms=7.0, with_standby_ms=None, standby_reasons={}, slowdowns={})
+    assert build_run_report(run.events)["standbys"] == [
+        {"generation": 1, "reasons": {"2": "faster"}, "slowdowns": {"2": 3.0}, "step_ms": 8.0, "with_standby_ms": 9.5}
+    ]
+
+
 def test_job_that_stops_for_want_of_nodes_reports_why() -> None:
     run = started()
     run.detected(250, [1, 2], 2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from resilient.observability.wording import duration, lost_work, recovery_parts, three_digits
+from resilient.observability.wording import duration, lost_work, recovery_parts, standby_in_words, three_digits
 
 RECOVERY = {"detect_ms": 3.14, "agree_ms": None, "regroup_ms": 61.2, "copy_ms": 0.0, "redo_ms": 1320.0, "lost_steps": 1}
 
@@ -34,6 +36,34 @@ def test_numbers_in_columns_have_as_many(value: float, text: str) -> None:
 
 def test_parts_that_are_not_known_are_left_out() -> None:
     assert recovery_parts(RECOVERY) == "detect 3.14 ms, regroup 61.2 ms, copy 0 ms, redo 1.32 s"
+
+
+@pytest.mark.parametrize(
+    ("reasons", "slowdowns", "sentences"),
+    [
+        ({}, {"3": 2.0}, []),
+        ({"4": "no_place"}, {}, ["node 4 stands by: no pipeline has a place for it"]),
+        (
+            {"3": "faster"},
+            {"3": 2.0},
+            ["node 3 stands by: it is 2 times slower than others, a step takes 88 s without it, 105 s with every node"],
+        ),
+        (
+            {"3": "faster", "5": "most_nodes", "7": "faster"},
+            {"3": 2.0, "5": 9.0},
+            [
+                "nodes 3, 7 stand by: node 3 is 2 times slower than others, a step takes 88 s without them, "
+                "105 s with every node",
+                "node 5 stands by: as many nodes train as may",
+            ],
+        ),
+    ],
+)
+def test_why_nodes_stand_by_is_said_in_a_sentence_for_each_reason(
+    reasons: dict[str, str], slowdowns: dict[str, float], sentences: list[str]
+) -> None:
+    generation: dict[str, Any] = {"slowdowns": slowdowns, "step_ms": 88_000.0, "with_standby_ms": 105_000.0}
+    assert standby_in_words({**generation, "standby_reasons": reasons}) == sentences
 
 
 def test_steps_that_were_redone_are_counted() -> None:

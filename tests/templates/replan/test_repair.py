@@ -26,6 +26,16 @@ def without(plan: Plan, *lost: int, joined: int = 0) -> list[int]:
     return [node for node in range(len(plan.nodes) + joined) if node not in lost]
 
 
+def test_nodes_that_are_left_over_may_stand_by() -> None:
+    plan = plan_with(3, 2)
+    live = without(plan, 0, joined=2)
+    ways = repairs(plan, live, range(2, 10), min_pipelines=2, max_pipelines=99, may_stand_by=True)
+    assert [(way.kind, way.pipelines) for way in ways] == [
+        ("join", ((0, 3), (1, 3))),
+        ("join", ((0, 3), (1, 2))),
+    ]
+
+
 def test_no_change_keeps_all() -> None:
     plan = plan_with(3, 2)
     assert found(plan, without(plan), n0=2) == [("keep", [(0, 3), (1, 2)])]

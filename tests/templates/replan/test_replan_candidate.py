@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from resilient.templates.composition.compose import Compositions
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.replan import first_plan, replan_candidates, templates_for
@@ -27,7 +28,12 @@ def situation(
 ) -> Situation:
     num_layers = templates.layouts[0][0].stages[-1].end_layer
     problem = PlanningProblem(profile=profile([1.0] * num_layers), num_microbatches=num_microbatches)
-    return Situation(problem, templates, composition, plan, live, {}, slowdowns or {})
+    best = Compositions(tuple(composition), tuple(composition))
+    return Situation(problem, templates, lambda _: best, plan, live, {}, slowdowns or {})
+
+
+def plans(of: Situation) -> list[Plan]:
+    return [way.candidate().plan for way in of.ways()]
 
 
 def test_layouts_suit_the_split() -> None:
@@ -35,8 +41,8 @@ def test_layouts_suit_the_split() -> None:
     even, uneven = cut(3, 6), cut(2, 6)
     short = replace(uneven, stages=(replace(uneven.stages[0], forward_ms=0.0), uneven.stages[1]))
     few, many = (situation(template_set((short, even)), (2, 2), plan_of(), range(4), count) for count in (2, 40))
-    assert [pipeline.template for pipeline in few.composed().plan.pipelines] == [short, short]
-    assert [pipeline.template for pipeline in many.composed().plan.pipelines] == [even, even]
+    assert [[pipeline.template for pipeline in plan.pipelines] for plan in plans(few)] == [[short, short]]
+    assert [[pipeline.template for pipeline in plan.pipelines] for plan in plans(many)] == [[even, even]]
 
 
 def test_pipelines_that_shrink_keep_their_own_nodes() -> None:
@@ -80,7 +86,7 @@ def test_of_equally_good_candidates_the_one_that_copies_less_comes_first(monkeyp
         )
         for copied in (200, 100)
     ]
-    ways = [Way(step_ms=each.step_ms, candidate=lambda each=each: each) for each in equal]
+    ways = [Way(step_ms=each.step_ms, num_nodes=4, candidate=lambda each=each: each) for each in equal]
     monkeypatch.setattr(Situation, "ways", lambda _: iter(ways))
     problem = PlanningProblem(profile=profile([1.0] * 6), num_microbatches=12)
     assert list(replan_candidates(problem, plan_of(), range(4))) == equal[::-1]

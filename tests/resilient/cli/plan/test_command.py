@@ -165,6 +165,45 @@ def test_a_slow_network_shows(tmp_path: Path) -> None:
     assert planned(tmp_path, network_gbit_s="200") == planned(tmp_path), "what is usual for the device"
 
 
+def test_a_slow_node_of_sixteen_stands_by_and_it_is_said_why(tmp_path: Path) -> None:
+    job = {"model": "llama3-8b", "device": "a100-80gb", "global_batch": None, "microbatch": None}
+    fifteen = planned(tmp_path, nodes="15", **job)
+    report = planned(tmp_path, nodes="16", slow="2", **job)
+    assert report["slow"] == [{"factor": 2.0, "stands_by": True}]
+    assert report["step_ms"] == fifteen["step_ms"] < report["with_idle_ms"]
+    assert report["num_idle"] == 1
+    options = {f"--{name.replace('_', '-')}": value for name, value in {**job, "nodes": "16", "slow": "2"}.items()}
+    assert (
+        "1 node stands by (2 times slower than others): with every node a step would take "
+        f"{duration(report['with_idle_ms'])}\n"
+    ) in run({**SMALL, **options}).output
+
+
+@pytest.mark.parametrize(
+    ("slow", "message"),
+    [
+        (
+            "0.5",
+            "--slow must be a number >= 1 for each of at most 7 nodes, got 0.5; 1 is as fast as the others, 2 takes",
+        ),
+        (
+            "inf",
+            "--slow must be a number >= 1 for each of at most 7 nodes, got inf; 1 is as fast as the others, 2 takes",
+        ),
+    ],
+)
+def test_nodes_that_would_be_faster_or_never_done_are_refused(slow: str, message: str) -> None:
+    ended = run({**SMALL, "--slow": slow})
+    assert ended.exit_code == 2
+    assert message in ended.output
+
+
+def test_limits_on_shares_are_asked_for_without_slow_nodes() -> None:
+    ended = run({**SMALL, "--slow": "2", "--share": "min=2"})
+    assert ended.exit_code == 2
+    assert "--share must stand without --slow, got 'min=2'; ask one after the other" in ended.output
+
+
 def test_more_nodes_than_the_model_can_use_are_idle(tmp_path: Path) -> None:
     report = planned(tmp_path, nodes="9", global_batch="8", microbatch="2", max_failures="0", min_pipeline_nodes="2")
     assert report["num_idle"] + sum(row["num_nodes"] for row in report["pipelines"]) == 9

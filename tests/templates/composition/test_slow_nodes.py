@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from resilient.templates.composition import slow_nodes
+from resilient.templates.composition.batch_split import Lines, lines, slowed_line
+from resilient.templates.composition.slow_nodes import MixedComposition, compose_with_slow
+from resilient.templates.template import TemplateSet
+from tests.templates.jobs import step_ns, template, template_set
+
+LONG_NS = 10**12
+
+
+def step_of(templates: TemplateSet, found: MixedComposition, num_microbatches: int) -> int:
+    alone = len(found.slow) + len(found.fast) == 1
+    slow: list[Lines] = [(slowed_line(each.template, each.factors, alone=alone),) for each in found.slow]
+    return step_ns([*slow, *(lines(templates.of(size)) for size in found.fast)], num_microbatches)
+
+
+def random_templates(draw: random.Random, smallest: int) -> TemplateSet:
+    return template_set(
+        *(
+            [
+                template(*(draw.uniform(1, 9) for _ in range(size)), sync_ms=draw.choice([0, 2]))
+                for _ in range(draw.randint(1, 3))
+            ]
+            for size in range(smallest, smallest + 4)
+        )
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tables_that_count_only_to_the_fewest_pipelines_find_the_same_step(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those are for clusters whose tables would be too large; here there are microbatches for every pipeline."""
+    draw = random.Random(seed)
+    templates = random_templates(draw, 1 + seed % 2)
+    slow = [draw.choice([1.5, 2.0, 2.0, 8.0]) for _ in range(1 + seed % 4)]
+    case = (templates, 9, slow, 40, 1 + seed % 3, LONG_NS)
+    counted = compose_with_slow(*case)
+    monkeypatch.setattr(slow_nodes, "_MOST_CELLS", 0)
+    saturated = compose_with_slow(*case)
+    assert counted is not None
+    assert saturated is not None
+    assert step_of(templates, counted, 40) == step_of(templates, saturated, 40)
+
+
+def test_what_is_no_shorter_than_is_known_is_nothing() -> None:
+    templates = template_set(template(4), template(2, 2))
+    found = compose_with_slow(templates, 3, [1.5], 8, 2, LONG_NS)
+    assert found is not None
+    step = step_of(templates, found, 8)
+    assert compose_with_slow(templates, 3, [1.5], 8, 2, step) is not None
+    assert compose_with_slow(templates, 3, [1.5], 8, 2, step - 1) is None
+
+
+def test_a_slow_node_goes_where_it_has_least_to_do() -> None:
+    templates = template_set(template(9, 3))
+    found = compose_with_slow(templates, 3, [3.0], 8, 2, LONG_NS)
+    assert found is not None
+    assert [pipeline.factors for pipeline in found.slow] == [(1.0, 3.0)]
+    assert found.fast == (2,)

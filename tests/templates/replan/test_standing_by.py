@@ -1,0 +1,194 @@
+"""Nodes stand by exactly where that is faster: plans are as fast as the best use of any of the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient.templates.composition.batch_split import Lines, finish_ns, slowed_line
+from resilient.templates.inputs.cluster import Cluster, Link
+from resilient.templates.inputs.derive import derive_profile
+from resilient.templates.inputs.devices import cluster_of
+from resilient.templates.plan import Plan, PlanningProblem
+from resilient.templates.replan.replan import (
+    first_candidate,
+    first_plan,
+    replan_candidates,
+    templates_for,
+)
+from resilient.templates.template import TemplateSet
+from tests.templates.jobs import enough_nodes, problems, profile, step_ns
+
+MOST_NODES = 6
+NEVER_S = 1e9
+"""Nothing fails, so that no copying is too much."""
+
+
+def divisions(nodes: Sequence[int]) -> Iterator[list[list[int]]]:
+    """All ways to put some of the nodes into groups."""
+    if not nodes:
+        yield []
+        return
+    first, *others = nodes
+    for groups in divisions(others):
+        yield groups
+        yield [[first], *groups]
+        for index, group in enumerate(groups):
+            yield [*groups[:index], [first, *group], *groups[index + 1 :]]
+
+
+def fastest_step_ns(problem: PlanningProblem, nodes: Sequence[int], slowdowns: Mapping[int, float]) -> int:
+    """The shortest step of all: any of the nodes, in any groups, at any places of any layouts."""
+    templates = templates_for(problem, len(nodes))
+    known: dict[tuple[tuple[float, ...], bool], Lines] = {}
+
+    def choices(group: Sequence[int], *, alone: bool) -> Lines:
+        factors = tuple(sorted(slowdowns.get(node, 1.0) for node in group))
+        if (factors, alone) not in known:
+            known[factors, alone] = every_line(templates, factors, alone=alone)
+        return known[factors, alone]
+
+    steps = (
+        step_ns([choices(group, alone=len(groups) == 1) for group in groups], problem.num_microbatches)
+        for groups in divisions(nodes)
+        if problem.max_failures + 1 <= len(groups) <= problem.num_microbatches
+        and all(len(group) in templates.sizes for group in groups)
+    )
+    return min(steps)
+
+
+def every_line(templates: TemplateSet, factors: Sequence[float], *, alone: bool) -> Lines:
+    orders = set(permutations(factors))
+    return tuple(slowed_line(layout, order, alone=alone) for layout in templates.of(len(factors)) for order in orders)
+
+
+def planned_step_ns(plan: Plan, slowdowns: Mapping[int, float]) -> int:
+    """What a plan's step takes on its nodes."""
+    alone = len(plan.pipelines) == 1
+    return max(
+        finish_ns(
+            (slowed_line(each.template, [slowdowns.get(node, 1.0) for node in each.nodes], alone=alone),),
+            each.num_microbatches,
+        )
+        for each in plan.pipelines
+    )
+
+
+def check_as_fast_as_can_be(
+    problem: PlanningProblem, plan: Plan, live: Sequence[int], slow: Mapping[int, float]
+) -> None:
+    assert len(plan.pipelines) > problem.max_failures
+    assert set(plan.nodes) <= set(live)
+    assert plan.redundancy(problem.profile) > problem.max_failures
+    # The sums of the search differ from those of a line by less than a nanosecond, and are rounded.
+    assert planned_step_ns(plan, slow) <= fastest_step_ns(problem, live, slow) + 2
+
+
+_FACTORS = st.sampled_from([1.25, 1.5, 2.0, 3.0, 10.0])
+
+
+@settings(max_examples=60)
+@given(st.data(), problems(max_degree=2))
+def test_no_use_of_some_of_the_nodes_is_faster_than_the_plan(data: st.DataObject, problem: PlanningProblem) -> None:
+    least = (problem.max_failures + 1) * templates_for(problem, enough_nodes(problem)).sizes[0]
+    if least > MOST_NODES:
+        return
+    problem = replace(problem, failure_interval_s=NEVER_S)
+    nodes = range(data.draw(st.integers(least, MOST_NODES)))
+    slow = data.draw(st.dictionaries(st.sampled_from(nodes), _FACTORS, max_size=3))
+    plan = first_plan(problem, nodes, slowdowns=slow)
+    check_as_fast_as_can_be(problem, plan, nodes, slow)
+    for _ in range(2):
+        live = sorted(data.draw(st.sets(st.sampled_from(range(len(nodes) + 2)), min_size=least, max_size=MOST_NODES)))
+        slow = data.draw(st.dictionaries(st.sampled_from(live), _FACTORS, max_size=3))
+        found = list(replan_candidates(problem, plan, live, slowdowns=slow))
+        plan = found[0].plan
+        check_as_fast_as_can_be(problem, plan, live, slow)
+        for candidate in found:
+            assert candidate.step_ms * 1e6 == pytest.approx(planned_step_ns(candidate.plan, slow))
+
+
+def sixteen() -> PlanningProblem:
+    """The job of `resilient plan --model llama3-8b --nodes 16 --device a100-80gb --max-failures 1`."""
+    return PlanningProblem(
+        profile=derive_profile("llama3-8b", "a100-80gb", microbatch=1),
+        num_microbatches=1024,
+        cluster=cluster_of("a100-80gb", 1),
+        max_failures=1,
+        failure_interval_s=NEVER_S,
+    )
+
+
+@pytest.mark.parametrize("factor", [2.0, 10.0])
+def test_a_slow_node_of_sixteen_stands_by_and_comes_in_when_another_is_lost(factor: float) -> None:
+    problem, slow = sixteen(), {5: factor}
+    plain = first_plan(problem, range(16))
+    without = max(first_plan(problem, range(15)).finish_ms)
+    for found in (
+        first_candidate(problem, range(16), slowdowns=slow),
+        next(replan_candidates(problem, plain, range(16), slowdowns=slow)),
+    ):
+        assert found.step_ms <= without
+        assert planned_step_ns(found.plan, slow) / 1e6 == pytest.approx(found.step_ms)
+
+
+def test_a_slow_node_whose_part_suits_it_stays() -> None:
+    """The second stage has so little to do that a node twice as slow is soon enough done with it."""
+    uneven = PlanningProblem(
+        profile=profile([8.0, 4.0]), num_microbatches=12, min_pipeline_nodes=2, failure_interval_s=NEVER_S
+    )
+    plan = first_plan(uneven, range(4))
+    found = next(replan_candidates(uneven, plan, range(4), slowdowns={plan.nodes[0]: 2.0}))
+    assert set(found.plan.nodes) == set(range(4))
+    (slow,) = (pipeline for pipeline in found.plan.pipelines if plan.nodes[0] in pipeline.nodes)
+    assert slow.nodes[1] == plan.nodes[0]
+    assert found.with_more_ms is None
+
+
+def test_redundancy_comes_before_speed() -> None:
+    problem = PlanningProblem(
+        profile=profile([1.0] * 4), num_microbatches=8, min_pipeline_nodes=2, failure_interval_s=NEVER_S
+    )
+    plan = first_plan(problem, range(4), slowdowns={0: 100.0})
+    assert set(plan.nodes) == set(range(4))
+
+
+def test_what_stands_by_takes_the_place_of_what_is_lost() -> None:
+    problem = PlanningProblem(
+        profile=profile([1.0] * 4), num_microbatches=8, min_pipeline_nodes=2, failure_interval_s=NEVER_S
+    )
+    slow = {4: 20.0}
+    plan = first_candidate(problem, range(5), slowdowns=slow)
+    assert set(plan.plan.nodes) == set(range(4))
+    assert plan.with_more_ms is not None
+    assert plan.with_more_ms > plan.step_ms
+    after = next(replan_candidates(problem, plan.plan, [0, 2, 3, 4], slowdowns=slow))
+    assert (after.kind, set(after.plan.nodes), after.with_more_ms) == ("join", {0, 2, 3, 4}, None)
+
+
+def test_a_joiner_too_many_stands_by_and_nothing_is_copied() -> None:
+    """Messages take as long as a layer: a third node makes a pipeline slower."""
+    problem = PlanningProblem(
+        profile=profile([4.0] * 3, input_bytes=4000),
+        num_microbatches=2,
+        cluster=Cluster(inter_node=Link(latency_ms=3.0)),
+        failure_interval_s=NEVER_S,
+    )
+    plan = first_plan(problem, range(2))
+    found = next(replan_candidates(problem, plan, range(3)))
+    assert (found.kind, found.plan, found.copied_bytes) == ("keep", plan, 0)
+    assert found.with_more_ms is not None
+
+
+def test_slow_nodes_share_what_they_can_where_none_may_stand_by() -> None:
+    problem = PlanningProblem(
+        profile=profile([1.0] * 4), num_microbatches=12, min_pipeline_nodes=2, failure_interval_s=NEVER_S
+    )
+    plan = first_plan(problem, range(4))
+    together = next(replan_candidates(problem, plan, range(4), slowdowns={0: 3.0, 2: 3.0}))
+    assert {0, 2} in [set(pipeline.nodes) for pipeline in together.plan.pipelines]
