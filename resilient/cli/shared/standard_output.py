@@ -45,7 +45,7 @@ class Commands(TyperGroup):
 
 
 def _drop_output() -> None:
-    """Have what standard output still keeps written nowhere: the interpreter tries again as it ends, and exits by it."""
+    """Have what standard output still keeps written nowhere: the interpreter would try again as it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
