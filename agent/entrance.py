@@ -91,8 +91,8 @@ class _NonsenseApart(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError):
-            self._nonsense.add(repr(error.message))
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+            self._nonsense.add(repr(str(error)))
             return False
         return True
 

@@ -113,13 +113,18 @@ def test_wait_for_room_ends_when_it_is_cancelled_whenever_that_comes(
 
 
 def test_garbage_is_told_of_in_a_line_or_two(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    garbage = (
+        b"\x16\x03\x01\x00" + os.urandom(200),
+        b"GET / HTTP/9\r\n : \r\n\r\n" * 50,
+        b"POST /stop HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nno gz",
+        b"POST /stop HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n",
+    )
+
     async def scenario(served: Served) -> None:
-        for number in range(60):
+        for number in range(80):
             secured = client_context(TOKEN) if number % 2 else None
             reader, writer = await asyncio.open_connection(*place(served), ssl=secured)
-            writer.write(
-                b"\x16\x03\x01\x00" + os.urandom(200) if number % 4 > 1 else b"GET / HTTP/9\r\n : \r\n\r\n" * 50
-            )
+            writer.write(garbage[number // 2 % len(garbage)])
             await until_closed(reader)
             writer.close()
         assert await ask(served) == 200
