@@ -149,7 +149,7 @@ class Launcher(JobControl):
             raise ArgumentError("run_directory", "be new", held, "give another")
         try:
             self._run_directory.mkdir(0o700, parents=True, exist_ok=True)
-            (self._run_directory / "logs").mkdir(exist_ok=True)
+            (self._run_directory / "logs").mkdir(0o700, exist_ok=True)
         except OSError as error:
             got = f"{self._run_directory} ({error.strerror})"
             raise ArgumentError("run_directory", "be a folder that can be written", got, "give another") from error
