@@ -14,15 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from parts.planning_jobs import job
 from parts.timing import median_s
 from rich.console import Console
 
@@ -30,16 +30,10 @@ from resilient.cli.shared.printing import plain_table
 from resilient.templates.composition.batch_split import Lines, lines, split_microbatches
 from resilient.templates.composition.batch_split_model import split_with_constraints
 from resilient.templates.composition.compose import compose
-from resilient.templates.inputs.derive import derive_profile
-from resilient.templates.inputs.devices import cluster_of
-from resilient.templates.inputs.profile import LayerProfile, ModelProfile
-from resilient.templates.plan import PlanningProblem
 from resilient.templates.replan.replan import first_plan, prepare, replan, templates_for
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSet
-
-MODEL, DEVICE = "gpt3-6.7b", "a100-80gb"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,40 +44,6 @@ class Row:
     measured: str
     target: str = ""
     others: str = ""
-
-
-def model(num_layers: int, device: str, *, equal: bool) -> ModelProfile:
-    """Make a model of that many blocks; the times of different ones are 5 per cent more or less."""
-    derived = derive_profile(MODEL, device)
-    block = derived.layers[1]
-    draw = random.Random(0)
-
-    def layer(index: int) -> LayerProfile:
-        factor = 1.0 if equal else draw.uniform(0.95, 1.05)
-        costs = (
-            replace(
-                cost,
-                forward_ms=cost.forward_ms * factor,
-                backward_input_ms=cost.backward_input_ms * factor,
-                backward_weight_ms=cost.backward_weight_ms * factor,
-            )
-            for cost in block.costs
-        )
-        return replace(block, name=f"block.{index}", costs=tuple(costs), input_gradient=index > 0)
-
-    return replace(derived, layers=tuple(map(layer, range(num_layers))))
-
-
-def job(
-    num_layers: int, devices: int, *, equal: bool = False, device: str = DEVICE, **more: int | ScheduleKind
-) -> PlanningProblem:
-    """Plan for nodes of that many devices; ``more`` are fields of the problem."""
-    settings = {"num_microbatches": 1024, "max_failures": 0} | more
-    return PlanningProblem(
-        profile=model(num_layers, device, equal=equal),
-        cluster=cluster_of(device, devices),
-        **settings,  # pyright: ignore[reportArgumentType]
-    )
 
 
 def one_size(num_layers: int, num_nodes: int, devices: int, *, equal: bool) -> Callable[[], TemplateSet]:

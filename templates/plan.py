@@ -224,8 +224,13 @@ class Plan:
     def holders(self, profile: ModelProfile) -> dict[str, dict[int, ByteIntervals]]:
         """Return, per state name in layer order, which ranks (ascending) hold what of it."""
         holders: dict[str, dict[int, ByteIntervals]] = {layer.name: {} for layer in profile.layers}
+        # Equal templates of a plan are often one object, and its rows are all that intervals depend on.
+        known: dict[tuple[int, int], dict[str, ByteIntervals]] = {}
         for slot in self.slots:
-            for state, intervals in slot.intervals(profile).items():
+            row = id(slot.stages), slot.shard_index
+            if row not in known:
+                known[row] = slot.intervals(profile)
+            for state, intervals in known[row].items():
                 holders[state][slot.rank] = intervals
         return holders
 

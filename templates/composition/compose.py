@@ -1,14 +1,9 @@
 """Which templates, and how many pipelines of each, for a number of nodes.
 
 For a step time tau, a pipeline of i nodes gets through ``c_i(tau)`` microbatches, with whichever of its layouts does
-most: the greatest ``floor((tau - fill) / slowest) round``. A knapsack over the nodes finds the composition that gets
-through most; the least tau with enough is the best step time over all compositions, layouts and batch splits. Times are
-whole nanoseconds, so bisection over tau is exact.
-
-Where more pipelines fit than there are microbatches, some would idle, and the knapsack has to count them. A table with
-a row per count is large, so most taus are decided without: a price on each pipeline (a Lagrange multiplier) gives a
-bound on what the allowed counts get through, and a composition that may already do. The rest take the table, of only
-those sizes that can be in a composition that is enough by that bound.
+most: the greatest ``floor((tau - fill) / slowest) round``. A knapsack over nodes and pipelines finds the composition
+that gets through most; the least tau with enough is the best step time over all compositions, layouts and batch splits.
+Times are whole nanoseconds, so bisection over tau is exact.
 
 Nodes may stand by where that is faster: messages cost time, layers are few, and more pipelines than microbatches there
 cannot be. A size then gets through as much as the best of all sizes up to it, so the same knapsack decides over every
@@ -17,18 +12,14 @@ number of nodes at once; what a pipeline has no use for stands by.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
-from resilient.templates.common.compiled import compiled
 from resilient.templates.composition.batch_split import finish_ns, line_table, lines
 from resilient.templates.template import TemplateSet
-
-_IMPOSSIBLE = -(2**61)
 
 
 def compose(templates: TemplateSet, num_nodes: int, num_microbatches: int, min_pipelines: int) -> tuple[int, ...]:
@@ -109,15 +100,8 @@ def _best_lone(templates: TemplateSet, num_nodes: int, num_microbatches: int) ->
     return step_ns, (-size,)
 
 
-class _Corner(NamedTuple):
-    """What a composition that is worth most at some price per pipeline gets through, and its number of pipelines."""
-
-    capacity: int
-    pipelines: int
-
-
 class _Knapsack:
-    """Compositions of a number of nodes; *limited* ones have no more pipelines than microbatches.
+    """Compositions of a number of nodes, of no more pipelines than microbatches.
 
     With ``may_idle``, of up to so many nodes: each size gets through what the best size up to it does. There are sizes
     then beyond those of templates, for nodes that no pipeline has a place for: fewer than in the largest template,
@@ -145,19 +129,14 @@ class _Knapsack:
         self._num_nodes = num_nodes
         self._num_microbatches = num_microbatches
         self._min_pipelines = min_pipelines
+        self._most_pipelines = min(num_microbatches, num_nodes // self._smallest)
 
     def best(self, most_ns: int | None = None) -> tuple[int, tuple[int, ...]] | None:
         """Return the least step time and its composition, descending; None if it is more than ``most_ns``."""
-        if most_ns is not None and not self.is_enough(most_ns):
+        if most_ns is not None and not self._is_enough(most_ns):
             return None
-        latest = self._longest if most_ns is None else most_ns
-        tau = self.least_tau(0, latest, self.is_enough)
-        sizes = self.composition(tau)
-        if len(sizes) > self._num_microbatches:
-            if most_ns is not None and not self.is_enough_limited(most_ns):
-                return None
-            tau = self.least_tau(tau, latest, self.is_enough_limited)
-            sizes = self.composition_limited(tau)
+        tau = self._least_tau(self._longest if most_ns is None else most_ns)
+        sizes = self._composition(tau)
         return tau, self._in_use(sizes, tau) if self._may_idle else sizes
 
     def _in_use(self, sizes: tuple[int, ...], tau_ns: int) -> tuple[int, ...]:
@@ -175,149 +154,61 @@ class _Knapsack:
             idle += index - used[-1]
         return tuple(sorted((index + self._smallest for index in used), reverse=True))
 
-    def least_tau(self, low: int, high: int, is_enough: Callable[[int], bool]) -> int:
-        """Return the least step time that is enough, if ``high`` is."""
+    def _least_tau(self, high: int) -> int:
+        """Return the least step time in which some composition gets through all microbatches; ``high`` is enough."""
+        low = 0
         while low < high:
             middle = (low + high) // 2
             last, following = self._lines.ends_around(middle)
-            if is_enough(middle):
+            if self._is_enough(middle):
                 high = max(low, last)
             else:
                 low = following
         return low
 
-    def is_enough(self, tau_ns: int) -> bool:
-        """Return whether some composition gets through all microbatches."""
-        return self._most(self._capacity(tau_ns))[-1, -1] >= self._num_microbatches
-
-    def composition(self, tau_ns: int) -> tuple[int, ...]:
-        """Return the best composition, descending."""
-        capacity = self._capacity(tau_ns)
-        sizes = np.flatnonzero(capacity > 0) + self._smallest
-        return self._read_back(self._most(capacity), sizes, capacity[sizes - self._smallest])
-
-    def is_enough_limited(self, tau_ns: int) -> bool:
-        """Return whether some limited composition gets through all microbatches."""
-        capacity = np.minimum(self._capacity(tau_ns), self._num_microbatches)
-        enough, sizes = self._bound(capacity)
-        if enough or not len(sizes):
-            return enough
-        return self._most_limited(sizes, capacity[sizes - self._smallest])[-1, -1] >= self._num_microbatches
-
-    def composition_limited(self, tau_ns: int) -> tuple[int, ...]:
-        """Return the best limited composition, descending."""
-        capacity = self._capacity(tau_ns)
-        _, sizes = self._bound(capacity)
-        values = capacity[sizes - self._smallest]
-        return self._read_back(self._most_limited(sizes, values), sizes, values)
+    def _is_enough(self, tau_ns: int) -> bool:
+        each = np.minimum(self._capacity(tau_ns), self._num_microbatches)
+        most = _most(each, self._most_pipelines, self._min_pipelines, self._num_nodes)
+        return most >= self._num_microbatches
 
     def _capacity(self, tau_ns: int) -> Ints:
-        """Return what each size gets through."""
+        """Return what a pipeline of each number of nodes, from 0 on, gets through."""
+        from resilient.templates.composition.knapsack import IMPOSSIBLE
+
         capacity = self._lines.capacities(tau_ns)
-        capacity[capacity < 1] = _IMPOSSIBLE
-        return np.maximum.accumulate(capacity) if self._may_idle else capacity
+        capacity[capacity < 1] = IMPOSSIBLE
+        if self._may_idle:
+            capacity = np.maximum.accumulate(capacity)
+        return np.concatenate((np.full(self._smallest, IMPOSSIBLE), capacity))
 
-    def _most(self, values: Ints) -> Ints:
-        """Return a table: ``[r, n]`` is the most that r pipelines or more, of n nodes in total, are worth."""
-        best = np.full((self._min_pipelines + 1, self._num_nodes + 1), _IMPOSSIBLE)
-        best[0, 0] = 0
-        compiled(_fill_rows)(best, values, self._smallest)
-        return best
+    def _composition(self, tau_ns: int) -> tuple[int, ...]:
+        """Return the best composition, descending."""
+        from resilient.templates.composition.knapsack import most_worth
 
-    def _most_limited(self, sizes: Ints, values: Ints) -> Ints:
-        """Return a table: ``[r, n]`` is the most that up to r pipelines, of n nodes in total, get through.
-
-        They are so many that they can be the fewest allowed in the last row.
-        """
-        last_row = self._num_microbatches
-        best = np.full((last_row + 1, self._num_nodes + 1), _IMPOSSIBLE)
-        best[: last_row - self._min_pipelines + 1, 0] = 0
-        compiled(_fill_limited)(best, sizes, values)
-        return best
-
-    def _bound(self, capacity: Ints) -> tuple[bool, Ints]:
-        """Return whether a limited composition that is enough was found, and the sizes of which the best can be made.
-
-        Of all compositions, those worth most at some price are the corners of the hull of (pipelines, capacity). The
-        price at which the hull passes the limit bounds the capacity of all limited compositions, and of all that have
-        a given size: there are no sizes where nothing can be enough.
-        """
-        limit = self._num_microbatches
-        largest = int(capacity.max())
-        if largest * (self._num_nodes + 1) ** 3 >= -_IMPOSSIBLE // 2:
-            return False, np.flatnonzero(capacity > 0) + self._smallest  # the products would not fit in 64 bits
-        scale, price = 1, 0
-        table, values, above = self._priced(capacity, scale, price)
-        below = above
-        if above.pipelines > limit:
-            _, _, below = self._priced(capacity, 1, self._num_nodes * largest + 1)
-            if below.pipelines > limit:
-                return False, np.empty(0, dtype=np.int64)
-            while True:
-                scale, price = above.pipelines - below.pipelines, above.capacity - below.capacity
-                table, values, corner = self._priced(capacity, scale, price)
-                if scale * (corner.capacity - below.capacity) <= price * (corner.pipelines - below.pipelines):
-                    break
-                if corner.pipelines <= limit:
-                    below = corner
-                else:
-                    above = corner
-        enough = max(below.capacity, limit)
-        with_size = values + table[-2, self._num_nodes - self._smallest - np.arange(len(values))]
-        able = -(-with_size // (self._num_nodes + 1)) + price * limit >= scale * enough
-        return below.capacity >= limit, np.flatnonzero(able) + self._smallest
-
-    def _priced(self, capacity: Ints, scale: int, price: int) -> tuple[Ints, Ints, _Corner]:
-        """Return the table of what compositions are worth, the values of the sizes, and the composition worth most.
-
-        A pipeline is worth ``scale`` times its capacity less the price. Of equals the one with the fewest pipelines
-        counts: values are multiplied so that the number of pipelines fits below.
-        """
-        base = self._num_nodes + 1
-        values = np.where(capacity > 0, (scale * capacity - price) * base - 1, _IMPOSSIBLE)
-        table = self._most(values)
-        worth = int(table[-1, -1])
-        count = -worth % base
-        return table, values, _Corner(((worth + count) // base + price * count) // scale, count)
-
-    def _read_back(self, best: Ints, sizes: Ints, values: Ints) -> tuple[int, ...]:
-        """Walk the table from all nodes to none; of equally good steps take the largest template."""
+        each = self._capacity(tau_ns)
+        left, least, nodes = self._most_pipelines, self._min_pipelines, self._num_nodes
         chosen: list[int] = []
-        row, nodes = len(best) - 1, self._num_nodes
-        descending = zip(sizes.tolist()[::-1], values.tolist()[::-1], strict=True)
-        size, value = next(descending)
+        worth = _most(each, left, least, nodes)
         while nodes:
-            before = max(row - 1, 0)
-            while size > nodes or best[before, nodes - size] + value != best[row, nodes]:
-                size, value = next(descending)
-            chosen.append(size)
-            row, nodes = before, nodes - size
+            # The largest size with which all others can be worth as much as is missing then.
+            sizes = np.arange(self._smallest, min(len(each) - 1, nodes) + 1)
+            others = most_worth(each, left - 1, max(least - 1, 0), nodes - int(sizes[-1]), nodes - self._smallest)[::-1]
+            size = int(sizes[each[sizes] + others == worth][-1])
+            each = each[: size + 1]
+            low, high = 1, min(left, nodes // size)
+            while low < high:
+                count = (low + high + 1) // 2
+                rest = _most(each, left - count, max(least - count, 0), nodes - count * size)
+                low, high = (count, high) if count * int(each[size]) + rest == worth else (low, count - 1)
+            chosen += [size] * low
+            left, least, nodes = left - low, max(least - low, 0), nodes - low * size
+            worth -= low * int(each[size])
         return tuple(chosen)
 
 
-def _fill_rows(best: Ints, values: Ints, smallest: int) -> None:
-    """Fill in a table of which only column 0 is known; a row grows from the one before, the first from itself."""
-    num_rows, num_columns = best.shape
-    for nodes in range(num_columns - smallest):
-        num_sizes = min(len(values), num_columns - nodes - smallest)
-        for row in range(num_rows):
-            so_far = best[max(row - 1, 0), nodes]
-            if so_far <= _IMPOSSIBLE // 2:
-                continue
-            grown = best[row, nodes + smallest :]
-            for i in range(num_sizes):
-                grown[i] = max(grown[i], so_far + values[i])
+def _most(each: Ints, most: int, least: int, num_nodes: int) -> int:
+    """Return what ``least`` to ``most`` pipelines are worth at most, of ``num_nodes`` nodes in total."""
+    # Imported late: it loads numba, and most processes that import the planner never compose.
+    from resilient.templates.composition.knapsack import most_worth
 
-
-def _fill_limited(best: Ints, sizes: Ints, values: Ints) -> None:
-    """Fill in a table of which only column 0 is known, where the last entry can depend on it; rows grow downwards."""
-    last_row, last_column = best.shape[0] - 1, best.shape[1] - 1
-    for row in range(1, last_row + 1):
-        first = max(0, last_column - (last_row - row) * sizes[-1])
-        end = min(last_column - (last_row - row) * sizes[0], row * sizes[-1]) + 1
-        for size, value in zip(sizes, values):  # noqa: B905
-            start = max(first, size)
-            if start < end:
-                grown, before = best[row, start:end], best[row - 1, start - size : end - size]
-                for i in range(end - start):
-                    grown[i] = max(grown[i], before[i] + value)
+    return int(most_worth(each, most, least, num_nodes, num_nodes)[0])

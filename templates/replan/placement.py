@@ -2,6 +2,9 @@
 
 A node that holds exactly what a place needs is put there first. What a node must receive for a place is a distance (a
 set difference), so moving it elsewhere can never save more than it costs: the assignment is left with what changes.
+
+Copying takes as long as the node that receives most. Where that is much more than another placement asks of any node,
+all are placed anew, such that none receives much more than the least that can be.
 """
 
 from __future__ import annotations
@@ -14,15 +17,18 @@ from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
-from resilient.templates.common.arrays import Flags, Ints
+from resilient.templates.common.arrays import Flags, Ints, ranges
 from resilient.templates.plan import Plan, PlanningProblem
-from resilient.templates.replan.assignment import assign
+from resilient.templates.replan.assignment import FORBIDDEN, assign, least_bottleneck
 from resilient.templates.replan.state_residency import EMPTY, StateResidency
-from resilient.templates.replan.topology_spread import lacking_domains, spread_domains
+from resilient.templates.replan.topology_spread import Kinds, lacking_domains, spread_domains
 from resilient.templates.template import PipelineTemplate
 
 _FREE = -1
 _NONE = -2
+
+_NEAR = 1.05
+"""The most that one node receives may be this many times the least that can be, where that copies less in all."""
 _NOBODY: Ints = np.empty(0, dtype=np.int64)
 
 
@@ -108,13 +114,20 @@ class Placer:
         ]
 
     def place(
-        self, targets: Sequence[Target], pinned: Mapping[int, int] | None = None, without: Collection[int] = ()
+        self,
+        targets: Sequence[Target],
+        pinned: Mapping[int, int] | None = None,
+        without: Collection[int] = (),
+        *,
+        keeps_whole: bool = False,
     ) -> Placement:
         """Place nodes; there must be enough of them.
 
         Of all placements one is taken whose copies are cheapest (:meth:`StateResidency.prices`); of places where a node
-        costs the same, it stays with the pipeline that continues its own. Where that placement holds a state in fewer
-        than f + 1 failure domains, nodes exchange places until no exchange improves that, at whatever price
+        costs the same, it stays with the pipeline that continues its own. If a node then receives more than
+        :data:`_NEAR` times what the most must be, it is the cheapest of those placements in which none does, unless
+        senders make that take longer. Where that placement holds a state in fewer than f + 1 failure domains, nodes
+        exchange places until no exchange improves that, at whatever price
         (:func:`resilient.templates.replan.topology_spread.spread_domains`): like f + 1 pipelines, it is what makes
         failures survivable.
 
@@ -123,6 +136,7 @@ class Placer:
             pinned: Nodes that take a particular place, by its index among those of all targets, one after the other.
             without: Nodes that stand by. Only where failure domains ask for it do they take a place nevertheless, as
                 pinned ones leave theirs.
+            keeps_whole: Whether those that receive nothing in the cheapest placement stay as they are there.
         """
         needed = np.array(list(chain.from_iterable(self._holdings.number(target.template) for target in targets)))
         sizes = np.array([target.template.num_nodes for target in targets])
@@ -134,6 +148,9 @@ class Placer:
         self._keep(chosen, barred, continued, sizes, needed)
         self._keep_equal(chosen, barred, needed)
         self._fill(chosen, barred, needed, np.repeat(continued, sizes))
+        settled = self._whole(chosen, needed, sizes) if keeps_whole else np.zeros(len(needed), dtype=np.bool_)
+        settled[list(pinned or ())] = True
+        chosen = self._balanced(chosen, barred, needed, np.repeat(continued, sizes), settled)
         lacking = 0
         if self._wanted_domains:
             chosen, lacking = self._spread(chosen, needed)
@@ -152,8 +169,8 @@ class Placer:
         going_on = continued != _FREE
         old = continued[going_on]
         both = np.minimum(self._old_sizes[old], sizes[going_on])
-        places = _ranges((sizes.cumsum() - sizes)[going_on], both)
-        nodes = self._old[_ranges(self._old_firsts[old], both)]
+        places = ranges((sizes.cumsum() - sizes)[going_on], both)
+        nodes = self._old[ranges(self._old_firsts[old], both)]
         free = np.zeros(len(self._held), dtype=np.bool_)
         free[self._left(chosen, barred)] = True
         same = (nodes != _FREE) & (self._held[nodes] == needed[places]) & free[nodes] & (chosen[places] == _FREE)
@@ -176,10 +193,44 @@ class Placer:
         if not len(places) or (self._held[left] == EMPTY).all():
             chosen[places] = left[: len(places)]
             return
-        prices = self._holdings.prices(needed[places], self._held[left])
-        # Prices are whole numbers, to which all nodes together that leave their pipeline must not add one.
-        prices += (continued[places, None] != self._pipeline_of[left]) / (2 * len(left))
-        chosen[places] = left[assign(prices)]
+        found = self._assigned(places, left, needed, continued)
+        assert found is not None
+        chosen[places] = left[found]
+
+    def _assigned(
+        self, places: Ints, nodes: Ints, needed: Ints, continued: Ints, most_bytes: int | None = None
+    ) -> Ints | None:
+        """Return which of the nodes is in each of the places; None where one would receive more than ``most_bytes``."""
+        wants, place_kinds = np.unique(needed[places], return_inverse=True)
+        has, node_kinds = np.unique(self._held[nodes], return_inverse=True)
+        prices = self._holdings.prices(wants, has)
+        if most_bytes is not None:
+            prices[self._holdings.received(wants, has) > most_bytes] = FORBIDDEN
+        return assign(prices, place_kinds, node_kinds, continued[places], self._pipeline_of[nodes])
+
+    def _whole(self, chosen: Ints, needed: Ints, sizes: Ints) -> Flags:
+        """Return which places are of pipelines that receive nothing."""
+        owner = np.repeat(np.arange(len(sizes)), sizes)
+        return (np.bincount(owner, self._received(chosen, needed), len(sizes)) == 0)[owner]
+
+    def _balanced(self, chosen: Ints, barred: Ints, needed: Ints, continued: Ints, settled: Flags) -> Ints:
+        """Return a placement in which the node that receives most does not receive much more than it must."""
+        worst = int(self._received(chosen, needed)[~settled].max(initial=0))
+        if not worst:
+            return chosen
+        places, nodes = np.flatnonzero(~settled), self._left(np.where(settled, chosen, _FREE), barred)
+        wants, place_kinds = np.unique(needed[places], return_inverse=True)
+        has, node_kinds = np.unique(self._held[nodes], return_inverse=True)
+        amounts = self._holdings.received(wants, has)
+        least = least_bottleneck(amounts, np.bincount(place_kinds), np.bincount(node_kinds), int(worst / _NEAR))
+        if least is None:
+            return chosen
+        found = self._assigned(places, nodes, needed, continued, int(least * _NEAR))
+        assert found is not None
+        balanced = chosen.copy()
+        balanced[places] = nodes[found]
+        # What one receives less others send and receive more: that may take longer.
+        return min(balanced, chosen, key=lambda each: self._volume(each, needed)[1])
 
     def _left(self, chosen: Ints, barred: Ints) -> Ints:
         """Return the nodes that have no place and may take one."""
@@ -190,17 +241,21 @@ class Placer:
 
     def _spread(self, chosen: Ints, needed: Ints) -> tuple[Ints, int]:
         """Return the placement after exchanges between domains, and what it still lacks."""
-        needs = self._holdings.states(needed)[:, self._holdings.state_bytes > 0]
-        if not lacking_domains(needs, self._domains[chosen], self._wanted_domains):
+        wants, place_kinds = np.unique(needed, return_inverse=True)
+        needs = self._holdings.states(wants)[:, self._holdings.state_bytes > 0]
+        lacking = lacking_domains(needs, place_kinds, self._domains[chosen], self._wanted_domains)
+        if not lacking:
             return chosen, 0
+        has, node_kinds = np.unique(self._held, return_inverse=True)
         # Places that need nothing stand for the nodes that are left out.
         left_out = self._left(chosen, _NOBODY)
-        padded = np.concatenate((needs, np.zeros((len(left_out), needs.shape[1]), dtype=np.bool_)))
-        prices = np.zeros((len(self._held), len(self._held)))
-        prices[: len(needed)] = self._holdings.prices(needed, self._held)
-        chosen = spread_domains(padded, prices, np.concatenate((chosen, left_out)), self._domains, self._wanted_domains)
-        chosen = chosen[: len(needed)]
-        return chosen, lacking_domains(needs, self._domains[chosen], self._wanted_domains)
+        needs = np.concatenate((needs, np.zeros_like(needs[:1])))
+        prices = np.concatenate((self._holdings.prices(wants, has), np.zeros((1, len(has)), dtype=np.int64)))
+        place_kinds = np.append(place_kinds, np.full(len(left_out), len(wants)))
+        kinds = Kinds(needs, prices, place_kinds, node_kinds)
+        chosen = spread_domains(kinds, np.append(chosen, left_out), self._domains, self._wanted_domains)
+        lacking = lacking_domains(needs, place_kinds, self._domains[chosen], self._wanted_domains)
+        return chosen[: len(needed)], lacking
 
     @cached_property
     def _holders(self) -> Flags:
@@ -211,12 +266,13 @@ class Placer:
         """Return what is copied between nodes: all of it, and the most that one node receives or sends."""
         holders = self._holders
         missing = self._holdings.states(needed) & ~holders[chosen]
-        received = missing @ self._holdings.state_bytes
+        received = self._received(chosen, needed)
         demand = missing.sum(axis=0) * self._holdings.state_bytes
         shares = -(-demand // np.maximum(holders.sum(axis=0), 1))
         return int(received.sum()), int(max(received.max(), (holders @ shares).max()))
 
-
-def _ranges(firsts: Ints, lengths: Ints) -> Ints:
-    """Return ``firsts[0], firsts[0] + 1, ...``, as many as ``lengths[0]``, then the same for ``firsts[1]``, ..."""
-    return np.repeat(firsts - lengths.cumsum() + lengths, lengths) + np.arange(lengths.sum())
+    def _received(self, chosen: Ints, needed: Ints) -> Ints:
+        """Return what the node in each place receives from other nodes."""
+        wants, place_kinds = np.unique(needed, return_inverse=True)
+        has, node_kinds = np.unique(self._held, return_inverse=True)
+        return self._holdings.received(wants, has)[place_kinds, node_kinds[chosen]]

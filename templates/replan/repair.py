@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from heapq import heapify, heappush, heapreplace
 from typing import Literal
 
+import numpy as np
+
+from resilient.templates.common.arrays import Ints
 from resilient.templates.plan import Plan
 
 RepairKind = Literal["keep", "join", "simple", "borrow", "merge"]
@@ -81,9 +84,11 @@ class _Change:
         min_pipelines: int,
         max_pipelines: int,
     ) -> None:
-        # By index in the plan; new pipelines follow, and those that are given up are gone.
-        self._sizes = dict(enumerate(left))
-        self._wanted, self._spare = wanted, spare
+        # Of each pipeline its index in the plan and its nodes; new ones follow, and those that are given up are gone.
+        self._index: Ints = np.arange(len(left))
+        self._size: Ints = np.array(left, dtype=np.int64)
+        self._wanted: Ints = np.array(wanted, dtype=np.int64)
+        self._spare = spare
         self._n0, self._largest = sizes[0], sizes[-1]
         self._min_pipelines, self._max_pipelines = min_pipelines, max_pipelines
         self._joined = self._borrowed = self._merged = False
@@ -94,82 +99,96 @@ class _Change:
             return "merge"
         if self._borrowed:
             return "borrow"
-        if any(self._sizes.get(index, 0) < wanted for index, wanted in enumerate(self._wanted)):
+        now = np.zeros_like(self._wanted)
+        old = self._index < len(now)
+        now[self._index[old]] = self._size[old]
+        if (now < self._wanted).any():
             return "simple"
         return "join" if self._joined else "keep"
 
     @property
     def pipelines(self) -> tuple[tuple[int | None, int], ...]:
         old = len(self._wanted)
-        return tuple((index if index < old else None, size) for index, size in self._sizes.items())
+        each = zip(self._index.tolist(), self._size.tolist(), strict=True)
+        return tuple((index if index < old else None, size) for index, size in each)
 
     def replace_lost(self) -> None:
         """Fill up: first pipelines that get to n0 by it, then those that lack least."""
-        sizes = self._sizes
-        short = [index for index, size in sizes.items() if size < self._wanted[index]]
-        while self._spare and short:
-            index = min(
-                short, key=lambda i: (not sizes[i] < self._n0 <= sizes[i] + self._spare, self._wanted[i] - sizes[i])
-            )
-            sizes[index] += 1
-            self._spare -= 1
-            self._joined = True
-            if sizes[index] == self._wanted[index]:
-                short.remove(index)
+        lacks = self._wanted - self._size
+        short = np.flatnonzero(lacks > 0)
+        short = short[np.argsort(lacks[short], kind="stable")]
+        for index in short[self._size[short] < self._n0].tolist():
+            if self._size[index] + self._spare >= self._n0:
+                self._extend(index, min(self._n0, int(self._wanted[index])) - int(self._size[index]))
+        lacks = self._wanted - self._size
+        for index in short[np.lexsort((short, lacks[short]))].tolist():
+            self._extend(index, min(self._spare, int(lacks[index])))
+
+    def _extend(self, position: int, by: int) -> None:
+        self._size[position] += by
+        self._spare -= by
+        self._joined = self._joined or by > 0
 
     def make_viable(self, giving_up: bool) -> bool:
         """Borrow and merge until every pipeline has n0 nodes; return whether that is possible."""
-        while min(self._sizes.values()) < self._n0:
-            neediest = min(reversed(self._sizes), key=self._sizes.__getitem__)
-            least_needy = max((i for i, size in self._sizes.items() if size < self._n0), key=self._sizes.__getitem__)
-            lender = max(self._sizes, key=self._sizes.__getitem__)
-            may_go = len(self._sizes) > self._min_pipelines
-            if may_go and (giving_up or not self._sizes[neediest] or self._sizes[lender] <= self._n0):
-                self._merge(neediest)
-            elif self._sizes[lender] > self._n0:
-                self._sizes[lender] -= 1
-                self._sizes[least_needy] += 1
+        while (smallest := self._size.min()) < self._n0:
+            size, lender = self._size, int(self._size.argmax())
+            may_go = len(size) > self._min_pipelines
+            if may_go and (giving_up or not smallest or size[lender] <= self._n0):
+                self._merge(len(size) - 1 - int(size[::-1].argmin()))
+            elif size[lender] > self._n0:
+                size[lender] -= 1
+                size[self._least_needy()] += 1
                 self._borrowed = True
             else:
                 return False
         return True
 
+    def _least_needy(self) -> int | None:
+        """Return which of the pipelines below n0 is the largest."""
+        below = np.where(self._size < self._n0, self._size, -1)
+        found = int(below.argmax())
+        return None if below[found] < 0 else found
+
     def use_spare(self, adding: bool) -> None:
         """Make new pipelines as large as the smallest, or extend the smallest; what fits nowhere is left out."""
-        smallest_first = [(size, index) for index, size in self._sizes.items()]
+        sizes = dict(zip(self._index.tolist(), self._size.tolist(), strict=True))
+        smallest_first = [(size, index) for index, size in sizes.items()]
         heapify(smallest_first)
-        next_index = max(len(self._wanted), *self._sizes) + 1
+        next_index = max(len(self._wanted), *sizes) + 1
         while self._spare:
             size, index = smallest_first[0]
             full = size >= self._largest
-            if (adding or full) and self._spare >= self._n0 and len(self._sizes) < self._max_pipelines:
+            if (adding or full) and self._spare >= self._n0 and len(sizes) < self._max_pipelines:
                 new = min(self._spare, size)
                 heappush(smallest_first, (new, next_index))
-                self._sizes[next_index] = new
+                sizes[next_index] = new
                 self._spare -= new
                 next_index += 1
             elif full:
-                return
+                break
             else:
                 heapreplace(smallest_first, (size + 1, index))
-                self._sizes[index] += 1
+                sizes[index] += 1
                 self._spare -= 1
             self._joined = True
+        self._index, self._size = np.array(list(sizes)), np.array(list(sizes.values()))
 
-    def _merge(self, index: int) -> None:
+    def _merge(self, position: int) -> None:
         """Give a pipeline up: its nodes go to others below n0, or all to the smallest, or wherever there is room."""
-        freed = self._sizes.pop(index)
+        freed = int(self._size[position])
+        self._index, self._size = np.delete(self._index, position), np.delete(self._size, position)
         self._merged = self._merged or freed > 0
         while freed:
-            needy = [i for i, size in self._sizes.items() if size < self._n0]
-            if needy:
-                self._sizes[max(needy, key=self._sizes.__getitem__)] += 1
+            needy = self._least_needy()
+            if needy is not None:
+                self._size[needy] += 1
                 freed -= 1
                 continue
-            smallest = min(self._sizes, key=self._sizes.__getitem__)
-            taken = min(freed, self._largest - self._sizes[smallest])
+            smallest = int(self._size.argmin())
+            taken = min(freed, self._largest - int(self._size[smallest]))
             if not taken:
                 self._spare += freed
                 return
-            self._sizes[smallest] += taken
+            self._size[smallest] += taken
             freed -= taken

@@ -65,7 +65,8 @@ def prepare(problem: PlanningProblem, num_nodes: int) -> None:
     for live in range(max(least, num_nodes - fewer), num_nodes + _PREPARED_CHANGE + 1):
         _composed(problem, live)
     replan(problem, plan, range(1, num_nodes + 1))
-    assign(np.zeros((1, 1)))
+    nothing = np.zeros(1, dtype=np.int64)
+    assign(nothing[None], nothing, nothing)
 
 
 def first_plan(

@@ -281,7 +281,8 @@ class Situation:
     def _way(self, change: _Change, targets: Sequence[Target]) -> Way:
         """Split the batch over the pipelines, as fast as their nodes are."""
         pinned, alone = self._pinned(change.wanted, change.without), len(targets) == 1
-        place = cache(lambda: self._placer.place(targets, pinned, change.without))
+        keeps_whole = change.kind != "composed"
+        place = cache(lambda: self._placer.place(targets, pinned, change.without, keeps_whole=keeps_whole))
         # Who stands by may be placed after all where domains need it.
         if self._has_domains or not change.without.issuperset(self._slowest_first):
             speeds = [

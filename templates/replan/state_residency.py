@@ -12,7 +12,7 @@ from math import lcm
 
 import numpy as np
 
-from resilient.templates.common.arrays import Flags, Floats, Ints
+from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.template import PipelineTemplate
 
@@ -72,12 +72,16 @@ class StateResidency:
         rows = _Rows([self._parts[number] for number in distinct])
         return np.logical_or.reduceat(self._row_states(rows), rows.starts)[where]
 
-    def prices(self, needed: Ints, held: Ints) -> Floats:
+    def received(self, needed: Ints, held: Ints) -> Ints:
+        """Return the bytes that nodes with the held parts lack of the needed ones. [needed, held]"""
+        return (self.states(needed) * self.state_bytes) @ ~self.states(held).T
+
+    def prices(self, needed: Ints, held: Ints) -> Ints:
         """Return what nodes with the held parts must receive to take places with the needed ones. [needed, held]
 
         That is the bytes of states that no device of the node holds, plus 1/:data:`INTRA_NODE_SPEEDUP` of those that
         its devices have to hand each other; device k of a row of degree d holds the k-th 1/d of each of its states.
-        The unit is such that all prices are whole: sums are exact, and every machine finds the same least one.
+        The unit is such that all prices are whole numbers.
         """
         needed, needed_row = np.unique(needed, return_inverse=True)
         held, held_row = np.unique(held, return_inverse=True)
@@ -93,7 +97,7 @@ class StateResidency:
         to_devices = cells * np.add.reduceat(need.sum(axis=1, keepdims=True), wants.starts) - kept
 
         prices = (INTRA_NODE_SPEEDUP - 1) * cells * from_nodes + to_devices
-        return prices[needed_row].take(held_row, axis=1)
+        return prices.astype(np.int64)[needed_row].take(held_row, axis=1)
 
     def _row_states(self, rows: _Rows) -> Flags:
         by_stage = self._used_before[rows.ends] > self._used_before[rows.firsts]

@@ -1,33 +1,55 @@
 """Spreading the holders of each state over failure domains (zones, racks), so that losing one loses no state.
 
 The loss of a domain counts as one failure: a state should be held in f + 1 domains, or in all where there are fewer.
-Nodes exchange places, two at a time, as long as that brings states into more of the domains they lack; then, as long
-as that makes copying cheaper and adds nothing to what is lacking.
+Nodes exchange places, two at a time, as long as that brings states into more of the domains they lack. Then nodes are
+placed as cheaply as can be such that no state is in fewer domains than it should, or was.
+
+Places and nodes of one kind and domain are as good as each other, so only one of each is looked at.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from resilient.templates.common.arrays import Flags, Floats, Ints
-from resilient.templates.replan.assignment import assign
+from resilient.templates.common.arrays import Flags, Ints
+from resilient.templates.replan.assignment import FORBIDDEN, assign
 
 _FEW_NODES = 64
 
 
-def lacking_domains(needs: Flags, domains: Ints, wanted: int) -> int:
+class Kinds(NamedTuple):
+    """Places and nodes, of which many are alike.
+
+    Args:
+        needs: Which states places of each kind need; one that needs none keeps a node that is left over. [kinds of
+            places, states]
+        prices: What the copies cost that bring a node into a place. [kinds of places, kinds of nodes]
+        places: The kind of each place. [places]
+        nodes: The kind of each node; as many as places. [nodes]
+    """
+
+    needs: Flags
+    prices: Ints
+    places: Ints
+    nodes: Ints
+
+
+def lacking_domains(needs: Flags, places: Ints, domains: Ints, wanted: int) -> int:
     """Return in how many more domains states should be held, summed over the states.
 
     Args:
-        needs: Which states each place needs. [places, states]
+        needs: Which states places of each kind need. [kinds of places, states]
+        places: The kind of each place. [places]
         domains: Number of the domain that the node in each place belongs to. [places]
         wanted: How many domains should hold each state.
     """
-    held_in = (_counts(needs, domains) > 0).sum(axis=0)
+    held_in = (_counts(needs, places, domains) > 0).sum(axis=0)
     return int(np.maximum(wanted - held_in, 0).sum())
 
 
-def spread_domains(needs: Flags, prices: Floats, chosen: Ints, domains: Ints, wanted: int) -> Ints:
+def spread_domains(kinds: Kinds, chosen: Ints, domains: Ints, wanted: int) -> Ints:
     """Make states held in enough domains, where exchanges of nodes can, and copying cheap after that.
 
     A placement that lacks nothing is returned as it is. Otherwise exchanges start from it; where they leave something
@@ -35,18 +57,17 @@ def spread_domains(needs: Flags, prices: Floats, chosen: Ints, domains: Ints, wa
     the results is returned.
 
     Args:
-        needs: Which states each place needs; places that need none keep the nodes that are left over. [places, states]
-        prices: What the copies cost that bring a node into a place. [places, nodes]
-        chosen: Index of the node in each place; as many places as nodes. [places]
+        kinds: The places and the nodes.
+        chosen: Index of the node in each place. [places]
         domains: Number of the domain of each node. [nodes]
         wanted: How many domains should hold each state.
 
     Returns:
         The index of the node in each place.
     """
-    if not lacking_domains(needs, domains[chosen], wanted):
+    if not lacking_domains(kinds.needs, kinds.places, domains[chosen], wanted):
         return chosen
-    search = _Search(needs, prices, domains, wanted)
+    search = _Search(kinds, domains, wanted)
     found = [search.improve(chosen)]
     if search.worth(found[0])[0] or len(domains) <= _FEW_NODES:
         starts = np.argsort(domains, kind="stable"), np.argsort(-domains, kind="stable")
@@ -55,69 +76,105 @@ def spread_domains(needs: Flags, prices: Floats, chosen: Ints, domains: Ints, wa
 
 
 class _Search:
-    def __init__(self, needs: Flags, prices: Floats, domains: Ints, wanted: int) -> None:
-        self._needs, self._weights = np.unique(needs, axis=1, return_counts=True)
-        self._prices, self._domains, self._wanted = prices, domains, wanted
-        self._every = np.arange(len(needs))
+    def __init__(self, kinds: Kinds, domains: Ints, wanted: int) -> None:
+        self._needs, self._weights = np.unique(kinds.needs, axis=1, return_counts=True)
+        self._prices, self._places, self._nodes = kinds.prices, kinds.places, kinds.nodes
+        self._domains, self._wanted = domains, wanted
 
-    def worth(self, chosen: Ints) -> tuple[int, float]:
+    def worth(self, chosen: Ints) -> tuple[int, int]:
         """Return what is lacking and what copies cost."""
-        return int(self._lacking(self._held_in(chosen)).sum()), float(self._prices[self._every, chosen].sum())
+        held_in = (self._counts(chosen) > 0).sum(axis=0)
+        return int(self._lacking(held_in).sum()), int(self._paid(chosen).sum())
 
     def improve(self, start: Ints) -> Ints:
         """Return a placement that no exchange makes better."""
         chosen = start.copy()
         while self._exchange_to_spread(chosen):
             pass
-        # Which domain each place has is settled; among the nodes of a domain the cheapest assignment is at hand.
-        for domain in range(int(self._domains.max()) + 1):
-            places = np.flatnonzero(self._domains[chosen] == domain)
-            nodes = np.sort(chosen[places])
-            chosen[places] = nodes[assign(self._prices[places[:, None], nodes])]
+        chosen = self._cheapest(chosen)
         while self._exchange_to_save(chosen):
-            pass
+            chosen = self._cheapest(chosen)
         return chosen
 
-    def _held_in(self, chosen: Ints) -> Ints:
-        return (_counts(self._needs, self._domains[chosen]) > 0).sum(axis=0)
+    def _paid(self, chosen: Ints) -> Ints:
+        """Return what copies cost. [places]"""
+        return self._prices[self._places, self._nodes[chosen]]
+
+    def _counts(self, chosen: Ints) -> Ints:
+        return _counts(self._needs, self._places, self._domains[chosen])
 
     def _lacking(self, held_in: Ints) -> Ints:
         return np.maximum(self._wanted - held_in, 0) * self._weights
 
-    def _places_to_spread(self, chosen: Ints) -> Ints:
-        """Return places one of which takes part in each exchange that helps: the fewer of both sides'."""
-        counts = _counts(self._needs, self._domains[chosen])
+    def _different(self, chosen: Ints) -> Ints:
+        """Return a place of each kind with a node of each kind of each domain."""
+        pairs = self._places * self._prices.shape[1] + self._nodes[chosen]
+        return np.unique(pairs * (int(self._domains.max()) + 1) + self._domains[chosen], return_index=True)[1]
+
+    def _to_spread(self, chosen: Ints, counts: Ints, places: Ints) -> Ints:
+        """Return those of the places one of which takes part in each exchange that helps: the fewer of both sides'."""
         lacking = self._lacking((counts > 0).sum(axis=0)) > 0
-        holding = np.flatnonzero(self._needs[:, lacking].any(axis=1))
-        missed = np.flatnonzero((counts[:, lacking] == 0).any(axis=1)[self._domains[chosen]])
-        return min(holding, missed, key=len)
+        holding = np.flatnonzero(self._needs[self._places[places]][:, lacking].any(axis=1))
+        missed = np.flatnonzero((counts[self._domains[chosen[places]]][:, lacking] == 0).any(axis=1))
+        return places[min(holding, missed, key=len)]
 
     def _exchange_to_spread(self, chosen: Ints) -> bool:
         """Make the exchange after which least is lacking, of these the cheapest; return whether there was one."""
-        counts = _counts(self._needs, self._domains[chosen])
-        best: tuple[int, float, int, int] | None = None
-        for place in map(int, self._places_to_spread(chosen)):
-            lacking = self._more_lacking(chosen, counts, place, self._every)
+        counts, different = self._counts(chosen), self._different(chosen)
+        best: tuple[int, int, int, int] | None = None
+        for place in self._to_spread(chosen, counts, different).tolist():
+            lacking = self._more_lacking(chosen, counts, place, different)
             if lacking.min() < 0:
-                prices = self._more_expensive(chosen, place)
+                prices = self._more_expensive(chosen, place, different)
                 other = int(np.lexsort((prices, lacking))[0])
-                found = int(lacking[other]), float(prices[other]), place, other
+                found = int(lacking[other]), int(prices[other]), place, int(different[other])
                 best = found if best is None else min(best, found)
         if best is not None:
             _swap(chosen, *best[2:])
         return best is not None
 
+    def _cheapest(self, chosen: Ints) -> Ints:
+        """Return the cheapest placement of those in which no state is in fewer of the domains that it is to be in."""
+        num_domains, num_kinds = int(self._domains.max()) + 1, len(self._prices)
+        types, node_types = np.unique(self._nodes * num_domains + self._domains, return_inverse=True)
+        node_kinds, type_domains = np.divmod(types, num_domains)
+        prices = self._prices[:, node_kinds]
+        kept = self._kept(chosen)
+        theirs = np.where(self._domains[chosen[kept]][:, None] == type_domains, prices[self._places[kept]], FORBIDDEN)
+        place_kinds = self._places.copy()
+        place_kinds[kept] = num_kinds + np.arange(len(kept))
+        found = assign(np.concatenate((prices, theirs)), place_kinds, node_types)
+        assert found is not None
+        return found
+
+    def _kept(self, chosen: Ints) -> Ints:
+        """Return places whose domains suffice for all states, or are all there are; those first that cost least."""
+        different = self._different(chosen)
+        different = different[np.argsort(self._paid(chosen)[different], kind="stable")]
+        needs, domains = self._needs[self._places[different]], self._domains[chosen[different]]
+        held = np.zeros((int(self._domains.max()) + 1, needs.shape[1]), dtype=np.bool_)
+        held_in = np.zeros(needs.shape[1], dtype=np.int64)
+        kept: list[int] = []
+        for place, need, domain in zip(different.tolist(), needs, domains.tolist(), strict=True):
+            more = need & ~held[domain]
+            if (more & (held_in < self._wanted)).any():
+                held[domain] |= need
+                held_in += more
+                kept.append(place)
+        return np.array(kept, dtype=np.int64)
+
     def _exchange_to_save(self, chosen: Ints) -> bool:
         """Make the exchange that saves most without adding to what is lacking; return whether there was one."""
-        counts = _counts(self._needs, self._domains[chosen])
-        best: tuple[float, int, int] | None = None
-        for place in map(int, np.flatnonzero(self._prices[self._every, chosen])):
-            prices = self._more_expensive(chosen, place)
-            others = np.flatnonzero(prices < (0 if best is None else best[0]))
-            others = others[self._more_lacking(chosen, counts, place, others) <= 0]
-            if len(others):
-                other = int(others[prices[others].argmin()])
-                best = float(prices[other]), place, other
+        counts, different = self._counts(chosen), self._different(chosen)
+        best: tuple[int, int, int] | None = None
+        for place in different[self._paid(chosen)[different] > 0].tolist():
+            prices = self._more_expensive(chosen, place, different)
+            saving = prices < (0 if best is None else best[0])
+            others, prices = different[saving], prices[saving]
+            allowed = self._more_lacking(chosen, counts, place, others) <= 0
+            if allowed.any():
+                others, prices = others[allowed], prices[allowed]
+                best = int(prices.min()), place, int(others[prices.argmin()])
         if best is not None:
             _swap(chosen, *best[1:])
         return best is not None
@@ -127,25 +184,28 @@ class _Search:
         held_in = (counts > 0).sum(axis=0)
         domains = self._domains[chosen[others]]
         here, there = counts[self._domains[chosen[place]]], counts[domains]
-        only_here = self._needs[place] & ~self._needs[others]
-        only_there = ~self._needs[place] & self._needs[others]
+        need, needs = self._needs[self._places[place]], self._needs[self._places[others]]
+        only_here, only_there = need & ~needs, ~need & needs
         # A state that just one of both needs comes to the other's domain; its own loses it with the last holder there.
         change = only_here * ((there == 0) * 1 - (here == 1)) + only_there * ((here == 0) * 1 - (there == 1))
         change[domains == self._domains[chosen[place]]] = 0
         return (self._lacking(held_in + change) - self._lacking(held_in)).sum(axis=1)
 
-    def _more_expensive(self, chosen: Ints, place: int) -> Floats:
-        """Return how much more copies cost after an exchange of ``place`` with each place. [places]"""
-        now = self._prices[self._every, chosen]
-        return self._prices[place, chosen] + self._prices[:, chosen[place]] - now - now[place]
+    def _more_expensive(self, chosen: Ints, place: int, others: Ints) -> Ints:
+        """Return how much more copies cost after an exchange of ``place`` with each of ``others``."""
+        paid = self._paid(chosen)
+        taken = self._prices[self._places[place], self._nodes[chosen[others]]]
+        given = self._prices[self._places[others], self._nodes[chosen[place]]]
+        return taken + given - paid[others] - paid[place]
 
 
 def _swap(chosen: Ints, one: int, other: int) -> None:
     chosen[[one, other]] = chosen[[other, one]]
 
 
-def _counts(needs: Flags, domains: Ints) -> Ints:
+def _counts(needs: Flags, places: Ints, domains: Ints) -> Ints:
     """Return how many places of each domain need each state. [domains, states]"""
-    counts = np.zeros((int(domains.max()) + 1, needs.shape[1]), dtype=np.int64)
-    np.add.at(counts, domains, needs)
-    return counts
+    num_domains, num_kinds = int(domains.max()) + 1, len(needs)
+    kinds = np.bincount(domains * num_kinds + places, minlength=num_domains * num_kinds)
+    # As floats, whole numbers too: those are multiplied many times faster.
+    return (kinds.reshape(num_domains, num_kinds).astype(np.float64) @ needs).astype(np.int64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
 from itertools import accumulate, chain
 
 from resilient.errors import ArgumentError
@@ -75,12 +76,12 @@ def transfers_between(needed: Holdings, held: Holdings) -> tuple[tuple[Transfer,
     for state, targets in needed.items():
         holders = held.get(state, {})
         lacking = {rank: intervals - holders.get(rank, NO_BYTES) for rank, intervals in targets.items()}
-        pieces = common_pieces(holders)
+        pieces = [(piece.intervals, [(0, rank) for rank in piece.holders]) for piece in common_pieces(holders)]
         wants = [
-            _Missing(state, rank, part, piece.holders)
+            _Missing(state, rank, part, senders)
             for rank, intervals in lacking.items()
-            for piece in pieces
-            if (part := intervals & piece.intervals)
+            for piece, senders in pieces
+            if (part := intervals & piece)
         ]
         if sum(want.part.size for want in wants) < sum(intervals.size for intervals in lacking.values()):
             lost.append(state)
@@ -89,7 +90,7 @@ def transfers_between(needed: Holdings, held: Holdings) -> tuple[tuple[Transfer,
     load: dict[int, int] = defaultdict(int)
     transfers: dict[tuple[str, int], list[Transfer]] = {(want.state, want.target): [] for want in missing}
     # Those with the least choice of senders first, then the largest: what is left evens the loads out.
-    for want in sorted(missing, key=lambda want: (len(want.holders), -want.part.size)):
+    for want in sorted(missing, key=lambda want: (len(want.senders), -want.part.size)):
         transfers[want.state, want.target] += _split(want, load)
     ordered = (sorted(parts, key=lambda transfer: transfer.first_byte) for parts in transfers.values())
     return tuple(chain.from_iterable(ordered)), tuple(lost)
@@ -97,19 +98,32 @@ def transfers_between(needed: Holdings, held: Holdings) -> tuple[tuple[Transfer,
 
 @dataclass(frozen=True, slots=True)
 class _Missing:
-    """Bytes of a state that a rank lacks, and who all has them."""
+    """Bytes of a state that a rank lacks, and who all has them: a heap of loads at some time and ranks."""
 
     state: str
     target: int
     part: ByteIntervals
-    holders: tuple[int, ...]
+    senders: list[tuple[int, int]]
+
+
+def _least_loaded(senders: list[tuple[int, int]], load: dict[int, int], count: int) -> list[int]:
+    """Return the least loaded ranks of a heap, in which a rank's load may have grown since."""
+    found: list[tuple[int, int]] = []
+    while senders and len(found) < count:
+        known, rank = senders[0]
+        if known < load[rank]:  # it has sent something else in the meantime
+            heapreplace(senders, (load[rank], rank))
+        else:
+            found.append(heappop(senders))
+    for each in found:
+        heappush(senders, each)
+    return [rank for _, rank in found]
 
 
 def _split(want: _Missing, load: dict[int, int]) -> list[Transfer]:
     """Split bytes over their least loaded holders such that their loads become as equal as can be, and add to them."""
     left = want.part.size
-    max_parts = min(_MAX_SENDERS, -(-left // _MAX_WHOLE_BYTES))
-    sources = sorted(want.holders, key=lambda rank: (load[rank], rank))[:max_parts]
+    sources = _least_loaded(want.senders, load, min(_MAX_SENDERS, -(-left // _MAX_WHOLE_BYTES)))
     level = _fill_level([load[source] for source in sources], left)
     intervals = iter(want.part)
     start = end = 0

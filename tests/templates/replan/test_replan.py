@@ -213,7 +213,7 @@ def test_copying_must_pay_until_the_next_failure(monkeypatch: pytest.MonkeyPatch
     # Where failures are rare, the shorter step cannot be caught up with: the nodes of no other way are placed.
     placed: list[int] = []
     place = Placer.place
-    monkeypatch.setattr(Placer, "place", lambda *args: placed.append(1) or place(*args))
+    monkeypatch.setattr(Placer, "place", lambda *args, **more: placed.append(1) or place(*args, **more))
     replan(replace(problem, failure_interval_s=breaks_even_s * 9), before, live)
     assert len(placed) == 1
 

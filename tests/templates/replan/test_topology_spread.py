@@ -6,7 +6,21 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from resilient.templates.replan.topology_spread import lacking_domains, spread_domains
+from resilient.templates.replan import topology_spread
+from resilient.templates.replan.topology_spread import Kinds
+
+
+def lacking_domains(needs: np.ndarray, domains: np.ndarray, wanted: int) -> int:
+    """Every place of a kind of its own."""
+    return topology_spread.lacking_domains(needs, np.arange(len(needs)), domains, wanted)
+
+
+def spread_domains(
+    needs: np.ndarray, prices: np.ndarray, chosen: np.ndarray, domains: np.ndarray, wanted: int
+) -> np.ndarray:
+    """Every place and every node of a kind of its own."""
+    every = np.arange(len(chosen))
+    return topology_spread.spread_domains(Kinds(needs, prices, every, every), chosen, domains, wanted)
 
 
 def needs_of(*pipelines: tuple[int, ...], num_states: int, left_out: int = 0) -> np.ndarray:
@@ -30,29 +44,29 @@ def test_lacking_counts_each_state_in_too_few_domains() -> None:
 def test_what_lacks_nothing_is_left_as_it_is_however_expensive() -> None:
     needs = needs_of((1, 2), (1, 2), num_states=2)
     chosen = np.array([3, 1, 0, 2])
-    prices = np.ones((4, 4)) - np.eye(4)
+    prices = 1 - np.eye(4, dtype=np.int64)
     assert spread_domains(needs, prices, chosen, np.array([0, 0, 1, 1]), 2) is chosen
 
 
 def test_the_cheapest_exchange_that_spreads_is_made() -> None:
     needs = needs_of((1, 2), (1, 2), num_states=2)
-    prices = np.full((4, 4), 5.0)
-    np.fill_diagonal(prices, 0.0)
-    prices[[0, 3], [3, 0]] = 4.0  # nodes 0 and 3 change places for less than others would
+    prices = np.full((4, 4), 5)
+    np.fill_diagonal(prices, 0)
+    prices[[0, 3], [3, 0]] = 4  # nodes 0 and 3 change places for less than others would
     chosen = spread_domains(needs, prices, np.arange(4), np.array([0, 1, 0, 1]), 2)
     assert chosen.tolist() == [3, 1, 2, 0]
 
 
 def test_nodes_without_a_place_come_in_where_that_spreads() -> None:
     needs = needs_of((2,), (2,), num_states=2, left_out=1)
-    prices = np.array([[0.0, 9, 9], [9, 0, 9], [0, 0, 0]])
+    prices = np.array([[0, 9, 9], [9, 0, 9], [0, 0, 0]])
     assert spread_domains(needs, prices, np.arange(3), np.array([0, 0, 1]), 2).tolist() in ([0, 2, 1], [2, 1, 0])
 
 
 def test_what_cannot_be_spread_stays_cheap() -> None:
     # One node of domain 1: it can take the place that holds two of three states, no more.
     needs = needs_of((1, 3), (1, 3), num_states=3)
-    prices = 1.0 - np.eye(4)
+    prices = 1 - np.eye(4, dtype=np.int64)
     chosen = spread_domains(needs, prices, np.arange(4), np.array([1, 0, 0, 0]), 2)
     assert lacking_domains(needs, np.array([1, 0, 0, 0])[chosen], 2) == 1
     assert prices[np.arange(4), chosen].sum() == 2
@@ -67,7 +81,7 @@ def test_as_spread_as_the_best_of_all_placements_and_nearly_as_cheap(seed: int) 
         pipelines = [random_ends(rng, size, num_states) for size in random_sizes(rng, num_places, num_states)]
         left_out = num_places - sum(map(len, pipelines))
         needs = needs_of(*pipelines, num_states=num_states, left_out=left_out)
-        prices = rng.integers(0, 10, (num_places, num_places)).astype(float) * needs.any(axis=1, keepdims=True)
+        prices = rng.integers(0, 10, (num_places, num_places)) * needs.any(axis=1, keepdims=True)
         _, domains = np.unique(rng.integers(0, 3, num_places), return_inverse=True)
         wanted = min(int(rng.integers(2, 4)), int(domains.max()) + 1)
         worth = partial(worth_of, needs, prices, domains, wanted)
@@ -96,3 +110,35 @@ def random_sizes(rng: np.random.Generator, num_places: int, largest: int) -> lis
 def random_ends(rng: np.random.Generator, size: int, num_states: int) -> tuple[int, ...]:
     inner = rng.choice(np.arange(1, num_states), size - 1, replace=False)
     return (*sorted(map(int, inner)), num_states)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_many_alike_nodes_hold_is_spread_without_another_exchange_that_saves(seed: int) -> None:
+    """Places and nodes of few kinds, as in large jobs."""
+    rng = np.random.default_rng(seed)
+    size, num_pipelines, num_states = 3, int(rng.integers(4, 20)), 6
+    needs = np.concatenate((needs_of((2, 4, 6), num_states=num_states), [[False] * num_states]))
+    num_nodes = size * num_pipelines + int(rng.integers(0, 4))
+    places = np.full(num_nodes, size)
+    places[: size * num_pipelines] = np.tile(np.arange(size), num_pipelines)
+    nodes = places[rng.permutation(num_nodes)] if seed % 2 else places
+    held = needs[: size + 1]
+    prices = (needs[:, None] & ~held).sum(axis=2)
+    domains = np.minimum(places, 2) if seed % 4 < 2 else (rng.random(num_nodes) < 0.1) * 1
+    found = topology_spread.spread_domains(Kinds(needs, prices, places, nodes), np.arange(num_nodes), domains, 2)
+    assert sorted(found.tolist()) == list(range(num_nodes))
+
+    def worth(chosen: np.ndarray) -> tuple[int, int]:
+        lacking = topology_spread.lacking_domains(needs, places, domains[chosen], 2)
+        return lacking, int(prices[places, nodes[chosen]].sum())
+
+    best = worth(found)
+    if not worth(np.arange(num_nodes))[0]:
+        assert found.tolist() == list(range(num_nodes))
+        return
+    assert best[0] <= worth(np.arange(num_nodes))[0]
+    for one in range(num_nodes):
+        for other in range(one):
+            exchanged = found.copy()
+            exchanged[[one, other]] = exchanged[[other, one]]
+            assert worth(exchanged) >= best

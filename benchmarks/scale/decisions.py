@@ -1,0 +1,186 @@
+"""How long decisions take at a thousand nodes and at sixteen thousand, and how much memory.
+
+    python benchmarks/scale/decisions.py [--nodes 1024,16384] [--day 4000]
+
+Processor time, so that what else the machine does counts little: the median of three calls after one that compiles, in
+a process for each row, whose peak memory with all that it has loaded is shown. Templates and compositions are at hand,
+as a coordinator prepares them; composing has rows of its own. Layers are 96 blocks of GPT-3 6.7B, all different by a
+few per cent, on nodes of eight A100s; those of the copies, as jobs run them, on nodes of one device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from resilient.cli.shared.printing import plain_table
+from resilient.simulation.availability.spot_market import spot_trace
+from resilient.simulation.scenario import Scenario
+from resilient.templates.common.byte_intervals import ByteIntervals
+from resilient.templates.composition.batch_split import lines, split_microbatches
+from resilient.templates.composition.compose import compose
+from resilient.templates.inputs.derive import derive_profile
+from resilient.templates.inputs.devices import cluster_of
+from resilient.templates.plan import Holdings, Plan, PlanningProblem
+from resilient.templates.replan.replan import first_plan, replan, replan_candidates, templates_for
+from resilient.templates.replan.transfer import plan_transfers
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from parts.planning_jobs import job
+
+_REPEATS = 3
+
+Calls = Iterator[Callable[[], object]]
+"""What is to be measured, one call after the other."""
+
+
+def _problem(num_nodes: int, devices: int = 8, smallest: int = 6) -> PlanningProblem:
+    return job(96, devices, num_microbatches=num_nodes, max_failures=1, min_pipeline_nodes=smallest)
+
+
+def _waves(num_nodes: int, lost: float, joined: float) -> Iterator[tuple[PlanningProblem, Plan, list[int]]]:
+    """Yield a plan and the nodes after a part of them was lost and others joined, again and again."""
+    problem, draw = _problem(num_nodes), random.Random(0)
+    live, following = list(range(num_nodes)), num_nodes
+    plan = first_plan(problem, live)
+    for _ in range(_REPEATS + 1):
+        gone = set(draw.sample(live, max(1, round(lost * len(live)))))
+        joiners = range(following, following + round(joined * num_nodes))
+        live, following = [node for node in live if node not in gone] + [*joiners], joiners.stop
+        yield problem, plan, live
+        plan = replan(problem, plan, live)
+
+
+def _one_loss(num_nodes: int) -> Calls:
+    for problem, plan, live in _waves(num_nodes, 0, 0):
+        yield lambda problem=problem, plan=plan, live=live: replan(problem, plan, live)
+
+
+def _wave(num_nodes: int) -> Calls:
+    for problem, plan, live in _waves(num_nodes, 0.1, 0.08):
+        yield lambda problem=problem, plan=plan, live=live: replan(problem, plan, live)
+
+
+def _all_ways(num_nodes: int) -> Calls:
+    for problem, plan, live in _waves(num_nodes, 0.1, 0.08):
+        yield lambda problem=problem, plan=plan, live=live: list(replan_candidates(problem, plan, live))
+
+
+def _domains(num_nodes: int) -> Calls:
+    """Each place of the pipelines in a zone of its own: every state is in one zone alone."""
+    for problem, plan, live in _waves(num_nodes, 0.01, 0.008):
+        zones = {node: f"zone{place % 16}" for each in plan.pipelines for place, node in enumerate(each.nodes)}
+        yield lambda problem=problem, plan=plan, live=live, zones=zones: replan(problem, plan, live, domains=zones)
+
+
+def _scarce_domain(num_nodes: int) -> Calls:
+    """A zone of three nodes beside one of all others, which cannot hold everything."""
+    for problem, plan, live in _waves(num_nodes, 0.01, 0.008):
+        zones = {node: "small" if index < 3 else "large" for index, node in enumerate(live)}
+        yield lambda problem=problem, plan=plan, live=live, zones=zones: replan(problem, plan, live, domains=zones)
+
+
+def _composition(num_nodes: int, num_microbatches: int) -> Calls:
+    problem = _problem(num_nodes, smallest=1)
+    templates = templates_for(problem, num_nodes)
+    for nodes in range(num_nodes, num_nodes - _REPEATS - 1, -1):
+        yield lambda nodes=nodes: compose(templates, nodes, num_microbatches, 2)
+
+
+def _split(num_nodes: int) -> Calls:
+    templates = templates_for(_problem(num_nodes), num_nodes)
+    by_size = [lines(layouts) for layouts in templates.layouts]
+    pipelines = [by_size[index % len(by_size)] for index in range(num_nodes // 6)]
+    for _ in range(_REPEATS + 1):
+        yield lambda: split_microbatches(pipelines, 4 * num_nodes)
+
+
+def _sources(num_nodes: int) -> Calls:
+    problem, draw = _problem(num_nodes, devices=1, smallest=32), random.Random(0)
+    before, following = first_plan(problem, range(num_nodes)), num_nodes
+    for _ in range(_REPEATS + 1):
+        gone = set(draw.sample(range(num_nodes), num_nodes // 10))
+        joiners = range(following, following + num_nodes * 8 // 100)
+        live = [*(node for node in range(num_nodes) if node not in gone), *joiners]
+        after = replan(problem, before, live)
+        yield lambda after=after: plan_transfers(problem, after, _survivors(problem, before, after))
+
+
+def _survivors(problem: PlanningProblem, before: Plan, after: Plan) -> Holdings:
+    had = {slot.node: slot.intervals(problem.profile) for slot in before.slots}
+    held: dict[str, dict[int, ByteIntervals]] = {layer.name: {} for layer in problem.profile.layers}
+    for slot in after.slots:
+        for state, intervals in had.get(slot.node, {}).items():
+            held[state][slot.rank] = intervals
+    return held
+
+
+def _day(num_nodes: int) -> Calls:
+    """A day of a made-up spot market, from nothing planned."""
+    problem = PlanningProblem(
+        profile=derive_profile("gpt3-6.7b", "a40"), num_microbatches=512, cluster=cluster_of("a40", 1)
+    )
+    trace = spot_trace("ec2-p3", num_nodes, 24.0)
+    for nodes in (64, num_nodes):
+        scenario = Scenario(problem=problem, batch=1024, max_nodes=trace.max_nodes)
+        replayed = trace if nodes == num_nodes else spot_trace("ec2-p3", nodes, 24.0)
+        yield lambda scenario=scenario, replayed=replayed: scenario.run(replayed, "resilient")
+
+
+CASES: dict[str, tuple[str, Callable[[int], Calls]]] = {
+    "loss": ("replan, one loss", _one_loss),
+    "wave": ("replan, 10 % lost and 8 % joined", _wave),
+    "ways": ("all candidates of the same", _all_ways),
+    "domains": ("replan, every state in one zone", _domains),
+    "scarce": ("replan, a zone too small for all states", _scarce_domain),
+    "compose": ("composition", lambda num_nodes: _composition(num_nodes, 4 * num_nodes)),
+    "limited": ("composition, half as many microbatches as nodes", lambda nodes: _composition(nodes, nodes // 2)),
+    "split": ("batch split, 4 microbatches for each node", _split),
+    "sources": ("sources of copies, 10 % lost and 8 % joined", _sources),
+    "day": ("a day of a spot market", _day),
+}
+
+
+def _measure(name: str, num_nodes: int) -> dict[str, float]:
+    times: list[float] = []
+    for call in CASES[name][1](num_nodes):
+        started = time.process_time()
+        call()
+        times.append(time.process_time() - started)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    return {"s": statistics.median(times[1:]), "first_s": times[0], "peak_mb": peak}
+
+
+def main() -> None:
+    """Measure everything and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", default="1024,16384")
+    parser.add_argument("--day", type=int, default=4000, help="nodes of the replayed day")
+    parser.add_argument("--case", choices=CASES, action="append", help="only this; may be given several times")
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        sys.stdout.write(json.dumps(_measure(options.measure[0], int(options.measure[1]))))
+        return
+    table = plain_table("nodes", "what", "s", "GB", left=("what",), title="planning at scale, processor time")
+    for name in options.case or CASES:
+        for nodes in [options.day] if name == "day" else map(int, options.nodes.split(",")):
+            command = [sys.executable, __file__, "--measure", name, str(nodes)]
+            found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+            table.add_row(f"{nodes:,}", CASES[name][0], f"{found['s']:.3f}", f"{found['peak_mb'] / 1e3:.2f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

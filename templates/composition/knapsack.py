@@ -1,0 +1,77 @@
+"""What several pipelines are worth at most, by how many nodes they have. Import it where it is needed: it loads numba.
+
+The knapsack is solved by halves. Pipelines in order of their sizes, dealt out in turn, make two halves that differ by
+the largest size at most; so what many pipelines are worth follows from what half as many are, for few numbers of nodes
+around half of theirs. Up to R pipelines of sizes up to S take log R such steps of S x S sums, however many nodes there
+are.
+
+Source: the balanced halves are the Steinitz lemma of one dimension, as in Eisenbrand and Weismantel, "Proximity results
+and faster algorithms for Integer Programming using the Steinitz Lemma" (SODA'18).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from resilient.templates.common.arrays import Ints
+from resilient.templates.common.compiled import compiled
+
+IMPOSSIBLE = -(2**61)
+"""The worth of what there is not."""
+
+
+@compiled
+def most_worth(each: Ints, most: int, least: int, first: int, last: int) -> Ints:
+    """Return what ``least`` to ``most`` pipelines are worth at most, by their nodes: from ``first`` to ``last``.
+
+    Args:
+        each: What one of each number of nodes is worth, from 0 on; :data:`IMPOSSIBLE` for 0.
+        most: The most pipelines.
+        least: The fewest.
+        first: The fewest nodes of all of them together, at least 0.
+        last: The most nodes of all of them together.
+    """
+    needed = _of_count(each, least, 0, last)
+    # A pipeline without nodes, worth nothing, is one that is not there.
+    or_none = each.copy()
+    or_none[0] = 0
+    begin = max(first - least * (len(each) - 1), 0) if most > least else 0
+    others = _of_count(or_none, most - least, begin, last)
+    return _joined(needed, others, begin - first, last - first + 1)
+
+
+@compiled
+def _of_count(each: Ints, count: int, first: int, last: int) -> Ints:
+    """Return what so many pipelines are worth at most, of ``first`` to ``last`` nodes in total; of none at 0 alone."""
+    largest = len(each) - 1
+    # Halves of halves: of how many pipelines, and of which numbers of nodes their worth is asked for.
+    counts, firsts, lasts = [count], [first], [min(last, count * largest)]
+    while counts[-1]:
+        begin = max(firsts[-1] - largest * (counts[-1] % 2), 0)
+        half = counts[-1] // 2
+        firsts.append(max((begin - largest + 1) // 2, 0))
+        lasts.append(min((lasts[-1] + largest) // 2, half * largest))
+        counts.append(half)
+    firsts[-1] = 0
+    worth = np.zeros(1, dtype=np.int64)
+    for level in range(len(counts) - 2, -1, -1):
+        first, last, odd = firsts[level], lasts[level], counts[level] % 2
+        begin = max(first - largest * odd, 0)
+        worth = _joined(worth, worth, 2 * firsts[level + 1] - begin, last - begin + 1)
+        if odd:
+            worth = _joined(worth, each, begin - first, last - first + 1)
+    return worth
+
+
+@compiled
+def _joined(one: Ints, other: Ints, shift: int, length: int) -> Ints:
+    """Return what two sets of pipelines are worth together: the greatest ``one[i] + other[j]`` at ``shift + i + j``."""
+    worth = np.full(max(length, 0), IMPOSSIBLE)
+    for i in range(len(one)):
+        if one[i] > IMPOSSIBLE // 2:
+            start, end = max(0, -shift - i), min(len(other), length - shift - i)
+            if start < end:
+                grown, added = worth[shift + i + start : shift + i + end], other[start:end]
+                for j in range(end - start):
+                    grown[j] = max(grown[j], one[i] + added[j])
+    return worth

@@ -1,0 +1,190 @@
+"""The cheapest flow through a network, by the network simplex. Import it where it is needed: it loads numba.
+
+A basis is a tree of arcs: all others are empty. From one basis to the next an arc comes in that makes the flow cheaper,
+as much as can be is sent around the circle that it closes, and an arc goes out that is empty by that. Trees stay
+strongly feasible (empty arcs point to the root), so no basis comes again.
+
+Source: Ahuja, Magnanti and Orlin, "Network Flows" (1993), chapter 11.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from resilient.templates.common.arrays import Flags, Ints
+from resilient.templates.common.compiled import compiled
+
+_NONE = -1
+_PARTS = 3
+"""Of a cost, the first counts most: what could not be sent, and the two of the arcs."""
+
+
+class _Tree(NamedTuple):
+    """The basis. Each [nodes + 1]: the last one is the root, whose arcs stand for what cannot be sent.
+
+    Args:
+        parent: The next node on the way to the root.
+        arc: The arc between them.
+        points_up: Whether it leads to the parent.
+        depth: Arcs up to the root.
+        child: Any child; the others follow as siblings.
+        following: The next sibling.
+        previous: The sibling before.
+        potential: Costs of arcs of the tree are the differences of their ends'. [nodes + 1, parts]
+    """
+
+    parent: Ints
+    arc: Ints
+    points_up: Flags
+    depth: Ints
+    child: Ints
+    following: Ints
+    previous: Ints
+    potential: Ints
+
+
+def cheapest_flow(tails: Ints, heads: Ints, costs: Ints, supply: Ints) -> Ints | None:
+    """Return what goes over each arc so that all is sent, as cheaply as can be; None where not all can be sent.
+
+    Args:
+        tails: Where the arcs begin; none has a limit. [arcs]
+        heads: Where they end. [arcs]
+        costs: Of a unit, two parts that are at least 0; the second counts where the first is equal. [arcs, 2]
+        supply: Of each node, negative where it takes; the sum is 0. [nodes]
+    """
+    num_nodes, num_arcs = len(supply), len(tails)
+    root, every = num_nodes, np.arange(num_nodes)
+    gives = supply >= 0
+    potential = np.zeros((num_nodes + 1, _PARTS), dtype=np.int64)
+    potential[:-1, 0] = np.where(gives, -1, 1)
+    tree = _Tree(
+        parent=np.append(np.full(num_nodes, root), _NONE),
+        arc=np.append(num_arcs + every, _NONE),
+        points_up=np.append(gives, False),
+        depth=np.append(np.ones(num_nodes, dtype=np.int64), 0),
+        child=np.append(np.full(num_nodes, _NONE), 0 if num_nodes else _NONE),
+        following=np.concatenate((every[1:], [_NONE, _NONE])),
+        previous=np.concatenate(([_NONE], every)),
+        potential=potential,
+    )
+    flow = np.concatenate((np.zeros(num_arcs, dtype=np.int64), np.abs(supply)))
+    _solve(tails, heads, costs, flow, tree)
+    return None if flow[num_arcs:].any() else flow[:num_arcs]
+
+
+@compiled
+def _solve(tails: Ints, heads: Ints, costs: Ints, flow: Ints, tree: _Tree) -> None:
+    """Exchange arcs until no flow is cheaper."""
+    arc = _NONE
+    while True:
+        arc = _entering(tails, heads, costs, tree.potential, arc + 1)
+        if arc == _NONE:
+            return
+        _exchange(tails[arc], heads[arc], arc, _reduced(tails, heads, costs, tree.potential, arc), flow, tree)
+
+
+@compiled
+def _reduced(tails: Ints, heads: Ints, costs: Ints, potential: Ints, arc: int) -> tuple[int, int, int]:
+    """Return how much more expensive it is to send a unit over an arc than over the tree."""
+    tail, head = potential[tails[arc]], potential[heads[arc]]
+    return tail[0] - head[0], costs[arc, 0] + tail[1] - head[1], costs[arc, 1] + tail[2] - head[2]
+
+
+@compiled
+def _entering(tails: Ints, heads: Ints, costs: Ints, potential: Ints, first: int) -> int:
+    """Return the arc that saves most of the first block, from ``first`` on, with one that saves; -1 if none does."""
+    num_arcs = len(tails)
+    left = block = max(16, int(np.sqrt(num_arcs)))
+    best, least = _NONE, (0, 0, 0)
+    for step in range(num_arcs):
+        arc = (first + step) % num_arcs
+        reduced = _reduced(tails, heads, costs, potential, arc)
+        if reduced < least:
+            best, least = arc, reduced
+        left -= 1
+        if left == 0:
+            if best != _NONE:
+                return best
+            left = block
+    return best
+
+
+@compiled
+def _exchange(tail: int, head: int, arc: int, saved: tuple[int, int, int], flow: Ints, tree: _Tree) -> None:
+    """Send what can be sent around the circle that an arc closes; put it into the tree for one that is empty then."""
+    parent, depth = tree.parent, tree.depth
+    join, other = tail, head
+    while join != other:
+        if depth[join] >= depth[other]:
+            join = parent[join]
+        else:
+            other = parent[other]
+    # Of several arcs that are empty then the last one on the way from the join goes out: trees stay strongly feasible.
+    amount, last, of_tail = np.int64(2**62), _NONE, True
+    node = tail
+    while node != join:
+        if tree.points_up[node] and flow[tree.arc[node]] < amount:
+            amount, last, of_tail = flow[tree.arc[node]], node, True
+        node = parent[node]
+    node = head
+    while node != join:
+        if not tree.points_up[node] and flow[tree.arc[node]] <= amount:
+            amount, last, of_tail = flow[tree.arc[node]], node, False
+        node = parent[node]
+    flow[arc] += amount
+    node = tail
+    while node != join:
+        flow[tree.arc[node]] -= amount if tree.points_up[node] else -amount
+        node = parent[node]
+    node = head
+    while node != join:
+        flow[tree.arc[node]] += amount if tree.points_up[node] else -amount
+        node = parent[node]
+    if of_tail:
+        _hang(tail, head, arc, True, last, tree)
+        _shift(tail, (-saved[0], -saved[1], -saved[2]), tree)
+    else:
+        _hang(head, tail, arc, False, last, tree)
+        _shift(head, saved, tree)
+
+
+@compiled
+def _hang(node: int, below: int, arc: int, points_up: bool, last: int, tree: _Tree) -> None:
+    """Turn the way from a node up to ``last``, and hang it below another node by an arc."""
+    while True:
+        parent, old_arc, pointed_up = tree.parent[node], tree.arc[node], tree.points_up[node]
+        before, after = tree.previous[node], tree.following[node]
+        if before == _NONE:
+            tree.child[parent] = after
+        else:
+            tree.following[before] = after
+        if after != _NONE:
+            tree.previous[after] = before
+        sibling = tree.child[below]
+        tree.child[below], tree.following[node], tree.previous[node] = node, sibling, _NONE
+        if sibling != _NONE:
+            tree.previous[sibling] = node
+        tree.parent[node], tree.arc[node], tree.points_up[node] = below, arc, points_up
+        if node == last:
+            return
+        below, arc, points_up, node = node, old_arc, not pointed_up, parent
+
+
+@compiled
+def _shift(top: int, by: tuple[int, int, int], tree: _Tree) -> None:
+    """Change the potential of a node and all below it, and count how deep they are now."""
+    node = top
+    while True:
+        tree.depth[node] = tree.depth[tree.parent[node]] + 1
+        for part in range(_PARTS):
+            tree.potential[node, part] += by[part]
+        if tree.child[node] != _NONE:
+            node = tree.child[node]
+            continue
+        while node != top and tree.following[node] == _NONE:
+            node = tree.parent[node]
+        if node == top:
+            return
+        node = tree.following[node]
