@@ -265,8 +265,9 @@ class Agents:
         """
         if not hello.address:
             return hello
-        near = [agent.bell for agent in self._agents.values() if agent.bell and agent.lost_soon is None]
-        asked = Introduce(peers=chosen_peers(near), ports=self._ports)
+        near = [agent for agent in self._agents.values() if agent.bell and agent.lost_soon is None]
+        at_work = [agent for agent in near if self._machine.takes_part(agent.node)]  # others may tell any address
+        asked = Introduce(peers=chosen_peers([agent.bell for agent in at_work or near]), ports=self._ports)
         try:
             await socket.send_bytes(encode(asked))
             told = decode_introduced(await socket.receive_bytes(timeout=INTRODUCTION_S))

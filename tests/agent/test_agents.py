@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import aiohttp
 import msgspec
 import pytest
 
-from resilient.agent.conversation import Attached, Hello, decode_attached
-from resilient.agent.network.introductions import Introduced
-from resilient.protocol.messages import FromWorker, Note, encode
+from resilient.agent.conversation import Attached, Hello, decode_attached, decode_first_answer
+from resilient.agent.network.introductions import Introduce, Introduced
+from resilient.protocol.messages import FromWorker, Note, Ready, encode
+from tests.agent.membership.simulated import job_spec
 from tests.agent.served import HELLO, Served, with_coordinator
 
 KEYED = msgspec.structs.replace(HELLO, key="of one agent alone")
@@ -60,6 +63,34 @@ def test_hello_with_numbers_that_cannot_be_is_not_heard(tmp_path: Path, wrong: d
         await socket.receive()
         assert socket.closed
         assert served.events.empty()
+
+    with_coordinator(tmp_path, scenario)
+
+
+async def come(served: Served, port: int) -> tuple[aiohttp.ClientWebSocketResponse[bool], Sequence[str]]:
+    """Come as a node whose doorbell is at a port; return whose doors it was to ring at."""
+    socket = await served.open()
+    await socket.send_bytes(encode(msgspec.structs.replace(HELLO, address="127.0.0.1", is_chosen=True)))
+    asked = decode_first_answer(await socket.receive_bytes())
+    assert isinstance(asked, Introduce)
+    await socket.send_bytes(encode(Introduced(port=port)))
+    assert decode_attached(await socket.receive_bytes()).is_new
+    return socket, asked.peers
+
+
+def test_nodes_are_introduced_to_those_that_train_and_not_to_visitors(tmp_path: Path) -> None:
+    """Who tells an address that nobody reaches would keep others from joining."""
+
+    async def scenario(served: Served) -> None:
+        ready = Ready(job=job_spec(max_failures=0), store_address="h:1", pid=5, device="cpu")
+        for port in (1, 2):
+            socket, _ = await come(served, port)
+            await socket.send_bytes(encode(FromWorker(local_rank=0, message=ready)))
+        await served.event("generation")
+        for visitor in (3, 4, 5):
+            await come(served, visitor)
+        _, peers = await come(served, 6)
+        assert peers == ("127.0.0.1:1", "127.0.0.1:2")
 
     with_coordinator(tmp_path, scenario)
 
