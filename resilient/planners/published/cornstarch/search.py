@@ -44,11 +44,12 @@ def cornstarch_configurations(
     """
     combinations = list(product(*_branches(setting, samples, encoders)))
     found: list[tuple[int, int, int, Configuration]] = []
+    replicas = _replicas(setting)
     bounds = [_least_ns(setting, options) for options in combinations]
     for number in np.argsort(bounds, kind="stable").tolist():
         if len(found) >= count and bounds[number] > found[count - 1][0]:
             break
-        best = _best(setting, combinations[number], encoders)
+        best = _best(setting, combinations[number], encoders, *replicas)
         if best is not None:
             step_ns, num_devices, configuration = best
             bisect.insort(found, (step_ns, num_devices, number, configuration))
@@ -78,24 +79,36 @@ def _least_ns(setting: Setting, options: Sequence[Sequence[_Option]]) -> float:
     return 1e6 * work * setting.global_batch / setting.microbatch / setting.num_devices
 
 
-def _best(
-    setting: Setting, options: Sequence[Sequence[_Option]], encoders: Encoders
-) -> tuple[int, int, Configuration] | None:
-    """Return the time, the devices and the best configuration of a combination of degrees; None where none fits."""
-    plans = _plans(options) if setting.num_pipelines is None else _on_all_devices(setting, options)
-    # For each number of microbatches the fewest replicas, and so the most devices for each
+def _replicas(setting: Setting) -> tuple[Ints, Ints]:
+    """Return numbers of microbatches, and for each the fewest replicas, and so the most devices of each."""
     most = min(setting.num_devices, setting.global_batch)
     several = range(most, 0, -1) if setting.num_pipelines is None else (setting.num_pipelines,)
     fewest = {num_microbatches(setting, dp): dp for dp in several}
-    number, dp = np.array(list(fewest)), np.array(list(fewest.values()))
+    return np.array(list(fewest)), np.array(list(fewest.values()))
+
+
+def _best(
+    setting: Setting, options: Sequence[Sequence[_Option]], encoders: Encoders, number: Ints, dp: Ints
+) -> tuple[int, int, Configuration] | None:
+    """Return the time, the devices and the best configuration of a combination of degrees; None where none fits.
+
+    Args:
+        setting: The job.
+        options: Of each branch.
+        encoders: Where they are.
+        number: Microbatches of a replica.
+        dp: Replicas with which there are so many.
+    """
+    plans = _plans(options) if setting.num_pipelines is None else _on_all_devices(setting, options)
     branch_ms, slowest_ms, devices = np.array([plan[1:] for plan in plans]).reshape(-1, 3).T[:, :, None]
     sums_ms = _exposed_ms([plan[0] for plan in plans], dp, setting)
     step_ns = np.rint((branch_ms + (number - 1) * slowest_ms + sums_ms) * 1e6)
     used = devices * dp
-    for place in np.lexsort((used.ravel(), step_ns.ravel())).tolist():
-        plan, row = divmod(place, len(number))
+    there = np.argwhere(used <= setting.num_devices)
+    for place in np.lexsort((used[tuple(there.T)], step_ns[tuple(there.T)])):
+        plan, row = there[place].tolist()
         chosen, replicas, microbatches = plans[plan][0], int(dp[row]), int(number[row])
-        if used[plan, row] <= setting.num_devices and all(
+        if all(
             fits(setting, option.num_bytes(setting.sharded_part(replicas * option.cp), microbatches, chosen[-1]))
             for option in chosen
         ):

@@ -106,8 +106,8 @@ class DistTrain:
         Where memory does not hold the order of the microbatches that samples come in, others are tried, as well as
         microbatches that are even in memory: the fastest of those that fit is taken.
         """
-        sizes = [len(each) for each in np.array_split(np.arange(len(samples.table)), number)]
-        part = np.repeat(np.arange(number), sizes)
+        fewest, more = divmod(len(samples.table), number)
+        part = np.repeat(np.arange(number), fewest + (np.arange(number) < more))
         order = self.order(*samples.stage_ms(part, number))
         if budget is None or order_fits(order, budget.needs(samples.table, part, number), budget.windows):
             return np.argsort(order)[part]
