@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 import torch
 
@@ -79,7 +79,8 @@ class Trainer:
         on_nonfinite: What to do when a step's loss or gradient is not finite: "stop" the job, with a checkpoint of the
             step before and a message that names the layer; or "skip" the step, which then updates nothing. It stops
             all the same after many such steps in a row.
-        checkpoint_every: Steps between checkpoints; 0 for one at the end.
+        checkpoint_every: Steps between checkpoints; 0 for one at the end; "auto" for as many as lose least time, by
+            what one is measured to cost and how often losses that need one are seen and expected.
         compare_replicas_every: Steps between comparisons of the copies of each layer's parameters and optimizer state,
             which nodes hold for each other; 0 for the first step after each change of membership only. Before a
             checkpoint they are always compared. A comparison reads the state once, which takes about as long as the
@@ -117,7 +118,7 @@ class Trainer:
         precision: str = "fp32",
         clip_grad_norm: float | None = None,
         on_nonfinite: str = "stop",
-        checkpoint_every: int = 0,
+        checkpoint_every: int | Literal["auto"] = 0,
         compare_replicas_every: int = 100,
         schedule: str = "1f1b",
         num_chunks: int = 2,

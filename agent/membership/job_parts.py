@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from resilient.agent.membership.next_generation.checkpoint_risk import CheckpointRisk
 from resilient.agent.membership.next_generation.members import Member, Outstanding, WorkerId
 from resilient.agent.membership.next_generation.speeds import NodeSpeeds
 from resilient.agent.membership.parts.change import Change
@@ -42,6 +43,7 @@ class JobParts:
         self.participants = Participants(self.context)
         self.progress = Progress(settings.resume[1] if settings.resume else None)
         self.speeds = NodeSpeeds()
+        self.risk = CheckpointRisk(failure_interval_s=settings.failure_interval_s)
         self.stalls = Stalls(self.context)
         self.suspicions = Suspicions(self.context)
         self.own_errors = OwnErrors()
@@ -103,6 +105,8 @@ class JobParts:
     def note_step(self, done: StepDone) -> None:
         """Take in that a step was committed, and record it."""
         self.progress.commit(done.outcome)
+        self.checkpoints.note_outcome(done.outcome)
+        self.checkpoints.note_cost(done.checkpoint_s)
         self.context.record(
             "step",
             generation=done.generation,
@@ -111,6 +115,7 @@ class JobParts:
             num_samples=done.num_samples,
             step_ms=done.step_ms,
             waited_ms=done.waited_ms,
+            **({} if done.checkpoint_s is None else {"checkpoint_s": done.checkpoint_s}),
             learning_rate=done.learning_rate,
         )
 

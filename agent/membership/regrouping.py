@@ -197,11 +197,16 @@ class Regrouping:
                 parts.note_step(done)
         if outcome is not None and outcome.step > parts.progress.step:  # who did it failed before it noted when
             parts.progress.commit(outcome)
+            parts.checkpoints.note_outcome(outcome)
 
     def _publish(self, formed: NextGeneration, begun: bool) -> None:
         parts = self._parts
         cause = parts.change.cause if parts.change else ("resume" if parts.context.settings.resume else "start")
         number = parts.context.next_generation()
+        if parts.risk.since is None:
+            parts.risk.since = parts.context.now
+        if cause == "failure":
+            parts.risk.note_failure(goes_back=bool(formed.lost))
         parts.phase, parts.change = Phase.INSTALLING, None
         parts.checkpoints.enter_generation(parts.progress.version, formed.version, parts.job.spec)
         parts.progress.enter(formed, begun=begun)
@@ -217,10 +222,14 @@ class Regrouping:
             self.let_go()
         members, checkpoint_due = parts.context.members, parts.checkpoints.is_due(formed.version, parts.job.spec)
         description = describe(formed, members, parts.speeds.slowdowns)
+        pace = parts.checkpoints.pace(parts.risk, parts.job.spec)
+        if pace is not None:
+            description["checkpoint_pace"] = {"risk_s": pace.risk_s, "cost_s": pace.cost_s}
         parts.context.record("generation", cause=cause, lost_steps=int(parts.progress.redoing), **description)
         for worker in parts.context.ready_workers():
             members[worker[0]].admitted = True
-            parts.context.send(worker, message_for(worker, number, formed, members, checkpoint_due=checkpoint_due))
+            message = message_for(worker, number, formed, members, checkpoint_due=checkpoint_due, pace=pace)
+            parts.context.send(worker, message)
         parts.job.ask(len(parts.context.available()))
 
     def let_go(self) -> None:

@@ -17,6 +17,7 @@ from resilient.observability.event_log import Event, read_events, steps_of, was_
 from resilient.observability.planned_steps import differences, planned_steps
 from resilient.observability.run_comparison import NOT_COMPARED, compare_runs
 from resilient.observability.step_trace import traced_steps
+from resilient.templates.common.checkpoint_interval import checkpoint_interval_s
 
 
 def build_run_report(events: Sequence[Event]) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def build_run_report(events: Sequence[Event]) -> dict[str, Any]:
         "recoveries": [_measure_recovery(recovery, events, installed) for recovery in _recoveries(events)],
         "joins": _planned_changes(events, installed, "join"),
         "departures": _planned_changes(events, installed, "leave"),
+        "checkpoints": _checkpoints(events),
         "standbys": [
             {
                 "generation": event["generation"],
@@ -295,6 +297,18 @@ def _throughput(
     seconds = max(step["time"] for step in steps.values()) - max(end["installed_at"] for end in installed[first])
     samples = sum(step["num_samples"] for step in steps.values())
     return round(samples / seconds, 3) if seconds > 0 else None
+
+
+def _checkpoints(events: Sequence[Event]) -> dict[str, Any]:
+    """Return how many were written, and by what they were chosen where they were."""
+    written = sum(event["kind"] == "checkpoint" for event in events)
+    paces = [event["checkpoint_pace"] for event in events if event.get("checkpoint_pace")]
+    if not paces:
+        return {"written": written}
+    costs = [event["checkpoint_s"] for event in events if event["kind"] == "step" and event.get("checkpoint_s")]
+    cost_s, risk_s = costs[-1] if costs else paces[-1]["cost_s"], paces[-1]["risk_s"]
+    interval_s = None if cost_s is None else checkpoint_interval_s(cost_s, risk_s)
+    return {"written": written, "cost_s": cost_s, "risk_s": risk_s, "interval_s": interval_s}
 
 
 def _injection(event: Event) -> dict[str, Any]:

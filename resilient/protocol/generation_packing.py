@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from resilient.errors import ControlError
+from resilient.protocol.checkpoint_pace import CheckpointPace
 from resilient.protocol.messages import Generation, PackedGeneration, StepOutcome
 from resilient.state.skipped import SkippedSteps
 from resilient.templates.plan import Pipeline, Plan
@@ -41,6 +42,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     num_sources: int
     skipped: SkippedSteps
     checkpoint_due: bool
+    pace: CheckpointPace | None
     schedule_kind: ScheduleKind
     templates: tuple[PipelineTemplate, ...]
     template_of: tuple[int, ...]
@@ -98,6 +100,7 @@ def unpack(packed: PackedGeneration) -> Generation:
         num_sources=common.num_sources,
         skipped=common.skipped,
         checkpoint_due=common.checkpoint_due,
+        pace=common.pace,
     )
 
 
@@ -114,6 +117,7 @@ def _common(message: Generation) -> bytes:
         num_sources=message.num_sources,
         skipped=message.skipped,
         checkpoint_due=message.checkpoint_due,
+        pace=message.pace,
         schedule_kind=message.plan.schedule_kind,
         templates=tuple(templates),
         template_of=tuple(place[pipeline.template] for pipeline in pipelines),

@@ -6,10 +6,11 @@ Owns the checks of these arguments, so that a job that cannot run fails before a
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from resilient.common.arguments import check_number, described, whole_number
 from resilient.errors import ArgumentError
+from resilient.protocol.checkpoint_pace import AUTO_CHECKPOINTS
 from resilient.templates.composition.batch_split import check_batch
 from resilient.templates.schedules.kind import ScheduleKind
 
@@ -35,7 +36,7 @@ class JobConfig:
         precision: One of ``PRECISIONS``.
         clip_grad_norm: Largest norm of the whole gradient; None for no limit.
         on_nonfinite: One of ``ON_NONFINITE``.
-        checkpoint_every: Steps between checkpoints; 0 for one at the end.
+        checkpoint_every: Steps between checkpoints; 0 for one at the end; "auto" by measured cost and by risk.
         compare_replicas_every: Steps between comparisons of the copies of states; 0 for when they are installed.
         schedule: What pipelines run; may be given by its name.
         num_chunks: Stages of each worker: under interleaved-1f1b; all others have 1, whatever is given.
@@ -55,7 +56,7 @@ class JobConfig:
     precision: str = "fp32"
     clip_grad_norm: float | None = None
     on_nonfinite: str = "stop"
-    checkpoint_every: int = 0
+    checkpoint_every: int | Literal["auto"] = 0
     compare_replicas_every: int = 100
     schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
     num_chunks: int = 2
@@ -68,7 +69,8 @@ class JobConfig:
         check_batch(self.global_batch, self.microbatch, 1)
         self._take_whole("max_failures", 0, "0 means no redundancy")
         self._take_whole("min_pipeline_nodes", 1, "a pipeline has at least one node")
-        self._take_whole("checkpoint_every", 0, "0 means at the end only")
+        if self.checkpoint_every != AUTO_CHECKPOINTS:
+            self._take_whole("checkpoint_every", 0, '0 means at the end only, "auto" by what one costs')
         self._take_whole("seed", 0, "choose any such number, 0 for example")
         self._take_whole("compare_replicas_every", 0, "0 means when they are installed only")
         if self.precision not in PRECISIONS:
@@ -86,6 +88,11 @@ class JobConfig:
             fix = "stop ends the job at such a step, skip goes on without it"
             raise ArgumentError("on_nonfinite", f"be one of {list(ON_NONFINITE)}", repr(self.on_nonfinite), fix)
         check_number("comm_timeout_s", self.comm_timeout_s, "leave it out for 120")
+
+    def saves_after(self, step: int, *, is_chosen: bool) -> bool:
+        """Return whether a checkpoint is to be written after a step on the way; ``is_chosen``: "auto" says so."""
+        every = self.checkpoint_every
+        return is_chosen if isinstance(every, str) else every > 0 and step % every == 0
 
     def _take_whole(self, name: str, least: int, fix: str) -> None:
         object.__setattr__(self, name, whole_number(name, getattr(self, name), least, fix))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from resilient.protocol.alike import Alike
+from resilient.protocol.checkpoint_pace import CheckpointPace
 from resilient.protocol.job_config import JobConfig
 from resilient.state.manifest import SavedStates
 from resilient.state.recipe import Recipe
@@ -55,13 +56,14 @@ class JobSpec(JobConfig):
 
 
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step's prepare barrier gave all ranks; ``skipped`` counts the step, too, ``losses`` are those of units."""
+    """What a step's prepare barrier gave all; ``skipped`` counts it, too; ``saves``: a checkpoint is to follow it."""
 
     step: int
     loss: float
     grad_norm: float
     skipped: SkippedSteps = NONE_SKIPPED
     losses: dict[str, float] = {}
+    saves: bool = False
 
     @property
     def is_finite(self) -> bool:
@@ -146,7 +148,7 @@ class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A step was committed; sent by global rank 0. ``waited_ms``: the part of it in which nothing was done but wait for
-    the assignment of a later step."""
+    the assignment of a later step. ``checkpoint_s``: what a checkpoint was last measured to cost, under "auto"."""
 
     generation: int
     outcome: StepOutcome
@@ -155,13 +157,11 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     learning_rate: float
     at: float
     waited_ms: float = 0.0
+    checkpoint_s: float | None = None
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answers ``Regroup`` once the worker is out of all communication.
-
-    ``steps``: those committed here that the coordinator has not heard of: who should have told it may be lost.
-    """
+    """Answers ``Regroup`` out of all communication; ``steps``: committed here, but nobody may have told of them yet."""
 
     generation: int
     progress: WorkerProgress
@@ -179,10 +179,8 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """This worker's part of the checkpoint of ``step`` is on disk, by state.
-
-    ``skipped``: steps that were skipped up to it. ``held``: all states held here, of an answer to ``Save``.
-    """
+    """This worker's part of the checkpoint of ``step`` is on disk, by state. ``skipped``: steps that were skipped up to
+    it. ``held``: all states held here, of an answer to ``Save``."""
 
     generation: int
     step: int
@@ -267,6 +265,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         source: Where states without a transfer that a worker lacks come from: ``INIT`` or a checkpoint folder.
         store_address: host:port of the store to meet in (rank 0's).
         checkpoint_due: The generation before was to write a checkpoint of ``version`` and could not: this one does.
+        pace: Of checkpoints, under "auto".
     """
 
     generation: int
@@ -280,6 +279,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_sources: int = 0
     skipped: SkippedSteps = NONE_SKIPPED
     checkpoint_due: bool = False
+    pace: CheckpointPace | None = None
 
 
 class PackedGeneration(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -321,9 +321,8 @@ SentToWorker = Regroup | PackedGeneration | Save | Finish | Arm
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The node's number and what to start; workers from before are killed. ``orphan_s``: how long to train on without
-    a coordinator. ``num_nodes``: nodes the job was started
-    with. ``trace``: steps of which workers write down when they did what
-    (:func:`resilient.observability.step_trace.parse_steps`). ``planner``: what they use instead of the script's.
+    a coordinator. ``num_nodes``: nodes the job was started with. ``trace``: steps of which workers write down when they
+    did what (:func:`resilient.observability.step_trace.parse_steps`). ``planner``: what they use for the script's.
     ``network``: between two nodes, for each worker. ``is_planned``: the job is known, and what its planner answered."""
 
     node: int

@@ -37,6 +37,7 @@ class Ballot:
         num_targets: Targets of the global batch.
         units: Whose losses they are, where there are several.
         pause: Ask all workers to stop at the boundary after this step.
+        saves: Ask all workers to write a checkpoint after this step.
         samples: This rank's shares of the checksums of what it read (:mod:`resilient.comm.agreement`).
         carried: What is summed over all ranks beside that, for later steps; float64, of equal size on all.
     """
@@ -46,6 +47,7 @@ class Ballot:
     num_targets: int
     units: tuple[str, ...] = ()
     pause: bool = False
+    saves: bool = False
     samples: int = 0
     carried: Tensor = _NOTHING
 
@@ -159,16 +161,23 @@ class Ledger:
             CommunicationError: The barrier was not passed here; another rank may have.
         """
         self.complete = True
-        brought = (*ballot.losses, ballot.squares, ballot.pause, ballot.samples)
+        brought = (*ballot.losses, ballot.squares, ballot.pause, ballot.saves, ballot.samples)
         own = torch.tensor([float(value) for value in brought], dtype=torch.float64)
         shared = torch.cat((own, ballot.carried))
         comm.all_reduce(shared, tuple(range(comm.size))).wait()
-        *losses, squares, pauses, samples = shared[: len(own)].tolist()
+        *losses, squares, pauses, saves, samples = shared[: len(own)].tolist()
         losses = [each / ballot.num_targets for each in losses]
         loss, grad_norm = sum(losses), squares**0.5
         skipped = self.skipped.after(is_finite=math.isfinite(loss) and math.isfinite(grad_norm))
         of_units = dict(zip(ballot.units, losses, strict=True)) if ballot.units else {}
-        outcome = StepOutcome(step=self.version + 1, loss=loss, grad_norm=grad_norm, skipped=skipped, losses=of_units)
+        outcome = StepOutcome(
+            step=self.version + 1,
+            loss=loss,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            losses=of_units,
+            saves=saves > 0,
+        )
         return Verdict(
             outcome=outcome,
             pause=pauses > 0,

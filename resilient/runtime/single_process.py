@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from resilient.observability.event_log import losses_in_words
+from resilient.protocol.checkpoint_pace import AUTO_CHECKPOINTS, CheckpointPace
 from resilient.protocol.messages import (
     INIT,
     Arm,
@@ -165,6 +166,7 @@ class SingleProcessClient:
             source=self._resume or INIT,
             store_address=ready.store_address,
             skipped=self._skipped,
+            pace=CheckpointPace(risk_s=alone.failure_interval_s) if job.checkpoint_every == AUTO_CHECKPOINTS else None,
         )
 
     def _interrupt(self, name: str) -> None:

@@ -34,6 +34,7 @@ from resilient.models.summed_loss import loss_units
 from resilient.observability.step_trace import TracedStep
 from resilient.optim import learning_rate
 from resilient.protocol.alike import Alike
+from resilient.protocol.checkpoint_pace import CheckpointClock
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.messages import (
     Arm,
@@ -127,6 +128,7 @@ class Worker:
         self._faults = Faults(client.run_directory)
         self._ledger = Ledger(job.optimizer, job.clip_grad_norm)
         self._saver = Saver(client.send, self._ledger, job.comm_timeout_s)
+        self._checkpoint_clock = CheckpointClock()
         self._batches = Batches(job, processes)
         allow_many_files()  # some may be taken by strangers, who connect where its store and groups listen
         self._store = StoreHost(host, secret, ports)
@@ -202,6 +204,7 @@ class Worker:
             self._client.send(installed)
             steps = self._session.steps
             self._batches.enter(steps.cells, self._session.sample_agreement.reads, steps.lengths)
+            self._checkpoint_clock.enter(message.pace if message.rank == 0 else None)
             self._train(self._session, checkpoint_due=message.checkpoint_due)
         except CommunicationError as error:
             node = self._session.slot.node if self._session is not None else None
@@ -269,8 +272,9 @@ class Worker:
             paused = self._traced_step(session)
             if self._ledger.version == done:
                 return  # another rank says why
-            every = self._job.checkpoint_every
-            if every and self._ledger.version % every == 0 and self._ledger.version < self._job.num_steps:
+            passed = self._ledger.passed
+            is_chosen = passed is not None and passed.saves
+            if self._ledger.version < self._job.num_steps and self._job.saves_after(done + 1, is_chosen=is_chosen):
                 self._try_checkpoint(session)
             if paused and self._ledger.version < self._job.num_steps:
                 return
@@ -324,6 +328,7 @@ class Worker:
                 num_targets=num_targets,
                 units=self._loss_units,
                 pause=pause,
+                saves=self._checkpoint_clock.is_due(),
                 samples=samples,
                 carried=session.steps.bring(step),
             )
@@ -336,6 +341,7 @@ class Worker:
             if error is not None:
                 raise error
             return verdict.pause
+        self._checkpoint_clock.note_step(is_saved=verdict.outcome.saves)
         self._faults.reach("commit", step)
         with session.executor.span_recorder.during("commit"):
             ledger.apply(verdict.outcome)
@@ -350,6 +356,7 @@ class Worker:
                 learning_rate=learning_rate(self._job.optimizer, step),
                 at=time.time(),
                 waited_ms=1000 * session.steps.waited_s,
+                checkpoint_s=self._checkpoint_clock.cost_s,
             )
         )
         if session.slot.rank == 0:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -17,10 +18,18 @@ from resilient.simulation.replay.engine import Policy, replay
 from resilient.simulation.replay.grids import Grids, TemplateTime, plain_ns
 from resilient.simulation.replay.outcome import ReplayOutcome
 from resilient.templates.common.words import look_up
-from resilient.templates.plan import PlanningProblem
+from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.replan import templates_for
 
-POLICIES = ("resilient", "bamboo", "varuna", "restart")
+PUBLISHED = ("bamboo", "varuna", "restart")
+"""Policies that keep checkpoints every ``checkpoint_steps``, as published; each ``-tuned`` one by cost and risk."""
+
+POLICIES = ("resilient", *(f"{name}{how}" for name in PUBLISHED for how in ("", "-tuned")))
+
+
+_UNSEEN = 0.5
+"""Losses that count beside those that a trace has or leads to expect: none in so long a time does not mean never.
+Source: the prior of Jeffreys for a rate."""
 
 
 class DoesNotFit(ValueError):  # noqa: N818
@@ -87,13 +96,42 @@ class Scenario:
         )
 
     def _policy(self, name: str, trace: AvailabilityTrace) -> Policy:
-        make: dict[str, Callable[[], Policy]] = {
+        look_up("policy", name, dict.fromkeys(POLICIES))
+        costs = self.costs
+        if name in PUBLISHED:
+            costs = replace(costs, risk_s=None)
+        elif costs.risk_s is None:
+            costs = replace(costs, risk_s=self._risk_s(trace, name))
+        make: dict[str, Callable[[ChangeCosts], Policy]] = {
             "resilient": self._resilient,
-            "bamboo": lambda: Bamboo(self._redundant_grids, self.costs),
-            "varuna": lambda: Varuna(self._grids, self.costs),
-            "restart": lambda: self._restart(self.restart_nodes or trace.first_nodes),
+            "bamboo": lambda costs: Bamboo(self._redundant_grids, costs),
+            "varuna": lambda costs: Varuna(self._grids, costs),
+            "restart": lambda costs: self._restart(costs, self.restart_nodes or trace.first_nodes),
         }
-        return look_up("policy", name, make)()
+        return make[name.removesuffix("-tuned")](costs)
+
+    def _risk_s(self, trace: AvailabilityTrace, policy: str) -> float:
+        """Return the mean time between losses after which a policy goes back to a checkpoint, as the trace has them.
+
+        Those of any node, and under ``bamboo`` those of several at once. The policy ``resilient`` goes back if they
+        were all holders of a state: expected is how often that is if which nodes are lost at once is chance.
+        """
+        lost = [(len(change.lost), before) for change, before in zip(trace.changes, _before(trace), strict=True)]
+        if policy == "resilient":
+            times = 0.0 if self.announced else sum(self._part_losing_a_state(*each) for each in lost)
+        else:
+            times = sum(number > (policy == "bamboo-tuned") for number, _ in lost)
+        return (trace.end_ms - trace.changes[0].time_ms) / 1e3 / (times + _UNSEEN)
+
+    def _part_losing_a_state(self, num_lost: int, num_live: int) -> float:
+        """Return how likely it is that so many of the live nodes are all holders of some state."""
+        if num_lost <= self.problem.max_failures:
+            return 0.0
+        plan = self._first_plan()
+        size = len(plan.nodes) / len(plan.pipelines)
+        num_holders = max(self.problem.max_failures + 1, round(num_live / size))
+        all_lost = math.prod(max(0, num_lost - i) / max(1, num_live - i) for i in range(num_holders))
+        return min(1.0, size * all_lost)
 
     @cached_property
     def _planner(self) -> RememberedPlans:
@@ -122,17 +160,28 @@ class Scenario:
         except ValueError as error:
             raise DoesNotFit(error) from None
 
-    def _resilient(self) -> Resilient:
+    def _resilient(self, costs: ChangeCosts) -> Resilient:
+        self._first_plan()
+        return Resilient(self._planner, costs)
+
+    def _first_plan(self) -> Plan:
         try:
-            self._planner.first(self.max_nodes)
+            return self._planner.first(self.max_nodes).plan
         except ValueError as error:
             raise DoesNotFit(error) from None
-        return Resilient(self._planner, self.costs)
 
-    def _restart(self, num_nodes: int) -> Restart:
+    def _restart(self, costs: ChangeCosts, num_nodes: int) -> Restart:
         try:
-            return Restart(self._grids, self.costs, num_nodes)
+            return Restart(self._grids, costs, num_nodes)
         except ArgumentError as error:
             raise DoesNotFit(ArgumentError("restart_nodes", error.constraint, error.value, error.fix)) from None
         except ValueError as error:
             raise DoesNotFit(error) from None
+
+
+def _before(trace: AvailabilityTrace) -> Iterator[int]:
+    """Yield the live nodes before each change."""
+    live = 0
+    for _, after in trace.counts():
+        yield live
+        live = after

@@ -108,6 +108,18 @@ def test_resumed_training_ends_where_training_through_does(name: str, tmp_path: 
         assert torch.equal(value, expected[key])
 
 
+def test_checkpoints_that_come_by_themselves_change_no_result(tmp_path: Path) -> None:
+    through = make_trainer(checkpoint_every="auto")
+    through.fit(6)
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names[0] == "step-00000003", "the first one measures what one costs"
+    assert names[-1] == "step-00000006"
+    plain = make_trainer()
+    plain.fit(6)
+    for key, value in parameters(plain).items():
+        assert torch.equal(value, parameters(through)[key])
+
+
 def test_checkpoint_that_cannot_be_written_ends_the_training_only_if_it_is_the_last(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from resilient.agent.membership.next_generation.agreement import Agreement
 from resilient.agent.membership.next_generation.members import Member, WorkerId, available
 from resilient.errors import StateLostError
+from resilient.protocol.checkpoint_pace import CheckpointPace
 from resilient.protocol.messages import INIT, Generation, JobSpec, StepOutcome
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.templates.common.words import counted
@@ -194,7 +195,13 @@ def _copies(
 
 
 def message_for(
-    worker: WorkerId, generation: int, formed: NextGeneration, members: Mapping[int, Member], *, checkpoint_due: bool
+    worker: WorkerId,
+    generation: int,
+    formed: NextGeneration,
+    members: Mapping[int, Member],
+    *,
+    checkpoint_due: bool,
+    pace: CheckpointPace | None = None,
 ) -> Generation:
     """Return the announcement for one worker."""
     first = formed.plan.slots[0]
@@ -210,6 +217,7 @@ def message_for(
         num_sources=len(formed.senders),
         skipped=formed.skipped,
         checkpoint_due=checkpoint_due,
+        pace=pace,
     )
 
 

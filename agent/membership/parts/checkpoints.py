@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from resilient.agent.membership.next_generation.checkpoint_risk import CheckpointRisk
 from resilient.agent.membership.next_generation.forming import Checkpoint, source_at
 from resilient.agent.membership.parts.context import Context
 from resilient.agent.membership.parts.events import WriteManifest
-from resilient.protocol.messages import JobSpec, Saved
+from resilient.protocol.checkpoint_pace import AUTO_CHECKPOINTS, CheckpointPace
+from resilient.protocol.messages import JobSpec, Saved, StepOutcome
 from resilient.state.manifest import Manifest, SavedState, SavedStates, folder, is_beside, step_of_folder
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.templates.common.byte_intervals import ByteIntervals
@@ -81,6 +83,9 @@ class Checkpoints:
         self._parts = Parts()
         self._missed: set[int] = set()
         self._unwritten: dict[int, _Unwritten] = {}
+        self._chosen: set[int] = set()
+        self._cost_s: float | None = None
+        self._newest_at: float | None = None
         if context.settings.resume is not None:
             path, manifest = context.settings.resume
             self._whole.append(Checkpoint(step=manifest.step, path=path, skipped=manifest.skipped))
@@ -106,9 +111,27 @@ class Checkpoints:
 
     def is_due(self, step: int, job: JobSpec) -> bool:
         """Return whether there is to be a checkpoint of a step, on the way, and is none."""
-        every = job.checkpoint_every
-        is_wanted = every > 0 and step % every == 0 and 0 < step < job.num_steps
-        return is_wanted and not source_at(step, self._whole)
+        is_wanted = job.saves_after(step, is_chosen=step in self._chosen)
+        return is_wanted and 0 < step < job.num_steps and not source_at(step, self._whole)
+
+    def note_outcome(self, outcome: StepOutcome) -> None:
+        """Take in that a step was committed, after which a checkpoint may have been chosen to follow."""
+        if outcome.saves:
+            self._chosen.add(outcome.step)
+
+    def note_cost(self, cost_s: float | None) -> None:
+        """Take in what a checkpoint was measured to cost."""
+        self._cost_s = self._cost_s if cost_s is None else cost_s
+
+    def pace(self, risk: CheckpointRisk, job: JobSpec) -> CheckpointPace | None:
+        """Return by what a generation that begins chooses its checkpoints; None where it does not choose."""
+        if job.checkpoint_every != AUTO_CHECKPOINTS:
+            return None
+        now = self._context.now
+        self._newest_at = now if self._newest_at is None else self._newest_at
+        return CheckpointPace(
+            risk_s=risk.interval_s(now, job.max_failures), cost_s=self._cost_s, since_s=now - self._newest_at
+        )
 
     def enter_generation(self, before: int, version: int, job: JobSpec) -> None:
         """Forget the parts of those that are not whole: the next generation writes that of its first step again.
@@ -150,6 +173,7 @@ class Checkpoints:
         if unwritten is not None:  # otherwise another generation had it written, too
             skipped = unwritten.write.manifest.skipped
             self._whole.append(Checkpoint(step=step, path=path, skipped=skipped))
+            self._newest_at = self._context.now
             self._context.record("checkpoint", step=step, path=path)
 
     def give_up(self, step: int) -> None:

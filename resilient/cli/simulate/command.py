@@ -78,9 +78,10 @@ def _described(options: ReplayOptions) -> _Replayed:
     from resilient.simulation.sweep import parse_sweeps
     from resilient.templates.common.words import look_up
 
-    if not options.storage_gb_s >= _LEAST_GB_S:
-        fix = "give what was measured"
-        raise ArgumentError("storage_gb_s", f"be at least {_LEAST_GB_S}", options.storage_gb_s, fix)
+    for name in ("storage_gb_s", "node_storage_gb_s"):
+        value = getattr(options, name)
+        if value is not None and not value >= _LEAST_GB_S:
+            raise ArgumentError(name, f"be at least {_LEAST_GB_S}", value, "give what was measured")
     problem, samples = described_job(options)
     batch, costs = problem.num_microbatches * samples, _costs(options, problem)
     dollars = _node_hour_dollars(options.device, options.gpus_per_node, options.price)
@@ -117,14 +118,20 @@ def _described(options: ReplayOptions) -> _Replayed:
 def _costs(options: ReplayOptions, problem: PlanningProblem) -> ChangeCosts:
     from resilient.simulation.replay.costs import ChangeCosts
 
-    storage_s = sum(layer.state_bytes for layer in problem.profile.layers) / options.storage_gb_s / 1e9
+    num_gb = sum(layer.state_bytes for layer in problem.profile.layers) / 1e9
+    of_job, of_node = options.storage_gb_s, options.node_storage_gb_s
+    of_job = 1.0 if of_job is None and of_node is None else of_job
+    storage_s, node_storage_s = (num_gb / gb_s if gb_s is not None else 0.0 for gb_s in (of_job, of_node))
     return ChangeCosts(
         regroup_ms=options.regroup_ms,
         restart_s=options.restart_s,
         load_s=storage_s,
+        node_load_s=node_storage_s,
         checkpoint_s=storage_s,
+        node_checkpoint_s=node_storage_s,
         checkpoint_steps=options.checkpoint_steps,
-        insurance_steps=options.insurance_steps or None,
+        insurance_steps="auto" if options.insurance_steps is None else options.insurance_steps or None,
+        risk_s=options.risk_s,
         step_factor=options.step_factor,
         bamboo_factor=options.bamboo_factor,
     )

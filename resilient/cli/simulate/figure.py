@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _HOUR_NS = 3_600_000_000_000
-_POLICY_COLOURS = {"resilient": BLUE, "varuna": "#e8890c", "bamboo": GREEN, "restart": RED}
+_POLICY_COLOURS = {
+    "resilient": BLUE,
+    "varuna": "#e8890c",
+    "bamboo": GREEN,
+    "restart": RED,
+}
 _PART_COLOURS = {
     "training": BLUE,
     "redundant": "#6fa3d8",
@@ -33,6 +38,7 @@ _PART_COLOURS = {
     "idle": "#cbd2d9",
 }
 _WINDOWS = 90
+_MOST_IN_A_LINE = 4
 
 
 def draw_outcomes(outcomes: Sequence[ReplayOutcome], path: Path | str) -> None:
@@ -68,18 +74,20 @@ def _draw_nodes(axes: Axes, outcome: ReplayOutcome) -> None:
 def _draw_throughput(axes: Axes, outcomes: Sequence[ReplayOutcome]) -> None:
     window_s = outcomes[0].duration_ns / 1e9 / _WINDOWS
     for outcome in outcomes:
-        colour = _POLICY_COLOURS[outcome.policy]
+        colour = _POLICY_COLOURS[outcome.policy.removesuffix("-tuned")]
+        style = (0, (1, 1.5)) if outcome.policy.endswith("-tuned") else "-"
         points = list(outcome.throughput(window_s))
         label = f"{outcome.policy}: {outcome.samples_per_s:.4g} samples/s"
-        axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, label=label)
+        axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, linestyle=style, label=label)
         axes.axhline(outcome.samples_per_s, color=colour, linewidth=0.8, linestyle=(0, (2, 3)))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("hours")
     axes.set_ylabel("samples/s kept")
     axes.grid(axis="y", color=PALE_GREY, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=len(outcomes), borderaxespad=0.2, handlelength=1.4)
-    axes.set_title("Samples of steps that were not lost later", pad=26)
+    columns = min(_MOST_IN_A_LINE, len(outcomes))
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=columns, borderaxespad=0.2, handlelength=1.4)
+    axes.set_title("Samples of steps that were not lost later", pad=10 + 16 * -(-len(outcomes) // columns))
 
 
 def _draw_split(axes: Axes, outcomes: Sequence[ReplayOutcome]) -> None:

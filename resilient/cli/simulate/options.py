@@ -43,7 +43,10 @@ class ReplayOptions(JobOptions):
     ] = None
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="resilient, bamboo, varuna or restart; repeatable; all, or resilient alone in a sweep."),
+        typer.Option(
+            help="resilient, bamboo, varuna or restart, or one of the latter with -tuned; repeatable; all, or "
+            "resilient alone in a sweep."
+        ),
     ] = None
     hours: Annotated[
         float | None, typer.Option(help="Length; a file is cut or prolonged to it, spot nodes are made up for 12.")
@@ -54,13 +57,29 @@ class ReplayOptions(JobOptions):
     ] = False
     regroup_ms: Annotated[float, typer.Option(help="resilient: from a loss to new groups.")] = 61.0
     restart_s: Annotated[float, typer.Option(help="Others: from a loss to restarted processes.")] = 60.0
-    storage_gb_s: Annotated[float, typer.Option(help="Saving and loading checkpoints, GB/s of the whole job.")] = 1.0
+    storage_gb_s: Annotated[
+        float | None,
+        typer.Option(help="Saving and loading checkpoints, GB/s of the whole job; 1 where nodes have none of theirs."),
+    ] = None
+    node_storage_gb_s: Annotated[
+        float | None, typer.Option(help="GB/s of each node, up to --storage-gb-s together, where that is given.")
+    ] = None
     checkpoint_steps: Annotated[
-        int, typer.Option(callback=within(1), help="varuna, restart: steps between checkpoints.")
+        int, typer.Option(callback=within(1), help="bamboo, varuna, restart: steps between checkpoints, as published.")
     ] = 10
     insurance_steps: Annotated[
-        int, typer.Option(callback=within(0), help="resilient: steps between checkpoints; 0 for none.")
-    ] = 30
+        int | None,
+        typer.Option(
+            callback=within(0), help="resilient: steps between checkpoints; 0 for none; by cost and risk by default."
+        ),
+    ] = None
+    risk_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds between losses that go back to a checkpoint, for resilient and what is tuned; as the trace "
+            "has them by default."
+        ),
+    ] = None
     restart_nodes: Annotated[
         int | None,
         typer.Option(callback=within(1), help="restart: nodes of the job; as many as at the start by default."),

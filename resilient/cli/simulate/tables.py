@@ -31,11 +31,12 @@ def show_outcomes(outcomes: Sequence[ReplayOutcome], missing: Sequence[tuple[str
     """Print what policies made of a trace, and why others cannot train there at all."""
     parts = (_SHORT.get(part, part) for part in TIME_PARTS)
     table = plain_table("policy", "samples/s", "M samples", "$/M", *parts, left=("policy",))
-    for outcome in outcomes:
+    for before, outcome in zip((None, *outcomes), outcomes, strict=False):
         total = outcome.node_ns
+        is_below = before is not None and outcome.policy == f"{before.policy}-tuned"
         shares = (f"{100 * part / total:.1f}" for part in outcome.split_ns.values())
         table.add_row(
-            outcome.policy,
+            "  tuned" if is_below else outcome.policy,
             f"{outcome.samples_per_s:.4g}",
             f"{outcome.samples / 1e6:.4g}",
             _dollars(outcome.dollars_per_million),
@@ -45,6 +46,8 @@ def show_outcomes(outcomes: Sequence[ReplayOutcome], missing: Sequence[tuple[str
         table.add_row(policy, "does not fit")
     console.print(table)
     console.print("train to idle: % of the nodes' time", style="dim")
+    if any(outcome.policy.endswith("-tuned") for outcome in outcomes):
+        console.print("tuned: checkpoints by what they cost and how often they are needed", style="dim")
     for policy, reason in missing:
         console.print(f"{policy}: {reason}", style="dim", soft_wrap=True, markup=False)
 

@@ -76,7 +76,8 @@ class Bamboo:
     Args:
         grids: The best grid for each number of nodes, timed by :func:`redundant_ns`, of templates that leave half of
             the memory for the successor's layers.
-        costs: ``regroup_ms``, ``reconfigure_s``, ``restart_s``, ``load_s``, ``checkpoint_steps``, ``bamboo_factor``.
+        costs: ``regroup_ms``, ``reconfigure_s``, ``restart_s``, ``load_s``, ``checkpoint_steps``, ``risk_s``,
+            ``bamboo_factor``.
     """
 
     name = "bamboo"
@@ -99,13 +100,14 @@ class Bamboo:
     def respond(self, change: LiveNodes) -> Response:
         """Let predecessors take over, arrange all nodes anew, or restart from the last checkpoint."""
         if self._grid is None:
-            response = self._rearrange(change, self._costs.restart_ns if self._started else 0)
+            pause_ns = self._costs.restart_ns(len(change.live)) if self._started else 0
+            response = self._rearrange(change, pause_ns)
             self._started = self._started or response.work is not None
             return response
         newly_lost = self._lost_in(change.lost) - self._lost
         self._lost |= newly_lost
         if any(self._is_broken(pipeline) for pipeline in self._pipelines):
-            return self._rearrange(change, self._costs.restart_ns, rolls_back=True)
+            return self._rearrange(change, self._costs.restart_ns(len(change.live)), rolls_back=True)
         if newly_lost and not change.announced:
             return Response(work=self._work(), pause_ns=self._costs.regroup_ns, keeps_step=True, again=True)
         if self._should_rearrange(len(change.live)):
@@ -142,6 +144,12 @@ class Bamboo:
         self._pipelines = [change.live[first : first + size] for first in range(0, grid.num_nodes, size)]
         return Response(work=self._work(), pause_ns=pause_ns, rolls_back=rolls_back)
 
+    def _steps_between(self, step_ns: int, num_nodes: int) -> int:
+        """Return the steps between two checkpoints: one after the other, where they are tuned, as none holds it up."""
+        if self._costs.risk_s is None:
+            return self._costs.checkpoint_steps
+        return max(1, -(-self._costs.checkpoint_ns(num_nodes) // step_ns))
+
     def _work(self) -> SteadyWork:
         grid = self._grid
         assert grid is not None
@@ -155,5 +163,5 @@ class Bamboo:
             step_ns=step_ns,
             num_nodes=grid.num_nodes - len(self._lost),
             redundant_ns=step_ns - needed_ns,
-            checkpoint_steps=self._costs.checkpoint_steps,
+            checkpoint_steps=self._steps_between(step_ns, grid.num_nodes),
         )

@@ -25,7 +25,8 @@ class Resilient:
 
     Args:
         planner: Of the job; runs that share one need not plan again what another has planned.
-        costs: ``regroup_ms``, ``restart_s``, ``load_s``, ``checkpoint_s``, ``insurance_steps``.
+        costs: ``regroup_ms``, ``restart_s``, ``load_s``, ``checkpoint_s``, ``insurance_steps``,
+            ``risk_s``.
     """
 
     name = "resilient"
@@ -50,7 +51,7 @@ class Resilient:
             if before is None:
                 self._arrangement = self._planner.first(len(change.live))
                 self._nodes = change.live[: self._arrangement.num_nodes]
-                pause_ns = self._costs.restart_ns if self._started else 0
+                pause_ns = self._costs.restart_ns(len(self._nodes)) if self._started else 0
                 self._started = True
                 return Response(work=self._work(self._arrangement), pause_ns=pause_ns)
         except TooFewNodes:
@@ -71,15 +72,16 @@ class Resilient:
         named = (*self._nodes, *spare)
         self._arrangement = move.arrangement
         self._nodes = tuple(named[place] for place in move.places)
-        pause_ns = self._costs.regroup_ns + (self._costs.load_ns if rolls_back else move.copy_ns)
+        pause_ns = self._costs.regroup_ns + (self._costs.load_ns(len(self._nodes)) if rolls_back else move.copy_ns)
         return Response(work=self._work(move.arrangement), pause_ns=pause_ns, rolls_back=rolls_back)
 
     def _work(self, arrangement: Arrangement) -> SteadyWork:
+        step_ns, num_nodes = self._costs.step_ns(arrangement.step_ns), arrangement.num_nodes
         return SteadyWork(
-            step_ns=self._costs.step_ns(arrangement.step_ns),
-            num_nodes=arrangement.num_nodes,
-            checkpoint_steps=self._costs.insurance_steps,
-            checkpoint_ns=self._costs.checkpoint_ns,
+            step_ns=step_ns,
+            num_nodes=num_nodes,
+            checkpoint_steps=self._costs.steps_between_insurances(step_ns, num_nodes),
+            checkpoint_ns=self._costs.checkpoint_ns(num_nodes),
         )
 
 

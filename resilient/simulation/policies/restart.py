@@ -14,7 +14,7 @@ class Restart:
 
     Args:
         grids: The best grid for N nodes decides what a step takes.
-        costs: ``restart_s``, ``load_s``, ``checkpoint_s``, ``checkpoint_steps``.
+        costs: ``restart_s``, ``load_s``, ``checkpoint_s``, ``checkpoint_steps``, ``risk_s``.
         num_nodes: N.
 
     Raises:
@@ -32,8 +32,8 @@ class Restart:
         self._work = SteadyWork(
             step_ns=costs.step_ns(grid.step_ns),
             num_nodes=grid.num_nodes,
-            checkpoint_steps=costs.checkpoint_steps,
-            checkpoint_ns=costs.checkpoint_ns,
+            checkpoint_steps=costs.steps_between(costs.step_ns(grid.step_ns), grid.num_nodes),
+            checkpoint_ns=costs.checkpoint_ns(grid.num_nodes),
         )
         self._members: frozenset[int] = frozenset()
         self._started = False
@@ -48,6 +48,6 @@ class Restart:
             self._members = frozenset()
             return Response(work=None, rolls_back=True)
         self._members = frozenset(change.live[: self._num_nodes])
-        pause_ns = self._costs.restart_ns if self._started else 0
+        pause_ns = self._costs.restart_ns(self._work.num_nodes) if self._started else 0
         self._started = True
         return Response(work=self._work, pause_ns=pause_ns, rolls_back=True)

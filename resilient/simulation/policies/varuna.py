@@ -18,7 +18,7 @@ class Varuna:
 
     Args:
         grids: The best grid for each number of nodes.
-        costs: ``restart_s``, ``load_s``, ``checkpoint_s``, ``checkpoint_steps``.
+        costs: ``restart_s``, ``load_s``, ``checkpoint_s``, ``checkpoint_steps``, ``risk_s``.
     """
 
     name = "varuna"
@@ -45,14 +45,14 @@ class Varuna:
         if grid is None:
             self._working = frozenset()
             return Response(work=None, rolls_back=True)
-        pause_ns = self._costs.restart_ns if self._started else 0
+        pause_ns = self._costs.restart_ns(grid.num_nodes) if self._started else 0
         self._started = True
         self._step_ns = self._costs.step_ns(grid.step_ns)
         self._working = frozenset(change.live[: grid.num_nodes])
         work = SteadyWork(
             step_ns=self._step_ns,
             num_nodes=grid.num_nodes,
-            checkpoint_steps=self._costs.checkpoint_steps,
-            checkpoint_ns=self._costs.checkpoint_ns,
+            checkpoint_steps=self._costs.steps_between(self._step_ns, grid.num_nodes),
+            checkpoint_ns=self._costs.checkpoint_ns(grid.num_nodes),
         )
         return Response(work=work, pause_ns=pause_ns, rolls_back=True)

@@ -1,4 +1,5 @@
-"""A disk that takes no checkpoint: those on the way are missed and told, training goes on; the last one ends the job.
+"""Checkpoints that choose their steps, and a disk that takes none: those on the way are missed and told, training goes
+on; the last one ends the job.
 
 A file in the place of the checkpoints' folder stands for the disk, for whoever runs the tests may write everywhere.
 """
@@ -11,7 +12,9 @@ import pytest
 
 from resilient.agent.launch import Launcher
 from resilient.state.manifest import MANIFEST, read_manifest
-from tests.integration.harness import Event, run_job
+from resilient.templates.common.checkpoint_interval import checkpoint_interval_s
+from resilient.testing import fail_at
+from tests.integration.harness import Event, check_recovered, run_job
 
 NODES = 4
 
@@ -43,6 +46,22 @@ def test_job_goes_on_without_a_checkpoint_and_writes_the_next(tmp_path: Path) ->
         (6, 6),
     ]
     assert not run.of_kind("detected")
+
+
+def test_checkpoints_are_chosen_by_what_one_costs_also_after_a_failure(tmp_path: Path) -> None:
+    reference = run_job(tmp_path / "reference", "--steps", "10", nodes=NODES + 1)
+    arguments = ("--steps", "10", "--checkpoint-every", "auto")
+    run = run_job(tmp_path / "run", *arguments, nodes=NODES + 1, inject=[fail_at(node=2, step=6, phase="forward")])
+    check_recovered(run, reference)
+    first, second = run.generations
+    assert first["checkpoint_pace"] == {"risk_s": 36_000.0, "cost_s": None}
+    written = [event["step"] for event in run.of_kind("checkpoint")]
+    assert (written[0], written[-1]) == (3, 10), "as soon as it is known how long a step takes, to see what one costs"
+    assert second["checkpoint_pace"]["cost_s"] is not None
+    assert second["checkpoint_pace"]["risk_s"] == pytest.approx(3600 / 2 * 11, rel=0.1)
+    chosen = run.report["checkpoints"]
+    assert chosen["written"] == len(written)
+    assert chosen["interval_s"] == checkpoint_interval_s(chosen["cost_s"], chosen["risk_s"])
 
 
 def test_last_checkpoint_that_cannot_be_written_ends_the_job_with_the_reason(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=("adamw", "sgd", "groups"), default="adamw")
     parser.add_argument("--max-failures", type=int, default=1)
     parser.add_argument("--min-pipeline-nodes", type=int, default=2)
-    parser.add_argument("--checkpoint-every", type=int, default=0)
+    parser.add_argument("--checkpoint-every", type=lambda text: text if text == "auto" else int(text), default=0)
     parser.add_argument("--compare-replicas-every", type=int, default=100)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--raise-in", type=int, metavar="STEP", help="the samples of this step cannot be read")

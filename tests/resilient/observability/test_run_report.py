@@ -14,6 +14,7 @@ from resilient.observability.event_log import read_events
 from resilient.observability.run_comparison import compare_runs
 from resilient.observability.run_report import build_run_report, write_report
 from resilient.state.manifest import Manifest, SavedState, write_manifest
+from resilient.templates.common.checkpoint_interval import checkpoint_interval_s
 from tests.resilient.observability.made_up_runs import Run, fail_twice_with_late_steps, failure_and_join
 from tests.resilient.small import make_job
 
@@ -199,6 +200,18 @@ def test_two_failures_of_the_same_node_are_two_recoveries() -> None:
         run.installed(at_ms + 20, at_ms + 40)
         run.step(at_ms + 140, version + 1)
     assert [recovery["detect_ms"] for recovery in build_run_report(run.events)["recoveries"]] == [2.0, 3.0]
+
+
+def test_report_says_what_checkpoints_were_chosen_by() -> None:
+    run = Run()
+    run.generation(0, 1, "start", 0, [0, 1], checkpoint_pace={"risk_s": 1000.0, "cost_s": None})
+    run.add(10, "checkpoint", step=3, path="/c")
+    chosen = {"written": 1, "cost_s": None, "risk_s": 1000.0, "interval_s": None}
+    assert build_run_report(run.events)["checkpoints"] == chosen
+    run.add(20, "step", step=5, loss=1.0, num_samples=1, checkpoint_s=4.0)
+    interval_s = checkpoint_interval_s(4.0, 1000.0)
+    assert build_run_report(run.events)["checkpoints"] == {**chosen, "cost_s": 4.0, "interval_s": interval_s}
+    assert build_run_report(run.events[-2:-1])["checkpoints"] == {"written": 1}
 
 
 def test_report_says_which_nodes_stood_by_and_why() -> None:

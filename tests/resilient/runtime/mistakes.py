@@ -88,11 +88,11 @@ ARGUMENTS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "checkpoints": (
         lambda: train(checkpoint_every=-1),
-        "checkpoint_every must be >= 0, got -1; 0 means at the end only",
+        'checkpoint_every must be >= 0, got -1; 0 means at the end only, "auto" by what one costs',
     ),
     "no checkpoints": (
         lambda: train(checkpoint_every=None),
-        "checkpoint_every must be a whole number >= 0, got None; 0 means at the end only",
+        'checkpoint_every must be a whole number >= 0, got None; 0 means at the end only, "auto" by what one costs',
     ),
     "clipping as text": (lambda: train(clip_grad_norm="1"), "clip_grad_norm must be a number > 0, got '1'; write 1"),
     "clipping yes": (

@@ -34,7 +34,10 @@ from tests.resilient.small import Tokens, make_job, make_profile
         ({"num_steps": 0}, "num_steps must be >= 1, got 0; train for at least one step"),
         ({"max_failures": -1}, "max_failures must be >= 0, got -1; 0 means no redundancy"),
         ({"min_pipeline_nodes": 0}, "min_pipeline_nodes must be >= 1, got 0; a pipeline has at least one node"),
-        ({"checkpoint_every": -5}, "checkpoint_every must be >= 0, got -5; 0 means at the end only"),
+        (
+            {"checkpoint_every": -5},
+            'checkpoint_every must be >= 0, got -5; 0 means at the end only, "auto" by what one costs',
+        ),
         ({"num_workers": -1}, "num_workers must be >= 0, got -1; 0 reads samples in the worker itself"),
         ({"precision": "fp16"},
          "precision must be one of ['bf16', 'fp32', 'fp64'], got 'fp16'; choose one of them"),

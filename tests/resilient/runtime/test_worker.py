@@ -17,6 +17,7 @@ from torch import Tensor
 from resilient.comm import Communicator
 from resilient.errors import CheckpointError
 from resilient.pipeline.stage_timer import MIN_MEASURED_STEPS
+from resilient.protocol.checkpoint_pace import CheckpointPace
 from resilient.protocol.messages import (
     INIT,
     Arm,
@@ -102,6 +103,17 @@ def test_undisturbed_job_runs_to_its_end(tmp_path: Path) -> None:
     assert set(client.last(Saved).states) == NAMES
     assert client.last(Ready).store_address.startswith(f"{HOST}:")
     assert client.last(Installed).generation == client.last(Finished).generation == 1
+
+
+def test_worker_of_rank_0_chooses_when_checkpoints_are_written_and_tells_what_one_cost(tmp_path: Path) -> None:
+    """Losses are so frequent that one is due whenever the one before is measured."""
+    client = ScriptedClient(tmp_path, generation(pace=CheckpointPace(risk_s=1e-9)), Finish())
+    make_worker(client, num_steps=7, checkpoint_every="auto").run()
+    assert [message.step for message in client.sent if isinstance(message, Saved)] == [3, 5, 7]
+    steps = {message.outcome.step: message for message in client.sent if isinstance(message, StepDone)}
+    assert [step for step, done in steps.items() if done.outcome.saves] == [3, 5, 7], "one follows the last step anyway"
+    assert steps[3].checkpoint_s is None
+    assert steps[4].checkpoint_s is not None
 
 
 def test_checkpoint_on_the_way_that_cannot_be_written_is_told_and_the_next_one_is_tried(tmp_path: Path) -> None:

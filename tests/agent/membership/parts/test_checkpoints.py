@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from resilient.agent.membership.parts.checkpoints import Parts
 from resilient.agent.membership.parts.context import Phase
 from resilient.agent.membership.parts.events import Interrupted, Send, StopWanted, Tick
+from resilient.protocol.checkpoint_pace import CheckpointPace
 from resilient.protocol.messages import Failed, Finished, Generation, NotSaved
 from resilient.state.manifest import Manifest, SavedState
 from resilient.templates.common.byte_intervals import ByteIntervals
@@ -278,6 +279,52 @@ def test_checkpoint_that_a_failure_left_behind_is_told() -> None:
     assert [record.fields for record in job.records if record.kind == "checkpoint_failed"] == [
         {"step": 3, "node": None, "error": "the job was regrouped before all parts were written", "newest": None}
     ]
+
+
+def chosen(job: Job, step: int, cost_s: float | None = None) -> None:
+    """Have a step be committed after which a checkpoint is to follow."""
+    done = job.done(step, job.machine.generation)
+    saves = replace(done.outcome, saves=True)
+    for worker in job.placed():
+        state = job.workers[worker]
+        state.version, state.passed, state.retained, state.begun = step, saves, (), True
+    job.say(job.placed()[0], replace(done, outcome=saves, checkpoint_s=cost_s))
+
+
+def paces(job: Job, generation: int) -> set[CheckpointPace | None]:
+    """Return by what the workers of a generation, after the running one or the first, choose their checkpoints."""
+    job.answer()
+    sent = [each.message for _, _, told in job.history for each in told if isinstance(each, Send)]
+    return {each.pace for each in sent if isinstance(each, Generation) and each.generation == generation}
+
+
+def test_generation_is_told_what_a_checkpoint_costs_how_often_one_is_needed_and_when_there_was_one() -> None:
+    job = started(num_nodes=7, spec=job_spec(checkpoint_every="auto"), failure_interval_s=100.0)
+    assert paces(job, 1) == {CheckpointPace(risk_s=1000.0)}
+    job.now = 40.0
+    chosen(job, 2, cost_s=3.0)
+    save(job, 2)
+    job.now = 100.0
+    job.lose(job.placed()[-1][0])
+    assert paces(job, 2) == {CheckpointPace(risk_s=(100.0 + 100.0) / 2 * 11, cost_s=3.0, since_s=60.0)}
+    assert job.last("generation")["checkpoint_pace"] == {"risk_s": 1100.0, "cost_s": 3.0}
+
+
+def test_chosen_checkpoint_that_a_failure_came_after_is_written_by_the_next_generation() -> None:
+    job = started(num_nodes=7, spec=job_spec(checkpoint_every="auto"))
+    chosen(job, 2)
+    job.lose(job.placed()[-1][0])
+    assert due(job) == {True}
+    job.step(3)
+    job.lose(job.placed()[-1][0])
+    assert due(job) == {False}
+    assert job.last("checkpoint_failed")["step"] == 2
+
+
+def test_jobs_with_fixed_steps_between_checkpoints_have_no_pace() -> None:
+    job = started(num_nodes=7, spec=job_spec(checkpoint_every=3))
+    job.lose(job.placed()[-1][0])
+    assert paces(job, 2) == {None}
 
 
 def resumed_from_damaged(instead: str) -> Job:

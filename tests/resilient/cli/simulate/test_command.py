@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from resilient.cli.app import app
 from resilient.cli.simulate.options import load_trace
+from resilient.simulation.scenario import POLICIES
 from resilient.templates.inputs.derive import derive_profile
 
 JOB = ["simulate", "--model", "gpt2-medium", "--device", "a40", "--global-batch", "256"]
@@ -30,18 +31,31 @@ def test_policies_are_compared_on_each_trace(tmp_path: Path) -> None:
     assert "two\n1 h, 8 nodes at the start, 8 at most; 1 lost, 1 joined\n" in output
     assert "every-30min\n2.5 h, 8 nodes at the start, 8 at most; 4 lost, 0 joined\n" in output
     assert len(re.findall(r"^(resilient|bamboo|varuna|restart) +\d", output, re.MULTILINE)) == 8
+    assert len(re.findall(r"^  tuned +\d", output, re.MULTILINE)) == 6
     assert all(len(line) <= 80 for line in output.splitlines())
     written = json.loads((tmp_path / "out" / "all.json").read_text())
     assert written["job"]["profile"] == "derived: gpt2-medium, a40, microbatch 32, 1024 tokens"
     assert written["job"]["node_hour_dollars"] == 0.4
     assert [trace["trace"] for trace in written["traces"]] == ["two", "every-30min"]
     for trace in written["traces"]:
-        assert [each["policy"] for each in trace["outcomes"]] == ["resilient", "bamboo", "varuna", "restart"]
+        assert [each["policy"] for each in trace["outcomes"]] == list(POLICIES)
         for each in trace["outcomes"]:
             assert sum(each["node_hours_by_part"].values()) == pytest.approx(each["node_hours"])
             assert each["dollars"] == pytest.approx(0.4 * each["node_hours"])
     assert (tmp_path / "out" / "all-two.png").stat().st_size > 10_000
     assert (tmp_path / "out" / "all-every-30min.png").stat().st_size > 10_000
+
+
+def test_storage_of_nodes_saves_as_many_times_faster_as_there_are_nodes_up_to_what_the_job_has(tmp_path: Path) -> None:
+    def checkpointing(*arguments: str) -> float:
+        trace = ["--availability", "every-1h", "--nodes", "8", "--hours", "1", "--policy", "varuna"]
+        run(*trace, *arguments, "--json", str(tmp_path / "s.json"))
+        (outcome,) = json.loads((tmp_path / "s.json").read_text())["traces"][0]["outcomes"]
+        return outcome["share_by_part"]["checkpointing"] / (1 - outcome["share_by_part"]["checkpointing"])
+
+    whole = checkpointing("--storage-gb-s", "0.08")
+    assert checkpointing("--node-storage-gb-s", "0.01") == pytest.approx(whole, rel=0.05)
+    assert checkpointing("--node-storage-gb-s", "1", "--storage-gb-s", "0.08") == pytest.approx(whole, rel=0.05)
 
 
 def test_a_sweep_marks_the_fastest_and_the_cheapest(tmp_path: Path) -> None:
@@ -123,7 +137,8 @@ def test_too_few_nodes_are_said_with_the_number_that_would_do() -> None:
         ),
         (
             ["--availability", "g4dn", "--policy", "oobleck"],
-            "--policy must be one of resilient, bamboo, varuna, restart, got 'oobleck'; choose one of these",
+            "--policy must be one of resilient, bamboo, bamboo-tuned, varuna, varuna-tuned, restart, "
+            "restart-tuned, got 'oobleck'; choose one of these",
         ),
         (
             ["--availability", "g4dn", "--sweep", "gpus=2"],

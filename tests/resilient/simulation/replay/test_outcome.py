@@ -15,6 +15,7 @@ import pytest
 
 from resilient.cli.simulate.figure import draw_outcomes
 from resilient.simulation.availability.spot_market import spot_trace
+from resilient.simulation.availability.traces import AvailabilityTrace
 from resilient.simulation.replay.costs import ChangeCosts
 from resilient.simulation.replay.job import Stretch
 from resilient.simulation.replay.outcome import TIME_PARTS, ReplayOutcome
@@ -97,6 +98,36 @@ def test_resilient_gets_most_done_on_spot_nodes() -> None:
     assert max(made, key=lambda policy: made[policy].samples) == "resilient"
 
 
+@pytest.mark.parametrize("policy", ["varuna", "restart"])
+def test_tuned_checkpoints_are_near_the_best_of_all_fixed_ones(policy: str) -> None:
+    """A step takes 2 to 5 s, a checkpoint 20: every ten steps, as published, is too often."""
+    run = spot_trace("g4dn", 8, 12, seed=3)
+    costs = ChangeCosts(checkpoint_s=20.0, load_s=20.0)
+    fixed = {
+        steps: scenario(costs=replace(costs, checkpoint_steps=steps)).run(run, policy).samples
+        for steps in (1, 3, 10, 30, 60, 100, 150, 200, 300, 500, 1000)
+    }
+    tuned = scenario(costs=costs).run(run, f"{policy}-tuned").samples
+    assert tuned > 0.97 * max(fixed.values())
+    assert tuned > 1.1 * fixed[10]
+
+
+def test_checkpoints_are_as_rare_as_losses_that_need_them() -> None:
+    job_of = scenario(costs=ChangeCosts(checkpoint_s=20.0, load_s=20.0))
+    job_of = replace(job_of, problem=replace(job_of.problem, min_pipeline_nodes=4))
+
+    def checkpoints(run: AvailabilityTrace, policy: str, job: Scenario = job_of) -> int:
+        return sum(stretch.checkpointing_ns for stretch in job.run(run, policy).stretches) // (20 * 10**9)
+
+    single = trace((0, range(9), []), *((600 * i, [10 + i], [i]) for i in range(1, 9)), end_s=36_000)
+    several = trace((0, range(9), []), (18_000, range(10, 17), range(7)), end_s=36_000)
+    assert checkpoints(single, "varuna-tuned") > 2 * checkpoints(single, "resilient") > 0
+    assert checkpoints(several, "resilient") > 1.5 * checkpoints(single, "resilient")
+    told = replace(job_of, costs=replace(job_of.costs, risk_s=600.0))
+    assert checkpoints(single, "resilient", told) > 5 * checkpoints(single, "resilient")
+    assert told.run(single, "varuna") == job_of.run(single, "varuna"), "as published"
+
+
 def test_twice_the_layers_may_not_fit() -> None:
     problem = replace(job(4, 2.0, 16, state_bytes=3 * GIB), cluster=Cluster(memory_bytes=5 * GIB))
     small = Scenario(problem=problem, batch=16, max_nodes=8)
@@ -112,7 +143,7 @@ def test_twice_the_layers_may_not_fit() -> None:
 def test_unknown_policies_and_too_few_nodes_to_restart_on_are_refused() -> None:
     with pytest.raises(
         ValueError,
-        match=r"^policy must be one of resilient, bamboo, varuna, restart, got 'varun'; did you mean 'varuna'\?$",
+        match=r"^policy must be one of resilient, bamboo, .*, got 'varun'; did you mean 'varuna' or 'varuna-tuned'\?$",
     ):
         scenario().run(trace((0, [0], []), end_s=1), "varun")
     few = Scenario(problem=job(8, 2.0, 16, min_pipeline_nodes=2), batch=16, max_nodes=8, restart_nodes=1)
