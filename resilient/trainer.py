@@ -96,6 +96,8 @@ class Trainer:
             of padded microbatches. ``resilient run --planner`` goes before it; a script run by itself has no planner.
         num_workers: Processes of each worker that read samples ahead of time, while it computes; 0 for none. By default
             none where a sample takes under a millisecond to read, otherwise two.
+        read_ahead: Steps whose samples they read ahead of time: more, where some steps take much longer to read than
+            others, for memory that holds so many. A planner's assignments are then made as much earlier.
         device: Where to train; by default "cuda", which is a device of this worker's own, if there is one, else "cpu".
         comm_timeout_s: Last resort against a peer that hangs without its connection breaking. When no step is done for
             15 times as long, or 15 times as long as one is planned to take, workers that do not answer are given up.
@@ -124,6 +126,7 @@ class Trainer:
         num_chunks: int = 2,
         planner: str | None = None,
         num_workers: int | None = None,
+        read_ahead: int = 1,
         device: str | torch.device | None = None,
         comm_timeout_s: float = 120.0,
     ) -> None:
@@ -145,6 +148,7 @@ class Trainer:
             num_chunks=num_chunks,
             planner=os.environ.get("RESILIENT_PLANNER") or planner or "",
             num_workers=num_workers,
+            read_ahead=read_ahead,
             device=_device(device),
             comm_timeout_s=comm_timeout_s,
         )

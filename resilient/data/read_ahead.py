@@ -59,17 +59,19 @@ def _are_worth_it(processes: DataProcesses, first: Cell) -> bool:
 class ReadAhead:
     """Keeps data processes busy with the cells that come next.
 
-    As many as this step has are asked for ahead of time, unless that is more than the processes can be asked at once,
-    or than is known of the steps to come.
+    As many as this step has, times the steps to read ahead, are asked for ahead of time, unless that is more than the
+    processes can be asked at once, or than is known of the steps to come.
 
     Args:
         processes: What reads.
         num_steps: Steps of the job.
+        steps_ahead: How many steps' cells are asked for.
     """
 
-    def __init__(self, processes: DataProcesses, num_steps: int) -> None:
+    def __init__(self, processes: DataProcesses, num_steps: int, steps_ahead: int = 1) -> None:
         self._processes = processes
         self._num_steps = num_steps
+        self._steps_ahead = steps_ahead
         self._cells_of: CellsOf = lambda step: None
         self._reads: Reads = None
         self._steps: dict[int, tuple[Cell, ...]] = {}  # what was asked for is of these, whatever cells_of says later
@@ -90,7 +92,7 @@ class ReadAhead:
         place = cells.index(cell)
         if self._tickets and (step, place) not in self._tickets:
             self._forget()  # a step is read once more; with what was asked for it would be more than fits
-        most = max(len(cells), 2 * len(self._processes))
+        most = max(self._steps_ahead * len(cells), 2 * len(self._processes))
         for number, (key, each) in enumerate(islice(self._keys_from(step, place), most + 1)):
             if key not in self._tickets:
                 if number and not self._processes.has_room:

@@ -32,7 +32,7 @@ def alike(job: Job, samples: Iterable[Read]) -> Alike:
     structure, values = getattr(model, "structure_digest", model.digest), getattr(model, "values_digest", None)
     fields = {name: getattr(recipe, name) for name in recipe.__struct_fields__ if name != "model"}
     files = model.contents() if isinstance(model, FromFiles) else {}
-    told = {**job.config(), **fields, "num_steps": job.num_steps}
+    told = {**job.config(), **fields, "num_steps": job.num_steps, "read_ahead": job.read_ahead}
     return {
         "script": {name: short(digest) for name, digest in user_sources().items()},
         "files": {name: short(digest) for name, digest in files.items()},

@@ -70,7 +70,7 @@ class Batches:
         self._job = job
         self._sampler = sampler_of(job)
         self._reader = reader_of(job)
-        self._ahead = None if processes is None else ReadAhead(processes, job.num_steps)
+        self._ahead = None if processes is None else ReadAhead(processes, job.num_steps, job.read_ahead)
         self.lengths = SampleLengths(job.dataset, job.model) if isinstance(job.model, Packable) else None
         self._reads: Reads = None
         self._read_step = 0

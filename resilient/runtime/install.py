@@ -346,6 +346,7 @@ def _steps(context: WorkerContext, plan: Plan, slot: Slot, comm: Communicator, l
         job.num_steps,
         partial(planning.prepared, placement, sampler),
         context.learning,
+        ahead=job.read_ahead + 1,
     )
     return UnitSteps(
         comm=comm,

@@ -40,6 +40,7 @@ class Job(JobConfig):
         num_steps: Steps of the whole job.
         num_workers: Processes of each worker that read samples ahead of time; 0 for none, None for as many as the time
             that a sample takes to read calls for.
+        read_ahead: Steps whose samples these processes read ahead of time; equal on all workers.
 
     Raises:
         ArgumentError: An argument cannot be.
@@ -51,6 +52,7 @@ class Job(JobConfig):
     device: torch.device
     num_steps: int = 1
     num_workers: int | None = None
+    read_ahead: int = 1
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -60,6 +62,7 @@ class Job(JobConfig):
         self._take_whole("num_steps", 1, "train for at least one step")
         if self.num_workers is not None:
             self._take_whole("num_workers", 0, "0 reads samples in the worker itself")
+        self._take_whole("read_ahead", 1, "num_workers=0 reads none ahead of time")
         if self.schedule is ScheduleKind.INTERLEAVED and self.device.type == "cuda":
             why = "NCCL's messages carry no tags, and both ends do not order theirs alike"
             raise ArgumentError(

@@ -16,7 +16,15 @@ from resilient.protocol.phases import PHASES
 from resilient.templates.schedules.schedule import Action, Op
 from resilient.testing import fail_at
 from tests.integration.drills import FEWEST, SCRIPT, Drill, run_drills
-from tests.integration.harness import Event, check_equals_one_process, check_survivors, run_alone, run_job, started
+from tests.integration.harness import (
+    Event,
+    Run,
+    check_equals_one_process,
+    check_survivors,
+    run_alone,
+    run_job,
+    started,
+)
 from tests.integration.jobs.planned import Mixed
 
 JOB = ("--steps", "4", "--batch", "16")
@@ -27,6 +35,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The job in one process, a chain of padded microbatches: its folder and its log."""
     folder = tmp_path_factory.mktemp("alone")
     return folder, run_alone(folder, *JOB, script=SCRIPT)
+
+
+def check(run: Run, alone: tuple[Path, str]) -> None:
+    """Check that a job equals one process, no survivor was restarted, and each failure cost a step at most."""
+    check_equals_one_process(run, *alone)
+    check_survivors(run)
+    assert run.report["recoveries"], "somebody was killed"
+    assert all(recovery["lost_steps"] <= 1 for recovery in run.report["recoveries"]), run.report["recoveries"]
 
 
 KILLED = ("dip", "cornstarch", "dflop", "dhp", "orchmllm", AUTO)
@@ -40,8 +56,7 @@ def test_planner_through_a_kill(planner: str, alone: tuple[Path, str], tmp_path:
     options = ("--planner", planner, "--min-pipeline-nodes", str(fewest))
     inject = [fail_at(node=1, step=2, phase="backward")]
     run = run_job(tmp_path, *JOB, *options, script=SCRIPT, nodes=2 * fewest + 1, inject=inject)
-    check_equals_one_process(run, *alone)
-    check_survivors(run)
+    check(run, alone)
 
 
 ALWAYS = {"interleaved": ("disttrain", 4), "everywhere": ("cornstarch", 2)}
@@ -69,8 +84,7 @@ def test_rows_with_several_stages_through_a_kill(
     options = ("--planner", planner, "--always", always, "--min-pipeline-nodes", str(fewest))
     inject = [fail_at(node=1, step=2, phase="backward")]
     run = run_job(tmp_path / "run", *JOB, *options, script=SCRIPT, nodes=2 * fewest + 1, inject=inject)
-    check_equals_one_process(run, *alone)
-    check_survivors(run)
+    check(run, alone)
     for generation in run.generations:
         smallest = [each for each in generation["pipelines"] if len(each["nodes"]) == fewest]
         assert smallest
@@ -100,8 +114,7 @@ def test_features_cross_pipelines_through_kills(alone: tuple[Path, str], tmp_pat
     options = "--trace-steps 1-4 --inject node=1,step=2,phase=vision.send --inject node=2,step=4,phase=backward"
     with started(tmp_path, *arguments, nodes=4, options=options, script=SCRIPT) as job:
         run = job.wait()
-    check_equals_one_process(run, *alone)
-    check_survivors(run)
+    check(run, alone)
     recoveries = run.report["recoveries"]
     assert [recovery["lost_steps"] for recovery in recoveries] == [1, 1]
     assert [len(generation["pipelines"]) for generation in run.generations] == [4, 3, 2]
@@ -118,8 +131,7 @@ def test_features_cross_pipelines_that_are_unlike(
     options = "--trace-steps 1-4 --inject node=2,step=3,phase=llm.backward"
     with started(tmp_path / "run", *arguments, nodes=5, options=options, script=SCRIPT) as job:
         run = job.wait()
-    check_equals_one_process(run, *alone)
-    check_survivors(run)
+    check(run, alone)
     sizes = [sorted(len(pipeline["nodes"]) for pipeline in each["pipelines"]) for each in run.generations]
     assert sizes == [[2, 3], [2, 2]]
     assert all(crossing(run.directory)[generation] for generation in (1, 2))
@@ -172,9 +184,10 @@ def test_planned_job_through_failures_of_every_kind(
     asked, fewest = ALWAYS.get(planner, (planner, FEWEST.get(planner, 2)))
     schedule = ("--schedule", "zb-h1") if planner in ("resilient", "interleaved") else ()
     always = ("--always", planner) if planner in ALWAYS else ()
+    ahead = ("--read-ahead", "3") if planner == "entrain" else ()
     if always:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    drilled = run_drills(tmp_path, DRILLS[planner], asked, *schedule, *always, fewest=fewest)
+    drilled = run_drills(tmp_path, DRILLS[planner], asked, *schedule, *always, *ahead, fewest=fewest)
     assert (drilled.missed, drilled.wrong) == ([], [])
 
 
@@ -198,8 +211,7 @@ def test_generator_through_a_kill(planner: str, fewest: int, drawing_alone: tupl
     options = (*JOB, "--draws", "--planner", planner, "--min-pipeline-nodes", str(fewest))
     inject = [fail_at(node=1, step=2, phase="backward")]
     run = run_job(tmp_path, *options, script=SCRIPT, nodes=2 * fewest + 1, inject=inject)
-    check_equals_one_process(run, *drawing_alone)
-    check_survivors(run)
+    check(run, drawing_alone)
     lanes = {stage["lane"] for pipeline in run.generations[0]["pipelines"] for stage in pipeline["stages"]}
     assert {"llm.0", "image.0"} <= lanes
 

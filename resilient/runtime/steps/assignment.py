@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,9 +57,15 @@ class StepAssignment:
 
     def lengths(self, unit: str) -> Lengths:
         """Return the lengths of all samples in a unit."""
-        index = self.units.index(unit)
-        tokens, squares, longest = (each[index].numpy() for each in (self.tokens, self.squares, self.longest))
-        return Lengths(tokens=tokens, squares=squares, longest=longest)
+        return self._lengths[unit]
+
+    @cached_property
+    def _lengths(self) -> dict[str, Lengths]:
+        of_units = zip(self.tokens.numpy(), self.squares.numpy(), self.longest.numpy(), strict=True)
+        return {
+            unit: Lengths(tokens=tokens, squares=squares, longest=longest)
+            for unit, (tokens, squares, longest) in zip(self.units, of_units, strict=True)
+        }
 
     def joined(self, pipeline: int) -> tuple[int, ...]:
         """Return the pipelines, ascending, that exchange features with one, or with others that do; and it itself."""

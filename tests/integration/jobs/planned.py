@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
     parser.add_argument("--slowly-while", type=Path, metavar="FILE")
     parser.add_argument("--draws", action="store_true")
+    parser.add_argument("--read-ahead", type=int, default=0, help="steps that data processes read; 0: none")
     parser.add_argument(
         "--always", choices=("interleaved", "everywhere", "together"), help="what a planner else may answer"
     )
@@ -187,6 +188,8 @@ def main() -> None:
         clip_grad_norm=1.0,
         schedule=arguments.schedule,
         planner=arguments.planner,
+        num_workers=1 if arguments.read_ahead else None,
+        read_ahead=arguments.read_ahead or 1,
     ).fit(arguments.steps)
 
 

@@ -43,9 +43,13 @@ class Asked:
 
 
 def entered(
-    asked: Asked, cells_of: Callable[[int], Sequence[Cell] | None], num_steps: int = 3, reads: Reads = None
+    asked: Asked,
+    cells_of: Callable[[int], Sequence[Cell] | None],
+    num_steps: int = 3,
+    reads: Reads = None,
+    steps_ahead: int = 1,
 ) -> ReadAhead:
-    ahead = ReadAhead(asked, num_steps)  # pyright: ignore[reportArgumentType]
+    ahead = ReadAhead(asked, num_steps, steps_ahead)  # pyright: ignore[reportArgumentType]
     ahead.enter(cells_of, reads)
     asked.asked.clear()
     return ahead
@@ -66,6 +70,15 @@ def test_a_whole_step_is_asked_for_ahead_of_time() -> None:
     assert ahead.take(3, cells[0]) == (3, cells[0]), "again, after a failure"
     ahead.enter(lambda step: chain(0, 1), frozenset({"input"}))
     assert asked.asked[-1] == FORGOTTEN, "of another place, nothing is wanted any more"
+
+
+def test_several_steps_are_asked_for_ahead_of_time() -> None:
+    asked, cells = Asked(2), chain(2, 3, 9, 4, 7)
+    ahead = entered(asked, lambda step: cells, num_steps=5, steps_ahead=3)
+    steps = [(step, cell) for step in range(1, 6) for cell in cells]
+    for number, key in enumerate(steps):
+        assert ahead.take(*key) == key
+        assert asked.asked == steps[: number + 16]
 
 
 def test_what_is_still_wanted_is_not_asked_for_again() -> None:

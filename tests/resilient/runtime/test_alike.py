@@ -58,6 +58,7 @@ def test_all_that_is_told_has_a_fix() -> None:
         ({"on_nonfinite": "skip"}, "on_nonfinite"),
         ({"checkpoint_every": 3}, "checkpoint_every"),
         ({"compare_replicas_every": 3}, "compare_replicas_every"),
+        ({"read_ahead": 3}, "read_ahead"),
     ],
     ids=str,
 )

@@ -39,6 +39,7 @@ from tests.resilient.small import Tokens, make_job, make_profile
             'checkpoint_every must be >= 0, got -5; 0 means at the end only, "auto" by what one costs',
         ),
         ({"num_workers": -1}, "num_workers must be >= 0, got -1; 0 reads samples in the worker itself"),
+        ({"read_ahead": 0}, "read_ahead must be >= 1, got 0; num_workers=0 reads none ahead of time"),
         ({"precision": "fp16"},
          "precision must be one of ['bf16', 'fp32', 'fp64'], got 'fp16'; choose one of them"),
         ({"schedule": "forward-only"},

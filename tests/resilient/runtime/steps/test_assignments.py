@@ -1,14 +1,17 @@
-"""Assignments are made ahead on rank 0, and all ranks know the same ones two steps ahead."""
+"""Assignments are made ahead on rank 0, and all ranks know the same ones some steps ahead."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 import torch
 
 from resilient.planners.costs.correction import Correction
+from resilient.runtime.steps import assignments as module
 from resilient.runtime.steps.assignment import StepAssignment
 from resilient.runtime.steps.assignments import AHEAD, Assignments, Make
 from resilient.runtime.steps.learning import Learning
@@ -24,6 +27,9 @@ STAGE = StageSpec(lane=VISION, first_layer=0, end_layer=1, node_index=0, forward
 TEMPLATE = PipelineTemplate(num_nodes=1, stages=(STAGE, replace(STAGE, lane=LLM, first_layer=1, end_layer=2)))
 PIPELINES = tuple(Pipeline(template=TEMPLATE, nodes=(node,), num_microbatches=2) for node in range(2))
 LANES = PlanLanes(Plan(pipelines=PIPELINES), (("vision", "llm"),), (True, True))
+
+
+Told = list[list[int]]
 
 
 def assigned(step: int) -> StepAssignment:
@@ -73,35 +79,76 @@ def test_cells_of_joined_pipelines_hand_features_from_one_to_the_other() -> None
     assert cells.flows == (Flow(VISION, 0, other[1], 1), Flow(other[0], 2, LLM, 0))
 
 
+class AtOnce:
+    """Makes what it is asked for while it is asked."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def submit(self, make: Callable[[], StepAssignment]) -> Future[StepAssignment]:
+        made = Future[StepAssignment]()
+        made.set_result(make())
+        return made
+
+    def shutdown(self, **_: bool) -> None: ...
+
+
+def told(number: int, address: str, ahead: int, num_steps: int, prepared: Callable[[int, Correction], Make]) -> Told:
+    """Do the steps of a job of three ranks; return which assignments are known as each begins."""
+    comm = join(address, number, 3, [])
+    assignments = Assignments(comm, UNITS, 3, num_steps, prepared, Learning(UNITS), ahead)
+    assignments.begin(0)
+    seen: Told = []
+    for step in range(1, num_steps + 1):
+        seen.append([each for each in range(1, num_steps + 2) if assignments.of(each) is not None])
+        of_step = assignments.of(step)
+        assert of_step is not None
+        assert int(of_step.places[0, 0, 2]) == step
+        assignments.start(step)
+        total = assignments.bring(step)
+        comm.all_reduce(total, (0, 1, 2)).wait()
+        assignments.take(step, total)
+    assignments.close()
+    return seen
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
-def test_all_ranks_know_each_step_two_ahead(num_steps: int) -> None:
-    def rank(number: int, address: str) -> list[list[int]]:
-        asked: list[int] = []
+def test_all_ranks_know_each_step_two_ahead(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ThreadPoolExecutor", AtOnce)
+    asked: list[int] = []
 
-        def prepared(step: int, correction: Correction) -> Make:
-            asked.append(step)
-            return lambda: assigned(step)
-
-        comm = join(address, number, 3, [])
-        assignments = Assignments(comm, UNITS, 3, num_steps, prepared, Learning(UNITS))
-        assignments.begin(0)
-        seen: list[list[int]] = []
-        for step in range(1, num_steps + 1):
-            known = [assignments.of(each) for each in range(1, num_steps + 2)]
-            seen.append([each for each, found in enumerate(known, 1) if found is not None])
-            of_step = assignments.of(step)
-            assert of_step is not None
-            assert int(of_step.places[0, 0, 2]) == step
-            assignments.start(step)
-            total = assignments.bring(step)
-            comm.all_reduce(total, (0, 1, 2)).wait()
-            assignments.take(step, total)
-        assignments.close()
-        assert asked == ([] if number else list(range(1, num_steps + 1)))
-        return seen
+    def prepared(step: int, correction: Correction) -> Make:
+        asked.append(step)
+        return lambda: assigned(step)
 
     expected = [[each for each in range(step, step + AHEAD) if each <= num_steps] for step in range(1, num_steps + 1)]
-    assert as_threads(3, rank) == [expected] * 3
+    seen = as_threads(3, lambda number, address: told(number, address, AHEAD, num_steps, prepared))
+    assert seen == [expected] * 3
+    assert asked == list(range(1, num_steps + 1)), "by rank 0 alone, each once"
+
+
+def test_what_is_to_be_known_further_ahead_is_told_two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ThreadPoolExecutor", AtOnce)
+    seen = as_threads(3, lambda number, address: told(number, address, 4, 7, lambda step, _: lambda: assigned(step)))
+    assert seen == [[[1, 2], [2, 3, 4], [3, 4, 5, 6], [4, 5, 6, 7], [5, 6, 7], [6, 7], [7]]] * 3
+
+
+def test_only_the_next_step_waits_for_an_assignment_that_is_late() -> None:
+    late = threading.Event()
+
+    def prepared(step: int, correction: Correction) -> Make:
+        if step == 4:  # as the second step begins: what it is to tell all is not there as the first ends
+            late.set()
+
+        def make() -> StepAssignment:
+            assert step != 3 or late.wait(10)
+            return assigned(step)
+
+        return make
+
+    seen = as_threads(3, lambda number, address: told(number, address, AHEAD, 4, prepared))
+    assert seen[0][:3] in ([[1, 2], [2], [3]], [[1, 2], [2], [3, 4]])
+    assert seen[0][3] == [4]
+    assert seen == [seen[0]] * 3
 
 
 def test_an_error_in_making_one_is_raised_where_it_is_to_travel() -> None:
@@ -116,9 +163,14 @@ def test_an_error_in_making_one_is_raised_where_it_is_to_travel() -> None:
 
         assignments = Assignments(join(address, number, 1, []), UNITS, 3, 9, prepared, Learning(UNITS))
         assignments.begin(0)
-        assignments.start(1)
+
+        def first_steps() -> None:
+            for done in (1, 2):  # it is there in time for the first barrier, or waited for in the second
+                assignments.start(done)
+                assignments.take(done, assignments.bring(done))
+
         with pytest.raises(ValueError, match=r"^no place in step 3$"):
-            assignments.bring(1)
+            first_steps()
         assignments.close()
         return threading.current_thread().name
 

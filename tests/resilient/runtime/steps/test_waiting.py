@@ -47,15 +47,19 @@ def test_wait_is_that_of_the_newest_barrier(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(time, "perf_counter", now)
     assignments = Assignments(SingleProcessCommunicator(), ("llm",), 1, AHEAD + 1, prepared, Learning(("llm",)))
     assignments.begin(0)
-    assert assignments.waited_s == 0.0
     assignments.start(1)
     brought = assignments.bring(1)
-    assert assignments.waited_s == 1.5
+    assert assignments.waited_s == 0.0, "the second step knows its own"
     assignments.take(1, brought)
+    assert assignments.of(AHEAD + 1) is None
+    assignments.start(2)
+    brought = assignments.bring(2)
+    assert assignments.waited_s == 1.5
+    assignments.take(2, brought)
     third = assignments.of(AHEAD + 1)
     assert third is not None
     assert third.tokens.tolist() == [[AHEAD + 1]]
-    assignments.start(2)  # the last one is known: none is made
-    assert assignments.bring(2).tolist() == [0.0] * (6 + assignments.learning.size)
+    assignments.start(3)  # the last one is known: none is made
+    assert assignments.bring(3).tolist() == [0.0] * assignments.learning.size
     assert assignments.waited_s == 0.0
     assignments.close()
