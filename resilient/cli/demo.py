@@ -28,13 +28,14 @@ from resilient.observability.figures.run_figure import draw_report
 from resilient.observability.live_view import LiveView, PlainView, make_view
 from resilient.observability.run_report import write_report
 from resilient.observability.wording import duration, recovery_parts
+from resilient.planners.registry import AUTO, PLANNERS
 from resilient.protocol.messages import Injection
-from resilient.templates.common.words import counted
+from resilient.templates.common.words import counted, look_up
 
 NUM_NODES = 5
 PLANNER = "dflop"
-"""One that gives encoders nodes of their own. Layers as small as the example's take as long for few tokens as for some
-more, so `resilient` has all nodes do both: then few large microbatches are fastest."""
+"""Unless another is asked for: one that gives encoders nodes of their own. Layers as small as the example's take as
+long for few tokens as for some more, so `resilient` has all nodes do both: then few large microbatches are fastest."""
 KILL_PHASES = ("forward", "backward", "reduce", "prepare", "commit")
 PARAM_TOLERANCE = 1e-9
 """Largest accepted ``max_param_rel_diff``: float64, where only the order of summation differs."""
@@ -220,6 +221,7 @@ def demo(
     steps: Annotated[int, typer.Option(callback=within(MIN_DEMO_STEPS), help="Steps to train.")] = 60,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here as well.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run; runs/<time> by default.")] = None,
+    planner: Annotated[str, typer.Option(help="Decides which nodes encode, and places the samples.")] = PLANNER,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
 ) -> None:
     """Train vision and language, kill a node in mid-step, let one join, and compare with a run without failures."""
@@ -229,18 +231,19 @@ def demo(
     scenario = choose_scenario(seed, steps)
     run_directory = run_dir or new_run_directory()
     with refusals(ctx):
+        look_up("planner", planner, dict.fromkeys((AUTO, *PLANNERS)))
         require("sklearn", "`resilient demo`")
         check_outputs([("--json", json_file)])
         console.print(
-            f"{NUM_NODES} nodes train for {steps} steps; one that only encodes is killed in step {scenario.at_step} "
-            f"({scenario.at_phase}), another node joins later",
+            f"{NUM_NODES} nodes train for {steps} steps, planned by {planner}; one is killed in step "
+            f"{scenario.at_step} ({scenario.at_phase}), which only encodes if any does, another node joins later",
             soft_wrap=True,
         )
-        exit_code = _train(steps, scenario, run_directory, make_view(plain or None, console))
+        exit_code = _train(steps, planner, scenario, run_directory, make_view(plain or None, console))
         reference_directory = run_directory / "reference"
         if exit_code == 0:
             console.print("\nthe same job without failures, to compare with")
-            exit_code = _train(steps, None, reference_directory, make_view(plain or None, console))
+            exit_code = _train(steps, planner, None, reference_directory, make_view(plain or None, console))
         if exit_code == _INTERRUPTED:  # there is no verdict
             raise typer.Exit(exit_code)
         report = _write(run_directory, reference_directory if exit_code == 0 else None)
@@ -249,7 +252,9 @@ def demo(
     raise typer.Exit(show_verdict(report, run_directory, console))
 
 
-def _train(num_steps: int, scenario: DemoScenario | None, run_directory: Path, view: LiveView | PlainView) -> int:
+def _train(
+    num_steps: int, planner: str, scenario: DemoScenario | None, run_directory: Path, view: LiveView | PlainView
+) -> int:
     """Run the job, without failure and join where there is no scenario; return the exit code."""
     from resilient.agent.launch import Launcher
     from resilient.agent.launch_options import LaunchOptions
@@ -258,7 +263,7 @@ def _train(num_steps: int, scenario: DemoScenario | None, run_directory: Path, v
         script=str(example_script()),
         arguments=("--steps", str(num_steps), "--precision", "fp64"),
         num_nodes=NUM_NODES,
-        planner=PLANNER,
+        planner=planner,
         run_directory=str(run_directory),
     )
     launcher = Launcher(options)

@@ -1,7 +1,7 @@
 """``resilient profile``: what each layer of a job costs on this machine.
 
-Owns the options and the table; :mod:`resilient.profiling.profiler` measures. Must not import torch before the command
-runs.
+Owns the options and the table; :mod:`resilient.profiling.profiler` measures, and of planned jobs
+:mod:`resilient.profiling.unit_costs`. Must not import torch before the command runs.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ def profile(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the profile here, for `resilient plan --profile`.")
     ] = None,
+    planner: Annotated[
+        str,
+        typer.Option(
+            help="Measure each unit on packed cells of several sizes, as runs with a planner do, also by the script's."
+        ),
+    ] = "",
 ) -> None:
     """Measure every layer of a job on this machine, and keep the result for its runs here.
 
@@ -48,6 +54,8 @@ def profile(
     console = Console(highlight=False, emoji=False)
     hint(context, arguments or ())
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as `resilient run` sets its workers'
+    if planner:
+        os.environ["RESILIENT_PLANNER"] = planner  # as `resilient run` tells its workers
     try:
         job = job_of(str(script), arguments or ())
         columns = (TextColumn("measuring"), MofNCompleteColumn(), TextColumn("{task.description}"))
@@ -59,7 +67,8 @@ def profile(
             "\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), markup=False, style="red", soft_wrap=True
         )
         raise typer.Exit(1) from None
-    console.print(f"{measured.source}, one microbatch of {job.microbatch}; times in ms", markup=False)
+    what = f"one {'mean cell of each unit' if job.planner else 'microbatch'} of {job.microbatch}"
+    console.print(f"{measured.source}, {what}; times in ms", markup=False)
     console.print(table(measured))
     console.print(Text(f"kept in {path}"), soft_wrap=True)
     if json_file is not None:

@@ -21,7 +21,7 @@ from resilient.models.digests import code_text
 from resilient.planners.costs.cost_model import COST_MODEL_VERSION, CostModel
 from resilient.profiling import profiler, unit_costs
 from resilient.profiling.profiler import ProfiledBatch
-from resilient.profiling.unit_cells import DrawnSamples
+from resilient.profiling.unit_cells import DrawnSamples, draw_lengths
 from resilient.profiling.user_code import settings_digest, sources_digest
 from resilient.runtime.job import Job
 from resilient.state.layout import BufferLayout
@@ -128,6 +128,8 @@ def job_profile(job: Job, samples: Sequence[ProfiledBatch], announce: Callable[[
 def fresh_profile(job: Job, on_layer: Callable[[str], None]) -> tuple[ModelProfile, Path]:
     """Measure a job's profile, whatever is known of it, and keep it; return it and the file it is in.
 
+    Of a planned job the units are measured by themselves, on cells of several sizes: the profile is that of mean cells.
+
     Args:
         job: The job.
         on_layer: Called with the name of each layer that is done.
@@ -135,6 +137,8 @@ def fresh_profile(job: Job, on_layer: Callable[[str], None]) -> tuple[ModelProfi
     Raises:
         SampleError: One of the samples looked at cannot be trained on.
     """
+    if job.planner:
+        return _fresh_units(job, on_layer)
     layouts, samples = job.layouts(), profiler.draw_samples(job)
     folder, key = cache_folder("profiles"), ProfileKey.of(job, layouts, samples)
     with one_at_a_time(key.file(folder)):
@@ -186,6 +190,15 @@ def keep(folder: Path, key: ProfileKey, profile: _Profile) -> None:
         write_whole(path, msgspec.json.format(msgspec.json.encode(_File(key=key, profile=profile))))
     except OSError as error:
         logger.warning("the profile is not kept, the next run measures again: %s", error)
+
+
+def _fresh_units(job: Job, on_layer: Callable[[str], None]) -> tuple[ModelProfile, Path]:
+    drawn = draw_lengths(job)
+    folder, key = cache_folder("unit_costs"), ProfileKey.of_units(job, drawn)
+    with one_at_a_time(key.file(folder)):
+        costs = unit_costs.measure_units(job, drawn, on_layer=on_layer)
+        keep(folder, key, costs)
+    return unit_costs.mean_profile(job, costs, drawn.table), key.file(folder)
 
 
 def _hash(*parts: object) -> str:

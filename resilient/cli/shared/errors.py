@@ -21,7 +21,7 @@ def option_names(ctx: typer.Context, others: Mapping[str, str] | None = None) ->
         others: Options by arguments that are not called as those of the command are.
     """
     own = {each.name: each.opts[0] for each in ctx.command.params if each.name and each.opts[0].startswith("--")}
-    options = own | dict(others or {})
+    options = dict(others or {}) | own
     return lambda name: options.get(name, name)
 
 

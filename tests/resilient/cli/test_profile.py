@@ -13,7 +13,10 @@ from typer.testing import CliRunner, Result
 
 from resilient.cli.app import app
 from resilient.cli.profile import table
+from resilient.profiling.cache import job_unit_costs
 from resilient.profiling.script import job_of
+from resilient.profiling.unit_cells import draw_lengths
+from resilient.profiling.unit_costs import mean_profile
 from resilient.runtime.job import Job
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from tests.resilient.small import profiled
@@ -99,6 +102,39 @@ def test_run_uses_what_the_command_measured(script: Path, tmp_path: Path) -> Non
     told: list[str] = []
     assert profiled(job_of(str(script), []), told.append) == ModelProfile.from_json(written.read_bytes())
     assert told == []
+
+
+PLANNED_SCRIPT = """
+    import resilient as rs
+    from resilient.testing import CostCurve, EmulatedUnit, emulated
+
+    units = [
+        EmulatedUnit(name="vision", num_layers=1, cost=CostCurve(fixed_ms=1)),
+        EmulatedUnit(name="llm", num_layers=2, cost=CostCurve(fixed_ms=2)),
+    ]
+    model, dataset = emulated(units, "short")
+    rs.Trainer(model, dataset, optimizer=rs.SGD(lr=0.1), global_batch=8, microbatch=2, device="cpu").fit(5)
+"""
+
+
+def test_units_of_a_planned_job_are_measured_as_its_runs_do(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RESILIENT_PLANNER", "")  # what the command sets is unset after the test
+    script, written = tmp_path / "job.py", tmp_path / "profile.json"
+    script.write_text(textwrap.dedent(PLANNED_SCRIPT))
+    ended = run("--planner", "uniform", "--json", written, script)
+    assert ended.exit_code == 0, ended.output
+    profile = ModelProfile.from_json(written.read_bytes())
+    assert f"{profile.source}, one mean cell of each unit of 2; times in ms" in words(ended.output)
+    costs = {layer.name: layer.costs[0].forward_ms for layer in profile.layers}
+    assert costs == pytest.approx({"vision.0": 1.0, "llm.0": 2.0, "llm.1": 2.0}, rel=0.5)
+    (kept,) = cache.with_name("unit_costs").glob("*.json")
+    assert words(f"kept in {kept} written to {written}") in words(ended.output)
+    job, told = job_of(str(script), []), list[str]()
+    costs_again = job_unit_costs(job, draw_lengths(job), told.append)
+    assert told == []
+    assert mean_profile(job, costs_again, draw_lengths(job).table) == profile
 
 
 def test_command_measures_again_what_is_known(script: Path, cache: Path) -> None:
