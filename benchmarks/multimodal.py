@@ -14,6 +14,10 @@ that all work would take spread evenly over all workers, with nothing else, as a
 the part of all steps in which rank 0 did nothing but wait for an assignment. A busy machine wakes sleepers late, and
 messages of 8 workers take their two cores a tenth of a second in each step: layers are as slow as makes that little,
 of each mix, and ``--scale`` makes them slower or faster.
+
+What is above the prediction has three parts, as shares of it: "cells", what was computed took longer than by the
+measured curves (reading samples is part of a cell's forward); "messages", what they and the sums of gradients cost from
+the first action to the last; and "rest", what is before and after: the schedule, the barrier, the optimizer.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from parts.predicted_steps import StepBounds, kept_costs, predicted_ms
+from parts.predicted_steps import StepBounds, kept_costs, step_times
 from rich.console import Console
 
 from resilient.agent.launch import launch
@@ -39,10 +43,11 @@ from resilient.planners.registry import PLANNERS
 from resilient.profiling.script import job_of
 
 SCRIPT = str(Path(__file__).parent / "jobs" / "multimodal.py")
-CHAIN = "chain"
+CHAIN, PACKED = "chain", "packed"
+"""Without a planner: microbatches that are padded, and such as take no longer than their samples."""
 MIXES = {"short": "even", "mixed": "moderate", "heavy": "heavy-tailed"}
-SCALES = {"short": 8.0, "mixed": 3.0, "heavy": 1.0}
-"""By mix: how much slower its layers are."""
+SCALES = {"short": 12.0, "mixed": 4.5, "heavy": 1.5}
+"""By mix: how much slower its layers are, with 8 workers; with more, in proportion: they share the two cores."""
 WARM_UP_STEPS = 3
 PIPELINE_NODES = {8: 4, 16: 4, 2: 2}
 """By number of workers: nodes of the smallest pipelines, of planners that put layers on stages."""
@@ -56,7 +61,7 @@ class Case:
     Args:
         workers: How many.
         mix: Of lengths.
-        planner: Its name, or :data:`CHAIN`.
+        planner: Its name, :data:`CHAIN` or :data:`PACKED`.
         real: Whether layers compute.
         scale: How slow they are if they do not.
     """
@@ -77,9 +82,15 @@ class Case:
             "batch": 4 * self.workers,
             "min-pipeline-nodes": 1 if self.planner in WITHOUT_STAGES else PIPELINE_NODES[self.workers],
         }
-        if self.planner != CHAIN:
+        if self.is_planned:
             given["planner"] = self.planner
-        return tuple(text for name, value in given.items() for text in (f"--{name}", str(value)))
+        named = tuple(text for name, value in given.items() for text in (f"--{name}", str(value)))
+        return (*named, "--packed") if self.planner == PACKED else named
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether a planner places samples."""
+        return self.planner not in (CHAIN, PACKED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +102,9 @@ class Measured:
         step_ms: Median.
         predicted_ms: Median; None for a chain.
         above: Median of measured over predicted steps, less one; None for a chain.
+        cells: Median of the part of that, of the prediction, by which computing took longer.
+        messages: Likewise, messages and sums of gradients.
+        rest: Likewise, what comes before the first action and after the last.
         bound: Part of the median step that the work takes if it is spread evenly; None for a chain.
         waited: Part of the steps in which rank 0 waited for an assignment.
     """
@@ -99,6 +113,9 @@ class Measured:
     step_ms: float
     predicted_ms: float | None = None
     above: float | None = None
+    cells: float | None = None
+    messages: float | None = None
+    rest: float | None = None
     bound: float | None = None
     waited: float
 
@@ -125,7 +142,7 @@ def measure(case: Case, steps: int, cache: Path) -> Measured:
         if exit_code := launch(launched, events.append):
             said = [event.get("text") or event.get("reason") for event in events]
             raise SystemExit(f"{case} ended with exit code {exit_code}: {[each for each in said if each]}")
-        steps_ms = predicted_ms(Path(folder))
+        known = step_times(Path(folder))
     (generation,) = [event for event in events if event["kind"] == "generation"]
     done = [event for event in events if event["kind"] == "step"]
     times = {after["step"]: 1e3 * (after["time"] - before["time"]) for before, after in pairwise(done)}
@@ -133,14 +150,17 @@ def measure(case: Case, steps: int, cache: Path) -> Measured:
     step_ms = median(times.values())
     pipelines = tuple(len(pipeline["nodes"]) for pipeline in generation["pipelines"])
     waited = sum(event["waited_ms"] for event in done) / sum(event["step_ms"] for event in done)
-    if case.planner == CHAIN:
+    if not case.is_planned:
         return Measured(pipelines=pipelines, step_ms=step_ms, waited=waited)
     bounds = StepBounds(job_of(SCRIPT, case.arguments(steps)), kept_costs(cache), case.workers)
     return Measured(
         pipelines=pipelines,
         step_ms=step_ms,
-        predicted_ms=median(steps_ms.values()),
-        above=median(time_ms / steps_ms[step] for step, time_ms in times.items()) - 1,
+        predicted_ms=median(each.predicted_ms for each in known.values()),
+        above=median(time_ms / known[step].predicted_ms for step, time_ms in times.items()) - 1,
+        cells=median(each.computed_ms / each.predicted_ms - 1 for each in known.values()),
+        messages=median((each.run_ms - each.computed_ms) / each.predicted_ms for each in known.values()),
+        rest=median((time_ms - known[step].run_ms) / known[step].predicted_ms for step, time_ms in times.items()),
         bound=median(bounds.of(step) / time_ms for step, time_ms in times.items()),
         waited=waited,
     )
@@ -160,7 +180,8 @@ def cells(case: Case, measured: Measured, step_ms: dict[str, float]) -> Iterator
     yield "+".join(map(str, measured.pipelines))
     yield "" if measured.predicted_ms is None else f"{measured.predicted_ms:.0f}"
     yield f"{measured.step_ms:.0f}"
-    yield "" if measured.above is None else f"{100 * measured.above:+.0f} %"
+    for part in (measured.above, measured.cells, measured.messages, measured.rest):
+        yield "" if part is None else f"{100 * part:+.0f} %"
     for other in (CHAIN, "uniform", "uniform-sorted"):
         yield f"{step_ms[other] / measured.step_ms:.2f}" if other in step_ms else ""
     yield "" if measured.bound is None else f"{100 * measured.bound:.0f} %"
@@ -169,16 +190,18 @@ def cells(case: Case, measured: Measured, step_ms: dict[str, float]) -> Iterator
 
 def cases(options: argparse.Namespace) -> Iterator[list[Case]]:
     """Yield the jobs that are compared with each other."""
-    names = list(dict.fromkeys((CHAIN, "uniform", "uniform-sorted", *options.planners)))
+    names = list(dict.fromkeys((CHAIN, PACKED, "uniform", "uniform-sorted", *options.planners)))
     for workers in options.workers:
         for mix in options.mixes:
             yield [
-                Case(workers=workers, mix=mix, planner=name, real=False, scale=options.scale * SCALES[mix])
+                Case(
+                    workers=workers, mix=mix, planner=name, real=False, scale=options.scale * SCALES[mix] * workers / 8
+                )
                 for name in names
             ]
     if options.real:
         for mix in options.mixes:
-            yield [Case(workers=2, mix=mix, planner=name, real=True, scale=1.0) for name in names]
+            yield [Case(workers=2, mix=mix, planner=name, real=True, scale=1.0) for name in names if name != PACKED]
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -211,6 +234,9 @@ def main() -> None:
             "predicted",
             "measured",
             "above",
+            "cells",
+            "messages",
+            "rest",
             "x chain",
             "x uniform",
             "x sorted",
@@ -231,7 +257,7 @@ def main() -> None:
                 rows.append({**asdict(case), **asdict(measured), "load": os.getloadavg()[0]})
                 if options.json:
                     options.json.write_text(json.dumps(rows, indent=2))
-    Console(width=130).print(table)
+    Console(width=150).print(table)
 
 
 if __name__ == "__main__":

@@ -104,12 +104,13 @@ def main() -> None:
     parser.add_argument("--microbatch", type=int, default=2)
     parser.add_argument("--min-pipeline-nodes", type=int, default=1)
     parser.add_argument("--planner")
+    parser.add_argument("--packed", action="store_true", help="a chain's microbatches take no longer than its samples")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, dataset = real_model(), Pictures(args.mix)
     if args.layers:
         parts = units(args.layers, args.scale)
-        model, dataset = EmulatedModel(parts, padded=True), EmulatedDataset(parts, args.mix)
+        model, dataset = EmulatedModel(parts, padded=not args.packed), EmulatedDataset(parts, args.mix)
     trainer = rs.Trainer(
         model,
         dataset,

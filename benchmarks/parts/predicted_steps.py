@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from resilient.observability.planned_steps import planned_steps
+from resilient.observability.planned_steps import ComparedStep, planned_steps
 from resilient.observability.step_trace import traced_steps
 from resilient.planners.costs.cost_model import CostModel
 from resilient.planners.evaluation.bound import bound_ms
@@ -19,17 +20,38 @@ from resilient.runtime.steps.planning import lengths_table
 from resilient.templates.inputs.cluster import Cluster
 
 
-def predicted_ms(run_directory: Path) -> dict[int, float]:
-    """Return how long the slowest pipeline takes in each traced step, with messages, without sums of gradients.
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """What the slowest pipeline of a step takes from the first action to the last.
+
+    Args:
+        predicted_ms: As simulated.
+        computed_ms: As simulated, but with what was computed taking as long as it did.
+        run_ms: What it took.
+    """
+
+    predicted_ms: float
+    computed_ms: float
+    run_ms: float
+
+
+def step_times(run_directory: Path) -> dict[int, StepTimes]:
+    """Return the times of each traced step; simulated ones are without sums of gradients.
 
     Args:
         run_directory: Of a run of one generation, whose workers wrote down what they did, and what they expected.
     """
-    found: dict[int, float] = {}
+    of_step: dict[int, list[ComparedStep]] = {}
     for each in planned_steps(traced_steps(run_directory)):
-        step = each.rows[0].step
-        found[step] = max(found.get(step, 0.0), each.timeline.iteration_ms)
-    return found
+        of_step.setdefault(each.rows[0].step, []).append(each)
+    return {
+        step: StepTimes(
+            predicted_ms=max(each.timeline.iteration_ms for each in pipelines),
+            computed_ms=max(each.computed_ms for each in pipelines),
+            run_ms=max(each.run_ms for each in pipelines),
+        )
+        for step, pipelines in of_step.items()
+    }
 
 
 class StepBounds:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from resilient.observability.step_trace import PlannedRow, TracedStep
@@ -46,6 +48,27 @@ class ComparedStep:
     def run_ms(self) -> float:
         """From the first action's start to the last one's end."""
         return (max(times[1] for row in self.rows for times in _times(row).values()) - self.start_ns) / 1e6
+
+    @cached_property
+    def computed_ms(self) -> float:
+        """What it would have taken as planned, but with what was computed taking as long as it did.
+
+        What is above it, messages and sums have cost; what is below, costs that were measured before have hidden.
+        """
+        schedule = self.timeline.schedule
+        taken = [
+            msgspec.structs.replace(
+                row.planned,
+                action_ms=tuple(
+                    (end_ns - start_ns) / 1e6 if action.op.computes else planned_ms
+                    for action, (start_ns, end_ns), planned_ms in zip(
+                        schedule.row(number), _times(row).values(), row.planned.action_ms, strict=True
+                    )
+                ),
+            )
+            for number, row in enumerate(self.rows)
+        ]
+        return simulate(schedule, _costs(schedule, taken)).iteration_ms
 
     def slices(self) -> Iterator[Slice]:
         """Yield what was planned, on a thread beside each worker's own."""
@@ -141,8 +164,9 @@ def differences(steps: Sequence[ComparedStep]) -> dict[str, Any] | None:
     """Return how steps differ from their plans, for ``report.json``; None without steps.
 
     Returns:
-        ``steps``: how many, of one pipeline each or of those that exchange features; ``planned_ms`` and ``run_ms``:
-        medians of them, from the first action to the last; ``largest``: by node, worker and kind of action (``1F``:
+        ``steps``: how many, of one pipeline each or of those that exchange features; ``planned_ms``, ``computed_ms``
+        and ``run_ms``: medians of them, from the first action to the last, ``computed_ms`` as planned but for what was
+        computed, which takes as long as it did; ``largest``: by node, worker and kind of action (``1F``:
         stage and what is done) the median time that was planned and that it took, those first that differ most in a
         whole step.
     """
@@ -171,6 +195,7 @@ def differences(steps: Sequence[ComparedStep]) -> dict[str, Any] | None:
     return {
         "steps": len(steps),
         "planned_ms": round(median(step.timeline.iteration_ms for step in steps), 3),
+        "computed_ms": round(median(step.computed_ms for step in steps), 3),
         "run_ms": round(median(step.run_ms for step in steps), 3),
         "largest": found[:_MOST_DIFFERENCES],
     }
@@ -181,7 +206,7 @@ def differences_text(found: Mapping[str, Any]) -> str:
     ratio = found["run_ms"] / found["planned_ms"] if found["planned_ms"] else 1.0
     lines = [
         f"from the first action to the last: planned {duration(found['planned_ms'])}, run {duration(found['run_ms'])} "
-        f"({ratio:.2f}x); most differ:"
+        f"({ratio:.2f}x), without messages and sums {duration(found['computed_ms'])}; most differ:"
     ]
     for each in found["largest"]:
         times = f"planned {duration(each['planned_ms'])}, run {duration(each['run_ms'])}"

@@ -109,7 +109,7 @@ def test_differences_are_told_the_largest_first() -> None:
     steps = planned_steps([*run_of(ONE_F_ONE_B), *run_of(ONE_F_ONE_B, step=6, run_ms=2.0)])
     found = differences(steps)
     assert found is not None
-    assert (found["steps"], found["planned_ms"], found["run_ms"]) == (2, 18.0, 20.0)
+    assert (found["steps"], found["planned_ms"], found["computed_ms"], found["run_ms"]) == (2, 18.0, 15.0, 20.0)
     assert found["largest"] == [
         {"node": 3, "local_rank": 1, "action": "1B", "planned_ms": 4.0, "run_ms": 2.5},
         {"node": 4, "local_rank": 0, "action": "0B", "planned_ms": 4.0, "run_ms": 2.5},
@@ -117,7 +117,8 @@ def test_differences_are_told_the_largest_first() -> None:
         {"node": 4, "local_rank": 0, "action": "0F", "planned_ms": 2.0, "run_ms": 2.5},
     ]
     assert differences_text({**found, "largest": found["largest"][:1]}) == (
-        "from the first action to the last: planned 18 ms, run 20 ms (1.11x); most differ:\n"
+        "from the first action to the last: planned 18 ms, run 20 ms (1.11x), without messages and sums 15 ms; "
+        "most differ:\n"
         "  node 3, worker 1: 1B planned 4 ms, run 2.5 ms"
     )
 
