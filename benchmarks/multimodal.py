@@ -5,15 +5,16 @@
 
 Workers are emulated, a node of one device each: layers sleep by cost curves, so two cores hold 16 of them. ``--real``
 adds a small real model on two workers. Jobs come one after the other. "chain" has no planner: padded microbatches of
-equally many samples go through all layers in a row.
+equally many samples go through all layers in a row; "packed" is the same without padding: what packing alone brings.
 
 Measured is the median of the steps after the first ones, from commit to commit, so it has messages, reading, gradient
 norms, the optimizer and the barriers, too. Predicted is the schedule that the workers ran, simulated with the layers'
-measured curves and the messages; "above" is the median of the steps' ratios. "of bound" is the time
-that all work would take spread evenly over all workers, with nothing else, as a part of what was measured. "waited" is
-the part of all steps in which rank 0 did nothing but wait for an assignment. A busy machine wakes sleepers late, and
-messages of 8 workers take their two cores a tenth of a second in each step: layers are as slow as makes that little,
-of each mix, and ``--scale`` makes them slower or faster.
+measured curves and the messages; "above" is the median of the steps' ratios. "of bound" is the time that all work would
+take spread evenly over all workers, with nothing else, as a part of what was measured. "waited" is the part of all
+steps in which rank 0 did nothing but wait for an assignment. A busy machine wakes sleepers late, and each worker needs
+some 50 ms of a core in a step (to read samples, for what emulated layers really compute, for messages, and to write
+down the step), of which 8 workers have two: layers are as slow as makes that little, of each mix, and ``--scale`` makes
+them slower or faster.
 
 What is above the prediction has three parts, as shares of it: "cells", what was computed took longer than by the
 measured curves (reading samples is part of a cell's forward); "messages", what they and the sums of gradients cost from
