@@ -31,6 +31,9 @@ from resilient.templates.schedules.schedule import Action, Op
 
 _NOT_RECORDED = nullcontext()
 
+_SHAPES_KNOWN_STEPS = 100
+"""Steps for which borders remember the shapes of messages: all workers begin anew in the same ones."""
+
 
 class Executor:
     """Runs the actions of one worker's row, step after step.
@@ -94,6 +97,9 @@ class Executor:
             self._taken = RowActions(work.schedule, work.row)
         self._of_row = of_row = self._taken
         self.span_recorder.clear()
+        if work.step % _SHAPES_KNOWN_STEPS == 0:
+            for border in (*self._upstream.values(), *self._downstream.values()):
+                border.forget()
         self._handovers = Handovers(of_row, work.samples, work.num_features)
         self._batches: dict[CellPart, Batch] = {}
         self._received: dict[StageLink, Activations] = {}
@@ -213,12 +219,15 @@ class Executor:
             self._activation_sends[link] = sends
 
     def _recv_f(self, action: Action) -> None:
+        for part in self._of_row.parts(self._of_row.stage(action), action.index):
+            self._batch(part)  # its forward needs it: it is read while the message is on its way
+        following = self._of_row.next_receipt.get(action)
+        to_post = [(link, self._shapes(link)) for link in (() if following is None else self._of_row.links(following))]
         for link in self._of_row.links(action):
             border = self._upstream[self._of_row.border(link)]
             self._received[link] = border.receive(self._of_row.number(link), self._shapes(link))
-        following = self._of_row.next_receipt.get(action)
-        for link in () if following is None else self._of_row.links(following):
-            self._upstream[self._of_row.border(link)].post(self._of_row.number(link), self._shapes(link))
+        for link, shapes in to_post:
+            self._upstream[self._of_row.border(link)].post(self._of_row.number(link), shapes)
 
     def _send_b(self, action: Action) -> None:
         (link,) = self._of_row.links(action)

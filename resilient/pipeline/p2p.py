@@ -5,7 +5,8 @@ of the microbatch's tensors alone (see :class:`resilient.models.layer.Layer`), a
 that describes the tensors travels only with the first microbatch of its shapes; later ones can be received ahead of
 time, which takes the latency of the transport out of the step. Of features that one unit makes for another only the
 number of rows varies, which both ends know; as they need not arrive in the order in which they are sent, a border's
-header goes ahead of whatever is sent first.
+header goes ahead of whatever is sent first. What is known is forgotten now and then, by both ends at once (``forget``):
+packed cells are hardly ever of equal shapes.
 """
 
 from __future__ import annotations
@@ -103,6 +104,10 @@ class Upstream:
         self._known: dict[Signature, _Description] = {}
         self._posted: dict[int, _Posted] = {}
 
+    def forget(self) -> None:
+        """Have a header come again with the first microbatch of its shapes; the other end does so before that."""
+        self._known.clear()
+
     def post(self, microbatch: int, shapes: Signature) -> None:
         """Get ready for activations before they are needed, if their shapes are known."""
         known = self._known.get(_key(shapes))
@@ -158,6 +163,10 @@ class Downstream:
         self._tag = channel.tag
         self._known: dict[Signature, _Description] = {}
         self._posted: dict[int, tuple[dict[str, Tensor], list[Pending]]] = {}
+
+    def forget(self) -> None:
+        """Send a header again with the first microbatch of its shapes; the other end is to expect that."""
+        self._known.clear()
 
     def send(self, activations: Activations, microbatch: int, shapes: Signature) -> list[Pending]:
         """Send activations, and get ready for their gradients.

@@ -46,6 +46,7 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.posted: list[str] = []
+        self.num_forgotten = 0
 
     def begin(self) -> None: ...
 
@@ -89,6 +90,9 @@ class RecordedBorder:
     def __init__(self, recorder: Recorder, stage: int, neighbour: int, sends: str, receives: str) -> None:
         self._recorder, self._stage, self._neighbour = recorder, stage, neighbour
         self._sends, self._receives = sends, receives
+
+    def forget(self) -> None:
+        self._recorder.num_forgotten += 1
 
     def post(self, microbatch: int, shapes: object) -> None:
         self._recorder.posted.append(f"{self._stage}{self._receives}{microbatch}")
@@ -176,6 +180,30 @@ def test_what_is_executed_is_the_schedule(kind: ScheduleKind, row: int, tmp_path
     assert recorder.posted == receipts[1:], "the next receipt is posted ahead of its time"
     assert loss.item() == (4.0 if row == 2 else 0.0)
     assert [injection.at_phase for injection in killed] == phases
+
+
+@pytest.mark.parametrize("kind", TRAINING)
+def test_what_the_next_forwards_need_is_read_before_a_message_is_waited_for(kind: ScheduleKind, tmp_path: Path) -> None:
+    schedule = generate(kind, 3, 4, num_chunks=2 if kind is ScheduleKind.INTERLEAVED else 1)
+    executor, recorder = recorded(schedule, 1, SingleProcessCommunicator(), Faults(str(tmp_path)))
+
+    def load(position: int) -> dict[str, Tensor]:
+        recorder.events.append(f"read {position}")
+        return {"x": torch.zeros(1)}
+
+    executor.run(chain_work(step=7, schedule=schedule, row=1, num_targets=4, positions=(0, 1, 2, 3), batch=load))
+    for number in range(4):
+        waited = recorder.events.index(f"1RECV_F{number}")
+        assert recorder.events.index(f"read {number}") < waited
+        assert number == 3 or recorder.events.index(f"read {number + 1}") < waited
+
+
+@pytest.mark.parametrize(("step", "num_forgotten"), [(1, 0), (99, 0), (100, 2), (200, 2)])
+def test_shapes_are_forgotten_in_the_same_steps_on_all_workers(step: int, num_forgotten: int, tmp_path: Path) -> None:
+    schedule = generate(ScheduleKind.ONE_F_ONE_B, 3, 4)
+    executor, recorder = recorded(schedule, 1, SingleProcessCommunicator(), Faults(str(tmp_path)))
+    executor.run(work(schedule, 1, step))
+    assert recorder.num_forgotten == num_forgotten, "those of the borders to both sides"
 
 
 def without_arms(recorder: Recorder) -> list[str]:

@@ -111,6 +111,19 @@ def test_header_goes_along_once_for_each_shape_and_later_receipts_can_be_posted_
             up.post(following, signature(microbatch(length_of_it)))
 
 
+def test_header_goes_again_when_both_ends_have_forgotten() -> None:
+    comm, down, up = border()
+    shapes = signature(microbatch(4))
+    for index in range(3):
+        before = len(comm.sent)
+        down.send(activations_of(4, float(index)), index, shapes)
+        assert up.receive(index, shapes)["hidden"].eq(index).all()
+        assert len(comm.sent) - before == (3 if index == 1 else 4)
+        if index == 1:
+            down.forget()
+            up.forget()
+
+
 def test_shapes_that_depend_on_values_are_refused() -> None:
     _, down, _ = border()
     shapes = signature(microbatch(4))
