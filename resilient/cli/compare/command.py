@@ -22,7 +22,6 @@ from rich.progress import TextColumn, TimeElapsedColumn
 from resilient.cli.shared.errors import told
 from resilient.cli.shared.job_options import (
     JOB_OPTIONS,
-    MOST_NODES,
     GpusOption,
     NetworkOption,
     described_cluster,
@@ -44,6 +43,9 @@ if TYPE_CHECKING:
     from resilient.planners.workloads.records import Bad
 
 _ALL = "all"
+_MOST_NODES = 10_000
+"""That planners are compared on: published ones try every way to divide devices among units."""
+
 _MOST_SAMPLES = 10_000_000
 """Of all batches, to be in memory at once."""
 
@@ -66,7 +68,7 @@ class CompareOptions:
     model: Annotated[str, typer.Option(help='A published multimodal model, or "ENCODER+LANGUAGE_MODEL".')]
     device: Annotated[str, typer.Option(callback=full_device, help="The accelerator.")]
     workload: Annotated[str, typer.Option(help="A file of samples, or a generator: laion, coco, mixed, ...")]
-    nodes: Annotated[int, typer.Option(callback=within(1, MOST_NODES), help="Nodes of the job.")] = 8
+    nodes: Annotated[int, typer.Option(callback=within(1, _MOST_NODES), help="Nodes of the job.")] = 8
     gpus_per_node: GpusOption = 8
     network_gbit_s: NetworkOption = None
     planners: Annotated[
