@@ -12,6 +12,7 @@ from resilient.observability.step_trace import parse_steps
 from resilient.protocol.alike import ALLOWABLE
 from resilient.protocol.messages import Injection
 from resilient.protocol.shown_streams import ShownStreams
+from resilient.templates.plan import Sharding
 
 _LEAST_TOKEN = 16
 _REPEATED = (
@@ -20,6 +21,7 @@ _REPEATED = (
     "port",
     "network_gbit_s",
     "failure_interval_s",
+    "shard",
     "heartbeat_s",
     "orphan_s",
     "grace_s",
@@ -52,6 +54,8 @@ class LaunchOptions:
         port: Port to listen on; 0 for any that is free.
         network_gbit_s: Between two nodes, for each worker; None where it is too fast to matter.
         failure_interval_s: Expected time between two failures, over which a reconfiguration must pay.
+        shard: Whether workers of a node divide the states of their stage, each with microbatches of its own:
+            a :class:`resilient.templates.plan.Sharding`.
         heartbeat_s: Silence after which a connection to a node counts as broken.
         orphan_s: How long nodes train on without a coordinator, and it waits for all of them when none is heard of.
         grace_s: From the first SIGINT, SIGTERM or SIGHUP to the end; a checkpoint is written meanwhile.
@@ -87,6 +91,7 @@ class LaunchOptions:
     port: int = 0
     network_gbit_s: float | None = None
     failure_interval_s: float = 3600.0
+    shard: str = "off"
     heartbeat_s: float = 5.0
     orphan_s: float = 600.0
     grace_s: float = 120.0
@@ -123,6 +128,9 @@ class LaunchOptions:
             raise ArgumentError("token", f"be {_LEAST_TOKEN} characters or more", given, "give a random one")
         if not Path(self.script).is_file():
             raise ArgumentError("script", "be a file", repr(self.script), "give the path of the job's script")
+        if self.shard not in tuple(Sharding):
+            choices = ", ".join(Sharding)
+            raise ArgumentError("shard", f"be one of {choices}", repr(self.shard), "leave it out for off")
         for name in ("network_gbit_s", "failure_interval_s", "heartbeat_s", "orphan_s", "grace_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:

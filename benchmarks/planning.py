@@ -30,6 +30,7 @@ from resilient.cli.shared.printing import plain_table
 from resilient.templates.composition.batch_split import Lines, lines, split_microbatches
 from resilient.templates.composition.batch_split_model import split_with_constraints
 from resilient.templates.composition.compose import compose
+from resilient.templates.plan import Sharding
 from resilient.templates.replan.replan import first_plan, prepare, replan, templates_for
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.search.partition import plan_templates
@@ -66,7 +67,7 @@ def zero_bubble(num_layers: int, num_nodes: int, devices: int, *, equal: bool) -
 
 def sharded(num_layers: int, num_nodes: int, devices: int, *, equal: bool) -> Callable[[], TemplateSet]:
     """Search for the templates of all sizes where stages may be sharded as well."""
-    problem = job(num_layers, devices, equal=equal, sharding=True)
+    problem = job(num_layers, devices, equal=equal, sharding=Sharding.AUTO)
     return lambda: plan_templates(problem, num_nodes)
 
 

@@ -109,6 +109,7 @@ def run_job(
     directory: Path | str,
     nodes: int,
     workers_per_node: int = 1,
+    shard: str = "off",
     failures: Sequence[Injection] = (),
     resume: Path | str | None = None,
     heartbeat_s: float = 5.0,
@@ -125,6 +126,7 @@ def run_job(
         directory: Folder of the run; must not hold another.
         nodes: Simulated nodes to start.
         workers_per_node: Workers of each.
+        shard: Whether they divide the states of their stage: ``off``, ``auto`` or ``on``.
         failures: What to kill, and when (:func:`fail_at`).
         resume: A checkpoint folder to begin from.
         heartbeat_s: Seconds of silence after which a node counts as lost.
@@ -144,6 +146,7 @@ def run_job(
         arguments=arguments,
         num_nodes=nodes,
         workers_per_node=workers_per_node,
+        shard=shard,
         run_directory=str(directory),
         resume=None if resume is None else str(resume),
         heartbeat_s=heartbeat_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 
 from resilient.errors import ArgumentError
@@ -15,6 +16,19 @@ from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.template import PipelineTemplate, StageSpec
+
+
+class Sharding(str, Enum):
+    """Whether the devices of a node divide the states of its stages, by the names that users give."""
+
+    OFF = "off"
+    AUTO = "auto"
+    """Where that makes steps shorter, or fits in memory."""
+    ON = "on"
+    """Wherever a node has several devices."""
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +46,7 @@ class PlanningProblem:
         failure_interval_s: Expected time between two changes of membership, over which a reconfiguration must pay.
         schedule: What pipelines run; memory must hold the microbatches that it keeps in flight.
         num_chunks: Stages of each device: 1, or more under interleaved 1F1B.
-        sharding: Whether stages may be sharded (:attr:`StageSpec.shard`); jobs do not run such stages yet.
+        sharding: Whether stages may, or must be sharded (:attr:`StageSpec.shard`).
         templates: What a planner of units answered for consecutive numbers of nodes, instead of a search; empty for
             chains.
     """
@@ -46,7 +60,7 @@ class PlanningProblem:
     failure_interval_s: float = 3600.0
     schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
     num_chunks: int = 1
-    sharding: bool = False
+    sharding: Sharding = Sharding.OFF
     templates: tuple[PipelineTemplate, ...] = ()
 
     def __post_init__(self) -> None:
@@ -84,12 +98,19 @@ class PlanningProblem:
                 self.profile.tp_degrees,
                 "profile that degree or choose another schedule",
             )
-        if self.schedule is ScheduleKind.INTERLEAVED and self.sharding:
+        if self.schedule is ScheduleKind.INTERLEAVED and self.sharding is not Sharding.OFF:
             raise ArgumentError(
                 "sharding",
                 f"be off for {ScheduleKind.INTERLEAVED.value} (its stages have one device each)",
-                self.sharding,
+                self.sharding.value,
                 "choose another schedule",
+            )
+        if self.templates and self.sharding is not Sharding.OFF:
+            raise ArgumentError(
+                "sharding",
+                "be off for jobs with a planner (stages of units have one device each)",
+                self.sharding.value,
+                "train the model as a chain, without a planner",
             )
         sizes = [template.num_nodes for template in self.templates]
         if sizes != list(range(sizes[0], sizes[0] + len(sizes)) if sizes else []):
@@ -122,9 +143,6 @@ class Pipeline:
     num_microbatches: int
 
 
-_LARGEST_ELEMENT_BYTES = 8
-
-
 @dataclass(frozen=True, kw_only=True)
 class Slot:
     """One worker's place in a plan.
@@ -150,23 +168,16 @@ class Slot:
     def intervals(self, profile: ModelProfile) -> dict[str, ByteIntervals]:
         """Return what it needs of each state that its stages use, in layer order.
 
-        One device of several, tensor parallel or sharded, has an equal part of the buffer, as planning counts it: what
-        runs has one device a stage.
+        One device of several, tensor parallel or sharded, has an equal part of each of the buffer's segments.
         """
         layers = (layer for stage in self.stages for layer in profile.layers[stage.first_layer : stage.end_layer])
         used = {name for layer in layers for name in (layer.name, *layer.shares)}
         degree = self.stages[0].num_devices
         return {
-            layer.name: layer.whole if degree == 1 else _share(layer.state_bytes, self.shard_index, degree)
+            layer.name: layer.whole if degree == 1 else layer.share(self.shard_index, degree)
             for layer in profile.layers
             if layer.name in used
         }
-
-
-def _share(num_bytes: int, index: int, degree: int) -> ByteIntervals:
-    num_elements = -(-num_bytes // _LARGEST_ELEMENT_BYTES)
-    first, end = (number * num_elements // degree * _LARGEST_ELEMENT_BYTES for number in (index, index + 1))
-    return ByteIntervals.of(first, min(end, num_bytes))
 
 
 Holdings = Mapping[str, Mapping[int, ByteIntervals]]

@@ -12,7 +12,7 @@ from resilient.templates.template import PipelineTemplate, StageSpec
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """Times of one stage for one microbatch.
+    """Times of one stage for one microbatch; for a round of them, one on each device, where it is sharded.
 
     Args:
         forward_ms: Forward.
@@ -33,11 +33,12 @@ def stage_times(template: PipelineTemplate, profile: ModelProfile) -> tuple[Stag
 
 
 def _of_stage(stage: StageSpec, profile: ModelProfile) -> StageTimes:
-    degree = profile.tp_degrees.index(stage.num_devices)
+    degree = profile.tp_degrees.index(stage.tp_degree)
     layers = profile.layers[stage.first_layer : stage.end_layer]
     of_inputs = sum(layer.costs[degree].backward_input_ms for layer in layers if layer.input_gradient)
     of_inputs += stage.checkpointing * stage.forward_ms
     of_weights = sum(layer.costs[degree].backward_weight_ms for layer in layers if layer.trainable)
+    of_weights *= stage.shard == 1  # a sharded one does them at once
     weights_ms = stage.backward_ms * of_weights / (of_inputs + of_weights) if of_weights else 0.0
     return StageTimes(
         forward_ms=stage.forward_ms,

@@ -96,8 +96,8 @@ class PipelineTemplate:
     Under interleaved 1F1B a device has several stages: stage ``s`` is in row ``s % len(rows)``. Stages of units come
     lane after lane, in the units' order; a device may have some of several lanes, and several of one.
 
-    What its schedule calls a microbatch is a round of them: one for each group of devices of a sharded stage. A stage
-    that is not sharded, beside others that are, takes those of a round one after the other.
+    What its schedule calls a microbatch is a round of them: one for each group of devices of a sharded stage. Where one
+    stage is sharded all are, into as many groups: group g of a stage hands what it makes to group g of the next.
 
     Args:
         num_nodes: Nodes it is made for.
@@ -146,7 +146,7 @@ class PipelineTemplate:
     @cached_property
     def round_size(self) -> int:
         """Microbatches of a round."""
-        return max(stage.shard for stage in self.stages)
+        return self.stages[0].shard
 
     def num_rounds(self, num_microbatches: int) -> int:
         """Return the rounds that microbatches take; the last may leave groups without one."""

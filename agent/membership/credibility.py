@@ -30,7 +30,8 @@ from resilient.protocol.messages import (
     Suspect,
 )
 from resilient.state.manifest import SavedState
-from resilient.state.witnesses import worker_of
+from resilient.state.witnesses import state_of, worker_of
+from resilient.templates.common.byte_intervals import ByteIntervals
 
 
 def is_credible(parts: JobParts, message: FromWorkerMessage, worker: WorkerId) -> bool:
@@ -86,6 +87,11 @@ def _are_states(parts: JobParts, states: Iterable[str]) -> bool:
     return all(state in names for state in states)
 
 
+def _are_parts(parts: JobParts, held: Mapping[str, ByteIntervals]) -> bool:
+    whole = {layer.name: layer.whole for layer in parts.job.spec.profile.layers}
+    return all(state in whole and not part - whole[state] for state, part in held.items())
+
+
 def _are_copies(parts: JobParts, odd: Mapping[int, Iterable[str]]) -> bool:
     holders = map(worker_of, odd)
     return all(map(parts.participants.has_place, holders)) and all(_are_states(parts, each) for each in odd.values())
@@ -109,6 +115,8 @@ def _is_report(parts: JobParts, report: Report, *, has_place: bool) -> bool:
         _is_step(parts, said.version, least=-1, most=most)
         and (said.passed is None or _is_outcome(parts, said.passed, most=most))
         and _are_states(parts, (*said.current, *said.retained))
+        and _are_parts(parts, said.current_parts)
+        and _are_parts(parts, said.retained_parts)
         and _are_amounts(said.stage_ms)
         and all(_is_step_done(parts, done, most=most) for done in report.steps)
     )
@@ -120,7 +128,7 @@ def _is_part(parts: JobParts, saved: Saved) -> bool:
     return (
         _is_step(parts, saved.step)
         and (last is None or saved.step == last.step)
-        and _are_states(parts, (*saved.states, *saved.held))
+        and _are_states(parts, (*saved.states, *map(state_of, saved.held)))
         and all(_is_file(name, file) for name, files in saved.states.items() for file in files)
     )
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from resilient.agent.membership.job_parts import JobParts
-from resilient.agent.membership.next_generation.agreement import Agreement, share_out, uncovered
+from resilient.agent.membership.next_generation.agreement import (
+    Agreement,
+    HeldStates,
+    compared_pieces,
+    share_out,
+    uncovered,
+)
 from resilient.agent.membership.next_generation.forming import (
     source_at,
 )
@@ -39,7 +45,7 @@ class Ends:
         if parts.ending.is_damaged or source_at(step, parts.checkpoints.whole):
             self.stop_resumable(reason)
             return
-        lost = uncovered(job.profile, agreement.holders())
+        lost = uncovered(job.profile, agreement.held.values())
         if lost:
             self.stop_resumable(f"{reason}, and nobody holds {', '.join(lost)} at step {step}")
             return
@@ -100,6 +106,7 @@ class Ends:
             states=(),
             path=parts.checkpoints.path(step),
             skipped=agreement.skipped,
+            compared=compared_pieces(agreement.held, parts.job.spec.profile),
         )
         parts.phase, parts.change = Phase.SAVING, None
         parts.progress.settle(step, agreement.roll_forward)
@@ -109,7 +116,7 @@ class Ends:
         parts.last_checkpoint = LastCheckpoint(save=save, reason=reason, deadline=deadline)
         self._ask(share_out(agreement.held, parts.job.spec.profile))
 
-    def _ask(self, shares: Mapping[WorkerId, tuple[str, ...]]) -> None:
+    def _ask(self, shares: Mapping[WorkerId, HeldStates]) -> None:
         assert self._parts.last_checkpoint is not None
         for worker, save in self._parts.last_checkpoint.ask(shares).items():
             self._parts.context.send(worker, save)

@@ -155,8 +155,8 @@ class Regrouping:
         """Return whether the job can go on without some nodes, and loses no state with them."""
         parts, profile = self._parts, self._parts.job.spec.profile
         left = [node for node in parts.context.available() if node not in nodes]
-        lost = uncovered(profile, agreement.without(nodes).holders())
-        return len(left) >= parts.ending.needed_nodes and lost == uncovered(profile, agreement.holders())
+        lost = uncovered(profile, agreement.without(nodes).held.values())
+        return len(left) >= parts.ending.needed_nodes and lost == uncovered(profile, agreement.held.values())
 
     def _send_away(self, node: int, cause: str) -> None:
         """Let a node go that does not do its part, between two generations."""
@@ -168,7 +168,7 @@ class Regrouping:
     def _is_last(self, agreement: Agreement) -> bool:
         """Return whether all steps are done, and their result is saved or can be: nobody has to train for it."""
         parts, job = self._parts, self._parts.job.spec
-        is_held = not uncovered(job.profile, agreement.holders())
+        is_held = not uncovered(job.profile, agreement.held.values())
         return agreement.version == job.num_steps and (parts.is_complete or is_held)
 
     def _waits_for_nodes(self, change: Change) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from resilient.templates.inputs.derive import derive_profile
 from resilient.templates.inputs.devices import cluster_of
 from resilient.templates.inputs.profile import LayerProfile, ModelProfile
-from resilient.templates.plan import PlanningProblem
+from resilient.templates.plan import PlanningProblem, Sharding
 from resilient.templates.schedules.kind import ScheduleKind
 
 MODEL, DEVICE = "gpt3-6.7b", "a100-80gb"
@@ -37,7 +37,7 @@ def model(num_layers: int, device: str, *, equal: bool) -> ModelProfile:
 
 
 def job(
-    num_layers: int, devices: int, *, equal: bool = False, device: str = DEVICE, **more: int | ScheduleKind
+    num_layers: int, devices: int, *, equal: bool = False, device: str = DEVICE, **more: int | ScheduleKind | Sharding
 ) -> PlanningProblem:
     """Plan for nodes of that many devices; ``more`` are fields of the problem."""
     settings = {"num_microbatches": 1024, "max_failures": 0} | more

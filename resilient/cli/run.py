@@ -30,6 +30,7 @@ from resilient.protocol.alike import ALLOWABLE
 from resilient.protocol.foreign_launchers import check_started_once
 from resilient.protocol.messages import Injection
 from resilient.protocol.phases import PHASES, check_phase
+from resilient.templates.plan import Sharding
 
 if TYPE_CHECKING:
     from resilient.agent.job_control import JobControl
@@ -104,6 +105,13 @@ def run(
     failure_interval_s: Annotated[
         float, typer.Option(help="Expected time between failures, over which a reconfiguration must pay.")
     ] = 3600.0,
+    shard: Annotated[
+        Sharding,
+        typer.Option(
+            help="Workers of a node divide the states of their stage and take microbatches of their own: never, where "
+            "that makes steps shorter, or in every stage.",
+        ),
+    ] = Sharding.OFF,
     heartbeat_s: Annotated[float, typer.Option(help="Silence after which a node counts as lost.")] = 5.0,
     orphan_s: Annotated[
         float,
@@ -172,6 +180,7 @@ def run(
             port_range=port_range,
             network_gbit_s=network_gbit_s,
             failure_interval_s=failure_interval_s,
+            shard=shard.value,
             heartbeat_s=heartbeat_s,
             orphan_s=orphan_s,
             grace_s=grace_s,

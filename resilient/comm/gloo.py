@@ -29,6 +29,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # pyright: i
 
 from resilient.comm.interface import Group, Pending
 from resilient.comm.own_sockets import let_nobody_else_in, listeners, shut_down_connections
+from resilient.comm.parts_exchange import PartsExchange
 from resilient.common.handshake import PROOF_BYTES, is_proof, nonce, proof
 from resilient.errors import CommunicationError
 
@@ -37,6 +38,8 @@ _SLICE = timedelta(milliseconds=50)
 _DROP_S = 0.1
 _TIMED_OUT = "Timed out"
 _RECOGNISE = 0
+_FIRST_EXCHANGE = 1 << 30
+"""Tags from here on are those of exchanges of parts; gloo's have 31 bits, and no step or copy counts as far as this."""
 _RECOGNISE_TIME = timedelta(seconds=30)
 _ADDRESS = re.compile(r"\[(?P<host>\S+)\]:(?P<port>\d+)")
 """As gloo writes those of sockets in its errors."""
@@ -132,6 +135,7 @@ class GlooCommunicator:
         self._generation = generation
         self._aborted = threading.Event()
         self._waiter = _Waiter()
+        self._exchanges: dict[Group, int] = {}
         # torch reads it with the first group of the process: its record of the last 2000 operations, and of every group
         # there ever was, is megabytes
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
@@ -242,6 +246,19 @@ class GlooCommunicator:
         landing = None if staged is tensor else tensor
         work = self._issue(lambda: self._group(group).allreduce([staged]), group)
         return _GlooPending(partial(self._wait_for_collective, group), work, staged, landing)
+
+    def all_gather(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+        exchange = PartsExchange(self, tensor.cpu(), bounds, group, self._next_exchange(group))
+        return exchange.all_gather(None if tensor.device.type == "cpu" else tensor)
+
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+        exchange = PartsExchange(self, tensor.cpu(), bounds, group, self._next_exchange(group))
+        return exchange.reduce_scatter(None if tensor.device.type == "cpu" else tensor)
+
+    def _next_exchange(self, group: Group) -> int:
+        """Return the tag of a group's next exchange of parts; all its ranks count alike."""
+        number = self._exchanges[group] = self._exchanges.get(group, -1) + 1
+        return _FIRST_EXCHANGE + number % _FIRST_EXCHANGE
 
     def _issue(self, start: Callable[[], object], group: Group) -> object:
         self.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -47,6 +48,21 @@ class Communicator(Protocol):
         """Sum in place over ``group``; its members call this in the same order."""
         ...
 
+    def all_gather(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+        """Fill in a contiguous ``tensor`` ``[num_elements]``, of which each rank of ``group`` has a part.
+
+        The rank at position i has elements ``bounds[i] .. bounds[i + 1] - 1``, which may be none. All members call this
+        and :meth:`reduce_scatter` in the same order, with the same bounds.
+        """
+        ...
+
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+        """Sum over ``group``, in place, those elements of a contiguous ``tensor`` that are this rank's part.
+
+        What the others' parts hold afterwards is of no use.
+        """
+        ...
+
     def check(self) -> None:
         """Raise ``CommunicationError`` if the generation was aborted: computing on would be for nothing."""
         ...
@@ -83,6 +99,14 @@ class SingleProcessCommunicator:
         raise AssertionError("a single worker has no peer to receive from")
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+        self.check()
+        return DONE
+
+    def all_gather(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+        self.check()
+        return DONE
+
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
         self.check()
         return DONE
 

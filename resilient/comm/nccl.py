@@ -163,6 +163,16 @@ class NcclCommunicator:
             return self._gloo.all_reduce(tensor, group)
         return self._issue(lambda: self._groups[group].allreduce([tensor]))
 
+    def all_gather(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+        if tensor.device.type == "cpu":
+            return self._gloo.all_gather(tensor, bounds, group)
+        raise AssertionError("sharded stages do not run over NCCL: whoever installs a plan with some refuses it")
+
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+        if tensor.device.type == "cpu":
+            return self._gloo.reduce_scatter(tensor, bounds, group)
+        raise AssertionError("sharded stages do not run over NCCL: whoever installs a plan with some refuses it")
+
     def check(self) -> None:
         self._gloo.check()
 

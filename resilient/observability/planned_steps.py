@@ -31,6 +31,8 @@ _MOST_DIFFERENCES = 5
 class ComparedStep:
     """One step of one pipeline, or of several that exchange features, that all workers finished, and its simulation.
 
+    Of sharded stages that is one device of each.
+
     Args:
         rows: What each worker wrote down.
         timeline: What was expected.
@@ -93,9 +95,10 @@ def planned_steps(traced: Sequence[TracedStep]) -> list[ComparedStep]:
     Args:
         traced: What workers wrote down.
     """
-    groups: dict[tuple[int, int, tuple[int, ...]], list[TracedStep]] = {}
+    groups: dict[tuple[int, int, tuple[int, ...], int], list[TracedStep]] = {}
     for each in traced:
-        groups.setdefault((each.generation, each.step, each.planned.pipelines), []).append(each)
+        group = each.generation, each.step, each.planned.pipelines, each.planned.device
+        groups.setdefault(group, []).append(each)
     found: list[ComparedStep] = []
     for _, rows in sorted(groups.items()):
         rows.sort(key=lambda row: row.planned.row)

@@ -137,6 +137,7 @@ class PlannedRow(msgspec.Struct, frozen=True, kw_only=True):
         graph: The step of its whole pipeline, or of several that exchange features.
         pipelines: These, whose rows follow each other in the graph.
         row: Of the graph.
+        device: Which one of the row's, where each has microbatches of its own.
         action_ms: What each of its actions takes, in order. Of messages that is how long they are on their way, and
             only those with activations are said; waiting is nothing.
         latency_ms: The part of it in which a message does not occupy its link, in the same order; left out for none.
@@ -147,6 +148,7 @@ class PlannedRow(msgspec.Struct, frozen=True, kw_only=True):
     row: int
     action_ms: tuple[float, ...]
     latency_ms: tuple[float, ...] = ()
+    device: int = 0
 
 
 class TracedStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from resilient.pipeline.gradient_sync import GradientSync
 from resilient.pipeline.handovers import Handovers
 from resilient.pipeline.p2p import Downstream, Signature, Upstream, signature
 from resilient.pipeline.row_actions import Border, CellPart, RowActions, StageLink
+from resilient.pipeline.sharded_stage import ShardedStage
 from resilient.pipeline.stage import Stage
 from resilient.pipeline.stage_timer import StageTimer
 from resilient.pipeline.step_work import StepWork
@@ -124,7 +125,7 @@ class Executor:
                     self._faults.reach(phase, work.step, action.lane.unit)
                 named = record_function(str(action)) if profiled else _NOT_RECORDED
                 with self.span_recorder.during(action), named:
-                    _RUN[action.op](self, action)
+                    self._handler(action)(self, action)
             except Exception as error:
                 self._tell_where(error, action)
                 raise
@@ -134,6 +135,10 @@ class Executor:
         for stage in self._stages.values():
             stage.end()
         return self._losses
+
+    def _handler(self, action: Action) -> Callable[[Executor, Action], None]:
+        idle = action.op is not Op.REDUCE and action.index in self._work.idle
+        return _RUN_IDLE.get(action.op, _do_nothing) if idle else _RUN[action.op]
 
     def _tell_where(self, error: Exception, action: Action) -> None:
         """Add to an error at which action it came; a broken connection is on the way to recovery, and gets no table."""
@@ -212,6 +217,18 @@ class Executor:
         with self._stage_timer.during(self._of_row.stage(action), part.cell):
             self._stages[action.lane, action.stage].backward_weight(part)
 
+    def _forward_idle(self, action: Action) -> None:
+        self._sharded(action).forward_idle(self._work.step)
+
+    def _backward_idle(self, action: Action) -> None:
+        self._arm(action)
+        self._sharded(action).backward_idle()
+
+    def _sharded(self, action: Action) -> ShardedStage:
+        stage = self._stages[action.lane, action.stage]
+        assert isinstance(stage, ShardedStage), "only the devices of a sharded stage have different samples"
+        return stage
+
     def _send_f(self, action: Action) -> None:
         for link in self._of_row.links(action):
             border = self._downstream[self._of_row.border(link)]
@@ -222,7 +239,10 @@ class Executor:
         for part in self._of_row.parts(self._of_row.stage(action), action.index):
             self._batch(part)  # its forward needs it: it is read while the message is on its way
         following = self._of_row.next_receipt.get(action)
-        to_post = [(link, self._shapes(link)) for link in (() if following is None else self._of_row.links(following))]
+        ahead: list[StageLink] = []
+        if following is not None and following.index not in self._work.idle:
+            ahead = self._of_row.links(following)
+        to_post = [(link, self._shapes(link)) for link in ahead]
         for link in self._of_row.links(action):
             border = self._upstream[self._of_row.border(link)]
             self._received[link] = border.receive(self._of_row.number(link), self._shapes(link))
@@ -292,3 +312,16 @@ _RUN: Mapping[Op, Callable[[Executor, Action], None]] = {
     Op.REDUCE: Executor._reduce,
 }
 """How each action is run. Bound methods, kept by the executor, would keep it and its generation's groups alive."""
+
+
+def _do_nothing(executor: Executor, action: Action) -> None:
+    """There is nothing to send or receive: the device of the next stage has no samples of the cell, either."""
+
+
+_RUN_IDLE: Mapping[Op, Callable[[Executor, Action], None]] = {
+    Op.FORWARD: Executor._forward_idle,
+    Op.BACKWARD: Executor._backward_idle,
+    Op.BACKWARD_INPUT: Executor._backward_idle,
+    Op.BACKWARD_WEIGHT: Executor._arm,
+}
+"""How an action is run for a cell that other devices of the stage alone have samples of."""

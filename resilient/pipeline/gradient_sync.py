@@ -42,6 +42,8 @@ class GradientSync:
         comm: The generation's groups.
         states: State index -> state, for the states this worker trains (each has trainable parameters).
         pieces: State index -> its pieces; one that a single rank holds needs no sum.
+        arrivals: State index -> how often :meth:`arrived` is called in a backward, for states whose gradients come from
+            elsewhere than autograd.
 
     Attributes:
         squares: Sum of the squared gradients waited for in this step that this rank counts: those of pieces of which
@@ -49,7 +51,11 @@ class GradientSync:
     """
 
     def __init__(
-        self, comm: Communicator, states: Mapping[int, LayerState], pieces: Mapping[int, Sequence[Piece]]
+        self,
+        comm: Communicator,
+        states: Mapping[int, LayerState],
+        pieces: Mapping[int, Sequence[Piece]],
+        arrivals: Mapping[int, int] | None = None,
     ) -> None:
         self._comm = comm
         self._states = states
@@ -66,14 +72,17 @@ class GradientSync:
         self._missing: dict[int, int] = {}
         self._num_started = 0
         self._pending: dict[int, list[tuple[_Share, Tensor, Pending]]] = {}
-        summed = dict.fromkeys(share.index for share in self._order)
+        self._arrivals = {
+            index: sum(parameter.requires_grad for parameter in state.parameters.values())
+            for index, state in states.items()
+        }
+        self._arrivals.update(arrivals or {})
+        summed = dict.fromkeys(share.index for share in self._order if share.index not in (arrivals or {}))
         self._handles = [handle for index in summed for handle in self._watch(index, states[index])]
 
     def _watch(self, index: int, state: LayerState) -> Sequence[RemovableHandle]:
         def accumulated(_: Tensor) -> None:
-            if index in self._missing:
-                self._missing[index] -= 1
-                self._start_ready()
+            self.arrived(index)
 
         trainable = [parameter for parameter in state.parameters.values() if parameter.requires_grad]
         return [parameter.register_post_accumulate_grad_hook(accumulated) for parameter in trainable]
@@ -90,8 +99,13 @@ class GradientSync:
     def arm(self, indices: Iterable[int]) -> None:
         """Have the next backward, the last for these states, start each sum as soon as its gradients are final."""
         for index in indices:
-            parameters = self._states[index].parameters.values()
-            self._missing[index] = sum(parameter.requires_grad for parameter in parameters)
+            self._missing[index] = self._arrivals[index]
+
+    def arrived(self, index: int) -> None:
+        """Take note that some of what a backward adds to a state's gradients has been added."""
+        if index in self._missing:
+            self._missing[index] -= 1
+            self._start_ready()
 
     def wait(self, index: int) -> None:
         """Wait for the sums of one state; all backwards of the step must be done."""

@@ -34,7 +34,9 @@ class StageLayer:
 
 
 @dataclass(kw_only=True)
-class _InFlight:
+class InFlight:
+    """A microbatch between its forward and its backward: leaves, what was made of them, and the scaled loss."""
+
     received: Activations
     sent: Activations
     loss: Tensor | None
@@ -70,7 +72,7 @@ class Stage:
         self._seed = seed
         self._recomputed_layers = recomputed_layers
         self._loss_units = loss_units(model)
-        self._in_flight: dict[Hashable, _InFlight] = {}
+        self._in_flight: dict[Hashable, InFlight] = {}
         self._deferred: dict[Hashable, Deferred] = {}
         self._num_steps = 0
         self._buffers = [ConstantBuffers(model.layers[layer.index].name, layer.module) for layer in layers]
@@ -132,13 +134,17 @@ class Stage:
                 if loss is not None:
                     losses.append((self._model.layers[layer.index].unit, loss))
         scaled = torch.stack([loss for _, loss in losses]).sum() / num_targets if losses else None
-        self._in_flight[microbatch] = _InFlight(received=received, sent=activations, loss=scaled)
+        self._in_flight[microbatch] = InFlight(received=received, sent=activations, loss=scaled)
+        return activations, self._told(losses)
+
+    def _told(self, losses: Sequence[tuple[str, Tensor]]) -> Tensor | None:
+        """Return the losses taken of some units' layers, added up by unit, ``[num_losses]``."""
         if not losses:
-            return activations, None
+            return None
         told = torch.zeros(len(self._loss_units), dtype=torch.float64, device=self._device)
         for unit, loss in losses:
             told[self._loss_units.index(unit)] += loss.detach()
-        return activations, told
+        return told
 
     def forget(self, microbatch: Hashable) -> None:
         """Drop what the backward of a microbatch would need: it has none."""
@@ -155,11 +161,11 @@ class Stage:
             Gradients of the received activations that require one.
         """
         flight = self._in_flight.pop(microbatch)
-        outputs, output_gradients = _differentiated(flight, gradients)
+        outputs, output_gradients = differentiated(flight, gradients)
         if outputs:
             torch.autograd.backward(outputs, output_gradients)
-        received = _wanted(flight.received)
-        return {name: _or_zeros(tensor, tensor.grad) for name, tensor in received.items()}
+        received = wanted(flight.received)
+        return {name: or_zeros(tensor, tensor.grad) for name, tensor in received.items()}
 
     def backward_input(self, microbatch: Hashable, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Differentiate one microbatch for what was received; :meth:`backward_weight` does the rest.
@@ -173,16 +179,16 @@ class Stage:
         Returns:
             Gradients of the received activations that require one.
         """
-        received = _wanted(self._in_flight[microbatch].received)
+        received = wanted(self._in_flight[microbatch].received)
         if self._recomputed_layers and received:
             self._deferred[microbatch] = Deferred()
             return self.backward(microbatch, gradients)
-        outputs, output_gradients = _differentiated(self._in_flight.pop(microbatch), gradients)
+        outputs, output_gradients = differentiated(self._in_flight.pop(microbatch), gradients)
         parameters = dict.fromkeys(p for layer in self._layers for p in layer.module.parameters() if p.requires_grad)
         found, self._deferred[microbatch] = differentiate_inputs(
             outputs, output_gradients, list(received.values()), list(parameters)
         )
-        return {name: _or_zeros(tensor, grad) for (name, tensor), grad in zip(received.items(), found, strict=True)}
+        return {name: or_zeros(tensor, grad) for (name, tensor), grad in zip(received.items(), found, strict=True)}
 
     def backward_weight(self, microbatch: Hashable) -> None:
         """Add up the parameter gradients of a microbatch whose :meth:`backward_input` is done."""
@@ -218,19 +224,21 @@ class Stage:
             torch.cuda.manual_seed(value & _MASK)
 
 
-def _differentiated(flight: _InFlight, gradients: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+def differentiated(flight: InFlight, gradients: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return what a microbatch's backward starts from, with its gradients."""
     used: list[tuple[Tensor, Tensor | None]] = [
-        (tensor, gradients[name]) for name, tensor in _wanted(flight.sent).items() if name in gradients
+        (tensor, gradients[name]) for name, tensor in wanted(flight.sent).items() if name in gradients
     ]
     if flight.loss is not None and flight.loss.requires_grad:
         used.append((flight.loss, None))
     return [tensor for tensor, _ in used], [gradient for _, gradient in used]
 
 
-def _wanted(activations: Activations) -> Activations:
+def wanted(activations: Activations) -> Activations:
+    """Return those that require a gradient."""
     return {name: tensor for name, tensor in activations.items() if tensor.requires_grad}
 
 
-def _or_zeros(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+def or_zeros(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+    """Return a tensor's gradient, which is zero where none arrived."""
     return torch.zeros_like(tensor) if gradient is None else gradient

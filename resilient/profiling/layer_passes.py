@@ -78,6 +78,13 @@ def layout_bytes(job: Job, layout: BufferLayout) -> tuple[int, int, int]:
     return layout.num_bytes(0, itemsize), trained * len(job.optimizer.slots), trained
 
 
+def layout_segments(job: Job, layout: BufferLayout) -> tuple[int, ...]:
+    """Return :attr:`resilient.templates.inputs.profile.LayerProfile.segments` of a layer."""
+    itemsize = job.dtype.itemsize
+    trained = layout.num_trainable * itemsize
+    return (trained, layout.num_frozen * itemsize, *(trained for _ in job.optimizer.slots), layout.own_bytes)
+
+
 def take_times(
     passes: Sequence[LayerPass],
     seen: Sequence[PassSeen],

@@ -26,6 +26,7 @@ from resilient.profiling.layer_passes import (
     Timed,
     device_clock,
     layout_bytes,
+    layout_segments,
     materialise,
     take_times,
 )
@@ -37,7 +38,7 @@ from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelPro
 
 logger = logging.getLogger(__name__)
 
-PROFILER_VERSION = 4
+PROFILER_VERSION = 5
 """Of what is measured and verified, and how; profiles of another version are measured again."""
 
 
@@ -210,6 +211,7 @@ def _layer_profile(job: Job, layout: BufferLayout, measured: _Measured, weights:
         parameter_bytes=parameter_bytes,
         optimizer_bytes=optimizer_bytes,
         gradient_bytes=gradient_bytes,
+        segments=layout_segments(job, layout),
         input_bytes=max(seen.input_bytes for seen in measured.seen),
         trainable=measured.trainable,
         input_gradient=any(seen.input_gradient for seen in measured.seen),

@@ -9,7 +9,6 @@ coordinator knows who speaks. Coordinator messages for workers travel wrapped in
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,10 +16,12 @@ import msgspec
 from resilient.protocol.alike import Alike
 from resilient.protocol.checkpoint_pace import CheckpointPace
 from resilient.protocol.job_config import JobConfig
+from resilient.protocol.progress import StepOutcome, WorkerProgress
 from resilient.state.manifest import SavedStates
 from resilient.state.recipe import Recipe
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.state.witnesses import HeldCopy
+from resilient.templates.common.byte_intervals import ByteIntervals
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan
@@ -53,45 +54,6 @@ class JobSpec(JobConfig):
     memory_bytes: int | None = None
     alike: Alike = field(default_factory=Alike)
     templates: tuple[PipelineTemplate, ...] = ()
-
-
-class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step's prepare barrier gave all; ``skipped`` counts it, too; ``saves``: a checkpoint is to follow it."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    skipped: SkippedSteps = NONE_SKIPPED
-    losses: dict[str, float] = {}
-    saves: bool = False
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the step updates the states: its loss and gradient are numbers."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
-class WorkerProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a worker stands when its generation ends.
-
-    Args:
-        version: Steps committed by this worker; -1 for a worker that has no state yet.
-        complete: It holds every reduced gradient of step ``version + 1`` of the states in ``current``.
-        begun: It has begun step ``version + 1``: work that is lost when the job goes on from ``version``.
-        passed: Outcome of the newest barrier it passed; the step is ``version`` (committed).
-        current: States at ``version`` that took part in the last step.
-        retained: Further states at ``version`` that did not (kept from an earlier plan): sources for copies,
-            but they cannot be rolled forward.
-        stage_ms: What its stages compute for one mean microbatch of the plan, median of its steps; 0 after too few.
-    """
-
-    version: int
-    complete: bool
-    begun: bool = False
-    passed: StepOutcome | None = None
-    current: tuple[str, ...] = ()
-    retained: tuple[str, ...] = ()
-    stage_ms: float = 0.0
 
 
 class Injection(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,8 +141,11 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """This worker's part of the checkpoint of ``step`` is on disk, by state. ``skipped``: steps that were skipped up to
-    it. ``held``: all states held here, of an answer to ``Save``."""
+    """This worker's part of the checkpoint of ``step`` is on disk, by state.
+
+    ``skipped``: steps that were skipped up to it. ``held``: all states held here, of an answer to ``Save``; of states
+    that it lists in ``compared``, by piece (:func:`resilient.state.witnesses.piece_name`).
+    """
 
     generation: int
     step: int
@@ -291,7 +256,11 @@ class PackedGeneration(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The job ends early: roll forward if told, write these states to ``path``, if any, answer ``Saved``, then wait."""
+    """The job ends early: roll forward if told, write these states to ``path``, if any, answer ``Saved``, then wait.
+
+    ``parts``: of those that are not to be written whole, which bytes. ``compared``: of states that some hold parts of,
+    the pieces whose copies are compared.
+    """
 
     generation: int
     version: int
@@ -299,6 +268,8 @@ class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     states: tuple[str, ...]
     path: str
     skipped: SkippedSteps = NONE_SKIPPED
+    parts: dict[str, ByteIntervals] = {}
+    compared: dict[str, tuple[ByteIntervals, ...]] = {}
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, tag=True):

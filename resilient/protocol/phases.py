@@ -8,9 +8,10 @@ UNIT_PHASES = ("forward", "send", "backward", "part", "weight", "return")
 """What a worker does for a unit in a step: computes a cell, sends on what it made, differentiates it, or one more part
 of it, or, apart from that, its weights, and returns gradients to who made what came in. Of chains only without unit."""
 
-PHASES = (*UNIT_PHASES, "reduce", "prepare", "commit", "regroup", "copy", "assign")
-"""The others: gradients are summed, the barrier is entered, the step is applied; and in a generation that begins,
-groups are made, states are copied, the first steps' assignments are shared."""
+PHASES = (*UNIT_PHASES, "gather", "reduce", "prepare", "commit", "regroup", "copy", "assign")
+"""The others: a layer of a sharded stage is gathered, gradients are summed, the barrier is entered, the step is
+applied; and in a generation that begins, groups are made, states are copied, the first steps' assignments are
+shared."""
 
 
 def check_phase(phase: str) -> None:

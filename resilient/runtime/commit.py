@@ -94,8 +94,6 @@ class Ledger:
 
     def progress(self) -> WorkerProgress:
         """Return what the coordinator needs to know to agree on the step to go on from."""
-        # it takes each name for a whole state: what is told of a part would be a state that nobody can copy
-        assert all(state.held == state.whole for state in (*self.current.values(), *self.retained.values()))
         return WorkerProgress(
             version=self.version,
             complete=self.complete,
@@ -103,6 +101,8 @@ class Ledger:
             passed=self.passed,
             current=tuple(self.current),
             retained=tuple(self.retained),
+            current_parts=_parts(self.current),
+            retained_parts=_parts(self.retained),
         )
 
     def forget(self) -> None:
@@ -131,7 +131,8 @@ class Ledger:
             self.version = version
         self.skipped = skipped
         self.begun = self.complete = False
-        self.retained.update(self.current)
+        for name, state in self.current.items():
+            self.retained[name] = self.retained[name].joined(state) if name in self.retained else state
         self.current.clear()
 
     def drop(self, names: Iterable[str]) -> None:
@@ -202,3 +203,8 @@ class Ledger:
                 state.grad.mul_(self._clip / outcome.grad_norm)
         set_learning_rates(self._optimizer, self._torch_optimizer, outcome.step)
         self._torch_optimizer.step()
+
+
+def _parts(states: Mapping[str, LayerState]) -> dict[str, ByteIntervals]:
+    """Return what is held of those that are not here whole."""
+    return {name: state.held for name, state in states.items() if state.held != state.whole}

@@ -12,11 +12,14 @@ from functools import partial
 from itertools import pairwise
 
 from resilient.comm import Communicator, Group, StoreClient, connect
+from resilient.errors import ArgumentError
 from resilient.models.summed_loss import loss_units
 from resilient.pipeline.executor import Executor
 from resilient.pipeline.gradient_sync import GradientSync
 from resilient.pipeline.p2p import Downstream, Upstream
+from resilient.pipeline.sharded_stage import ShardedStage
 from resilient.pipeline.stage import Stage, StageLayer
+from resilient.pipeline.stage_sharding import StageSharding
 from resilient.pipeline.stage_timer import StageTimer
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.messages import INIT, Generation, Installed
@@ -42,6 +45,7 @@ from resilient.state.witnesses import witness
 from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals, Piece
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.plan import Plan, Slot
+from resilient.templates.schedules.graph import StageName
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.stage_times import stage_times
 from resilient.templates.template import PipelineTemplate, StageSpec
@@ -195,6 +199,13 @@ def connect_ranks(context: WorkerContext, message: Generation, pieces: Pieces) -
         pairs=pairs,
     )
     context.guard.attach(message.generation, comm)
+    if comm.on_devices and any(slot.stages[0].shard > 1 for slot in slots):
+        raise ArgumentError(
+            "shard",
+            "be off where every worker has a GPU of its own (NCCL is not used for it yet)",
+            "on",
+            "leave it out",
+        )
     return comm
 
 
@@ -255,32 +266,38 @@ def build_session(
     job, states, pipeline = context.job, context.ledger.current, message.plan.pipelines[slot.pipeline_index]
     trained_layers = [context.layouts[spec.name].num_trainable > 0 for spec in job.model.layers]
     if context.planning is None:
-        first_rank = slot.rank - slot.row_index
-        lanes = PlanLanes(Plan(pipelines=(pipeline,)), (), trained_layers)
+        place, lanes = slot.row_index, PlanLanes(Plan(pipelines=(pipeline,)), (), trained_layers)
     else:
-        first_rank, lanes = 0, PlanLanes(message.plan, context.planning.feeds, trained_layers)
-    own = lanes.stages(slot.rank - first_rank)
-    borders = lanes.borders(slot.rank - first_rank)
+        place, lanes = slot.rank, PlanLanes(message.plan, context.planning.feeds, trained_layers)
+    own = lanes.stages(place)
+    borders = lanes.borders(place)
+
+    def rank_of(stage: StageName) -> int:
+        """Return the rank of a stage, of a sharded one that of the device which this one talks to."""
+        return slot.rank + (lanes.rank_of[stage] - place) * slot.stages[0].num_devices
+
+    sharding = StageSharding(context.profile, context.layouts, comm, message.plan, slot, states)
     trained = {name: state for name, state in states.items() if state.layout.num_trainable}
     index_of = {name: context.profile.index(name) for name in trained}
     gradient_sync = GradientSync(
         comm,
         {index_of[name]: state for name, state in trained.items()},
         {index_of[name]: pieces[name] for name in trained},
+        sharding.arrivals,
     )
     stage_timer = StageTimer(job.device)
     executor = Executor(
         generation=message.generation,
-        stages={name: _stage(context, lanes.specs[name]) for name in own},
+        stages={name: _stage(context, lanes.specs[name], sharding, gradient_sync) for name in own},
         gradient_sync=gradient_sync,
         comm=comm,
         upstream={
-            (source, target): Upstream(comm, first_rank + lanes.rank_of[source], job.device, channel)
+            (source, target): Upstream(comm, rank_of(source), job.device, channel)
             for (source, target), channel in borders.items()
             if target in own
         },
         downstream={
-            (source, target): Downstream(comm, first_rank + lanes.rank_of[target], channel)
+            (source, target): Downstream(comm, rank_of(target), channel)
             for (source, target), channel in borders.items()
             if source in own
         },
@@ -314,13 +331,19 @@ def _allocate(context: WorkerContext, name: str, held: ByteIntervals) -> LayerSt
     return LayerState(job.layer(name), context.layouts[name], job.optimizer.slots, job.dtype, job.device, held)
 
 
-def _stage(context: WorkerContext, spec: StageSpec) -> Stage:
-    job, states = context.job, context.ledger.current
-    layers = [
-        StageLayer(index=layer, module=bind(job.model.layers[layer], states, job.device))
-        for layer in range(spec.first_layer, spec.end_layer)
-    ]
-    return Stage(
+def _stage(context: WorkerContext, spec: StageSpec, sharding: StageSharding, gradient_sync: GradientSync) -> Stage:
+    job, numbers = context.job, range(spec.first_layer, spec.end_layer)
+    states = sharding.gathered or context.ledger.current
+    layers = [StageLayer(index=number, module=bind(job.model.layers[number], states, job.device)) for number in numbers]
+    make = Stage
+    if sharding.gathered:
+        make = partial(
+            ShardedStage,
+            sharded=[sharding.layer(number) for number in numbers],
+            on_gather=partial(context.faults.reach, "gather"),
+            on_summed=gradient_sync.arrived,
+        )
+    return make(
         job.model,
         layers,
         device=job.device,
@@ -337,7 +360,8 @@ def _steps(context: WorkerContext, plan: Plan, slot: Slot, comm: Communicator, l
         template, index = pipeline.template, slot.pipeline_index
         schedule = plan.schedule(index, [_trained_states(context, stage) for stage in template.stages])
         times = stage_times(template, context.profile)
-        return ChainSteps(schedule, plan.microbatches(index), job.microbatch, index, slot.row_index, times)
+        positions = plan.microbatches(index)[slot.shard_index :: template.round_size]
+        return ChainSteps(schedule, positions, job.microbatch, index, slot.row_index, times, slot.shard_index)
     placement, sampler = planning.placement(plan, job.microbatch), sampler_of(job)
     assignments = Assignments(
         comm,

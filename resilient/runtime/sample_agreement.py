@@ -6,6 +6,7 @@ Whether is told by a number of the prepare barrier; which is asked for only once
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 
 import msgspec
 import torch
@@ -48,7 +49,7 @@ class SampleAgreement:
         self._plan = plan
         self._rank = slot.rank
         self._dataset = type(job.dataset).__name__
-        self._own = self._ranks(slot.pipeline_index)
+        self._own = self._ranks(slot.pipeline_index, slot.shard_index)
         self._lanes = {other.rank: {stage.lane for stage in other.stages} for other in plan.slots}
         self._reads = {other.rank: slot_reads(job.model, other) for other in plan.slots}
         self.reads = self._reads[slot.rank]
@@ -73,7 +74,8 @@ class SampleAgreement:
             CommunicationError: A peer is gone.
         """
         told = [dict(_decode(text)) for text in _gathered(comm, msgspec.msgpack.encode(list(readings.items())))]
-        for ranks in map(self._ranks, range(len(self._plan.pipelines))):
+        readers = sorted({(slot.pipeline_index, slot.shard_index) for slot in self._plan.slots})
+        for ranks in starmap(self._ranks, readers):
             for cell in sorted({cell for rank in ranks for cell in told[rank]}):
                 read = {rank: told[rank][cell] for rank in ranks if cell in told[rank]}
                 found = self._in_samples(read, step) or self._in_batch(read, step)
@@ -124,8 +126,11 @@ class SampleAgreement:
         reads = self._reads[rank]
         return reads is None or entry in reads
 
-    def _ranks(self, pipeline_index: int) -> Group:
-        return tuple(slot.rank for slot in self._plan.slots if slot.pipeline_index == pipeline_index)
+    def _ranks(self, pipeline: int, device: int) -> Group:
+        """Return who reads the same cells: devices of sharded stages have microbatches of their own."""
+        return tuple(
+            slot.rank for slot in self._plan.slots if (slot.pipeline_index, slot.shard_index) == (pipeline, device)
+        )
 
 
 def _gathered(comm: Communicator, own: bytes) -> list[bytes]:

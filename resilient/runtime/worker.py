@@ -68,7 +68,7 @@ from resilient.state.checkpoint import HeldPart
 from resilient.state.fingerprint import fingerprint
 from resilient.state.replicas import OddCopiesError
 from resilient.state.skipped import MOST_IN_A_ROW
-from resilient.state.witnesses import HeldCopy
+from resilient.state.witnesses import HeldCopy, piece_name
 from resilient.templates.inputs.profile import ModelProfile
 
 logger = logging.getLogger(__name__)
@@ -384,11 +384,15 @@ class Worker:
         self._leave()
         self._ledger.begin_install(message.version, message.roll_forward, message.skipped)
         retained, kind = self._ledger.retained, self._job.device_name
-        held = {
-            name: HeldCopy(fingerprint=fingerprint(state.bytes), origin=state.origin, device=kind)
-            for name, state in retained.items()
-        }
-        parts = [(retained[name], retained[name].held) for name in message.states]
+        held: dict[str, HeldCopy] = {}
+        for name, state in retained.items():
+            pieces = [piece for piece in message.compared.get(name, ()) if piece & state.held]
+            for piece in pieces or [None]:
+                data = state.bytes if piece is None else state.held_bytes(piece)
+                held[piece_name(name, piece)] = HeldCopy(
+                    fingerprint=fingerprint(data), origin=state.origin, device=kind
+                )
+        parts = [(retained[name], message.parts.get(name, retained[name].whole)) for name in message.states]
         self._saver.write_last(message.generation, parts, Path(message.path), held=held)
         if self._failure is not None:
             raise self._failure

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from resilient.models.layer import LayerSpec, own_types, tie
-from resilient.state.layer_state import LayerState
 
 
-def bind(spec: LayerSpec, states: Mapping[str, LayerState], device: torch.device) -> nn.Module:
+class Parameters(Protocol):
+    """Where the parameters of a layer are: in its state, or in what is gathered of it."""
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """By name, each in its shape."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The job's."""
+        ...
+
+
+def bind(spec: LayerSpec, states: Mapping[str, Parameters], device: torch.device) -> nn.Module:
     """Build a layer's module on top of resident states: its own and those it shares by tied parameters.
 
     Args:
@@ -34,7 +47,7 @@ def bind(spec: LayerSpec, states: Mapping[str, LayerState], device: torch.device
         tie(module, name, states[owner].parameters[owned])
     for name, buffer in module.named_buffers():
         if buffer.is_floating_point() and name not in kept:
-            buffer.data = buffer.data.to(state.buffer.dtype)
+            buffer.data = buffer.data.to(state.dtype)
     return module
 
 

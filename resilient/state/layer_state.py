@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from resilient.models.layer import LayerSpec, initialize_layer
 from resilient.state.layout import BufferLayout, ParameterEntry, Rates, Window
-from resilient.state.witnesses import SEVERAL
+from resilient.state.witnesses import SEVERAL, joint_origin
 from resilient.templates.common.byte_intervals import ByteIntervals
 
 
@@ -83,6 +83,32 @@ class LayerState:
         self.parameters = {entry.name: self._parameter(entry) for entry in layout.entries}
         windows = (self._updated(window) for window in layout.windows)
         self.windows = tuple(window for window in windows if window.parameter.numel())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The job's type."""
+        return self.buffer.dtype
+
+    @property
+    def segments(self) -> tuple[ByteIntervals, ...]:
+        """The bytes of the trained parameters, of the frozen ones, and of those with types of their own."""
+        trained, frozen = (count * self._itemsize for count in (self.layout.num_trainable, self.layout.num_frozen))
+        return (
+            ByteIntervals.of(0, trained),
+            ByteIntervals.of(trained, trained + frozen),
+            self.whole - ByteIntervals.of(0, self._own_start),
+        )
+
+    def joined(self, other: LayerState) -> LayerState:
+        """Return a state with what either holds, at the same version: one of the two, where that holds it all."""
+        held = self.held | other.held
+        if held in (self.held, other.held):
+            return self if held == self.held else other
+        both = LayerState(self.spec, self.layout, tuple(self.slots), self.dtype, self.bytes.device, held)
+        for each in (self, other):
+            both.take(each, each.held)
+        both.origin = joint_origin((self.origin, other.origin))
+        return both
 
     def _here(self, start: int, stop: int) -> slice:
         """Return where the elements ``start .. stop - 1`` of the canonical buffer lie here, as far as they are held."""

@@ -13,6 +13,7 @@ from functools import partial
 
 import msgspec
 
+from resilient.templates.common.byte_intervals import ByteIntervals
 from resilient.templates.common.words import counted
 
 SEVERAL = 0
@@ -38,7 +39,7 @@ class Difference:
     """A state of which not all copies are equal.
 
     Args:
-        state: Its name.
+        state: Its name, or that of a piece of it (:func:`piece_name`).
         copies: Who holds it.
         odd: The holders whose copy is not that of most witnesses; none where no copy is.
     """
@@ -46,6 +47,16 @@ class Difference:
     state: str
     copies: Copies
     odd: tuple[int, ...]
+
+
+def piece_name(state: str, intervals: ByteIntervals | None) -> str:
+    """Return what the copies of a piece of a state are told of by; None for all of it."""
+    return state if intervals is None else f"{state}\0{','.join(map(str, intervals.bounds))}"
+
+
+def state_of(piece: str) -> str:
+    """Return the state that something with a name of :func:`piece_name` is of."""
+    return piece.partition("\0")[0]
 
 
 def witness(node: int, local_rank: int) -> int:
@@ -103,11 +114,12 @@ def _groups(holders: Sequence[int], is_equal: Callable[[int, int], bool]) -> set
 
 def why_undecided(undecided: Sequence[Difference], step: int) -> str:
     """Return what to tell of differences that no majority decides, of copies of the states after a step."""
-    places = [f"{difference.state} on nodes {_holders(difference.copies)}" for difference in undecided[:_MOST_NAMED]]
+    named = undecided[:_MOST_NAMED]
+    places = [f"{state_of(difference.state)} on nodes {_holders(difference.copies)}" for difference in named]
     more = len(undecided) - len(places)
-    named = "; ".join([*places, *([counted(more, "more layer")] if more else [])])
+    listed = "; ".join([*places, *([counted(more, "more layer")] if more else [])])
     return (
-        f"all copies of a layer's state must be equal, got different ones after step {step} ({named}) and no majority "
+        f"all copies of a layer's state must be equal, got different ones after step {step} ({listed}) and no majority "
         "to tell which is right; check the memory of these nodes, and keep three copies (max_failures=2) or more for "
         "most to decide"
     )

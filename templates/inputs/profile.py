@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from itertools import accumulate, pairwise
+from operator import or_
 
 import msgspec
 
 from resilient.errors import ArgumentError
-from resilient.templates.common.byte_intervals import ByteIntervals
+from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals
 from resilient.templates.common.digests import content_digest
 from resilient.templates.inputs.cluster import MOST_BYTES
+
+_LARGEST_ELEMENT_BYTES = 8
+"""Parts of a state begin at multiples of it: between elements, whatever their type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,9 @@ class LayerProfile:
             where it is frozen.
         input_bytes: Bytes of what enters the layer for one microbatch: what two stages that are cut before it send each
             other (forward, and again backward), and what activation checkpointing keeps.
+        segments: Bytes of what its state consists of, one after the other: what is trained, what is frozen, each
+            optimizer slot, what has a type of its own. Devices that divide the state each have an equal part of every
+            one: of a parameter and of its slots the same. Empty where that is not known: one segment.
         trainable: Whether its parameters have gradients.
         input_gradient: Whether its input needs a gradient: some layer strictly before it on its path is trainable.
         shares: Names of layers whose state this layer uses besides its own (tied parameters). A tied parameter
@@ -64,6 +72,7 @@ class LayerProfile:
     optimizer_bytes: int = 0
     gradient_bytes: int = 0
     input_bytes: int = 0
+    segments: tuple[int, ...] = ()
     trainable: bool = True
     input_gradient: bool = True
     shares: tuple[str, ...] = ()
@@ -71,6 +80,11 @@ class LayerProfile:
     def __post_init__(self) -> None:
         if min(self.parameter_bytes, self.optimizer_bytes, self.gradient_bytes, self.input_bytes) < 0:
             raise ValueError(f"bytes of layer {self.name!r} must be >= 0, got {self}; profile the layer again")
+        if self.segments and (min(self.segments) < 0 or sum(self.segments) != self.state_bytes):
+            raise ValueError(
+                f"segments of layer {self.name!r} must add up to its {self.state_bytes} bytes, got {self.segments}; "
+                "profile the layer again"
+            )
 
     @property
     def state_bytes(self) -> int:
@@ -82,10 +96,22 @@ class LayerProfile:
         """All of the state."""
         return ByteIntervals.of(0, self.state_bytes)
 
+    def share(self, index: int, degree: int) -> ByteIntervals:
+        """Return what one of several devices has of the state: an equal part of each segment, between elements."""
+        bounds = list(accumulate(self.segments or (self.state_bytes,), initial=0))
+        parts = (_equal_part(start, end, index, degree) for start, end in pairwise(bounds))
+        return reduce(or_, parts, NO_BYTES)
+
     def backward_ms(self, degree_index: int = 0) -> float:
         """Return the backward time: only of the gradients that something needs."""
         cost = self.costs[degree_index]
         return self.trainable * cost.backward_weight_ms + self.input_gradient * cost.backward_input_ms
+
+
+def _equal_part(start: int, end: int, index: int, degree: int) -> ByteIntervals:
+    num_elements = -(-(end - start) // _LARGEST_ELEMENT_BYTES)
+    first, last = (start + number * num_elements // degree * _LARGEST_ELEMENT_BYTES for number in (index, index + 1))
+    return ByteIntervals.of(min(first, end), min(last, end))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +189,7 @@ class ModelProfile:
         for layer in self.layers:
             trainable = layer.trainable and layer.name not in names
             if not trainable:
-                layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0)
+                layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0, segments=())
             if not trainable and not trained_before:
                 layer = replace(layer, costs=tuple(replace(cost, activation_bytes=0) for cost in layer.costs))
             layers.append(replace(layer, input_gradient=trained_before))

@@ -49,9 +49,9 @@ def plan_transfers(
         As :func:`transfers_between`.
 
     Raises:
-        ValueError: ``held`` names a state or rank that does not exist, or a stage of the plan has several devices.
+        ValueError: ``held`` names a state or rank that does not exist, or a stage of the plan is tensor parallel.
     """
-    _check_whole(plan)
+    _check_degrees(plan)
     _check_held(problem, len(plan.slots) + num_sources, held)
     return transfers_between(plan.holders(problem.profile), held)
 
@@ -150,12 +150,12 @@ def _fill_level(loads: Sequence[int], amount: int) -> int:
     return min(-(-(amount + total) // count) for count, total in enumerate(accumulate(loads), start=1))
 
 
-def _check_whole(plan: Plan) -> None:
-    degree = max(stage.num_devices for pipeline in plan.pipelines for stage in pipeline.template.stages)
+def _check_degrees(plan: Plan) -> None:
+    degree = max(stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.template.stages)
     if degree > 1:
         raise ValueError(
-            f"num_devices of every stage must be 1 in a plan that is executed, got {degree}; stages of several devices "
-            f"are planned and simulated only: train with a profile of tp_degrees (1,), and without sharding"
+            f"tp_degree of every stage must be 1 in a plan that is executed, got {degree}; tensor parallelism is "
+            f"planned and simulated only: train with a profile of tp_degrees (1,)"
         )
 
 

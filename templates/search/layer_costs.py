@@ -1,9 +1,9 @@
 """What each layer costs a stage for one round of microbatches, by the devices that the stage has.
 
 A stage of d devices is tensor parallel at one of the profile's degrees t. In a round of one microbatch that is all. In
-a round of r it either has r groups of t devices and is *sharded*: each group takes a microbatch of its own, and all
-devices of the stage divide its states and gradients. Or it has one group, which takes the round's microbatches one
-after the other.
+a round of r it has r groups of t devices and is *sharded*: each group takes a microbatch of its own, and all devices of
+the stage divide its states and gradients. Jobs run no stage beside these that has one group for all microbatches of a
+round, so none is planned.
 
 Devices of a sharded stage gather a layer before its forward and before its backward, and scatter its gradients, summed,
 after the backward: in a ring inside the node, (r - 1) messages of 1 / (r t) of the bytes. They do so while another
@@ -48,23 +48,20 @@ class LayerCosts:
         options: Those that fit in a node.
         forward: Time of the forward.
         backward: Time of the backward, where something needs it.
-        kept: Activations that a device keeps.
-        inputs: What enters the layer, of all microbatches of a device.
-        largest: Activations of one microbatch.
+        kept: Activations that a device keeps of its microbatch.
+        inputs: What enters the layer, of one microbatch; the same for all options.
         gathered: Parameters and gradients that a device of a sharded stage holds while the layer computes.
         send: Messages over the boundary before the layer: within a node, and between nodes.
     """
 
     def __init__(self, problem: PlanningProblem, round_size: int) -> None:
         layers = problem.profile.layers
-        self._cluster, self._round_size = problem.cluster, round_size
+        self._cluster = problem.cluster
         self.options = sorted(
-            StageOption(degree * shard, shard, index)
+            StageOption(degree * round_size, round_size, index)
             for index, degree in enumerate(problem.profile.tp_degrees)
-            for shard in {1, round_size}
-            if degree * shard <= self._cluster.devices_per_node
+            if degree * round_size <= self._cluster.devices_per_node
         )
-        turns = [round_size // option.shard for option in self.options]
         costs = [[layer.costs[option.degree_index] for layer in layers] for option in self.options]
         forward = [[nanoseconds(cost.forward_ms) for cost in row] for row in costs]
         backward = [[nanoseconds(layer.backward_ms(o.degree_index)) for layer in layers] for o in self.options]
@@ -76,16 +73,15 @@ class LayerCosts:
         scatters = [self._rings_ns(option, gradients) for option in self.options]
         runs_backward = [layer.trainable or layer.input_gradient for layer in layers]
         self.forward = [
-            [max(count * time, gather) for time, gather in zip(*rows, strict=True)]
-            for count, *rows in zip(turns, forward, gathers, strict=True)
+            [max(time, gather) for time, gather in zip(*rows, strict=True)]
+            for rows in zip(forward, gathers, strict=True)
         ]
         self.backward = [
-            [max(count * time, runs * gather + scatter) for time, gather, scatter, runs in zip(*rows, strict=True)]
-            for count, *rows in zip(turns, backward, gathers, scatters, [runs_backward] * len(turns), strict=True)
+            [max(time, runs * gather + scatter) for time, gather, scatter, runs in zip(*rows, strict=True)]
+            for rows in zip(backward, gathers, scatters, [runs_backward] * len(backward), strict=True)
         ]
-        self.largest = [[cost.activation_bytes for cost in row] for row in costs]
-        self.kept = [[count * each for each in row] for count, row in zip(turns, self.largest, strict=True)]
-        self.inputs = [[count * layer.input_bytes for layer in layers] for count in turns]
+        self.kept = [[cost.activation_bytes for cost in row] for row in costs]
+        self.inputs = [layer.input_bytes for layer in layers]
         whole = [sum(each) for each in zip(parameters, gradients, strict=True)]
         self.gathered = [
             [-(-each * option.shard // option.num_devices) * (option.shard > 1) for each in whole]
@@ -112,7 +108,7 @@ class LayerCosts:
             num_cards = self._cluster.devices_per_node * self._cluster.cards_per_device
             link, sharing = self._cluster.inter_node, max(1.0, option.shard / num_cards)
         each = nanoseconds(link.transfer_ms(layer.input_bytes * sharing))
-        return self._round_size // option.shard * each * (1 + layer.input_gradient)
+        return each * (1 + layer.input_gradient)
 
 
 def _with_owners(layers: Sequence[LayerProfile], num_bytes: Sequence[int]) -> list[int]:

@@ -5,8 +5,8 @@ many as one of the profile's tensor-parallel degrees; a node may have several st
 what the schedule keeps in flight (:mod:`resilient.templates.search.stage_cost_model` has their times and bytes).
 
 Where stages may be sharded, microbatches may go through a template in rounds, of as many as some number divides a
-node's devices into. Each stage then has a choice more: so many groups of devices that divide its state, each with a
-microbatch of its own (:mod:`resilient.templates.search.layer_costs`). For each size of rounds the search is the same,
+node's devices into. Each stage then has so many groups of devices that divide its state, each with a microbatch of its
+own (:mod:`resilient.templates.search.layer_costs`). For each size of rounds the search is the same,
 :mod:`resilient.templates.search.layout_search`; the layouts of all are compared.
 
 How many microbatches a pipeline gets is decided when templates are composed, so a size has a layout for each number
@@ -20,7 +20,7 @@ import numpy as np
 
 from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
-from resilient.templates.plan import PlanningProblem
+from resilient.templates.plan import PlanningProblem, Sharding
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.search.chunks import ChunkSearch
 from resilient.templates.search.layout_search import Corner, LayoutSearch
@@ -68,8 +68,13 @@ class _RoundsSearch:
     """The search for all sizes of templates and of rounds."""
 
     def __init__(self, problem: PlanningProblem) -> None:
-        devices = problem.cluster.devices_per_node
-        round_sizes = [size for size in range(1, devices + 1) if devices % size == 0] if problem.sharding else [1]
+        devices, degree = problem.cluster.devices_per_node, problem.profile.tp_degrees[0]
+        larger = [size for size in range(2, devices // degree + 1) if devices % size == 0]
+        round_sizes = {
+            Sharding.OFF: [1],
+            Sharding.AUTO: [1, *larger],
+            Sharding.ON: larger or [1],
+        }[problem.sharding]
         self._searches = {size: LayoutSearch(problem, size) for size in round_sizes}
 
     @property
@@ -99,8 +104,7 @@ class _RoundsSearch:
             for corner in search.corners(size, extra, with_sync=not alone):
                 found.append((search, corner))
                 times.append(corner.total + (rounds - 1) * corner.slowest)
-        # Of equal steps the first, with the smaller rounds: a layout without a sharded stage is never better in larger
-        # ones.
+        # Of equal steps the first, with the smaller rounds.
         best = np.unique(np.argmin(times, axis=0)).tolist() if times else []
         return tuple(
             search.template(size, corner.slowest, with_sync=not alone)
@@ -109,4 +113,5 @@ class _RoundsSearch:
 
     def misfit(self) -> ArgumentError:
         """Return why no number of nodes has a template."""
-        return next((s for s in self._searches.values() if s.sizes), self._searches[1]).misfit()
+        searches = tuple(self._searches.values())
+        return next((s for s in searches if s.sizes), searches[0]).misfit()

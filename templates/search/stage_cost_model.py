@@ -129,9 +129,9 @@ class StageCosts:
             runs = layers[i].trainable or layers[i].input_gradient
             self._next_backward[i] = i if runs else self._next_backward[i + 1]
         self._held = _held_bytes(problem)
-        self._inputs = [_prefix_sums(row) for row in costs.inputs]
+        self._inputs = _prefix_sums(costs.inputs)
         self._kept = [_prefix_sums(row) for row in costs.kept]
-        self._activations, self._gathered = costs.largest, costs.gathered
+        self._activations, self._gathered = costs.kept, costs.gathered
 
     @property
     def fewest_per_node(self) -> int:
@@ -201,7 +201,7 @@ class StageCosts:
             send=np.array(self._send, dtype=np.int64)[:, 0],
             held=self._held,
             kept=np.array(self._kept[0], dtype=np.int64),
-            inputs=np.array(self._inputs[0], dtype=np.int64),
+            inputs=np.array(self._inputs, dtype=np.int64),
             largest=self._largest(self._activations[0]),
             next_backward=np.array(self._next_backward[:-1], dtype=np.int64),
         )
@@ -260,8 +260,8 @@ class StageCosts:
 
     def _weights_part(self, first: int, end: int, option: int, forward_again: int) -> float:
         """Return the part of a stage's backward that the schedule can put off; 0 where it splits no backwards."""
-        if self.problem.schedule not in SPLIT_KINDS:
-            return 0.0
+        if self.problem.schedule not in SPLIT_KINDS or self.options[option].shard > 1:
+            return 0.0  # a sharded stage does all of a backward while its layers are gathered
         profile = self.problem.profile
         degree = profile.tp_degrees.index(self.options[option].num_devices // self.options[option].shard)
         layers = [(layer, layer.costs[degree]) for layer in profile.layers[first:end]]
@@ -289,7 +289,7 @@ class StageCosts:
         if not checkpointing:
             return held + in_flight * (self._kept[option][end] - self._kept[option][first])
         largest = max(self._activations[option][first:end])
-        return held + in_flight * (self._inputs[option][end] - self._inputs[option][first]) + largest
+        return held + in_flight * (self._inputs[end] - self._inputs[first]) + largest
 
     def _fewest_stages(self) -> list[int]:
         fewest = [0]
@@ -323,7 +323,7 @@ class StageCosts:
         assert memory is not None
         most = np.empty((2, len(self.options), size, size + 1), dtype=np.int64)
         for q, option in enumerate(self.options):
-            kept, inputs = np.array(self._kept[q], dtype=np.int64), np.array(self._inputs[q], dtype=np.int64)
+            kept, inputs = np.array(self._kept[q], dtype=np.int64), np.array(self._inputs, dtype=np.int64)
             free = memory - -(-self._held // option.num_devices) - 2 * self._largest(self._gathered[q])
             most[:, q] = _times_that_fit(free, kept - kept[:-1, None])
             if self.problem.activation_checkpointing:

@@ -194,7 +194,7 @@ def test_planned_job_through_failures_of_every_kind(
 def test_drills_come_to_every_phase() -> None:
     drilled = [drill for drills in DRILLS.values() for drill in drills]
     phases = {drill.phase.rpartition(".")[2] for drill in drilled}
-    assert phases == set(PHASES)
+    assert phases == set(PHASES) - {"gather"}  # of sharded stages, which have no units
     assert {drill.during for drill in drilled} == {"", "loss", "join", "leave"}
     assert {drill.kind for drill in drilled} == {"encoder", "language", "rank 0", "any"}
 

@@ -14,6 +14,7 @@ from resilient.errors import SampleError
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec, Model, WholeModel, initialize_layer
 from resilient.optim import AdamW
 from resilient.profiling.cache import job_profile
+from resilient.profiling.layer_passes import layout_segments
 from resilient.profiling.profiler import draw_samples
 from resilient.runtime.job import Job
 from resilient.state.layer_state import LayerState
@@ -158,6 +159,7 @@ def make_profile(job: Job) -> ModelProfile:
                 costs=(LayerCost(forward_ms=1.0, backward_input_ms=1.0, backward_weight_ms=1.0),),
                 parameter_bytes=layout.num_bytes(0, job.dtype.itemsize),
                 optimizer_bytes=layout.num_trainable * len(job.optimizer.slots) * job.dtype.itemsize,
+                segments=layout_segments(job, layout),
                 shares=tuple(owner for owner, _ in spec.tied.values()),
             )
         )

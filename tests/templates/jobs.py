@@ -10,7 +10,7 @@ from resilient.templates.common.byte_intervals import ByteIntervals
 from resilient.templates.composition.batch_split import Lines, finish_ns, split_microbatches
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
-from resilient.templates.plan import Holdings, Pipeline, Plan, PlanningProblem
+from resilient.templates.plan import Holdings, Pipeline, Plan, PlanningProblem, Sharding
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSet
@@ -172,7 +172,7 @@ def problems(draw: st.DrawFn, min_layers: int = 1, max_degree: int = 4) -> Plann
         max_failures=max_failures,
         min_pipeline_nodes=min_pipeline_nodes,
         activation_checkpointing=draw(st.booleans()),
-        sharding=max_degree > 1 and draw(st.booleans()),
+        sharding=draw(st.sampled_from((Sharding.OFF, Sharding.AUTO))) if max_degree > 1 else Sharding.OFF,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from resilient.templates.common.byte_intervals import ByteIntervals, Piece
 from resilient.templates.inputs.cluster import Cluster
-from resilient.templates.plan import Plan, PlanningProblem
+from resilient.templates.plan import Plan, PlanningProblem, Sharding
 from resilient.templates.replan.replan import first_plan, replan
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
@@ -81,3 +81,13 @@ def test_microbatches_are_given_to_pipelines_one_after_the_other() -> None:
     ]
     plan = replace(plan, pipelines=tuple(counts))
     assert [plan.microbatches(index) for index in range(3)] == [(0, 1), (2, 3, 4), (5,)]
+
+
+def test_planned_jobs_are_not_sharded() -> None:
+    problem = problem_for(ScheduleKind.ONE_F_ONE_B)
+    message = (
+        r"^sharding must be off for jobs with a planner \(stages of units have one device each\), got on; train the "
+        r"model as a chain, without a planner$"
+    )
+    with pytest.raises(ValueError, match=message):
+        replace(problem, templates=(cut(6, 12),), sharding=Sharding.ON)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 
 from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.protocol.messages import StepOutcome, WorkerProgress
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
+from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals, common_pieces
 from resilient.templates.inputs.profile import ModelProfile
+
+HeldStates = Mapping[str, ByteIntervals | None]
+"""The states somebody holds, and which bytes of each; None for all."""
 
 NOTHING = WorkerProgress(version=-1, complete=False)
 """The progress of a worker that holds no state yet."""
@@ -23,14 +29,14 @@ class Agreement:
         skipped: Those of them that were skipped.
         outcome: Of step ``version``, if anybody alive or the coordinator knows it.
         roll_forward: Outcome of step ``version``, for workers still at ``version - 1``; None when there are none.
-        held: Per worker, the states it holds at ``version`` (after rolling forward).
+        held: Per worker, what it holds of which states at ``version`` (after rolling forward).
         begun: Somebody alive has begun step ``version + 1``, which is to be done again.
     """
 
     version: int
     outcome: StepOutcome | None
     roll_forward: StepOutcome | None
-    held: Mapping[WorkerId, tuple[str, ...]]
+    held: Mapping[WorkerId, HeldStates]
     begun: bool = False
     skipped: SkippedSteps = NONE_SKIPPED
 
@@ -44,13 +50,9 @@ class Agreement:
         held = {worker: states for worker, states in self.held.items() if worker[0] not in nodes}
         return replace(self, held=held)
 
-    def holders(self) -> dict[str, list[WorkerId]]:
-        """Return, per state, the workers that hold it."""
-        holders: dict[str, list[WorkerId]] = {}
-        for worker in sorted(self.held):
-            for state in self.held[worker]:
-                holders.setdefault(state, []).append(worker)
-        return holders
+    def holders(self, profile: ModelProfile) -> dict[str, dict[WorkerId, ByteIntervals]]:
+        """Return, per state, what workers hold of it."""
+        return _holders(self.held, profile)
 
 
 def agree(
@@ -74,13 +76,13 @@ def agree(
     if newest is not None:
         outcomes.setdefault(newest.step, newest)
     agreed = max([version, *outcomes, *(progress.version for progress in reports.values())])
-    held: dict[WorkerId, tuple[str, ...]] = {}
+    held: dict[WorkerId, HeldStates] = {}
     behind = False
     for worker, progress in reports.items():
         if progress.version == agreed:
-            held[worker] = tuple(dict.fromkeys((*progress.current, *progress.retained)))
+            held[worker] = _joined(_current(progress), _retained(progress))
         elif progress.version == agreed - 1 and progress.complete and agreed in outcomes:
-            held[worker] = progress.current
+            held[worker] = _current(progress)
             behind = True
     outcome = outcomes.get(agreed)
     return Agreement(
@@ -93,27 +95,80 @@ def agree(
     )
 
 
-def share_out(held: Mapping[WorkerId, tuple[str, ...]], profile: ModelProfile) -> dict[WorkerId, tuple[str, ...]]:
-    """Choose one holder for each state that is to be saved, such that the bytes are spread evenly.
+def _current(progress: WorkerProgress) -> HeldStates:
+    return {name: progress.current_parts.get(name) for name in progress.current}
+
+
+def _retained(progress: WorkerProgress) -> HeldStates:
+    return {name: progress.retained_parts.get(name) for name in progress.retained}
+
+
+def _joined(one: HeldStates, other: HeldStates) -> HeldStates:
+    """Return what is in either."""
+    joined = {**one, **other}
+    for name in one.keys() & other.keys():
+        parts = one[name], other[name]
+        joined[name] = None if parts[0] is None or parts[1] is None else parts[0] | parts[1]
+    return joined
+
+
+def _holders(held: Mapping[WorkerId, HeldStates], profile: ModelProfile) -> dict[str, dict[WorkerId, ByteIntervals]]:
+    whole = {layer.name: layer.whole for layer in profile.layers}
+    holders: dict[str, dict[WorkerId, ByteIntervals]] = {}
+    for worker in sorted(held):
+        for state, part in held[worker].items():
+            holders.setdefault(state, {})[worker] = whole[state] if part is None else part
+    return holders
+
+
+def _pieces(holders: Mapping[WorkerId, ByteIntervals]) -> list[tuple[ByteIntervals, list[WorkerId]]]:
+    """Return what of a state the same workers hold."""
+    workers = list(holders)
+    pieces = common_pieces(dict(enumerate(holders.values())))
+    return [(piece.intervals, [workers[number] for number in piece.holders]) for piece in pieces]
+
+
+def compared_pieces(held: Mapping[WorkerId, HeldStates], profile: ModelProfile) -> dict[str, tuple[ByteIntervals, ...]]:
+    """Return, of states that somebody holds a part of, the pieces that everybody holds whole or not at all."""
+    return {
+        state: tuple(intervals for intervals, _ in _pieces(holders))
+        for state, holders in _holders(held, profile).items()
+        if any(part != profile.layers[profile.index(state)].whole for part in holders.values())
+    }
+
+
+def share_out(held: Mapping[WorkerId, HeldStates], profile: ModelProfile) -> dict[WorkerId, HeldStates]:
+    """Choose one holder for each byte of each state that is to be saved, such that the bytes are spread evenly.
 
     Args:
-        held: Who holds which states.
+        held: Who holds what.
         profile: Of the model.
 
     Returns:
         What each is to save: nothing, too, of those who hold states that others save.
     """
     load = {worker: 0 for worker, states in held.items() if states}
-    shares: dict[WorkerId, list[str]] = {worker: [] for worker in load}
+    shares: dict[WorkerId, dict[str, ByteIntervals | None]] = {worker: {} for worker in load}
+    holders = _holders(held, profile)
     for layer in sorted(profile.layers, key=lambda layer: -layer.state_bytes):
-        holders = [worker for worker in load if layer.name in held[worker]]
-        if holders:
-            worker = min(holders, key=lambda worker: (load[worker], worker))
-            load[worker] += layer.state_bytes
-            shares[worker].append(layer.name)
-    return {worker: tuple(states) for worker, states in shares.items()}
+        written: dict[WorkerId, ByteIntervals] = {}
+        for intervals, workers in _pieces(holders.get(layer.name, {})):
+            worker = min(workers, key=lambda worker: (load[worker], worker))
+            load[worker] += intervals.size
+            written[worker] = written.get(worker, NO_BYTES) | intervals
+        for worker, part in written.items():
+            shares[worker][layer.name] = None if part == layer.whole else part
+    return {**shares}
 
 
-def uncovered(profile: ModelProfile, states: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the states with content that ``states`` lacks, in layer order."""
-    return tuple(layer.name for layer in profile.layers if layer.state_bytes and layer.name not in states)
+def uncovered(profile: ModelProfile, held: Iterable[HeldStates]) -> tuple[str, ...]:
+    """Return the states of which somebody has to hold bytes that nobody does, in layer order."""
+    told = list(held)
+    lacking: list[str] = []
+    for layer in profile.layers:
+        parts = (
+            layer.whole if part is None else part for part in (each[layer.name] for each in told if layer.name in each)
+        )
+        if layer.whole - reduce(or_, parts, NO_BYTES):
+            lacking.append(layer.name)
+    return tuple(lacking)

@@ -16,7 +16,7 @@ from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
 from resilient.templates.common.words import counted
 from resilient.templates.composition.batch_split import check_batch
 from resilient.templates.inputs.cluster import Cluster, Link
-from resilient.templates.plan import Plan, PlanningProblem
+from resilient.templates.plan import Plan, PlanningProblem, Sharding
 from resilient.templates.replan.replan import first_candidate, replan_candidates, templates_for
 from resilient.templates.replan.transfer import Transfer, plan_transfers
 from resilient.templates.schedules.graph import CHAIN
@@ -69,7 +69,13 @@ class NextGeneration:
         return {worker: rank for rank, worker in enumerate((*placed, *self.senders))}
 
 
-def problem_of(job: JobSpec, workers_per_node: int, network: Link, failure_interval_s: float) -> PlanningProblem:
+def problem_of(
+    job: JobSpec,
+    workers_per_node: int,
+    network: Link,
+    failure_interval_s: float,
+    sharding: Sharding = Sharding.OFF,
+) -> PlanningProblem:
     """Return the planning problem of a job on nodes with so many workers and this network between them.
 
     Raises:
@@ -85,6 +91,7 @@ def problem_of(job: JobSpec, workers_per_node: int, network: Link, failure_inter
         failure_interval_s=failure_interval_s,
         schedule=job.schedule,
         num_chunks=job.num_chunks,
+        sharding=sharding,
         templates=job.templates,
     )
 
@@ -180,10 +187,8 @@ def _copies(
     placed = [(slot.node, slot.local_rank) for slot in plan.slots]
     others = sorted(agreement.held.keys() - set(placed))
     rank_of = {worker: rank for rank, worker in enumerate((*placed, *others))}
-    whole = {layer.name: layer.whole for layer in problem.profile.layers}
-    held = {
-        state: {rank_of[worker]: whole[state] for worker in workers} for state, workers in agreement.holders().items()
-    }
+    holders = agreement.holders(problem.profile)
+    held = {state: {rank_of[worker]: part for worker, part in of.items()} for state, of in holders.items()}
     transfers, lost = plan_transfers(problem, plan, held, len(others))
     sending = sorted({transfer.source for transfer in transfers} - set(range(len(placed))))
     ranks = {rank: len(placed) + position for position, rank in enumerate(sending)}
@@ -238,6 +243,7 @@ def describe(formed: NextGeneration, members: Mapping[int, Member], slowdowns: M
                 {
                     "node": pipeline.nodes[stage.node_index],
                     "local_rank": stage.first_device,
+                    **({"num_workers": stage.num_devices} if stage.num_devices > 1 else {}),
                     **({"lane": str(stage.lane)} if stage.lane != CHAIN else {}),
                     "first_layer": stage.first_layer,
                     "end_layer": stage.end_layer,

@@ -11,6 +11,7 @@ from resilient.agent.membership.parts.events import Instruction, Record, Send, T
 from resilient.protocol.messages import Injection, Kill, ShowStacks, Shutdown, ToWorkerMessage, Welcome
 from resilient.state.manifest import Manifest
 from resilient.templates.inputs.cluster import Link
+from resilient.templates.plan import Sharding
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -31,6 +32,7 @@ class Settings:
         resume: Checkpoint to begin from, and its manifest.
         network: Between two nodes.
         failure_interval_s: Expected time between two failures.
+        sharding: Whether workers of a node divide the states of their stage.
         injections: Failures to arm as soon as their node is up.
         heartbeat_s: Silence after which a connection to a node counts as broken.
         orphan_s: How long nodes and coordinator that lost each other wait, as far as nobody is kept waiting by it.
@@ -61,6 +63,7 @@ class Settings:
     resume: tuple[str, Manifest] | None = None
     network: Link = field(default_factory=Link)
     failure_interval_s: float = 3600.0
+    sharding: Sharding = Sharding.OFF
     injections: tuple[Injection, ...] = ()
     heartbeat_s: float = 5.0
     orphan_s: float = 600.0

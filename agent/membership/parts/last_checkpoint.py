@@ -9,10 +9,20 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
+from resilient.agent.membership.next_generation.agreement import HeldStates
 from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.agent.membership.parts.checkpoints import Parts
 from resilient.protocol.messages import Save, Saved
-from resilient.state.witnesses import Difference, HeldCopy, find_differences, witness, worker_of
+from resilient.state.witnesses import (
+    Difference,
+    HeldCopy,
+    find_differences,
+    piece_name,
+    state_of,
+    witness,
+    worker_of,
+)
+from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals
 
 
 class LastCheckpoint:
@@ -31,19 +41,27 @@ class LastCheckpoint:
         self.deadline = deadline
         self.parts = Parts()
         self._awaiting: set[WorkerId] = set()
-        self._writers: dict[str, WorkerId] = {}
+        self._writers: dict[str, set[WorkerId]] = {}
         self._copies: dict[str, dict[int, HeldCopy]] = {}
+        self._pieces = {
+            piece_name(state, part): (state, part) for state, parts in save.compared.items() for part in parts
+        }
 
     @property
     def awaiting(self) -> frozenset[WorkerId]:
         """Workers whose answer is still to come."""
         return frozenset(self._awaiting)
 
-    def ask(self, shares: Mapping[WorkerId, tuple[str, ...]]) -> dict[WorkerId, Save]:
+    def ask(self, shares: Mapping[WorkerId, HeldStates]) -> dict[WorkerId, Save]:
         """Wait for these workers to write these states, and to tell what they hold; return what each is to be told."""
         self._awaiting |= shares.keys()
-        self._writers |= {name: worker for worker, names in shares.items() for name in names}
-        return {worker: msgspec.structs.replace(self.save, states=names) for worker, names in shares.items()}
+        told: dict[WorkerId, Save] = {}
+        for worker, share in shares.items():
+            for name in share:
+                self._writers.setdefault(name, set()).add(worker)
+            parts = {name: part for name, part in share.items() if part is not None}
+            told[worker] = msgspec.structs.replace(self.save, states=tuple(share), parts=parts)
+        return told
 
     def hear(self, message: Saved, worker: WorkerId) -> None:
         """Take in a worker's answer."""
@@ -70,13 +88,21 @@ class LastCheckpoint:
         dropped: dict[WorkerId, list[str]] = {}
         for difference in differences:
             for worker in map(worker_of, difference.odd):
-                dropped.setdefault(worker, []).append(difference.state)
+                state = state_of(difference.state)
+                states = dropped.setdefault(worker, [])
+                states += [] if state in states else [state]
                 del self._copies[difference.state][witness(*worker)]
-                if self._writers[difference.state] == worker:
-                    self.parts.take_back(self.step, difference.state)
+                if worker in self._writers[state]:
+                    self.parts.take_back(self.step, state)
         return dropped
 
-    def holders(self, names: Collection[str], live: Collection[WorkerId]) -> dict[WorkerId, tuple[str, ...]]:
-        """Return which of these states the live workers hold, as far as they have told and nothing was dropped."""
-        held = {worker: tuple(n for n in names if witness(*worker) in self._copies.get(n, {})) for worker in live}
+    def holders(self, names: Collection[str], live: Collection[WorkerId]) -> dict[WorkerId, HeldStates]:
+        """Return what the live workers hold of these states, as far as they have told and nothing was dropped."""
+        held: dict[WorkerId, dict[str, ByteIntervals | None]] = {worker: {} for worker in live}
+        for name, copies in self._copies.items():
+            state, part = self._pieces.get(name, (name, None))
+            for worker in live if state in names else ():
+                if witness(*worker) in copies:
+                    states = held[worker]
+                    states[state] = part if part is None else part | (states.get(state) or NO_BYTES)
         return {worker: states for worker, states in held.items() if states}

@@ -60,7 +60,9 @@ class PlannedJob:
             CheckpointError: The checkpoint to resume from is another job's.
         """
         settings = self._context.settings
-        self._problem = problem_of(job, settings.workers_per_node, settings.network, settings.failure_interval_s)
+        self._problem = problem_of(
+            job, settings.workers_per_node, settings.network, settings.failure_interval_s, settings.sharding
+        )
         self._spec = job
         self._context.record(
             "job",

@@ -23,6 +23,7 @@ from resilient.cli.shared.printing import progress_bar, table_console
 from resilient.cli.shared.ranges import within
 from resilient.common.extras import require
 from resilient.errors import ArgumentError
+from resilient.templates.plan import Sharding
 
 if TYPE_CHECKING:
     from resilient.cli.plan.report import PlanReport
@@ -36,9 +37,12 @@ class PlanOptions(JobOptions):
 
     nodes: Annotated[int, typer.Option(callback=within(1, MOST_NODES), help="Nodes of the job.")]
     shard: Annotated[
-        bool,
-        typer.Option("--shard", help="Devices may divide a stage's state, each with microbatches of its own."),
-    ] = False
+        Sharding,
+        typer.Option(
+            help="Devices of a node divide the states of their stage and take microbatches of their own: never, where "
+            "that makes steps shorter, or in every stage.",
+        ),
+    ] = Sharding.OFF
     slow: Annotated[
         list[float] | None,
         typer.Option(metavar="FACTOR", help="What if a node were that many times slower than the others; repeatable."),

@@ -96,12 +96,14 @@ class ChainSteps:
     """The steps of a chain.
 
     Args:
-        schedule: Of the pipeline.
-        positions: Those of its microbatches within a step's.
+        schedule: Of the pipeline, or of a device of each of its stages.
+        positions: Those of their microbatches within a step's: of one for each round of the schedule, but that there
+            may be none for the last.
         microbatch: Samples of each.
         pipeline: This worker's.
         row: This worker's of the schedule.
         times: What each stage is expected to take.
+        device: Which one of each stage.
     """
 
     waited_s = 0.0
@@ -114,13 +116,16 @@ class ChainSteps:
         pipeline: int,
         row: int,
         times: Sequence[StageTimes],
+        device: int = 0,
     ) -> None:
         self._schedule = schedule
         self._pipeline = pipeline
         self._row = row
         self._times = times
+        self._device = device
         self._positions = positions
         self._microbatch = microbatch
+        self._idle = frozenset(range(len(positions), schedule.graph.num_cells))
         self._cells = [Cell.of_chain(position, microbatch) for position in positions]
 
     def begin(self, version: int) -> None:
@@ -149,6 +154,7 @@ class ChainSteps:
             batch=lambda part: batch(self._cells[part.cell]),
             samples=lambda part: (self._positions[part.cell],),
             num_features=lambda source, target, sample: 1,
+            idle=self._idle,
         )
 
     def planned(self, step: int) -> PlannedRow:
@@ -158,6 +164,7 @@ class ChainSteps:
             graph=self._schedule.graph,
             pipelines=(self._pipeline,),
             row=self._row,
+            device=self._device,
             action_ms=tuple(action_ms(self._times, action) for action in actions),
         )
 

@@ -334,9 +334,9 @@ def test_gathering_takes_what_is_here_of_a_state_of_which_another_part_is_needed
     member.ledger.begin_install(0, None)
     assert gather_states(member.context, message(whole.plan, 0, "", source="nowhere"), shared, comm) == 0
     for name, state in member.ledger.current.items():
-        ((start, end),) = state.held
         assert state.held == needed[name]
-        assert state.buffer.tolist() == list(range(start // 8, end // 8)), "not made anew"
+        numbers = [number for start, end in state.held for number in range(start // 8, end // 8)]
+        assert state.buffer.tolist() == numbers, "not made anew"
 
 
 class Unreachable(SingleProcessCommunicator):

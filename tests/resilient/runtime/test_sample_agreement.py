@@ -13,7 +13,9 @@ import torch
 from resilient.comm.agreement import all_equal
 from resilient.data.reader import REPEATABLE, Cell, Reading
 from resilient.runtime.sample_agreement import SampleAgreement, slot_reads
+from resilient.templates.plan import Pipeline, Plan
 from resilient.templates.schedules.graph import LaneName
+from resilient.templates.template import PipelineTemplate, StageSpec
 from tests.resilient.ranks import as_threads, join
 from tests.resilient.small import TiedModel, make_job, make_plan
 
@@ -136,12 +138,32 @@ def laned() -> tuple[Any, Any]:
     )
     slots = [
         SimpleNamespace(
-            rank=rank, node=rank, pipeline_index=0, row_index=rank, lane=LaneName(*lane),
+            rank=rank, node=rank, pipeline_index=0, row_index=rank, lane=LaneName(*lane), shard_index=0,
             stages=[SimpleNamespace(first_layer=rank, end_layer=rank + 1, lane=LaneName(*lane))],
         )
         for rank, lane in enumerate(LANES)
     ]  # fmt: skip
     return made, SimpleNamespace(slots=slots, pipelines=[None])
+
+
+def test_devices_of_sharded_stages_are_compared_with_those_that_have_their_microbatches() -> None:
+    """Ranks 0 and 2 have microbatch 0, ranks 1 and 3 microbatch 1."""
+    stages = tuple(
+        StageSpec(
+            first_layer=first, end_layer=first + 3, node_index=first // 3, num_devices=2, shard=2,
+            forward_ms=1.0, backward_ms=2.0,
+        )
+        for first in (0, 3)
+    )  # fmt: skip
+    pipeline = Pipeline(template=PipelineTemplate(num_nodes=2, stages=stages), nodes=(0, 1), num_microbatches=2)
+    plan, job = Plan(pipelines=(pipeline,)), make_job()
+
+    def shares(odd_rank: int | None) -> int:
+        read = [{at(rank % 2): reading(rank % 2, of_batch=rank == odd_rank)} for rank in range(4)]
+        return sum(SampleAgreement(job, plan, plan.slots[rank]).share(read[rank]) for rank in range(4))
+
+    assert all_equal(float(shares(None)))
+    assert not any(all_equal(float(shares(odd_rank))) for odd_rank in range(4))
 
 
 VISION, OTHER_VISION, LLM = Cell("vision", (1, 0)), Cell("vision", (2,), 1), Cell("llm", (0, 1, 2))

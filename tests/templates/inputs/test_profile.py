@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from resilient.templates.common.byte_intervals import ByteIntervals
 from resilient.templates.inputs.cluster import MOST_BYTES, Cluster
-from resilient.templates.inputs.profile import LayerCost, ModelProfile
+from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import PlanningProblem
 from resilient.templates.replan.replan import first_plan, replan
 from tests.templates.jobs import profile
@@ -51,3 +54,30 @@ def test_memory_of_more_bytes_than_can_be_computed_with_is_refused() -> None:
         ValueError, match=rf"^memory_bytes must be 1 to {MOST_BYTES}, got {2**63}; None means no limit$"
     ):
         Cluster(memory_bytes=2**63)
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 3), st.integers(0, 70), st.integers(1, 5))
+def test_devices_have_parts_of_a_parameter_and_the_same_of_its_slots(
+    trained: int, frozen: int, num_slots: int, own: int, degree: int
+) -> None:
+    segments = (4 * trained, 4 * frozen, *[4 * trained] * num_slots, own)
+    parameter_bytes = 4 * trained + 4 * frozen + own
+    layer = LayerProfile(
+        name="l", costs=(), segments=segments,
+        parameter_bytes=parameter_bytes, optimizer_bytes=4 * trained * num_slots,
+    )  # fmt: skip
+    shares = [layer.share(index, degree) for index in range(degree)]
+    assert reduce(or_, shares) == layer.whole
+    assert sum(share.size for share in shares) == layer.whole.size
+    for share in shares:
+        own_parts = {
+            tuple((a - start, b - start) for a, b in share & ByteIntervals.of(start, start + 4 * trained))
+            for start in [0, *(4 * (trained + frozen + slot * trained) for slot in range(num_slots))]
+        }
+        assert len(own_parts) == 1
+
+
+def test_segments_that_do_not_add_up_are_refused() -> None:
+    message = r"^segments of layer 'l' must add up to its 12 bytes, got \(8, 8\); profile the layer again$"
+    with pytest.raises(ValueError, match=message):
+        LayerProfile(name="l", costs=(), parameter_bytes=12, segments=(8, 8))

@@ -220,7 +220,7 @@ def test_source_without_a_place_takes_a_share_of_the_load_but_not_the_first() ->
     assert [(transfer.state, transfer.source) for transfer in transfers] == [("l0", 0), ("l1", 2), ("l2", 0)]
 
 
-def test_plan_with_a_sharded_stage_is_refused() -> None:
+def test_plan_with_a_tensor_parallel_stage_is_refused() -> None:
     problem = PlanningProblem(
         profile=profile([1.0], tp_degrees=(2,)),
         num_microbatches=2,
@@ -228,8 +228,8 @@ def test_plan_with_a_sharded_stage_is_refused() -> None:
         max_failures=0,
     )
     message = (
-        r"^num_devices of every stage must be 1 in a plan that is executed, got 2; stages of several devices are "
-        r"planned and simulated only: train with a profile of tp_degrees \(1,\), and without sharding$"
+        r"^tp_degree of every stage must be 1 in a plan that is executed, got 2; tensor parallelism is planned and "
+        r"simulated only: train with a profile of tp_degrees \(1,\)$"
     )
     with pytest.raises(ValueError, match=message):
         plan_transfers(problem, first_plan(problem, [0]), {})

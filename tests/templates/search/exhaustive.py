@@ -9,7 +9,7 @@ from itertools import combinations, product
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.inputs.profile import LayerProfile
-from resilient.templates.plan import PlanningProblem
+from resilient.templates.plan import PlanningProblem, Sharding
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.template import PipelineTemplate, StageSpec
 
@@ -24,13 +24,11 @@ def all_templates(problem: PlanningProblem, num_nodes: int) -> Iterator[Pipeline
     """Yield every template for a number of nodes that fits in memory."""
     per_node = problem.cluster.devices_per_node
     degrees = problem.profile.tp_degrees
-    yield from templates_of_round(problem, num_nodes, 1, [(1, degree) for degree in degrees])
-    for size in range(2, per_node + 1) if problem.sharding else ():
-        if per_node % size == 0:
-            choices = [(groups, degree) for groups in (1, size) for degree in degrees]
-            for template in templates_of_round(problem, num_nodes, size, choices):
-                if any(stage.shard > 1 for stage in template.stages):
-                    yield template
+    larger = [size for size in range(2, per_node + 1) if per_node % size == 0 and size * degrees[0] <= per_node]
+    if problem.sharding is not Sharding.ON or not larger:
+        yield from templates_of_round(problem, num_nodes, 1, [(1, degree) for degree in degrees])
+    for size in () if problem.sharding is Sharding.OFF else larger:
+        yield from templates_of_round(problem, num_nodes, size, [(size, degree) for degree in degrees])
 
 
 def templates_of_round(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
-from resilient.templates.plan import PlanningProblem
+from resilient.templates.plan import PlanningProblem, Sharding
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.search.template_sizes import TooFewNodes
@@ -138,7 +138,7 @@ def small_problems(draw: st.DrawFn) -> tuple[PlanningProblem, int]:
         min_pipeline_nodes=draw(st.integers(1, 2)),
         activation_checkpointing=draw(st.booleans()),
         schedule=draw(st.sampled_from(KINDS)),
-        sharding=draw(st.booleans()),
+        sharding=draw(st.sampled_from(Sharding)),
     )
     return problem, most_nodes * (f + 1)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.templates.inputs.cluster import Cluster, Link
-from resilient.templates.plan import PlanningProblem
+from resilient.templates.plan import PlanningProblem, Sharding
 from resilient.templates.replan.replan import first_plan, replan
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.templates.schedules.simulator import ActionCosts, simulate
@@ -26,7 +26,7 @@ def eight_layers(**more: object) -> PlanningProblem:
         profile=profile([4.0] * 8, state_bytes=3000, activation_bytes=100, input_bytes=1000),
         num_microbatches=32,
         cluster=Cluster(devices_per_node=4),
-        sharding=True,
+        sharding=Sharding.AUTO,
     )
     return replace(problem, **more)  # pyright: ignore[reportArgumentType]
 
@@ -40,23 +40,29 @@ def only(problem: PlanningProblem, size: int) -> PipelineTemplate:
 @given(small_problems())
 def test_layouts_are_the_shortest_of_all_templates_with_sharded_stages(case: tuple[PlanningProblem, int]) -> None:
     problem, num_nodes = case
-    check_against_all(replace(problem, sharding=True), num_nodes)
+    check_against_all(replace(problem, sharding=Sharding.AUTO), num_nodes)
 
 
 @pytest.mark.parametrize("kind", [ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB_H2])
-def test_sharded_stages_stand_beside_others_where_memory_is_tight(kind: ScheduleKind) -> None:
-    """Where groups would gather for longer than they compute, some stages are tensor parallel instead."""
+def test_all_stages_are_sharded_alike_or_none_is(kind: ScheduleKind) -> None:
+    """Where groups would gather for longer than they compute, stages are tensor parallel instead."""
     stages: set[tuple[int, int]] = set()
-    mixed = 0
     for seed in range(30):
         problem = tight_problem(seed)
         cluster = replace(problem.cluster, intra_node=Link(latency_ms=(0.0, 0.05, 0.4)[seed % 3], bytes_per_s=1e5))
-        templates = check_against_all(replace(problem, cluster=cluster, sharding=True, schedule=kind), 2)
+        templates = check_against_all(replace(problem, cluster=cluster, sharding=Sharding.AUTO, schedule=kind), 2)
         for template in (template for of in (templates.layouts if templates else ()) for template in of):
             stages.update((stage.shard, stage.tp_degree) for stage in template.stages)
-            mixed += len({stage.shard for stage in template.stages}) > 1
-    assert {(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)} <= stages
-    assert mixed
+            assert len({stage.shard for stage in template.stages}) == 1
+    assert {(1, 1), (1, 2), (2, 1), (4, 1)} <= stages
+
+
+def test_stages_are_sharded_whatever_it_takes_where_they_must_be() -> None:
+    slow = Cluster(devices_per_node=4, intra_node=Link(latency_ms=2.0))
+    shards = {
+        each: {stage.shard for stage in only(eight_layers(cluster=slow, sharding=each), 1).stages} for each in Sharding
+    }
+    assert shards == {Sharding.OFF: {1}, Sharding.AUTO: {1}, Sharding.ON: {2}}
 
 
 @settings(max_examples=30)
@@ -64,8 +70,8 @@ def test_sharded_stages_stand_beside_others_where_memory_is_tight(kind: Schedule
 def test_with_one_device_a_node_nothing_changes(problem: PlanningProblem, scarce: bool) -> None:
     nodes = enough_nodes(problem)
     one = replace(problem, cluster=replace(problem.cluster, devices_per_node=1))
-    layouts = [msgspec.json.encode(plan_templates(replace(one, sharding=on), nodes).layouts) for on in (False, True)]
-    assert layouts[0] == layouts[1]
+    layouts = [msgspec.json.encode(plan_templates(replace(one, sharding=each), nodes).layouts) for each in Sharding]
+    assert layouts[0] == layouts[1] == layouts[2]
 
 
 def test_a_node_that_holds_the_model_is_one_stage_whose_devices_take_a_microbatch_each() -> None:
@@ -138,5 +144,5 @@ def test_interleaved_stages_are_not_sharded() -> None:
     with pytest.raises(ValueError, match="must") as caught:
         eight_layers(schedule=ScheduleKind.INTERLEAVED, num_chunks=2)
     assert str(caught.value) == (
-        "sharding must be off for interleaved-1f1b (its stages have one device each), got True; choose another schedule"
+        "sharding must be off for interleaved-1f1b (its stages have one device each), got auto; choose another schedule"
     )

@@ -23,7 +23,7 @@ from resilient.templates.inputs.derive import derive_profile
 from resilient.templates.inputs.devices import DEVICES, cluster_of
 from resilient.templates.inputs.known_models import MODELS
 from resilient.templates.inputs.profile import ModelProfile
-from resilient.templates.plan import Plan, PlanningProblem
+from resilient.templates.plan import Plan, PlanningProblem, Sharding
 from resilient.templates.replan.replan import first_plan, replan, templates_for
 from resilient.templates.template import TemplateSet
 
@@ -233,10 +233,10 @@ def test_a_cluster_of_192_devices_keeps_its_share_down_to_the_fewest_nodes(tmp_p
 def test_sharded_stages_are_planned_where_asked_for(tmp_path: Path) -> None:
     job = {**SMALL, "--gpus-per-node": "4", "--nodes": "3"}
     plain = run({**job, "--json": str(tmp_path / "plain.json")}).output
-    ended = run({**job, "--json": str(tmp_path / "sharded.json")}, "--shard")
+    ended = run({**job, "--json": str(tmp_path / "sharded.json")}, "--shard", "auto")
     assert ended.exit_code == 0, ended.output
     sharded = json.loads((tmp_path / "sharded.json").read_text())
-    problem = replace(small_problem(), cluster=cluster_of("a40", 4), sharding=True)
+    problem = replace(small_problem(), cluster=cluster_of("a40", 4), sharding=Sharding.AUTO)
     for row in sharded["templates"]:
         template = templates_for(problem, 3).best(row["num_nodes"], row["num_microbatches"])
         assert row["shards"] == [stage.shard for stage in template.stages]

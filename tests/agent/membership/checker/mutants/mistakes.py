@@ -278,7 +278,7 @@ MISTAKES = (
     Mistake(
         "what was written of an odd copy counts",
         _LAST,
-        "if self._writers[difference.state] == worker:",
+        "if worker in self._writers[state]:",
         "if worker[0] < 0:",
     ),
     Mistake(

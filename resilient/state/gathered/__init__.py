@@ -1,0 +1,1 @@
+"""What devices divide of a state, whole for as long as a layer runs on it."""
