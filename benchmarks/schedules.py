@@ -16,7 +16,7 @@ from rich.console import Console
 
 from resilient.cli.shared.printing import plain_table
 from resilient.templates.schedules.generators import generate
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import ScheduleKind, chunks_of
 from resilient.templates.schedules.simulator import ActionCosts, Timeline, simulate
 
 REPEATS = 7
@@ -27,7 +27,7 @@ def run(
     kind: ScheduleKind, num_rows: int, num_microbatches: int, latency_ms: float
 ) -> tuple[Timeline, tuple[float, float]]:
     """Return the timeline, and how many milliseconds generating and simulating took."""
-    num_chunks = 2 if kind is ScheduleKind.INTERLEAVED else 1
+    num_chunks = chunks_of(kind, 2)
     part_ms = 1.0 / num_chunks
     costs = ActionCosts(
         forward_ms=part_ms,

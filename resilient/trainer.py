@@ -87,10 +87,11 @@ class Trainer:
             optimizer's step: that is less than half of a step, and mostly far less, so that in every 100th step a
             comparison costs under 0.5 %. 1 finds damage before any step is committed on it.
         schedule: Order of the work in a pipeline: "1f1b"; "eager-1f1b" (hides messages); "interleaved-1f1b" (several
-            stages on each worker shorten the waiting, for more messages; not on CUDA devices); "zb-h1" or "zb-h2"
-            (split the backward to shorten the waiting); "gpipe". Results are the same. Memory is planned for what each
-            keeps in flight; "1f1b" needs the least, "eager-1f1b" no more than that, and takes what is left.
-        num_chunks: Stages of each worker, under "interleaved-1f1b".
+            stages on each worker shorten the waiting, for more messages; not on CUDA devices); "split-1f1b", "zb-h1" or
+            "zb-h2" (split the backward to shorten the waiting; "zb-h2" hides messages, no more); "interleaved-zb" or
+            "zb-v" (both; not on CUDA devices); "gpipe". Results are the same. Memory is planned for what each keeps in
+            flight; "1f1b" and "split-1f1b" need the least, "eager-1f1b" no more than that, and takes what is left.
+        num_chunks: Stages of each worker, under "interleaved-1f1b" and "interleaved-zb"; "zb-v" has two.
         planner: What places the samples of a multimodal model, by its name in ``resilient compare``: encoders and the
             language model then run cells of their own, packed, in lanes of their own. By default all layers are a chain
             of padded microbatches. ``resilient run --planner`` goes before it; a script run by itself has no planner.

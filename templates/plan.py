@@ -13,7 +13,7 @@ from resilient.templates.common.digests import content_digest
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.inputs.profile import ModelProfile
 from resilient.templates.schedules.generators import generate
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import CHUNK_KINDS, ScheduleKind, check_chunks
 from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.template import PipelineTemplate, StageSpec
 
@@ -45,7 +45,7 @@ class PlanningProblem:
         activation_checkpointing: Whether stages that do not fit otherwise may run their forward again in the backward.
         failure_interval_s: Expected time between two changes of membership, over which a reconfiguration must pay.
         schedule: What pipelines run; memory must hold the microbatches that it keeps in flight.
-        num_chunks: Stages of each device: 1, or more under interleaved 1F1B.
+        num_chunks: Stages of each device: 1, or more where the schedule has several.
         sharding: Whether stages may, or must be sharded (:attr:`StageSpec.shard`).
         templates: What a planner of units answered for consecutive numbers of nodes, instead of a search; empty for
             chains.
@@ -84,24 +84,18 @@ class PlanningProblem:
                 self.schedule.value,
                 f"choose another, {ScheduleKind.ONE_F_ONE_B.value} needs the least memory",
             )
-        if self.num_chunks < 1 or (self.num_chunks > 1) != (self.schedule is ScheduleKind.INTERLEAVED):
-            raise ArgumentError(
-                "num_chunks",
-                f"be >= 2 for {ScheduleKind.INTERLEAVED.value} and 1 for all others",
-                f"{self.num_chunks} for {self.schedule.value}",
-                f"{ScheduleKind.ONE_F_ONE_B.value} is the schedule with one stage per device",
-            )
-        if self.schedule is ScheduleKind.INTERLEAVED and self.profile.tp_degrees[0] != 1:
+        check_chunks(self.schedule, self.num_chunks)
+        if self.schedule in CHUNK_KINDS and self.profile.tp_degrees[0] != 1:
             raise ArgumentError(
                 "tp_degrees",
-                f"begin with 1 for {ScheduleKind.INTERLEAVED.value} (its stages have one device each)",
+                f"begin with 1 for {self.schedule.value} (its stages have one device each)",
                 self.profile.tp_degrees,
                 "profile that degree or choose another schedule",
             )
-        if self.schedule is ScheduleKind.INTERLEAVED and self.sharding is not Sharding.OFF:
+        if self.schedule in CHUNK_KINDS and self.sharding is not Sharding.OFF:
             raise ArgumentError(
                 "sharding",
-                f"be off for {ScheduleKind.INTERLEAVED.value} (its stages have one device each)",
+                f"be off for {self.schedule.value} (its stages have one device each)",
                 self.sharding.value,
                 "choose another schedule",
             )
@@ -153,7 +147,7 @@ class Slot:
         local_rank: Its device of the node.
         pipeline_index: Its pipeline.
         row_index: Of its row, within the pipeline's template.
-        stages: What it runs: one stage, several under interleaved 1F1B and where units share devices.
+        stages: What it runs: one stage, several under interleaved schedules and where units share devices.
         shard_index: Counts the devices of its stages.
     """
 
@@ -267,7 +261,7 @@ class Plan:
         """
         pipeline = self.pipelines[pipeline_index]
         template, kind = pipeline.template, self.schedule_kind
-        if kind is ScheduleKind.INTERLEAVED and template.num_chunks == 1:  # a pipeline of one device has one stage
+        if kind in CHUNK_KINDS and template.num_chunks == 1:  # a pipeline of one device has one stage
             kind = ScheduleKind.ONE_F_ONE_B
         limits = [stage.max_in_flight for stage in template.stages]
         return generate(

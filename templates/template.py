@@ -39,7 +39,7 @@ class StageSpec:
             falls to the lane for one microbatch of the language model.
         backward_ms: Backward time of one round, the forward that is run again included.
         weights_ms: The part of ``backward_ms`` that the schedule can put off, as zero-bubble schedules do with what
-            parameters need; 0 where it does not.
+            parameters need; half of it where others do not wait for that, but it is not put off; 0 elsewhere.
         send_ms: Time of the messages of one round over the boundary before the stage, 0 for the first.
         memory_bytes: Most that one device holds: states, gradients and the activations in flight; under eager 1F1B
             those of 1F1B.
@@ -93,8 +93,9 @@ class PipelineTemplate:
     """Stages in order; together they cover every device of the template's nodes in order, and every layer: once where
     the model is a chain, once in each lane of its unit otherwise.
 
-    Under interleaved 1F1B a device has several stages: stage ``s`` is in row ``s % len(rows)``. Stages of units come
-    lane after lane, in the units' order; a device may have some of several lanes, and several of one.
+    Interleaved, a device has several stages: stage ``s`` is in row ``s % len(rows)``, under ZB-V on the way back in
+    ``len(stages) - 1 - s``. Stages of units come lane after lane, in the units' order; a device may have some of
+    several lanes, and several of one.
 
     What its schedule calls a microbatch is a round of them: one for each group of devices of a sharded stage. Where one
     stage is sharded all are, into as many groups: group g of a stage hands what it makes to group g of the next.

@@ -12,7 +12,7 @@ from resilient.common.arguments import check_number, described, whole_number
 from resilient.errors import ArgumentError
 from resilient.protocol.checkpoint_pace import AUTO_CHECKPOINTS
 from resilient.templates.composition.batch_split import check_batch
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import CHUNK_KINDS, ScheduleKind, chunks_of
 
 PRECISIONS = ("bf16", "fp32", "fp64")
 
@@ -39,7 +39,7 @@ class JobConfig:
         checkpoint_every: Steps between checkpoints; 0 for one at the end; "auto" by measured cost and by risk.
         compare_replicas_every: Steps between comparisons of the copies of states; 0 for when they are installed.
         schedule: What pipelines run; may be given by its name.
-        num_chunks: Stages of each worker: under interleaved-1f1b; all others have 1, whatever is given.
+        num_chunks: Stages of each worker, of interleaved schedules; zb-v has 2, all others 1, whatever is given.
         planner: What places the samples of a model's units; "" for a chain of all units.
         comm_timeout_s: How long workers wait for each other before they give a generation up.
 
@@ -78,10 +78,10 @@ class JobConfig:
                 "precision", f"be one of {list(PRECISIONS)}", repr(self.precision), "choose one of them"
             )
         object.__setattr__(self, "schedule", training_schedule(self.schedule))
-        if self.schedule is ScheduleKind.INTERLEAVED:
+        num_chunks = chunks_of(self.schedule, self.num_chunks)
+        object.__setattr__(self, "num_chunks", num_chunks)
+        if self.schedule in CHUNK_KINDS:
             self._take_whole("num_chunks", 2, "1f1b is the schedule with one stage on each worker")
-        else:
-            object.__setattr__(self, "num_chunks", 1)
         if self.clip_grad_norm is not None:
             check_number("clip_grad_norm", self.clip_grad_norm, "pass None not to clip")
         if self.on_nonfinite not in ON_NONFINITE:

@@ -18,7 +18,7 @@ from resilient.runtime.job_arguments import check_dataset, check_model, check_op
 from resilient.state.layout import BufferLayout
 from resilient.state.recipe import Recipe
 from resilient.templates.inputs.profile import ModelProfile
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import CHUNK_KINDS
 from resilient.templates.template import PipelineTemplate
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
@@ -63,7 +63,7 @@ class Job(JobConfig):
         if self.num_workers is not None:
             self._take_whole("num_workers", 0, "0 reads samples in the worker itself")
         self._take_whole("read_ahead", 1, "num_workers=0 reads none ahead of time")
-        if self.schedule is ScheduleKind.INTERLEAVED and self.device.type == "cuda":
+        if self.schedule in CHUNK_KINDS and self.device.type == "cuda":
             why = "NCCL's messages carry no tags, and both ends do not order theirs alike"
             raise ArgumentError(
                 "schedule", f"be another on CUDA devices ({why})", self.schedule.value, "choose another"

@@ -1,28 +1,36 @@
-"""Layers -> stages of interleaved 1F1B: for each number of nodes one template with several stages on each device.
+"""Layers -> stages of interleaved schedules and ZB-V: for each number of nodes a template with several on each device.
 
-Of K devices and v chunks, stage s of K v is in row ``s % K``. A row's step takes as long as its stages together, so the
-cut shall make the slowest row as fast as can be, then the second slowest, and so on. The rows' stages lie between those
-of others, so there is no search over prefixes as for one stage per device. A cut is instead improved, from an even
-one, by moving a layer's worth from any stage to any other, as long as that helps: no single such move makes a found cut
-better, but it need not be the best. A pipeline of one device has one stage.
+Of K devices and v chunks, stage s of K v is in row ``s % K``, or of ZB-V on the way back in ``2 K - 1 - s``. A row's
+step takes as long as its stages together, so for many microbatches the slowest row shall be as fast as can be, for few
+ones the first stage's gradient sum counts as well; of equal steps the one with even stages and rows is taken. Where
+there are few cuts all are looked at. Otherwise cuts are searched for
+(:mod:`resilient.templates.search.chunk_limits`). A pipeline of one device has one stage.
 
 A row checkpoints all its stages where only that fits. States that several stages of a row use count for each.
 """
 
 from __future__ import annotations
 
+import math
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Flags, Ints
 from resilient.templates.plan import PlanningProblem
-from resilient.templates.schedules.kind import chunks_in_flight
+from resilient.templates.schedules.kind import chunks_in_flight, rows_of_stages
+from resilient.templates.search.chunk_limits import UNLIMITED, ChunkCuts, ChunkTable
 from resilient.templates.search.stage_cost_model import StageCosts
 from resilient.templates.template import PipelineTemplate, StageSpec
 
-ChunkTable = Ints
+_FEW = 20_000
+"""Cuts that are looked at one by one: takes 20 ms."""
+
+_STARTS, _MOST_STARTS = 40_000, 30
+"""Long models are searched from one cut alone, shorter ones from so many divided by the square of their layers."""
 
 
 class _Rated(NamedTuple):
@@ -30,17 +38,37 @@ class _Rated(NamedTuple):
 
     Args:
         bounds: Where the stages begin and end. [cuts, stages + 1]
-        costs: Bytes that do not fit, then the rows' times from the slowest on, then the time of all. [cuts, 2 + rows]
+        lacking: Bytes that do not fit. [cuts]
+        slowest: Nanoseconds of the slowest row. [cuts]
+        fill: Of a step beside its rounds, without the gradient sum, as :attr:`PipelineTemplate.fill_ms`. [cuts]
+        sync: Of the gradient sum. [cuts]
+        squares: The sum of all stages' and rows' squared times: the less the more even. [cuts]
         checkpointing: Rows that do. [cuts, rows]
     """
 
     bounds: ChunkTable
-    costs: ChunkTable
+    lacking: Ints
+    slowest: Ints
+    fill: NDArray[np.float64]
+    sync: Ints
+    squares: NDArray[np.float64]
     checkpointing: Flags
+
+    def at(self, cuts: Ints) -> _Rated:
+        """Return some of them."""
+        return _Rated(
+            bounds=self.bounds[cuts],
+            lacking=self.lacking[cuts],
+            slowest=self.slowest[cuts],
+            fill=self.fill[cuts],
+            sync=self.sync[cuts],
+            squares=self.squares[cuts],
+            checkpointing=self.checkpointing[cuts],
+        )
 
 
 class ChunkSearch:
-    """Finds the templates of interleaved 1F1B, one for each number of nodes.
+    """Finds the templates of schedules with several stages on each device, one for each number of nodes.
 
     Args:
         problem: One with ``num_chunks`` stages for each device.
@@ -49,7 +77,10 @@ class ChunkSearch:
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
         self.costs = StageCosts(problem)
-        self._single = self.costs.single_device()
+        single = self.costs.single_device()
+        self._single = single._replace(send=np.pad(single.send, ((0, 1), (0, 0))))  # none where stages share a row
+        if not problem.activation_checkpointing:
+            self._single = self._single._replace(largest=np.full_like(self._single.largest, UNLIMITED))
         self._cuts: dict[int, _Rated] = {}
 
     @property
@@ -64,29 +95,42 @@ class ChunkSearch:
 
     def fits(self, size: int) -> bool:
         """Return whether there is a template for a number of nodes."""
-        return size in self.sizes and bool(self._cut(size).costs[0, 0] == 0)
+        return size in self.sizes and len(self._cut(size).bounds) > 0
 
     def layouts(self, size: int, counts: range, *, alone: bool) -> tuple[PipelineTemplate, ...]:
-        """Return the template for a number of nodes, whatever number of microbatches it gets; none where none fits."""
+        """Return the best of the cuts found for a number of nodes and each of these numbers of microbatches.
+
+        Args:
+            size: The number of nodes.
+            counts: Of microbatches.
+            alone: Whether there are no other pipelines to sum gradients with.
+        """
         if not self.fits(size):
             return ()
-        cut, in_flight = self._cut(size), self._in_flight(size).T.flatten()
-        num_rows, send = self._num_rows(size), self._send_ns(size, self._cut(size).bounds)
+        cuts = self._cut(size)
+        beside = cuts.fill + (0 if alone else cuts.sync)
+        cuts = cuts.at(np.lexsort((cuts.squares, beside, cuts.slowest)))
+        beside = cuts.fill + (0 if alone else cuts.sync)
+        corners = np.flatnonzero(np.diff(np.minimum.accumulate(beside), prepend=np.inf) < 0)
+        times = beside[corners] + np.arange(counts.start, counts.stop)[:, None] * cuts.slowest[corners]
+        return tuple(self._template(size, cuts.at(corners[[best]])) for best in np.unique(np.argmin(times, axis=1)))
+
+    def _template(self, size: int, cut: _Rated) -> PipelineTemplate:
+        in_flight, row_of = self._in_flight(size), self._row_of(size)
+        send = self._single.send[self._source(row_of), cut.bounds[0, :-1]]
         stages: list[StageSpec] = []
-        for index in range(len(in_flight)):
-            row = index % num_rows
+        for index, row in enumerate(row_of.tolist()):
             stage = self.costs.stage(
                 int(cut.bounds[0, index]),
                 int(cut.bounds[0, index + 1]),
                 0,
                 row,
-                int(in_flight[index]),
+                int(in_flight[row, index // len(in_flight)]),
                 checkpointing=bool(cut.checkpointing[0, row]),
-                send_ms=int(send[0, index]) / 1e6,
+                send_ms=int(send[index]) / 1e6,
             )
             stages.append(stage)
-        sync_ms = self.costs.sync_ms(stages[0].end_layer, 0)
-        return (PipelineTemplate(num_nodes=size, stages=tuple(stages), sync_ms=sync_ms),)
+        return PipelineTemplate(num_nodes=size, stages=tuple(stages), sync_ms=int(cut.sync[0]) / 1e6)
 
     def misfit(self) -> ArgumentError:
         """Return why no number of nodes has a template."""
@@ -110,38 +154,62 @@ class ChunkSearch:
     def _num_rows(self, size: int) -> int:
         return size * self.problem.cluster.devices_per_node
 
+    def _chunks(self, size: int) -> int:
+        return self.problem.num_chunks if self._num_rows(size) > 1 else 1
+
+    def _row_of(self, size: int) -> ChunkTable:
+        """Return the row of each stage."""
+        return np.array(rows_of_stages(self.problem.schedule, self._num_rows(size), self._chunks(size)))
+
+    def _source(self, row_of: ChunkTable) -> ChunkTable:
+        """Return where messages before each stage come from: 0 the same node, 1 another one, 2 the same device."""
+        node = row_of // self.problem.cluster.devices_per_node
+        return np.concatenate([[2], np.where(np.diff(row_of) == 0, 2, np.diff(node) != 0)])
+
     def _in_flight(self, size: int) -> ChunkTable:
         """Return what each chunk of each row keeps. [rows, chunks]"""
-        num_rows = self._num_rows(size)
-        return chunks_in_flight(
-            num_rows, self.problem.num_chunks if num_rows > 1 else 1, self.problem.most_microbatches
-        )
+        problem = self.problem
+        return chunks_in_flight(problem.schedule, self._num_rows(size), self._chunks(size), problem.most_microbatches)
 
     def _cut(self, size: int) -> _Rated:
-        """Return the best cut that was found."""
+        """Return the cuts that fit among which numbers of microbatches decide."""
         if size not in self._cuts:
-            in_flight = self._in_flight(size)
-            work, number = self._single.work, in_flight.size
-            shares = np.arange(number + 1) / number
-            by_time = np.searchsorted(work, shares * work[-1])
-            by_count = np.round(shares * self.costs.num_layers).astype(np.int64)
-            starts = np.stack([_spread(bounds, self.costs.num_layers) for bounds in (by_time, by_count)])
-            found = _best(self._rate(size, in_flight, starts))
-            while True:
-                better = _best(self._rate(size, in_flight, np.concatenate([found.bounds, _moved(found.bounds[0])])))
-                if better.costs.tolist() == found.costs.tolist():
-                    break
-                found = better
-            self._cuts[size] = found
+            number, num_layers = self._in_flight(size).size, self.costs.num_layers
+            if number == 1:
+                bounds = np.array([[0, num_layers]])
+            elif math.comb(num_layers - 1, number - 1) <= _FEW:
+                bounds = _every(num_layers, number)
+            else:
+                bounds = self._found(size, number)
+            rated = self._rate(size, bounds)
+            self._cuts[size] = rated.at(np.flatnonzero(rated.lacking == 0))
         return self._cuts[size]
 
-    def _rate(self, size: int, in_flight: ChunkTable, bounds: ChunkTable) -> _Rated:
-        single, limit = self._single, self.problem.cluster.memory_bytes
-        by_row = (len(bounds), *in_flight.T.shape)
-        first, end, kept = bounds[:, :-1], bounds[:, 1:], in_flight.T.flatten()
+    def _found(self, size: int, num_stages: int) -> ChunkTable:
+        """Return the cuts that the search finds: the one with the fastest rows, and with less to sum in the end.
+
+        The sum is that of the first stage. It is shorter for fewer layers, which the row's others can make up for.
+        """
+        limit, row_of = self.problem.cluster.memory_bytes, self._row_of(size)
+        cuts = ChunkCuts(self._single, self._in_flight(size), row_of, self._source(row_of))
+        starts = _starts(self._single.work, num_stages, _STARTS // self.costs.num_layers**2)
+        found = [cuts.best(start, limit) for start in starts]
+        fastest = found[int(np.argmin([cuts.rank(each, limit) for each in found]))]
+        end = int(fastest[1])
+        if self._single.sync[end] > 0:
+            while end > 1:
+                end = max(1, end * 2 // 3)
+                found.append(cuts.best(fastest, limit, first_end=end))
+        return np.unique(np.stack([*starts, *found]), axis=0)
+
+    def _rate(self, size: int, bounds: ChunkTable) -> _Rated:
+        single, limit, row_of = self._single, self.problem.cluster.memory_bytes, self._row_of(size)
+        in_flight = self._in_flight(size)
+        first, end, kept = bounds[:, :-1], bounds[:, 1:], in_flight[row_of, np.arange(len(row_of)) // len(in_flight)]
+        order, number = np.argsort(row_of, kind="stable"), np.arange(len(bounds))
 
         def of_rows(stages: ChunkTable) -> ChunkTable:
-            return stages.reshape(by_row).sum(axis=1)
+            return stages[:, order].reshape(len(bounds), *in_flight.shape).sum(axis=2)
 
         held = single.held[first, end]
         plain = of_rows(held + kept * (single.kept[end] - single.kept[first]))
@@ -152,23 +220,37 @@ class ChunkSearch:
             checkpointing = (plain > limit) & self.problem.activation_checkpointing
             lacking = np.maximum(np.where(checkpointing, again, plain) - limit, 0)
         forward = (single.forward[end] - single.forward[first]) * (single.next_backward[first] < end)
-        times = of_rows(single.work[end] - single.work[first] + self._send_ns(size, bounds))
-        times += checkpointing * of_rows(forward)
-        columns = (lacking.sum(axis=1), *(-np.sort(-times, axis=1)).T, times.sum(axis=1))
-        return _Rated(bounds, np.stack(columns, axis=1), checkpointing)
+        stages = single.work[end] - single.work[first] + single.send[self._source(row_of), first]
+        stages += checkpointing[:, row_of] * forward
+        filling = np.maximum(0, stages - 2 * (single.weights[end] - single.weights[first]))
+        rows, filling_rows = of_rows(stages), of_rows(filling)
+        slowest = np.lexsort((filling_rows, rows), axis=1)[:, -1]
+        squares = (stages.astype(float) ** 2).sum(axis=1) + (rows.astype(float) ** 2).sum(axis=1)
+        return _Rated(
+            bounds=bounds,
+            lacking=lacking.sum(axis=1),
+            slowest=rows[number, slowest],
+            fill=(filling_rows.sum(axis=1) - filling_rows[number, slowest]) / in_flight.shape[1],
+            sync=single.sync[end[:, 0]],
+            squares=squares,
+            checkpointing=checkpointing,
+        )
 
-    def _send_ns(self, size: int, bounds: ChunkTable) -> ChunkTable:
-        """Return the time of the messages before each stage. [cuts, stages]"""
-        num_rows = self._num_rows(size)
-        rows = np.arange(bounds.shape[1] - 1) % num_rows
-        between = (rows % self.problem.cluster.devices_per_node == 0) & (size > 1)
-        return self._single.send[between.astype(np.int64), bounds[:, :-1]]
+
+def _every(num_layers: int, num_stages: int) -> ChunkTable:
+    """Return all cuts. [cuts, stages + 1]"""
+    inner = np.array(list(combinations(range(1, num_layers), num_stages - 1)))
+    return np.pad(inner, ((0, 0), (1, 1)), constant_values=((0, 0), (0, num_layers)))
 
 
-def _best(rated: _Rated) -> _Rated:
-    """Return the cut that costs least; of equal ones the first."""
-    index = np.lexsort(rated.costs.T[::-1])[:1]
-    return _Rated(rated.bounds[index], rated.costs[index], rated.checkpointing[index])
+def _starts(work: ChunkTable, num_stages: int, more: int) -> list[ChunkTable]:
+    """Return a cut that is even by time, and some that are even by number of layers or not at all."""
+    num_layers, shares = len(work) - 1, np.arange(num_stages + 1) / num_stages
+    by_time = np.searchsorted(work, shares * work[-1])
+    by_count = np.round(shares * num_layers).astype(np.int64)
+    draw = np.random.default_rng(0)  # the same cuts wherever it is planned
+    uneven = [np.sort(draw.integers(0, num_layers + 1, num_stages + 1)) for _ in range(min(more, _MOST_STARTS))]
+    return [_spread(bounds, num_layers) for bounds in (by_time, by_count, *uneven)][: max(1, more)]
 
 
 def _spread(bounds: ChunkTable, num_layers: int) -> ChunkTable:
@@ -176,13 +258,3 @@ def _spread(bounds: ChunkTable, num_layers: int) -> ChunkTable:
     steps = np.arange(len(bounds))
     risen = np.maximum.accumulate(np.concatenate([[0], bounds[1:-1], [num_layers]]) - steps) + steps
     return np.minimum(risen, num_layers - steps[::-1])
-
-
-def _moved(bounds: ChunkTable) -> ChunkTable:
-    """Return all cuts in which a stage is a layer longer at the cost of another. [cuts, stages + 1]"""
-    number = len(bounds) - 1
-    giver, taker = np.nonzero(~np.eye(number, dtype=bool) & (np.diff(bounds) > 1)[:, None])
-    between = np.arange(number + 1)
-    lower = (giver[:, None] < between) & (between <= taker[:, None])
-    higher = (taker[:, None] < between) & (between <= giver[:, None])
-    return bounds - lower + higher

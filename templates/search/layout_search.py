@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from resilient.errors import ArgumentError, literal
 from resilient.templates.common.words import counted
 from resilient.templates.plan import PlanningProblem
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import LATER_KINDS
 from resilient.templates.search.stage_cost_model import StageCosts, Tables
 from resilient.templates.template import PipelineTemplate, StageSpec
 
@@ -118,7 +118,7 @@ class LayoutSearch:
         fixes = "use smaller microbatches" + ", activation checkpointing" * (not problem.activation_checkpointing)
         largest = max(degree for degree in degrees if degree <= devices)
         fixes += f", higher tensor-parallel degrees than {largest}" * (largest < devices)
-        fixes += ", schedule 1f1b" * (problem.schedule not in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.EAGER))
+        fixes += ", schedule 1f1b" * (problem.schedule not in LATER_KINDS)
         fixes += " or devices with more memory"
         in_flight = costs.in_flight(self.sizes.start * costs.fewest_per_node) or 1
         needed, layer = max((costs.least_memory_bytes(i, in_flight), -i) for i in range(costs.num_layers))

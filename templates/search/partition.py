@@ -10,8 +10,8 @@ own (:mod:`resilient.templates.search.layer_costs`). For each size of rounds the
 :mod:`resilient.templates.search.layout_search`; the layouts of all are compared.
 
 How many microbatches a pipeline gets is decided when templates are composed, so a size has a layout for each number
-that it can expect: from half its proportional share up to all. Interleaved 1F1B has several stages on each device:
-:mod:`resilient.templates.search.chunks` cuts for it.
+that it can expect: from half its proportional share up to all. Some schedules have several stages on each device:
+:mod:`resilient.templates.search.chunks` cuts for them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from resilient.errors import ArgumentError
 from resilient.templates.common.arrays import Ints
 from resilient.templates.plan import PlanningProblem, Sharding
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import CHUNK_KINDS
 from resilient.templates.search.chunks import ChunkSearch
 from resilient.templates.search.layout_search import Corner, LayoutSearch
 from resilient.templates.search.template_sizes import node_counts
@@ -44,7 +44,7 @@ def plan_templates(problem: PlanningProblem, num_nodes: int) -> TemplateSet:
         TooFewNodes: ``num_nodes < (max_failures + 1) n0``.
         ValueError: No number of nodes has a template; the message says what to change.
     """
-    search = ChunkSearch(problem) if problem.schedule is ScheduleKind.INTERLEAVED else _RoundsSearch(problem)
+    search = ChunkSearch(problem) if problem.schedule in CHUNK_KINDS else _RoundsSearch(problem)
     smallest = next((size for size in search.sizes if search.fits(size)), None)
     if smallest is None:
         raise search.misfit()

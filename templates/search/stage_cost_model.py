@@ -31,7 +31,7 @@ import numpy as np
 from resilient.templates.common.arrays import Ints
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.plan import PlanningProblem
-from resilient.templates.schedules.kind import SPLIT_KINDS, ScheduleKind, most_in_flight
+from resilient.templates.schedules.kind import LATER_KINDS, SPLIT_KINDS, ScheduleKind, most_in_flight
 from resilient.templates.search.layer_costs import LayerCosts
 from resilient.templates.template import StageSpec
 
@@ -84,6 +84,8 @@ class SingleDeviceCosts(NamedTuple):
         inputs: Of the layers' inputs.
         largest: Activations of the largest of layers i .. j - 1. [L, L + 1]
         next_backward: First layer, from each one on, that runs a backward; L where none does. [L]
+        weights: Prefix sums of what schedules put off, as :attr:`StageSpec.weights_ms` says.
+        sync: Gradient sum of a first stage that ends there. [L + 1]
     """
 
     forward: CostTable
@@ -94,6 +96,8 @@ class SingleDeviceCosts(NamedTuple):
     inputs: CostTable
     largest: CostTable
     next_backward: CostTable
+    weights: CostTable
+    sync: CostTable
 
 
 class StageCosts:
@@ -150,7 +154,7 @@ class StageCosts:
         None where that is the number of stages from it to the last, or where memory is not limited.
         """
         problem = self.problem
-        if problem.schedule in (ScheduleKind.ONE_F_ONE_B, ScheduleKind.EAGER) or problem.cluster.memory_bytes is None:
+        if problem.schedule in LATER_KINDS or problem.cluster.memory_bytes is None:
             return None
         return self.in_flight_of_stages(num_stages)[0]
 
@@ -195,6 +199,8 @@ class StageCosts:
     def single_device(self) -> SingleDeviceCosts:
         """Return the costs of stages on one device, the first option."""
         forward = np.array(self._forward[0], dtype=np.int64)
+        each = [layer.costs[0].backward_weight_ms * layer.trainable for layer in self.problem.profile.layers]
+        weights = _prefix_sums([nanoseconds(self._put_off * weight_ms) for weight_ms in each])
         return SingleDeviceCosts(
             forward=forward,
             work=forward + np.array(self._backward[0], dtype=np.int64),
@@ -204,7 +210,16 @@ class StageCosts:
             inputs=np.array(self._inputs, dtype=np.int64),
             largest=self._largest(self._activations[0]),
             next_backward=np.array(self._next_backward[:-1], dtype=np.int64),
+            weights=np.array(weights, dtype=np.int64),
+            sync=np.array(self._sync[0], dtype=np.int64),
         )
+
+    @property
+    def _put_off(self) -> float:
+        """How much of the backwards for weights is put off, half of it where they only delay nobody."""
+        if self.problem.schedule is ScheduleKind.SPLIT:
+            return 0.5
+        return float(self.problem.schedule in SPLIT_KINDS)
 
     def stage(
         self,
@@ -259,8 +274,8 @@ class StageCosts:
         )
 
     def _weights_part(self, first: int, end: int, option: int, forward_again: int) -> float:
-        """Return the part of a stage's backward that the schedule can put off; 0 where it splits no backwards."""
-        if self.problem.schedule not in SPLIT_KINDS or self.options[option].shard > 1:
+        """Return the part of a stage's backward that is :attr:`StageSpec.weights_ms`; 0 where none is split."""
+        if not self._put_off or self.options[option].shard > 1:
             return 0.0  # a sharded stage does all of a backward while its layers are gathered
         profile = self.problem.profile
         degree = profile.tp_degrees.index(self.options[option].num_devices // self.options[option].shard)
@@ -268,7 +283,7 @@ class StageCosts:
         of_inputs = sum(cost.backward_input_ms for layer, cost in layers if layer.input_gradient)
         of_inputs += forward_again / 1e6 * (self._next_backward[first] < end)
         of_weights = sum(cost.backward_weight_ms for layer, cost in layers if layer.trainable)
-        return of_weights / (of_inputs + of_weights) if of_weights else 0.0
+        return self._put_off * of_weights / (of_inputs + of_weights) if of_weights else 0.0
 
     def sync_ms(self, end: int, option: int) -> float:
         """Return the time of the gradient sum of a first stage of layers ``0 .. end - 1``."""

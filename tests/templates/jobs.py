@@ -17,7 +17,14 @@ from resilient.templates.template import PipelineTemplate, StageSpec, TemplateSe
 
 MIB = 2**20
 
-KINDS = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.EAGER, ScheduleKind.ZB_H1, ScheduleKind.ZB_H2, ScheduleKind.GPIPE)
+KINDS = (
+    ScheduleKind.ONE_F_ONE_B,
+    ScheduleKind.EAGER,
+    ScheduleKind.SPLIT,
+    ScheduleKind.ZB_H1,
+    ScheduleKind.ZB_H2,
+    ScheduleKind.GPIPE,
+)
 """Schedules with one stage for each device."""
 
 

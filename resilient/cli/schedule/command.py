@@ -27,7 +27,7 @@ from resilient.cli.shared.output_files import check_outputs
 from resilient.cli.shared.ranges import within
 from resilient.cli.shared.renamed_options import renamed
 from resilient.errors import ArgumentError
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import INTERLEAVED_KINDS, ScheduleKind, chunks_of
 
 if TYPE_CHECKING:
     from resilient.cli.schedule.report import PipelineWork, ScheduleReport
@@ -56,7 +56,7 @@ class ScheduleOptions:
         ),
     ] = None
     chunks: Annotated[
-        int | None, typer.Option(callback=within(1), help="interleaved-1f1b: stages of each worker, 2 by default.")
+        int | None, typer.Option(callback=within(1), help="interleaved kinds: stages of each worker, 2 by default.")
     ] = None
     max_in_flight: Annotated[int | None, typer.Option(help="eager-1f1b: most microbatches that a worker holds.")] = None
     forward_ms: Annotated[float | None, typer.Option(help="Of a microbatch on a worker; 1 by default.")] = None
@@ -89,8 +89,8 @@ def schedule_command(ctx: typer.Context, options: ScheduleOptions) -> None:
     console = Console(highlight=False, emoji=False)
     with refusals(ctx):
         kinds = _kinds(options.kind or ["1f1b"])
-        _check_belongs("chunks", options.chunks, "interleaved-1f1b", kinds)
-        _check_belongs("max_in_flight", options.max_in_flight, "eager-1f1b", kinds)
+        _check_belongs("chunks", options.chunks, INTERLEAVED_KINDS, kinds)
+        _check_belongs("max_in_flight", options.max_in_flight, (ScheduleKind.EAGER,), kinds)
         memory_bytes, reports = _reports(options, kinds)
         _write(reports, options.png_file, options.trace_file)
         if options.text:
@@ -105,7 +105,7 @@ def _reports(options: ScheduleOptions, kinds: Sequence[ScheduleKind]) -> tuple[i
     from resilient.cli.schedule.report import schedule_report
 
     several = _DEFAULT_CHUNKS if options.chunks is None else options.chunks
-    num_chunks = {each: several if each.value == "interleaved-1f1b" else 1 for each in kinds}
+    num_chunks = {each: chunks_of(each, several) for each in kinds}
     passes = options.stages * options.microbatches * sum(num_chunks.values())
     if passes > _MOST_PASSES:
         product = "{stages} times {microbatches} (times {chunks}) of all kinds"
@@ -136,10 +136,10 @@ def _kinds(names: Sequence[str]) -> list[ScheduleKind]:
     return list(dict.fromkeys(kind for name in names for kind in look_up("kind", name, known)))
 
 
-def _check_belongs(name: str, value: int | None, owner: str, kinds: Sequence[ScheduleKind]) -> None:
-    if value is not None and owner not in kinds:
-        given = ", ".join(kind.value for kind in kinds)
-        raise ArgumentError(name, f"come with {{kind}} {owner}", f"{value} for {given}", "leave it out")
+def _check_belongs(name: str, value: int | None, owners: Sequence[ScheduleKind], kinds: Sequence[ScheduleKind]) -> None:
+    if value is not None and not set(owners) & set(kinds):
+        given, known = (", ".join(kind.value for kind in each) for each in (kinds, owners))
+        raise ArgumentError(name, f"come with {{kind}} {known}", f"{value} for {given}", "leave it out")
 
 
 def _work(options: ScheduleOptions) -> tuple[int | None, Callable[[int], PipelineWork]]:

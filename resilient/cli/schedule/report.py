@@ -179,13 +179,14 @@ def schedule_report(
     timeline = simulate(schedule, made.costs)
     counts = simulate(schedule, replace(made.costs, activation_bytes=1)).peak_bytes
     workers = range(num_workers)
-    held = [sum(made.held_bytes[worker::num_workers]) for worker in workers]
+    of_workers = [[stage for stage, row in enumerate(schedule.graph.row_of) if row == worker] for worker in workers]
+    held = [sum(made.held_bytes[stage] for stage in stages) for stages in of_workers]
     return ScheduleReport(
         kind=kind,
         timeline=timeline,
         in_flight=tuple(count / num_chunks for count in counts),
         memory_bytes=tuple(map(sum, zip(held, timeline.peak_bytes, strict=True))) if made.stages else (),
-        stages=tuple(", ".join(made.stages[worker::num_workers]) for worker in workers) if made.stages else (),
+        stages=tuple(", ".join(made.stages[each] for each in stages) for stages in of_workers) if made.stages else (),
     )
 
 

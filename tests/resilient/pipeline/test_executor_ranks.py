@@ -18,9 +18,6 @@ from resilient.data.reader import Cell
 from resilient.models.layer import WholeModel
 from resilient.pipeline.executor import Executor
 from resilient.pipeline.gradient_sync import GradientSync
-from resilient.pipeline.p2p import Channel, Downstream, Upstream
-from resilient.pipeline.stage import Stage, StageLayer
-from resilient.pipeline.stage_timer import StageTimer
 from resilient.pipeline.step_work import StepWork
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.job_config import SCHEDULES
@@ -30,17 +27,14 @@ from resilient.runtime.commit import Ballot, Ledger
 from resilient.runtime.generation_guard import GenerationGuard
 from resilient.runtime.install import WorkerContext, install
 from resilient.runtime.job import Job
-from resilient.runtime.steps.steps import ChainSteps, Steps
+from resilient.runtime.steps.steps import Steps
 from resilient.state import checkpoint
-from resilient.state.binding import bind
 from resilient.state.layer_state import LayerState
 from resilient.state.manifest import Manifest, folder, write_manifest
-from resilient.templates.common.byte_intervals import Piece
-from resilient.templates.plan import Plan
-from resilient.templates.schedules.generators import generate
-from resilient.templates.schedules.graph import CHAIN, StageName
-from resilient.templates.schedules.kind import ScheduleKind
-from tests.resilient.ranks import HOST, SECRET, as_threads, join
+from resilient.templates.plan import Pipeline, Plan
+from resilient.templates.schedules.kind import ScheduleKind, rows_of_stages
+from resilient.templates.template import PipelineTemplate, StageSpec
+from tests.resilient.ranks import HOST, SECRET, as_threads
 from tests.resilient.small import CPU, TiedModel, Tokens, all_of, assemble, make_job, make_plan, make_profile
 
 STEP = 2
@@ -96,53 +90,19 @@ def installed(job: Job, plan: Plan, rank: int, address: str, path: Path) -> Plac
     )  # fmt: skip
 
 
-def interleaved(job: Job, cut: Sequence[int], num_rows: int, rank: int, address: str, path: Path) -> Place:
-    """One pipeline with several stages in each row, put together by hand: plans have one."""
-    num_stages = len(cut) - 1
-    profile, layouts = make_profile(job), job.layouts()
-    names = [profile.states(first, end) for first, end in pairwise(cut)]
-    held = {name for stage in range(rank, num_stages, num_rows) for name in names[stage]}
-    rows_of = {name: {s % num_rows for s in range(num_stages) if name in names[s]} for name in layouts}
-    groups = {name: tuple(sorted(rows)) for name, rows in rows_of.items()}
-    comm = join(address, rank, num_rows, [group for group in dict.fromkeys(groups.values()) if len(group) > 1])
-    ledger = Ledger(job.optimizer, job.clip_grad_norm)
-    ledger.version = STEP - 1
-    for name in sorted(held):
-        ledger.current[name] = LayerState(job.layer(name), layouts[name], job.optimizer.slots, job.dtype, CPU)
-    checkpoint.load(folder(path, STEP - 1), ledger.current.values())
-    ledger.start()
-    index_of = {name: profile.index(name) for name in held if layouts[name].num_trainable}
-    sync = GradientSync(
-        comm,
-        {index: ledger.current[name] for name, index in index_of.items()},
-        {index: [Piece(groups[name], ledger.current[name].held)] for name, index in index_of.items()},
+def plan_of_chunks(kind: ScheduleKind, num_rows: int) -> Plan:
+    """A pipeline of four stages in these rows, and one of a single stage."""
+    cut, alone = (0, 1, 3, 5, 6), make_plan(((0, 6), 3)).pipelines[0]
+    rows = rows_of_stages(kind, num_rows, (len(cut) - 1) // num_rows)
+    template = PipelineTemplate(
+        num_nodes=num_rows,
+        stages=tuple(
+            StageSpec(first_layer=first, end_layer=end, node_index=row, forward_ms=0.3, backward_ms=0.7)
+            for (first, end), row in zip(pairwise(cut), rows, strict=True)
+        ),
     )
-    stages: dict[StageName, Stage] = {}
-    for stage in range(rank, num_stages, num_rows):
-        layers = [
-            StageLayer(index=layer, module=bind(job.model.layers[layer], ledger.current, CPU))
-            for layer in range(cut[stage], cut[stage + 1])
-        ]
-        stages[CHAIN, stage] = Stage(job.model, layers, device=CPU, autocast=None, seed=job.seed)
-    states = [[profile.index(name) for name in of_stage if layouts[name].num_trainable] for of_stage in names]
-    schedule = generate(ScheduleKind.INTERLEAVED, num_rows, 8, num_chunks=num_stages // num_rows, states=states)
-    before = {
-        ((CHAIN, s - 1), (CHAIN, s)): Upstream(comm, (s - 1) % num_rows, CPU, Channel(s, num_stages))
-        for _, s in stages
-        if s > 0
-    }
-    after = {
-        ((CHAIN, s), (CHAIN, s + 1)): Downstream(comm, (s + 1) % num_rows, Channel(s + 1, num_stages))
-        for _, s in stages
-        if s < num_stages - 1
-    }
-    executor = Executor(
-        generation=1, stages=stages, gradient_sync=sync, comm=comm,
-        upstream=before if num_rows > 1 else {}, downstream=after if num_rows > 1 else {},
-        faults=Faults(str(path)), stage_timer=StageTimer(CPU),
-    )  # fmt: skip
-    steps = ChainSteps(schedule, range(8), 2, 0, rank, ())
-    return Place(executor=executor, gradient_sync=sync, comm=comm, ledger=ledger, steps=steps)
+    chunked = Pipeline(template=template, nodes=tuple(range(num_rows)), num_microbatches=5)
+    return Plan(pipelines=(chunked, replace(alone, nodes=(num_rows,))), schedule_kind=kind)
 
 
 def work_of(place: Place, batches: Batches, step: int) -> StepWork:
@@ -193,7 +153,9 @@ def test_gradients_equal_those_of_one_process(plan: Plan, frozen: Sequence[str],
 
 
 @pytest.mark.parametrize("frozen", [(), ("embed", "block.1")], ids=["all trained", "partly frozen"])
-@pytest.mark.parametrize("chosen", [*SCHEDULES, "interleaved in 2 rows", "interleaved in 1 row"])
+@pytest.mark.parametrize(
+    "chosen", [*SCHEDULES, "interleaved-1f1b in 2 rows", "interleaved-1f1b in 1", "interleaved-zb in 2", "zb-v in 2"]
+)
 def test_every_schedule_trains_to_the_same_parameters(chosen: str, frozen: Sequence[str], tmp_path: Path) -> None:
     changes: dict[str, Any] = {"model": TiedModel(frozen=frozen), "dataset": VaryingTokens(), "clip_grad_norm": LIMIT}
     alone = make_job(**changes)
@@ -201,15 +163,12 @@ def test_every_schedule_trains_to_the_same_parameters(chosen: str, frozen: Seque
     write_initial(alone, tmp_path)
     expected = three_steps(installed(alone, PLANS["1 stage"], 0, "", tmp_path), batches)
 
-    def place(rank: int, address: str) -> Place:
-        if chosen.startswith("interleaved"):
-            return interleaved(alone, (0, 1, 3, 5, 6), num_rows, rank, address, tmp_path)
-        plan = replace(PLANS["2 pipelines"], schedule_kind=ScheduleKind(chosen))
-        return installed(alone, plan, rank, address, tmp_path)
-
-    num_rows = 2 if "2" in chosen else 1
-    size = num_rows if chosen.startswith("interleaved") else len(PLANS["2 pipelines"].slots)
-    results = as_threads(size, lambda rank, address: three_steps(place(rank, address), batches))
+    name, _, num_rows = chosen.removesuffix(" rows").partition(" in ")
+    plan = plan_of_chunks(ScheduleKind(name), int(num_rows)) if num_rows else PLANS["2 pipelines"]
+    plan = replace(plan, schedule_kind=ScheduleKind(name))
+    results = as_threads(
+        len(plan.slots), lambda rank, address: three_steps(installed(alone, plan, rank, address, tmp_path), batches)
+    )
     assert {name for states in results for name in states} == set(expected)
     for states in results:
         for name, state in states.items():

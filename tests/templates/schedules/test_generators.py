@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient.templates.schedules.generators import generate
-from resilient.templates.schedules.kind import ScheduleKind, most_in_flight
+from resilient.templates.schedules.kind import CHUNK_KINDS, ScheduleKind, chunks_of, most_in_flight
 from resilient.templates.schedules.schedule import Action, Op, Schedule
 from resilient.templates.schedules.validator import validate
 
@@ -47,14 +47,20 @@ COMPUTATIONS = {
         0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
         1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
         2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3""",
+    (ScheduleKind.SPLIT, 3, 4): """
+        0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+        1F0 1F1 1I0 1W0 1F2 1I1 1W1 1F3 1I2 1W2 1I3 1W3
+        2F0 2I0 2W0 2F1 2I1 2W1 2F2 2I2 2W2 2F3 2I3 2W3""",
+    (ScheduleKind.INTERLEAVED_ZB, 2, 4): """
+        0F0 0F1 2F0 2F1 2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 0I2 0W2 0I3 0W3
+        1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3""",
+    (ScheduleKind.ZB_V, 2, 4): """
+        0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
+        1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3""",
     (ScheduleKind.ZB_H2, 2, 4): """
         0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
         1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3""",
 }  # fmt: skip
-
-
-def chunks(kind: ScheduleKind) -> int:
-    return 2 if kind is ScheduleKind.INTERLEAVED else 1
 
 
 def computations(schedule: Schedule) -> Schedule:
@@ -75,7 +81,7 @@ def test_1f1b_of_four_stages_and_eight_microbatches_as_text() -> None:
 @pytest.mark.parametrize(("kind", "num_rows", "num_microbatches"), COMPUTATIONS)
 def test_computations_as_text(kind: ScheduleKind, num_rows: int, num_microbatches: int) -> None:
     golden = Schedule.parse(COMPUTATIONS[kind, num_rows, num_microbatches])
-    assert computations(generate(kind, num_rows, num_microbatches, num_chunks=chunks(kind))) == golden
+    assert computations(generate(kind, num_rows, num_microbatches, num_chunks=chunks_of(kind, 2))) == golden
 
 
 def test_forward_only_as_text() -> None:
@@ -96,7 +102,7 @@ def test_stages_of_one_row_send_nothing_to_each_other_and_sum_a_shared_state_onc
 def test_generated_schedules_are_valid_and_read_back(
     kind: ScheduleKind, num_rows: int, num_microbatches: int, num_chunks: int
 ) -> None:
-    num_chunks = num_chunks if kind is ScheduleKind.INTERLEAVED else 1
+    num_chunks = chunks_of(kind, num_chunks)
     states = None if kind is ScheduleKind.FORWARD_ONLY else [[stage, 99] for stage in range(num_rows * num_chunks)]
     schedule = generate(kind, num_rows, num_microbatches, num_chunks=num_chunks, states=states)
     validate(schedule)
@@ -107,7 +113,7 @@ def test_generated_schedules_are_valid_and_read_back(
 
 @given(st.integers(1, 7), st.integers(1, 20))
 def test_no_kind_keeps_more_in_flight_than_memory_is_planned_for(num_rows: int, num_microbatches: int) -> None:
-    limited = {ScheduleKind.EAGER, ScheduleKind.INTERLEAVED, ScheduleKind.FORWARD_ONLY}
+    limited = {ScheduleKind.EAGER, ScheduleKind.FORWARD_ONLY, *CHUNK_KINDS}
     for kind in set(ScheduleKind) - limited:
         schedule = generate(kind, num_rows, num_microbatches)
         planned = most_in_flight(kind, num_rows, num_microbatches)
@@ -119,6 +125,7 @@ def test_microbatches_in_flight_are_what_the_kinds_promise(num_rows: int, num_mi
     promised = {
         ScheduleKind.GPIPE: lambda row: num_microbatches,
         ScheduleKind.ONE_F_ONE_B: lambda row: num_rows - row,
+        ScheduleKind.SPLIT: lambda row: num_rows - row,
         ScheduleKind.EAGER: lambda row: 2 * (num_rows - row) - 1,
         ScheduleKind.ZB_H1: lambda row: num_rows,
         ScheduleKind.ZB_H2: lambda row: 2 * num_rows - 1,
@@ -145,10 +152,12 @@ def test_eager_1f1b_keeps_to_the_memory_of_every_row(limits: list[int], num_micr
         ({"num_microbatches": 0}, "num_rows and num_microbatches must be >= 1, got 2 and 0; "
          "give every pipeline a stage and a microbatch"),
         ({"states": [[0]]}, "states must list each of the 2 stages, got 1; list one per stage"),
-        ({"num_chunks": 2}, "num_chunks must be >= 2 for interleaved-1f1b and 1 for all others, got 2 for 1f1b; "
-         "1f1b is the schedule with one stage per row"),
-        ({"kind": ScheduleKind.INTERLEAVED}, "num_chunks must be >= 2 for interleaved-1f1b and 1 for all others, got 1 "
-         "for interleaved-1f1b; 1f1b is the schedule with one stage per row"),
+        ({"num_chunks": 2}, "num_chunks must be 1 for 1f1b, got 2; interleaved-1f1b is a schedule with several stages "
+         "per row"),
+        ({"kind": ScheduleKind.INTERLEAVED}, "num_chunks must be >= 2 for interleaved-1f1b, got 1; 1f1b is the "
+         "schedule with one stage per row"),
+        ({"kind": ScheduleKind.ZB_V, "num_chunks": 3}, "num_chunks must be 2 for zb-v, got 3; its way leads down the "
+         "rows and back"),
         ({"max_in_flight": [3, 3]}, "max_in_flight must be None for all but eager-1f1b, got [3, 3] for 1f1b; "
          "the others keep as many microbatches in flight as their order needs"),
         ({"kind": ScheduleKind.EAGER, "max_in_flight": [3]}, "max_in_flight must be >= 1 for each of the 2 rows, got "

@@ -12,13 +12,19 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import ScheduleKind
 
 SINGLE = {ScheduleKind.GPIPE: ScheduleGPipe, ScheduleKind.ONE_F_ONE_B: Schedule1F1B}
-SEVERAL = {ScheduleKind.INTERLEAVED: ScheduleInterleaved1F1B, ScheduleKind.ZB_H1: ScheduleInterleavedZeroBubble}
+SEVERAL = {
+    ScheduleKind.INTERLEAVED: ScheduleInterleaved1F1B,
+    ScheduleKind.ZB_H1: ScheduleInterleavedZeroBubble,
+    ScheduleKind.INTERLEAVED_ZB: ScheduleInterleavedZeroBubble,
+    ScheduleKind.ZB_V: ScheduleZBVZeroBubble,
+}
 
 
 def stage(index: int, num_rows: int, num_stages: int) -> Any:
@@ -61,6 +67,15 @@ def test_orders_of_one_stage_per_row(kind: ScheduleKind, num_rows: int, num_micr
         (ScheduleKind.INTERLEAVED, 4, 3, 2),
         (ScheduleKind.ZB_H1, 2, 4, 1),
         (ScheduleKind.ZB_H1, 4, 10, 1),
+        (ScheduleKind.INTERLEAVED_ZB, 2, 4, 2),
+        (ScheduleKind.INTERLEAVED_ZB, 4, 8, 3),
+        (ScheduleKind.INTERLEAVED_ZB, 4, 10, 2),
+        (ScheduleKind.INTERLEAVED_ZB, 4, 3, 2),
+        (ScheduleKind.ZB_V, 1, 3, 2),
+        (ScheduleKind.ZB_V, 2, 1, 2),
+        (ScheduleKind.ZB_V, 2, 4, 2),
+        (ScheduleKind.ZB_V, 4, 3, 2),
+        (ScheduleKind.ZB_V, 4, 16, 2),
     ],
 )
 def test_orders_of_interleaved_and_split_schedules(

@@ -73,6 +73,7 @@ def in_flight(problem: PlanningProblem, num_stages: int, stage: int, round_size:
     return {
         ScheduleKind.ONE_F_ONE_B: num_stages - stage,
         ScheduleKind.EAGER: num_stages - stage,
+        ScheduleKind.SPLIT: num_stages - stage,
         ScheduleKind.GPIPE: most,
         ScheduleKind.ZB_H1: min(num_stages, most),
         ScheduleKind.ZB_H2: min(2 * num_stages - 1, most),

@@ -1,10 +1,11 @@
-"""Templates of interleaved 1F1B: rows are even, and memory holds what is in flight."""
+"""Templates of interleaved schedules and ZB-V: rows are even, and memory holds what is in flight."""
 
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
-from itertools import combinations, pairwise
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,11 +17,13 @@ from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.plan import Pipeline, Plan, PlanningProblem
 from resilient.templates.replan.replan import first_plan, replan
 from resilient.templates.schedules.generators import generate
-from resilient.templates.schedules.kind import ScheduleKind, chunks_in_flight
+from resilient.templates.schedules.kind import CHUNK_KINDS, ScheduleKind, chunks_in_flight, chunks_of, rows_of_stages
 from resilient.templates.schedules.simulator import ActionCosts, simulate
+from resilient.templates.search import chunks
 from resilient.templates.search.partition import plan_templates
 from resilient.templates.template import PipelineTemplate
 from tests.templates.jobs import enough_nodes, problems, profile, schedule_alone
+from tests.templates.search.every_cut import every_cut, uneven_job
 from tests.templates.simulated_steps import simulate_template
 
 
@@ -48,21 +51,26 @@ def ends(problem: PlanningProblem) -> list[int]:
     return [stage.end_layer for stage in only(problem).stages]
 
 
-@given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 40))
-def test_no_number_of_microbatches_keeps_more_of_a_chunk_in_flight(num_rows: int, num_chunks: int, most: int) -> None:
-    counted = np.zeros((num_rows, num_chunks), dtype=np.int64)
-    schedule = generate(ScheduleKind.INTERLEAVED, num_rows, most, num_chunks=num_chunks)
+@given(st.sampled_from(CHUNK_KINDS), st.integers(2, 6), st.integers(2, 4), st.integers(1, 40))
+def test_no_number_of_microbatches_keeps_more_of_a_chunk_in_flight(
+    kind: ScheduleKind, num_rows: int, num_chunks: int, most: int
+) -> None:
+    num_chunks = chunks_of(kind, num_chunks)
+    schedule = generate(kind, num_rows, most, num_chunks=num_chunks)
+    row_of, counted = np.array(schedule.graph.row_of), np.zeros((num_rows, num_chunks), dtype=np.int64)
     for chunk in range(num_chunks):
-        one = np.repeat(np.arange(num_chunks) == chunk, num_rows).astype(int)
-        costs = ActionCosts(forward_ms=1, backward_input_ms=1, activation_bytes=one)
+        one = (np.arange(len(row_of)) // num_rows == chunk).astype(int)
+        costs = ActionCosts(forward_ms=1, backward_input_ms=1, backward_weight_ms=1, activation_bytes=one)
         counted[:, chunk] = simulate(schedule, costs).peak_bytes
     for more in (0, 1, 100):
-        assert (counted <= chunks_in_flight(num_rows, num_chunks, most + more)).all()
+        assert (counted <= chunks_in_flight(kind, num_rows, num_chunks, most + more)).all()
 
 
-def test_chunks_in_flight_of_up_to_one_round_are_exact() -> None:
-    assert chunks_in_flight(4, 2, 4).tolist() == [[4, 4], [4, 4], [4, 3], [4, 1]]
-    assert chunks_in_flight(1, 1, 50).tolist() == [[1]]
+def test_chunks_in_flight_are_exact() -> None:
+    in_flight = chunks_in_flight(ScheduleKind.INTERLEAVED, 4, 2, 4)
+    assert in_flight.tolist() == [[4, 4], [4, 4], [4, 3], [4, 1]]
+    assert chunks_in_flight(ScheduleKind.ZB_V, 4, 2, 100).tolist() == [[8, 1], [7, 2], [6, 3], [5, 4]]
+    assert chunks_in_flight(ScheduleKind.INTERLEAVED, 1, 1, 50).tolist() == [[1]]
 
 
 def test_stages_take_turns_on_the_devices() -> None:
@@ -70,6 +78,8 @@ def test_stages_take_turns_on_the_devices() -> None:
     assert [(stage.node_index, stage.first_device) for stage in template.stages] == [(0, 0), (0, 1), (1, 0), (1, 1)] * 2
     assert [[stage.first_layer for stage in row] for row in template.rows] == [[0, 8], [2, 10], [4, 12], [6, 14]]
     assert template.num_chunks == 2
+    back = only(job([1.0] * 16, 2, cluster=Cluster(devices_per_node=2), schedule=ScheduleKind.ZB_V))
+    assert [[stage.first_layer for stage in row] for row in back.rows] == [[0, 14], [2, 12], [4, 10], [6, 8]]
 
 
 def test_a_row_is_evened_out_by_its_other_stage() -> None:
@@ -103,6 +113,8 @@ def test_messages_are_those_of_the_rows_before() -> None:
     one, two = (only(job([1.0] * 8, size, cluster=cluster)) for size in (1, 2))
     assert [stage.send_ms for stage in one.stages] == [0.0, 2.0, 2.0, 2.0]
     assert [stage.send_ms for stage in two.stages] == [0.0, 2.0, 10.0, 2.0, 10.0, 2.0, 10.0, 2.0]
+    back = only(job([1.0] * 8, 2, cluster=cluster, schedule=ScheduleKind.ZB_V))
+    assert [stage.send_ms for stage in back.stages] == [0.0, 2.0, 10.0, 2.0, 0.0, 2.0, 10.0, 2.0]
 
 
 def test_a_pipeline_of_one_device_has_one_stage() -> None:
@@ -113,27 +125,56 @@ def test_a_pipeline_of_one_device_has_one_stage() -> None:
     assert schedule_alone(ScheduleKind.INTERLEAVED, alone, 8) == generate(ScheduleKind.ONE_F_ONE_B, 1, 8)
 
 
-def test_cuts_are_close_to_the_best_of_all() -> None:
+@pytest.mark.parametrize("few", [0, 20_000], ids=["by search", "one by one"])
+@pytest.mark.parametrize("kind", CHUNK_KINDS)
+def test_templates_are_the_best_of_all_cuts(kind: ScheduleKind, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of uneven layers, with messages of different sizes and memory that makes some rows checkpoint."""
+    monkeypatch.setattr(chunks, "_FEW", few)
     draw = random.Random(0)
     ratios: list[float] = []
-    for _ in range(60):
-        num_rows, times = draw.choice([2, 3]), [draw.choice([1.0, 2.0, 3.0]) for _ in range(draw.randint(6, 10))]
-        number = 2 * num_rows
-        every = ([0, *inner, len(times)] for inner in combinations(range(1, len(times)), number - 1))
-        sums = ([sum(times[first:end]) for first, end in pairwise(bounds)] for bounds in every)
-        best = min(max(stages[row] + stages[row + num_rows] for row in range(num_rows)) for stages in sums)
-        ratios.append(only(job(times, num_rows)).slowest_ms / best)
+    for _ in range(20):
+        problem = uneven_job(draw, kind)
+        size, every = problem.min_pipeline_nodes, list(every_cut(problem))
+        if not every:
+            with pytest.raises(ValueError, match="must"):
+                plan_templates(problem, size)
+            continue
+        for alone in (True, False):
+            templates = plan_templates(problem, size if alone else 2 * size)
+            for count in (
+                {problem.num_microbatches} if alone else {-(-problem.num_microbatches // 2), problem.num_microbatches}
+            ):
+                best = min(template.iteration_ms(count, alone=alone) for template in every)
+                ratios.append(templates.best(size, count, alone=alone).iteration_ms(count, alone=alone) / best)
+    assert len(ratios) > 40
     assert min(ratios) >= 1 - 1e-6
-    assert max(ratios) < 1.2
-    assert sum(ratio < 1 + 1e-6 for ratio in ratios) >= 50
+    if few:
+        assert max(ratios) <= 1 + 1e-6
+    else:  # more cuts than these make the search closer
+        assert sorted(ratios)[9 * len(ratios) // 10] <= 1.02
+        assert max(ratios) <= 1.1
 
 
-@settings(max_examples=40)
-@given(problems(max_degree=1), st.integers(2, 3), st.sampled_from([0.6, 0.8, 1.0]))
-def test_stages_cover_layers_and_fit(drawn: PlanningProblem, num_chunks: int, share: float) -> None:
+def test_four_hundred_uneven_layers_are_cut_in_seconds() -> None:
+    """For each of sixty numbers of nodes; the slowest row is close to an even share of the work."""
+    draw = random.Random(0)
+    times = [draw.uniform(0.5, 2.0) for _ in range(400)]
+    cut = partial(plan_templates, job(times, 1, max_failures=0), 60)
+    plan_templates(job([1.0] * 40, 3), 3)  # compiles
+    started = time.process_time()
+    templates = cut()
+    assert time.process_time() - started < 5, "takes a third of that alone on a machine"
+    for (template,) in templates.layouts:
+        assert template.slowest_ms <= 1.02 * sum(times) / template.num_nodes
+
+
+@settings(max_examples=15)
+@given(problems(max_degree=1), st.sampled_from(CHUNK_KINDS), st.integers(2, 3), st.sampled_from([0.6, 0.8, 1.0]))
+def test_stages_cover_layers_and_fit(drawn: PlanningProblem, kind: ScheduleKind, num_chunks: int, share: float) -> None:
+    num_chunks = chunks_of(kind, num_chunks)
     roomy = replace(
         drawn,
-        schedule=ScheduleKind.INTERLEAVED,
+        schedule=kind,
         num_chunks=num_chunks,
         min_pipeline_nodes=1,
         cluster=replace(drawn.cluster, memory_bytes=None),
@@ -150,14 +191,14 @@ def test_stages_cover_layers_and_fit(drawn: PlanningProblem, num_chunks: int, sh
     except ValueError:
         assert share < 1, "the smallest template fits"
         return
-    for (template,) in templates.layouts:
+    for template in (template for layouts in templates.layouts for template in layouts):
         bounds = [0, *(stage.end_layer for stage in template.stages)]
         assert [stage.first_layer for stage in template.stages] == bounds[:-1]
         assert bounds == sorted(set(bounds))
         assert bounds[-1] == len(problem.profile.layers)
         devices = [(stage.node_index, stage.first_device) for (stage, *_) in template.rows]
         assert devices == [(n, d) for n in range(template.num_nodes) for d in range(problem.cluster.devices_per_node)]
-        assert [stage for chunk in zip(*template.rows, strict=True) for stage in chunk] == list(template.stages)
+        assert template.row_of == rows_of_stages(kind, len(template.rows), template.num_chunks)
         for count in {1, problem.most_microbatches // 2 + 1, problem.most_microbatches}:
             assert max(taken(problem, template, min(count, problem.most_microbatches))) <= scarce
 
@@ -180,8 +221,9 @@ def taken(problem: PlanningProblem, template: PipelineTemplate, num_microbatches
             for index in range(stage.first_layer, stage.end_layer)
         )
         held.append(states + slot.stages[0].checkpointing * largest)
-    schedule = schedule_alone(ScheduleKind.INTERLEAVED, template, num_microbatches)
-    peaks = simulate(schedule, ActionCosts(forward_ms=1, backward_input_ms=1, activation_bytes=each)).peak_bytes
+    schedule = schedule_alone(problem.schedule, template, num_microbatches)
+    costs = ActionCosts(forward_ms=1, backward_input_ms=1, backward_weight_ms=1, activation_bytes=each)
+    peaks = simulate(schedule, costs).peak_bytes
     return [own + int(peak) for own, peak in zip(held, peaks, strict=True)]
 
 

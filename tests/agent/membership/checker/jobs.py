@@ -99,8 +99,7 @@ class SmallJob:
 
     def is_due(self, step: int) -> bool:
         """Return whether workers write a checkpoint of a step as they pass it."""
-        every = self.spec.checkpoint_every
-        return step == self.spec.num_steps or (every > 0 and step % every == 0)
+        return step == self.spec.num_steps or self.spec.saves_after(step, is_chosen=False)
 
     def _old_checkpoint(self, disk: Disk, step: int) -> tuple[str, Manifest]:
         path = str(folder(OLD_RUN, step))

@@ -113,15 +113,18 @@ def test_small_letters_of_units_are_those_of_encoders() -> None:
 def test_several_kinds_are_compared() -> None:
     lines = shown("--kind", "all", "--send-ms", "0.1")
     assert (
-        lines[-7:]
+        lines[-10:]
         == """\
 schedule                         iteration ms  bubble  most in flight
 gpipe                                    33.6  28.6 %               8
 1f1b                                     34.6  30.6 %               4
 eager-1f1b                               33.6  28.6 %               7
 interleaved-1f1b, 2 stages each          29.9  19.7 %             5.5
+split-1f1b                               30.6  21.6 %               4
 zb-h1                                    28.2  14.9 %               4
-zb-h2                                    27.3  12.1 %               7""".splitlines()
+zb-h2                                    27.3  12.1 %               7
+interleaved-zb, 2 stages each            27.1  11.4 %               4
+zb-v, 2 stages each                      26.8  10.4 %               4""".splitlines()
     )
     two = shown("--kind", "zb-h1", "--kind", "1f1b", "--kind", "zb-h1")
     assert [line.partition(":")[0] for line in two if "% bubble" in line] == ["zb-h1", "1f1b"], "each once"
@@ -282,17 +285,17 @@ def test_measured_profile_is_read(tmp_path: Path) -> None:
     [
         (
             ("--kind", "zb"),
-            "--kind must be one of gpipe, 1f1b, eager-1f1b, interleaved-1f1b, zb-h1, zb-h2, forward-only, all, got "
-            "'zb'; did you mean 'zb-h1' or 'zb-h2'?",
+            "--kind must be one of gpipe, 1f1b, eager-1f1b, interleaved-1f1b, split-1f1b, zb-h1, zb-h2, "
+            "interleaved-zb, zb-v, forward-only, all, got 'zb'; did you mean 'zb-h1' or 'zb-h2' or "
+            "'zb-v'?",
         ),
         (
             ("--chunks", "3"),
-            "--chunks must come with --kind interleaved-1f1b, got 3 for 1f1b; leave it out",
+            "--chunks must come with --kind interleaved-1f1b, interleaved-zb, got 3 for 1f1b; leave it out",
         ),
         (
             ("--kind", "interleaved-1f1b", "--chunks", "1"),
-            "--chunks must be >= 2 for interleaved-1f1b and 1 for all others, got 1 for interleaved-1f1b; "
-            "1f1b is the schedule with one stage per row",
+            "--chunks must be >= 2 for interleaved-1f1b, got 1; 1f1b is the schedule with one stage per row",
         ),
         (
             ("--kind", "gpipe", "--kind", "zb-h1", "--max-in-flight", "3"),
@@ -304,8 +307,8 @@ def test_measured_profile_is_read(tmp_path: Path) -> None:
             "microbatch cannot run",
         ),
         (
-            ("--microbatches", "7143", "--kind", "all"),
-            "--stages times --microbatches (times --chunks) of all kinds must be at most 200000, got 200004; lower "
+            ("--microbatches", "4167", "--kind", "all"),
+            "--stages times --microbatches (times --chunks) of all kinds must be at most 200000, got 200016; lower "
             "--microbatches",
         ),
         (("--send-ms", "-1"), "--send-ms must be 0 to 1e+09, got -1; give milliseconds"),

@@ -1,0 +1,266 @@
+"""Compiled loops of cuts with several stages in each row: which cut of two chunks keeps all rows within limits.
+
+Two chunks that follow each other are cut together, row by row: for each end of the first chunk's stage the end of the
+second one's that leaves least to later rows. No other end need be remembered. (Where a stage that begins later has
+larger messages, not all cuts of interleaved chunks are found.)
+
+Import it where it is needed: it loads numba.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from resilient.templates.common.arrays import Ints
+from resilient.templates.common.compiled import compiled
+from resilient.templates.search.stage_cost_model import SingleDeviceCosts
+
+NO_TIME = 1 << 62
+"""More than any time."""
+
+
+class Room(NamedTuple):
+    """The rows that chunks are cut for.
+
+    Args:
+        in_flight: Microbatches that the rows keep of each chunk. [chunks, rows]
+        source: Where messages before the rows' stages come from, as the first dimension of the costs' ``send``.
+            [chunks, rows]
+        others: What the rows' other stages take: time with activations kept and with checkpoints, in nanoseconds, and
+            the bytes of both. [rows, 4]
+        time: Most nanoseconds of a row.
+        memory: Most bytes of a row.
+        first_end: Where the first row's stage of the first chunk ends at the latest.
+    """
+
+    in_flight: Ints
+    source: Ints
+    others: Ints
+    time: int
+    memory: int
+    first_end: int
+
+
+@compiled
+def stage_cost(costs: SingleDeviceCosts, room: Room, row: int, chunk: int, i: int, j: int) -> tuple[int, int, int, int]:
+    """Return time with activations kept and with checkpoints, and the bytes of both, of layers ``i .. j - 1``."""
+    in_flight = room.in_flight[chunk, row]
+    plain = costs.work[j] - costs.work[i] + costs.send[room.source[chunk, row], i]
+    again = plain + (costs.forward[j] - costs.forward[i] if costs.next_backward[i] < j else 0)
+    kept = costs.held[i, j] + in_flight * (costs.kept[j] - costs.kept[i])
+    inputs = costs.held[i, j] + in_flight * (costs.inputs[j] - costs.inputs[i]) + costs.largest[i, j]
+    return plain, again, kept, inputs
+
+
+@compiled
+def _needed(
+    costs: SingleDeviceCosts, room: Room, row: int, chunk: int, before: tuple[int, int, int, int], i: int, j: int
+) -> int:
+    """Return the time that a row needs for layers ``i .. j - 1`` beside its other stages and what ``before`` takes.
+
+    More than any time, where its memory does not hold them.
+    """
+    plain, again, kept, inputs = stage_cost(costs, room, row, chunk, i, j)
+    others = room.others[row]
+    if kept + before[2] + others[2] <= room.memory:
+        return plain + before[0] + others[0]
+    if inputs + before[3] + others[3] <= room.memory:
+        return again + before[1] + others[1]
+    return NO_TIME
+
+
+@compiled
+def _left_time(room: Room) -> Ints:
+    """Return the time that is left to the rows from each one on, without their other stages. [rows + 1]"""
+    num_rows = room.source.shape[1]
+    left = np.zeros(num_rows + 1, dtype=np.int64)
+    for row in range(num_rows - 1, -1, -1):
+        left[row] = left[row + 1] + room.time - room.others[row, 0]
+    return left
+
+
+@compiled
+def cut_pair(costs: SingleDeviceCosts, room: Room, first: int, end: int, middles: Ints, ends: Ints) -> int:
+    """Cut layers ``first .. end - 1`` into two chunks within the limits.
+
+    Args:
+        costs: Of layers.
+        room: The rows; two chunks.
+        first: First layer.
+        end: One past the last one.
+        middles: Where the second chunk may begin, in the order in which that is tried.
+        ends: Where the stages found end. [2, rows]
+
+    Returns:
+        0 where a cut was found, else the least time under which more can be tried.
+    """
+    num_rows, left_time, next_time = room.source.shape[1], _left_time(room), NO_TIME
+    farthest = np.empty((num_rows + 1, end - first + 1), dtype=np.int64)
+    came_from = np.empty((num_rows + 1, end - first + 1), dtype=np.int64)
+    for middle in middles:
+        farthest[:, : middle - first + 1] = -1
+        farthest[0, 0] = middle
+        for row in range(num_rows):
+            lacking = _next_row(costs, room, row, first, middle, end, left_time[row + 1], farthest, came_from)
+            next_time = min(next_time, lacking)
+        if farthest[num_rows, middle - first] == end:
+            at = middle - first
+            for row in range(num_rows - 1, -1, -1):
+                ends[0, row], ends[1, row] = first + at, farthest[row + 1, at]
+                at = came_from[row + 1, at]
+            return 0
+    return next_time
+
+
+@compiled
+def _next_row(
+    costs: SingleDeviceCosts,
+    room: Room,
+    row: int,
+    first: int,
+    middle: int,
+    end: int,
+    left_time: int,
+    farthest: Ints,
+    came_from: Ints,
+) -> int:
+    """Fill in where a row's stages can end; later ones have ``left_time`` and take a layer each at least.
+
+    Returns the least time of a row under which that would be more.
+    """
+    following, next_time = room.source.shape[1] - 1 - row, NO_TIME
+    for at in range(middle - following - first):
+        begin = farthest[row, at]
+        if begin < 0:
+            continue
+        i, j, stop = first + at, begin, end - following
+        if following == 0:
+            own = stage_cost(costs, room, row, 0, i, middle)
+            needed = _needed(costs, room, row, 1, own, begin, end)
+            if needed > room.time:
+                next_time = min(next_time, needed)
+            elif end > farthest[row + 1, middle - first]:
+                farthest[row + 1, middle - first], came_from[row + 1, middle - first] = end, at
+            continue
+        least = stage_cost(costs, room, row, 0, i, i + 1)
+        while j < stop:
+            half = (j + stop + 1) >> 1
+            needed = _needed(costs, room, row, 1, least, begin, half)
+            if needed <= room.time:
+                j = half
+            else:
+                stop, next_time = half - 1, min(next_time, needed)
+        for i_end in range(i + 1, min(middle - following, room.first_end if row == 0 else middle) + 1):
+            own = stage_cost(costs, room, row, 0, i, i_end)
+            while j > begin:
+                needed = _needed(costs, room, row, 1, own, begin, j)
+                if needed <= room.time:
+                    break
+                j, next_time = j - 1, min(next_time, needed)
+            if j == begin:
+                break
+            left = costs.work[middle] - costs.work[i_end] + costs.work[end] - costs.work[j]
+            if left > left_time:
+                next_time = min(next_time, room.time + (left - left_time + following - 1) // following)
+            elif j > farthest[row + 1, i_end - first]:
+                farthest[row + 1, i_end - first], came_from[row + 1, i_end - first] = j, at
+    return next_time
+
+
+@compiled
+def cut_there_and_back(costs: SingleDeviceCosts, room: Room, ends: Ints) -> int:
+    """Cut all layers into two chunks, of which the second one leads back up the rows, within the limits.
+
+    The first row has the first and the last stage, so rows are gone through from both ends of the layers inwards.
+
+    Args:
+        costs: Of layers.
+        room: The rows; two chunks.
+        ends: Where the stages found end. [2, rows]
+
+    Returns:
+        0 where a cut was found, else the least time under which more can be tried.
+    """
+    num_rows, left_time, num_layers = room.source.shape[1], _left_time(room), len(costs.work) - 1
+    begins = np.full((num_rows + 1, num_layers + 1), num_layers + 1)  # of the second stage, the least one
+    came_from = np.empty((num_rows + 1, num_layers + 1), dtype=np.int64)
+    begins[0, 0] = num_layers
+    next_time = NO_TIME
+    for row in range(num_rows):
+        following = num_rows - 1 - row
+        for i in range(row, num_layers):
+            end = begins[row, i]
+            if end > num_layers:
+                continue
+            earliest = int(np.searchsorted(costs.work, costs.work[end] - room.time))
+            if earliest > 0:
+                next_time = min(next_time, costs.work[end] - costs.work[earliest - 1])
+            for i_end in range(i + 1, min(end - 2 * following, room.first_end + 1 if row == 0 else end)):
+                own = stage_cost(costs, room, row, 0, i, i_end)
+                j = max(earliest, i_end + 2 * following)
+                while j < end:
+                    needed = _needed(costs, room, row, 1, own, j, end)
+                    if needed <= room.time:
+                        break
+                    j, next_time = j + 1, min(next_time, needed)
+                earliest = j
+                if j == end:
+                    break
+                left = costs.work[j] - costs.work[i_end]
+                if following == 0 and j > i_end:
+                    continue
+                if left > left_time[row + 1]:
+                    lacking = (left - left_time[row + 1] + following - 1) // following
+                    next_time = min(next_time, room.time + lacking)
+                elif j < begins[row + 1, i_end]:
+                    begins[row + 1, i_end], came_from[row + 1, i_end] = j, i
+    for i_end in range(num_layers + 1):
+        if begins[num_rows, i_end] == i_end:
+            for row in range(num_rows - 1, -1, -1):
+                before = came_from[row + 1, i_end]
+                ends[0, row], ends[1, row] = i_end, begins[row, before]
+                i_end = before
+            return 0
+    return next_time
+
+
+@compiled
+def even_chunk(costs: SingleDeviceCosts, room: Room, first: int, end: int, ends: Ints) -> None:
+    """Cut a chunk within the limits so that stages and rows are as even as can be: the least sum of squared times.
+
+    Args:
+        costs: Of layers.
+        room: The rows; one chunk, for which there is a cut within the limits.
+        first: First layer.
+        end: One past the last one.
+        ends: Where the stages found end. [rows]
+    """
+    num_rows, size, nothing = room.source.shape[1], end - first, (0, 0, 0, 0)
+    least = np.full((num_rows + 1, size + 1), np.inf)
+    came_from = np.zeros((num_rows + 1, size + 1), dtype=np.int64)
+    least[0, 0] = 0.0
+    for row in range(num_rows):
+        following = num_rows - 1 - row
+        for at in range(size - following):
+            if least[row, at] == np.inf:
+                continue
+            for until in range(at + 1, size - following + 1):
+                i, j = first + at, first + until
+                if row == 0 and j > room.first_end:
+                    break
+                if _needed(costs, room, row, 0, nothing, i, j) > room.time:
+                    break
+                plain, again, kept, _ = stage_cost(costs, room, row, 0, i, j)
+                others = room.others[row]
+                own, whole = plain, plain + others[0]
+                if kept + others[2] > room.memory:
+                    own, whole = again, again + others[1]
+                total = least[row, at] + float(own) * own + float(whole) * whole
+                if total < least[row + 1, until]:
+                    least[row + 1, until], came_from[row + 1, until] = total, at
+    at = size
+    for row in range(num_rows - 1, -1, -1):
+        ends[row] = first + at
+        at = came_from[row + 1, at]

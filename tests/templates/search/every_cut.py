@@ -1,0 +1,102 @@
+"""All cuts of small jobs with several stages on each device, one by one and in plain words."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from itertools import combinations, pairwise
+
+from resilient.templates.inputs.cluster import Cluster, Link
+from resilient.templates.inputs.profile import ModelProfile
+from resilient.templates.plan import PlanningProblem
+from resilient.templates.schedules.kind import (
+    SPLIT_KINDS,
+    ScheduleKind,
+    chunks_in_flight,
+    chunks_of,
+    rows_of_stages,
+)
+from resilient.templates.template import PipelineTemplate, StageSpec
+from tests.templates.jobs import cost, layer
+from tests.templates.search.exhaustive import gradient_sum_ms
+
+
+def uneven_job(draw: random.Random, kind: ScheduleKind, most_layers: int = 11) -> PlanningProblem:
+    """Make a job for exactly its ``min_pipeline_nodes`` nodes of one device, some with little memory or slow links."""
+    num_nodes, num_chunks = draw.choice([(2, 2), (2, 3), (3, 2), (4, 2)])
+    num_chunks = chunks_of(kind, num_chunks)
+    num_layers = draw.randint(num_nodes * num_chunks + 1, most_layers)
+    layers = tuple(
+        layer(
+            i,
+            [cost(draw.choice([1.0, 2.0, 3.0, 7.0]), draw.randint(1, 40))],
+            draw.randint(3, 90),
+            input_bytes=draw.choice([2, 2, 6]),
+        )
+        for i in range(num_layers)
+    )
+    profile = ModelProfile(layers=layers)
+    if draw.random() < 0.3:
+        profile = profile.frozen([f"l{i}" for i in range(draw.randint(1, num_layers // 2))])
+    return PlanningProblem(
+        profile=profile,
+        num_microbatches=draw.randint(1, 12),
+        cluster=Cluster(
+            memory_bytes=draw.choice([None, draw.randint(150, 600)]),
+            inter_node=Link(latency_ms=draw.choice([0.0, 0.1, 0.3]), bytes_per_s=draw.choice([1e3, 1e4, 1e6])),
+        ),
+        max_failures=0,
+        min_pipeline_nodes=num_nodes,
+        activation_checkpointing=draw.random() < 0.7,
+        schedule=kind,
+        num_chunks=num_chunks,
+    )
+
+
+def every_cut(problem: PlanningProblem) -> Iterator[PipelineTemplate]:
+    """Yield the templates of all cuts for ``min_pipeline_nodes`` nodes that fit into memory."""
+    num_rows, num_chunks, layers = problem.min_pipeline_nodes, problem.num_chunks, problem.profile.layers
+    row_of = rows_of_stages(problem.schedule, num_rows, num_chunks)
+    in_flight = chunks_in_flight(problem.schedule, num_rows, num_chunks, problem.most_microbatches)
+    limit = problem.cluster.memory_bytes
+
+    @cache
+    def stage(index: int, first: int, end: int, again: bool) -> tuple[StageSpec, int]:
+        own, kept = layers[first:end], int(in_flight[row_of[index], index // num_rows])
+        states = problem.profile.states(first, end)
+        held = sum(x.state_bytes + x.gradient_bytes for x in layers if x.name in states)
+        activations = [x.costs[0].activation_bytes for x in own]
+        taken = kept * sum(x.input_bytes for x in own) + max(activations) if again else kept * sum(activations)
+        forward = sum(x.costs[0].forward_ms for x in own)
+        of_inputs = sum(x.costs[0].backward_input_ms for x in own if x.input_gradient)
+        of_inputs += again * forward * any(x.trainable or x.input_gradient for x in own)
+        of_weights = sum(x.costs[0].backward_weight_ms for x in own if x.trainable)
+        crosses = index > 0 and row_of[index] != row_of[index - 1]
+        message = problem.cluster.inter_node.transfer_ms(own[0].input_bytes) * (1 + own[0].input_gradient)
+        spec = StageSpec(
+            first_layer=first,
+            end_layer=end,
+            node_index=row_of[index],
+            forward_ms=forward,
+            backward_ms=of_inputs + of_weights,
+            weights_ms=of_weights * (problem.schedule in SPLIT_KINDS),
+            send_ms=message * crosses,
+        )
+        return spec, held + taken
+
+    for inner in combinations(range(1, len(layers)), num_rows * num_chunks - 1):
+        spans = list(enumerate(pairwise([0, *inner, len(layers)])))
+        plain, again = [[stage(index, *span, checkpoints) for index, span in spans] for checkpoints in (False, True)]
+        taken = [[0, 0] for _ in range(num_rows)]
+        for index, row in enumerate(row_of):
+            for choice, of in enumerate((plain, again)):
+                taken[row][choice] += of[index][1]
+        fits = [True if limit is None else kept <= limit for kept, _ in taken]
+        if limit is not None and not all(
+            fit or (problem.activation_checkpointing and inputs <= limit)
+            for fit, (_, inputs) in zip(fits, taken, strict=True)
+        ):
+            continue
+        stages = tuple((plain if fits[row] else again)[index][0] for index, row in enumerate(row_of))
+        yield PipelineTemplate(num_nodes=num_rows, stages=stages, sync_ms=gradient_sum_ms(problem, stages[0]))
