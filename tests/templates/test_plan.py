@@ -12,7 +12,7 @@ from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import Plan, PlanningProblem, Sharding
 from resilient.templates.replan.replan import first_plan, replan
 from resilient.templates.schedules.generators import generate
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import ScheduleKind, chunks_of
 from tests.templates.jobs import cut, plan_of, profile
 
 TRAINING = [kind for kind in ScheduleKind if kind is not ScheduleKind.FORWARD_ONLY]
@@ -25,7 +25,7 @@ def problem_for(kind: ScheduleKind) -> PlanningProblem:
         cluster=Cluster(),
         min_pipeline_nodes=2,
         schedule=kind,
-        num_chunks=2 if kind is ScheduleKind.INTERLEAVED else 1,
+        num_chunks=chunks_of(kind, 2),
     )
 
 

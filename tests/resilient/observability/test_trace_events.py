@@ -10,7 +10,7 @@ import pytest
 
 from resilient.observability.trace_events import ACTION, STEP, Slice, Trace, simulated_trace
 from resilient.templates.schedules.generators import generate
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import ScheduleKind, chunks_of
 from resilient.templates.schedules.schedule import Op
 from resilient.templates.schedules.simulator import ActionCosts, Timeline, simulate
 
@@ -69,7 +69,7 @@ def test_an_empty_trace_can_be_written() -> None:
 
 @pytest.mark.parametrize("kind", ScheduleKind)
 def test_simulated_workers_do_their_computations_in_order(kind: ScheduleKind) -> None:
-    simulated = timeline(kind, 2 if kind is ScheduleKind.INTERLEAVED else 1, transfer_ms=0.25, latency_ms=0.125)
+    simulated = timeline(kind, chunks_of(kind, 2), transfer_ms=0.25, latency_ms=0.125)
     trace = Trace.from_json(simulated_trace({"a": simulated, "b": simulated}).to_json())
     assert trace.processes == {0: "a", 1: "b"}
     for process in trace.processes:

@@ -48,6 +48,12 @@ class RecordingCommunicator:
     def recv(self, tensor: Tensor, source: int, tag: int) -> Pending:
         return DONE
 
+    def all_gather(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+        return DONE
+
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+        return DONE
+
     def check(self) -> None: ...
 
     def abort(self) -> None: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -26,6 +27,12 @@ class Loopback:
     def send(self, tensor: Tensor, target: int, tag: int) -> Pending:
         self.sent.append(tensor)
         self._waiting[tag].append(tensor.clone())
+        return DONE
+
+    def all_gather(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
+        return DONE
+
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
         return DONE
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> Pending:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from resilient.templates.schedules.action_table import action_table
 from resilient.templates.schedules.generators import generate
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import ScheduleKind, chunks_of
 from resilient.templates.schedules.schedule import Action, Schedule
 
 
@@ -30,7 +30,7 @@ def test_table_of_a_long_pipeline_shows_the_rows_nearby() -> None:
 
 def test_every_action_has_a_place_whatever_the_kind() -> None:
     for kind in ScheduleKind:
-        chunks = 2 if kind is ScheduleKind.INTERLEAVED else 1
+        chunks = chunks_of(kind, 2)
         schedule = generate(kind, 3, 4, num_chunks=chunks, states=[[stage] for stage in range(3 * chunks)])
         for row, actions in enumerate(schedule.rows):
             for action in actions:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from resilient.templates.schedules.generators import generate
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import ScheduleKind, chunks_of
 from resilient.templates.schedules.simulator import ActionCosts, simulate
 
 RECORDED = Path(__file__).with_name("chain_parity.json")
@@ -21,7 +21,7 @@ def grid() -> Iterator[tuple[ScheduleKind, int, int, int, list[int] | None]]:
     for kind in ScheduleKind:
         for num_rows in (1, 2, 3, 4, 7, 16):
             for num_microbatches in (1, 2, 5, 8, 13, 32):
-                for chunks in (2, 3) if kind is ScheduleKind.INTERLEAVED else (1,):
+                for chunks in sorted({chunks_of(kind, 2), chunks_of(kind, 3)}):
                     yield kind, num_rows, num_microbatches, chunks, None
                     if kind is ScheduleKind.EAGER:
                         limits = [1 + (3 * row + num_microbatches) % 5 for row in range(num_rows)]

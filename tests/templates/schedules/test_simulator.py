@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.templates.schedules.generators import generate
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import ScheduleKind, chunks_of
 from resilient.templates.schedules.schedule import Action, Op, Schedule
 from resilient.templates.schedules.simulator import ActionCosts, Timeline, simulate
 from resilient.templates.schedules.validator import ScheduleError
@@ -35,7 +35,7 @@ def cases(draw: st.DrawFn) -> Case:
     """Any schedule; every cost differs by stage and microbatch."""
     kind = draw(st.sampled_from(list(ScheduleKind)))
     rows, num_microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    num_chunks = draw(st.integers(2, 3)) if kind is ScheduleKind.INTERLEAVED else 1
+    num_chunks = chunks_of(kind, draw(st.integers(2, 3)))
     rng = np.random.default_rng(draw(st.integers(0, 2**20)))
     stages, borders = (rows * num_chunks, num_microbatches), (rows * num_chunks - 1, num_microbatches)
     costs = ActionCosts(
@@ -128,7 +128,7 @@ def test_iteration_is_at_least_what_a_row_computes_and_what_a_microbatch_takes(c
 def run(
     kind: ScheduleKind, num_rows: int, num_microbatches: int, times: tuple[float, float, float], **costs: Any
 ) -> Timeline:
-    chunks = 2 if kind is ScheduleKind.INTERLEAVED else 1
+    chunks = chunks_of(kind, 2)
     forward, inputs, weights = (ms / chunks for ms in times)
     schedule = generate(kind, num_rows, num_microbatches, num_chunks=chunks)
     return simulate(

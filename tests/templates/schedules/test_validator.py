@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.graph import Backward
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import ScheduleKind, chunks_of
 from resilient.templates.schedules.schedule import Action, Op, Schedule
 from resilient.templates.schedules.simulator import ActionCosts, simulate
 from resilient.templates.schedules.validator import ScheduleError, validate
@@ -148,7 +148,7 @@ def test_stage_that_nobody_runs_is_refused() -> None:
 def mutated(draw: st.DrawFn) -> Schedule:
     """A schedule of any kind with a few actions moved, doubled, left out or made others."""
     kind = draw(st.sampled_from(ScheduleKind))
-    chunks = 2 if kind is ScheduleKind.INTERLEAVED else 1
+    chunks = chunks_of(kind, 2)
     made = generate(kind, draw(st.integers(1, 3)), draw(st.integers(1, 4)), num_chunks=chunks)
     rows, graph = [list(row) for row in made.rows], made.graph
     stages, cells = st.integers(0, graph.num_stages - 1), st.integers(0, graph.num_cells - 1)

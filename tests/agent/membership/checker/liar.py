@@ -40,8 +40,6 @@ class Liar:
         return self._struct(kind)
 
     def _struct(self, kind: type) -> Any:
-        if kind is ByteIntervals:
-            return None
         if kind is Ready:
             return self._ready()
         hints = typing.get_type_hints(kind)
@@ -62,9 +60,12 @@ class Liar:
         pick, parts = self._random.choice, typing.get_args(kind)
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             return self._struct(kind)
+        if kind is ByteIntervals:
+            start = pick((0, 1, 8, 1 << 40))
+            return ByteIntervals.of(start, start + pick((0, 1, 8, 1 << 40)))
         match typing.get_origin(kind) or kind:
             case types.UnionType | typing.Union:
-                return self._value(pick([part for part in parts if part is not ByteIntervals]))
+                return self._value(pick(parts))
             case builtin if builtin is tuple:
                 return tuple(self._value(parts[0]) for _ in range(self._random.randrange(3)))
             case builtin if builtin is dict:

@@ -62,8 +62,8 @@ MISTAKES = (
     Mistake(
         "what those behind retained counts as held",
         _AGREEMENT,
-        "held[worker] = progress.current\n",
-        "held[worker] = (*progress.current, *progress.retained)\n",
+        "held[worker] = _current(progress)\n",
+        "held[worker] = _joined(_current(progress), _retained(progress))\n",
     ),
     Mistake(
         "states of any version count as held",
@@ -80,8 +80,8 @@ MISTAKES = (
     Mistake(
         "retained states are no sources",
         _AGREEMENT,
-        "held[worker] = tuple(dict.fromkeys((*progress.current, *progress.retained)))",
-        "held[worker] = progress.current",
+        "held[worker] = _joined(_current(progress), _retained(progress))",
+        "held[worker] = _current(progress)",
     ),
     Mistake(
         "a joiner is taken to hold what another holds",
