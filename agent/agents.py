@@ -22,7 +22,7 @@ from aiohttp import web
 from resilient.agent.conversation import GOODBYE, Attached, Conversation, Hello, decode_hello
 from resilient.agent.membership.machine import Membership
 from resilient.agent.membership.parts import events as ev
-from resilient.agent.membership.parts.context import Settings
+from resilient.agent.membership.parts.context import Phase, Settings
 from resilient.agent.network.doorbell import joined
 from resilient.agent.network.introductions import (
     INTRODUCTION_S,
@@ -275,7 +275,7 @@ class Agents:
             logger.warning("an agent on %r does not say whether it reaches others: %r", hello.host, error)
             return None
         reason = await why_refused(asked, told, hello.address, self._token, is_chosen=hello.is_chosen)
-        if reason:
+        if reason and self._machine.phase not in (Phase.FINISHED, Phase.STOPPED):  # in these, whom it misses is gone
             refused = {"host": hello.host, "address": hello.address, "is_guest": hello.is_guest, "reason": reason}
             self._note("node_refused", refused)
             with contextlib.suppress(ConnectionError):

@@ -11,9 +11,9 @@ import pytest
 
 from resilient.agent.conversation import Attached, Hello, decode_attached, decode_first_answer
 from resilient.agent.network.introductions import Introduce, Introduced
-from resilient.protocol.messages import FromWorker, Note, Ready, encode
+from resilient.protocol.messages import Failed, FromWorker, Note, Ready, Shutdown, encode
 from tests.agent.membership.simulated import job_spec
-from tests.agent.served import HELLO, Served, with_coordinator
+from tests.agent.served import HELLO, Served, decode_to_agent, with_coordinator
 
 KEYED = msgspec.structs.replace(HELLO, key="of one agent alone")
 
@@ -105,6 +105,26 @@ def test_port_that_cannot_be_is_told_to_no_other_node(tmp_path: Path) -> None:
         await visitor.send_bytes(encode(Introduced(port=99999)))
         await visitor.receive()
         assert visitor.closed
+        assert served.events.empty()
+
+    with_coordinator(tmp_path, scenario)
+
+
+def test_node_that_is_introduced_while_the_job_ends_is_told_that_and_not_refused(tmp_path: Path) -> None:
+    """Whom it was to reach has gone with the job."""
+
+    async def scenario(served: Served) -> None:
+        socket, _ = await come(served, 1)
+        late = await served.open()
+        await late.send_bytes(encode(msgspec.structs.replace(HELLO, address="127.0.0.1", is_chosen=True)))
+        asked = decode_first_answer(await late.receive_bytes())
+        assert isinstance(asked, Introduce)
+        assert asked.peers == ("127.0.0.1:1",)
+        await socket.send_bytes(encode(FromWorker(local_rank=0, message=Failed(error="a mistake"))))
+        await served.event("stopped")
+        await late.send_bytes(encode(Introduced(port=2, failures=("127.0.0.1:2 cannot connect to 127.0.0.1:1",))))
+        assert decode_attached(await late.receive_bytes()).is_new
+        assert decode_to_agent(await late.receive_bytes()) == Shutdown(exit_code=0, reason="the job is over")
         assert served.events.empty()
 
     with_coordinator(tmp_path, scenario)
