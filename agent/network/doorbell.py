@@ -59,7 +59,7 @@ class Doorbell:
         self.close()
         listening = listen(host, 0, ports, _BACKLOG)
         self._host, self.port = host, listening.getsockname()[1]
-        self._server = await asyncio.start_server(self._answer, sock=listening)
+        self._server = await asyncio.start_server(self._answer, sock=listening, backlog=_BACKLOG)
 
     def close(self) -> None:
         """Listen no more."""
@@ -148,7 +148,7 @@ async def _reach(address: str, secret: bytes, own: str = "") -> str:
         found = await asyncio.wait_for(_hear(reader), 2 * RING_S)
     except asyncio.TimeoutError:
         return f"no answer within {RING_S:g} s"
-    except (EOFError, ValueError):
+    except (EOFError, ValueError, OverflowError):  # the last of a port that cannot be
         return "it does not answer as a node of this job"
     except OSError as error:
         return os.strerror(error.errno) if error.errno else str(error)

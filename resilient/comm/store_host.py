@@ -80,7 +80,7 @@ class _Server:
         """Serve who connects, with values for those who know the secret."""
         loop, is_over = asyncio.get_running_loop(), asyncio.Event()
         self._stops.put(partial(loop.call_soon_threadsafe, is_over.set))
-        server = await asyncio.start_server(self._serve_one, sock=listening)
+        server = await asyncio.start_server(self._serve_one, sock=listening, backlog=_BACKLOG)
         await is_over.wait()
         server.close()
         for writer in self._serving:

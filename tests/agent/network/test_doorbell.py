@@ -57,6 +57,13 @@ def test_way_that_does_not_work_is_told_with_its_direction() -> None:
     play(story)
 
 
+def test_port_that_cannot_be_is_told_as_one_where_nobody_answers() -> None:
+    async def story(ours: Doorbell, theirs: Doorbell) -> None:
+        assert await can_ring(f"{HOST}:70000", "t") == "it does not answer as a node of this job"
+
+    play(story)
+
+
 def test_who_has_another_token_is_nobody_of_the_job_at_either_end() -> None:
     async def story(ours: Doorbell, theirs: Doorbell) -> None:
         told = "it does not answer as a node of this job"
