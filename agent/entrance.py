@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import resource
 import socket
 import ssl
 import time
@@ -19,6 +18,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from resilient.common.network.ports import listen
+from resilient.common.processes import allow_open_files
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ PATIENCE_S = 5.0
 _LEAST_PATIENCE_S = 2.0
 """For so long no stranger has to make room for others."""
 
-_MOST_OPEN = 65536
 _TELL_EVERY_S = 30.0
 _SCARCE_S = 0.5
 
@@ -137,7 +136,7 @@ class Entrance:
         self._listener = await asyncio.to_thread(listen, host, port, ports, 8 * STRANGERS_AT_ONCE)
         await self._runner.setup()
         self._listener.setblocking(False)
-        self._most_strangers = min(STRANGERS_AT_ONCE, _descriptors() // 4)
+        self._most_strangers = min(STRANGERS_AT_ONCE, allow_open_files() // 4)
         self._accepting = loop.create_task(self._accept(self._listener))
         bound_host, bound_port = self._listener.getsockname()[:2]
         return bound_host, bound_port
@@ -228,12 +227,3 @@ class Entrance:
                 if connection.transport is not None:
                     connection.transport.abort()
             self._fewer.set()
-
-
-def _descriptors() -> int:
-    """Return how many files this process may have open; as many as the system lets it, from now on."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_OPEN if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -11,7 +11,7 @@ import aiohttp
 
 from resilient.agent.leadership.leader_store import SCHEME, Leader, LeaderStore
 from resilient.agent.leadership.office import read_office
-from resilient.common.etcd_connection import EtcdUnreachableError
+from resilient.common.network.etcd_connection import EtcdUnreachableError
 from resilient.common.extras import MissingPackageError
 from resilient.common.job_certificate import client_context
 from resilient.errors import ArgumentError, ResilientError

@@ -6,10 +6,12 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import signal
 import stat
 
 _PR_SET_PDEATHSIG = 1
+_MOST_OPEN = 1 << 16
 
 
 def signal_name(number: int) -> str:
@@ -25,6 +27,18 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def allow_open_files() -> int:
+    """Have this process open as many files as the system lets it, from now on, up to 65536; return how many.
+
+    Most systems begin with 1024, which is as few as the connections of a worker to a thousand others.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_OPEN if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def open_files_anew() -> None:

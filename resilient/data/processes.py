@@ -10,7 +10,6 @@ import errno
 import gc
 import os
 import pickle
-import resource
 import signal
 import socket
 import struct
@@ -26,7 +25,7 @@ import msgspec
 import torch
 
 from resilient.common.places import place_of
-from resilient.common.processes import die_with_parent, open_files_anew, signal_name
+from resilient.common.processes import allow_open_files, die_with_parent, open_files_anew, signal_name
 from resilient.data import shared
 from resilient.data.reader import Cell, Microbatch, Reads
 from resilient.errors import DataProcessError
@@ -36,7 +35,6 @@ Load = Callable[[int, Cell, Reads], Microbatch]
 _MOST_ASKED, _MOST_ASKED_BYTES = 32, 32 << 10
 """Of one process: what is sent to it, and by it, always fits the sockets, so that nobody waits to send."""
 
-_MOST_OPEN = 1 << 16
 _REQUEST_BYTES = 64 << 10
 _ANSWER = struct.Struct("<QQ")
 _FORGET = b"forget"
@@ -239,7 +237,7 @@ def _become(load: Load, connection: socket.socket, parent: int, inherited: list[
         for each in inherited:
             each.close()
         open_files_anew()  # a data set that keeps a file open seeks and reads in all processes at once
-        _allow_answers()
+        allow_open_files()  # their number limits that of answers, of all this user's, that are not taken yet
         gc.freeze()  # collections leave the pages alone that are shared with the worker
         torch.set_num_threads(1)
         _serve(load, connection)
@@ -250,15 +248,6 @@ def _become(load: Load, connection: socket.socket, parent: int, inherited: list[
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)
-
-
-def _allow_answers() -> None:
-    """Raise the limit of descriptors, which is also that of answers of all this user's processes not yet taken.
-
-    At the limit each worker would wait for an answer that those of others leave no room for.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MOST_OPEN)), hard))
 
 
 def _serve(load: Load, connection: socket.socket) -> None:

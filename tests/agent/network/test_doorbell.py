@@ -84,6 +84,16 @@ def test_stranger_has_nobody_connect_anywhere() -> None:
     play(story)
 
 
+def test_crowd_of_strangers_keeps_no_node_out() -> None:
+    async def story(ours: Doorbell, theirs: Doorbell) -> None:
+        crowd = [await asyncio.open_connection(HOST, theirs.port) for _ in range(400)]
+        assert await ours.ring(theirs.address) == ""
+        for _, writer in crowd:
+            writer.close()
+
+    play(story)
+
+
 def test_one_peer_that_is_reached_will_do_and_failures_are_told_of_all() -> None:
     async def story(ours: Doorbell, theirs: Doorbell) -> None:
         nobody, nobody_else = unused(), unused()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -13,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient.comm import GlooCommunicator, StoreClient, StoreHost
-from resilient.comm.store_client import GenerationStore, StoreConnection
-from resilient.comm.store_messages import CLIENT, HOST, MAX_REQUEST_BYTES, Get, Set
+from resilient.comm.store_client import GenerationStore, GroupStore, StoreConnection
+from resilient.comm.store_messages import CLIENT, HOST, MAX_REQUEST_BYTES, Answer, Cut, Forget, Get, Request, Set
 from resilient.common.framing import frame
 from resilient.common.handshake import NONCE_BYTES, PROOF_BYTES, is_proof, nonce, proof
 from resilient.errors import CommunicationError
 from tests.resilient.ranks import HOST as LOCALHOST
-from tests.resilient.ranks import SECRET
+from tests.resilient.ranks import SECRET, as_threads, join
 
 
 def knock(host: StoreHost) -> socket.socket:
@@ -212,3 +213,35 @@ def test_who_connects_as_a_rank_and_cannot_have_read_the_store_is_refused() -> N
     for each in threads:
         each.join()
     assert str(raised[0]) == "rank 0: who connected as rank 1 is somebody else (generation 1)"
+
+
+@pytest.mark.parametrize("size", [2, 7])
+def test_rank_asks_once_for_what_a_group_leaves_and_gets_little_of_it(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many ranks there are: an address and a number of each."""
+    asked: list[tuple[Request, Answer]] = []
+    ask = StoreConnection.ask
+
+    def ask_and_remember(self: StoreConnection, request: Request) -> Answer:
+        asked.append((request, ask(self, request)))
+        return asked[-1][1]
+
+    monkeypatch.setattr(StoreConnection, "ask", ask_and_remember)
+    for comm in as_threads(size, lambda rank, address: join(address, rank, size)):
+        comm.close()
+    kinds = Counter(type(request) for request, _ in asked if not isinstance(request, Forget))
+    assert kinds == {Set: 2 * size, Get: size, Cut: size}
+    left = {len(value) for request, _ in asked if isinstance(request, Set) for value in request.values.values()}
+    told = [answer for request, answer in asked if isinstance(request, Cut)]
+    assert {len(each) for answer in told if isinstance(answer, list) for each in answer} == {max(left) - 8 * (size - 1)}
+
+
+def test_what_gloo_would_leave_otherwise_is_read_as_it_is() -> None:
+    host = StoreHost(LOCALHOST, SECRET)
+    ours, theirs = (GroupStore(member(host), "group", rank, 2) for rank in range(2))
+    ours.set("0/0", b"of another form")
+    theirs.set("0/1", "and this")
+    assert [ours.get("0/1"), theirs.get("0/0")] == [b"and this", b"of another form"]
+    assert ours.check(["0/0", "0/1"])
+    assert not ours.check(["0/2"])
