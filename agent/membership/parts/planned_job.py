@@ -23,6 +23,7 @@ class PlannedJob:
         self._problem: PlanningProblem | None = None
         self._planned_for = 0
         self._asked_for = 0
+        self._num_unanswered = 0
 
     @property
     def is_known(self) -> bool:
@@ -109,23 +110,26 @@ class PlannedJob:
         """
         members = self._context.members.values()
         num_nodes = num_expected
-        if len(members) > num_expected:
+        if len(members) > max(num_expected, self._planned_for):
             num_nodes = max(num_expected, sum(other.is_up and not other.leaving for other in members))
         member.lacks_plans = num_nodes > self._planned_for
-        if num_nodes > self._asked_for:
+        if num_nodes > self._asked_for and not self._num_unanswered:  # else once that is answered, for all who came
             self.ask(num_nodes)
 
     def ask(self, num_nodes: int) -> None:
         """Have plans prepared for up to so many nodes."""
         self._asked_for = max(self._asked_for, num_nodes)
+        self._num_unanswered += 1
         self._context.do(PreparePlans(problem=self.problem, num_nodes=num_nodes))
 
     def take(self, num_nodes: int) -> None:
         """Plan with as many of the nodes that were held back as the plans that are now ready allow."""
         self._planned_for = max(self._planned_for, num_nodes)
-        members = self._context.members.values()
-        num_ready = len(self._context.available())
-        for member in members:
-            if member.lacks_plans and not member.leaving and num_ready < self._planned_for:
-                member.lacks_plans = False
-                num_ready += 1
+        self._num_unanswered = max(0, self._num_unanswered - 1)
+        held_back = [each for each in self._context.members.values() if each.lacks_plans and not each.leaving]
+        num_room = max(0, self._planned_for - len(self._context.available()))
+        for member in held_back[:num_room]:
+            member.lacks_plans = False
+        num_nodes = self._planned_for + len(held_back) - num_room
+        if num_nodes > self._asked_for and not self._num_unanswered:
+            self.ask(num_nodes)

@@ -8,7 +8,7 @@ import pytest
 
 from resilient.agent.membership.next_generation.forming import problem_of
 from resilient.agent.membership.parts.context import Phase
-from resilient.agent.membership.parts.events import PreparePlans
+from resilient.agent.membership.parts.events import PlansPrepared, PreparePlans
 from resilient.protocol.messages import Regroup, Suspect
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.replan.replan import templates_for
@@ -89,6 +89,22 @@ def test_joiner_that_no_plans_are_prepared_for_disturbs_nobody_until_they_are() 
     assert regroups(job, 0) == [Regroup(generation=2, at_boundary=True, heard_step=1)]
     job.answer()
     assert joiner in job.last("generation")["nodes"]
+
+
+def test_plans_for_many_who_join_are_prepared_for_all_at_once() -> None:
+    job = started(num_nodes=5)
+    job.plans_at_once = False
+    joiners = [joins(job) for _ in range(8)]
+    assert job.plans_wanted == [6], "and no others until these are there"
+    job.plans_wanted.clear()
+    job.feed(PlansPrepared(num_nodes=6))
+    assert job.plans_wanted == [13]
+    job.answer()
+    assert [node for node in joiners if node in {*job.last("generation")["nodes"]}] == joiners[:1]
+    job.prepare_plans()
+    job.step(1)
+    job.answer()
+    assert {*joiners} <= {*job.last("generation")["nodes"], *job.last("generation")["standby"]}
 
 
 def test_failure_does_not_wait_for_a_joiners_plans() -> None:
