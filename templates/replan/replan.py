@@ -22,6 +22,7 @@ import numpy as np
 from resilient.errors import ArgumentError
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.compose import compose
+from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.assignment import assign
 from resilient.templates.replan.replan_candidate import ReplanCandidate, Situation, Way
@@ -66,6 +67,12 @@ def prepare(problem: PlanningProblem, num_nodes: int) -> None:
         _composed(problem, live)
     replan(problem, plan, range(1, num_nodes + 1))
     assign(np.zeros((1, 1)))
+
+
+def warm_up() -> None:
+    """Load and compile what planning needs, for which the first plan would wait else."""
+    layer = LayerProfile(name="layer", costs=(LayerCost(forward_ms=1.0),))
+    prepare(PlanningProblem(profile=ModelProfile(layers=(layer,)), num_microbatches=1, max_failures=0), 1)
 
 
 def first_plan(
