@@ -27,7 +27,7 @@ INTRA_NODE_SPEEDUP = 16
 
 
 def parts_of(template: PipelineTemplate) -> tuple[Part, ...]:
-    """Return the part of each node of a template."""
+    """Return the part of each node of a template; () of one that only fills its number of nodes up."""
     rows: list[list[tuple[tuple[tuple[int, int], ...], int, int]]] = [[] for _ in range(template.num_nodes)]
     for row in template.rows:
         layers = tuple((stage.first_layer, stage.end_layer) for stage in row)
@@ -50,7 +50,7 @@ class StateResidency:
         # Row i counts the uses of each state by the layers before i.
         self._used_before = np.concatenate((np.zeros_like(uses[:1]), uses.cumsum(axis=0)))
         self._parts: list[Part] = [((((0, 0),), 0, 1),)]
-        self._numbers: dict[Part, int] = {}
+        self._numbers: dict[Part, int] = {(): EMPTY}
         self._numbered: dict[int, tuple[PipelineTemplate, tuple[int, ...]]] = {}
 
     def number(self, template: PipelineTemplate) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ DEVICES = 4
 def cuts(draw: st.DrawFn, num_layers: int) -> PipelineTemplate:
     """Templates of one or two nodes of four devices, of any degree that one degree for all stages allows.
 
-    In some, each device has several stages.
+    In some, each device has several stages, and in some a further node has none.
     """
     degree, num_nodes = draw(st.sampled_from([(4, 1), (4, 2), (2, 1), (2, 2), (1, 1)]))
     num_rows = num_nodes * DEVICES // degree
@@ -30,7 +30,9 @@ def cuts(draw: st.DrawFn, num_layers: int) -> PipelineTemplate:
         replace(stage, node_index=spread.stages[i % num_rows].node_index, first_device=i % num_rows * degree % DEVICES)
         for i, stage in enumerate(spread.stages)
     )
-    return PipelineTemplate(num_nodes=num_nodes, stages=stages)
+    without = draw(st.integers(0, num_nodes + 1))
+    stages = tuple(replace(stage, node_index=stage.node_index + (stage.node_index >= without)) for stage in stages)
+    return PipelineTemplate(num_nodes=num_nodes + (without <= num_nodes), stages=stages)
 
 
 def bytes_on(model: ModelProfile, template: PipelineTemplate, node: int, cells: int) -> dict[int, dict[tuple, int]]:
