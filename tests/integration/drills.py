@@ -123,20 +123,21 @@ class Drills:
 
     def _go_on(self, launcher: Launcher) -> None:
         placed = {*self._generation["nodes"], *self._generation["standby"]}
+        staying = len(self._there - self._gone)
+        coming = self._num_started - len(self._there)
+        has_yet_to_join = bool(coming) or not self._there - self._gone <= placed
         if self._awaited & placed:
             self._kill_who_does_something_else(launcher, self._awaited & placed)
-            if self._steps > _MOST_STEPS and self._drill is not None and not self._drill.during:
+            if self._steps > _MOST_STEPS and self._drill is not None and not (self._drill.during and has_yet_to_join):
                 self.missed.append(f"{self._drill}: its moment did not come")
                 self._steps = 0
                 for node in self._awaited & placed:
                     launcher.inject(Injection(node=node))
             return
-        staying = len(self._there - self._gone)
-        coming = self._num_started - len(self._there)
         if staying + coming < self._fewest + (self._left[0].num_lost if self._left else 0):
             self._add_node(launcher)
-        elif coming or not self._there - self._gone <= placed:
-            return  # somebody has yet to join
+        elif has_yet_to_join:
+            return
         else:
             self._coming.unlink(missing_ok=True)
             if self._left:

@@ -9,9 +9,7 @@ else 1.
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +20,7 @@ from rich.console import Console
 
 from resilient.planners.registry import AUTO, PLANNERS
 from tests.integration.drills import Drill, run_drills
+from tests.integration.harness import Processes
 
 NUM_DRILLS = 5
 KINDS = ("encoder", "language", "rank 0", "any")
@@ -82,7 +81,9 @@ def main() -> int:
             try:
                 job.wait(options.limit_s)
             except subprocess.TimeoutExpired:
-                os.killpg(job.pid, signal.SIGKILL)  # the nodes die with their launcher
+                family = Processes()  # the nodes do not die with their launcher
+                family.take_in_children(job.pid)
+                family.kill()
                 job.wait()
         said = f"killed after {options.limit_s:.0f} s" if job.returncode < 0 else log.read_text().strip()
         num_wrong += job.returncode != 0

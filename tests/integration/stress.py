@@ -8,7 +8,6 @@ Exit code 0 if all runs ended with the parameters of the failure-free one, else 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import signal
 import statistics
@@ -27,7 +26,7 @@ from resilient.errors import ResilientError
 from resilient.observability.event_log import read_events
 from resilient.observability.run_comparison import compare_runs
 from resilient.observability.run_report import build_run_report
-from tests.integration.harness import spare_nodes
+from tests.integration.harness import Processes, spare_nodes
 
 IN_STEP = ("forward", "send", "backward", "return", "reduce", "prepare", "commit")
 IN_RECOVERY = ("regroup", "copy", "assign")
@@ -81,7 +80,9 @@ def run_once(seed: int, options: argparse.Namespace, reference: Path | None, dir
         try:
             job.wait(options.limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)  # the nodes die with their launcher
+            family = Processes()  # the nodes do not die with their launcher
+            family.take_in_children(job.pid)
+            family.kill()
             job.wait()
     seconds = time.monotonic() - began
     wrong = f"killed after {options.limit_s} s" if job.returncode == -signal.SIGKILL else ""
