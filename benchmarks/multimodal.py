@@ -6,6 +6,8 @@
 Workers are emulated, a node of one device each: layers sleep by cost curves, so two cores hold 16 of them. ``--real``
 adds a small real model on two workers. Jobs come one after the other. "chain" has no planner: padded microbatches of
 equally many samples go through all layers in a row; "packed" is the same without padding: what packing alone brings.
+Pipelines have four nodes or more, as if the model had no room on fewer; planners that have no stages have it whole on
+each node, and so has "resilient" a second time.
 
 Measured is the median of the steps after the first ones, from commit to commit, so it has messages, reading, gradient
 norms, the optimizer and the barriers, too. Predicted is the schedule that the workers ran, simulated with the layers'
@@ -51,8 +53,9 @@ SCALES = {"short": 12.0, "mixed": 4.5, "heavy": 1.5}
 """By mix: how much slower its layers are, with 8 workers; with more, in proportion: they share the two cores."""
 WARM_UP_STEPS = 3
 PIPELINE_NODES = {8: 4, 16: 4, 2: 2}
-"""By number of workers: nodes of the smallest pipelines, of planners that put layers on stages."""
-WITHOUT_STAGES = ("fsdp", "static-cp", "dhp", "dhp-across-nodes")
+"""By number of workers: nodes of the smallest pipelines, as of a model that has no room on fewer."""
+ALONE = ("fsdp", "static-cp", "dhp", "dhp-across-nodes", "resilient")
+"""Planners that are measured with pipelines of one node, too, or only so: all but the last put no layers on stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,7 @@ class Case:
         workers: How many.
         mix: Of lengths.
         planner: Its name, :data:`CHAIN` or :data:`PACKED`.
+        pipeline_nodes: Nodes of the smallest pipelines.
         real: Whether layers compute.
         scale: How slow they are if they do not.
     """
@@ -70,6 +74,7 @@ class Case:
     workers: int
     mix: str
     planner: str
+    pipeline_nodes: int
     real: bool
     scale: float
 
@@ -81,7 +86,7 @@ class Case:
             "layers": 0 if self.real else 16,
             "scale": self.scale,
             "batch": 4 * self.workers,
-            "min-pipeline-nodes": 1 if self.planner in WITHOUT_STAGES else PIPELINE_NODES[self.workers],
+            "min-pipeline-nodes": self.pipeline_nodes,
         }
         if self.is_planned:
             given["planner"] = self.planner
@@ -194,15 +199,26 @@ def cases(options: argparse.Namespace) -> Iterator[list[Case]]:
     names = list(dict.fromkeys((CHAIN, PACKED, "uniform", "uniform-sorted", *options.planners)))
     for workers in options.workers:
         for mix in options.mixes:
+            scale = options.scale * SCALES[mix] * workers / 8
             yield [
-                Case(
-                    workers=workers, mix=mix, planner=name, real=False, scale=options.scale * SCALES[mix] * workers / 8
-                )
+                Case(workers=workers, mix=mix, planner=name, pipeline_nodes=nodes, real=False, scale=scale)
                 for name in names
+                for nodes in smallest_pipelines(name, workers)
             ]
     if options.real:
         for mix in options.mixes:
-            yield [Case(workers=2, mix=mix, planner=name, real=True, scale=1.0) for name in names if name != PACKED]
+            yield [
+                Case(workers=2, mix=mix, planner=name, pipeline_nodes=nodes, real=True, scale=1.0)
+                for name in names
+                if name != PACKED
+                for nodes in smallest_pipelines(name, 2)
+            ]
+
+
+def smallest_pipelines(planner: str, workers: int) -> tuple[int, ...]:
+    """Return how many nodes a planner's smallest pipelines have, in each of its jobs."""
+    with_stages = () if planner in ALONE[:-1] else (PIPELINE_NODES[workers],)
+    return (*with_stages, 1) if planner in ALONE else with_stages
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
