@@ -25,7 +25,7 @@ from resilient.agent.membership.parts.context import EXIT_FAILED, Settings
 from resilient.agent.network.addresses import check_host
 from resilient.agent.nodes_screen import NodesScreen
 from resilient.agent.process import Spawner, start_forkserver
-from resilient.common.etcd_connection import EtcdUnreachableError
+from resilient.common.network.etcd_connection import EtcdUnreachableError
 from resilient.errors import ArgumentError
 from resilient.protocol.forkserver import Spawn
 from resilient.state.manifest import read_resumed, resumed_folder

@@ -11,9 +11,9 @@ import aiohttp
 
 from resilient.agent.leadership.leader_store import SCHEME, Leader, LeaderStore
 from resilient.agent.leadership.office import read_office
-from resilient.common.etcd_connection import EtcdUnreachableError
 from resilient.common.extras import MissingPackageError
 from resilient.common.job_certificate import client_context
+from resilient.common.network.etcd_connection import EtcdUnreachableError
 from resilient.errors import ArgumentError, ResilientError
 from resilient.protocol.messages import MAX_MESSAGE_BYTES
 

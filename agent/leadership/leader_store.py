@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from resilient.common.etcd_connection import EtcdUnreachableError, etcd_client, reached
+from resilient.common.network.etcd_connection import EtcdUnreachableError, etcd_client, reached
 from resilient.errors import ArgumentError
 
 SCHEME = "etcd://"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from resilient.agent.journal.term import DeposedError, Term, newest_term
 from resilient.agent.leadership.leader_store import Election, Leader, LeaderStore
-from resilient.common.etcd_connection import EtcdUnreachableError
+from resilient.common.network.etcd_connection import EtcdUnreachableError
 
 logger = logging.getLogger(__name__)
 

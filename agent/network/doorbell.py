@@ -12,14 +12,17 @@ import struct
 
 from resilient.common.handshake import NONCE_BYTES, PROOF_BYTES, is_proof, nonce, proof, secret_for
 from resilient.common.network.ports import listen
+from resilient.common.network.reception import Reception
 
 RING_S = 5.0
 """How long an answer may take, one way."""
 
-_MOST_AT_ONCE, _MOST_WAITING = 16, 1024
-"""A thousand nodes may come at once, and all ring at the first one's door."""
+_MOST_AT_ONCE = 16
+"""Who are rung back: a thousand nodes may come at once, and all ring at the first one's door."""
 
 _BACKLOG = 1024
+_PAUSES_S = (0.05, 0.1, 0.2)
+"""Before one that has hung up at once is rung at again."""
 _RINGER, _BELL = b"ringer", b"bell"
 _SIZE = struct.Struct(">H")
 
@@ -33,8 +36,7 @@ class Doorbell:
 
     def __init__(self, token: str) -> None:
         self._secret = secret_for(token, "doorbell")
-        self._server: asyncio.Server | None = None
-        self._num_ringing = 0
+        self._serving: asyncio.Task[None] | None = None
         self._turn = asyncio.Semaphore(_MOST_AT_ONCE)
         self._host = ""
         self.port = 0
@@ -54,54 +56,32 @@ class Doorbell:
         Raises:
             OSError: No port is free there.
         """
-        if self._server is not None and self._host == host:
+        if self._serving is not None and self._host == host:
             return
         self.close()
         listening = listen(host, 0, ports, _BACKLOG)
         self._host, self.port = host, listening.getsockname()[1]
-        self._server = await asyncio.start_server(self._answer, sock=listening, backlog=_BACKLOG)
+        reception = Reception(
+            self._secret, caller=_RINGER, own=_BELL, address=self.address, patience_s=RING_S, serve=self._answer
+        )
+        self._serving = asyncio.create_task(reception.run(listening))
 
     def close(self) -> None:
         """Listen no more."""
-        if self._server is not None:
-            self._server.close()
-        self._server, self.port = None, 0
+        if self._serving is not None:
+            self._serving.cancel()
+        self._serving, self.port = None, 0
 
     async def ring(self, address: str) -> str:
         """Ring at another one, and have it ring here; return what does not work, "" if both do."""
         return await ring(address, self._secret, own=self.address)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_ringing += 1
-        try:
-            if self._num_ringing > _MOST_WAITING:
-                return
-            caller = await asyncio.wait_for(self._recognise(reader, writer), RING_S)
-            async with self._turn:  # of those who know the token
-                found = await _reach(caller, self._secret) if caller else ""
-            _say(writer, found)
-            await asyncio.wait_for(writer.drain(), RING_S)
-        except (OSError, EOFError, ValueError, asyncio.TimeoutError):
-            pass  # a stranger, or one that is gone
-        except asyncio.CancelledError:
-            pass  # this process ends; nobody waits for this, and streams of Python 3.11 log it for each connection
-        finally:
-            self._num_ringing -= 1
-            writer.close()
-
-    async def _recognise(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """Return where to ring back; "" for nowhere.
-
-        Raises:
-            EOFError: Who rings does not know the token.
-        """
-        ours = nonce()
-        writer.write(ours)
-        theirs = await reader.readexactly(NONCE_BYTES)
-        if not is_proof(await reader.readexactly(PROOF_BYTES), self._secret, _RINGER, ours, theirs):
-            raise EOFError
-        writer.write(proof(self._secret, _BELL, ours, theirs))
-        return await _hear(reader)
+        caller = await asyncio.wait_for(_hear(reader), RING_S)
+        async with self._turn:
+            found = await _reach(caller, self._secret) if caller else ""
+        _say(writer, found)
+        await asyncio.wait_for(writer.drain(), RING_S)
 
 
 async def ring(address: str, secret: bytes, own: str) -> str:
@@ -139,11 +119,9 @@ async def _reach(address: str, secret: bytes, own: str = "") -> str:
     Raises:
         _NotRungBackError: It can, but not the other way round.
     """
-    host, _, port = address.rpartition(":")
     writer: asyncio.StreamWriter | None = None
     try:
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), RING_S)
-        await asyncio.wait_for(_show(reader, writer, secret), RING_S)
+        reader, writer = await asyncio.wait_for(_connected(address, secret), RING_S)
         _say(writer, own)
         found = await asyncio.wait_for(_hear(reader), 2 * RING_S)
     except asyncio.TimeoutError:
@@ -160,10 +138,35 @@ async def _reach(address: str, secret: bytes, own: str = "") -> str:
     return ""
 
 
-async def _show(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+async def _connected(address: str, secret: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect, and show that this end knows the secret; in a crowd, who has not done so yet has to make room.
+
+    Raises:
+        EOFError: The other end hangs up, time after time.
+        OSError: Nobody listens.
+    """
+    host, _, port = address.rpartition(":")
+    for pause_s in (*_PAUSES_S, None):
+        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        try:
+            await _show(reader, writer, secret, address)
+            return reader, writer
+        except (EOFError, ConnectionResetError):
+            writer.close()
+            if pause_s is None:
+                raise EOFError from None
+        except BaseException:
+            writer.close()
+            raise
+        await asyncio.sleep(pause_s)
+    raise AssertionError("there is a last time")
+
+
+async def _show(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, address: str) -> None:
     theirs, ours = await reader.readexactly(NONCE_BYTES), nonce()
-    writer.write(ours + proof(secret, _RINGER, theirs, ours))
-    if not is_proof(await reader.readexactly(PROOF_BYTES), secret, _BELL, theirs, ours):
+    said = theirs, ours, address.encode()
+    writer.write(ours + proof(secret, _RINGER, *said))
+    if not is_proof(await reader.readexactly(PROOF_BYTES), secret, _BELL, *said):
         raise EOFError
 
 

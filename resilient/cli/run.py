@@ -21,9 +21,9 @@ from resilient.cli.shared.ranges import least_to_most, nodes_of, within
 from resilient.cli.shared.renamed_options import renamed
 from resilient.cli.shared.run_folder import given_token, new_run_directory, newest_run
 from resilient.cli.shared.shown_options import LocalRanksFilter, Redirects, Tee
-from resilient.common.etcd_connection import EtcdUnreachableError
 from resilient.common.extras import MissingPackageError
 from resilient.common.files import write_whole
+from resilient.common.network.etcd_connection import EtcdUnreachableError
 from resilient.common.printable import printable
 from resilient.errors import ArgumentError, ResilientError
 from resilient.protocol.alike import ALLOWABLE

@@ -13,6 +13,7 @@ and the groups of an aborted generation are dropped in a third.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import queue
 import re
@@ -25,11 +26,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import ProcessGroupGloo, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from resilient.comm.interface import Group, Pending
 from resilient.comm.own_sockets import let_nobody_else_in, listeners, shut_down_connections
 from resilient.comm.parts_exchange import PartsExchange
+from resilient.comm.store_client import GenerationStore, GroupStore
 from resilient.common.handshake import PROOF_BYTES, is_proof, nonce, proof
 from resilient.errors import CommunicationError
 
@@ -122,7 +124,7 @@ class GlooCommunicator:
         rank: int,
         size: int,
         groups: Sequence[Group],
-        store: Store,
+        store: GenerationStore,
         host: str,
         timeout_s: float,
         gpu: str = "",
@@ -144,7 +146,7 @@ class GlooCommunicator:
             self._device = ProcessGroupGloo.create_device(hostname=host)
             (self._address,) = listeners() - before
         store.set(f"rank/{rank}", f"{self._address} {nonce().hex()} {gpu}")
-        self._store = store
+        self._stores: list[Store] = [store]
         self._world = tuple(range(self.num_ranks))
         told = store.multi_get([f"rank/{peer}" for peer in self._world])
         known = {peer: each.decode().split(" ", 2) for peer, each in enumerate(told)}
@@ -153,7 +155,7 @@ class GlooCommunicator:
         self.own_gpus = "" not in gpus and len(gpus) == self.num_ranks
         try:
             self._groups = {
-                group: self._build(PrefixStore("-".join(map(str, group)), store), group, timeout_s)
+                group: self._build(GroupStore(store, _name(group), group.index(rank), len(group)), group, timeout_s)
                 for group in dict.fromkeys([self._world, tuple(range(size)), *groups])
                 if rank in group
             }
@@ -164,7 +166,8 @@ class GlooCommunicator:
         except RuntimeError as error:
             raise self.failed(error) from error
 
-    def _build(self, store: Store, group: Group, timeout_s: float) -> ProcessGroupGloo:
+    def _build(self, store: GroupStore, group: Group, timeout_s: float) -> ProcessGroupGloo:
+        self._stores.append(store)
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [self._device]
         options._timeout = timedelta(seconds=timeout_s)
@@ -302,3 +305,8 @@ class GlooCommunicator:
         dropping = threading.Thread(target=groups.clear, name="gloo-drop", daemon=True)
         dropping.start()
         dropping.join(_DROP_S)
+
+
+def _name(group: Group) -> str:
+    """Return what a group's keys begin with: every rank asks for all of them, so it must not grow with the group."""
+    return hashlib.sha256(str(group).encode()).hexdigest()[:16]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import queue
 import socket
@@ -11,7 +10,6 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import msgspec
 
@@ -22,6 +20,7 @@ from resilient.comm.store_messages import (
     MAX_REQUEST_BYTES,
     Answer,
     Check,
+    Cut,
     Forget,
     Get,
     Request,
@@ -29,15 +28,13 @@ from resilient.comm.store_messages import (
     decode_request,
 )
 from resilient.common.framing import HEADER_BYTES, frame, frame_size
-from resilient.common.handshake import NONCE_BYTES, PROOF_BYTES, is_proof, nonce, proof
 from resilient.common.network.ports import listen
+from resilient.common.network.reception import Reception
 from resilient.errors import ControlError
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 1024
-_MAX_STRANGERS = 64
-"""Connections whose other end has not shown yet that it knows the secret; one more, and the oldest is closed."""
 _STRANGER_S = 10.0
 
 
@@ -59,7 +56,7 @@ class StoreHost:
     def __init__(self, host: str, secret: bytes, ports: str = "") -> None:
         listening = listen(host, 0, ports, _BACKLOG)
         self.address = f"{host}:{listening.getsockname()[1]}"
-        server = _Server(secret, self.address.encode())
+        server = _Server(secret, self.address)
         threading.Thread(target=lambda: asyncio.run(server.serve(listening)), name="store", daemon=True).start()
         weakref.finalize(self, server.stop)
 
@@ -67,73 +64,44 @@ class StoreHost:
 class _Server:
     """What serves it, in a thread of its own, until it is stopped."""
 
-    def __init__(self, secret: bytes, address: bytes) -> None:
+    def __init__(self, secret: bytes, address: str) -> None:
         self._secret = secret
         self._address = address
         self._values: dict[str, bytes] = {}
         self._awaited: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self._serving: dict[asyncio.StreamWriter, asyncio.Future[None]] = {}
-        self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._stops: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
     async def serve(self, listening: socket.socket) -> None:
         """Serve who connects, with values for those who know the secret."""
-        loop, is_over = asyncio.get_running_loop(), asyncio.Event()
-        self._stops.put(partial(loop.call_soon_threadsafe, is_over.set))
-        server = await asyncio.start_server(self._serve_one, sock=listening, backlog=_BACKLOG)
-        await is_over.wait()
-        server.close()
-        for writer in self._serving:
-            writer.transport.abort()
-        await asyncio.gather(*self._serving.values())
+        reception = Reception(
+            self._secret,
+            caller=CLIENT,
+            own=HOST,
+            address=self._address,
+            patience_s=_STRANGER_S,
+            serve=self._serve_one,
+        )
+        loop = asyncio.get_running_loop()
+        serving = loop.create_task(reception.run(listening))
+        self._stops.put(lambda: loop.call_soon_threadsafe(serving.cancel))
+        await asyncio.wait([serving])
 
     def stop(self) -> None:
         """Hang up; any thread may call it once."""
         self._stops.get()()
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        served = self._serving[writer] = asyncio.get_running_loop().create_future()
-        self._strangers[writer] = None
-        if len(self._strangers) > _MAX_STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.transport.abort()
         try:
-            await asyncio.wait_for(self._recognise(reader, writer), _STRANGER_S)
-            self._strangers.pop(writer, None)
             while True:
                 size = frame_size(await reader.readexactly(HEADER_BYTES), MAX_REQUEST_BYTES)
                 request = decode_request(await reader.readexactly(size))
-                if isinstance(request, Get):
+                if isinstance(request, Get | Cut):
                     await self._wait_for(request.keys, reader)
                 answer = self._answer(request)
                 writer.write(frame(msgspec.msgpack.encode(answer), MAX_ANSWER_BYTES))
                 await writer.drain()
-        except (OSError, EOFError, asyncio.TimeoutError):
-            pass  # it is gone, or does not say who it is
         except (ControlError, msgspec.DecodeError) as error:
             logger.warning("a connection to the store is closed: %s", error)
-        finally:
-            self._strangers.pop(writer, None)
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-            del self._serving[writer]
-            served.set_result(None)
-
-    async def _recognise(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Show that this end knows the secret once the other has.
-
-        Raises:
-            EOFError: It does not.
-        """
-        ours = nonce()
-        writer.write(ours)
-        theirs = await reader.readexactly(NONCE_BYTES)
-        said = ours, theirs, self._address
-        if not is_proof(await reader.readexactly(PROOF_BYTES), self._secret, CLIENT, *said):
-            raise EOFError
-        writer.write(proof(self._secret, HOST, *said))
 
     async def _wait_for(self, keys: Sequence[str], reader: asyncio.StreamReader) -> None:
         """Wait until all these keys are there.
@@ -164,6 +132,8 @@ class _Server:
                 return len(values)
             case Get(keys=keys):
                 return [self._values[key] for key in keys]
+            case Cut(keys=keys, tail=tail, first=first, end=end):
+                return [_cut(self._values[key], tail, first, end) for key in keys]
             case Check(keys=keys):
                 return sum(key in self._values for key in keys)
             case Forget(generation=generation):
@@ -171,3 +141,8 @@ class _Server:
                 for key in before:
                     del self._values[key]
                 return len(before)
+
+
+def _cut(value: bytes, tail: int, first: int, end: int) -> bytes:
+    begin = max(0, len(value) - tail)
+    return value[:begin] + value[begin + first : begin + end]

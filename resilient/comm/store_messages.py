@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 MAX_REQUEST_BYTES = 64 * 2**20
-"""Gloo's addresses of 1,024 ranks are 200 KB a rank."""
+"""Far over what a rank says at once: its address, and 8 bytes for each other rank of a group."""
 MAX_ANSWER_BYTES = 2**32 - 1
 """All that a frame holds: what all ranks have said, to one who knows whom it asks."""
 
@@ -25,6 +25,15 @@ class Get(msgspec.Struct, frozen=True, tag=True, array_like=True):
     keys: list[str]
 
 
+class Cut(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """As :class:`Get`; but of the last ``tail`` bytes of each value only those from ``first`` up to ``end``."""
+
+    keys: list[str]
+    tail: int
+    first: int
+    end: int
+
+
 class Check(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Answer how many of these keys are there."""
 
@@ -37,7 +46,7 @@ class Forget(msgspec.Struct, frozen=True, tag=True, array_like=True):
     generation: int
 
 
-Request = Set | Get | Check | Forget
+Request = Set | Get | Cut | Check | Forget
 Answer = int | list[bytes]
 
 decode_request = msgspec.msgpack.Decoder(Request).decode

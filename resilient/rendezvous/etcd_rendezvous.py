@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 
-from resilient.common.etcd_connection import EtcdUnreachableError, KeptLease, etcd_client, reached
+from resilient.common.network.etcd_connection import EtcdUnreachableError, KeptLease, etcd_client, reached
 from resilient.rendezvous.etcd_store import EtcdStore
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # documented
 
-from resilient.common.etcd_connection import EtcdUnreachableError, KeptLease, reached
+from resilient.common.network.etcd_connection import EtcdUnreachableError, KeptLease, reached
 
 if TYPE_CHECKING:
     from pyetcd import MultiEndpointEtcd3Client

@@ -1,1 +1,1 @@
-"""Sockets that any room may open: the ports they listen at, and where they lead."""
+"""Sockets that any room may open: where they listen and lead, who is let in there, and the way to etcd."""

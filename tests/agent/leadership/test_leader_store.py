@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from resilient.agent.leadership.leader_store import Leader, LeaderStore, check_store
-from resilient.common.etcd_connection import EtcdUnreachableError
+from resilient.common.network.etcd_connection import EtcdUnreachableError
 from tests.etcd_server import EtcdServer, etcd_server, needs_etcd
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Awaitable, Callable
 
@@ -87,6 +88,35 @@ def test_stranger_has_nobody_connect_anywhere() -> None:
             except BlockingIOError:
                 return
         raise AssertionError("somebody has connected")
+
+    play(story)
+
+
+def test_who_listens_where_a_node_was_cannot_pass_on_to_another_what_comes_there() -> None:
+    async def pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while said := await source.read(4096):
+                target.write(said)
+        target.close()
+
+    async def story(_: Doorbell, theirs: Doorbell) -> None:
+        async def sit_between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            from_node, to_node = await asyncio.open_connection(HOST, theirs.port)
+            await asyncio.gather(pass_on(reader, to_node), pass_on(from_node, writer))
+
+        async with await asyncio.start_server(sit_between, HOST, 0) as stranger:
+            address = "{}:{}".format(*stranger.sockets[0].getsockname())
+            assert await can_ring(address, "t") == "it does not answer as a node of this job"
+
+    play(story)
+
+
+def test_crowd_of_strangers_keeps_no_node_out() -> None:
+    async def story(ours: Doorbell, theirs: Doorbell) -> None:
+        crowd = [await asyncio.open_connection(HOST, theirs.port) for _ in range(400)]
+        assert await ours.ring(theirs.address) == ""
+        for _, writer in crowd:
+            writer.close()
 
     play(story)
 

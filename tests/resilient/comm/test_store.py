@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -13,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient.comm import GlooCommunicator, StoreClient, StoreHost
-from resilient.comm.store_client import GenerationStore, StoreConnection
-from resilient.comm.store_messages import CLIENT, HOST, MAX_REQUEST_BYTES, Get, Set
+from resilient.comm.store_client import GenerationStore, GroupStore, StoreConnection
+from resilient.comm.store_messages import CLIENT, HOST, MAX_REQUEST_BYTES, Answer, Cut, Forget, Get, Request, Set
 from resilient.common.framing import frame
 from resilient.common.handshake import NONCE_BYTES, PROOF_BYTES, is_proof, nonce, proof
 from resilient.errors import CommunicationError
 from tests.resilient.ranks import HOST as LOCALHOST
-from tests.resilient.ranks import SECRET
+from tests.resilient.ranks import SECRET, as_threads, join
 
 
 def knock(host: StoreHost) -> socket.socket:
@@ -110,22 +112,25 @@ def test_rank_leaves_a_host_that_does_not_know_the_secret() -> None:
 def test_who_listens_where_a_host_was_cannot_pass_on_to_another_what_comes_there() -> None:
     """The stranger says to each end what the other one says, and would speak for itself from then on."""
     host = StoreHost(LOCALHOST, SECRET)
-    with socket.create_server((LOCALHOST, 0)) as listening, knock(host) as to_host:
+    with socket.create_server((LOCALHOST, 0)) as listening:
         told: list[bytes] = []
 
         def pass_on() -> None:
-            to_rank, _ = listening.accept()
-            with to_rank:
-                to_rank.sendall(to_host.recv(NONCE_BYTES, socket.MSG_WAITALL))
-                to_host.sendall(to_rank.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL))
-                told.append(read_all(to_host))
+            with contextlib.suppress(OSError):  # nobody listens any more
+                while True:
+                    to_rank, _ = listening.accept()
+                    with to_rank, knock(host) as to_host:
+                        to_rank.sendall(to_host.recv(NONCE_BYTES, socket.MSG_WAITALL))
+                        to_host.sendall(to_rank.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL))
+                        told.append(read_all(to_host))
 
         thread = threading.Thread(target=pass_on)
         thread.start()
         with pytest.raises(ConnectionError, match="closed the connection"):
             StoreConnection(f"{LOCALHOST}:{listening.getsockname()[1]}", SECRET, 60.0)
+        listening.shutdown(socket.SHUT_RDWR)
         thread.join()
-    assert told == [b""]
+    assert set(told) == {b""}
 
 
 def test_idle_strangers_do_not_keep_ranks_out() -> None:
@@ -233,3 +238,35 @@ def test_who_connects_as_a_rank_and_cannot_have_read_the_store_is_refused() -> N
     for each in threads:
         each.join()
     assert str(raised[0]) == "rank 0: who connected as rank 1 is somebody else (generation 1)"
+
+
+@pytest.mark.parametrize("size", [2, 7])
+def test_rank_asks_once_for_what_a_group_leaves_and_gets_little_of_it(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many ranks there are: an address and a number of each."""
+    asked: list[tuple[Request, Answer]] = []
+    ask = StoreConnection.ask
+
+    def ask_and_remember(self: StoreConnection, request: Request) -> Answer:
+        asked.append((request, ask(self, request)))
+        return asked[-1][1]
+
+    monkeypatch.setattr(StoreConnection, "ask", ask_and_remember)
+    for comm in as_threads(size, lambda rank, address: join(address, rank, size)):
+        comm.close()
+    kinds = Counter(type(request) for request, _ in asked if not isinstance(request, Forget))
+    assert kinds == {Set: 2 * size, Get: size, Cut: size}
+    left = {len(value) for request, _ in asked if isinstance(request, Set) for value in request.values.values()}
+    told = [answer for request, answer in asked if isinstance(request, Cut)]
+    assert {len(each) for answer in told if isinstance(answer, list) for each in answer} == {max(left) - 8 * (size - 1)}
+
+
+def test_what_gloo_would_leave_otherwise_is_read_as_it_is() -> None:
+    host = StoreHost(LOCALHOST, SECRET)
+    ours, theirs = (GroupStore(member(host), "group", rank, 2) for rank in range(2))
+    ours.set("0/0", b"of another form")
+    theirs.set("0/1", "and this")
+    assert [ours.get("0/1"), theirs.get("0/0")] == [b"and this", b"of another form"]
+    assert ours.check(["0/0", "0/1"])
+    assert not ours.check(["0/2"])

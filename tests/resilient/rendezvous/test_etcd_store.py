@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from resilient.common.etcd_connection import EtcdUnreachableError, KeptLease, endpoints, etcd_client
+from resilient.common.network.etcd_connection import EtcdUnreachableError, KeptLease, endpoints, etcd_client
 from resilient.rendezvous.etcd_store import EtcdStore
 from tests.etcd_server import EtcdServer, etcd_server, needs_etcd
 
