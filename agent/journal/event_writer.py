@@ -11,13 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from resilient.agent.journal.injection_log import InjectionLog
 from resilient.agent.journal.replay import NOT_DECIDED
 from resilient.agent.journal.stimulus_log import append_whole
 from resilient.agent.membership.parts.events import Record
-from resilient.observability.event_log import read_events
+from resilient.observability.event_log import lines_of, read_events
 from resilient.observability.metrics import JobMetrics
 from resilient.protocol.messages import Injection
 
@@ -82,7 +80,7 @@ class EventWriter:
         """Write an event that happens now, unless it tells another time."""
         event = {"time": time.time(), **told}
         try:
-            append_whole(self._path, msgspec.json.encode(event) + b"\n")
+            append_whole(self._path, b"".join(line + b"\n" for line in lines_of(event)))
         except OSError as error:  # a full disk ends no job that it does not keep from training
             logger.error("cannot write %s: %s", self._path, error)
         self._tell(event)

@@ -44,6 +44,7 @@ from resilient.protocol.messages import (
     Welcome,
 )
 from resilient.state.witnesses import worker_of
+from resilient.templates.common.words import listed
 
 
 class Handlers:
@@ -317,9 +318,9 @@ class Handlers:
             return
         for (node, local_rank), states in new.items():
             self._context.record("replica_dropped", node=node, local_rank=local_rank, states=states, step=message.step)
-        nodes = [str(node) for node in dict.fromkeys(node for node, _ in new)]
+        nodes = list(dict.fromkeys(node for node, _ in new))
         layers = dict.fromkeys(name for states in new.values() for name in states)
-        where = f"copies on node{'s' if len(nodes) > 1 else ''} {', '.join(nodes)}"
+        where = f"copies on node{'s' if len(nodes) > 1 else ''} {listed(nodes)}"
         cause = f"{where} differed from those of most others after step {message.step}: {', '.join(layers)}"
         self._regrouping.begin_failure([], cause)
         assert self._parts.change is not None

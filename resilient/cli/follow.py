@@ -14,6 +14,7 @@ from resilient.cli.shared.coordinator import RunFolder
 from resilient.cli.shared.errors import usage_error
 from resilient.cli.shared.run_folder import run_folder
 from resilient.cli.shared.shown_options import LocalRanksFilter
+from resilient.observability.event_log import EventJoiner
 from resilient.observability.live_view import make_view
 from resilient.observability.worker_logs import LOOK_EVERY_S, GrowingFile, WorkerLogs, signed
 from resilient.protocol.shown_streams import ShownStreams
@@ -28,14 +29,15 @@ def events(
 ) -> None:
     """Show what has happened in a run: its steps, failures, recoveries."""
     path = run_folder(run_dir) / "events.jsonl"
-    view = make_view(plain=True, console=Console(highlight=False, emoji=False))
+    view, joiner = make_view(plain=True, console=Console(highlight=False, emoji=False)), EventJoiner()
     for line in _followed(GrowingFile(path), follow=follow):
         if as_json:
             typer.echo(line)
             continue
         try:
-            view.on_event(json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
+            if (event := joiner.take(json.loads(line))) is not None:
+                view.on_event(event)
+        except (AttributeError, ValueError, KeyError, TypeError) as error:
             raise usage_error(f"{path} must hold events, got {line[:80]!r} ({error}); name a run with --run") from None
 
 

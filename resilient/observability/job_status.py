@@ -14,11 +14,13 @@ from typing import Any
 from resilient.observability.event_log import Event, loss_of, was_skipped
 from resilient.observability.run_report import build_run_report
 from resilient.observability.wording import duration, lost_work, recovery_parts, standby_in_words
-from resilient.templates.common.words import counted
+from resilient.templates.common.words import counted, listed
 
 _KEPT_MESSAGES = 64
 _KEPT_LOSSES = 400
 _MAX_CAUSE = 120
+_MOST_NODES = 64
+"""Whose places are told in a line; of more, only how many there are."""
 _MEASURED = ("generation", "installed", "detected", "node_lost", "injected")
 
 
@@ -188,9 +190,10 @@ class JobStatus:
 
     def _on_boundary(self, event: Event) -> Iterator[tuple[str, str]]:
         self.phase = "changing"
-        for word, nodes in (("joins", event["joining"]), ("leaves", event["leaving"])):
-            for node in nodes:
-                yield "good" if word == "joins" else "note", f"node {node} {word} at the next step boundary"
+        for word, nodes in (("join", event["joining"]), ("leave", event["leaving"])):
+            if nodes:
+                does = word if len(nodes) > 1 else f"{word}s"
+                yield "good" if word == "join" else "note", f"{_nodes(nodes)} {does} at the next step boundary"
 
     def _on_generation(self, event: Event) -> Iterator[tuple[str, str]]:
         self.generation, self.pipelines = event["generation"], event["pipelines"]
@@ -219,7 +222,11 @@ class JobStatus:
             f"{'-'.join(str(node) for node in pipeline['nodes'])} x{pipeline['num_microbatches']}"
             for pipeline in self.pipelines
         ]
-        return f"{counted(len(pipelines), 'pipeline')} ({', '.join(pipelines)} microbatches)"
+        total = counted(len(pipelines), "pipeline")
+        num_nodes = sum(len(pipeline["nodes"]) for pipeline in self.pipelines)
+        if num_nodes > _MOST_NODES:
+            return f"{total} on {num_nodes} nodes"
+        return f"{total} ({', '.join(pipelines)} microbatches)"
 
     def _continuation(self, generation: Event) -> str:
         if generation["cause"] == "resume":
@@ -322,7 +329,7 @@ def _ranges(stages: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
 def _nodes(nodes: Sequence[int]) -> str:
     if not nodes:
         return "a connection"
-    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(str(node) for node in nodes)}"
+    return f"node{'s' if len(nodes) > 1 else ''} {listed(nodes)}"
 
 
 def _pause(change: dict[str, Any]) -> str:

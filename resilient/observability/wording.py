@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from resilient.templates.common.words import counted
+from resilient.templates.common.words import counted, listed
 from resilient.templates.schedules.graph import LaneName
 
 RECOVERY_PARTS = ("detect", "agree", "regroup", "copy", "redo")
@@ -50,7 +50,7 @@ def standby_in_words(generation: Mapping[str, Any]) -> list[str]:
 
 
 def _nodes_stand_by(names: Sequence[str]) -> str:
-    return f"node {names[0]} stands by" if len(names) == 1 else f"nodes {', '.join(names)} stand by"
+    return f"node {names[0]} stands by" if len(names) == 1 else f"nodes {listed(names)} stand by"
 
 
 def _why_they_stand_by(reason: str, names: Sequence[str], generation: Mapping[str, Any]) -> str:
@@ -65,7 +65,8 @@ def _why_they_stand_by(reason: str, names: Sequence[str], generation: Mapping[st
         if name in names
     ]
     times = duration(generation["step_ms"]), duration(generation["with_standby_ms"])
-    return ", ".join([*slow, f"a step takes {times[0]} without {them}, {times[1]} with every node"])
+    who = [listed(slow)] if slow else []
+    return ", ".join([*who, f"a step takes {times[0]} without {them}, {times[1]} with every node"])
 
 
 def lost_work(recovery: Mapping[str, Any]) -> str:
@@ -83,8 +84,8 @@ def stages_text(stages: Iterable[tuple[LaneName, int]]) -> str:
     Args:
         stages: The lane of each, and its number there.
     """
-    listed = list(stages)
-    numbers = ", ".join(f"{lane}:{number}" if lane.unit else str(number) for lane, number in listed)
-    if not listed or listed[0][0].unit:
+    told = list(stages)
+    numbers = ", ".join(f"{lane}:{number}" if lane.unit else str(number) for lane, number in told)
+    if not told or told[0][0].unit:
         return numbers or "no stage"
-    return f"stage{'s' * (len(listed) > 1)} {numbers}"
+    return f"stage{'s' * (len(told) > 1)} {numbers}"

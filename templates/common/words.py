@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -33,3 +33,10 @@ def look_up(what: str, name: str, known: Mapping[str, _T]) -> _T:
 def counted(number: int, noun: str) -> str:
     """Write a number of things: ``1 step``, ``3 steps``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(things: Sequence[object], most: int = 16) -> str:
+    """Write things, numbers mostly: ``0, 1, 2``; of more than ``most`` the first, and how many others there are."""
+    if len(things) <= most:
+        return ", ".join(map(str, things))
+    return f"{', '.join(map(str, things[:most]))} and {len(things) - most} more"

@@ -13,7 +13,7 @@ from resilient.errors import StateLostError
 from resilient.protocol.checkpoint_pace import CheckpointPace
 from resilient.protocol.messages import INIT, Generation, JobSpec, StepOutcome
 from resilient.state.skipped import NONE_SKIPPED, SkippedSteps
-from resilient.templates.common.words import counted
+from resilient.templates.common.words import counted, listed
 from resilient.templates.composition.batch_split import check_batch
 from resilient.templates.inputs.cluster import Cluster, Link
 from resilient.templates.plan import Plan, PlanningProblem, Sharding
@@ -105,7 +105,7 @@ def source_at(version: int, checkpoints: Collection[Checkpoint]) -> str:
 
 def why_too_few(nodes: Sequence[int], needed: int) -> str:
     """Return why a job cannot go on with these nodes when it needs so many."""
-    live = f"{counted(len(nodes), 'node')} {_be(len(nodes))} live ({nodes})"
+    live = f"{counted(len(nodes), 'node')} {_be(len(nodes))} live ([{listed(nodes)}])"
     return f"{live}, {needed} {_be(needed)} needed"
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from resilient.agent.membership.next_generation.members import WorkerId
 from resilient.agent.membership.parts.change import Change
 from resilient.agent.membership.parts.context import Context
+from resilient.templates.common.words import listed
 
 _ENOUGH = 2
 """Generations that a node's connections must have ended before it is judged; one may be an accident."""
@@ -124,7 +125,7 @@ class Suspicions:
     def why_in_vain(self, change: Change | None) -> str:
         """Return why the same members are regrouped again and again."""
         if change is not None and change.damaged:
-            nodes = ", ".join(str(node) for node in sorted({node for node, _ in change.damaged}))
+            nodes = listed(sorted({node for node, _ in change.damaged}))
             told = f"copies of states keep getting damaged (nodes {nodes})"
             return f"{told}; check the memory of these, and leave them out"
         if change is not None and change.stalled_s:
@@ -132,7 +133,7 @@ class Suspicions:
                 f"no step is done within {change.stalled_s:.0f} s, and yet all workers answer; raise the Trainer's "
                 "comm_timeout_s if steps may take that long"
             )
-        links = ", ".join(f"{node} and {other}" for node, other in sorted(self._links))
+        links = listed([f"{node} and {other}" for node, other in sorted(self._links)])
         between = f"between live nodes{f' ({links})' if links else ''}"
         return f"communication keeps failing {between}; check the network"
 

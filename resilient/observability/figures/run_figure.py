@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from resilient.observability.event_log import Event, loss_of, steps_of
 from resilient.observability.figures.style import BLUE, GREEN, INK, PALE_BLUE, PALE_GREY, RED, legend_above, panels
 from resilient.observability.wording import RECOVERY_PARTS, duration, lost_work, three_digits
-from resilient.templates.common.words import counted
+from resilient.templates.common.words import counted, listed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,9 +106,8 @@ def _mark(axes: Axes, changes: Sequence[Mapping[str, Any]], colour: str, word: s
 def _who(nodes: Sequence[int], word: str) -> str:
     if not nodes:
         return word
-    names = ", ".join(str(node) for node in nodes)
     plural = "s" if len(nodes) > 1 else ""
-    return f"node{plural} {names} {'joined' if word == 'join' else 'lost'}"
+    return f"node{plural} {listed(nodes)} {'joined' if word == 'join' else 'lost'}"
 
 
 def _draw_recoveries(axes: Axes, recoveries: Sequence[Mapping[str, Any]], left_out: int) -> None:
