@@ -19,10 +19,13 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from resilient.agent.conversation import GOODBYE, Attached, Conversation, Hello, decode_hello
+from resilient.agent.leadership.audience import Audience
+from resilient.agent.leadership.leased_term import lease_s
 from resilient.agent.membership.machine import Membership
 from resilient.agent.membership.parts import events as ev
 from resilient.agent.membership.parts.context import Phase, Settings
+from resilient.agent.network.conversation import GOODBYE, Attached, Conversation, Hello, decode_hello
+from resilient.agent.network.dialect import REFUSED, SPOKEN, why_misunderstood
 from resilient.agent.network.doorbell import joined
 from resilient.agent.network.introductions import (
     INTRODUCTION_S,
@@ -126,6 +129,8 @@ class Agents:
         self._agents: dict[int, _Agent] = {}
         self._num_seen = 0
         self._health: dict[int, Health] = {}
+        self._misunderstood: set[str] = set()
+        self._audience = Audience(lease_s(settings.heartbeat_s))
         self._is_over = False
 
     @property
@@ -137,6 +142,10 @@ class Agents:
     def health(self) -> Mapping[int, Health]:
         """What each said last of its machine."""
         return self._health
+
+    def are_out_of_reach(self, passed_s: float) -> bool:
+        """Take in that time has passed; return whether none of them was heard for as long as a leader's lease."""
+        return self._audience.is_gone(passed_s, has_nodes=bool(self._agents))
 
     def tell(self, instruction: ev.Send | ev.Tell) -> None:
         """Have a message sent, now or when the agent is back; to one that is gone, none is."""
@@ -200,7 +209,14 @@ class Agents:
     # ------------------------------------------------------------ connections
 
     async def serve(self, request: web.Request) -> web.WebSocketResponse:
-        """Serve one connection of an agent, from its ``Hello`` on."""
+        """Serve one connection of an agent, from its ``Hello`` on.
+
+        Raises:
+            web.HTTPUpgradeRequired: It would not understand what is said to it, or is not to be understood.
+        """
+        if reason := why_misunderstood(request.headers.get(SPOKEN, "")):
+            self._note_misunderstood(request.remote or "", reason)
+            raise web.HTTPUpgradeRequired(text=reason, headers={REFUSED: reason})
         socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, heartbeat=self._heartbeat_s)
         await socket.prepare(request)
         try:
@@ -212,6 +228,12 @@ class Agents:
         await self._converse(socket, hello)
         await socket.close()
         return socket
+
+    def _note_misunderstood(self, host: str, reason: str) -> None:
+        """Tell it of each machine once: an agent may try again and again."""
+        if host not in self._misunderstood:
+            self._misunderstood.add(host)
+            self._note("node_refused", {"host": host, "address": "", "is_guest": True, "reason": reason})
 
     async def _converse(self, socket: web.WebSocketResponse, hello: Hello) -> None:
         if hello.term > self._term:
@@ -232,6 +254,7 @@ class Agents:
         agent.socket = socket
         agent.conversation.connect(socket)
         self._patience.hear(agent.node, _now())
+        self._audience.hear()
         if agent.stop_waiting():
             self._feed(ev.NodeBack(node=agent.node))
         cause = ""
@@ -308,6 +331,7 @@ class Agents:
     async def _hear(self, agent: _Agent, said: FromAgentMessage) -> None:
         node = agent.node
         self._patience.hear(node, _now())
+        self._audience.hear()
         if isinstance(said, FromWorker | WorkerExited) and not 0 <= said.local_rank < agent.num_workers:
             raise ControlError(f"local ranks must be below {agent.num_workers}, got {said.local_rank}")
         match said:

@@ -1,7 +1,8 @@
 """The process in which a node stands for election, and leads the job if it is elected.
 
-``python -m resilient.agent.candidate --run RUN --host ADDRESS --parent PID``: dies with the node's agent, its parent;
-resigns at SIGTERM. Exit code 0: it led the job to its end, was not elected, or has resigned. Must not import torch.
+``python -m resilient.agent.candidate --run RUN --host ADDRESS --parent PID --dialect DIALECT``: dies with the node's
+agent, its parent, which speaks that dialect; resigns at SIGTERM. Exit code 0: it led the job to its end, was not
+elected, or has resigned. Must not import torch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from resilient.agent.attach import finish, listen_where_it_was, succeed
 from resilient.agent.journal.term import DeposedError
 from resilient.agent.leadership.office import read_office
+from resilient.agent.network.dialect import dialect
 from resilient.common.processes import die_with_parent
 from resilient.errors import ResilientError
 
@@ -25,7 +27,8 @@ async def _stand(run_directory: Path, host: str) -> None:
     coordinator = await succeed(run_directory, lambda _: None)
     if coordinator is None:
         return
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, coordinator.resign)
+    told = DeposedError(f"this coordinator was told to resign, in term {coordinator.term}")
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, coordinator.resign, told)
     try:
         office = read_office(run_directory)
         await listen_where_it_was(coordinator, host, 0 if office is None else office.port)
@@ -40,10 +43,14 @@ def main() -> int:
     parser.add_argument("--run", required=True, type=Path)
     parser.add_argument("--host", required=True)
     parser.add_argument("--parent", required=True, type=int)
+    parser.add_argument("--dialect", required=True)
     options = parser.parse_args()
     die_with_parent(options.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the agent decides who ends
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    if options.dialect != dialect():  # no node would understand it
+        logger.error("cannot lead the job: resilient was changed here since the node began, to %s", dialect())
+        return 1
     try:
         asyncio.run(_stand(options.run, options.host))
     except DeposedError as error:

@@ -29,6 +29,7 @@ from resilient.agent.journal.event_writer import EventWriter
 from resilient.agent.journal.inheritance import inherit
 from resilient.agent.journal.stimulus_log import StimulusLog, heard_counts, read_stimuli
 from resilient.agent.journal.term import DeposedError, Term
+from resilient.agent.leadership.audience import UnheardError
 from resilient.agent.leadership.office import Office, write_office
 from resilient.agent.membership.machine import Membership, MembershipError
 from resilient.agent.membership.parts import events as ev
@@ -40,9 +41,9 @@ from resilient.observability.metrics import CONTENT_TYPE
 from resilient.protocol.messages import Departure, Injection, Shutdown
 from resilient.protocol.phases import check_phase
 from resilient.state.manifest import write_manifest
-from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
+from resilient.templates.common.words import listed
 from resilient.templates.plan import PlanningProblem
-from resilient.templates.replan.replan import prepare
+from resilient.templates.replan.replan import prepare, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ class Coordinator:
         if not ipaddress.ip_address(bound_host).is_loopback:
             self._events.note("listening", {"address": self.address})
         self._spawn(self._tick())
-        self._spawn(asyncio.to_thread(_warm_up))
+        self._spawn(asyncio.to_thread(warm_up))  # while the workers start, which takes as long
         await self._term.announce(self.address)
 
     async def wait(self) -> int:
@@ -258,13 +259,13 @@ class Coordinator:
             self._step_down(error)
             raise ConnectionError from error
 
-    def resign(self) -> None:
-        """Decide nothing more, so that another coordinator can take over; :meth:`wait` raises.
+    def resign(self, why: DeposedError) -> None:
+        """Decide nothing more, so that another coordinator can take over; :meth:`wait` raises why.
 
         When all steps are done, nothing happens: what is left is to wait for the scripts to end.
         """
         if self._machine.phase not in (Phase.FINISHED, Phase.STOPPED):
-            self._step_down(DeposedError(f"this coordinator was told to resign, in term {self._term.number}"))
+            self._step_down(why)
 
     def _step_down(self, error: DeposedError) -> None:
         self._queue.clear()
@@ -284,6 +285,8 @@ class Coordinator:
         while True:
             await asyncio.sleep(_TICK_S)
             self.feed(ev.Tick())
+            if self._agents.are_out_of_reach(_TICK_S) and self._settings.store and self._machine.generation:
+                self.resign(UnheardError(f"no node is heard at {self.address} any more: another may lead this job"))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -372,8 +375,8 @@ class Coordinator:
 
     def _check_live(self, node: int) -> None:
         if node not in self._machine.members:
-            live = sorted(self._machine.members)
-            raise web.HTTPNotFound(text=f"node must be one of the live nodes {live}, got {node}")
+            live = listed(sorted(self._machine.members))
+            raise web.HTTPNotFound(text=f"node must be one of the live nodes [{live}], got {node}")
 
 
 def _written(wanted: ev.WriteManifest) -> ev.ManifestWritten | ev.ManifestFailed:
@@ -383,12 +386,6 @@ def _written(wanted: ev.WriteManifest) -> ev.ManifestWritten | ev.ManifestFailed
     except CheckpointError as error:
         return ev.ManifestFailed(path=wanted.path, error=str(error), node=error.node)
     return ev.ManifestWritten(path=wanted.path)
-
-
-def _warm_up() -> None:
-    """Load and compile what planning needs while the workers start, which takes as long."""
-    layer = LayerProfile(name="layer", costs=(LayerCost(forward_ms=1.0),))
-    prepare(PlanningProblem(profile=ModelProfile(layers=(layer,)), num_microbatches=1, max_failures=0), 1)
 
 
 async def _read(request: web.Request, kind: type[_Body]) -> _Body:

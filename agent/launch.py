@@ -20,7 +20,8 @@ from resilient.agent.coordinator import Coordinator
 from resilient.agent.job_control import JobControl
 from resilient.agent.journal.term import DeposedError, Term, newest_term
 from resilient.agent.launch_options import LaunchOptions
-from resilient.agent.leadership.leased_term import LeasedTerm
+from resilient.agent.leadership.audience import UnheardError
+from resilient.agent.leadership.leased_term import LeasedTerm, lease_s
 from resilient.agent.membership.parts.context import EXIT_FAILED, Settings
 from resilient.agent.network.addresses import check_host
 from resilient.agent.nodes_screen import NodesScreen
@@ -103,13 +104,17 @@ class Launcher(JobControl):
         """Serve until the job is over. A term that ends for want of the store is followed by another, if possible."""
         assert self._coordinator is not None
         while True:
+            wait_s = 0.0
             try:
                 return await self._coordinator.wait()
             except DeposedError as error:
                 if not self._options.store:
                     raise
                 logger.warning("%s", error)
+                if isinstance(error, UnheardError):  # nodes that hear each other are of more use to the job
+                    wait_s = lease_s(self._options.heartbeat_s)
             await self._coordinator.close()
+            await asyncio.sleep(wait_s)
             self._coordinator = await self._succeed_itself(self._coordinator.term)
             await listen_where_it_was(self._coordinator, self._options.host, self._options.port)
             if self._is_signalled and not self._coordinator.is_ending:  # nobody was there to hear it

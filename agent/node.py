@@ -23,11 +23,11 @@ import msgspec
 import psutil
 
 from resilient.agent.attach import StillLedError, end_orphaned_job
-from resilient.agent.conversation import GOODBYE, Conversation, Hello
 from resilient.agent.leadership.knocking import ANSWER_HEARTBEATS, Door, session_for
 from resilient.agent.leadership.unled_checkpoints import UnledCheckpoints
 from resilient.agent.leadership.vigil import OrphanedError, Vigil
 from resilient.agent.membership.parts.context import EXIT_RESUMABLE
+from resilient.agent.network.conversation import GOODBYE, Conversation, Hello
 from resilient.agent.process import Spawner, SpawnError, start_forkserver
 from resilient.agent.whereabouts import Whereabouts
 from resilient.agent.workers import WorkerPool, what_is_missing
@@ -190,7 +190,7 @@ class NodeAgent:
             await connection.send_bytes(encode(self._hello()))
             attached = await self._where.answer(connection, ANSWER_HEARTBEATS * self._options.heartbeat_s)
             if self._pool is not None:  # peers reach the workers where they reach this node
-                self._pool.host, self._pool.ports = self._where.host, self._where.ports
+                self._pool.told = self._where.told
             if attached.term < self._term:
                 raise ControlError(f"its term {attached.term} is over; {self._term} has begun")
             self._term = attached.term

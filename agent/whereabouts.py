@@ -9,11 +9,12 @@ import struct
 
 import aiohttp
 
-from resilient.agent.conversation import Attached, decode_first_answer
 from resilient.agent.network.addresses import address_of
+from resilient.agent.network.conversation import Attached, decode_first_answer
 from resilient.agent.network.doorbell import Doorbell, joined
 from resilient.agent.network.introductions import INTRODUCTION_S, Introduce, introduce_oneself
 from resilient.agent.network.link import KnownLink
+from resilient.agent.workers import WorkersPlace
 from resilient.common.network.routes import address_towards
 from resilient.errors import ControlError, ResilientError
 from resilient.protocol.messages import Shutdown, encode
@@ -50,6 +51,11 @@ class Whereabouts:
     def bell_port(self) -> int:
         """Where the doorbell is; 0 while there is none."""
         return self._doorbell.port
+
+    @property
+    def told(self) -> WorkersPlace:
+        """What workers are told."""
+        return WorkersPlace(host=self.host, ports=self.ports, coordinator=self._ends[1].rpartition(":")[0].strip("[]"))
 
     @property
     def is_chosen(self) -> bool:

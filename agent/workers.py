@@ -10,6 +10,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,21 @@ class _ErrorText(msgspec.Struct):
 
 class _ErrorFile(msgspec.Struct):
     message: _ErrorText
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersPlace:
+    """Where workers are.
+
+    Args:
+        host: Address of this machine, where others reach them.
+        ports: The range that they listen in, "" for any port.
+        coordinator: Address of the coordinator's machine.
+    """
+
+    host: str = "127.0.0.1"
+    ports: str = ""
+    coordinator: str = "127.0.0.1"
 
 
 class WorkerPool:
@@ -62,8 +78,7 @@ class WorkerPool:
         self._secret = secret_for(job_token, "workers")
         self._send = send
         self._on_exit = on_exit
-        self.host = "127.0.0.1"
-        self.ports = ""
+        self.told = WorkersPlace()
         self._incarnation = 0
         self._pids: dict[int, int] = {}  # pid -> local rank
         self._early_exits: dict[int, int] = {}
@@ -161,11 +176,12 @@ class WorkerPool:
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(num_workers),
             "GROUP_RANK": str(welcome.node),
+            "MASTER_ADDR": self.told.coordinator,
             "TORCHELASTIC_RUN_ID": Path(welcome.run_directory).name,
             "TORCHELASTIC_ERROR_FILE": str(error_file),
             "RESILIENT_AGENT": self._socket_name,
-            "RESILIENT_HOST": self.host,
-            "RESILIENT_PORT_RANGE": self.ports,
+            "RESILIENT_HOST": self.told.host,
+            "RESILIENT_PORT_RANGE": self.told.ports,
             "RESILIENT_TOKEN": self._token,
             "RESILIENT_SECRET": self._secret.hex(),
             "RESILIENT_NODE": str(welcome.node),

@@ -1,12 +1,13 @@
 """What the control plane costs at many nodes: a coordinator's process, and agents that are connections alone.
 
-    python benchmarks/control_plane.py [--nodes 64 256 1024] [--repeats 3] [--json FILE]
+    python benchmarks/control_plane.py [--nodes 64 256 1024 4096] [--repeats 3] [--json FILE]
 
 The coordinator is a process of its own. The agents are real connections in this process; they answer at once, as their
 workers would, and train nothing. Their job has the 80 blocks of Llama 3 70B in pipelines of at least six nodes. One
-node, three at once and a tenth of all say goodbye in mid-step, then others join. "until the last" is from the first
-goodbye, or connection, to the moment when the last agent has its place in the generation that all are in. Medians;
-bytes are what the coordinator sends, processor time and memory are its own.
+node, three at once and a tenth of all say goodbye in mid-step, then others join, up to a hundred and up to a thousand
+at once. "until the last" is from the first goodbye, or connection, to the moment when the last agent has its place in
+the generation that all are in; of the status page, until it is read. Medians; bytes are what the coordinator sends,
+processor time and memory are its own. What takes longer than --limit-s ends the benchmark.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import argparse
 import asyncio
 import json
 import multiprocessing as mp
-import resource
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -35,9 +35,10 @@ from resilient.agent.journal.term import Term
 from resilient.agent.leadership.knocking import session_for
 from resilient.agent.membership.parts.context import Settings
 from resilient.cli.shared.printing import plain_table
+from resilient.common.processes import allow_many_files
 
 TOKEN = "benchmark"
-NUM_JOINING = 100
+NUM_JOINING = (100, 1000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +74,12 @@ def serve(num_nodes: int, folder: str, told: Connection) -> None:
         told.send(coordinator.address)
         await coordinator.wait()
 
-    _raise_file_limit()
+    allow_many_files()
     asyncio.run(run())
 
 
-async def measure(num_nodes: int, repeats: int) -> list[Measured]:
-    """Return what changes cost, each as often as asked for."""
+async def measure(num_nodes: int, repeats: int, limit_s: float) -> list[Measured]:
+    """Return what changes cost, each as often as asked for; each may take so long."""
     ours, theirs = mp.get_context("spawn").Pipe()
     found: list[Measured] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -89,12 +90,19 @@ async def measure(num_nodes: int, repeats: int) -> list[Measured]:
         async with session_for(TOKEN) as session:
             fleet = Fleet(session, address)
 
+            async def settled() -> None:
+                await asyncio.wait_for(fleet.until_running(), limit_s)
+
+            async def look() -> None:
+                fleet.received_bytes += await fleet.look()
+
             async def note(what: str, change: Callable[[], Awaitable[None]]) -> None:
                 nodes, cpu_s, received = fleet.size, sum(coordinator.cpu_times()[:2]), fleet.received_bytes
                 began = time.perf_counter()
+                fleet.last_placed_at = 0.0
                 await change()
-                await fleet.until_running()
-                last_ms = 1e3 * (fleet.last_placed_at - began)
+                await settled()
+                last_ms = 1e3 * ((fleet.last_placed_at or time.perf_counter()) - began)
                 cpu_ms = 1e3 * (sum(coordinator.cpu_times()[:2]) - cpu_s)
                 memory_bytes = coordinator.memory_info().rss
                 sent = fleet.received_bytes - received
@@ -111,38 +119,35 @@ async def measure(num_nodes: int, repeats: int) -> list[Measured]:
 
             await note("first generation", partial(fleet.join, num_nodes))
             for _ in range(repeats):
+                await note("status page", look)
                 for what, lost in (("1 lost", 1), ("3 lost", 3), ("a tenth lost", num_nodes // 10)):
                     await note(what, partial(fleet.leave, lost))
                     await fleet.join(num_nodes - fleet.size)
-                    await fleet.until_running()
-                await fleet.leave(min(NUM_JOINING, num_nodes // 4))
-                await fleet.until_running()
-                joining = num_nodes - fleet.size
-                await note(f"{joining} join", partial(fleet.join, joining))
+                    await settled()
+                for joining in sorted({min(most, num_nodes // 4) for most in NUM_JOINING}):
+                    await fleet.leave(joining)
+                    await settled()
+                    await note(f"{joining} join", partial(fleet.join, joining))
             await fleet.close()
         process.kill()
         process.join()
     return found
 
 
-def _raise_file_limit() -> None:
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--limit-s", type=float, default=300.0, help="for each change")
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
     options = parser.parse_args(arguments)
-    _raise_file_limit()
+    allow_many_files()
     columns = ("nodes", "what", "until the last", "sent", "an agent", "processor", "memory")
     table = plain_table(*columns, left=("what",), title=f"medians of {options.repeats}")
     rows: list[dict[str, Any]] = []
     for num_nodes in options.nodes:
-        measured = asyncio.run(measure(num_nodes, options.repeats))
+        measured = asyncio.run(measure(num_nodes, options.repeats, options.limit_s))
         rows += [asdict(each) for each in measured]
         for what in dict.fromkeys(each.what for each in measured):
             of_kind = [each for each in measured if each.what == what]

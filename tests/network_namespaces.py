@@ -70,6 +70,7 @@ class Network:
         _ip("link", "set", self._link(machine), "up")
         for words in (
             *(("-n", self._name(machine), "route", "del", "blackhole", half) for half in self._halves),
+            ("-n", self._name(machine), "route", "del", "blackhole", f"{self.own_address}/32"),
             ("route", "del", "blackhole", f"{self.address(machine)}/32"),
         ):
             with suppress(subprocess.CalledProcessError):
@@ -83,6 +84,10 @@ class Network:
     def deafen(self, machine: int) -> None:
         """Have nothing of what the coordinator sends to a machine arrive; it is heard."""
         _ip("route", "replace", "blackhole", f"{self.address(machine)}/32")
+
+    def mute(self, machine: int) -> None:
+        """Have nothing of what a machine sends to the coordinator arrive; it hears it, and the others hear both."""
+        _ip("-n", self._name(machine), "route", "replace", "blackhole", f"{self.own_address}/32")
 
     def shield(self, machine: int, ports: str) -> None:
         """Have no connection be made to ports of a machine, ``FIRST-LAST``; it connects to others, as it did."""

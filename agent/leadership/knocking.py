@@ -11,6 +11,7 @@ import aiohttp
 
 from resilient.agent.leadership.leader_store import SCHEME, Leader, LeaderStore
 from resilient.agent.leadership.office import read_office
+from resilient.agent.network.dialect import REFUSED, SPOKEN, dialect
 from resilient.common.extras import MissingPackageError
 from resilient.common.job_certificate import client_context
 from resilient.common.network.etcd_connection import EtcdUnreachableError
@@ -71,7 +72,7 @@ class Door:
             wait: Called with the seconds that nobody has opened for, and why; raises when that is too long.
 
         Raises:
-            ResilientError: The token is another job's.
+            ResilientError: The token is another job's, or the coordinator does not speak this node's dialect.
         """
         loop = asyncio.get_running_loop()
         began, delay_s = loop.time(), 0.05
@@ -89,6 +90,11 @@ class Door:
                             f"take it from the run folder's job.json"
                         ) from None
                     why = error
+                except aiohttp.WSServerHandshakeError as error:
+                    reason = error.headers.get(REFUSED) if error.headers is not None else None
+                    if reason is not None and self.run_directory is None:
+                        raise ResilientError(reason) from None
+                    why = reason or error  # a later coordinator may be one that this node understands
                 except asyncio.TimeoutError:
                     why = "it does not answer"
                 except (aiohttp.ClientError, OSError) as error:
@@ -117,7 +123,10 @@ class Door:
 
     async def _connect(self, session: aiohttp.ClientSession, address: str) -> aiohttp.ClientWebSocketResponse[bool]:
         return await session.ws_connect(
-            f"https://{address}/agent", max_msg_size=MAX_MESSAGE_BYTES, heartbeat=self._heartbeat_s
+            f"https://{address}/agent",
+            headers={SPOKEN: dialect()},
+            max_msg_size=MAX_MESSAGE_BYTES,
+            heartbeat=self._heartbeat_s,
         )
 
     async def _watch(self, address: str) -> None:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from resilient.agent.leadership.knocking import Door
+from resilient.agent.network.dialect import dialect
 from resilient.errors import ResilientError
 from resilient.protocol.messages import Welcome
 
@@ -135,7 +136,7 @@ class Vigil:
     async def _stand(self, welcome: Welcome, host: str) -> None:
         """Have a process stand for election, and lead the job if it is elected. It dies with this one."""
         logger.info("node %d: nobody leads the job: standing for it", welcome.node)
-        options = ("--run", welcome.run_directory, "--host", host, "--parent", str(os.getpid()))
+        options = ("--run", welcome.run_directory, "--host", host, "--parent", str(os.getpid()), "--dialect", dialect())
         self._orphan_s = welcome.orphan_s
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "resilient.agent.candidate", *options, stdin=asyncio.subprocess.DEVNULL

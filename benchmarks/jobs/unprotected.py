@@ -11,12 +11,16 @@ import threading
 from typing import Any
 from unittest import mock
 
+from resilient.agent.network.dialect import SPOKEN, dialect
+from resilient.comm.store_messages import HOST
+from resilient.common.network.reception import Reception
 from resilient.protocol.messages import MAX_MESSAGE_BYTES
 
 
 async def _connect(self: Any, session: Any, address: str) -> Any:
     url = f"http://{address}/agent"
-    return await session.ws_connect(url, max_msg_size=MAX_MESSAGE_BYTES, heartbeat=self._heartbeat_s)
+    headers = {SPOKEN: dialect()}
+    return await session.ws_connect(url, headers=headers, max_msg_size=MAX_MESSAGE_BYTES, heartbeat=self._heartbeat_s)
 
 
 def _connect_to_store(self: Any, address: str, secret: bytes, timeout_s: float) -> None:
@@ -28,8 +32,12 @@ def _connect_to_store(self: Any, address: str, secret: bytes, timeout_s: float) 
     self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
+_recognise = Reception._recognise
+
+
 async def _believe(self: Any, reader: Any, writer: Any) -> None:
-    pass
+    if self._own != HOST:  # doors are rung at before the job begins
+        await _recognise(self, reader, writer)
 
 
 _accept = asyncio.BaseEventLoop.connect_accepted_socket
@@ -45,7 +53,7 @@ for _place, _instead in {
     "agent.leadership.knocking.client_context": lambda token: True,
     "agent.leadership.knocking.Door._connect": _connect,
     "comm.store_client.StoreConnection.__init__": _connect_to_store,
-    "comm.store_host._Server._recognise": _believe,
+    "common.network.reception.Reception._recognise": _believe,
     "comm.gloo.GlooCommunicator._recognise": lambda self, group, nonces: None,
     "comm.gloo.let_nobody_else_in": lambda own: None,
 }.items():

@@ -9,7 +9,8 @@ from typing import Any
 
 import aiohttp
 
-from resilient.agent.conversation import GOODBYE, Conversation, Hello, decode_attached
+from resilient.agent.network.conversation import GOODBYE, Conversation, Hello, decode_attached
+from resilient.agent.network.dialect import SPOKEN, dialect
 from resilient.protocol.generation_packing import unpack
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
@@ -78,7 +79,9 @@ class _Agent:
     async def talk(self, session: aiohttp.ClientSession, address: str) -> None:
         hello = Hello(host="h", pid=1, num_workers=1)
         async with self._fleet.entrance:
-            socket = await session.ws_connect(f"https://{address}/agent", max_msg_size=MAX_MESSAGE_BYTES)
+            socket = await session.ws_connect(
+                f"https://{address}/agent", headers={SPOKEN: dialect()}, max_msg_size=MAX_MESSAGE_BYTES
+            )
             await socket.send_bytes(encode(hello))
             decode_attached(await socket.receive_bytes())
         async with socket:
@@ -197,8 +200,14 @@ class Fleet:
                 async with self._session.get(f"https://{self._address}/status") as answer:
                     status = await answer.json()
                 if status["phase"] == "running" and len(status["nodes"]) == self.size:
+                    self._before = 0
                     return
             await asyncio.sleep(0.02)
+
+    async def look(self) -> int:
+        """Read the status page; return its bytes."""
+        async with self._session.get(f"https://{self._address}/status") as answer:
+            return len(await answer.read())
 
     async def close(self) -> None:
         """Go."""

@@ -24,7 +24,7 @@ MAX_COMMON_BYTES = 64 << 20
 """Larger ones are refused when they are unpacked."""
 
 
-class _Common(msgspec.Struct, frozen=True, kw_only=True):
+class Common(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of :class:`Generation`, and its plan as columns.
 
     Args:
@@ -50,7 +50,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     num_microbatches: tuple[int, ...]
 
 
-_decode = msgspec.msgpack.Decoder(_Common).decode
+_decode = msgspec.msgpack.Decoder(Common).decode
 
 
 class GenerationPacker:
@@ -108,7 +108,7 @@ def _common(message: Generation) -> bytes:
     pipelines = message.plan.pipelines
     templates = list(dict.fromkeys(pipeline.template for pipeline in pipelines))
     place = {template: index for index, template in enumerate(templates)}
-    common = _Common(
+    common = Common(
         generation=message.generation,
         version=message.version,
         roll_forward=message.roll_forward,
@@ -127,7 +127,7 @@ def _common(message: Generation) -> bytes:
     return zlib.compress(msgspec.msgpack.encode(common))
 
 
-def _plan(common: _Common) -> Plan:
+def _plan(common: Common) -> Plan:
     nodes = tuple(accumulate(common.node_steps))
     pipelines: list[Pipeline] = []
     first = 0

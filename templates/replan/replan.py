@@ -22,6 +22,7 @@ import numpy as np
 from resilient.errors import ArgumentError
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.compose import Compositions, compositions
+from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.assignment import assign
 from resilient.templates.replan.replan_candidate import ReplanCandidate, Situation, Way
@@ -67,6 +68,12 @@ def prepare(problem: PlanningProblem, num_nodes: int) -> None:
     replan(problem, plan, range(1, num_nodes + 1))
     nothing = np.zeros(1, dtype=np.int64)
     assign(nothing[None], nothing, nothing)
+
+
+def warm_up() -> None:
+    """Load and compile what planning needs, for which the first plan would wait else."""
+    layer = LayerProfile(name="layer", costs=(LayerCost(forward_ms=1.0),))
+    prepare(PlanningProblem(profile=ModelProfile(layers=(layer,)), num_microbatches=1, max_failures=0), 1)
 
 
 def first_plan(

@@ -10,10 +10,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from resilient.agent.conversation import Attached, Hello, decode_attached
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.journal.term import Term
 from resilient.agent.leadership.knocking import session_for
+from resilient.agent.network.conversation import Attached, Hello, decode_attached
+from resilient.agent.network.dialect import SPOKEN, dialect
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,
     FromAgentMessage,
@@ -47,7 +48,9 @@ class Served:
         return f"https://{self.coordinator.address}{path}"
 
     async def open(self) -> aiohttp.ClientWebSocketResponse[bool]:
-        socket = await self.session.ws_connect(self.url("/agent"), max_msg_size=MAX_MESSAGE_BYTES)
+        socket = await self.session.ws_connect(
+            self.url("/agent"), headers={SPOKEN: dialect()}, max_msg_size=MAX_MESSAGE_BYTES
+        )
         self.sockets.append(socket)
         return socket
 

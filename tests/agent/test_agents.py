@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from resilient.agent.conversation import Attached, Hello, decode_attached, decode_first_answer
+from resilient.agent.network.conversation import Attached, Hello, decode_attached, decode_first_answer
 from resilient.agent.network.introductions import Introduce, Introduced
 from resilient.protocol.messages import Failed, FromWorker, Note, Ready, Shutdown, encode
 from tests.agent.membership.simulated import job_spec

@@ -18,7 +18,6 @@ import msgspec
 import pytest
 
 from resilient.agent import coordinator
-from resilient.agent.conversation import GOODBYE, Attached, Heard, Hello, decode_attached
 from resilient.agent.coordinator import Coordinator
 from resilient.agent.journal.term import Term
 from resilient.agent.membership import regrouping
@@ -31,6 +30,7 @@ from resilient.agent.membership.parts.events import (
     Tick,
     WriteManifest,
 )
+from resilient.agent.network.conversation import GOODBYE, Attached, Heard, Hello, decode_attached
 from resilient.common.job_certificate import client_context
 from resilient.protocol.messages import (
     MAX_MESSAGE_BYTES,

@@ -16,8 +16,8 @@ import psutil
 import pytest
 from aiohttp import WSMsgType, web
 
-from resilient.agent.conversation import GOODBYE, Attached, Hello, decode_hello
 from resilient.agent.membership.next_generation.members import log_path
+from resilient.agent.network.conversation import GOODBYE, Attached, Hello, decode_hello
 from resilient.agent.node import NodeAgent, NodeOptions
 from resilient.common.job_certificate import server_context
 from resilient.protocol.messages import (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from resilient.agent.conversation import Attached
+from resilient.agent.network.conversation import Attached
 from resilient.agent.node import NodeAgent, NodeOptions
 from resilient.common.job_certificate import server_context
 from resilient.protocol.messages import Health, Shutdown, Welcome, WorkerExited, encode

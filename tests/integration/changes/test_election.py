@@ -7,11 +7,12 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pyetcd
 import pytest
 
 from resilient.agent.journal.replay import difference, replay_run
@@ -36,6 +37,9 @@ pytestmark = needs_etcd
 
 NODES = 6
 HEARTBEAT = "--heartbeat-s 2"
+LONGER, LEASE_S = "--heartbeat-s 3", 9
+"""Where a link is cut for a moment: TCP needs up to as long again to get over it."""
+Agent = subprocess.Popen[bytes]
 STEPS = list(range(1, 13))
 
 
@@ -171,7 +175,7 @@ def test_etcd_may_be_gone_for_half_a_minute(reference: Run, tmp_path: Path) -> N
 
 
 @contextmanager
-def agents_on(folder: Path, network: Network, count: int, address: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+def agents_on(folder: Path, network: Network, count: int, address: str) -> Iterator[list[Agent]]:
     """Have so many machines join; what they say is in ``agents.log``."""
     line = command("agent", "--join", address, "--token-file", folder / "token", *HEARTBEAT.split())
     with (folder / "agents.log").open("wb") as log:
@@ -184,36 +188,87 @@ def agents_on(folder: Path, network: Network, count: int, address: str) -> Itera
             each.wait()
 
 
-@needs_namespaces
-def test_coordinator_that_is_cut_off_from_etcd_resigns_and_another_leads(reference: Run, tmp_path: Path) -> None:
-    """Nodes and etcd are machines of their own; the launcher loses etcd alone, and finds out who leads in the end."""
-    words, (gate,) = held(tmp_path, 6)
-    (tmp_path / "token").write_text("a secret of this test\n")
-    with machines(NODES + 1) as network:
-        address = network.address(NODES)
-        with etcd_server(tmp_path / "etcd", address, lambda line: network.on(NODES, line)) as server:
-            url = f"etcd://{server.endpoint}/jobs/this"
-            alone = f"--no-local-nodes --host {network.own_address} --port 29400 --token-file {tmp_path / 'token'}"
-            with (
-                started(tmp_path / "run", *words, nodes=NODES, options=f"{HEARTBEAT} --store {url} {alone}") as job,
-                agents_on(tmp_path, network, NODES, url) as joined,
-            ):
-                job.wait_for_step(5)
-                network.deafen(NODES)
-                wait_until(lambda: terms(tmp_path) == [2])
-                assert job.popen.wait(60) == 1
-                gate.touch()
-                codes = [each.wait(60) for each in joined]
-                run = ended(job)
-    assert codes == [0] * NODES, (tmp_path / "agents.log").read_text()
+def lease_left_s(server: EtcdServer) -> int:
+    """Return for how long the lease of whoever leads is kept."""
+    host, port = server.endpoint.split(":")
+    with pyetcd.client(host, int(port), timeout=5) as client:
+        found = client.get_response("/jobs/this/leader").kvs
+        return client.get_lease_info(found[0].lease).TTL if found else 0
+
+
+@contextmanager
+def led_from_outside(folder: Path, network: Network, server: EtcdServer) -> Iterator[tuple[Started, list[Agent], Path]]:
+    """Start a job whose nodes and etcd are machines of their own, up to a step that waits for a gate."""
+    words, (gate,) = held(folder, 6)
+    (folder / "token").write_text("a secret of this test\n")
+    url = f"etcd://{server.endpoint}/jobs/this"
+    alone = f"--no-local-nodes --host {network.own_address} --port 29400 --token-file {folder / 'token'}"
+    with (
+        started(folder / "run", *words, nodes=NODES, options=f"{LONGER} --store {url} {alone}") as job,
+        agents_on(folder, network, NODES, url) as joined,
+    ):
+        job.wait_for_step(5)
+        yield job, joined, gate
+
+
+def check_led_on(job: Started, joined: list[Agent], folder: Path, reference: Run) -> None:
+    """Check that one of the nodes has led the job to its end, and that nothing else has happened."""
+    codes = [each.wait(60) for each in joined]
+    run = ended(job)
+    assert codes == [0] * NODES, (folder / "agents.log").read_text()
     (event,) = run.of_kind("took_over")
     assert event["address"].endswith(":29400"), "one port is open"
-    link = rf"{re.escape(network.own_address)} -> {re.escape(server.endpoint)}: last answer \d+ s ago"
-    assert re.search(rf"term 1 ends in .* for want of etcd: etcd must answer at .*\({link}", job.output)
     assert "another coordinator has taken this job over (term 2 in" in job.output
     check_equal(run, reference)
     assert len(run.generations) == 1
     assert run.of_kind("node_lost") == []
+
+
+@needs_namespaces
+@pytest.mark.parametrize("cut", [Network.deafen, Network.mute])
+def test_coordinator_that_is_cut_off_from_etcd_resigns_and_another_leads(
+    cut: Callable[[Network, int], None], reference: Run, tmp_path: Path
+) -> None:
+    """Whichever way: for three seconds nothing comes of it, and then the launcher finds out who leads in the end."""
+    with (
+        machines(NODES + 1) as network,
+        etcd_server(tmp_path / "etcd", network.address(NODES), lambda line: network.on(NODES, line)) as server,
+        led_from_outside(tmp_path, network, server) as (job, joined, gate),
+    ):
+        cut(network, NODES)
+        time.sleep(3)
+        network.join(NODES)
+        wait_until(lambda: lease_left_s(server) >= LEASE_S - 1)
+        assert terms(tmp_path) == []
+        cut(network, NODES)
+        wait_until(lambda: terms(tmp_path) == [2])
+        assert job.popen.wait(60) == 1
+        gate.touch()
+        check_led_on(job, joined, tmp_path, reference)
+        link = rf"{re.escape(network.own_address)} -> {re.escape(server.endpoint)}: last answer \d+ s ago"
+    assert re.search(rf"term 1 ends in .* for want of etcd: etcd must answer at .*\({link}", job.output)
+
+
+@needs_namespaces
+@pytest.mark.parametrize("cut", [Network.deafen, Network.mute])
+def test_coordinator_that_no_node_hears_resigns_and_one_of_them_leads(
+    cut: Callable[[Network, int], None], reference: Run, tmp_path: Path
+) -> None:
+    """It keeps its lease, for etcd hears it: it would be of no use to anybody."""
+    with (
+        machines(NODES + 1) as network,
+        etcd_server(tmp_path / "etcd", network.address(NODES), lambda line: network.on(NODES, line)) as server,
+        led_from_outside(tmp_path, network, server) as (job, joined, gate),
+    ):
+        for machine in range(NODES):
+            cut(network, machine)
+        wait_until(lambda: terms(tmp_path) == [2])
+        assert job.popen.wait(60) == 1
+        gate.touch()
+        check_led_on(job, joined, tmp_path, reference)
+    assert f"no node is heard at {network.own_address}:29400 any more" in job.output
+    told = (tmp_path / "agents.log").read_text()
+    assert re.search(rf"no coordinator answers \(.*; the link \S+ -> {network.own_address}:29400: last heard", told)
 
 
 @needs_namespaces

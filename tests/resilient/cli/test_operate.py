@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 from typer.testing import CliRunner
 
-from resilient.agent.conversation import Hello
 from resilient.agent.membership import lifecycle
+from resilient.agent.network.conversation import Hello
 from resilient.cli import operate
 from resilient.cli.app import app
 from resilient.common.job_certificate import client_context

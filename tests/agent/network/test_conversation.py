@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from resilient.agent.conversation import GOODBYE, HEARD_EVERY, Connection, Conversation, Heard
+from resilient.agent.network.conversation import GOODBYE, HEARD_EVERY, Connection, Conversation, Heard
 from resilient.errors import ControlError
 from resilient.protocol.messages import MAX_MESSAGE_BYTES, Leaving, encode
 
