@@ -228,7 +228,7 @@ class Handlers:
         if parts.change is not None and not parts.change.at_boundary:
             for node, cause in parts.change.silent(parts.awaiting).items():
                 lifecycle.evict(node, cause)
-        if parts.change is not None and parts.change.waits_for_nodes:
+        if parts.phase is Phase.RUNNING or (parts.change is not None and parts.change.waits_for_nodes):
             lifecycle.proceed()
         if parts.phase in TRAINING:
             parts.checkpoints.try_again()
@@ -283,6 +283,7 @@ class Handlers:
         parts = self._parts
         member.ready[local_rank] = parts.job.shared(message)
         if member.is_up:
+            member.up_at = self._context.now
             parts.job.hold_back(member, parts.start_up.expected if parts.phase is Phase.STARTING else 0)
             pids = [member.ready[local_rank].pid for local_rank in range(member.num_workers)]
             self._context.record("node_ready", node=member.node, pids=pids, device=message.device)

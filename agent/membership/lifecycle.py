@@ -6,6 +6,8 @@ generation follows another (``regrouping.py``), and here what leads to either.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from resilient.agent.membership.ends import Ends
 from resilient.agent.membership.job_parts import JobParts
 from resilient.agent.membership.next_generation.agreement import NOTHING, Agreement, agree
@@ -25,6 +27,8 @@ from resilient.protocol.messages import Shutdown
 
 _ONE_WISH_S = 1.0
 """Supervisors send a signal to each process of a group, and some twice: what comes so soon is the same wish."""
+_LEAST_COLLECTED_S, _MOST_COLLECTED_S = 1.0, 60.0
+"""For so long who could join waits for others who are about to, in between as long as it took to get ready itself."""
 
 
 class Lifecycle:
@@ -95,10 +99,19 @@ class Lifecycle:
         members = parts.context.members
         joining = [node for node in parts.context.available() if not members[node].admitted]
         leaving = [node for node in sorted(members) if members[node].leaving]
-        if joining or leaving:
+        if leaving or (joining and not self._awaits_others([members[node] for node in joining])):
             number = parts.context.generation + 1
             parts.context.record("boundary", generation=number, joining=joining, leaving=leaving)
             self._regrouping.begin(at_boundary=True, cause="join" if joining else "leave")
+
+    def _awaits_others(self, joining: Sequence[Member]) -> bool:
+        """Return whether others are about to be able to join, too: a change costs as much for many as for one."""
+        context = self._parts.context
+        first = min(joining, key=lambda member: member.up_at)
+        patience_s = min(max(first.up_at - first.connected_at, _LEAST_COLLECTED_S), _MOST_COLLECTED_S)
+        if context.now - first.up_at >= patience_s:
+            return False
+        return any(not (other.admitted or other.leaving or other.is_ready) for other in context.members.values())
 
     def evict(self, node: int, cause: str) -> None:
         """Send away a node that does not do its part, and do without it."""

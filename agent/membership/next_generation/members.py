@@ -22,6 +22,7 @@ class Member:
         is_guest: Somebody else than the launcher has started it.
         unchecked: What it has told of itself and is not held against the others yet.
         connected_at: When it introduced itself.
+        up_at: When all its workers were up.
         ready: Its workers that are up, by local rank.
         done: Its workers that have ended as they should.
         cut_off: Its connection broke a moment ago.
@@ -38,6 +39,7 @@ class Member:
     is_guest: bool = False
     unchecked: Alike = field(default_factory=Alike)
     connected_at: float = 0.0
+    up_at: float = 0.0
     ready: dict[int, Ready] = field(default_factory=dict[int, Ready])
     done: set[int] = field(default_factory=set[int])
     cut_off: bool = False

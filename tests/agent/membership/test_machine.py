@@ -9,9 +9,11 @@ from resilient.agent.membership.parts.context import Phase
 from resilient.agent.membership.parts.events import (
     FailureWanted,
     NodeConnected,
+    NodeLeaving,
     Send,
     StopWanted,
     Tell,
+    Tick,
     WriteManifest,
 )
 from resilient.protocol.messages import (
@@ -207,6 +209,41 @@ def test_joiners_ready_together_share_one_boundary() -> None:
     assert (generation["cause"], generation["version"], generation["lost_steps"]) == ("join", 2, 0)
     assert {first, second} <= set(generation["nodes"])
     assert job.machine.generation == 2
+
+
+def test_joiner_waits_for_others_who_are_getting_ready_as_long_as_it_took_itself_to() -> None:
+    job = started(num_nodes=4)
+    first, second = job.connect(), job.connect()
+    job.now = 20.0
+    job.ready(first)
+    third = job.connect()
+    job.now = 30.0
+    job.ready(second)
+    job.now = 39.9
+    job.feed(Tick())
+    assert regroups(job, 0) == []
+    job.now = 40.0
+    job.feed(Tick())
+    assert regroups(job, 0) == [Regroup(generation=2, at_boundary=True)]
+    job.answer()
+    assert {first, second} <= set(job.last("generation")["nodes"])
+    job.ready(third)
+    assert regroups(job, 0) == [Regroup(generation=3, at_boundary=True)], "nobody else is coming"
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_joiner_waits_no_longer_where_all_pause_anyway_or_where_nobody_else_comes(stays: bool) -> None:
+    job = started()
+    first, second = job.connect(), job.connect()
+    job.now = 20.0
+    job.ready(first)
+    assert regroups(job, 0) == []
+    if stays:
+        job.feed(NodeLeaving(node=4, reason="SIGTERM"))
+    else:
+        job.lose(second)
+        job.feed(Tick())
+    assert regroups(job, 0) == [Regroup(generation=2, at_boundary=True)]
 
 
 def test_failure_during_a_pending_boundary_upgrades_the_same_generation() -> None:
