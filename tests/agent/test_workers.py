@@ -14,7 +14,7 @@ from unittest.mock import AsyncMock, Mock
 import msgspec
 import pytest
 
-from resilient.agent.workers import WorkerPool
+from resilient.agent.workers import WorkerPool, WorkersPlace
 from resilient.protocol.agent_client import Attach, frame, socket_address
 from resilient.protocol.messages import FromWorker, Note, Welcome, encode
 
@@ -115,3 +115,17 @@ def test_logs_are_for_their_owner_alone_where_the_runs_folder_is_not_that_of_the
 
     asyncio.run(play())
     assert stat.S_IMODE((tmp_path / "runs/one/logs/node-0").stat().st_mode) == 0o700
+
+
+def test_workers_have_the_names_that_users_of_torchrun_know() -> None:
+    async def play() -> dict[str, str]:
+        with make_pool(Mock()) as (pool, welcome):
+            pool.told = WorkersPlace(host="10.0.0.7", ports="30000:30100", coordinator="10.0.0.1")
+            spawner = Mock(spawn=AsyncMock(return_value=4711))
+            await pool.start(spawner, msgspec.structs.replace(welcome, node=2, num_nodes=4))
+            return spawner.spawn.call_args.args[0].env
+
+    told = asyncio.run(play())
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+    assert [told[name] for name in names] == ["2", "0", "4", "1", "2", "10.0.0.1"]
+    assert (told["RESILIENT_HOST"], told["RESILIENT_PORT_RANGE"]) == ("10.0.0.7", "30000:30100")
