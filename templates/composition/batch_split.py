@@ -14,7 +14,7 @@ have several microbatches, the latest finish is as early as can be, and as few p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -58,13 +58,23 @@ class LineTable(NamedTuple):
         """Return how many microbatches each pipeline gets through by ``tau_ns``; below 1 means none. [pipelines]"""
         return ((tau_ns - self.fill) // self.slowest * self.round_size).max(axis=1)
 
-    def ends_around(self, tau_ns: int) -> tuple[int, int]:
-        """Return the last time up to ``tau_ns`` and the first after it at which a layout is done with one round more.
+    def least_time(self, is_enough: Callable[[int], bool], high: int) -> int:
+        """Return the least time in which pipelines get through enough.
 
-        In between, all pipelines get through as many.
+        Args:
+            is_enough: Whether they do in a time, whatever is enough; they do in any that is longer, too. It depends on
+                the capacities alone, which change only when a layout is done with one round more.
+            high: A time that is enough.
         """
-        done = (tau_ns - self.fill) // self.slowest
-        return int((self.fill + done * self.slowest).max()), int((self.fill + (done + 1) * self.slowest).min())
+        low = 0
+        while low < high:
+            middle = (low + high) // 2
+            done = (middle - self.fill) // self.slowest
+            if is_enough(middle):
+                high = max(low, int((self.fill + done * self.slowest).max()))
+            else:
+                low = int((self.fill + (done + 1) * self.slowest).min())
+        return low
 
 
 def lines(layouts: Iterable[PipelineTemplate], *, alone: bool = False) -> Lines:
@@ -131,21 +141,17 @@ def split_microbatches(pipelines: Sequence[Lines], num_microbatches: int) -> tup
     kind = np.array([numbers[id(of)] for of in pipelines])
     table = line_table(list(kinds.values()))
     num_each = np.bincount(kind)
-    low, high = 0, finish_ns(pipelines[0], num_microbatches)
-    while low < high:
-        middle = (low + high) // 2
-        last, following = table.ends_around(middle)
-        if num_each @ np.maximum(table.capacities(middle), 1) >= num_microbatches:
-            high = max(low, last)
-        else:
-            low = following
-    least = np.maximum(table.capacities(low - 1), 1)
-    more = np.maximum(table.capacities(low) - least, 0)
+    step_ns = table.least_time(
+        lambda tau_ns: int(num_each @ np.maximum(table.capacities(tau_ns), 1)) >= num_microbatches,
+        finish_ns(pipelines[0], num_microbatches),
+    )
+    least = np.maximum(table.capacities(step_ns - 1), 1)
+    more = np.maximum(table.capacities(step_ns) - least, 0)
     without = (table.fill + -(-least[:, None] // table.round_size) * table.slowest).min(axis=1)
     counts, candidates = least[kind], np.flatnonzero(more[kind])
     # What completes a round that ends then anyway costs nothing.
     of = kind[candidates]
-    ordered = candidates[np.lexsort((-without[of], -more[of], without[of] < low))]
+    ordered = candidates[np.lexsort((-without[of], -more[of], without[of] < step_ns))]
     most = more[kind[ordered]]
     left_over = num_microbatches - int(counts.sum()) - (np.cumsum(most) - most)
     counts[ordered] += np.clip(left_over, 0, most)

@@ -135,7 +135,7 @@ class _Knapsack:
         """Return the least step time and its composition, descending; None if it is more than ``most_ns``."""
         if most_ns is not None and not self._is_enough(most_ns):
             return None
-        tau = self._least_tau(self._longest if most_ns is None else most_ns)
+        tau = self._lines.least_time(self._is_enough, self._longest if most_ns is None else most_ns)
         sizes = self._composition(tau)
         return tau, self._in_use(sizes, tau) if self._may_idle else sizes
 
@@ -153,18 +153,6 @@ class _Knapsack:
             spare -= max(0, int(lacking[used[-1]]))
             idle += index - used[-1]
         return tuple(sorted((index + self._smallest for index in used), reverse=True))
-
-    def _least_tau(self, high: int) -> int:
-        """Return the least step time in which some composition gets through all microbatches; ``high`` is enough."""
-        low = 0
-        while low < high:
-            middle = (low + high) // 2
-            last, following = self._lines.ends_around(middle)
-            if self._is_enough(middle):
-                high = max(low, last)
-            else:
-                low = following
-        return low
 
     def _is_enough(self, tau_ns: int) -> bool:
         each = np.minimum(self._capacity(tau_ns), self._num_microbatches)

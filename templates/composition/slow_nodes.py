@@ -13,7 +13,7 @@ several slow nodes of a large template are put where little is computed instead 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations, permutations
 from math import fsum, perm
 from typing import NamedTuple
@@ -22,7 +22,6 @@ import numpy as np
 
 from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.compiled import compiled
-from resilient.templates.common.durations import nanoseconds
 from resilient.templates.composition.batch_split import Line, LineTable, lines
 from resilient.templates.schedules.graph import CHAIN
 from resilient.templates.template import PipelineTemplate, TemplateSet
@@ -93,9 +92,9 @@ def _best_lone(
     templates: TemplateSet, num_fast: int, slow: Factors, num_microbatches: int, most_ns: int
 ) -> tuple[int, MixedComposition] | None:
     found: tuple[int, MixedComposition] | None = None
-    for group in _groups(slow):
-        for size in _sizes(templates, len(group), num_fast):
-            for pipeline, line in _choices(templates, size, group, alone=True):
+    for size in templates.sizes:
+        for choices in _choices(templates, size, _groups_of_size(slow, size, num_fast), alone=True).values():
+            for pipeline, line in choices:
                 step_ns = line.finish_ns(num_microbatches)
                 if step_ns <= most_ns and (found is None or step_ns < found[0]):
                     found = step_ns, MixedComposition((pipeline,), ())
@@ -107,48 +106,94 @@ def _groups(slow: Factors) -> list[Factors]:
     return list(dict.fromkeys(group for number in range(1, len(slow) + 1) for group in combinations(slow, number)))
 
 
-def _sizes(templates: TemplateSet, num_slow: int, num_fast: int) -> range:
-    return range(max(templates.sizes[0], num_slow), min(templates.sizes[-1], num_slow + num_fast) + 1)
+def _groups_of_size(slow: Factors, size: int, num_fast: int) -> list[Factors]:
+    """Return those that a pipeline of so many nodes can have."""
+    return [group for group in _groups(slow) if size - num_fast <= len(group) <= size]
 
 
 def _choices(
-    templates: TemplateSet, size: int, group: Factors, *, alone: bool = False
-) -> Iterator[tuple[SlowPipeline, Line]]:
-    """Yield the layouts of a size with the slow nodes at any of their places, and what they take."""
-    for layout in templates.of(size):
-        arranged = np.array(list(_arrangements(layout, group)))
-        for factors, (fill_ms, slowest_ms) in zip(arranged, _lines_ms(layout, arranged, alone=alone), strict=True):
-            line = Line(nanoseconds(fill_ms), max(1, nanoseconds(slowest_ms)), layout.round_size)
-            yield SlowPipeline(layout, tuple(factors.tolist())), line
+    templates: TemplateSet, size: int, groups: Sequence[Factors], *, alone: bool = False
+) -> dict[Factors, list[tuple[SlowPipeline, Line]]]:
+    """Return the layouts of a size with the slow nodes of each group at any of their places, and what they take.
+
+    Those that another one is as fast as, whatever the number of microbatches, are left out.
+    """
+    rows = [(layout, _Rows.of(layout)) for layout in templates.of(size)]
+    return {group: _fastest(rows, group, alone=alone) for group in groups}
 
 
-def _arrangements(layout: PipelineTemplate, group: Factors) -> Iterator[Factors]:
-    """Yield the factors of a layout's nodes, slow nodes at all places; where that is too much, where least is done."""
+class _Rows(NamedTuple):
+    """The rows of a layout: the node of each, what it takes for a round, and what of that fills the pipeline."""
+
+    node: Ints
+    busy: Floats
+    filling: Floats
+
+    @classmethod
+    def of(cls, layout: PipelineTemplate) -> _Rows:
+        node, busy, filling = zip(
+            *(
+                (row[0].node_index, fsum(s.stage_ms for s in row), fsum(s.filling_ms for s in row))
+                for row in layout.rows
+            ),
+            strict=True,
+        )
+        return cls(np.array(node, dtype=np.int64), np.array(busy), np.array(filling))
+
+
+def _fastest(
+    rows: Sequence[tuple[PipelineTemplate, _Rows]], group: Factors, *, alone: bool
+) -> list[tuple[SlowPipeline, Line]]:
+    arranged = [_arranged(layout, of, group) for layout, of in rows]
+    times = np.concatenate(
+        [_lines_ms(layout, of, each, alone=alone) for (layout, of), each in zip(rows, arranged, strict=True)]
+    )
+    fill, slowest = np.rint(times * 1e6).astype(np.int64).T
+    slowest = np.maximum(slowest, 1)
+    layouts = np.repeat(np.arange(len(rows)), [len(each) for each in arranged])
+    firsts = np.concatenate(([0], np.cumsum([len(each) for each in arranged])))
+    round_size = np.array([layout.round_size for layout, _ in rows])[layouts]
+    found: list[tuple[SlowPipeline, Line]] = []
+    for size in np.unique(round_size):
+        order = np.flatnonzero(round_size == size)
+        order = order[np.lexsort((fill[order], slowest[order]))]
+        least = np.minimum.accumulate(fill[order])
+        for index in order[np.diff(least, prepend=least[0] + 1) < 0].tolist():
+            number = int(layouts[index])
+            factors = arranged[number][index - firsts[number]]
+            line = Line(int(fill[index]), int(slowest[index]), int(size))
+            found.append((SlowPipeline(rows[number][0], tuple(factors.tolist())), line))
+    return found
+
+
+def _arranged(layout: PipelineTemplate, rows: _Rows, group: Factors) -> Floats:
+    """Return the factors of a layout's nodes with slow ones at all places; where that is too much, where least is done.
+
+    [arrangements, nodes]
+    """
     if len(group) == 1 or perm(layout.num_nodes, len(group)) <= _MOST_ARRANGEMENTS:
-        places = permutations(range(layout.num_nodes), len(group))
+        places = _anywhere(layout.num_nodes, len(group))
     else:
-        busy = [
-            [fsum(s.stage_ms for s in row) for row in layout.rows if row[0].node_index == node]
-            for node in range(layout.num_nodes)
-        ]
-        orders = ([key(times) for times in busy] for key in (max, sum))
-        places = (sorted(range(len(busy)), key=order.__getitem__)[: len(group)] for order in orders)
-    seen: set[Factors] = set()
-    for chosen in places:
-        at = dict(zip(chosen, group, strict=True))
-        factors = tuple(at.get(node, 1.0) for node in range(layout.num_nodes))
-        if factors not in seen:
-            seen.add(factors)
-            yield factors
+        longest, total = np.zeros(layout.num_nodes), np.zeros(layout.num_nodes)
+        np.maximum.at(longest, rows.node, rows.busy)
+        np.add.at(total, rows.node, rows.busy)
+        places = np.stack([np.argsort(busy, kind="stable")[: len(group)] for busy in (longest, total)])
+    arranged = np.ones((len(places), layout.num_nodes))
+    np.put_along_axis(arranged, places, np.broadcast_to(np.array(group), places.shape), axis=1)
+    return arranged
 
 
-def _lines_ms(layout: PipelineTemplate, arranged: Floats, *, alone: bool) -> Floats:
+@cache
+def _anywhere(num_nodes: int, number: int) -> Ints:
+    return np.array(list(permutations(range(num_nodes), number)), dtype=np.int64)
+
+
+def _lines_ms(layout: PipelineTemplate, rows: _Rows, arranged: Floats, *, alone: bool) -> Floats:
     """Return :meth:`PipelineTemplate.line_ms` for each row of factors; chains all at once. [arrangements, 2]"""
     if layout.lanes != (CHAIN,):
         return np.array([layout.line_ms(factors.tolist(), alone=alone) for factors in arranged])
-    slowed = arranged[:, [row[0].node_index for row in layout.rows]]
-    busy = slowed * np.array([fsum(stage.stage_ms for stage in row) for row in layout.rows])
-    filling = slowed * np.array([fsum(stage.filling_ms for stage in row) for row in layout.rows])
+    slowed = arranged[:, rows.node]
+    busy, filling = slowed * rows.busy, slowed * rows.filling
     slowest = busy.max(axis=1)
     its_own = np.where(busy == slowest[:, None], filling, 0.0).max(axis=1)
     fill = (filling.sum(axis=1) - its_own) / layout.num_chunks
@@ -158,8 +203,9 @@ def _lines_ms(layout: PipelineTemplate, arranged: Floats, *, alone: bool) -> Flo
 class _Table:
     """What two or more pipelines, some with slow nodes, get through.
 
-    Tables have a row for each number of pipelines, up to the most there can be. Where that would be too large, the last
-    row stands for the fewest allowed or more, and what has too many is no answer.
+    The last row of tables stands for the fewest pipelines allowed or more. Where nodes make more pipelines than there
+    are microbatches, tables have a row for each number of pipelines up to that instead; if these would be too large,
+    what has too many pipelines is no answer.
     """
 
     def __init__(
@@ -168,17 +214,18 @@ class _Table:
         self._templates, self._slow, self._num_fast = templates, slow, num_fast
         self._num_microbatches, self._min_pipelines = num_microbatches, min_pipelines
         self._fast_sizes = range(templates.sizes[0], min(templates.sizes[-1], num_fast) + 1)
-        most = min(num_microbatches, (num_fast + len(slow)) // templates.sizes[0])
-        self._counts_all = most * (num_fast + 1) * len(self._fast_sizes) <= _MOST_CELLS
-        self._last_row = most if self._counts_all else min_pipelines
+        fit = (num_fast + len(slow)) // templates.sizes[0]
+        cells = num_microbatches * (num_fast + 1) * len(self._fast_sizes)
+        self._counts_all = num_microbatches < fit and cells <= _MOST_CELLS
+        self._last_row = num_microbatches if self._counts_all else min_pipelines
         # Pipelines with slow nodes have so many others at most.
         self._width = min(num_fast, len(slow) * templates.sizes[-1]) + 1
         self._kinds: list[tuple[Factors, int]] = [((), size) for size in self._fast_sizes]
         of_kinds = [list(lines(templates.of(size))) for size in self._fast_sizes]
         self._pipelines: dict[tuple[Factors, int], list[SlowPipeline]] = {}
-        for group in _groups(slow):
-            for size in _sizes(templates, len(group), num_fast):
-                pipelines, their_lines = zip(*_choices(templates, size, group), strict=True)
+        for size in templates.sizes:
+            for group, choices in _choices(templates, size, _groups_of_size(slow, size, num_fast)).items():
+                pipelines, their_lines = zip(*choices, strict=True)
                 self._pipelines[group, size] = list(pipelines)
                 self._kinds.append((group, size))
                 of_kinds.append(list(their_lines))
@@ -190,15 +237,7 @@ class _Table:
         """Return the composition with the shortest step, up to ``most_ns``."""
         if self._last_row < self._min_pipelines or not self._kinds or not self._is_enough(most_ns):
             return None
-        low, high = 0, most_ns
-        while low < high:
-            middle = (low + high) // 2
-            last, following = self._lines.ends_around(middle)
-            if self._is_enough(middle):
-                high = max(low, last)
-            else:
-                low = following
-        found = self._read_back(low)
+        found = self._read_back(self._lines.least_time(self._is_enough, most_ns))
         return found if len(found.slow) + len(found.fast) <= self._num_microbatches else None
 
     def _is_enough(self, tau_ns: int) -> bool:
