@@ -28,7 +28,8 @@ _FREE = -1
 _NONE = -2
 
 _NEAR = 1.05
-"""The most that one node receives may be this many times the least that can be, where that copies less in all."""
+"""The most that one node receives may be this many times the least that can be, where that copies less in all; and
+copies may take this many times as long, where it is no more than that only then."""
 _NOBODY: Ints = np.empty(0, dtype=np.int64)
 
 
@@ -126,8 +127,8 @@ class Placer:
         Of all placements one is taken whose copies are cheapest (:meth:`StateResidency.prices`); of places where a node
         costs the same, it stays with the pipeline that continues its own. If a node then receives more than
         :data:`_NEAR` times what the most must be, it is the cheapest of those placements in which none does, unless
-        senders make that take longer. Where that placement holds a state in fewer than f + 1 failure domains, nodes
-        exchange places until no exchange improves that, at whatever price
+        senders make that take more than :data:`_NEAR` times as long. Where that placement holds a state in fewer than
+        f + 1 failure domains, nodes exchange places until no exchange improves that, at whatever price
         (:func:`resilient.templates.replan.topology_spread.spread_domains`): like f + 1 pipelines, it is what makes
         failures survivable.
 
@@ -229,8 +230,9 @@ class Placer:
         assert found is not None
         balanced = chosen.copy()
         balanced[places] = nodes[found]
-        # What one receives less others send and receive more: that may take longer.
-        return min(balanced, chosen, key=lambda each: self._volume(each, needed)[1])
+        # What one receives less others send and receive more: that may take longer in all.
+        busiest, before = (self._volume(each, needed)[1] for each in (balanced, chosen))
+        return balanced if busiest <= _NEAR * before else chosen
 
     def _left(self, chosen: Ints, barred: Ints) -> Ints:
         """Return the nodes that have no place and may take one."""

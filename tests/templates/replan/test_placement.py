@@ -94,7 +94,7 @@ def test_devices_that_keep_their_shards_decide_between_equals() -> None:
 
 
 @given(st.data())
-def test_no_other_placement_copies_less_of_those_that_take_no_longer(data: st.DataObject) -> None:
+def test_no_other_placement_copies_less_of_those_that_hardly_take_longer(data: st.DataObject) -> None:
     """All placements of all nodes, save those of pipelines that go on as they are."""
     num_layers = data.draw(st.integers(4, 7))
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=num_layers, max_size=num_layers))
@@ -133,9 +133,9 @@ def test_no_other_placement_copies_less_of_those_that_take_no_longer(data: st.Da
     orders = list(permutations(live, len(needed)))
     cheapest = [order for order in orders if sum(received(order)) == min(sum(received(each)) for each in orders)]
     if found.copied_bytes > sum(received(cheapest[0])):
-        # More is copied only where that is less for the node that receives most, and takes no longer.
+        # More is copied only where that is less for the node that receives most, and takes hardly longer.
         assert max(received(ours)) < min(max(received(order)) for order in cheapest)
-        assert found.busiest_bytes <= max(map(busiest, cheapest))
+        assert found.busiest_bytes <= 1.05 * max(map(busiest, cheapest))
 
 
 def draw_plan(data: st.DataObject, num_layers: int, most_nodes: int) -> Plan:
