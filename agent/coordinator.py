@@ -42,8 +42,8 @@ from resilient.protocol.messages import Departure, Injection, Shutdown
 from resilient.protocol.phases import check_phase
 from resilient.state.manifest import write_manifest
 from resilient.templates.common.words import listed
-from resilient.templates.plan import PlanningProblem
-from resilient.templates.replan.replan import prepare, warm_up
+from resilient.templates.replan.replan import warm_up
+from resilient.templates.replan.schedule_choice import choose_and_prepare
 
 logger = logging.getLogger(__name__)
 
@@ -303,8 +303,8 @@ class Coordinator:
                 self._events.record(instruction)
             case ev.WriteManifest():
                 self.feed(_written(instruction))
-            case ev.PreparePlans(problem=problem, num_nodes=num_nodes):
-                self._spawn(self._prepare(problem, num_nodes))
+            case ev.PreparePlans():
+                self._spawn(self._prepare(instruction))
             case ev.Stop(exit_code=exit_code, reason=reason):
                 self._stop(exit_code, reason)
 
@@ -314,14 +314,15 @@ class Coordinator:
                 self._agents.tell(ev.Tell(node=node, message=Shutdown(exit_code=exit_code, reason=reason)))
             self._stopped.set_result(exit_code)
 
-    async def _prepare(self, problem: PlanningProblem, num_nodes: int) -> None:
+    async def _prepare(self, wanted: ev.PreparePlans) -> None:
+        num_nodes, choice = wanted.num_nodes, None
         try:
-            await asyncio.to_thread(prepare, problem, num_nodes)
+            choice = await asyncio.to_thread(choose_and_prepare, wanted.problem, num_nodes, wanted.most_chunks)
         except ValueError:
             pass  # there is no plan: the machine finds that out when it needs one
         except Exception:
             logger.exception("plans for %d nodes could not be prepared", num_nodes)
-        self.feed(ev.PlansPrepared(num_nodes=num_nodes))
+        self.feed(ev.PlansPrepared(num_nodes=num_nodes, choice=choice))
 
     # ------------------------------------------------------------ HTTP
 

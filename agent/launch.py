@@ -187,6 +187,7 @@ class Launcher(JobControl):
             wait_for_nodes_s=options.wait_for_nodes_s,
             trace=options.trace_steps,
             planner=options.planner,
+            schedule=options.schedule,
             allow_different=options.allow_different,
             validate=options.validate,
             store=options.store,

@@ -10,6 +10,7 @@ from resilient.common.network.ports import port_range
 from resilient.errors import ArgumentError
 from resilient.observability.step_trace import parse_steps
 from resilient.protocol.alike import ALLOWABLE
+from resilient.protocol.job_config import training_schedule
 from resilient.protocol.messages import Injection
 from resilient.protocol.shown_streams import ShownStreams
 from resilient.templates.plan import Sharding
@@ -28,6 +29,7 @@ _REPEATED = (
     "wait_for_nodes_s",
     "allow_different",
     "planner",
+    "schedule",
     "store",
     "port_range",
     "tee",
@@ -65,6 +67,7 @@ class LaunchOptions:
         domains: What the simulated nodes fail together with (zones, racks), in turn; empty for each by itself.
         trace_steps: Steps of which workers write down when they did what, as in "10" or "10-12"; "" for none.
         planner: What places the samples of units, instead of what the script asks for; "" for that.
+        schedule: What pipelines run, instead of what the script asks for; "" for that.
         allow_different: What may differ between nodes: of :data:`resilient.protocol.alike.ALLOWABLE`.
         validate: Check after everything that happens that the membership is consistent; a job of a thousand nodes
             feels it.
@@ -100,6 +103,7 @@ class LaunchOptions:
     domains: tuple[str, ...] = ()
     trace_steps: str = ""
     planner: str = ""
+    schedule: str = ""
     allow_different: tuple[str, ...] = ()
     validate: bool = False
     store: str = ""
@@ -138,6 +142,8 @@ class LaunchOptions:
         if not self.wait_for_nodes_s >= 0:
             fix = "give 0 for not waiting at all"
             raise ArgumentError("wait_for_nodes_s", "be >= 0", f"{self.wait_for_nodes_s:g}", fix)
+        if self.schedule:
+            training_schedule(self.schedule)
         parse_steps(self.trace_steps)
         port_range(self.port_range)
         _ = self.shown

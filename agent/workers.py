@@ -188,6 +188,7 @@ class WorkerPool:
             "RESILIENT_RUN_DIR": welcome.run_directory,
             "RESILIENT_TRACE": welcome.trace,
             "RESILIENT_PLANNER": welcome.planner,
+            "RESILIENT_SCHEDULE": welcome.schedule,
             "RESILIENT_NETWORK": msgspec.json.encode(welcome.network).decode(),
             "RESILIENT_PLANNED": "1" if welcome.is_planned else "",
         }

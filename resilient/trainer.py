@@ -30,7 +30,6 @@ from resilient.profiling.profiler import draw_samples
 from resilient.profiling.script import leave_description
 from resilient.protocol.agent_client import AgentClient, cluster_from_environment
 from resilient.protocol.foreign_launchers import check_started_once
-from resilient.protocol.job_config import training_schedule
 from resilient.protocol.messages import Note, Output
 from resilient.runtime.alike import alike
 from resilient.runtime.batches import reader_of
@@ -91,7 +90,10 @@ class Trainer:
             "zb-h2" (split the backward to shorten the waiting; "zb-h2" hides messages, no more); "interleaved-zb" or
             "zb-v" (both; not on CUDA devices); "gpipe". Results are the same. Memory is planned for what each keeps in
             flight; "1f1b" and "split-1f1b" need the least, "eager-1f1b" no more than that, and takes what is left.
-        num_chunks: Stages of each worker, under "interleaved-1f1b" and "interleaved-zb"; "zb-v" has two.
+            "auto" is the one of them whose steps are the shortest in simulation, for the layers' measured times, the
+            memory and the nodes that the job begins with. ``resilient run --schedule`` goes before it.
+        num_chunks: Stages of each worker, under "interleaved-1f1b" and "interleaved-zb"; "zb-v" has two. Under "auto"
+            the most stages of each worker.
         planner: What places the samples of a multimodal model, by its name in ``resilient compare``: encoders and the
             language model then run cells of their own, packed, in lanes of their own. By default all layers are a chain
             of padded microbatches. ``resilient run --planner`` goes before it; a script run by itself has no planner.
@@ -145,7 +147,7 @@ class Trainer:
             on_nonfinite=on_nonfinite,
             checkpoint_every=checkpoint_every,
             compare_replicas_every=compare_replicas_every,
-            schedule=training_schedule(schedule),
+            schedule=os.environ.get("RESILIENT_SCHEDULE") or schedule,
             num_chunks=num_chunks,
             planner=os.environ.get("RESILIENT_PLANNER") or planner or "",
             num_workers=num_workers,

@@ -22,7 +22,7 @@ from resilient.models.multimodal.language import LANGUAGE_FAMILIES
 from resilient.models.multimodal.module import MultimodalModule
 from resilient.models.multimodal.vision import VISION_FAMILIES
 from resilient.planners.registry import PLANNERS
-from resilient.protocol.job_config import SCHEDULES
+from resilient.protocol.job_config import AUTO_SCHEDULE, SCHEDULES
 from resilient.templates.schedules.kind import ScheduleKind
 from resilient.trainer import Trainer
 from tests.test_layering import ROOMS
@@ -167,7 +167,7 @@ def test_schedules_listed_are_those_a_job_can_choose() -> None:
     assert found is not None
     assert set(re.findall(r"`([\w-]+)`", found[1])) == set(SCHEDULES)
     (argument,) = re.findall(r"^    schedule: (.+?)^    \w+: ", inspect.getdoc(Trainer) or "", re.MULTILINE | re.DOTALL)
-    assert set(re.findall(r'"([\w-]+)"', argument)) == set(SCHEDULES)
+    assert set(re.findall(r'"([\w-]+)"', argument)) == {*SCHEDULES, AUTO_SCHEDULE}
     table = (ROOT / "docs" / "schedules.md").read_text().partition("## The kinds")[2].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| `(\w[\w-]*)` \|.*\|([^|]*)\|$", table, re.MULTILINE))
     assert set(rows) == {kind.value for kind in ScheduleKind}

@@ -92,6 +92,7 @@ class Handlers:
                 num_nodes=settings.num_nodes,
                 trace=settings.trace,
                 planner=settings.planner,
+                schedule=settings.schedule,
                 network=settings.network,
                 is_planned=self._parts.job.is_known,
             ),
@@ -191,7 +192,7 @@ class Handlers:
         self._parts.injections.cause(event.injection)
 
     def on_plans_prepared(self, event: PlansPrepared) -> None:
-        self._parts.job.take(event.num_nodes)
+        self._parts.job.take(event.num_nodes, event.choice)
         self._lifecycle.proceed()
 
     def on_interrupted(self, event: Interrupted) -> None:
@@ -219,8 +220,7 @@ class Handlers:
         self._lifecycle.proceed()
 
     def on_tick_while_training(self, event: Tick) -> None:
-        parts = self._parts
-        lifecycle = self._lifecycle
+        parts, lifecycle = self._parts, self._lifecycle
         if parts.ending.interruption is not None:
             lifecycle.end_interrupted_in_time(parts.ending.interruption)
         self._regrouping.begin_stall()
@@ -241,8 +241,7 @@ class Handlers:
                 self._lifecycle.evict(member.node, f"not ready within {limit_s:g} s of joining; see {log}")
 
     def on_tick_while_saving(self, event: Tick) -> None:
-        parts = self._parts
-        lifecycle = self._lifecycle
+        parts, lifecycle = self._parts, self._lifecycle
         if parts.ending.interruption is not None:
             lifecycle.end_interrupted_in_time(parts.ending.interruption)
         last = parts.last_checkpoint

@@ -19,7 +19,6 @@ from resilient import Chain
 from resilient.data.read_ahead import data_processes
 from resilient.data.reader import Cell
 from resilient.optim import SGD
-from resilient.protocol.job_config import training_schedule
 from resilient.runtime.batches import Batches, reader_of
 from resilient.runtime.job import Job
 
@@ -51,7 +50,6 @@ def waiting_ms(num_workers: int) -> float:
         precision="fp32",
         clip_grad_norm=None,
         checkpoint_every=0,
-        schedule=training_schedule("1f1b"),
         device=torch.device("cpu"),
         comm_timeout_s=60.0,
         num_steps=STEPS,

@@ -28,6 +28,7 @@ from resilient.common.printable import printable
 from resilient.errors import ArgumentError, ResilientError
 from resilient.protocol.alike import ALLOWABLE
 from resilient.protocol.foreign_launchers import check_started_once
+from resilient.protocol.job_config import AUTO_SCHEDULE, SCHEDULES
 from resilient.protocol.messages import Injection
 from resilient.protocol.phases import PHASES, check_phase
 from resilient.templates.plan import Sharding
@@ -137,6 +138,13 @@ def run(
     planner: Annotated[
         str, typer.Option(help="Places samples of multimodal models, instead of what the script asks for.")
     ] = "",
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help=f"What pipelines run, instead of what the script asks for: {', '.join(SCHEDULES)}, or "
+            f"{AUTO_SCHEDULE}, which chooses by simulation.",
+        ),
+    ] = "",
     tee: Tee = "0",
     redirects: Redirects = "3",
     local_ranks_filter: LocalRanksFilter = "",
@@ -189,6 +197,7 @@ def run(
             domains=tuple(label.strip() for label in domains.split(",") if label.strip()),
             trace_steps=trace_steps,
             planner=planner,
+            schedule=schedule,
             allow_different=tuple(allow_different or ()),
             store=store,
             tee=tee,

@@ -13,7 +13,7 @@ from typing import Any
 
 from resilient.observability.event_log import Event, loss_of, was_skipped
 from resilient.observability.run_report import build_run_report
-from resilient.observability.wording import duration, lost_work, recovery_parts, standby_in_words
+from resilient.observability.wording import duration, lost_work, recovery_parts, schedule_in_words, standby_in_words
 from resilient.templates.common.words import counted, listed
 
 _KEPT_MESSAGES = 64
@@ -105,6 +105,9 @@ class JobStatus:
             f"{counted(event['num_nodes'], 'node')}, "
             f"survives {counted(event['max_failures'], 'failure')} at a time",
         )
+
+    def _on_schedule(self, event: Event) -> Iterator[tuple[str, str]]:
+        yield "note", schedule_in_words(event)
 
     def _on_listening(self, event: Event) -> Iterator[tuple[str, str]]:
         command = f"resilient agent --join {event['address']} --run RUN"

@@ -37,6 +37,7 @@ def build_run_report(events: Sequence[Event]) -> dict[str, Any]:
     installed = _installed_by_generation(events)
     return {
         "job": _last(events, "job", ("script", "num_nodes", "workers_per_node", "max_failures", "global_batch")),
+        "schedule": _last(events, "schedule", ("num_nodes", "chosen", "others")) or None,
         "steps": max(steps, default=0),
         "final_loss": steps[max(steps)]["loss"] if steps else None,
         "skipped_steps": sum(map(was_skipped, steps.values())),

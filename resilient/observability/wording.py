@@ -7,6 +7,7 @@ from typing import Any
 
 from resilient.templates.common.words import counted, listed
 from resilient.templates.schedules.graph import LaneName
+from resilient.templates.schedules.kind import ScheduleKind
 
 RECOVERY_PARTS = ("detect", "agree", "regroup", "copy", "redo")
 """The parts of a recovery, in the order in which they happen; each is reported as ``<part>_ms``."""
@@ -33,6 +34,26 @@ def recovery_parts(recovery: Mapping[str, Any]) -> str:
     """
     known = ((part, recovery[f"{part}_ms"]) for part in RECOVERY_PARTS)
     return ", ".join(f"{part} {duration(value_ms)}" for part, value_ms in known if value_ms is not None)
+
+
+def schedule_in_words(choice: Mapping[str, Any]) -> str:
+    """Write which schedule was chosen, and how much longer a step takes with each of the others.
+
+    Args:
+        choice: The event, or a :class:`resilient.templates.replan.schedule_choice.ScheduleChoice` as a dictionary.
+    """
+    chosen, others = choice["chosen"], choice["others"]
+    compared = [
+        f"{_schedule(each)} {duration(each['step_ms'])} ({each['step_ms'] / chosen['step_ms'] - 1:+.1%})"
+        for each in others
+    ]
+    told = f"; {', '.join(compared)}" if compared else ""
+    return f"schedule {_schedule(chosen)}: {duration(chosen['step_ms'])} a step in simulation{told}"
+
+
+def _schedule(simulated: Mapping[str, Any]) -> str:
+    chunks = simulated["num_chunks"]
+    return f"{ScheduleKind(simulated['schedule']).value}{f' with {chunks} stages each' if chunks > 1 else ''}"
 
 
 def standby_in_words(generation: Mapping[str, Any]) -> list[str]:

@@ -22,6 +22,9 @@ ON_NONFINITE = ("stop", "skip")
 SCHEDULES = tuple(kind.value for kind in ScheduleKind if kind is not ScheduleKind.FORWARD_ONLY)
 """Kinds of schedules a job can choose: those that train."""
 
+AUTO_SCHEDULE = "auto"
+"""Has the schedule chosen among these, by simulation, for the nodes that the job begins with."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
@@ -38,8 +41,9 @@ class JobConfig:
         on_nonfinite: One of ``ON_NONFINITE``.
         checkpoint_every: Steps between checkpoints; 0 for one at the end; "auto" by measured cost and by risk.
         compare_replicas_every: Steps between comparisons of the copies of states; 0 for when they are installed.
-        schedule: What pipelines run; may be given by its name.
-        num_chunks: Stages of each worker, of interleaved schedules; zb-v has 2, all others 1, whatever is given.
+        schedule: What pipelines run: one of ``SCHEDULES``, or ``AUTO_SCHEDULE``.
+        num_chunks: Stages of each worker, of interleaved schedules; zb-v has 2, all others 1, whatever is given. Where
+            the schedule is to be chosen, the most stages of each worker.
         planner: What places the samples of a model's units; "" for a chain of all units.
         comm_timeout_s: How long workers wait for each other before they give a generation up.
 
@@ -58,7 +62,7 @@ class JobConfig:
     on_nonfinite: str = "stop"
     checkpoint_every: int | Literal["auto"] = 0
     compare_replicas_every: int = 100
-    schedule: ScheduleKind = ScheduleKind.ONE_F_ONE_B
+    schedule: str = ScheduleKind.ONE_F_ONE_B.value
     num_chunks: int = 2
     planner: str = ""
     comm_timeout_s: float = 120.0
@@ -78,8 +82,10 @@ class JobConfig:
                 "precision", f"be one of {list(PRECISIONS)}", repr(self.precision), "choose one of them"
             )
         object.__setattr__(self, "schedule", training_schedule(self.schedule))
-        num_chunks = chunks_of(self.schedule, self.num_chunks)
-        object.__setattr__(self, "num_chunks", num_chunks)
+        if self.schedule == AUTO_SCHEDULE:
+            self._take_whole("num_chunks", 1, "1 leaves schedules with several stages on each worker out")
+        else:
+            object.__setattr__(self, "num_chunks", chunks_of(ScheduleKind(self.schedule), self.num_chunks))
         if self.schedule in CHUNK_KINDS:
             self._take_whole("num_chunks", 2, "1f1b is the schedule with one stage on each worker")
         if self.clip_grad_norm is not None:
@@ -88,6 +94,13 @@ class JobConfig:
             fix = "stop ends the job at such a step, skip goes on without it"
             raise ArgumentError("on_nonfinite", f"be one of {list(ON_NONFINITE)}", repr(self.on_nonfinite), fix)
         check_number("comm_timeout_s", self.comm_timeout_s, "leave it out for 120")
+
+    @property
+    def first_schedule(self) -> tuple[ScheduleKind, int]:
+        """What plans are made for, and the stages of each worker: 1f1b's as long as the schedule is to be chosen."""
+        if self.schedule == AUTO_SCHEDULE:
+            return ScheduleKind.ONE_F_ONE_B, 1
+        return ScheduleKind(self.schedule), self.num_chunks
 
     def saves_after(self, step: int, *, is_chosen: bool) -> bool:
         """Return whether a checkpoint is to be written after a step on the way; ``is_chosen``: "auto" says so."""
@@ -102,14 +115,15 @@ class JobConfig:
         return {field.name: getattr(self, field.name) for field in fields(JobConfig)}
 
 
-def training_schedule(name: str) -> ScheduleKind:
-    """Return the kind of schedule a job asks for.
+def training_schedule(name: str) -> str:
+    """Return the name of the schedule that a job asks for.
 
     Raises:
         ArgumentError: There is none of that name, or it does not train.
     """
-    if name not in SCHEDULES:
+    known = (*SCHEDULES, AUTO_SCHEDULE)
+    if name not in known:
         fix = "choose one of them, 1f1b needs the least memory; learning rates are the optimizer's lr_schedule"
         got = repr(str(name)) if isinstance(name, str) else described(name)
-        raise ArgumentError("schedule", f"be one of {list(SCHEDULES)}", got, fix)
-    return ScheduleKind(name)
+        raise ArgumentError("schedule", f"be one of {list(known)}", got, fix)
+    return ScheduleKind(name).value if name in SCHEDULES else AUTO_SCHEDULE

@@ -293,8 +293,9 @@ SentToWorker = Regroup | PackedGeneration | Save | Finish | Arm
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The node's number and what to start; workers from before are killed. ``orphan_s``: how long to train on without
     a coordinator. ``num_nodes``: nodes the job was started with. ``trace``: steps of which workers write down when they
-    did what (:func:`resilient.observability.step_trace.parse_steps`). ``planner``: what they use for the script's.
-    ``network``: between two nodes, for each worker. ``is_planned``: the job is known, and what its planner answered."""
+    did what (:func:`resilient.observability.step_trace.parse_steps`). ``planner``, ``schedule``: what they use for the
+    script's. ``network``: between two nodes, for each worker. ``is_planned``: the job is known, and what its planner
+    answered."""
 
     node: int
     script: str
@@ -306,6 +307,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_nodes: int = 1
     trace: str = ""
     planner: str = ""
+    schedule: str = ""
     network: Link = Link()
     is_planned: bool = False
 

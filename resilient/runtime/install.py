@@ -378,7 +378,7 @@ def _steps(context: WorkerContext, plan: Plan, slot: Slot, comm: Communicator, l
         slot=slot,
         lanes=lanes,
         states=partial(_trained_states, context),
-        split=job.schedule is ScheduleKind.ZB_H1,
+        split=plan.schedule_kind is ScheduleKind.ZB_H1,
         times=UnitTimes(lanes, plan, planning.costs, planning.cluster),
     )
 

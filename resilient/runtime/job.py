@@ -12,7 +12,7 @@ from resilient.errors import ArgumentError
 from resilient.models.layer import LayerSpec, Model
 from resilient.optim import Optimizer, check_groups
 from resilient.protocol.alike import Alike
-from resilient.protocol.job_config import JobConfig
+from resilient.protocol.job_config import AUTO_SCHEDULE, JobConfig
 from resilient.protocol.messages import JobSpec
 from resilient.runtime.job_arguments import check_dataset, check_model, check_optimizer, check_planner
 from resilient.state.layout import BufferLayout
@@ -65,9 +65,9 @@ class Job(JobConfig):
         self._take_whole("read_ahead", 1, "num_workers=0 reads none ahead of time")
         if self.schedule in CHUNK_KINDS and self.device.type == "cuda":
             why = "NCCL's messages carry no tags, and both ends do not order theirs alike"
-            raise ArgumentError(
-                "schedule", f"be another on CUDA devices ({why})", self.schedule.value, "choose another"
-            )
+            raise ArgumentError("schedule", f"be another on CUDA devices ({why})", self.schedule, "choose another")
+        if self.schedule == AUTO_SCHEDULE and self.device.type == "cuda":  # one of those is not to be chosen
+            object.__setattr__(self, "num_chunks", 1)
         if self.planner:
             check_planner(self.planner, self.model, self.dataset, self.schedule, self.device)
         if self.optimizer.groups:

@@ -148,13 +148,14 @@ class SingleProcessClient:
         if self._resume and resumed:
             check_recipe(self._resume, resumed, job.recipe)
             self._skipped = resumed.skipped
+        kind, num_chunks = job.first_schedule  # the only worker waits for nobody, whatever the schedule
         alone = PlanningProblem(
             profile=job.profile,
             num_microbatches=job.global_batch // job.microbatch,
             cluster=Cluster(memory_bytes=job.memory_bytes),
             max_failures=0,
-            schedule=job.schedule,
-            num_chunks=job.num_chunks,
+            schedule=kind,
+            num_chunks=num_chunks,
         )
         return Generation(
             generation=_GENERATION,

@@ -265,11 +265,11 @@ def test_port_is_served_while_plans_are_made(tmp_path: Path, monkeypatch: pytest
     async def scenario(served: Served) -> None:
         loop = asyncio.get_running_loop()
 
-        def prepare(problem: PlanningProblem, num_nodes: int) -> None:
+        def prepare(problem: PlanningProblem, num_nodes: int, most_chunks: int) -> None:
             loop.call_soon_threadsafe(asked.set)
             made.wait(20)
 
-        monkeypatch.setattr(coordinator, "prepare", prepare)
+        monkeypatch.setattr(coordinator, "choose_and_prepare", prepare)
         try:
             await make_ready(served, min_pipeline_nodes=1)
             await asked.wait()

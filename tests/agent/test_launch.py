@@ -98,6 +98,13 @@ def test_options_that_start_the_job_again_are_those_that_were_given(train: str, 
     assert LaunchOptions(script=train, run_directory=str(tmp_path)).repeated() == ()
 
 
+def test_schedule_that_there_is_not_is_refused_before_anything_is_started(train: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^schedule must be one of \['gpipe', .*, 'auto'\], got 'zb'; choose one of"):
+        LaunchOptions(script=train, run_directory=str(tmp_path), schedule="zb")
+    options = LaunchOptions(script=train, run_directory=str(tmp_path), schedule="auto")
+    assert options.repeated() == ("--schedule", "auto")
+
+
 @pytest.mark.parametrize("name", ["network_gbit_s", "failure_interval_s", "heartbeat_s", "grace_s"])
 def test_times_and_bandwidths_are_positive(name: str, train: str, tmp_path: Path) -> None:
     zero: dict[str, Any] = {name: 0}

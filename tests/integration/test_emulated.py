@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from resilient.testing import fail_at
-from tests.integration.harness import check_equals_one_process, check_survivors, run_alone, run_job
+from tests.integration.harness import check_equals_one_process, check_survivors, run_alone, run_job, started
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "jobs" / "emulated.py"
 OPTIONS = (
@@ -19,9 +19,15 @@ OPTIONS = (
 )
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder and the log of the same job in one process."""
+    directory = tmp_path_factory.mktemp("alone")
+    return directory, run_alone(directory, *OPTIONS, script=SCRIPT)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_run_with_a_kill_equals_one_process(schedule: str, tmp_path: Path) -> None:
-    log = run_alone(tmp_path / "alone", *OPTIONS, script=SCRIPT)
+def test_run_with_a_kill_equals_one_process(schedule: str, alone: tuple[Path, str], tmp_path: Path) -> None:
     run = run_job(
         tmp_path / "run",
         *(*OPTIONS, "--schedule", schedule),
@@ -29,9 +35,29 @@ def test_run_with_a_kill_equals_one_process(schedule: str, tmp_path: Path) -> No
         nodes=5,
         inject=[fail_at(node=1, step=3, phase="backward")],
     )
-    check_equals_one_process(run, tmp_path / "alone", log)
+    check_equals_one_process(run, *alone)
     check_survivors(run)
     assert [failure["node"] for failure in run.failures] == [1]
+
+
+def test_schedule_that_the_command_has_chosen_trains_the_same_through_a_kill(
+    alone: tuple[Path, str], tmp_path: Path
+) -> None:
+    """The script asks for 1f1b; where halves of backwards take as long as forwards another is faster."""
+    options = "--schedule auto --inject node=1,step=3,phase=backward"
+    with started(tmp_path / "run", *OPTIONS, nodes=5, script=SCRIPT, options=options) as job:
+        run = job.wait()
+    check_equals_one_process(run, *alone)
+    check_survivors(run)
+    assert [failure["node"] for failure in run.failures] == [1]
+    (event,) = run.of_kind("schedule")
+    chosen, others = event["chosen"], event["others"]
+    assert chosen["step_ms"] < 0.99 * next(each["step_ms"] for each in others if each["schedule"] == "1f1b")
+    assert run.report["schedule"]["chosen"] == chosen
+    assert f"schedule {chosen['schedule']}" in job.output
+    for generation in run.generations:
+        for pipeline in generation["pipelines"]:
+            assert len(pipeline["stages"]) == chosen["num_chunks"] * len(pipeline["nodes"])
 
 
 def test_example_of_a_test_of_a_planner_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

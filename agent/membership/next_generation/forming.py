@@ -82,6 +82,7 @@ def problem_of(
         ValueError: The batch cannot be split; the message says what to do.
     """
     check_batch(job.global_batch, job.microbatch, job.max_failures + 1)
+    kind, num_chunks = job.first_schedule
     return PlanningProblem(
         profile=job.profile,
         num_microbatches=job.global_batch // job.microbatch,
@@ -89,8 +90,8 @@ def problem_of(
         max_failures=job.max_failures,
         min_pipeline_nodes=job.min_pipeline_nodes,
         failure_interval_s=failure_interval_s,
-        schedule=job.schedule,
-        num_chunks=job.num_chunks,
+        schedule=kind,
+        num_chunks=num_chunks,
         sharding=sharding,
         templates=job.templates,
     )

@@ -43,6 +43,7 @@ class Settings:
         save_timeout_s: How long writing the last checkpoint may take.
         trace: Steps of which workers write down when they did what; "" for none.
         planner: What workers use instead of the planner that the script asks for; "" for that.
+        schedule: What they use instead of its schedule; "" for that.
         allow_different: What may differ between nodes: of :data:`resilient.protocol.alike.ALLOWABLE`.
         max_suspicions: Regroups of the same members without a step between them before the job is stopped.
         store: Where the job's coordinators are elected, as ``--store`` names it; "" where the first is followed only by
@@ -74,6 +75,7 @@ class Settings:
     save_timeout_s: float = 600.0
     trace: str = ""
     planner: str = ""
+    schedule: str = ""
     allow_different: tuple[str, ...] = ()
     max_suspicions: int = 3
     store: str = ""

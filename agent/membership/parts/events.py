@@ -20,6 +20,7 @@ from resilient.protocol.messages import (
 )
 from resilient.state.manifest import Manifest
 from resilient.templates.plan import PlanningProblem
+from resilient.templates.replan.schedule_choice import ScheduleChoice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +99,13 @@ class FailureWanted:
 
 @dataclass(frozen=True, kw_only=True)
 class PlansPrepared:
-    """What :class:`PreparePlans` asked for is done, or cannot be done: planning then fails at once, with the reason."""
+    """What :class:`PreparePlans` asked for is done, or cannot be done: planning then fails at once, with the reason.
+
+    ``choice``: the schedule that was chosen, where that was asked for and there is one.
+    """
 
     num_nodes: int
+    choice: ScheduleChoice | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +209,14 @@ class WriteManifest:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparePlans:
-    """Compute off the event loop what plans for up to so many nodes need; then answer with :class:`PlansPrepared`."""
+    """Compute off the event loop what plans for up to so many nodes need; then answer with :class:`PlansPrepared`.
+
+    ``most_chunks``: a schedule is to be chosen first, with so many stages on each worker at most; 0 if not.
+    """
 
     problem: PlanningProblem
     num_nodes: int
+    most_chunks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,11 @@ from resilient.agent.membership.next_generation.members import Member
 from resilient.agent.membership.parts.context import Context
 from resilient.agent.membership.parts.events import PreparePlans
 from resilient.errors import ArgumentError
+from resilient.protocol.job_config import AUTO_SCHEDULE
 from resilient.protocol.messages import JobSpec, Ready
 from resilient.state.manifest import check_recipe
 from resilient.templates.plan import PlanningProblem
+from resilient.templates.replan.schedule_choice import ScheduleChoice
 
 
 class PlannedJob:
@@ -21,6 +23,7 @@ class PlannedJob:
         self._context = context
         self._spec: JobSpec | None = None
         self._problem: PlanningProblem | None = None
+        self._most_chunks = 0  # of a schedule that is to be chosen; 0 where none is, or no longer
         self._planned_for = 0
         self._asked_for = 0
         self._num_unanswered = 0
@@ -64,6 +67,7 @@ class PlannedJob:
             job, settings.workers_per_node, settings.network, settings.failure_interval_s, settings.sharding
         )
         self._spec = job
+        self._most_chunks = job.num_chunks if job.schedule == AUTO_SCHEDULE else 0
         self._context.record(
             "job",
             script=settings.script,
@@ -122,10 +126,19 @@ class PlannedJob:
         """Have plans prepared for up to so many nodes."""
         self._asked_for = max(self._asked_for, num_nodes)
         self._num_unanswered += 1
-        self._context.do(PreparePlans(problem=self.problem, num_nodes=num_nodes))
+        wanted = PreparePlans(problem=self.problem, num_nodes=num_nodes, most_chunks=self._most_chunks)
+        self._context.do(wanted)
 
-    def take(self, num_nodes: int) -> None:
-        """Plan with as many of the nodes that were held back as the plans that are now ready allow."""
+    def take(self, num_nodes: int, choice: ScheduleChoice | None = None) -> None:
+        """Plan with as many of the nodes that were held back as the plans that are now ready allow.
+
+        Args:
+            num_nodes: That plans are ready for.
+            choice: The schedule that they are of, where it was to be chosen.
+        """
+        if choice is not None and self._most_chunks:
+            self._problem, self._most_chunks = choice.of(self.problem), 0
+            self._context.record("schedule", num_nodes=num_nodes, **msgspec.to_builtins(choice))
         self._planned_for = max(self._planned_for, num_nodes)
         self._num_unanswered = max(0, self._num_unanswered - 1)
         held_back = [each for each in self._context.members.values() if each.lacks_plans and not each.leaving]

@@ -23,12 +23,17 @@ from resilient.cli.shared.printing import progress_bar, table_console
 from resilient.cli.shared.ranges import within
 from resilient.common.extras import require
 from resilient.errors import ArgumentError
+from resilient.protocol.job_config import AUTO_SCHEDULE, SCHEDULES, training_schedule
 from resilient.templates.plan import Sharding
+from resilient.templates.schedules.kind import INTERLEAVED_KINDS, ScheduleKind, chunks_of
 
 if TYPE_CHECKING:
     from resilient.cli.plan.report import PlanReport
     from resilient.templates.plan import PlanningProblem
+    from resilient.templates.replan.schedule_choice import ScheduleChoice
     from resilient.templates.search.template_sizes import TooFewNodes
+
+_DEFAULT_CHUNKS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,19 @@ class PlanOptions(JobOptions):
             "that makes steps shorter, or in every stage.",
         ),
     ] = Sharding.OFF
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help=f"What pipelines run: {', '.join(SCHEDULES)}, or {AUTO_SCHEDULE}, which chooses by simulation.",
+        ),
+    ] = ScheduleKind.ONE_F_ONE_B.value
+    chunks: Annotated[
+        int | None,
+        typer.Option(
+            callback=within(1),
+            help="Stages of each device, of interleaved schedules; the most of them under auto. 2 by default.",
+        ),
+    ] = None
     slow: Annotated[
         list[float] | None,
         typer.Option(metavar="FACTOR", help="What if a node were that many times slower than the others; repeatable."),
@@ -67,19 +85,38 @@ def plan_command(ctx: typer.Context, options: PlanOptions) -> None:
     started = time.monotonic()
     with refusals(ctx):
         problem, samples = described_job(options)
-        problem = replace(problem, sharding=options.shard)
+        problem, choice = _with_schedule(replace(problem, sharding=options.shard), options)
         outputs = (("--json", options.json_file), ("--png", options.png_file), ("--templates", options.templates_file))
         check_outputs(outputs, [options.profile])
         for package in ("pyomo", "highspy") if options.share is not None else ():
             require(package, "--share")
-        report = _report(problem, options, samples)
+        report = _report(problem, options, samples, choice)
         _write(report, problem, options)
         console = table_console()
         show_plan(report, console)
         console.print(f"planned in {time.monotonic() - started:.1f} s", style="dim")
 
 
-def _report(problem: PlanningProblem, options: PlanOptions, microbatch: int) -> PlanReport:
+def _with_schedule(problem: PlanningProblem, options: PlanOptions) -> tuple[PlanningProblem, ScheduleChoice | None]:
+    """Return the problem with the schedule that is asked for, and why it is this one where it was to be chosen."""
+    name, chunks = training_schedule(options.schedule), _DEFAULT_CHUNKS if options.chunks is None else options.chunks
+    if name == AUTO_SCHEDULE:
+        from resilient.templates.replan.schedule_choice import choose_schedule
+
+        # As a job on accelerators would choose: there, it can have one stage on each device.
+        choice = choose_schedule(problem, options.nodes, chunks if options.device is None else 1)
+        return choice.of(problem), choice
+    kind = ScheduleKind(name)
+    if options.chunks is not None and kind not in INTERLEAVED_KINDS:
+        several = " or ".join(each.value for each in INTERLEAVED_KINDS)
+        constraint = f"stand beside {{schedule}} {several}, or {AUTO_SCHEDULE}"
+        raise ArgumentError("chunks", constraint, chunks, "leave it out")
+    return replace(problem, schedule=kind, num_chunks=chunks_of(kind, chunks)), None
+
+
+def _report(
+    problem: PlanningProblem, options: PlanOptions, microbatch: int, choice: ScheduleChoice | None
+) -> PlanReport:
     """Compute, on a terminal with a bar that goes when it is done."""
     from resilient.cli.plan.report import build_plan_report
     from resilient.templates.search.template_sizes import TooFewNodes
@@ -94,7 +131,9 @@ def _report(problem: PlanningProblem, options: PlanOptions, microbatch: int) -> 
 
         try:
             slow = options.slow or ()
-            return build_plan_report(problem, options.nodes, microbatch, on_progress, share=options.share, slow=slow)
+            return build_plan_report(
+                problem, options.nodes, microbatch, on_progress, share=options.share, slow=slow, choice=choice
+            )
         except TooFewNodes as error:
             fix = f"{error.fix}{_other_ways(problem, error)}"
             raise ArgumentError(error.field, error.constraint, error.value, fix) from None

@@ -24,6 +24,7 @@ from resilient.templates.composition.batch_split import slowed_line
 from resilient.templates.plan import Plan, PlanningProblem
 from resilient.templates.replan.replan import first_candidate, replan_candidates, templates_for
 from resilient.templates.replan.replan_candidate import ReplanCandidate
+from resilient.templates.replan.schedule_choice import ScheduleChoice
 from resilient.templates.template import PipelineTemplate
 
 SEQUENCES = 8
@@ -116,6 +117,9 @@ class PlanReport:
         fewest_nodes: Nodes with which the job can go on.
         global_batch: Samples of a step.
         microbatch: Samples of a microbatch.
+        schedule: What pipelines run.
+        num_chunks: Stages of each device.
+        choice: Why it is this schedule, where it was to be chosen.
         templates: By size.
         pipelines: Of the plan on all nodes.
         num_idle: Nodes that stand by.
@@ -136,6 +140,9 @@ class PlanReport:
     fewest_nodes: int
     global_batch: int
     microbatch: int
+    schedule: str
+    num_chunks: int
+    choice: ScheduleChoice | None
     templates: tuple[TemplateRow, ...]
     pipelines: tuple[PipelineRow, ...]
     num_idle: int
@@ -164,6 +171,7 @@ def build_plan_report(
     *,
     share: str | None = None,
     slow: Sequence[float] = (),
+    choice: ScheduleChoice | None = None,
 ) -> PlanReport:
     """Plan a job and lose its nodes.
 
@@ -174,6 +182,7 @@ def build_plan_report(
         on_progress: Told how far it is.
         share: Limits on every pipeline's share, as for :func:`~resilient.cli.plan.share_limits.limited_split`.
         slow: By how much slower than the others the last nodes are.
+        choice: Of the job's schedule.
 
     Raises:
         ValueError: The job cannot be planned on so many nodes, or not within the limits; the message says what would
@@ -198,6 +207,9 @@ def build_plan_report(
         fewest_nodes=fewest_nodes,
         global_batch=global_batch,
         microbatch=microbatch,
+        schedule=problem.schedule.value,
+        num_chunks=problem.num_chunks,
+        choice=choice,
         templates=tuple(
             _template_row(templates.best(size, share, alone=size == num_nodes), share, alone=size == num_nodes)
             for size in templates.sizes
@@ -304,4 +316,4 @@ def _template_row(template: PipelineTemplate, share: int, *, alone: bool) -> Tem
 
 
 def _memory_bytes(template: PipelineTemplate) -> int:
-    return max(stage.memory_bytes for stage in template.stages)
+    return max(sum(stage.memory_bytes for stage in row) for row in template.rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
@@ -11,8 +12,9 @@ from rich.table import Table
 
 from resilient.cli.plan.report import SEQUENCES, PlanReport
 from resilient.cli.shared.printing import plain_table
-from resilient.observability.wording import duration, three_digits
+from resilient.observability.wording import duration, schedule_in_words, three_digits
 from resilient.templates.common.words import counted
+from resilient.templates.schedules.kind import ScheduleKind
 
 SHOWN_ROWS = 32
 """Of a table; of a longer one the first, the last and some between. The ``--json`` file has all."""
@@ -56,9 +58,19 @@ def _headline(report: PlanReport) -> list[str]:
         report.source or "measured",
         f"{counted(report.num_nodes, 'node')} with {counted(report.devices_per_node, 'device')}{limit} each",
         f"global batch {report.global_batch}, microbatch {report.microbatch}",
+        *_schedule(report),
         f"to survive {counted(report.max_failures, 'failure')} at once: {counted(num_pipelines, 'pipeline')} of "
         f"{counted(report.min_pipeline_nodes, 'node')} or more, {report.fewest_nodes} in all",
     ]
+
+
+def _schedule(report: PlanReport) -> list[str]:
+    """Say what pipelines run, unless that is 1f1b because nobody asked for another."""
+    if report.choice is not None:
+        return [schedule_in_words(dataclasses.asdict(report.choice))]
+    if report.schedule == ScheduleKind.ONE_F_ONE_B.value:
+        return []
+    return [f"schedule {report.schedule}, {counted(report.num_chunks, 'stage')} on each device"]
 
 
 def _standing_by(report: PlanReport) -> list[str]:

@@ -31,6 +31,8 @@ from resilient.agent.membership.parts.events import (
 from resilient.protocol.messages import Injection, Note, Ready, Report, StepDone, StepOutcome, WorkerProgress
 from resilient.state.manifest import Manifest, SavedState
 from resilient.templates.inputs.cluster import Link
+from resilient.templates.replan.schedule_choice import ScheduleChoice, SimulatedSchedule
+from resilient.templates.schedules.kind import ScheduleKind
 from tests.agent.membership.simulated import RECIPE, job_spec, settings
 
 STIMULI: tuple[Stimulus, ...] = (
@@ -45,6 +47,13 @@ STIMULI: tuple[Stimulus, ...] = (
         message=Report(generation=2, progress=WorkerProgress(version=1, complete=True, begun=True)),
     ),
     PlansPrepared(num_nodes=2),
+    PlansPrepared(
+        num_nodes=3,
+        choice=ScheduleChoice(
+            chosen=SimulatedSchedule(schedule=ScheduleKind.ZB_V, num_chunks=2, step_ms=9.5),
+            others=(SimulatedSchedule(schedule=ScheduleKind.ZB_H1, num_chunks=1, step_ms=10.0),),
+        ),
+    ),
     Tick(),
     FailureWanted(injection=Injection(node=1, at_step=3, at_phase="copy")),
     NodeLeaving(node=1, reason="drain"),

@@ -11,7 +11,8 @@ from resilient.agent.membership.parts.context import Phase
 from resilient.agent.membership.parts.events import PlansPrepared, PreparePlans
 from resilient.protocol.messages import Regroup, Suspect
 from resilient.templates.inputs.cluster import Link
-from resilient.templates.replan.replan import templates_for
+from resilient.templates.replan.replan import first_plan, templates_for
+from resilient.templates.replan.schedule_choice import choose_schedule
 from resilient.templates.schedules.kind import ScheduleKind
 from tests.agent.membership.simulated import STATES, Job, job_spec, regroups, started
 
@@ -58,6 +59,47 @@ def test_plans_are_made_for_the_schedule_of_the_job() -> None:
         bounds = [0, *(stage["end_layer"] for stage in pipeline["stages"])]
         assert [stage["first_layer"] for stage in pipeline["stages"]] == bounds[:-1]
     assert job.last("generation")["nodes"] == [0, 2, 3, 4]
+
+
+def test_schedule_to_be_chosen_is_that_of_all_plans_once_it_is() -> None:
+    """The choice is asked for with the first plans, recorded, and not asked for again."""
+    job = Job(num_nodes=4, plans_at_once=False)
+    for _ in range(4):
+        job.connect()
+    spec = job_spec(schedule="auto", num_chunks=2, min_pipeline_nodes=2)
+    (asked,) = [made for made in job.ready(0, spec=spec) if isinstance(made, PreparePlans)]
+    assert (asked.problem.schedule, asked.most_chunks) == (ScheduleKind.ONE_F_ONE_B, 2)
+    for node in range(1, 4):
+        job.ready(node, spec=spec)
+    choice = choose_schedule(asked.problem, 4, asked.most_chunks)
+    assert choice.chosen.schedule is ScheduleKind.ZB_V
+    job.feed(PlansPrepared(num_nodes=4, choice=choice))
+    job.answer()
+    assert job.plan.schedule_kind is ScheduleKind.ZB_V
+    assert job.plan == first_plan(choice.of(asked.problem), range(4))
+    event = job.last("schedule")
+    assert (event["num_nodes"], event["chosen"]["schedule"], event["chosen"]["num_chunks"]) == (4, "zb-v", 2)
+    assert {each["schedule"] for each in event["others"]} >= {"1f1b", "zb-h1"}
+    job.prepare_plans()  # around the nodes that the job began with
+    job.connect()
+    (again,) = [made for made in job.ready(4, spec=spec) if isinstance(made, PreparePlans)]
+    assert (again.problem.schedule, again.most_chunks) == (ScheduleKind.ZB_V, 0)
+
+
+def test_job_whose_schedule_could_not_be_chosen_is_planned_as_1f1b_is() -> None:
+    job = Job(num_nodes=4, plans_at_once=False)
+    for _ in range(4):
+        job.connect()
+    spec = job_spec(schedule="auto", min_pipeline_nodes=2)
+    for node in range(4):
+        job.ready(node, spec=spec)
+    job.feed(PlansPrepared(num_nodes=4))
+    job.answer()
+    assert job.plan.schedule_kind is ScheduleKind.ONE_F_ONE_B
+    job.prepare_plans()  # around the nodes that the job began with
+    job.connect()
+    (again,) = [made for made in job.ready(4, spec=spec) if isinstance(made, PreparePlans)]
+    assert again.most_chunks == 2
 
 
 def test_generations_say_by_their_digest_what_templates_they_are_made_of() -> None:

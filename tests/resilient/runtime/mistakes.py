@@ -64,7 +64,8 @@ OPTIMIZERS: dict[str, tuple[Callable[[], object], str]] = {
     "decay as text": (adamw(weight_decay="0.1"), "weight_decay must be a number >= 0, got '0.1'; write 0.1"),
 }
 PIPELINES = (
-    "['gpipe', '1f1b', 'eager-1f1b', 'interleaved-1f1b', 'split-1f1b', 'zb-h1', 'zb-h2', 'interleaved-zb', 'zb-v']"
+    "['gpipe', '1f1b', 'eager-1f1b', 'interleaved-1f1b', 'split-1f1b', 'zb-h1', 'zb-h2', 'interleaved-zb', 'zb-v', "
+    "'auto']"
 )
 
 ARGUMENTS: dict[str, tuple[Callable[[], object], str]] = {

@@ -44,8 +44,8 @@ from tests.resilient.small import Tokens, make_job, make_profile
          "precision must be one of ['bf16', 'fp32', 'fp64'], got 'fp16'; choose one of them"),
         ({"schedule": "forward-only"},
          "schedule must be one of ['gpipe', '1f1b', 'eager-1f1b', 'interleaved-1f1b', 'split-1f1b', 'zb-h1', 'zb-h2', "
-         "'interleaved-zb', 'zb-v'], got 'forward-only'; choose one of them, 1f1b needs the least memory; learning "
-         "rates are the optimizer's lr_schedule"),
+         "'interleaved-zb', 'zb-v', 'auto'], got 'forward-only'; choose one of them, 1f1b needs the least memory; "
+         "learning rates are the optimizer's lr_schedule"),
         ({"schedule": "interleaved-1f1b", "num_chunks": 1},
          "num_chunks must be >= 2, got 1; 1f1b is the schedule with one stage on each worker"),
         ({"schedule": "interleaved-1f1b", "device": torch.device("cuda", 1)},
@@ -91,7 +91,13 @@ def test_description_is_for_the_device_and_its_times_are_not_part_of_what_must_b
     assert [spec.profile for spec in specs] == [here, there]
     assert [spec.alike for spec in specs] == [{"job": {"model": "m"}}] * 2
     assert specs[0].memory_bytes is None, "a CPU's memory is not planned with"
-    assert make_job(schedule="zb-h1").spec(here, {}).schedule is ScheduleKind.ZB_H1
+    assert make_job(schedule="zb-h1").spec(here, {}).schedule == "zb-h1"
     chunks = {kind: make_job(schedule=kind, num_chunks=3).spec(here, {}).num_chunks for kind in SCHEDULES}
     several = {"interleaved-1f1b": 3, "interleaved-zb": 3, "zb-v": 2}
     assert chunks == {kind: several.get(kind, 1) for kind in SCHEDULES}
+
+
+def test_schedule_to_be_chosen_has_as_many_stages_as_may_be_and_is_planned_as_1f1b_until_then() -> None:
+    specs = [make_job(schedule=kind, num_chunks=3).spec(make_profile(make_job()), {}) for kind in ("auto", "zb-v")]
+    assert [(spec.schedule, spec.num_chunks) for spec in specs] == [("auto", 3), ("zb-v", 2)]
+    assert [spec.first_schedule for spec in specs] == [(ScheduleKind.ONE_F_ONE_B, 1), (ScheduleKind.ZB_V, 2)]
