@@ -117,8 +117,9 @@ class _Step:
             forward.append(unit.parts.forward_ms / unit.speeds[:, None])
             backward.append(unit.parts.backward_ms / unit.speeds[:, None])
             near = self._near_stages(unit)
-            num_bytes = unit.tokens * unit.costs.boundary_bytes / (unit.spread.tp * unit.spread.cp)
-            passed.append(self._sent_ms(np.repeat(near, unit.width, axis=0).T[:, :, None], num_bytes))
+            num_bytes = unit.tokens * unit.costs.boundary_bytes
+            wide = np.repeat(near, unit.width, axis=0).T[:, :, None]
+            passed.append(self._sent_ms(wide, num_bytes, unit.spread.tp * unit.spread.cp))
             latency.append(self._latency_ms(near))
         flow_latency, flow_transfer = self._handovers()
         return ActionCosts(
@@ -157,7 +158,7 @@ class _Step:
             target = rows[then.costs.name][flows.target // then.width, 0]
             near = in_one_node(self._layout, source, target, self._setting.cluster.devices_per_node)
             latencies.append(self._latency_ms(near))
-            transfers.append(self._sent_ms(near, flows.tokens * beside.costs.output_bytes / fewer))
+            transfers.append(self._sent_ms(near, flows.tokens * beside.costs.output_bytes, fewer))
         return np.concatenate(latencies), np.concatenate(transfers)
 
     def _near_stages(self, unit: StepUnit) -> Flags:
@@ -169,10 +170,16 @@ class _Step:
         cluster = self._setting.cluster
         return np.where(near, cluster.intra_node.latency_ms, cluster.inter_node.latency_ms)
 
-    def _sent_ms(self, near: Flags, num_bytes: Floats) -> Floats:
-        """Return how long messages keep links busy."""
-        links = self._setting.cluster.intra_node, self._setting.cluster.inter_node
-        return np.where(near, *(_occupied_ms(each, num_bytes) for each in links))
+    def _sent_ms(self, near: Flags, num_bytes: Floats, devices: int) -> Floats:
+        """Return how long messages keep links busy of which so many devices send or receive a part each.
+
+        What leaves a node goes through its cards, which may be fewer.
+        """
+        cluster = self._setting.cluster
+        nodes = -(-devices // cluster.devices_per_node)
+        cards = min(devices, nodes * (cluster.cards_per_node or cluster.devices_per_node))
+        within = _occupied_ms(cluster.intra_node, num_bytes / devices)
+        return np.where(near, within, _occupied_ms(cluster.inter_node, num_bytes / cards))
 
 
 def _flows(first: StepUnit, then: StepUnit, beside: StepUnit) -> _Flows:

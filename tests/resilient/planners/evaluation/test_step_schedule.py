@@ -227,6 +227,39 @@ def _nodes(configuration: Configuration, devices_per_node: int) -> dict[LaneName
     return found
 
 
+@pytest.mark.parametrize(("cards", "parts"), [(None, 2), (2, 2), (1, 1), (4, 2)])
+def test_parts_of_a_message_that_leaves_a_node_share_its_cards(cards: int | None, parts: int) -> None:
+    """Two rows of two devices, each a node: stages of one unit, or an encoder and the language model."""
+    rng = np.random.default_rng(0)
+    degrees = ((1, 1), (2, 1))
+    vision, llm = (
+        replace(each, degrees=degrees, layers=tuple(replace(one, curves=one.curves * 2) for one in each.layers))
+        for each in (_unit("vision", 1, rng), _unit(LLM, 2, rng))
+    )
+    link = Link(bytes_per_s=1e6)
+    setting = Setting(
+        costs=CostModel(units=(vision, llm)),
+        cluster=Cluster(devices_per_node=2, inter_node=link, cards_per_node=cards),
+        num_nodes=3,
+        global_batch=1,
+        microbatch=1,
+    )
+    spreads = {
+        "vision": Parallelism(dp=1, pp=1, tp=2, stage_layers=(1,)),
+        LLM: Parallelism(dp=1, pp=2, tp=2, stage_layers=(1, 1)),
+    }
+    place = Place(replica=np.zeros(1, np.int64), microbatch=np.zeros(1, np.int64))
+    step, _, _ = described_step(
+        setting,
+        Configuration(units=spreads, num_microbatches=1),
+        Assignment(units=dict.fromkeys(spreads, place)),
+        SampleTable(units={"vision": Lengths.of([[4]]), LLM: Lengths.of([[6]])}),
+        [Replica(num_microbatches=1)],
+    )
+    assert np.ravel(step.costs.flow_transfer_ms).tolist() == [link.transfer_ms(4 * 700 / parts)]
+    assert np.asarray(step.costs.transfer_ms)[1].ravel().tolist() == [link.transfer_ms(6 * 300 / parts)]
+
+
 def test_parts_of_a_cell_are_calls_with_fixed_times_and_attention_of_their_own() -> None:
     """Of six samples of one cell of the language model three are drawn in one cell and one in another."""
     names = (LLM, "image")
