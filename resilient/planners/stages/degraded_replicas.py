@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -67,7 +68,8 @@ def left_bytes(
 ) -> Floats:
     """Return the state of a unit on a device of each replica's rows. [num_replicas, pp]
 
-    Devices that are left of a replica hold all of it, and fewer replicas have more of the optimizer each.
+    Devices that are left of a replica hold all of it, and fewer replicas have more of the optimizer each. Of nothing
+    that is spread there are more copies than nodes.
 
     Args:
         setting: The job.
@@ -76,6 +78,7 @@ def left_bytes(
         configuration: Of all units.
         replicas: Of the language model, as they are now.
     """
+    setting = _with_possible_copies(setting, configuration, replicas)
     left = min(max(spread.dp * len(replicas) // configuration.units[LLM].dp, 1), spread.dp)
     there = lane_part(spread, configuration.units[LLM], len(replicas))
     fullest = _fullest_part(setting, unit, configuration, len(replicas))
@@ -91,6 +94,15 @@ def left_bytes(
             least_part=np.minimum(fullest / devices, 1.0),
         )
     return np.stack([of_part[each.devices] for each in replicas])
+
+
+def _with_possible_copies(setting: Setting, configuration: Configuration, replicas: Sequence[Replica]) -> Setting:
+    """Return the job with as much redundancy as the nodes that replicas are on can hold."""
+    if setting.num_pipelines or not setting.max_failures:  # others have the copies; there is but one
+        return setting
+    devices = sum(each.devices for each in replicas) * used_devices(configuration) / configuration.units[LLM].dp
+    nodes = max(1, math.ceil(devices / setting.cluster.devices_per_node - 1e-9))
+    return replace(setting, max_failures=min(setting.max_failures, nodes - 1))
 
 
 def _fullest_part(setting: Setting, unit: UnitCosts, configuration: Configuration, num_replicas: int) -> Floats:

@@ -14,7 +14,7 @@ from resilient.planners.costs.cost_model import CostModel, Curve, LayerCurves, U
 from resilient.planners.costs.samples import Lengths, SampleTable
 from resilient.planners.evaluation.evaluate import evaluate
 from resilient.planners.planner import Assignment, Configuration, Parallelism, Place, Setting
-from resilient.planners.stages.degraded_replicas import degraded_replicas, tokens_held
+from resilient.planners.stages.degraded_replicas import degraded_replicas, left_bytes, tokens_held
 from resilient.templates.inputs.cluster import Cluster
 
 _LAYER = UnitLayer(name="0", curves=(LayerCurves(forward=Curve(), backward_input=Curve(), backward_weight=Curve()),))
@@ -59,6 +59,28 @@ def test_nodes_without_a_replica_take_the_place_of_lost_ones() -> None:
 def test_survivors_that_divide_a_copy_have_equally_many_microbatches() -> None:
     found = degraded_replicas(_setting(4), replace(_configuration(16, 1, 2), shard=4), 1)
     assert [(each.num_microbatches, each.speed) for each in found] == [(3, 1.0)] * 12
+
+
+@pytest.mark.parametrize(("shard", "left_part"), [(1, [0.75, 0.75, 0.75]), (2, [0.5, 0.5, 0.5]), (4, [0.5, 0.5, 0.5])])
+def test_survivors_hold_no_more_copies_than_nodes_are_left(shard: int, left_part: list[float]) -> None:
+    """On three nodes of two devices, whose job survives the loss of two: each of them has all state, and no more."""
+    layer = replace(_LAYER, parameter_bytes=1000, optimizer_bytes=1000)
+    unit = UnitCosts(name="llm", layers=(layer,))
+    setting = Setting(
+        costs=CostModel(units=(unit,)),
+        cluster=Cluster(devices_per_node=2),
+        num_nodes=3,
+        global_batch=8,
+        microbatch=1,
+        max_failures=2,
+    )
+    configuration = replace(_configuration(6, 1, 1), shard=shard)
+    spread = configuration.units["llm"]
+    found = [
+        left_bytes(setting, unit, spread, configuration, degraded_replicas(setting, configuration, lost)).max() / 2000
+        for lost in range(3)
+    ]
+    assert found == left_part
 
 
 def test_what_divides_nothing_or_leaves_without_cards_is_refused() -> None:
