@@ -7,6 +7,7 @@ else who listens at an address is taken for a node. Must not import torch.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import struct
 
@@ -23,6 +24,9 @@ _MOST_AT_ONCE = 16
 _BACKLOG = 1024
 _PAUSES_S = (0.05, 0.1, 0.2)
 """Before one that has hung up at once is rung at again."""
+_NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH)
+_ROUTE_S, _ROUTE_PAUSE_S = 4.0, 0.1
+"""For so long a machine whose link has just come back may have no way: it has asked for one while there was none."""
 _RINGER, _BELL = b"ringer", b"bell"
 _SIZE = struct.Struct(">H")
 
@@ -147,7 +151,7 @@ async def _connected(address: str, secret: bytes) -> tuple[asyncio.StreamReader,
     """
     host, _, port = address.rpartition(":")
     for pause_s in (*_PAUSES_S, None):
-        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        reader, writer = await _opened(host.strip("[]"), int(port))
         try:
             await _show(reader, writer, secret, address)
             return reader, writer
@@ -160,6 +164,22 @@ async def _connected(address: str, secret: bytes) -> tuple[asyncio.StreamReader,
             raise
         await asyncio.sleep(pause_s)
     raise AssertionError("there is a last time")
+
+
+async def _opened(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    loop = asyncio.get_running_loop()
+    until, no_way = loop.time() + _ROUTE_S, None
+    while True:
+        try:
+            limit_s = None if no_way is None else until - loop.time()
+            return await asyncio.wait_for(asyncio.open_connection(host, port), limit_s)
+        except asyncio.TimeoutError:
+            raise no_way or asyncio.TimeoutError from None
+        except OSError as error:
+            if error.errno not in _NO_WAY:
+                raise
+            no_way = error
+        await asyncio.sleep(_ROUTE_PAUSE_S)
 
 
 async def _show(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, address: str) -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
 
 from resilient.agent.network.doorbell import Doorbell, can_ring
 from resilient.agent.network.introductions import Introduce, chosen_peers, introduce_oneself, why_refused
@@ -43,6 +48,26 @@ def test_ends_that_reach_each_other_have_nothing_to_tell() -> None:
 def test_many_may_ring_at_once() -> None:
     async def story(ours: Doorbell, theirs: Doorbell) -> None:
         assert set(await asyncio.gather(*(ours.ring(theirs.address) for _ in range(200)))) == {""}
+
+    play(story)
+
+
+@pytest.mark.parametrize(("refusals", "told"), [(3, ""), (1000, "No route to host")])
+def test_machine_whose_link_has_just_come_back_is_given_a_moment_to_find_the_way(
+    refusals: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, left = asyncio.open_connection, [refusals]
+
+    async def sometimes(*where: Any, **accepted: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if where and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+        return await connect(*where, **accepted)
+
+    monkeypatch.setattr(asyncio, "open_connection", sometimes)
+
+    async def story(ours: Doorbell, theirs: Doorbell) -> None:
+        assert await can_ring(theirs.address, "t") == told
 
     play(story)
 
