@@ -13,7 +13,7 @@ import struct
 
 from resilient.common.handshake import NONCE_BYTES, PROOF_BYTES, is_proof, nonce, proof, secret_for
 from resilient.common.network.ports import listen
-from resilient.common.network.reception import Reception
+from resilient.common.network.reception import PAUSES_S, Reception
 
 RING_S = 5.0
 """How long an answer may take, one way."""
@@ -22,8 +22,6 @@ _MOST_AT_ONCE = 16
 """Who are rung back: a thousand nodes may come at once, and all ring at the first one's door."""
 
 _BACKLOG = 1024
-_PAUSES_S = (0.05, 0.1, 0.2)
-"""Before one that has hung up at once is rung at again."""
 _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 _ROUTE_S, _ROUTE_PAUSE_S = 4.0, 0.1
 """For so long a machine whose link has just come back may have no way: it has asked for one while there was none."""
@@ -150,7 +148,7 @@ async def _connected(address: str, secret: bytes) -> tuple[asyncio.StreamReader,
         OSError: Nobody listens.
     """
     host, _, port = address.rpartition(":")
-    for pause_s in (*_PAUSES_S, None):
+    for pause_s in (*PAUSES_S, None):
         reader, writer = await _opened(host.strip("[]"), int(port))
         try:
             await _show(reader, writer, secret, address)

@@ -29,10 +29,9 @@ from resilient.comm.store_messages import (
 )
 from resilient.common.framing import HEADER_BYTES, frame, frame_size
 from resilient.common.handshake import NONCE_BYTES, PROOF_BYTES, is_proof, nonce, proof
+from resilient.common.network.reception import PAUSES_S
 
 _NUMBER_BYTES = 8
-_PAUSES_S = (0.05, 0.1, 0.2, 0.4)
-"""Before a store that has hung up at once is tried again."""
 
 
 class _HungUpError(ConnectionError):
@@ -55,7 +54,7 @@ class StoreConnection:
         self.address = address
         self._made_of = address, secret, timeout_s
         self._lock = threading.Lock()
-        for pause_s in (*_PAUSES_S, None):
+        for pause_s in (*PAUSES_S, None):
             try:
                 self._open(*self._made_of)
                 return

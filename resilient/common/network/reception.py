@@ -21,6 +21,8 @@ _LEAST_PATIENCE_S = 0.1
 """For so long no stranger has to make room: those of the job need a moment, too, when they come in a crowd."""
 _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
 """A machine that has lost its power hangs up on nobody: after a minute and a half it is taken to be gone."""
+PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+"""Before one that was hung up on comes again: in a crowd on a busy machine, who knows the secret makes room, too."""
 _SCARCE_S = 0.5
 _LET_GO_S = 0.1
 
