@@ -32,7 +32,7 @@ from resilient.protocol.forkserver import Spawn
 from resilient.state.manifest import read_resumed, resumed_folder
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.inputs.devices import network
-from resilient.templates.plan import Sharding
+from resilient.templates.plan import Sharding, tensor_degree
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +180,7 @@ class Launcher(JobControl):
             network=Link() if options.network_gbit_s is None else network(options.network_gbit_s),
             failure_interval_s=options.failure_interval_s,
             sharding=Sharding(options.shard),
+            tp_degree=tensor_degree(options.tp),
             injections=options.injections,
             heartbeat_s=options.heartbeat_s,
             orphan_s=options.orphan_s,

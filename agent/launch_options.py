@@ -13,7 +13,7 @@ from resilient.protocol.alike import ALLOWABLE
 from resilient.protocol.job_config import training_schedule
 from resilient.protocol.messages import Injection
 from resilient.protocol.shown_streams import ShownStreams
-from resilient.templates.plan import Sharding
+from resilient.templates.plan import Sharding, tensor_degree
 
 _LEAST_TOKEN = 16
 _REPEATED = (
@@ -23,6 +23,7 @@ _REPEATED = (
     "network_gbit_s",
     "failure_interval_s",
     "shard",
+    "tp",
     "heartbeat_s",
     "orphan_s",
     "grace_s",
@@ -58,6 +59,8 @@ class LaunchOptions:
         failure_interval_s: Expected time between two failures, over which a reconfiguration must pay.
         shard: Whether workers of a node divide the states of their stage, each with microbatches of its own:
             a :class:`resilient.templates.plan.Sharding`.
+        tp: How many workers of a node share each microbatch, tensor parallel: a number, or "auto" for whatever makes
+            steps shortest. Beside a number other than 1, ``shard`` is off.
         heartbeat_s: Silence after which a connection to a node counts as broken.
         orphan_s: How long nodes train on without a coordinator, and it waits for all of them when none is heard of.
         grace_s: From the first SIGINT, SIGTERM or SIGHUP to the end; a checkpoint is written meanwhile.
@@ -95,6 +98,7 @@ class LaunchOptions:
     network_gbit_s: float | None = None
     failure_interval_s: float = 3600.0
     shard: str = "off"
+    tp: str = "1"
     heartbeat_s: float = 5.0
     orphan_s: float = 600.0
     grace_s: float = 120.0
@@ -135,6 +139,9 @@ class LaunchOptions:
         if self.shard not in tuple(Sharding):
             choices = ", ".join(Sharding)
             raise ArgumentError("shard", f"be one of {choices}", repr(self.shard), "leave it out for off")
+        if tensor_degree(self.tp) != 1 and self.shard != Sharding.OFF:
+            constraint = f"be {Sharding.OFF} beside {{tp}} {self.tp} (tensor-parallel stages are not sharded yet)"
+            raise ArgumentError("shard", constraint, self.shard, "leave one of them out")
         for name in ("network_gbit_s", "failure_interval_s", "heartbeat_s", "orphan_s", "grace_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -110,6 +110,7 @@ def run_job(
     nodes: int,
     workers_per_node: int = 1,
     shard: str = "off",
+    tp: str = "1",
     failures: Sequence[Injection] = (),
     resume: Path | str | None = None,
     heartbeat_s: float = 5.0,
@@ -127,6 +128,7 @@ def run_job(
         nodes: Simulated nodes to start.
         workers_per_node: Workers of each.
         shard: Whether they divide the states of their stage: ``off``, ``auto`` or ``on``.
+        tp: How many of them share each microbatch: a number or ``auto``.
         failures: What to kill, and when (:func:`fail_at`).
         resume: A checkpoint folder to begin from.
         heartbeat_s: Seconds of silence after which a node counts as lost.
@@ -147,6 +149,7 @@ def run_job(
         num_nodes=nodes,
         workers_per_node=workers_per_node,
         shard=shard,
+        tp=tp,
         run_directory=str(directory),
         resume=None if resume is None else str(resume),
         heartbeat_s=heartbeat_s,

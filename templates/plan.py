@@ -11,7 +11,7 @@ from resilient.errors import ArgumentError
 from resilient.templates.common.byte_intervals import ByteIntervals, Piece, common_pieces, redundancy
 from resilient.templates.common.digests import content_digest
 from resilient.templates.inputs.cluster import Cluster
-from resilient.templates.inputs.profile import ModelProfile
+from resilient.templates.inputs.profile import LayerProfile, ModelProfile
 from resilient.templates.schedules.generators import generate
 from resilient.templates.schedules.kind import CHUNK_KINDS, ScheduleKind, check_chunks
 from resilient.templates.schedules.schedule import Schedule
@@ -29,6 +29,23 @@ class Sharding(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+AUTO_DEGREE = "auto"
+"""Whatever tensor-parallel degrees make steps shortest."""
+
+
+def tensor_degree(text: str) -> int | None:
+    """Read a tensor-parallel degree as users give it; None for :data:`AUTO_DEGREE`.
+
+    Raises:
+        ArgumentError: It is neither that nor a number from 1 on.
+    """
+    if text == AUTO_DEGREE:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentError("tp", f"be {AUTO_DEGREE} or a number of devices", repr(text), "1 means none")
+    return int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,16 +179,25 @@ class Slot:
     def intervals(self, profile: ModelProfile) -> dict[str, ByteIntervals]:
         """Return what it needs of each state that its stages use, in layer order.
 
-        One device of several, tensor parallel or sharded, has an equal part of each of the buffer's segments.
+        One device of several has its part of what is cut where they are tensor parallel, and all of the rest; where
+        they are sharded, an equal part of each of the buffer's segments.
         """
         layers = (layer for stage in self.stages for layer in profile.layers[stage.first_layer : stage.end_layer])
         used = {name for layer in layers for name in (layer.name, *layer.shares)}
-        degree = self.stages[0].num_devices
-        return {
-            layer.name: layer.whole if degree == 1 else layer.share(self.shard_index, degree)
-            for layer in profile.layers
-            if layer.name in used
-        }
+        stage = self.stages[0]
+
+        def held(layer: LayerProfile) -> ByteIntervals:
+            if stage.num_devices == 1:
+                return layer.whole
+            divided = layer.part if stage.shard == 1 else layer.share
+            return divided(self.shard_index, stage.num_devices)
+
+        return {layer.name: held(layer) for layer in profile.layers if layer.name in used}
+
+    @property
+    def group_index(self) -> int:
+        """Return which of the groups of devices with microbatches of their own it is in."""
+        return self.shard_index // self.stages[0].tp_degree
 
 
 Holdings = Mapping[str, Mapping[int, ByteIntervals]]
@@ -209,6 +235,11 @@ class Plan:
                         )
                     )
         return tuple(slots)
+
+    def devices(self, pipeline_index: int, row_index: int) -> tuple[Slot, ...]:
+        """Return the places of a row's devices."""
+        row = pipeline_index, row_index
+        return tuple(slot for slot in self.slots if (slot.pipeline_index, slot.row_index) == row)
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:

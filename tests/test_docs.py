@@ -20,7 +20,7 @@ from resilient.models.multimodal.encoder import EncoderModule
 from resilient.models.multimodal.generator import GeneratorModule
 from resilient.models.multimodal.language import LANGUAGE_FAMILIES
 from resilient.models.multimodal.module import MultimodalModule
-from resilient.models.multimodal.vision import VISION_FAMILIES
+from resilient.models.multimodal.vision_families import VISION_FAMILIES
 from resilient.planners.registry import PLANNERS
 from resilient.protocol.job_config import AUTO_SCHEDULE, SCHEDULES
 from resilient.templates.schedules.kind import ScheduleKind

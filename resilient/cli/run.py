@@ -113,6 +113,14 @@ def run(
             "that makes steps shorter, or in every stage.",
         ),
     ] = Sharding.OFF,
+    tp: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|N",
+            help="Workers of a node that share each microbatch (tensor parallelism): so many in every stage, or "
+            "whatever makes steps shortest.",
+        ),
+    ] = "1",
     heartbeat_s: Annotated[float, typer.Option(help="Silence after which a node counts as lost.")] = 5.0,
     orphan_s: Annotated[
         float,
@@ -189,6 +197,7 @@ def run(
             network_gbit_s=network_gbit_s,
             failure_interval_s=failure_interval_s,
             shard=shard.value,
+            tp=tp,
             heartbeat_s=heartbeat_s,
             orphan_s=orphan_s,
             grace_s=grace_s,

@@ -166,12 +166,16 @@ class NcclCommunicator:
     def all_gather(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
         if tensor.device.type == "cpu":
             return self._gloo.all_gather(tensor, bounds, group)
-        raise AssertionError("sharded stages do not run over NCCL: whoever installs a plan with some refuses it")
+        raise AssertionError(
+            "stages of several devices do not run over NCCL: who installs plans refuses those with some"
+        )
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], group: Group) -> Pending:
         if tensor.device.type == "cpu":
             return self._gloo.reduce_scatter(tensor, bounds, group)
-        raise AssertionError("sharded stages do not run over NCCL: whoever installs a plan with some refuses it")
+        raise AssertionError(
+            "stages of several devices do not run over NCCL: who installs plans refuses those with some"
+        )
 
     def check(self) -> None:
         self._gloo.check()

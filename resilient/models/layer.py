@@ -14,11 +14,16 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from resilient.models.tensor_parallel.devices import TensorDevices
+
 Activations = dict[str, Tensor]
 """What flows from layer to layer, by name; the tensors that cross a stage border are these."""
 
 Batch = Mapping[str, Tensor]
 """A collated microbatch, available to every stage."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of a microbatch's entries, by name."""
 
 _JOB_TYPES = (torch.float32, torch.float64)
 """What jobs train in: layers are made in the first one, and become the job's type."""
@@ -37,6 +42,25 @@ class Layer(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TensorParallel:
+    """How several devices run a layer together, each with its part of the parameters in :attr:`LayerSpec.cut`.
+
+    Args:
+        build: Make the structure of one device's part; its parameters have the names that the whole layer's have.
+        tokens: Given the shapes of a microbatch, return how many tokens there are of those activations that enter the
+            layer, ``[..., tokens, ...]``, of which each device has some. Others all have whole, and their gradients are
+            addends.
+        divisible: What a degree must divide, in words -> how many of it there are.
+        why_not: Why no number of devices can, in words; "" if some can.
+    """
+
+    build: Callable[[TensorDevices], nn.Module]
+    tokens: Callable[[Shapes], Mapping[str, int]]
+    divisible: Mapping[str, int] = field(default_factory=dict)
+    why_not: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """How to make one layer, wherever the plan puts it.
 
@@ -52,8 +76,10 @@ class LayerSpec:
         for_loss: Entries of what it returns that the loss alone reads: it is taken right behind the layer, and they go
             no further. Of the model's last layer that is all there is.
         tied: Parameter name in this layer -> (owner layer, parameter name there). The owner holds the state.
-        cut: Parameter name -> the dimension in which devices that share the layer cut it (1 for the weight of a linear
-            layer whose inputs are cut); the first one of all others.
+        cut: Name of a parameter, or of a part of the layer with all of its parameters -> the dimension in which
+            tensor-parallel devices cut them (1 for a linear layer whose inputs are cut), and which is stored first.
+            What has no such dimension, and all others, each device has whole.
+        tensor_parallel: How several devices run the layer together; None where that is not known.
     """
 
     name: str
@@ -64,6 +90,28 @@ class LayerSpec:
     for_loss: frozenset[str] = frozenset()
     tied: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     cut: Mapping[str, int] = field(default_factory=dict)
+    tensor_parallel: TensorParallel | None = None
+
+    def cut_of(self, name: str, num_dims: int) -> int | None:
+        """Return in which dimension a parameter is cut; None where it is not."""
+        for part, dimension in self.cut.items():
+            if (name == part or name.startswith(f"{part}.")) and 0 <= dimension < num_dims:
+                return dimension
+        return None
+
+    def tokens(self, shapes: Shapes) -> Mapping[str, int]:
+        """Return :attr:`TensorParallel.tokens` of what enters the layer."""
+        return {} if self.tensor_parallel is None else self.tensor_parallel.tokens(shapes)
+
+    def why_not(self, degree: int) -> str:
+        """Return why so many devices cannot share the layer, in words; "" if they can."""
+        how = self.tensor_parallel
+        if how is None:
+            return f"no rule is known by which devices divide layer {self.name!r}"
+        if how.why_not:
+            return f"devices cannot divide layer {self.name!r}, {how.why_not}"
+        uneven = next((f"{number} {what}" for what, number in how.divisible.items() if number % degree), "")
+        return f"{degree} devices cannot divide the {uneven} of layer {self.name!r} evenly" if uneven else ""
 
 
 class Model(Protocol):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +81,12 @@ def compare_parameters(run_dir: Path | str, reference_dir: Path | str) -> tuple[
     for name, files in states.items():
         tensors = _parameters(folder, files)
         reference = _parameters(reference_folder, reference_states[name])
+        _order_alike(tensors, reference)
+        _order_alike(reference, tensors)
         _must_match(folder, reference_folder, tensors.keys(), reference.keys())
         for key, expected in reference.items():
             if expected.size:
-                difference = float(np.abs(tensors[key] - expected).max())
+                difference = float(np.abs(tensors[key].ravel() - expected.ravel()).max())
                 scale = float(np.abs(expected).max())
                 absolute.append(difference)
                 relative.append(difference / scale if scale else (0.0 if difference == 0 else float("inf")))
@@ -100,7 +102,7 @@ def _must_match(folder: Path, reference_folder: Path, found: Iterable[str], expe
 
 
 def _parameters(folder: Path, files: Iterable[SavedState]) -> dict[str, np.ndarray]:
-    """Load a state's parameters as flat float64 (the numpy loader of safetensors has no bfloat16)."""
+    """Load a state's parameters as float64 (the numpy loader of safetensors has no bfloat16); those in parts flat."""
     parts: dict[str, dict[int, np.ndarray]] = {}
     for saved in files:
         for key, tensor in deserialize((folder / saved.file).read_bytes()):
@@ -113,8 +115,21 @@ def _parameters(folder: Path, files: Iterable[SavedState]) -> dict[str, np.ndarr
                 values = np.frombuffer(tensor["data"], dtype=_NUMPY_TYPES.get(tensor["dtype"], "u1"))
             part = _INTERVAL.fullmatch(key)
             name, first = (part["name"], int(part["first"])) if part else (key, 0)
-            parts.setdefault(name, {})[first] = values.astype(np.float64)
-    return {name: np.concatenate([of[first] for first in sorted(of)]) for name, of in parts.items()}
+            is_whole = part is None and values.size == math.prod(tensor["shape"])
+            shaped = values.reshape(tensor["shape"]) if is_whole else values
+            parts.setdefault(name, {})[first] = shaped.astype(np.float64)
+    return {
+        name: np.concatenate([of[first] for first in sorted(of)]) if len(of) > 1 else next(iter(of.values()))
+        for name, of in parts.items()
+    }
+
+
+def _order_alike(tensors: dict[str, np.ndarray], others: Mapping[str, np.ndarray]) -> None:
+    """Bring tensors into the order of others that were in parts, with another dimension first."""
+    for key in others.keys() - tensors.keys():
+        name, _, dimension = key.rpartition("@")
+        if name in tensors and dimension.isdecimal() and int(dimension) < tensors[name].ndim:
+            tensors[key] = np.moveaxis(tensors.pop(name), int(dimension), 0)
 
 
 def _worst(values: Sequence[float]) -> float:

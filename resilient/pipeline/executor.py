@@ -25,6 +25,7 @@ from resilient.pipeline.sharded_stage import ShardedStage
 from resilient.pipeline.stage import Stage
 from resilient.pipeline.stage_timer import StageTimer
 from resilient.pipeline.step_work import StepWork
+from resilient.pipeline.token_borders import SplitDownstream, SplitUpstream
 from resilient.protocol.fault_injection import Faults
 from resilient.templates.schedules.action_table import action_table
 from resilient.templates.schedules.graph import StageName
@@ -62,8 +63,8 @@ class Executor:
         stages: Mapping[StageName, Stage],
         gradient_sync: GradientSync,
         comm: Communicator,
-        upstream: Mapping[Border, Upstream],
-        downstream: Mapping[Border, Downstream],
+        upstream: Mapping[Border, Upstream | SplitUpstream],
+        downstream: Mapping[Border, Downstream | SplitDownstream],
         faults: Faults,
         stage_timer: StageTimer,
         num_losses: int = 1,

@@ -1,17 +1,25 @@
-"""What the devices of one worker's stage divide, if they do: made anew with each generation."""
+"""What the devices of one worker's stage divide, if there are several: made anew with each generation."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
 
 from resilient.comm import Communicator
+from resilient.models.layer import Shapes
+from resilient.models.tensor_parallel.devices import TensorDevices
+from resilient.pipeline.p2p import Channel, Downstream, Upstream
 from resilient.pipeline.sharded_stage import ShardedLayer
+from resilient.pipeline.token_borders import SplitDownstream, SplitUpstream, TokenCuts
 from resilient.state.gathered.gathered_state import GatheredState
 from resilient.state.layer_state import LayerState
 from resilient.state.layout import BufferLayout
 from resilient.templates.inputs.profile import LayerProfile, ModelProfile
 from resilient.templates.plan import Plan, Slot
+
+Tokens = Callable[[Shapes], Mapping[str, int]]
 
 
 class StageSharding:
@@ -26,6 +34,8 @@ class StageSharding:
         states: What it holds.
 
     Attributes:
+        tensor_devices: Those of a tensor-parallel stage; None where there is one device, or each has microbatches of
+            its own.
         gathered: The states by name; none where the stage is not sharded.
         arrivals: By index of each that is trained, in how many layers a backward adds to its gradient.
     """
@@ -41,14 +51,17 @@ class StageSharding:
     ) -> None:
         self._profile = profile
         self._layouts = layouts
+        self._comm = comm
+        self._slot = slot
         self.gathered: dict[str, GatheredState] = {}
         self.arrivals: dict[int, int] = {}
-        if slot.stages[0].shard == 1:
-            return
-        row = slot.pipeline_index, slot.row_index
-        devices = [other for other in plan.slots if (other.pipeline_index, other.row_index) == row]
-        held = [device.intervals(profile) for device in devices]
+        devices = plan.devices(slot.pipeline_index, slot.row_index)
         group = tuple(device.rank for device in devices)
+        is_sharded, is_divided = slot.stages[0].shard > 1, len(devices) > 1
+        self.tensor_devices = TensorDevices(comm, group) if is_divided and not is_sharded else None
+        if not is_sharded:
+            return
+        held = [device.intervals(profile) for device in devices]
         self.gathered = {
             name: GatheredState(comm, group, [each[name] for each in held], state) for name, state in states.items()
         }
@@ -61,6 +74,41 @@ class StageSharding:
             gathered=[self.gathered[name] for name in self._used(self._profile.layers[number])],
             trained={index: self.gathered[self._profile.layers[index].name] for index in self._trained(number)},
             has_backward=any(self._trained(before) for before in range(number + 1)),
+        )
+
+    def upstream(
+        self, ranks: Sequence[int], device: torch.device, channel: Channel, tokens: Tokens
+    ) -> Upstream | SplitUpstream:
+        """Return the border to a stage before.
+
+        Args:
+            ranks: Of that stage's devices.
+            device: Where received tensors go.
+            channel: The border.
+            tokens: As for :class:`TokenCuts`.
+        """
+        if len(ranks) == self._num_devices:
+            return Upstream(self._comm, ranks[self._slot.shard_index], device, channel)
+        parts = [Upstream(self._comm, rank, device, channel) for rank in ranks]
+        return SplitUpstream(parts, self._cuts(len(ranks), tokens))
+
+    def downstream(self, ranks: Sequence[int], channel: Channel, tokens: Tokens) -> Downstream | SplitDownstream:
+        """Return the border to a stage after; see :meth:`upstream`."""
+        if len(ranks) == self._num_devices:
+            return Downstream(self._comm, ranks[self._slot.shard_index], channel)
+        parts = [Downstream(self._comm, rank, channel) for rank in ranks]
+        return SplitDownstream(parts, self._cuts(len(ranks), tokens))
+
+    @property
+    def _num_devices(self) -> int:
+        return self._slot.stages[0].num_devices
+
+    def _cuts(self, other_degree: int, tokens: Tokens) -> TokenCuts:
+        return TokenCuts(
+            index=self._slot.shard_index,
+            degree=self._num_devices,
+            other_degree=other_degree,
+            tokens=tokens,
         )
 
     def _used(self, layer: LayerProfile) -> list[str]:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from resilient.emulation.device import DEVICE
-from resilient.models.layer import Activations, Batch, LayerSpec, initialize_layer
+from resilient.models.layer import Activations, Batch, LayerSpec, Model, initialize_layer
 from resilient.models.summed_loss import loss_behind
 from resilient.runtime.job import Job
 from resilient.state.layout import BufferLayout
+from resilient.templates.common.byte_intervals import ByteIntervals
+from resilient.templates.inputs.derive import TP_DEGREES
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 20
 _MIN_SAMPLES = 5
@@ -83,6 +85,36 @@ def layout_segments(job: Job, layout: BufferLayout) -> tuple[int, ...]:
     itemsize = job.dtype.itemsize
     trained = layout.num_trainable * itemsize
     return (trained, layout.num_frozen * itemsize, *(trained for _ in job.optimizer.slots), layout.own_bytes)
+
+
+def layout_parts(job: Job, layout: BufferLayout, degrees: Sequence[int]) -> tuple[tuple[ByteIntervals, ...], ...]:
+    """Return :attr:`resilient.templates.inputs.profile.LayerProfile.parts` of a layer."""
+    num_slots, itemsize = len(job.optimizer.slots), job.dtype.itemsize
+    return tuple(layout.parts(degree, num_slots, itemsize) for degree in degrees if degree > 1)
+
+
+def tensor_degrees(model: Model, layouts: Mapping[str, BufferLayout]) -> tuple[tuple[int, ...], str]:
+    """Return the tensor-parallel degrees that a model can be run at, and why there are no more.
+
+    Args:
+        model: The model.
+        layouts: Of all its layers.
+    """
+    degrees: list[int] = []
+    undivided = ""
+    for degree in TP_DEGREES:
+        reasons = (_why_not(spec, layouts[spec.name], degree) for spec in model.layers)
+        reason = next(filter(None, reasons), "") if degree > 1 else ""
+        undivided = undivided or reason
+        degrees += [] if reason else [degree]
+    return tuple(degrees), undivided
+
+
+def _why_not(spec: LayerSpec, layout: BufferLayout, degree: int) -> str:
+    few = next((entry for entry in layout.entries if entry.is_cut and entry.shape[entry.cut] < degree), None)
+    if few is not None:
+        return f"there is not a row for each of {degree} devices in {few.name!r} of layer {spec.name!r}"
+    return spec.why_not(degree)
 
 
 def take_times(

@@ -26,9 +26,11 @@ from resilient.profiling.layer_passes import (
     Timed,
     device_clock,
     layout_bytes,
+    layout_parts,
     layout_segments,
     materialise,
     take_times,
+    tensor_degrees,
 )
 from resilient.runtime.batches import Batches, Read
 from resilient.runtime.job import Job
@@ -38,7 +40,7 @@ from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelPro
 
 logger = logging.getLogger(__name__)
 
-PROFILER_VERSION = 5
+PROFILER_VERSION = 6
 """Of what is measured and verified, and how; profiles of another version are measured again."""
 
 
@@ -98,7 +100,8 @@ def measure(
 ) -> ModelProfile:
     """Measure all layers of a job, and verify on the way that it can be trained in parts.
 
-    A time is the median over some rounds, the mean over the samples' shapes; bytes are those of the largest sample.
+    A time is the median over some rounds, the mean over the samples' shapes; bytes are those of the largest sample. Of
+    several tensor-parallel devices each is taken to need its part of what one needs; exchanges are not measured.
     Layers of one kind (equal modules that keep and receive the same) are measured together: what disturbs a measurement
     would otherwise tell them apart, and a model of equal layers would be cut unevenly.
 
@@ -130,9 +133,12 @@ def measure(
     if cuda:
         torch.cuda.empty_cache()
     weights = [sample.count for sample in samples]
-    layers = tuple(_layer_profile(job, layouts[layer.spec.name], layer, weights) for layer in measured)
+    degrees, undivided = tensor_degrees(job.model, layouts)
+    layers = tuple(_layer_profile(job, layouts[layer.spec.name], layer, weights, degrees) for layer in measured)
     source = f"measured on {job.device_name}, {job.precision}"
-    return ModelProfile(layers=layers, source=source, microbatch=job.microbatch)
+    return ModelProfile(
+        layers=layers, tp_degrees=degrees, source=source, microbatch=job.microbatch, undivided=undivided
+    )
 
 
 def _measure_layer(
@@ -189,7 +195,9 @@ def _tell_untrained(layer: str, module: nn.Module, reached: set[str], seen: Sequ
         )
 
 
-def _layer_profile(job: Job, layout: BufferLayout, measured: _Measured, weights: Sequence[int]) -> LayerProfile:
+def _layer_profile(
+    job: Job, layout: BufferLayout, measured: _Measured, weights: Sequence[int], degrees: Sequence[int]
+) -> LayerProfile:
     def mean(times_ms: Sequence[list[float]]) -> float:
         medians = [median(rounds) for rounds in times_ms]
         return sum(value * weight for value, weight in zip(medians, weights, strict=True)) / sum(weights)
@@ -198,20 +206,24 @@ def _layer_profile(job: Job, layout: BufferLayout, measured: _Measured, weights:
     # what is measured is the time of both and of one; the other is the rest
     backward_input_ms = min(mean([times.backward_input_ms for times in measured.times]), backward_ms)
     parameter_bytes, optimizer_bytes, gradient_bytes = layout_bytes(job, layout)
+    forward_ms = mean([times.forward_ms for times in measured.times])
+    activation_bytes = max(seen.activation_bytes for seen in measured.seen)
     return LayerProfile(
         name=measured.spec.name,
-        costs=(
+        costs=tuple(
             LayerCost(
-                forward_ms=mean([times.forward_ms for times in measured.times]),
-                backward_input_ms=backward_input_ms,
-                backward_weight_ms=backward_ms - backward_input_ms,
-                activation_bytes=max(seen.activation_bytes for seen in measured.seen),
-            ),
+                forward_ms=forward_ms / degree,
+                backward_input_ms=backward_input_ms / degree,
+                backward_weight_ms=(backward_ms - backward_input_ms) / degree,
+                activation_bytes=-(-activation_bytes // degree),
+            )
+            for degree in degrees
         ),
         parameter_bytes=parameter_bytes,
         optimizer_bytes=optimizer_bytes,
         gradient_bytes=gradient_bytes,
         segments=layout_segments(job, layout),
+        parts=layout_parts(job, layout, degrees),
         input_bytes=max(seen.input_bytes for seen in measured.seen),
         trainable=measured.trainable,
         input_gradient=any(seen.input_gradient for seen in measured.seen),

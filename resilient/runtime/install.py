@@ -16,10 +16,9 @@ from resilient.errors import ArgumentError
 from resilient.models.summed_loss import loss_units
 from resilient.pipeline.executor import Executor
 from resilient.pipeline.gradient_sync import GradientSync
-from resilient.pipeline.p2p import Downstream, Upstream
 from resilient.pipeline.sharded_stage import ShardedStage
 from resilient.pipeline.stage import Stage, StageLayer
-from resilient.pipeline.stage_sharding import StageSharding
+from resilient.pipeline.stage_sharding import StageSharding, Tokens
 from resilient.pipeline.stage_timer import StageTimer
 from resilient.protocol.fault_injection import Faults
 from resilient.protocol.messages import INIT, Generation, Installed
@@ -199,13 +198,11 @@ def connect_ranks(context: WorkerContext, message: Generation, pieces: Pieces) -
         pairs=pairs,
     )
     context.guard.attach(message.generation, comm)
-    if comm.on_devices and any(slot.stages[0].shard > 1 for slot in slots):
-        raise ArgumentError(
-            "shard",
-            "be off where every worker has a GPU of its own (NCCL is not used for it yet)",
-            "on",
-            "leave it out",
-        )
+    several = next((stage for slot in slots for stage in slot.stages if stage.num_devices > 1), None)
+    if comm.on_devices and several is not None:
+        name, usual, got = ("shard", "off", "on") if several.shard > 1 else ("tp", "1", several.tp_degree)
+        constraint = f"be {usual} where every worker has a GPU of its own (NCCL is not used for it yet)"
+        raise ArgumentError(name, constraint, got, "leave it out")
     return comm
 
 
@@ -269,12 +266,14 @@ def build_session(
         place, lanes = slot.row_index, PlanLanes(Plan(pipelines=(pipeline,)), (), trained_layers)
     else:
         place, lanes = slot.rank, PlanLanes(message.plan, context.planning.feeds, trained_layers)
-    own = lanes.stages(place)
-    borders = lanes.borders(place)
+    own, borders = lanes.stages(place), lanes.borders(place)
 
-    def rank_of(stage: StageName) -> int:
-        """Return the rank of a stage, of a sharded one that of the device which this one talks to."""
-        return slot.rank + (lanes.rank_of[stage] - place) * slot.stages[0].num_devices
+    def ranks_of(stage: StageName) -> list[int]:
+        at = lanes.rank_of[stage]
+        return [at] if context.planning else [each.rank for each in message.plan.devices(slot.pipeline_index, at)]
+
+    def tokens(stage: StageName) -> Tokens:
+        return job.model.layers[lanes.specs[stage].first_layer].tokens
 
     sharding = StageSharding(context.profile, context.layouts, comm, message.plan, slot, states)
     trained = {name: state for name, state in states.items() if state.layout.num_trainable}
@@ -292,12 +291,12 @@ def build_session(
         gradient_sync=gradient_sync,
         comm=comm,
         upstream={
-            (source, target): Upstream(comm, rank_of(source), job.device, channel)
+            (source, target): sharding.upstream(ranks_of(source), job.device, channel, tokens(target))
             for (source, target), channel in borders.items()
             if target in own
         },
         downstream={
-            (source, target): Downstream(comm, rank_of(target), channel)
+            (source, target): sharding.downstream(ranks_of(target), channel, tokens(target))
             for (source, target), channel in borders.items()
             if source in own
         },
@@ -334,7 +333,8 @@ def _allocate(context: WorkerContext, name: str, held: ByteIntervals) -> LayerSt
 def _stage(context: WorkerContext, spec: StageSpec, sharding: StageSharding, gradient_sync: GradientSync) -> Stage:
     job, numbers = context.job, range(spec.first_layer, spec.end_layer)
     states = sharding.gathered or context.ledger.current
-    layers = [StageLayer(index=number, module=bind(job.model.layers[number], states, job.device)) for number in numbers]
+    modules = [bind(job.model.layers[number], states, job.device, sharding.tensor_devices) for number in numbers]
+    layers = [StageLayer(index=number, module=module) for number, module in zip(numbers, modules, strict=True)]
     make = Stage
     if sharding.gathered:
         make = partial(
@@ -360,7 +360,7 @@ def _steps(context: WorkerContext, plan: Plan, slot: Slot, comm: Communicator, l
         template, index = pipeline.template, slot.pipeline_index
         schedule = plan.schedule(index, [_trained_states(context, stage) for stage in template.stages])
         times = stage_times(template, context.profile)
-        positions = plan.microbatches(index)[slot.shard_index :: template.round_size]
+        positions = plan.microbatches(index)[slot.group_index :: template.round_size]
         return ChainSteps(schedule, positions, job.microbatch, index, slot.row_index, times, slot.shard_index)
     placement, sampler = planning.placement(plan, job.microbatch), sampler_of(job)
     assignments = Assignments(

@@ -49,7 +49,7 @@ class SampleAgreement:
         self._plan = plan
         self._rank = slot.rank
         self._dataset = type(job.dataset).__name__
-        self._own = self._ranks(slot.pipeline_index, slot.shard_index)
+        self._own = self._ranks(slot.pipeline_index, slot.group_index)
         self._lanes = {other.rank: {stage.lane for stage in other.stages} for other in plan.slots}
         self._reads = {other.rank: slot_reads(job.model, other) for other in plan.slots}
         self.reads = self._reads[slot.rank]
@@ -74,7 +74,7 @@ class SampleAgreement:
             CommunicationError: A peer is gone.
         """
         told = [dict(_decode(text)) for text in _gathered(comm, msgspec.msgpack.encode(list(readings.items())))]
-        readers = sorted({(slot.pipeline_index, slot.shard_index) for slot in self._plan.slots})
+        readers = sorted({(slot.pipeline_index, slot.group_index) for slot in self._plan.slots})
         for ranks in starmap(self._ranks, readers):
             for cell in sorted({cell for rank in ranks for cell in told[rank]}):
                 read = {rank: told[rank][cell] for rank in ranks if cell in told[rank]}
@@ -126,10 +126,10 @@ class SampleAgreement:
         reads = self._reads[rank]
         return reads is None or entry in reads
 
-    def _ranks(self, pipeline: int, device: int) -> Group:
-        """Return who reads the same cells: devices of sharded stages have microbatches of their own."""
+    def _ranks(self, pipeline: int, group: int) -> Group:
+        """Return who reads the same cells: groups of devices of sharded stages have microbatches of their own."""
         return tuple(
-            slot.rank for slot in self._plan.slots if (slot.pipeline_index, slot.shard_index) == (pipeline, device)
+            slot.rank for slot in self._plan.slots if (slot.pipeline_index, slot.group_index) == (pipeline, group)
         )
 
 

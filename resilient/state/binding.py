@@ -10,6 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from resilient.models.layer import LayerSpec, own_types, tie
+from resilient.models.tensor_parallel.devices import TensorDevices
 
 
 class Parameters(Protocol):
@@ -26,17 +27,24 @@ class Parameters(Protocol):
         ...
 
 
-def bind(spec: LayerSpec, states: Mapping[str, Parameters], device: torch.device) -> nn.Module:
+def bind(
+    spec: LayerSpec, states: Mapping[str, Parameters], device: torch.device, devices: TensorDevices | None = None
+) -> nn.Module:
     """Build a layer's module on top of resident states: its own and those it shares by tied parameters.
 
     Args:
         spec: The layer.
         states: States by layer name; must hold the layer's own and the owners of its tied parameters.
         device: Where to build.
+        devices: Tensor-parallel ones, of which this is to be one's part; the states are this one's.
     """
     state = states[spec.name]
     with _SkipInit(), device:
-        module = spec.build()
+        if devices is None:
+            module = spec.build()
+        else:
+            assert spec.tensor_parallel is not None, "only degrees that the profile offers are planned"
+            module = spec.tensor_parallel.build(devices)
     kept = own_types(module)
     names: dict[int, str] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):

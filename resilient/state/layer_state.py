@@ -52,7 +52,7 @@ class LayerState:
         buffer: The elements of the job's type, with which that begins, ``[num_elements]``.
         grad: The gradients of the trainable parameters, which the buffer begins with.
         slots: The optimizer's, by name.
-        parameters: By name; one that is not here whole is flat.
+        parameters: By name; one that is not here whole has the rows that are, or is flat where these are not whole.
         windows: What the optimizer updates.
     """
 
@@ -125,12 +125,20 @@ class LayerState:
     def _parameter(self, entry: ParameterEntry) -> nn.Parameter:
         start, end = self._place(entry)
         elements = self.window(start, end).view(entry.dtype or self.buffer.dtype)
-        is_whole = elements.numel() == entry.numel
-        parameter = nn.Parameter(entry.shaped(elements) if is_whole else elements, requires_grad=entry.trainable)
+        has_rows = self._has_rows(entry, start, end)
+        parameter = nn.Parameter(entry.shaped(elements) if has_rows else elements, requires_grad=entry.trainable)
         if entry.trainable:
             gradient = self.grad[self._here(entry.offset, entry.offset + entry.numel)]
-            parameter.grad = entry.shaped(gradient) if is_whole else gradient
+            parameter.grad = entry.shaped(gradient) if has_rows else gradient
         return parameter
+
+    def _has_rows(self, entry: ParameterEntry, start: int, end: int) -> bool:
+        """Return whether what is here of a parameter, bytes ``start .. end - 1``, is all of it or some whole rows."""
+        here = self.held & ByteIntervals.of(start, end)
+        row = entry.row_numel * (entry.dtype or self.buffer.dtype).itemsize
+        if here.size == end - start:
+            return True
+        return bool(entry.shape) and all(not (bound - start) % row for bound in here.bounds)
 
     def _place(self, entry: ParameterEntry, slot: int | None = None) -> tuple[int, int]:
         """Return where a parameter, or what a slot has for it, starts and ends in the canonical buffer."""

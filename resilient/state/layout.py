@@ -11,7 +11,7 @@ buffer a worker has, one after the other, every element lies where its type may 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from resilient.errors import ArgumentError
 from resilient.models.layer import LayerSpec, own_types
+from resilient.models.tensor_parallel.devices import part_bounds
+from resilient.templates.common.byte_intervals import ByteIntervals, merged
 
 _LARGEST_OWN_BYTES = 4
 """Of an element: those of the job's types, which come before, have as many or twice as many."""
@@ -55,6 +57,7 @@ class ParameterEntry:
         offset: Of its first element, in elements; of one with a type of its own, in bytes behind all others.
         trainable: Whether it has a gradient and slots.
         cut: The dimension that is stored first, so that a part of it is one interval.
+        is_cut: Whether tensor-parallel devices each have a part of it; otherwise all have it whole.
         dtype: The type of its own; None for the job's.
     """
 
@@ -63,6 +66,7 @@ class ParameterEntry:
     offset: int
     trainable: bool
     cut: int = 0
+    is_cut: bool = False
     dtype: torch.dtype | None = None
 
     @property
@@ -70,14 +74,28 @@ class ParameterEntry:
         """Number of elements."""
         return torch.Size(self.shape).numel()
 
+    @property
+    def row_numel(self) -> int:
+        """Number of elements at one place of the dimension that is stored first."""
+        return torch.Size((*self.shape[: self.cut], *self.shape[self.cut + 1 :])).numel()
+
+    def part(self, index: int, degree: int) -> tuple[int, int]:
+        """Return the first and one past the last element that one of so many tensor-parallel devices has."""
+        if not self.is_cut:
+            return 0, self.numel
+        first, end = part_bounds(self.shape[self.cut], degree)[index : index + 2]
+        return first * self.row_numel, end * self.row_numel
+
     def stored(self, values: Tensor) -> Tensor:
         """Return all elements of such a tensor in the order in which they are stored, ``[num_elements]``."""
         return values.movedim(self.cut, 0).reshape(-1)
 
     def shaped(self, elements: Tensor) -> Tensor:
-        """Return a view of all elements, as they are stored, in the parameter's shape."""
-        first = self.shape[self.cut : self.cut + 1]  # a single number has none
-        return elements.view((*first, *self.shape[: self.cut], *self.shape[self.cut + 1 :])).movedim(0, self.cut)
+        """Return a view of all elements, as they are stored, or of some rows, in the parameter's shape."""
+        if not self.shape:
+            return elements.view(())
+        num_rows = elements.numel() // self.row_numel if self.row_numel else self.shape[self.cut]
+        return elements.view((num_rows, *self.shape[: self.cut], *self.shape[self.cut + 1 :])).movedim(0, self.cut)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +132,32 @@ class BufferLayout:
     def num_bytes(self, num_slots: int, itemsize: int) -> int:
         """Return the length of the buffer."""
         return self.numel(num_slots) * itemsize + self.own_bytes
+
+    def parts(self, degree: int, num_slots: int, itemsize: int) -> tuple[ByteIntervals, ...]:
+        """Return what each of so many tensor-parallel devices holds of the buffer.
+
+        Args:
+            degree: Their number.
+            num_slots: Of the optimizer.
+            itemsize: Of the job's type.
+        """
+        typed = [entry for entry in self.entries if entry.dtype is None]
+        trained = [entry for entry in typed if entry.trainable]
+        starts = [(entry, entry.offset) for entry in typed]
+        starts += [(entry, self.numel(slot) + entry.offset) for slot in range(num_slots) for entry in trained]
+        placed = [(entry, start * itemsize, itemsize) for entry, start in starts]
+        own_start = self.numel(num_slots) * itemsize
+        placed += [
+            (entry, own_start + entry.offset, entry.dtype.itemsize) for entry in self.entries if entry.dtype is not None
+        ]
+        return tuple(
+            merged(
+                (start + first * size, start + end * size)
+                for entry, start, size in placed
+                for first, end in [entry.part(index, degree)]
+            )
+            for index in range(degree)
+        )
 
     @classmethod
     def of(cls, spec: LayerSpec, rates_of: RatesOf = _not_updated) -> BufferLayout:
@@ -172,12 +216,13 @@ def _check(spec: LayerSpec, named: Mapping[str, nn.Parameter], own: Mapping[str,
                 dtype,
                 "make it a buffer, or give it a smaller type",
             )
-    for name, dimension in spec.cut.items():
-        if name not in named or not 0 <= dimension < named[name].dim():
+    for part, dimension in spec.cut.items():
+        alone = replace(spec, cut={part: dimension})
+        if all(alone.cut_of(name, parameter.dim()) is None for name, parameter in named.items()):
             raise ArgumentError(
                 f"cut of layer {spec.name!r}",
                 "give parameters of its own and a dimension of each",
-                {name: dimension},
+                {part: dimension},
                 "see the names and shapes of the layer's parameters",
             )
 
@@ -191,8 +236,16 @@ def _lay_out(
 ) -> int:
     """Add parameters, one after the other from ``offset`` on, to the entries; return where they end."""
     for name, parameter in named.items():
-        shape, cut = tuple(parameter.shape), spec.cut.get(name, 0)
-        trainable = parameter.requires_grad
-        entries.append(ParameterEntry(name=name, shape=shape, offset=offset, trainable=trainable, cut=cut, dtype=dtype))
-        offset += parameter.numel()
+        cut = spec.cut_of(name, parameter.dim())
+        entry = ParameterEntry(
+            name=name,
+            shape=tuple(parameter.shape),
+            offset=offset,
+            trainable=parameter.requires_grad,
+            cut=cut or 0,
+            is_cut=cut is not None,
+            dtype=dtype,
+        )
+        entries.append(entry)
+        offset += entry.numel
     return offset

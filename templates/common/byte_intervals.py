@@ -52,11 +52,11 @@ class ByteIntervals:
 
     def positions(self, other: ByteIntervals) -> ByteIntervals:
         """Return where the bytes of another set are in a buffer that has those of this one, one after the other."""
-        return _merged((self.before(start), self.before(end)) for start, end in other)
+        return merged((self.before(start), self.before(end)) for start, end in other)
 
     def first(self, num_bytes: int) -> ByteIntervals:
         """Return the first so many bytes."""
-        return _merged((start, min(end, start + num_bytes - self.before(start))) for start, end in self)
+        return merged((start, min(end, start + num_bytes - self.before(start))) for start, end in self)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield start and end of each interval."""
@@ -142,7 +142,7 @@ def redundancy(holders: Mapping[int, ByteIntervals], whole: ByteIntervals, place
     return min(len({place_of[rank] for rank in piece.holders}) for piece in pieces)
 
 
-def _merged(intervals: Iterable[tuple[int, int]]) -> ByteIntervals:
+def merged(intervals: Iterable[tuple[int, int]]) -> ByteIntervals:
     """Return ascending intervals, of which some are empty or touch, as a set."""
     bounds: list[int] = []
     for start, end in intervals:

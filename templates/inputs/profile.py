@@ -13,7 +13,7 @@ from operator import or_
 
 import msgspec
 
-from resilient.errors import ArgumentError
+from resilient.errors import ArgumentError, literal
 from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals
 from resilient.templates.common.digests import content_digest
 from resilient.templates.inputs.cluster import MOST_BYTES
@@ -60,6 +60,8 @@ class LayerProfile:
         segments: Bytes of what its state consists of, one after the other: what is trained, what is frozen, each
             optimizer slot, what has a type of its own. Devices that divide the state each have an equal part of every
             one: of a parameter and of its slots the same. Empty where that is not known: one segment.
+        parts: Of each tensor-parallel degree beyond 1 that the layer can be run at, what each device has of its state:
+            of a parameter that is cut some rows, of others everything. Empty where that is not known: as ``segments``.
         trainable: Whether its parameters have gradients.
         input_gradient: Whether its input needs a gradient: some layer strictly before it on its path is trainable.
         shares: Names of layers whose state this layer uses besides its own (tied parameters). A tied parameter
@@ -73,6 +75,7 @@ class LayerProfile:
     gradient_bytes: int = 0
     input_bytes: int = 0
     segments: tuple[int, ...] = ()
+    parts: tuple[tuple[ByteIntervals, ...], ...] = ()
     trainable: bool = True
     input_gradient: bool = True
     shares: tuple[str, ...] = ()
@@ -84,6 +87,11 @@ class LayerProfile:
             raise ValueError(
                 f"segments of layer {self.name!r} must add up to its {self.state_bytes} bytes, got {self.segments}; "
                 "profile the layer again"
+            )
+        if any(reduce(or_, each, NO_BYTES) != self.whole for each in self.parts):
+            raise ValueError(
+                f"parts of layer {self.name!r} must add up to its {self.state_bytes} bytes at each degree, got "
+                f"{self.parts}; profile the layer again"
             )
 
     @property
@@ -101,6 +109,11 @@ class LayerProfile:
         bounds = list(accumulate(self.segments or (self.state_bytes,), initial=0))
         parts = (_equal_part(start, end, index, degree) for start, end in pairwise(bounds))
         return reduce(or_, parts, NO_BYTES)
+
+    def part(self, index: int, degree: int) -> ByteIntervals:
+        """Return what one of several tensor-parallel devices has of the state."""
+        found = next((each[index] for each in self.parts if len(each) == degree), None)
+        return self.share(index, degree) if found is None else found
 
     def backward_ms(self, degree_index: int = 0) -> float:
         """Return the backward time: only of the gradients that something needs."""
@@ -123,12 +136,14 @@ class ModelProfile:
         tp_degrees: Tensor-parallel degrees that were profiled, ascending; planners use no others.
         source: Where the numbers come from, for people: the device and how they were found.
         microbatch: Samples of the microbatch that the costs are of; None where that is not known.
+        undivided: Why there are no more degrees, in words; "" where that is not known.
     """
 
     layers: tuple[LayerProfile, ...]
     tp_degrees: tuple[int, ...] = (1,)
     source: str = ""
     microbatch: int | None = None
+    undivided: str = ""
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]
@@ -171,6 +186,20 @@ class ModelProfile:
             used.update((layer.name, *layer.shares))
         return tuple(layer.name for layer in self.layers if layer.name in used)
 
+    def at_degree(self, degree: int) -> ModelProfile:
+        """Return the profile of stages that all have this tensor-parallel degree.
+
+        Raises:
+            ArgumentError: The model cannot be run at it.
+        """
+        if degree not in self.tp_degrees:
+            known = ", ".join(map(str, self.tp_degrees))
+            why = literal(f": {self.undivided}") if self.undivided else ""
+            raise ArgumentError("tp", f"be one of the model's degrees ({known}{why})", degree, "choose one of them")
+        index = self.tp_degrees.index(degree)
+        layers = tuple(replace(layer, costs=layer.costs[index : index + 1]) for layer in self.layers)
+        return replace(self, layers=layers, tp_degrees=(degree,))
+
     def frozen(self, names: Collection[str]) -> ModelProfile:
         """Return the profile with these layers frozen, for a model whose layers are one path.
 
@@ -189,7 +218,7 @@ class ModelProfile:
         for layer in self.layers:
             trainable = layer.trainable and layer.name not in names
             if not trainable:
-                layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0, segments=())
+                layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0, segments=(), parts=())
             if not trainable and not trained_before:
                 layer = replace(layer, costs=tuple(replace(cost, activation_bytes=0) for cost in layer.costs))
             layers.append(replace(layer, input_gradient=trained_before))

@@ -49,7 +49,7 @@ def plan_transfers(
         As :func:`transfers_between`.
 
     Raises:
-        ValueError: ``held`` names a state or rank that does not exist, or a stage of the plan is tensor parallel.
+        ValueError: ``held`` names a state or rank that does not exist, or a stage is both sharded and tensor parallel.
     """
     _check_degrees(plan)
     _check_held(problem, len(plan.slots) + num_sources, held)
@@ -151,11 +151,12 @@ def _fill_level(loads: Sequence[int], amount: int) -> int:
 
 
 def _check_degrees(plan: Plan) -> None:
-    degree = max(stage.tp_degree for pipeline in plan.pipelines for stage in pipeline.template.stages)
-    if degree > 1:
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.template.stages]
+    both = next((stage for stage in stages if stage.tp_degree > 1 and stage.shard > 1), None)
+    if both is not None:
         raise ValueError(
-            f"tp_degree of every stage must be 1 in a plan that is executed, got {degree}; tensor parallelism is "
-            f"planned and simulated only: train with a profile of tp_degrees (1,)"
+            f"tp_degree of a sharded stage must be 1 in a plan that is executed, got {both.tp_degree}; groups of "
+            "tensor-parallel devices that divide a state are planned and simulated only: train without one of the two"
         )
 
 

@@ -113,6 +113,23 @@ def test_times_and_bandwidths_are_positive(name: str, train: str, tmp_path: Path
         LaunchOptions(script=train, run_directory=str(tmp_path), **zero)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tp": "two"}, "tp must be auto or a number of devices, got 'two'; 1 means none"),
+        ({"tp": "0"}, "tp must be auto or a number of devices, got '0'; 1 means none"),
+        (
+            {"tp": "2", "shard": "auto"},
+            "shard must be off beside tp 2 (tensor-parallel stages are not sharded yet), got auto; leave one of them "
+            "out",
+        ),
+    ],
+)
+def test_degrees_that_cannot_be_are_refused(given: dict[str, str], message: str, train: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        LaunchOptions(script=train, run_directory=str(tmp_path), **given)  # pyright: ignore[reportArgumentType]
+
+
 def test_folder_that_cannot_be_written_is_named(train: str, tmp_path: Path) -> None:
     folder = tmp_path / "script.py" / "run"
     message = f"run_directory must be a folder that can be written, got {folder} (Not a directory); give another"

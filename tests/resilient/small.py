@@ -14,11 +14,10 @@ from resilient.errors import SampleError
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec, Model, WholeModel, initialize_layer
 from resilient.optim import AdamW
 from resilient.profiling.cache import job_profile
-from resilient.profiling.layer_passes import layout_segments
+from resilient.profiling.layer_passes import layout_parts, layout_segments, tensor_degrees
 from resilient.profiling.profiler import draw_samples
 from resilient.runtime.job import Job
 from resilient.state.layer_state import LayerState
-from resilient.state.layout import BufferLayout
 from resilient.templates.common.byte_intervals import ByteIntervals
 from resilient.templates.inputs.profile import LayerCost, LayerProfile, ModelProfile
 from resilient.templates.plan import Pipeline, Plan
@@ -151,19 +150,23 @@ def profiled(job: Job, announce: Callable[[str], None]) -> ModelProfile:
 def make_profile(job: Job) -> ModelProfile:
     """Return a profile with the job's real sizes and made-up times."""
     layers: list[LayerProfile] = []
+    layouts = job.layouts()
+    degrees, undivided = tensor_degrees(job.model, layouts)
+    cost = LayerCost(forward_ms=1.0, backward_input_ms=1.0, backward_weight_ms=1.0)
     for spec in job.model.layers:
-        layout = BufferLayout.of(spec)
+        layout = layouts[spec.name]
         layers.append(
             LayerProfile(
                 name=spec.name,
-                costs=(LayerCost(forward_ms=1.0, backward_input_ms=1.0, backward_weight_ms=1.0),),
+                costs=(cost,) * len(degrees),
                 parameter_bytes=layout.num_bytes(0, job.dtype.itemsize),
                 optimizer_bytes=layout.num_trainable * len(job.optimizer.slots) * job.dtype.itemsize,
                 segments=layout_segments(job, layout),
+                parts=layout_parts(job, layout, degrees),
                 shares=tuple(owner for owner, _ in spec.tied.values()),
             )
         )
-    return ModelProfile(layers=tuple(layers))
+    return ModelProfile(layers=tuple(layers), tp_degrees=degrees, undivided=undivided)
 
 
 def all_of(states: Iterable[LayerState]) -> list[tuple[LayerState, ByteIntervals]]:

@@ -75,16 +75,25 @@ def problem_of(
     network: Link,
     failure_interval_s: float,
     sharding: Sharding = Sharding.OFF,
+    tp_degree: int | None = 1,
 ) -> PlanningProblem:
     """Return the planning problem of a job on nodes with so many workers and this network between them.
 
+    Args:
+        job: What its workers say of it.
+        workers_per_node: Of each node.
+        network: Between two nodes.
+        failure_interval_s: Expected time between two failures.
+        sharding: Whether workers of a node divide the states of their stage.
+        tp_degree: How many of them share each microbatch; None for what makes steps shortest.
+
     Raises:
-        ValueError: The batch cannot be split; the message says what to do.
+        ValueError: The batch cannot be split, or the model at that degree; the message says what to do.
     """
     check_batch(job.global_batch, job.microbatch, job.max_failures + 1)
     kind, num_chunks = job.first_schedule
     return PlanningProblem(
-        profile=job.profile,
+        profile=job.profile if tp_degree is None else job.profile.at_degree(tp_degree),
         num_microbatches=job.global_batch // job.microbatch,
         cluster=Cluster(devices_per_node=workers_per_node, memory_bytes=job.memory_bytes, inter_node=network),
         max_failures=job.max_failures,

@@ -33,6 +33,7 @@ class Settings:
         network: Between two nodes.
         failure_interval_s: Expected time between two failures.
         sharding: Whether workers of a node divide the states of their stage.
+        tp_degree: How many of them share each microbatch; None for what makes steps shortest.
         injections: Failures to arm as soon as their node is up.
         heartbeat_s: Silence after which a connection to a node counts as broken.
         orphan_s: How long nodes and coordinator that lost each other wait, as far as nobody is kept waiting by it.
@@ -65,6 +66,7 @@ class Settings:
     network: Link = field(default_factory=Link)
     failure_interval_s: float = 3600.0
     sharding: Sharding = Sharding.OFF
+    tp_degree: int | None = 1
     injections: tuple[Injection, ...] = ()
     heartbeat_s: float = 5.0
     orphan_s: float = 600.0

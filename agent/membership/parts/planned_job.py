@@ -64,7 +64,12 @@ class PlannedJob:
         """
         settings = self._context.settings
         self._problem = problem_of(
-            job, settings.workers_per_node, settings.network, settings.failure_interval_s, settings.sharding
+            job,
+            settings.workers_per_node,
+            settings.network,
+            settings.failure_interval_s,
+            settings.sharding,
+            settings.tp_degree,
         )
         self._spec = job
         self._most_chunks = job.num_chunks if job.schedule == AUTO_SCHEDULE else 0

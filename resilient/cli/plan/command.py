@@ -24,7 +24,7 @@ from resilient.cli.shared.ranges import within
 from resilient.common.extras import require
 from resilient.errors import ArgumentError
 from resilient.protocol.job_config import AUTO_SCHEDULE, SCHEDULES, training_schedule
-from resilient.templates.plan import Sharding
+from resilient.templates.plan import AUTO_DEGREE, Sharding, tensor_degree
 from resilient.templates.schedules.kind import INTERLEAVED_KINDS, ScheduleKind, chunks_of
 
 if TYPE_CHECKING:
@@ -48,6 +48,14 @@ class PlanOptions(JobOptions):
             "that makes steps shorter, or in every stage.",
         ),
     ] = Sharding.OFF
+    tp: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|N",
+            help="Devices of a node that share each microbatch: so many in every stage, or whatever makes steps "
+            "shortest; by default that with --model, and 1 with --profile.",
+        ),
+    ] = None
     schedule: Annotated[
         str,
         typer.Option(
@@ -85,7 +93,9 @@ def plan_command(ctx: typer.Context, options: PlanOptions) -> None:
     started = time.monotonic()
     with refusals(ctx):
         problem, samples = described_job(options)
-        problem, choice = _with_schedule(replace(problem, sharding=options.shard), options)
+        degree = tensor_degree(options.tp or ("1" if options.model is None else AUTO_DEGREE))
+        profile = problem.profile if degree is None else problem.profile.at_degree(degree)
+        problem, choice = _with_schedule(replace(problem, profile=profile, sharding=options.shard), options)
         outputs = (("--json", options.json_file), ("--png", options.png_file), ("--templates", options.templates_file))
         check_outputs(outputs, [options.profile])
         for package in ("pyomo", "highspy") if options.share is not None else ():

@@ -10,7 +10,8 @@ from transformers import PretrainedConfig
 
 from resilient.common.arguments import whole_number
 from resilient.errors import SampleError
-from resilient.models.multimodal.vision import VISION_FAMILIES, pair
+from resilient.models.multimodal.vision import pair
+from resilient.models.multimodal.vision_families import VISION_FAMILIES
 from resilient.models.pretrained import Source, resolve
 
 

@@ -23,13 +23,13 @@ from resilient.common.arguments import check_number
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec
 from resilient.models.multimodal.encoder import checked_placeholder, grid, patch_size
 from resilient.models.multimodal.vision import (
-    VISION_FAMILIES,
     block_specs,
     initial_positions,
     initialize_norm,
     part_spec,
     valid_patches,
 )
+from resilient.models.multimodal.vision_families import VISION_FAMILIES
 from resilient.models.pretrained import Source, resolve
 
 

@@ -18,11 +18,12 @@ from resilient.data.packing import pack_images, pack_texts
 from resilient.data.sample_types import check_tensor
 from resilient.errors import ArgumentError, SampleError, literal
 from resilient.models.layer import Activations, Batch
-from resilient.models.multimodal import language, vision
+from resilient.models.multimodal import language
 from resilient.models.multimodal.encoder import EncoderModule, grid, num_patches, patch_size
 from resilient.models.multimodal.generator import GeneratorModule, drawing_loss, drawn_by, generator_layers
-from resilient.models.multimodal.language import language_layers
+from resilient.models.multimodal.language import TOKEN_LOSSES, language_layers
 from resilient.models.multimodal.vision import vision_layers
+from resilient.models.multimodal.vision_families import VISION_FAMILIES
 from resilient.models.packing import why_unpackable
 from resilient.models.pretrained import Source, resolve
 
@@ -84,6 +85,7 @@ class MultimodalModule:
         specs += language_layers(
             self.language,
             frozen=frozen_language_model,
+            unshifted=labels == "unshifted",
             placeholders={name: encoder.options.placeholder_id for name, encoder in self.encoders.items()},
             patch_sizes={name: patch_size(encoder.source) for name, encoder in self.encoders.items()},
             drawn={name: generator.options.placeholder_id for name, generator in self.generators.items()},
@@ -103,6 +105,8 @@ class MultimodalModule:
         ]
         if "logits" in activations:
             found.append(self._text_loss(activations["logits"], batch))
+        if TOKEN_LOSSES in activations:  # of tensor-parallel devices, each has some tokens'
+            found.append(activations[TOKEN_LOSSES].sum())
         return torch.stack(found).sum()
 
     def _text_loss(self, logits: Tensor, batch: Batch) -> Tensor:
@@ -175,7 +179,7 @@ class MultimodalModule:
         if unit == "llm":
             return pack_texts(samples, [self._predicted(sample["labels"]) for sample in samples])
         source = self._of_images[unit]
-        has_class_token = unit in self.encoders and vision.VISION_FAMILIES[source.family].class_token is not None
+        has_class_token = unit in self.encoders and VISION_FAMILIES[source.family].class_token is not None
         return pack_images(
             samples,
             keys,

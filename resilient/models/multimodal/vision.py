@@ -7,91 +7,27 @@ than the encoder's own takes the top left part of its table of positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
-from resilient.models.layer import Activations, Batch, Layer, LayerSpec
+from resilient.models.layer import Activations, Batch, Layer, LayerSpec, Shapes, TensorParallel
+from resilient.models.multimodal.vision_families import VISION_FAMILIES
 from resilient.models.pretrained import Source, first, initializer, load_pretrained, modeling
 from resilient.models.sample_dropout import seed_by_sample
 from resilient.models.segments import Segments, through_block
+from resilient.models.tensor_parallel.devices import TensorDevices
+from resilient.models.tensor_parallel.exchanges import gather_tokens
+from resilient.models.tensor_parallel.linears import ROWS, TokenCount, divide_linears
 
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """What differs between vision encoders, by the names transformers gives it.
-
-    Args:
-        module: Its folder in ``transformers.models``.
-        embeddings, block, pretrained: Names of its classes.
-        patch, positions, class_token: Attributes of its embeddings.
-        pre_norm, post_norm: Norms of its model before and after the blocks.
-        blocks: Name of its list of blocks in checkpoints.
-        renames: Parts of tensor names in version 5 -> in checkpoints.
-        arguments: What its blocks need in version 4 besides hidden state and mask.
-    """
-
-    module: str
-    embeddings: str
-    block: str
-    pretrained: str
-    patch: str
-    positions: str
-    class_token: str | None = None
-    pre_norm: str | None = None
-    post_norm: str | None = None
-    blocks: str = "encoder.layers"
-    renames: Mapping[str, str] = field(default_factory=dict)
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
-VISION_FAMILIES = {
-    "vit": Family(
-        module="vit",
-        embeddings="ViTEmbeddings",
-        block="ViTLayer",
-        pretrained="ViTPreTrainedModel",
-        patch="patch_embeddings.projection",
-        positions="position_embeddings",
-        class_token="cls_token",
-        post_norm="layernorm",
-        blocks="encoder.layer",
-        renames={
-            "attention.q_proj": "attention.attention.query",
-            "attention.k_proj": "attention.attention.key",
-            "attention.v_proj": "attention.attention.value",
-            "attention.o_proj": "attention.output.dense",
-            "mlp.fc1": "intermediate.dense",
-            "mlp.fc2": "output.dense",
-        },
-    ),
-    "siglip_vision_model": Family(
-        module="siglip",
-        embeddings="SiglipVisionEmbeddings",
-        block="SiglipEncoderLayer",
-        pretrained="SiglipPreTrainedModel",
-        patch="patch_embedding",
-        positions="position_embedding.weight",
-        post_norm="post_layernorm",
-    ),
-    "clip_vision_model": Family(
-        module="clip",
-        embeddings="CLIPVisionEmbeddings",
-        block="CLIPEncoderLayer",
-        pretrained="CLIPPreTrainedModel",
-        patch="patch_embedding",
-        positions="position_embedding.weight",
-        class_token="class_embedding",
-        pre_norm="pre_layrnorm",
-        arguments={"causal_attention_mask": None},
-    ),
-}
-"""model_type -> how to cut it."""
+_FIRST_VERSION = 5
+"""Of transformers whose blocks consist of the linear layers that families name."""
 
 
 def pair(value: Any) -> tuple[int, int]:
@@ -185,12 +121,17 @@ class VisionBlock(Layer):
         keys, lengths = batch.get(f"{self.unit}.keys"), batch.get(f"{self.unit}.segments")
         for dropout in self.dropouts:
             dropout.begin(keys if keys is not None and len(keys) else None)
-        mask = self._valid(hidden, batch) if lengths is None else Segments.of(lengths)
+        seq, device = self._num_tokens(batch, hidden), hidden.device
+        mask = self._valid(seq, batch, device) if lengths is None else Segments.of(lengths)
         return first(self.block(hidden, mask, **self.arguments))
 
-    def _valid(self, hidden: Tensor, batch: Batch) -> Tensor:
-        valid = valid_patches(batch, self.unit, self.patch_size, hidden.device)
-        keys = nn.functional.pad(valid, (hidden.shape[1] - valid.shape[1], 0), value=True)
+    def _num_tokens(self, batch: Batch, hidden: Tensor) -> int:
+        """Return how many tokens attend to each other."""
+        return hidden.shape[1]
+
+    def _valid(self, num_tokens: int, batch: Batch, device: torch.device) -> Tensor:
+        valid = valid_patches(batch, self.unit, self.patch_size, device)
+        keys = nn.functional.pad(valid, (num_tokens - valid.shape[1], 0), value=True)
         keys = keys | (torch.arange(keys.shape[1], device=keys.device) == 0)  # an empty row would give nan
         return keys[:, None, None, :].expand(-1, -1, keys.shape[1], -1)
 
@@ -226,6 +167,64 @@ class Projector(Layer):
         return {**rest, f"{self.unit}.features": self.projection(self.norm(patches))}
 
 
+class VisionEmbedPart(VisionEmbed):
+    """What one tensor-parallel device does of the embedding: all of it, and hands on its tokens."""
+
+    def __init__(self, source: Source, name: str, devices: TensorDevices) -> None:
+        super().__init__(source, name)
+        self._devices = devices
+
+    def forward(self, activations: Activations, batch: Batch) -> Activations:
+        made = super().forward(activations, batch)
+        hidden = made[f"{self.unit}.hidden"]
+        return {**made, f"{self.unit}.hidden": hidden[:, self._devices.own(hidden.shape[1])]}
+
+
+class VisionBlockPart(VisionBlock):
+    """One tensor-parallel device's heads of a block and part of its multilayer perceptron, for all tokens."""
+
+    def __init__(self, source: Source, name: str, index: int, devices: TensorDevices) -> None:
+        super().__init__(source, name, index)
+        self._source = source
+        self._all_tokens = TokenCount()
+        divide_linears(self.block, VISION_FAMILIES[source.family].rules(), devices, self._all_tokens)
+
+    def forward(self, activations: Activations, batch: Batch) -> Activations:
+        name = f"{self.unit}.hidden"
+        return {**activations, name: self._run(batch, activations[name])}
+
+    def _num_tokens(self, batch: Batch, hidden: Tensor) -> int:
+        self._all_tokens.value = num_tokens(self._source, self.unit, _shapes(batch))
+        return self._all_tokens.value
+
+
+class ProjectorPart(Projector):
+    """What one tensor-parallel device does of a projector: its tokens; all have what is made of all."""
+
+    def __init__(self, source: Source, name: str, kind: str, width: int, devices: TensorDevices) -> None:
+        super().__init__(source, name, kind, width)
+        self._source = source
+        self._devices = devices
+
+    def forward(self, activations: Activations, batch: Batch) -> Activations:
+        rest = {key: value for key, value in activations.items() if key != f"{self.unit}.hidden"}
+        made = self.projection(self.norm(activations[f"{self.unit}.hidden"]))
+        features = gather_tokens(made, self._devices, num_tokens(self._source, self.unit, _shapes(batch)))
+        return {**rest, f"{self.unit}.features": features[:, self.num_class_tokens :]}
+
+
+def num_tokens(source: Source, name: str, shapes: Shapes) -> int:
+    """Return how many tokens an encoder makes of each image of a padded microbatch, the class token included."""
+    pixels = shapes.get(f"{name}.pixels")
+    (height, width), patch = pixels[-2:] if pixels is not None else (0, 0), pair(source.config.patch_size)
+    num_patches = 1 if pixels is None else height // patch[0] * (width // patch[1])
+    return num_patches + (VISION_FAMILIES[source.family].class_token is not None)
+
+
+def _shapes(batch: Batch) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in batch.items()}
+
+
 def vision_layers(
     source: Source,
     name: str,
@@ -237,36 +236,68 @@ def vision_layers(
 ) -> list[LayerSpec]:
     """Cut an encoder into ``{name}.embed``, ``{name}.block.{i}`` and ``{name}.projector``."""
 
-    def build_projector() -> nn.Module:
-        module = Projector(source, name, projector, width)
+    def build_projector(devices: TensorDevices | None = None) -> nn.Module:
+        arguments = source, name, projector, width
+        module = Projector(*arguments) if devices is None else ProjectorPart(*arguments, devices)
         module.norm.requires_grad_(not frozen)
         module.projection.requires_grad_(not frozen_projector)
         return module
 
     build = partial(_build, frozen, VisionEmbed, source, name)
     initialize, projected = partial(_initialize_embed, source), partial(_initialize_projector, source)
+    embed = TensorParallel(build=partial(_build, frozen, VisionEmbedPart, source, name), tokens=lambda shapes: {})
+    project = TensorParallel(build=build_projector, tokens=partial(_hidden_tokens, source, name))
     return [
-        part_spec(name, "embed", build, initialize, "pixels", "patches", "positions"),
+        replace(part_spec(name, "embed", build, initialize, "pixels", "patches", "positions"), tensor_parallel=embed),
         *block_specs(source, name, frozen=frozen),
-        part_spec(name, "projector", build_projector, projected, "positions"),
+        replace(part_spec(name, "projector", build_projector, projected, "positions"), tensor_parallel=project),
     ]
 
 
 def block_specs(source: Source, name: str, *, frozen: bool) -> list[LayerSpec]:
     """Return the blocks of an encoder, or of a generator that is made of them, ``{name}.block.{i}``."""
     config: Any = source.config
-    return [
+    family, why_not = VISION_FAMILIES[source.family], _why_not(source)
+    specs = [
         part_spec(
             name,
             f"block.{i}",
             partial(_build, frozen, VisionBlock, source, name, i),
-            partial(_initialize_block, source, f"{VISION_FAMILIES[source.family].blocks}.{i}."),
+            partial(_initialize_block, source, f"{family.blocks}.{i}."),
             "sizes",
             "segments",
             "keys",
         )
         for i in range(config.num_hidden_layers)
     ]
+    return [
+        replace(
+            spec,
+            cut={} if why_not else {f"block.{path}": int(rule == ROWS) for path, rule in family.rules().items()},
+            tensor_parallel=TensorParallel(
+                build=partial(_build, frozen, VisionBlockPart, source, name, i),
+                tokens=partial(_hidden_tokens, source, name),
+                divisible={"attention heads": config.num_attention_heads},
+                why_not=why_not,
+            ),
+        )
+        for i, spec in enumerate(specs)
+    ]
+
+
+def _hidden_tokens(source: Source, name: str, shapes: Shapes) -> dict[str, int]:
+    """Return how many tokens there are of what enters a block or the projector."""
+    return {f"{name}.hidden": num_tokens(source, name, shapes)}
+
+
+def _why_not(source: Source) -> str:
+    """Return why devices cannot divide a block; "" if they can."""
+    if int(transformers.__version__.partition(".")[0]) < _FIRST_VERSION:
+        return f"but those of transformers {_FIRST_VERSION} and later"
+    for name in (VISION_FAMILIES[source.family].attention_dropout, "hidden_dropout_prob"):
+        if getattr(source.config, name, 0):
+            return f"which has dropout ({name} is not 0)"
+    return ""
 
 
 def part_spec(

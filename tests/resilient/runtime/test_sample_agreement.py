@@ -138,7 +138,7 @@ def laned() -> tuple[Any, Any]:
     )
     slots = [
         SimpleNamespace(
-            rank=rank, node=rank, pipeline_index=0, row_index=rank, lane=LaneName(*lane), shard_index=0,
+            rank=rank, node=rank, pipeline_index=0, row_index=rank, lane=LaneName(*lane), group_index=0,
             stages=[SimpleNamespace(first_layer=rank, end_layer=rank + 1, lane=LaneName(*lane))],
         )
         for rank, lane in enumerate(LANES)

@@ -14,15 +14,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import nn
 
 from resilient.errors import CheckpointError
+from resilient.models.layer import LayerSpec
 from resilient.observability.run_comparison import compare_parameters
 from resilient.state import checkpoint
+from resilient.state.layer_state import LayerState
+from resilient.state.layout import BufferLayout
 from resilient.state.manifest import MANIFEST, Manifest, SavedStates, folder, read_manifest, write_manifest, writers
 from resilient.templates.common.byte_intervals import ByteIntervals, common_pieces
 from tests.mixtures import SIZES, Held, StateSizes, devices, holders
 from tests.resilient.pieced import number, piece_of
-from tests.resilient.small import all_of, make_job
+from tests.resilient.small import CPU, all_of, draw, make_job
 from tests.resilient.state.test_checkpoint import states_of
 from tests.templates.jobs import cut, plan_of, profile
 
@@ -104,6 +108,21 @@ def test_runs_of_different_degrees_are_compared(tmp_path: Path) -> None:
     write(tmp_path / "other", SPLIT, whole, offset=3)
     assert compare_parameters(tmp_path / "pieces", tmp_path / "whole") == (0.0, 0.0)
     assert compare_parameters(tmp_path / "pieces", tmp_path / "other") == (3.0, 3 / 8)
+
+
+def test_runs_are_compared_whatever_dimension_is_stored_first(tmp_path: Path) -> None:
+    spec = LayerSpec(name="layer", unit="llm", build=lambda: nn.Linear(4, 3), initialize=draw, cut={"weight": 1})
+    layout = BufferLayout.of(spec)
+    held = {"whole": layout.parts(1, 0, 8), "halves": layout.parts(2, 0, 8)}
+    for name, parts in held.items():
+        path, files = folder(tmp_path / name, 1), []
+        for piece in common_pieces(dict(enumerate(parts))):
+            state = LayerState(spec, layout, (), torch.float64, CPU, parts[piece.holders[0]])
+            state.initialize(seed=3)
+            files += checkpoint.save(path, [(state, piece.intervals)])["layer"]
+        write_manifest(path, Manifest(step=1, recipe=RECIPE, states={"layer": tuple(files)}))
+    assert compare_parameters(tmp_path / "halves", tmp_path / "whole") == (0.0, 0.0)
+    assert compare_parameters(tmp_path / "whole", tmp_path / "halves") == (0.0, 0.0)
 
 
 FORMAT_3 = Path(__file__).parent / "format_3" / "step-00000012"

@@ -212,3 +212,41 @@ def test_frozen_integers_of_64_bits_are_refused() -> None:
     )
     with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
         BufferLayout.of(spec_of([Given((2,), torch.int64, 0)]))
+
+
+@given(LAYERS, st.integers(1, 4))
+def test_tensor_parallel_devices_have_rows_of_what_is_cut_and_all_of_the_rest(layer: list[Given], degree: int) -> None:
+    spec = spec_of(layer)
+    whole = filled(state_of(spec, torch.float32))
+    parts = whole.layout.parts(degree, len(SLOTS), 4)
+    states = [state_of(spec, torch.float32, part) for part in parts]
+    for state in states:
+        state.take(whole, state.held)
+    for entry in whole.layout.entries:
+        found, expected = [state.parameters[entry.name] for state in states], whole.parameters[entry.name]
+        for index, each in enumerate(found):
+            first, end = (bound // (entry.row_numel or 1) for bound in entry.part(index, degree))
+            cut = entry.is_cut and entry.numel
+            assert same(each, expected.narrow(entry.cut, first, end - first) if cut else expected)
+        if entry.trainable:
+            assert all(each.grad is not None and each.grad.shape == each.shape for each in found)
+    for slot in SLOTS:  # those of the elements that are here
+        assert all(len(state.slots[slot]) == len(state.grad) for state in states)
+
+
+def test_part_of_a_layer_is_cut_with_all_its_parameters_that_have_the_dimension() -> None:
+    def build() -> nn.Module:
+        return nn.ModuleDict({"up": nn.Linear(3, 4), "down": nn.Linear(4, 3), "upper": nn.Linear(3, 3)})
+
+    layout = BufferLayout.of(
+        LayerSpec(name="layer", unit="llm", build=build, initialize=draw, cut={"up": 0, "down": 1})
+    )
+    found = {entry.name: (entry.cut, entry.is_cut) for entry in layout.entries}
+    assert found == {
+        "up.weight": (0, True),
+        "up.bias": (0, True),
+        "down.weight": (1, True),
+        "down.bias": (0, False),
+        "upper.weight": (0, False),
+        "upper.bias": (0, False),
+    }

@@ -81,3 +81,25 @@ def test_segments_that_do_not_add_up_are_refused() -> None:
     message = r"^segments of layer 'l' must add up to its 12 bytes, got \(8, 8\); profile the layer again$"
     with pytest.raises(ValueError, match=message):
         LayerProfile(name="l", costs=(), parameter_bytes=12, segments=(8, 8))
+
+
+def test_tensor_parallel_devices_have_what_the_profile_says_or_equal_parts() -> None:
+    parts = (ByteIntervals((0, 24, 32, 40)), ByteIntervals((24, 40)))
+    layer = LayerProfile(name="layer", costs=(LayerCost(forward_ms=1.0),), parameter_bytes=40, parts=(parts,))
+    assert [layer.part(index, 2) for index in range(2)] == list(parts)
+    assert [layer.part(index, 4) for index in range(4)] == [layer.share(index, 4) for index in range(4)]
+    told = re.escape("parts of layer 'layer' must add up to its 48 bytes at each degree, got ")
+    with pytest.raises(ValueError, match=f"^{told}"):
+        replace(layer, parameter_bytes=48)
+
+
+def test_profile_of_one_degree_is_that_of_stages_which_all_have_it() -> None:
+    model = replace(profile([8.0] * 3, tp_degrees=(1, 2, 4)), undivided="there are 4 heads")
+    halves = model.at_degree(2)
+    assert (halves.tp_degrees, {layer.costs[0].forward_ms for layer in halves.layers}) == (
+        (2,),
+        {layer.costs[1].forward_ms for layer in model.layers},
+    )
+    told = "tp must be one of the model's degrees (1, 2, 4: there are 4 heads), got 8; choose one of them"
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+        model.at_degree(8)

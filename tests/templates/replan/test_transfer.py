@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resilient.templates.inputs.cluster import Cluster
-from resilient.templates.plan import Holdings, Plan, PlanningProblem
+from resilient.templates.plan import Holdings, Plan, PlanningProblem, Sharding
 from resilient.templates.replan import transfer as planning
 from resilient.templates.replan.replan import first_plan, replan
 from resilient.templates.replan.transfer import Transfer, plan_transfers, transfers_between
@@ -220,16 +220,17 @@ def test_source_without_a_place_takes_a_share_of_the_load_but_not_the_first() ->
     assert [(transfer.state, transfer.source) for transfer in transfers] == [("l0", 0), ("l1", 2), ("l2", 0)]
 
 
-def test_plan_with_a_tensor_parallel_stage_is_refused() -> None:
+def test_plan_with_a_stage_that_is_sharded_and_tensor_parallel_is_refused() -> None:
     problem = PlanningProblem(
         profile=profile([1.0], tp_degrees=(2,)),
         num_microbatches=2,
-        cluster=Cluster(devices_per_node=2),
+        cluster=Cluster(devices_per_node=4),
         max_failures=0,
+        sharding=Sharding.ON,
     )
     message = (
-        r"^tp_degree of every stage must be 1 in a plan that is executed, got 2; tensor parallelism is planned and "
-        r"simulated only: train with a profile of tp_degrees \(1,\)$"
+        r"^tp_degree of a sharded stage must be 1 in a plan that is executed, got 2; groups of tensor-parallel devices "
+        r"that divide a state are planned and simulated only: train without one of the two$"
     )
     with pytest.raises(ValueError, match=message):
         plan_transfers(problem, first_plan(problem, [0]), {})

@@ -230,6 +230,18 @@ def test_a_cluster_of_192_devices_keeps_its_share_down_to_the_fewest_nodes(tmp_p
         assert row["num_idle"] == 0
 
 
+def test_all_stages_have_the_degree_that_is_asked_for(tmp_path: Path) -> None:
+    job: dict[str, str | None] = {**SMALL, "--gpus-per-node": "4", "--nodes": "3"}
+    for degree in ("1", "2"):
+        ended = run({**job, "--json": str(tmp_path / "plan.json")}, "--tp", degree)
+        assert ended.exit_code == 0, ended.output
+        report = json.loads((tmp_path / "plan.json").read_text())
+        assert {each for row in report["templates"] for each in row["tp_degrees"]} == {int(degree)}
+    ended = run(job, "--tp", "3")
+    assert ended.exit_code == 2
+    assert "--tp must be one of the model's degrees (1, 2, 4, 8), got 3; choose one of them" in ended.output
+
+
 def test_sharded_stages_are_planned_where_asked_for(tmp_path: Path) -> None:
     job = {**SMALL, "--gpus-per-node": "4", "--nodes": "3"}
     plain = run({**job, "--json": str(tmp_path / "plain.json")}).output
