@@ -94,6 +94,14 @@ def test_node_or_worker_killed_in_a_step(phase: str, worker_only: bool, referenc
     assert set().union(*devices(run)) == {2}
 
 
+def test_node_killed_where_stages_have_different_degrees(reference: Run, tmp_path: Path) -> None:
+    """Of three workers of a node two share a stage, and one has one of its own."""
+    inject = [fail_at(node=1, step=STEP, phase="backward")]
+    run = parallel(tmp_path, workers_per_node=3, tp="auto", inject=inject)
+    check_recovered(run, reference)
+    assert devices(run)[0] == {1, 2}
+
+
 def test_node_killed_in_a_recovery(reference: Run, tmp_path: Path) -> None:
     inject = [fail_at(node=1, step=STEP, phase="backward"), fail_at(node=2, step=STEP, phase="regroup")]
     run = parallel(tmp_path, nodes=4, inject=inject)

@@ -40,7 +40,7 @@ from tests.resilient.pipeline.test_executor_ranks import (
 )
 from tests.resilient.pipeline.test_sharded_stage import held_gradient
 from tests.resilient.ranks import as_threads
-from tests.resilient.small import make_job, make_plan
+from tests.resilient.small import make_job, make_plan, make_profile
 
 VOCABULARY = 19
 """No degree divides it."""
@@ -133,12 +133,14 @@ def job_of(config: PretrainedConfig, *, unshifted: bool = False, **changes: Any)
     return make_job(model=model, dataset=Texts(unshifted=unshifted), **changes)
 
 
-def pipeline(cuts: Sequence[int], num_microbatches: int, first_node: int, *degrees: int, shard: int = 1) -> Pipeline:
+def pipeline(
+    cuts: Sequence[int], num_microbatches: int, first_node: int, *degrees: int, shard: int = 1, recomputed: int = 0
+) -> Pipeline:
     """A pipeline with a node for each stage, of so many tensor-parallel devices each."""
     stages = tuple(
         StageSpec(
             first_layer=first, end_layer=end, node_index=index, num_devices=degree * shard, shard=shard,
-            forward_ms=0.3, backward_ms=0.7,
+            recomputed_layers=min(recomputed, end - first), forward_ms=0.3, backward_ms=0.7,
         )
         for index, ((first, end), degree) in enumerate(zip(pairwise(cuts), degrees, strict=True))
     )  # fmt: skip
@@ -159,6 +161,7 @@ PLANS = {
     "stages of 1, 2 and 1, and of 2 and 1": Plan(
         pipelines=(pipeline((0, 1, 4, 6), 5, 0, 1, 2, 1), pipeline((0, 3, 6), 3, 3, 2, 1))
     ),
+    "layers that run again": Plan(pipelines=(pipeline((0, 3, 6), 8, 0, 2, 2, recomputed=3),)),
     "2 tensor parallel, 2 sharded": Plan(pipelines=(pipeline((0, 6), 3, 0, 2), pipeline((0, 6), 5, 1, 1, shard=2))),
 }
 
@@ -210,6 +213,29 @@ def test_pictures_go_from_one_degree_to_another(
 def test_four_devices_of_which_some_have_no_token(tmp_path: Path) -> None:
     config = LlamaConfig(**{**TEXT, "num_key_value_heads": 4}, tie_word_embeddings=True)
     check_gradients(job_of(config), Plan(pipelines=(pipeline((0, 6), 8, 0, 4),)), tmp_path)
+
+
+def test_every_node_of_a_mixture_has_every_element() -> None:
+    profile = make_profile(job_of(FAMILIES["llama, tied"]))
+    assert PLANS["2 tensor parallel, 2 sharded"].redundancy(profile) == 2
+    holders = PLANS["1 stage of 2"].holders(profile)["llm.block.0"]
+    whole = profile.layers[1].whole
+    assert holders[0] | holders[1] == whole
+    assert 0 < (holders[0] & holders[1]).size < whole.size / 10, "norms alone"
+
+
+def test_devices_round_no_worse_than_one_does_in_lower_precision(tmp_path: Path) -> None:
+    job = job_of(FAMILIES["llama, tied"], precision="bf16")
+    write_initial(job, tmp_path)
+
+    def losses(plan: Plan) -> float:
+        results = as_threads(
+            len(plan.slots), lambda rank, address: one_step(installed(job, plan, rank, address, tmp_path), Batches(job))
+        )
+        assert all(state.grad.isfinite().all() for _, states in results for state in states.values())
+        return sum(loss for loss, _ in results)
+
+    assert losses(PLANS["1 stage of 2"]) == pytest.approx(losses(make_plan(((0, 6), 8))), rel=1e-2)
 
 
 @pytest.mark.parametrize("kind", ["gpipe", "zb-h1", "1f1b"])
