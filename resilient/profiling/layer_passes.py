@@ -17,7 +17,6 @@ from resilient.models.layer import Activations, Batch, LayerSpec, Model, initial
 from resilient.models.summed_loss import loss_behind
 from resilient.runtime.job import Job
 from resilient.state.layout import BufferLayout
-from resilient.templates.common.byte_intervals import ByteIntervals
 from resilient.templates.inputs.derive import TP_DEGREES
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 20
@@ -87,10 +86,9 @@ def layout_segments(job: Job, layout: BufferLayout) -> tuple[int, ...]:
     return (trained, layout.num_frozen * itemsize, *(trained for _ in job.optimizer.slots), layout.own_bytes)
 
 
-def layout_parts(job: Job, layout: BufferLayout, degrees: Sequence[int]) -> tuple[tuple[ByteIntervals, ...], ...]:
-    """Return :attr:`resilient.templates.inputs.profile.LayerProfile.parts` of a layer."""
-    num_slots, itemsize = len(job.optimizer.slots), job.dtype.itemsize
-    return tuple(layout.parts(degree, num_slots, itemsize) for degree in degrees if degree > 1)
+def layout_rows(job: Job, layout: BufferLayout) -> tuple[tuple[int, int], ...]:
+    """Return :attr:`resilient.templates.inputs.profile.LayerProfile.rows` of a layer."""
+    return layout.rows(len(job.optimizer.slots), job.dtype.itemsize)
 
 
 def tensor_degrees(model: Model, layouts: Mapping[str, BufferLayout]) -> tuple[tuple[int, ...], str]:

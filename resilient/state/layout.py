@@ -19,8 +19,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from resilient.errors import ArgumentError
 from resilient.models.layer import LayerSpec, own_types
-from resilient.models.tensor_parallel.devices import part_bounds
-from resilient.templates.common.byte_intervals import ByteIntervals, merged
 
 _LARGEST_OWN_BYTES = 4
 """Of an element: those of the job's types, which come before, have as many or twice as many."""
@@ -79,13 +77,6 @@ class ParameterEntry:
         """Number of elements at one place of the dimension that is stored first."""
         return torch.Size((*self.shape[: self.cut], *self.shape[self.cut + 1 :])).numel()
 
-    def part(self, index: int, degree: int) -> tuple[int, int]:
-        """Return the first and one past the last element that one of so many tensor-parallel devices has."""
-        if not self.is_cut:
-            return 0, self.numel
-        first, end = part_bounds(self.shape[self.cut], degree)[index : index + 2]
-        return first * self.row_numel, end * self.row_numel
-
     def stored(self, values: Tensor) -> Tensor:
         """Return all elements of such a tensor in the order in which they are stored, ``[num_elements]``."""
         return values.movedim(self.cut, 0).reshape(-1)
@@ -133,31 +124,25 @@ class BufferLayout:
         """Return the length of the buffer."""
         return self.numel(num_slots) * itemsize + self.own_bytes
 
-    def parts(self, degree: int, num_slots: int, itemsize: int) -> tuple[ByteIntervals, ...]:
-        """Return what each of so many tensor-parallel devices holds of the buffer.
+    def rows(self, num_slots: int, itemsize: int) -> tuple[tuple[int, int], ...]:
+        """Return :attr:`resilient.templates.inputs.profile.LayerProfile.rows` of the buffer.
 
         Args:
-            degree: Their number.
             num_slots: Of the optimizer.
             itemsize: Of the job's type.
         """
         typed = [entry for entry in self.entries if entry.dtype is None]
-        trained = [entry for entry in typed if entry.trainable]
-        starts = [(entry, entry.offset) for entry in typed]
-        starts += [(entry, self.numel(slot) + entry.offset) for slot in range(num_slots) for entry in trained]
-        placed = [(entry, start * itemsize, itemsize) for entry, start in starts]
-        own_start = self.numel(num_slots) * itemsize
-        placed += [
-            (entry, own_start + entry.offset, entry.dtype.itemsize) for entry in self.entries if entry.dtype is not None
-        ]
-        return tuple(
-            merged(
-                (start + first * size, start + end * size)
-                for entry, start, size in placed
-                for first, end in [entry.part(index, degree)]
-            )
-            for index in range(degree)
-        )
+        slots = [entry for _ in range(num_slots) for entry in typed if entry.trainable]
+        own = [entry for entry in self.entries if entry.dtype is not None]
+        found: list[tuple[int, int]] = []
+        for entry in (*typed, *slots, *own):
+            size = itemsize if entry.dtype is None else entry.dtype.itemsize
+            num_bytes, row = entry.numel * size, entry.row_numel * size * entry.is_cut
+            if num_bytes and not row and found and not found[-1][1]:
+                found[-1] = (found[-1][0] + num_bytes, 0)
+            elif num_bytes:
+                found.append((num_bytes, row))
+        return tuple(found)
 
     @classmethod
     def of(cls, spec: LayerSpec, rates_of: RatesOf = _not_updated) -> BufferLayout:

@@ -14,7 +14,7 @@ from operator import or_
 import msgspec
 
 from resilient.errors import ArgumentError, literal
-from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals
+from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals, merged
 from resilient.templates.common.digests import content_digest
 from resilient.templates.inputs.cluster import MOST_BYTES
 
@@ -60,8 +60,9 @@ class LayerProfile:
         segments: Bytes of what its state consists of, one after the other: what is trained, what is frozen, each
             optimizer slot, what has a type of its own. Devices that divide the state each have an equal part of every
             one: of a parameter and of its slots the same. Empty where that is not known: one segment.
-        parts: Of each tensor-parallel degree beyond 1 that the layer can be run at, what each device has of its state:
-            of a parameter that is cut some rows, of others everything. Empty where that is not known: as ``segments``.
+        rows: Of what lies one after the other in its state: bytes, and those of a row where tensor-parallel devices
+            have some rows each; 0 where all have it whole. Empty where that is not known: they have parts as of
+            ``segments``.
         trainable: Whether its parameters have gradients.
         input_gradient: Whether its input needs a gradient: some layer strictly before it on its path is trainable.
         shares: Names of layers whose state this layer uses besides its own (tied parameters). A tied parameter
@@ -75,7 +76,7 @@ class LayerProfile:
     gradient_bytes: int = 0
     input_bytes: int = 0
     segments: tuple[int, ...] = ()
-    parts: tuple[tuple[ByteIntervals, ...], ...] = ()
+    rows: tuple[tuple[int, int], ...] = ()
     trainable: bool = True
     input_gradient: bool = True
     shares: tuple[str, ...] = ()
@@ -88,10 +89,11 @@ class LayerProfile:
                 f"segments of layer {self.name!r} must add up to its {self.state_bytes} bytes, got {self.segments}; "
                 "profile the layer again"
             )
-        if any(reduce(or_, each, NO_BYTES) != self.whole for each in self.parts):
+        is_whole = sum(num_bytes for num_bytes, _ in self.rows) == self.state_bytes
+        if self.rows and not (is_whole and all(0 <= row <= size and size % (row or 1) == 0 for size, row in self.rows)):
             raise ValueError(
-                f"parts of layer {self.name!r} must add up to its {self.state_bytes} bytes at each degree, got "
-                f"{self.parts}; profile the layer again"
+                f"rows of layer {self.name!r} must add up to its {self.state_bytes} bytes, got {self.rows}; "
+                "profile the layer again"
             )
 
     @property
@@ -112,13 +114,26 @@ class LayerProfile:
 
     def part(self, index: int, degree: int) -> ByteIntervals:
         """Return what one of several tensor-parallel devices has of the state."""
-        found = next((each[index] for each in self.parts if len(each) == degree), None)
-        return self.share(index, degree) if found is None else found
+        if not self.rows:
+            return self.share(index, degree)
+        ends = accumulate(num_bytes for num_bytes, _ in self.rows)
+        return merged(
+            (end - size + first, end - size + last)
+            for (size, row), end in zip(self.rows, ends, strict=True)
+            for first, last in [_rows_of(size, row, index, degree)]
+        )
 
     def backward_ms(self, degree_index: int = 0) -> float:
         """Return the backward time: only of the gradients that something needs."""
         cost = self.costs[degree_index]
         return self.trainable * cost.backward_weight_ms + self.input_gradient * cost.backward_input_ms
+
+
+def _rows_of(size: int, row: int, index: int, degree: int) -> tuple[int, int]:
+    if not row:
+        return 0, size
+    num_rows = size // row
+    return num_rows * index // degree * row, num_rows * (index + 1) // degree * row
 
 
 def _equal_part(start: int, end: int, index: int, degree: int) -> ByteIntervals:
@@ -218,7 +233,7 @@ class ModelProfile:
         for layer in self.layers:
             trainable = layer.trainable and layer.name not in names
             if not trainable:
-                layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0, segments=(), parts=())
+                layer = replace(layer, trainable=False, optimizer_bytes=0, gradient_bytes=0, segments=(), rows=())
             if not trainable and not trained_before:
                 layer = replace(layer, costs=tuple(replace(cost, activation_bytes=0) for cost in layer.costs))
             layers.append(replace(layer, input_gradient=trained_before))

@@ -14,7 +14,7 @@ from resilient.errors import SampleError
 from resilient.models.layer import Activations, Batch, Layer, LayerSpec, Model, WholeModel, initialize_layer
 from resilient.optim import AdamW
 from resilient.profiling.cache import job_profile
-from resilient.profiling.layer_passes import layout_parts, layout_segments, tensor_degrees
+from resilient.profiling.layer_passes import layout_rows, layout_segments, tensor_degrees
 from resilient.profiling.profiler import draw_samples
 from resilient.runtime.job import Job
 from resilient.state.layer_state import LayerState
@@ -162,7 +162,7 @@ def make_profile(job: Job) -> ModelProfile:
                 parameter_bytes=layout.num_bytes(0, job.dtype.itemsize),
                 optimizer_bytes=layout.num_trainable * len(job.optimizer.slots) * job.dtype.itemsize,
                 segments=layout_segments(job, layout),
-                parts=layout_parts(job, layout, degrees),
+                rows=layout_rows(job, layout),
                 shares=tuple(owner for owner, _ in spec.tied.values()),
             )
         )

@@ -24,6 +24,7 @@ from resilient.state.layer_state import LayerState
 from resilient.state.layout import BufferLayout
 from resilient.state.manifest import MANIFEST, Manifest, SavedStates, folder, read_manifest, write_manifest, writers
 from resilient.templates.common.byte_intervals import ByteIntervals, common_pieces
+from resilient.templates.inputs.profile import LayerCost, LayerProfile
 from tests.mixtures import SIZES, Held, StateSizes, devices, holders
 from tests.resilient.pieced import number, piece_of
 from tests.resilient.small import CPU, all_of, draw, make_job
@@ -113,7 +114,8 @@ def test_runs_of_different_degrees_are_compared(tmp_path: Path) -> None:
 def test_runs_are_compared_whatever_dimension_is_stored_first(tmp_path: Path) -> None:
     spec = LayerSpec(name="layer", unit="llm", build=lambda: nn.Linear(4, 3), initialize=draw, cut={"weight": 1})
     layout = BufferLayout.of(spec)
-    held = {"whole": layout.parts(1, 0, 8), "halves": layout.parts(2, 0, 8)}
+    sizes = LayerProfile(name="layer", costs=(LayerCost(forward_ms=0.0),), parameter_bytes=120, rows=layout.rows(0, 8))
+    held = {"whole": [sizes.whole], "halves": [sizes.part(index, 2) for index in range(2)]}
     for name, parts in held.items():
         path, files = folder(tmp_path / name, 1), []
         for piece in common_pieces(dict(enumerate(parts))):

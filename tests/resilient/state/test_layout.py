@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from resilient.errors import ArgumentError
 from resilient.models.layer import LayerSpec, initialize_layer
+from resilient.models.tensor_parallel.devices import part_bounds
 from resilient.state.binding import bind
 from resilient.state.layer_state import LayerState
 from resilient.state.layout import BufferLayout
 from resilient.templates.common.byte_intervals import NO_BYTES, ByteIntervals
+from resilient.templates.inputs.profile import LayerCost, LayerProfile
 from tests.resilient.small import CPU, draw
 
 SLOTS = ("first", "second")
@@ -214,20 +216,28 @@ def test_frozen_integers_of_64_bits_are_refused() -> None:
         BufferLayout.of(spec_of([Given((2,), torch.int64, 0)]))
 
 
+def parts_of(whole: LayerState, degree: int) -> list[ByteIntervals]:
+    """Return what each of so many devices has of a state."""
+    cost, rows = LayerCost(forward_ms=0.0), whole.layout.rows(len(SLOTS), whole.dtype.itemsize)
+    layer = LayerProfile(name="layer", costs=(cost,), parameter_bytes=whole.whole.size, rows=rows)
+    return [layer.part(index, degree) for index in range(degree)]
+
+
 @given(LAYERS, st.integers(1, 4))
 def test_tensor_parallel_devices_have_rows_of_what_is_cut_and_all_of_the_rest(layer: list[Given], degree: int) -> None:
     spec = spec_of(layer)
     whole = filled(state_of(spec, torch.float32))
-    parts = whole.layout.parts(degree, len(SLOTS), 4)
-    states = [state_of(spec, torch.float32, part) for part in parts]
+    states = [state_of(spec, torch.float32, part) for part in parts_of(whole, degree)]
     for state in states:
         state.take(whole, state.held)
     for entry in whole.layout.entries:
         found, expected = [state.parameters[entry.name] for state in states], whole.parameters[entry.name]
         for index, each in enumerate(found):
-            first, end = (bound // (entry.row_numel or 1) for bound in entry.part(index, degree))
-            cut = entry.is_cut and entry.numel
-            assert same(each, expected.narrow(entry.cut, first, end - first) if cut else expected)
+            if entry.is_cut and entry.numel:
+                first, end = part_bounds(entry.shape[entry.cut], degree)[index : index + 2]
+                assert same(each, expected.narrow(entry.cut, first, end - first))
+            else:
+                assert same(each, expected)
         if entry.trainable:
             assert all(each.grad is not None and each.grad.shape == each.shape for each in found)
     for slot in SLOTS:  # those of the elements that are here

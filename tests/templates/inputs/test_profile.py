@@ -83,14 +83,19 @@ def test_segments_that_do_not_add_up_are_refused() -> None:
         LayerProfile(name="l", costs=(), parameter_bytes=12, segments=(8, 8))
 
 
-def test_tensor_parallel_devices_have_what_the_profile_says_or_equal_parts() -> None:
-    parts = (ByteIntervals((0, 24, 32, 40)), ByteIntervals((24, 40)))
-    layer = LayerProfile(name="layer", costs=(LayerCost(forward_ms=1.0),), parameter_bytes=40, parts=(parts,))
-    assert [layer.part(index, 2) for index in range(2)] == list(parts)
+def test_tensor_parallel_devices_have_rows_or_equal_parts() -> None:
+    layer = LayerProfile(name="layer", costs=(LayerCost(forward_ms=1.0),), parameter_bytes=64)
     assert [layer.part(index, 4) for index in range(4)] == [layer.share(index, 4) for index in range(4)]
-    told = re.escape("parts of layer 'layer' must add up to its 48 bytes at each degree, got ")
-    with pytest.raises(ValueError, match=f"^{told}"):
-        replace(layer, parameter_bytes=48)
+    cut = replace(layer, rows=((40, 8), (16, 0), (8, 4)))
+    assert [cut.part(index, 2).bounds for index in range(2)] == [(0, 16, 40, 60), (16, 56, 60, 64)]
+    assert [cut.part(index, 3).bounds for index in range(3)] == [(0, 8, 40, 56), (8, 24, 40, 60), (24, 56, 60, 64)]
+
+
+@pytest.mark.parametrize("rows", [((40, 8), (16, 0)), ((64, 24),), ((64, -8),), ((32, 64), (32, 0))])
+def test_rows_that_do_not_add_up_are_refused(rows: tuple[tuple[int, int], ...]) -> None:
+    told = re.escape(f"rows of layer 'layer' must add up to its 64 bytes, got {rows}; profile the layer again")
+    with pytest.raises(ValueError, match=f"^{told}$"):
+        LayerProfile(name="layer", costs=(LayerCost(forward_ms=1.0),), parameter_bytes=64, rows=rows)
 
 
 def test_profile_of_one_degree_is_that_of_stages_which_all_have_it() -> None:
