@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from model import MODELS, batch_of, model_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
-from mlp_model import Points, factories, summed_loss
-
 
 def main() -> None:
     """Train and print."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--microbatch", type=int, required=True)
@@ -38,22 +35,24 @@ def main() -> None:
     num_replicas = dist.get_world_size() // num_stages
     mesh = init_device_mesh("cpu", (num_replicas, num_stages), mesh_dim_names=("dp", "pp"))
     replica, stage_index = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
-    layers = [build() for build in factories()]
+    given = model_of(args.model)
+    layers = [build() for build in given.factories()]
     stage_module: nn.Module = nn.Sequential(*layers[starts[stage_index] : [*starts, len(layers)][stage_index + 1]])
     if num_replicas > 1:
         stage_module = DistributedDataParallel(stage_module, process_group=mesh.get_group("dp"))
     optimizer = torch.optim.AdamW(stage_module.parameters(), lr=1e-4, fused=True)
     share = args.batch // num_replicas
     num_microbatches = share // args.microbatch
-    step = make_step(stage_module, stage_index, num_stages, num_microbatches, share, mesh.get_group("pp"))
-    data = Points()
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return given.summed_loss(output, target) / (share * given.TARGETS_PER_SAMPLE)
+
+    step = make_step(stage_module, stage_index, num_stages, num_microbatches, loss_fn, mesh.get_group("pp"))
+    data = given.dataset()
     seconds: list[float] = []
     for number in range(args.steps):
         started = time.perf_counter()
-        first = (number * args.batch + replica * share) % (len(data) - share)
-        samples = [data[index] for index in range(first, first + share)]
-        inputs = torch.stack([sample["input"] for sample in samples])
-        targets = torch.stack([sample["target"] for sample in samples])
+        inputs, targets = batch_of(data, number * args.batch + replica * share, share)
         optimizer.zero_grad(set_to_none=False)
         step(inputs, targets)
         optimizer.step()
@@ -69,14 +68,10 @@ def make_step(
     stage_index: int,
     num_stages: int,
     num_microbatches: int,
-    share: float,
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     group: dist.ProcessGroup,
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """Return what runs forward and backward of one step."""
-
-    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return summed_loss(output, target) / share
-
     if num_stages == 1:
 
         def accumulate(inputs: torch.Tensor, targets: torch.Tensor) -> None:
