@@ -4,10 +4,10 @@
 
 Each job is profiled, then run, in turns and both on this machine. "layers" is the plan's 1F1B, simulated with the
 profile's times alone; "predicted" is the same with what else a step costs, each part measured by itself
-(:mod:`step_costs`): loading (each stage loads each microbatch), messages, gradient sums, zeroing, norms, the optimizer
-and the prepare barrier. Workers must not share cores: no job here has more than two. Cores share caches and memory,
-though, so everything is done by two processes at a time: beside a profile, and beside a job of one worker, another
-process measures the same profile over and over.
+(:mod:`parts.step_costs`): loading (each stage loads each microbatch), messages, gradient sums, zeroing, norms, the
+optimizer and the prepare barrier. Workers must not share cores: no job here has more than two. Cores share caches and
+memory, though, so everything is done by two processes at a time: beside a profile, and beside a job of one worker,
+another process measures the same profile over and over.
 
 Where other things run on the machine steps take longer than they could. So "processor" is the run's own processor
 times, action by action from its trace, put along the schedule: what its steps would have taken on cores of their own,
@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from parts.step_costs import commit_ms, load_ms, network
 from rich.console import Console
-from step_costs import commit_ms, load_ms, network
 
 from resilient.agent.launch import launch
 from resilient.agent.launch_options import LaunchOptions

@@ -30,7 +30,23 @@ settings.load_profile("fixed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have the profile "search" look further in tests that say themselves how many examples they try."""
+    """Skip what needs a GPU where there is none; have the profile "search" look further."""
+    _skip_without_gpu([item for item in items if item.get_closest_marker("gpu")])
+    _search_further(items)
+
+
+def _skip_without_gpu(items: list[pytest.Item]) -> None:
+    if not items:
+        return
+    import torch  # its files have imported it already; others' tests go without
+
+    if not torch.cuda.is_available():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _search_further(items: list[pytest.Item]) -> None:
+    """Have tests that say themselves how many examples they try look at more of them."""
     if settings().derandomize:
         return
     for test, same in groupby(items, key=lambda item: cast(Any, getattr(item, "obj", None))):

@@ -33,21 +33,25 @@ from resilient.state.peer_copy import copy_states
 from resilient.templates.replan.transfer import Transfer
 
 SECRET = b"of this benchmark"
+CPU = torch.device("cpu")
 
 
-def large_state(num_bytes: int, fill: float) -> LayerState:
+def large_state(num_bytes: int, fill: float, device: torch.device = CPU) -> LayerState:
     """Make a layer state (parameters and two AdamW slots) of about that size."""
     width = int((num_bytes / 12) ** 0.5)
     spec = LayerSpec(
         name="layer", unit="chain", build=lambda: nn.Linear(width, width, bias=False), initialize=lambda module: None
     )
-    state = LayerState(spec, BufferLayout.of(spec), ("exp_avg", "exp_avg_sq"), torch.float32, torch.device("cpu"))
+    state = LayerState(spec, BufferLayout.of(spec), ("exp_avg", "exp_avg_sq"), torch.float32, device)
     state.buffer.fill_(fill)
     return state
 
 
 def copy_once(rank: int, state: LayerState, generation: int, store_address: str) -> float:
-    """Copy the state from rank 0 to rank 1 over a new generation's groups; return the seconds it took here."""
+    """Copy the state from rank 0 to rank 1 over a new generation's groups; return the seconds it took here.
+
+    The receiver verifies what it has, and so has waited for its device.
+    """
     comm = connect(
         generation=generation,
         rank=rank,
@@ -58,7 +62,8 @@ def copy_once(rank: int, state: LayerState, generation: int, store_address: str)
         host="127.0.0.1",
         timeout_s=60,
         interrupted=queue.SimpleQueue(),
-        device=torch.device("cpu"),
+        device=state.bytes.device,
+        pairs=[(0, 1)],
     )
     end = state.bytes.numel()
     transfer = Transfer(state="layer", source=0, target=1, first_byte=0, end_byte=end)

@@ -13,6 +13,7 @@ import math
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +33,8 @@ EARLY = slice(3, 6)
 PLACES = 6
 """Descriptors by which a node's place in one generation may differ from that in another: its groups' connections."""
 _FIRST_STEPS = 3
-_COMM_TIMEOUT_S = 20
+COMM_TIMEOUT_S = 20
+CHAIN_ARGUMENTS = ("--no-collector", "--comm-timeout-s", str(COMM_TIMEOUT_S))
 
 
 class Usage(NamedTuple):
@@ -61,6 +63,7 @@ class Recoveries:
         self._nodes: list[int] = []
         self._steps = 0
         self._last_look = math.inf
+        self._is_over = False
 
     def on_event(self, launcher: Launcher, event: Event) -> None:
         """Take in an event of the job; ask for the next change when it is time."""
@@ -82,14 +85,17 @@ class Recoveries:
         for node, usages in self.usages.items():
             usages.append(_usage(self._pids[node]))
         if len(self.usages[SURVIVORS[0]]) > self._count:
-            self._last_look = time.monotonic() + 2 * _COMM_TIMEOUT_S
+            self._last_look = time.monotonic() + 2 * COMM_TIMEOUT_S
         else:
             launcher.add_node()
 
     def _look_again(self, launcher: Launcher) -> None:
+        if self._is_over:  # a second interrupt would end the job without its checkpoint
+            return
         for node, usages in self.usages.items():
             usages[-1] = _usage(self._pids[node])
         if self._last_look < time.monotonic() or all(map(_has_settled, self.usages.values())):
+            self._is_over = True
             launcher.interrupt("enough")
 
 
@@ -107,11 +113,21 @@ def _usage(pid: int) -> Usage:
     return Usage(process.num_threads(), process.num_fds(), (memory.rss - memory.shared) / 2**20)
 
 
-def recover(directory: Path, count: int) -> dict[int, list[Usage]]:
-    """Run a job of ``count`` recoveries; return by survivor what it had before the first and after each."""
+def recover(
+    directory: Path, count: int, script: Path = CHAIN, arguments: Sequence[str] = CHAIN_ARGUMENTS
+) -> dict[int, list[Usage]]:
+    """Run a job of ``count`` recoveries; return by survivor what it had before the first and after each.
+
+    Args:
+        directory: Of the run.
+        count: Of recoveries.
+        script: The job's, which trains until it is interrupted.
+        arguments: The script's own, but for ``--steps``; its communication timeout is :data:`COMM_TIMEOUT_S`.
+    """
     recoveries = Recoveries(count)
-    arguments = ("--steps", "1000000", "--no-collector", "--comm-timeout-s", str(_COMM_TIMEOUT_S))
-    run = testing.run_job(CHAIN, *arguments, directory=directory, nodes=NODES, act=recoveries.on_event)
+    run = testing.run_job(
+        script, "--steps", "1000000", *arguments, directory=directory, nodes=NODES, act=recoveries.on_event
+    )
     assert run.reason.startswith("interrupted (enough)"), run.reason
     return recoveries.usages
 

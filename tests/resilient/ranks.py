@@ -33,6 +33,7 @@ def join(
     num_sources: int = 0,
     store_client: StoreClient | None = None,
     timeout_s: float = 600.0,  # beyond the time limit of a test
+    device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Communicator:
     comm = connect(
         generation=generation,
@@ -44,8 +45,9 @@ def join(
         host=HOST,
         timeout_s=timeout_s,
         interrupted=queue.SimpleQueue(),
-        device=torch.device("cpu"),
+        device=device,
         num_sources=num_sources,
+        pairs=[(low, high) for high in range(size) for low in range(high)],
     )
     _joined[address].append(comm)
     return comm

@@ -1,0 +1,75 @@
+"""One worker's training speed against plain PyTorch on the same device: bfloat16, with compiled blocks and without."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.jobs.llama_model import SMALL, Shape, shape_of
+from benchmarks.parts.gpu.part import Row, Setting
+from benchmarks.parts.gpu.profiles import MODEL, data_sheet_of
+from benchmarks.parts.steps import WARM_UP_STEPS, run_steps
+from resilient.templates.inputs.devices import DEVICES
+
+PEER = Path(__file__).parents[2] / "peers" / "one_device.py"
+_MARGIN_S = 5.0
+_LARGE_BYTES = 40 * 10**9
+"""A device with as much holds the whole model, at 16 bytes a parameter and with the logits of a microbatch."""
+
+Sizes = dict[str, object]
+
+
+def sizes_for(setting: Setting) -> Sizes:
+    """Return the job's options: a model and a batch that the device holds."""
+    if setting.is_rehearsal:
+        small: Sizes = {"--shape": SMALL, "--blocks": 1, "--seq": 16, "--batch": 4, "--microbatch": 2}
+        return {**small, "--steps": WARM_UP_STEPS + 3}
+    memory_bytes = torch.cuda.mem_get_info()[1] if setting.device == "cuda" else 0
+    num_blocks, microbatch = (16, 2) if memory_bytes >= _LARGE_BYTES else (4, 1)
+    sized: Sizes = {"--shape": MODEL, "--blocks": num_blocks, "--seq": 2048, "--batch": 16, "--microbatch": microbatch}
+    return {**sized, "--steps": WARM_UP_STEPS + 10}
+
+
+def measure(setting: Setting) -> list[Row]:
+    """Train both ways in turns; the kinds of code that rehearsals leave out take a compiler a minute."""
+    sizes = {**sizes_for(setting), "--precision": "bf16", "--device": setting.device}
+    shape = shape_of(str(sizes["--shape"]), int(str(sizes["--blocks"])))
+    rows: list[Row] = []
+    for compiled in (False,) if setting.is_rehearsal else (False, True):
+        options = {**sizes, **({"--compile": None} if compiled else {})}
+        ours = run_steps("llama.py", {**options, "--max-failures": 0}, num_nodes=1)
+        theirs_ms = statistics.median(theirs(options, setting.limit_s))
+        rows += speed_rows(statistics.median(ours.step_ms), theirs_ms, shape, sizes, ours.devices[0], compiled=compiled)
+    return rows
+
+
+def theirs(options: Sizes, limit_s: float) -> list[float]:
+    """Run plain PyTorch; return what its steps took, in ms."""
+    words = [str(part) for pair in options.items() for part in pair if part is not None]
+    done = subprocess.run(
+        [sys.executable, str(PEER), *words], stdout=subprocess.PIPE, text=True, timeout=limit_s - _MARGIN_S, check=True
+    )
+    return [1e3 * each for each in json.loads(done.stdout.strip().splitlines()[-1])][WARM_UP_STEPS:]
+
+
+def speed_rows(
+    ours_ms: float, theirs_ms: float, shape: Shape, sizes: Sizes, device_name: str, *, compiled: bool
+) -> list[Row]:
+    """Return the steps, their ratio and model FLOP/s, and these as a share of the data sheet's, where it is known."""
+    num_samples, seq_len = int(str(sizes["--batch"])), int(str(sizes["--seq"]))
+    flops = shape.model_flops(num_samples, seq_len)
+    known = data_sheet_of(device_name)
+    label = "compiled" if compiled else "not compiled"
+    rows: list[Row] = []
+    for name, took_ms in (("resilient", ours_ms), ("plain PyTorch", theirs_ms)):
+        tflops = flops / took_ms / 1e9
+        share = f", {1e12 * tflops / DEVICES[known].flops_per_s:.0%} of {known}'s" if known else ""
+        tokens = f"{1e3 * num_samples * seq_len / took_ms:,.0f} tokens/s"
+        beside = f"{tokens}, {tflops:.3g} model TFLOP/s{share}"
+        rows.append(Row(what=f"step, {label}, {name}", value=took_ms, unit="ms", beside=beside))
+    return [*rows, Row(what=f"step, {label}, ratio", value=ours_ms / theirs_ms, beside="at most 1.0 is as fast")]
