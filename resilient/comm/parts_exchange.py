@@ -107,7 +107,7 @@ class _Summing:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        total = self._addends[0].clone()
+        total = self._addends[0]
         for addend in self._addends[1:]:
-            total += addend
+            total = total + addend  # into memory of its own: one of them is where the sum goes
         self._into.copy_(total)
