@@ -14,12 +14,13 @@ import torch
 
 from benchmarks.parts.gpu.part import Row, Setting
 from benchmarks.parts.steps import JOBS
-from resilient.cli.demo import KILL_PHASES, MIN_DEMO_STEPS, PARAM_TOLERANCE, judge
+from resilient.cli.demo import KILL_PHASES, PARAM_TOLERANCE, judge
 from resilient.observability.event_log import read_events
 from resilient.observability.run_comparison import compare_runs
 from resilient.testing import JobRun, fail_at, run_job
 
-_DEMO_STEPS = 40
+_DEMO_STEPS, _DEMO_STEPS_REHEARSED = 120, 60
+"""The node that joins has to be ready before the last one, and begins with some seconds of starting CUDA."""
 _MARGIN_S = 5.0
 _STEPS, _KILL_STEP = 6, 4
 _JOB = ("--steps", str(_STEPS), "--precision", "fp64")
@@ -28,7 +29,7 @@ _JOB = ("--steps", str(_STEPS), "--precision", "fp64")
 def demo(setting: Setting) -> list[Row]:
     """Run ``resilient demo``, whose workers train on a GPU where there is one."""
     directory, told = setting.folder / "run", setting.folder / "report.json"
-    steps = MIN_DEMO_STEPS if setting.is_rehearsal else _DEMO_STEPS
+    steps = _DEMO_STEPS_REHEARSED if setting.is_rehearsal else _DEMO_STEPS
     command = [str(Path(sys.executable).with_name("resilient")), "demo", "--plain", "--steps", str(steps)]
     command += ["--run-dir", str(directory), "--json", str(told)]
     subprocess.run(command, timeout=setting.limit_s - _MARGIN_S, check=False)
