@@ -183,14 +183,22 @@ def _work(part: Part, setting: Setting, sending: Connection) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(log.fileno(), stream.fileno())
+    found = _found(part, setting)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # who hears what was found kills this process
+    sending.send(found)
+
+
+def _found(part: Part, setting: Setting) -> list[Row] | SkippedError | str:
+    """Return what was measured, or why nothing was."""
     try:
-        sending.send(part.measure(setting))
+        return part.measure(setting)
     except SkippedError as reason:
-        sending.send(reason)
+        return reason
     except BaseException as error:  # a part that ends itself has failed as well
         traceback.print_exc()
         first = (str(error).strip() or repr(error)).splitlines()[0]
-        sending.send(f"{type(error).__name__}: {first}; see {setting.folder / LOG}")
+        return f"{type(error).__name__}: {first}; see {setting.folder / LOG}"
 
 
 def _end(process: BaseProcess) -> None:
