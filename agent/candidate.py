@@ -17,6 +17,7 @@ from resilient.agent.attach import finish, listen_where_it_was, succeed
 from resilient.agent.journal.term import DeposedError
 from resilient.agent.leadership.office import read_office
 from resilient.agent.network.dialect import dialect
+from resilient.common.printable import log_printably
 from resilient.common.processes import die_with_parent
 from resilient.errors import ResilientError
 
@@ -47,7 +48,7 @@ def main() -> int:
     options = parser.parse_args()
     die_with_parent(options.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the agent decides who ends
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log_printably()
     if options.dialect != dialect():  # no node would understand it
         logger.error("cannot lead the job: resilient was changed here since the node began, to %s", dialect())
         return 1

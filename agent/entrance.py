@@ -13,6 +13,7 @@ import logging
 import socket
 import ssl
 import time
+from traceback import clear_frames
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
@@ -217,8 +218,10 @@ class Entrance:
             self._by_protocol[protocol] = connection
             left_s = connection.since + PATIENCE_S - loop.time()
             await asyncio.wait_for(connection.admitted.wait(), max(left_s, 0))
-        except (OSError, asyncio.TimeoutError):
-            pass
+        except (OSError, asyncio.TimeoutError, asyncio.CancelledError) as error:
+            clear_frames(error.__traceback__)  # they hold its buffers, 256 KiB, in a circle: those would stay for long
+            if isinstance(error, asyncio.CancelledError):
+                raise
         finally:
             self._by_protocol.pop(protocol, None)
             if not connection.admitted.is_set():

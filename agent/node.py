@@ -32,6 +32,7 @@ from resilient.agent.process import Spawner, SpawnError, start_forkserver
 from resilient.agent.whereabouts import Whereabouts
 from resilient.agent.workers import WorkerPool, what_is_missing
 from resilient.common.framing import frame
+from resilient.common.printable import log_printably
 from resilient.errors import ControlError, ResilientError
 from resilient.observability.worker_logs import Screen, WorkerLogs, signed
 from resilient.protocol import fault_injection as faults
@@ -374,7 +375,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--local-ranks-filter", default="")
     parser.add_argument("--spawner-fd", type=int)
     parsed = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log_printably()
     if os.getpgrp() != os.getpid():
         os.setsid()  # killing this process group must kill this node and nothing else
     options = NodeOptions(

@@ -14,6 +14,7 @@ from resilient.cli.shared.coordinator import RunFolder
 from resilient.cli.shared.errors import usage_error
 from resilient.cli.shared.run_folder import run_folder
 from resilient.cli.shared.shown_options import LocalRanksFilter
+from resilient.common.printable import printable_json
 from resilient.observability.event_log import EventJoiner
 from resilient.observability.live_view import make_view
 from resilient.observability.worker_logs import LOOK_EVERY_S, GrowingFile, WorkerLogs, signed
@@ -32,7 +33,7 @@ def events(
     view, joiner = make_view(plain=True, console=Console(highlight=False, emoji=False)), EventJoiner()
     for line in _followed(GrowingFile(path), follow=follow):
         if as_json:
-            typer.echo(line)
+            typer.echo(printable_json(line))
             continue
         try:
             if (event := joiner.take(json.loads(line))) is not None:

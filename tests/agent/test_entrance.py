@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import resource
 import ssl
+from asyncio.sslproto import SSLProtocol
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,33 @@ def test_a_crowd_of_strangers_keeps_nobody_out(tmp_path: Path) -> None:
         with_coordinator(tmp_path, scenario)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_who_is_gone_leaves_no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of TLS are 256 KiB each, and garbage in a circle may stay until a thousand more are there."""
+    monkeypatch.setattr(entrance, "STRANGERS_AT_ONCE", 4)
+    monkeypatch.setattr(entrance, "_LEAST_PATIENCE_S", 0.0)
+
+    async def scenario() -> None:
+        door = entrance.Entrance(web.Application(), server_context(TOKEN))
+        address = await door.open("127.0.0.1", 0)
+        for said in (b"", b"no TLS at all", b"\x16\x03\x01\x00"):
+            crowd = [await asyncio.open_connection(*address) for _ in range(12)]
+            for reader, writer in crowd[:8]:
+                writer.write(said)
+                await until_closed(reader)
+            for _, writer in crowd:
+                writer.close()
+        while sum(type(each) is SSLProtocol for each in gc.get_objects()) > 4:
+            await asyncio.sleep(0.01)
+        await door.close()
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 30))
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("turns", range(6))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from aiohttp import web
 from resilient.agent.network.conversation import Attached
 from resilient.agent.node import NodeAgent, NodeOptions
 from resilient.common.job_certificate import server_context
+from resilient.common.printable import printable
 from resilient.protocol.messages import Health, Shutdown, Welcome, WorkerExited, encode
 from tests.agent.served import decode_from_agent
 
@@ -91,6 +95,40 @@ def test_machine_that_lacks_what_the_job_needs_says_so(name: str, missing: str, 
     where = rf"at the same path on every node, got {{}} {tmp_path}/elsewhere on {socket.gethostname()}; copy it there"
     subject, _, what = missing.partition(" must .* ")
     assert re.fullmatch(f"{subject} must be " + where.format(what), exited.error)
+
+
+def test_what_others_have_the_coordinator_say_moves_no_cursor_here(tmp_path: Path) -> None:
+    """As when a worker of another node has failed with codes for the terminal in its error."""
+
+    async def serve(request: web.Request) -> web.WebSocketResponse:
+        connection = web.WebSocketResponse()
+        await connection.prepare(request)
+        await connection.receive_bytes()
+        await connection.send_bytes(encode(Attached(is_new=True, num_heard=0)))
+        await connection.send_bytes(encode(Shutdown(exit_code=1, reason="node 1: \x1b]0;mine\x07\x9b2J")))
+        await connection.receive()
+        return connection
+
+    async def play() -> str:
+        app = web.Application()
+        app.add_routes([web.get("/agent", serve)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server_context("t")).start()
+        host, port = runner.addresses[0][:2]
+        program = "from resilient.cli.app import app; app()"
+        command = (sys.executable, "-c", program, "agent", "--join", f"{host}:{port}")
+        environment = {**os.environ, "RESILIENT_TOKEN": "t"}
+        agent = await asyncio.create_subprocess_exec(*command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE)
+        try:
+            _, told = await asyncio.wait_for(agent.communicate(), 60)
+            return told.decode()
+        finally:
+            await runner.cleanup()
+
+    told = asyncio.run(play())
+    assert told.endswith(" INFO this node: node 1: \\x1b]0;mine\\x07\\x9b2J\n")
+    assert printable(told) == told
 
 
 def test_node_whose_coordinator_is_gone_while_the_script_is_imported_ends(

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from resilient.cli.app import app
+from resilient.common.printable import printable
 
 STARTED = {"time": 1.0, "generation": 0, "kind": "node_connected", "node": 0, "host": "h", "pid": 7, "domain": ""}
 STOPPED = {"time": 9.0, "generation": 1, "kind": "stopped", "exit_code": 0, "reason": "it is done", "path": None}
@@ -41,6 +42,15 @@ def test_events_are_told_as_they_are_or_in_words(tmp_path: Path) -> None:
     exit_code, text = _said("events", "--run", str(tmp_path))
     assert exit_code == 0
     assert "another machine joins with: resilient agent --join 10.0.0.1:5" in text
+
+
+def test_events_move_no_cursor_as_they_are(tmp_path: Path) -> None:
+    """JSON may hold some of a terminal's codes as they are."""
+    event = {**STARTED, "host": "\x9b2J\x7f\x1b ä"}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event, ensure_ascii=False) + "\n")
+    exit_code, text = _said("events", "--json", "--run", str(tmp_path))
+    assert (exit_code, json.loads(text)) == (0, event)
+    assert printable(text) == text
 
 
 def test_followed_events_end_with_the_job(tmp_path: Path) -> None:
