@@ -92,7 +92,7 @@ class _NonsenseApart(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError | UnicodeError):  # the last of `Expect`
             self._nonsense.add(repr(str(error)))
             return False
         return True

@@ -147,6 +147,7 @@ def test_garbage_is_told_of_in_a_line_or_two(tmp_path: Path, caplog: pytest.LogC
         b"GET / HTTP/9\r\n : \r\n\r\n" * 50,
         b"POST /stop HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nno gz",
         b"POST /stop HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: \x80\r\n\r\n",
     )
 
     async def scenario(served: Served) -> None:
