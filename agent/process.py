@@ -10,12 +10,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
+from resilient.common.processes import command_for
 from resilient.errors import ResilientError
 from resilient.protocol.forkserver import MAX_PACKET_BYTES, Signal, Spawn, Started, decode_reply
 
@@ -119,7 +119,7 @@ def start_forkserver(
             not reach it; a node agent's does not, so that killing the group kills the node).
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "resilient.protocol.forkserver", "--fd", str(theirs.fileno())]
+    command = command_for("resilient.protocol.forkserver", "--fd", str(theirs.fileno()))
     command += [] if outlives_us else ["--parent", str(os.getpid())]
     command += ["--preload", script]
     forkserver = subprocess.Popen(

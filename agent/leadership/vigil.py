@@ -12,11 +12,11 @@ import contextlib
 import logging
 import os
 import shlex
-import sys
 from collections.abc import Awaitable, Callable
 
 from resilient.agent.leadership.knocking import Door
 from resilient.agent.network.dialect import dialect
+from resilient.common.processes import command_for
 from resilient.errors import ResilientError
 from resilient.protocol.messages import Welcome
 
@@ -139,7 +139,7 @@ class Vigil:
         options = ("--run", welcome.run_directory, "--host", host, "--parent", str(os.getpid()), "--dialect", dialect())
         self._orphan_s = welcome.orphan_s
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "resilient.agent.candidate", *options, stdin=asyncio.subprocess.DEVNULL
+            *command_for("resilient.agent.candidate", *options), stdin=asyncio.subprocess.DEVNULL
         )
         exit_code = await self._process.wait()
         logger.info("node %d: its coordinator has ended with %d", welcome.node, exit_code)

@@ -9,9 +9,11 @@ import os
 import resource
 import signal
 import stat
+import sys
 
 _PR_SET_PDEATHSIG = 1
 _MOST_FILES = 1 << 16
+_CALLED = "import os, sys; sys.path[0] = os.path.dirname(sys.executable); from {} import main; sys.exit(main())"
 
 
 def signal_name(number: int) -> str:
@@ -20,6 +22,15 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def command_for(module: str, *arguments: str) -> list[str]:
+    """Return the command that calls ``main()`` of a module of ours in a process of its own.
+
+    Modules are looked for where a console script looks for them. ``python -m`` would look in the working folder first,
+    into which others may have put something: it may be ``/tmp``.
+    """
+    return [sys.executable, "-c", _CALLED.format(module), *arguments]
 
 
 def die_with_parent(parent: int) -> None:

@@ -33,7 +33,7 @@ from typing import Literal
 
 import msgspec
 
-from resilient.common.processes import die_with_parent, open_files_anew
+from resilient.common.processes import command_for, die_with_parent, open_files_anew
 from resilient.common.sources import keep_sources
 
 # torch._dynamo: torch imports it on first use (0.7 s), which would otherwise be in every worker's first step.
@@ -290,7 +290,7 @@ def main() -> None:
         preload(options.preload)
     if options.preload is not None and len(os.listdir("/proc/self/task")) > 1:
         # Something imported has started threads: begin again without it, cold but safe.
-        cold = [sys.executable, "-m", "resilient.protocol.forkserver", "--fd", str(options.fd)]
+        cold = command_for("resilient.protocol.forkserver", "--fd", str(options.fd))
         cold += [] if options.parent is None else ["--parent", str(options.parent)]
         os.set_inheritable(options.fd, True)
         os.execv(sys.executable, cold)

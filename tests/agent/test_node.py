@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from resilient.agent.membership.next_generation.members import log_path
 from resilient.agent.network.conversation import GOODBYE, Attached, Hello, decode_hello
 from resilient.agent.node import NodeAgent, NodeOptions
 from resilient.common.job_certificate import server_context
+from resilient.common.processes import command_for
 from resilient.protocol.messages import (
     FromAgentMessage,
     FromWorker,
@@ -129,8 +129,10 @@ def play(
         await coordinator.site.start()
         (address,) = runner.addresses
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = ("-m", "resilient.protocol.forkserver", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()))
-        forkserver = await asyncio.create_subprocess_exec(sys.executable, *command, pass_fds=[theirs.fileno()])
+        command = command_for(
+            "resilient.protocol.forkserver", "--fd", str(theirs.fileno()), "--parent", str(os.getpid())
+        )
+        forkserver = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()])
         theirs.close()
         host, port = address[:2]
         options = NodeOptions(

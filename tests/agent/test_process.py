@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from resilient.agent.process import Spawner, SpawnError, start_forkserver
+from resilient.common.processes import command_for
 from resilient.protocol.forkserver import Spawn, script_imports
 from tests.processes import has_ended
 
@@ -32,8 +32,10 @@ class Forkserver:
 
     async def __aenter__(self) -> Forkserver:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = ("-m", "resilient.protocol.forkserver", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()))
-        self.process = await asyncio.create_subprocess_exec(sys.executable, *command, pass_fds=[theirs.fileno()])
+        command = command_for(
+            "resilient.protocol.forkserver", "--fd", str(theirs.fileno()), "--parent", str(os.getpid())
+        )
+        self.process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()])
         theirs.close()
         self.spawner = Spawner(
             ours, on_exit=lambda pid, code: self.exits.put_nowait((pid, code)), on_lost=self.lost.set

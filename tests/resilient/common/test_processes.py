@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from resilient.common.processes import allow_many_files, open_files_anew
+from resilient.common.processes import allow_many_files, command_for, open_files_anew
 
 
 def in_a_fork(act: Callable[[], bytes]) -> bytes:
@@ -57,3 +58,12 @@ def test_limit_of_open_files_is_raised_as_far_as_the_system_lets_it() -> None:
         assert allow_many_files() == min(hard, 1 << 16) == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_modules_of_the_working_folder_are_not_taken_for_others(tmp_path: Path) -> None:
+    """Which may be one that others can write to."""
+    (tmp_path / "argparse.py").write_text("raise SystemExit('somebody else was here')")
+    command = command_for("resilient.protocol.forkserver", "--help")
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "--preload" in told.stdout
