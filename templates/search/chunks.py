@@ -4,7 +4,8 @@ Of K devices and v chunks, stage s of K v is in row ``s % K``, or of ZB-V on the
 step takes as long as its stages together, so for many microbatches the slowest row shall be as fast as can be, for few
 ones the first stage's gradient sum counts as well; of equal steps the one with even stages and rows is taken. Where
 there are few cuts all are looked at. Otherwise cuts are searched for
-(:mod:`resilient.templates.search.chunk_limits`). A pipeline of one device has one stage.
+(:mod:`resilient.templates.search.chunk_limits`), and those of few stages moved bound by bound, from there and from some
+that are drawn. A pipeline of one device has one stage.
 
 A row checkpoints all its stages where only that fits. States that several stages of a row use count for each.
 """
@@ -12,6 +13,7 @@ A row checkpoints all its stages where only that fits. States that several stage
 from __future__ import annotations
 
 import math
+from functools import cache
 from itertools import combinations
 from typing import NamedTuple
 
@@ -28,6 +30,9 @@ from resilient.templates.template import PipelineTemplate, StageSpec
 
 _FEW = 20_000
 """Cuts that are looked at one by one: takes 20 ms."""
+
+_MOST_MOVED, _NUM_DRAWN = 16, 16
+"""Pipelines of up to so many stages are searched by moving bounds, too, from so many cuts that are drawn."""
 
 _STARTS, _MOST_STARTS = 40_000, 30
 """Long models are searched from one cut alone, shorter ones from so many divided by the square of their layers."""
@@ -200,7 +205,31 @@ class ChunkSearch:
             while end > 1:
                 end = max(1, end * 2 // 3)
                 found.append(cuts.best(fastest, limit, first_end=end))
+        if num_stages <= _MOST_MOVED:
+            begin = np.concatenate((fastest[None], _drawn(self.costs.num_layers, num_stages)))
+            found += [cut for count in {1, self.problem.most_microbatches} for cut in self._moved(size, begin, count)]
         return np.unique(np.stack([*starts, *found]), axis=0)
+
+    def _moved(self, size: int, now: ChunkTable, num_microbatches: int) -> ChunkTable:
+        """Return where cuts come to by moves of one or two bounds that make a step shorter, the best one each time."""
+        moves, done = _moves(now.shape[1]), list[ChunkTable]()
+        rated = self._rate(size, now)
+        lacking, steps = rated.lacking, rated.fill + rated.sync + num_microbatches * rated.slowest
+        while len(now):
+            tried = (now[:, None] + moves).reshape(-1, now.shape[1])
+            of = np.repeat(np.arange(len(now)), len(moves))
+            possible = (np.diff(tried, axis=1) > 0).all(axis=1)
+            tried, of = tried[possible], of[possible]
+            rated = self._rate(size, tried)
+            took = rated.fill + rated.sync + num_microbatches * rated.slowest
+            order = np.lexsort((took, rated.lacking, of))
+            _, first = np.unique(of[order], return_index=True)
+            best = order[first]
+            less, same = rated.lacking[best] < lacking, rated.lacking[best] == lacking
+            better = less | (same & (took[best] < steps))
+            done.append(now[~better])
+            now, lacking, steps = tried[best][better], rated.lacking[best][better], took[best][better]
+        return np.concatenate(done)
 
     def _rate(self, size: int, bounds: ChunkTable) -> _Rated:
         single, limit, row_of = self._single, self.problem.cluster.memory_bytes, self._row_of(size)
@@ -235,6 +264,21 @@ class ChunkSearch:
             squares=squares,
             checkpointing=checkpointing,
         )
+
+
+@cache
+def _moves(num_bounds: int) -> ChunkTable:
+    """Return what one or two of the inner bounds move by, up to a layer each. [moves, bounds]"""
+    single = np.concatenate([sign * np.eye(num_bounds, dtype=np.int64)[1:-1] for sign in (-1, 1)])
+    return np.unique((single[:, None] + single).reshape(-1, num_bounds), axis=0)
+
+
+@cache
+def _drawn(num_layers: int, num_stages: int) -> ChunkTable:
+    """Return some cuts, the same ones each time."""
+    draw = np.random.default_rng(0)
+    inner = [np.sort(draw.choice(num_layers - 1, num_stages - 1, replace=False) + 1) for _ in range(_NUM_DRAWN)]
+    return np.pad(np.stack(inner), ((0, 0), (1, 1)), constant_values=((0, 0), (0, num_layers)))
 
 
 def _every(num_layers: int, num_stages: int) -> ChunkTable:
