@@ -101,11 +101,15 @@ def test_who_is_gone_leaves_no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
                 await until_closed(reader)
             for _, writer in crowd:
                 writer.close()
-        while sum(type(each) is SSLProtocol for each in gc.get_objects()) > 4:
+        while num_buffers() - before > 4:
             await asyncio.sleep(0.01)
         await door.close()
 
+    def num_buffers() -> int:
+        return sum(type(each) is SSLProtocol for each in gc.get_objects())
+
     gc.collect()
+    before = num_buffers()  # of what other tests have left in this process
     gc.disable()
     try:
         asyncio.run(asyncio.wait_for(scenario(), 30))
