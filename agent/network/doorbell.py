@@ -66,7 +66,7 @@ class Doorbell:
         reception = Reception(
             self._secret, caller=_RINGER, own=_BELL, address=self.address, patience_s=RING_S, serve=self._answer
         )
-        self._serving = asyncio.create_task(reception.run(listening))
+        self._serving = reception.start(listening)
 
     def close(self) -> None:
         """Listen no more."""

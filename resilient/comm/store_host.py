@@ -82,7 +82,7 @@ class _Server:
             serve=self._serve_one,
         )
         loop = asyncio.get_running_loop()
-        serving = loop.create_task(reception.run(listening))
+        serving = reception.start(listening)
         self._stops.put(lambda: loop.call_soon_threadsafe(serving.cancel))
         await asyncio.wait([serving])
 

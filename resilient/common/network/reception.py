@@ -54,8 +54,13 @@ class Reception:
         self._writers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._fewer = asyncio.Event()
 
-    async def run(self, listening: socket.socket) -> None:
-        """Serve who connects; when cancelled, listen no more, and hang up on everybody."""
+    def start(self, listening: socket.socket) -> asyncio.Task[None]:
+        """Serve who connects; when the task is cancelled, listen no more, and hang up on everybody."""
+        serving = asyncio.get_running_loop().create_task(self._run(listening))
+        serving.add_done_callback(lambda _: listening.close())  # it may be cancelled before it begins
+        return serving
+
+    async def _run(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         listening.setblocking(False)
         allow_many_files()

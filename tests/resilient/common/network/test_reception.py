@@ -33,13 +33,23 @@ def play(story: Story, *, patience_s: float = 60.0) -> None:
         before = len(os.listdir("/proc/self/fd"))
         own = f"{HOST}:{port}"
         reception = Reception(SECRET, caller=CALLER, own=OWN, address=own, patience_s=patience_s, serve=greet)
-        serving = asyncio.create_task(reception.run(listening))
+        serving = reception.start(listening)
         await asyncio.wait_for(story(port), 60)
         serving.cancel()
         await asyncio.wait([serving])
         assert len(os.listdir("/proc/self/fd")) < before, "nothing is left open"
 
     asyncio.run(run())
+
+
+def test_port_is_closed_though_nobody_was_served_yet() -> None:
+    async def run() -> socket.socket:
+        listening = listen(HOST, 0, "", 1024)
+        reception = Reception(SECRET, caller=CALLER, own=OWN, address=HOST, patience_s=60.0, serve=greet)
+        reception.start(listening).cancel()
+        return listening
+
+    assert asyncio.run(run()).fileno() == -1
 
 
 async def enter(port: int, secret: bytes = SECRET, address: str = "") -> bytes:
