@@ -41,7 +41,7 @@ def process_rows(node: int, usages: Sequence[Usage]) -> list[Row]:
     threads, descriptors = (max(getattr(each, name) for each in early) for name in ("threads", "descriptors"))
     grown_mb = last.memory_mb - early[-1].memory_mb
     return [
-        _row(node, "threads", last.threads, threads, last.threads <= threads),
+        _row(node, "threads", last.threads, threads, last.threads <= threads + PLACES),
         _row(node, "descriptors", last.descriptors, descriptors, last.descriptors <= descriptors + PLACES),
         _row(node, "host memory", last.memory_mb, early[-1].memory_mb, grown_mb < LARGEST_GROWTH_MB, "MB"),
     ]
