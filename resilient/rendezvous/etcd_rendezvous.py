@@ -7,6 +7,7 @@ classes of ``torch.distributed.elastic.rendezvous`` that it builds on are docume
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 
-from resilient.common.network.etcd_connection import EtcdUnreachableError, KeptLease, etcd_client, reached
+from resilient.common.network.etcd_connection import EtcdUnreachableError, KeptLease, asked_until, etcd_client
 from resilient.rendezvous.etcd_store import EtcdStore
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _PREFIX = "/torch/elastic/"
 _TTL_S = 7200
 """What a job leaves is forgotten by etcd after two hours, as torch's own backend has it."""
+_PATIENCE_S = 60.0
+"""For so long etcd may be away: a job's agents ask several times a second, and would end of the first failure."""
 
 
 class EtcdRendezvousBackend(RendezvousBackend):
@@ -76,8 +79,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
 
     def _asked(self, ask: Callable[[], Any]) -> Any:
         try:
-            with reached(self._client):
-                return ask()
+            return asked_until(time.monotonic() + _PATIENCE_S, self._client, ask)
         except EtcdUnreachableError as error:
             raise RendezvousConnectionError(str(error)) from error
 

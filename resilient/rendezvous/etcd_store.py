@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # documented
 
-from resilient.common.network.etcd_connection import EtcdUnreachableError, KeptLease, reached
+from resilient.common.network.etcd_connection import EtcdUnreachableError, KeptLease, asked_until, reached
 
 if TYPE_CHECKING:
     from pyetcd import MultiEndpointEtcd3Client
@@ -20,8 +21,8 @@ _WATCH_S = 5.0
 class EtcdStore(Store):
     """A ``torch.distributed.Store`` in etcd, which outlives every process of the job.
 
-    Calls raise ``EtcdUnreachableError`` while no server answers; those that wait for keys go on asking until their time
-    is over.
+    While no server answers, calls go on asking until the store's timeout is over, and raise ``EtcdUnreachableError``
+    then; a change that depends on what was read before, and whose answer is lost, raises it at once.
     """
 
     def __init__(self, client: MultiEndpointEtcd3Client, prefix: str, timeout: timedelta, lease: KeptLease) -> None:
@@ -35,8 +36,7 @@ class EtcdStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        with reached(self._client):
-            self._client.put(self._prefix + key, value, lease=self._lease.id())
+        self._asked(lambda: self._client.put(self._prefix + key, value, lease=self._lease.id()))
 
     def get(self, key: str) -> bytes:
         """Return a value, when it is there.
@@ -89,18 +89,18 @@ class EtcdStore(Store):
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; return whether it was there."""
-        with reached(self._client):
-            return bool(self._client.delete(self._prefix + key))
+        return bool(self._asked(lambda: self._client.delete(self._prefix + key)))
 
     def num_keys(self) -> int:
         """Return how many keys of this job there are."""
-        with reached(self._client):
-            return int(self._client.get_prefix_response(self._prefix, count_only=True).count)
+        return int(self._asked(lambda: self._client.get_prefix_response(self._prefix, count_only=True)).count)
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        return asked_until(time.monotonic() + self._timeout.total_seconds(), self._client, ask)
 
     def _read(self, key: str) -> tuple[bytes | None, int]:
         """Return a key's value and the revision that wrote it, 0 where there is none."""
-        with reached(self._client):
-            value, about = self._client.get(self._prefix + key)
+        value, about = self._asked(lambda: self._client.get(self._prefix + key))
         return value, about.mod_revision if about is not None else 0
 
     def _replace(self, key: str, revision: int, value: bytes) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from resilient.common.extras import require
@@ -15,8 +15,13 @@ from resilient.errors import ArgumentError
 if TYPE_CHECKING:
     from pyetcd import MultiEndpointEtcd3Client
 
+_Answer = TypeVar("_Answer")
+
 PORT = 2379
 """etcd's own, where an endpoint names none."""
+
+_RETRY_S = 0.5
+"""A server that failed is asked again after this long; the others are asked meanwhile."""
 
 _FIX = "give one or more of HOST[:PORT], separated by commas"
 
@@ -67,15 +72,14 @@ def etcd_client(
             "files for TLS", "be an authority, and a certificate with its key", f"{got} alone", "add it"
         )
     credentials = None if ca is None else MultiEndpointEtcd3Client.get_secure_creds(ca, key, certificate)
-    # A server that failed is asked again after this many seconds; the others are asked meanwhile. gRPC by itself would
-    # try to connect less and less often, up to two minutes after the last time.
+    # gRPC by itself would try to connect less and less often, up to two minutes after the last time.
     found = [
         Endpoint(
             host,
             port,
             secure=ca is not None,
             creds=credentials,
-            time_retry=0.5,
+            time_retry=_RETRY_S,
             opts=[("grpc.max_reconnect_backoff_ms", 1000)],
         )
         for host, port in endpoints(text)
@@ -99,6 +103,28 @@ def reached(client: MultiEndpointEtcd3Client) -> Iterator[None]:
         ) from error
     before = _answered.get(client)  # a link that is cut may have no way any more by which to name its own end
     _answered[client] = time.monotonic(), _links(client) if before is None else before[1]
+
+
+def asked_until(give_up_at: float, client: MultiEndpointEtcd3Client, ask: Callable[[], _Answer]) -> _Answer:
+    """Return an answer, asking again while no server gives one; what is asked may be done twice.
+
+    Args:
+        give_up_at: By ``time.monotonic``.
+        client: Its servers are asked.
+        ask: Asks them.
+
+    Raises:
+        EtcdUnreachableError: None has answered by then.
+    """
+    while True:
+        try:
+            with reached(client):
+                return ask()
+        except EtcdUnreachableError:
+            left_s = give_up_at - time.monotonic()
+            if left_s <= 0:
+                raise
+            time.sleep(min(left_s, _RETRY_S))
 
 
 _answered: WeakKeyDictionary[MultiEndpointEtcd3Client, tuple[float, str]] = WeakKeyDictionary()

@@ -54,6 +54,7 @@ def test_workers_are_restarted_after_etcd_was(tmp_path: Path) -> None:
             _wait_for(tmp_path, "round-0-rank-0", "round-0-rank-1")
             workers += [worker for each in agents for worker in psutil.Process(each.pid).children(recursive=True)]
             server.send(signal.SIGKILL)
+            time.sleep(2)  # ten times a second an agent asks it
             server.start()
             (tmp_path / "go-on").touch()
             codes = [each.wait(90) for each in agents]
