@@ -135,7 +135,7 @@ class Vigil:
 
     async def _stand(self, welcome: Welcome, host: str) -> None:
         """Have a process stand for election, and lead the job if it is elected. It dies with this one."""
-        logger.info("node %d: nobody leads the job: standing for it", welcome.node)
+        logger.info("node %d: nobody leads the job (%s): standing for it", welcome.node, self._link())
         options = ("--run", welcome.run_directory, "--host", host, "--parent", str(os.getpid()), "--dialect", dialect())
         self._orphan_s = welcome.orphan_s
         self._process = await asyncio.create_subprocess_exec(

@@ -12,7 +12,7 @@ from benchmarks.jobs.llama_model import shape_of
 from benchmarks.parts.gpu import cuda_tests, groups, leaks, profiles, runs, speed
 from benchmarks.parts.gpu.part import Row, Setting
 from resilient.templates.inputs.derive import derive_profile
-from tests.integration.recoveries import EARLY, Usage
+from tests.integration.recoveries import EARLY, PLACES, Usage
 
 
 def setting(folder: Path, num_devices: int = 1) -> Setting:
@@ -82,7 +82,7 @@ def test_survivors_are_watched(tmp_path: Path) -> None:
 
 def test_growth_is_found() -> None:
     usages = [Usage(threads=5, descriptors=20, memory_mb=100.0)] * EARLY.stop
-    grown = Usage(threads=6, descriptors=27, memory_mb=103.0)
+    grown = Usage(threads=5 + PLACES + 1, descriptors=20 + PLACES + 1, memory_mb=103.0)
     assert wrong(leaks.process_rows(1, [*usages, usages[0]])) == {}
     assert set(wrong(leaks.process_rows(1, [*usages, grown]))) == {
         "node 1: threads", "node 1: descriptors", "node 1: host memory",

@@ -10,7 +10,7 @@ import pytest
 from resilient.observability.wording import duration
 from resilient.templates.inputs.derive import derive_profile
 from resilient.templates.replan.replan import first_plan
-from resilient.templates.schedules.kind import ScheduleKind
+from resilient.templates.schedules.kind import INTERLEAVED_KINDS, ScheduleKind
 from tests.resilient.cli.plan.test_command import SMALL, planned, run, small_problem, step_ms
 
 
@@ -22,7 +22,9 @@ def test_schedule_is_chosen_by_simulation_and_it_is_said_by_how_much(tmp_path: P
     assert (report["schedule"], report["num_chunks"]) == (chosen["schedule"], chosen["num_chunks"])
     assert {each["num_chunks"] for each in (chosen, *others)} == {1, 2, 3}
     assert all(chosen["step_ms"] < each["step_ms"] / 0.99 for each in others)
-    same = planned(tmp_path, **job, schedule=chosen["schedule"], chunks=str(chosen["num_chunks"]))
+    takes_chunks = ScheduleKind(chosen["schedule"]) in INTERLEAVED_KINDS
+    chunks = str(chosen["num_chunks"]) if takes_chunks else None
+    same = planned(tmp_path, **job, schedule=chosen["schedule"], chunks=chunks)
     assert {**report, "choice": None} == same
     plain = next(each for each in others if each["schedule"] == "1f1b")
     options = {f"--{name.replace('_', '-')}": value for name, value in job.items()}
