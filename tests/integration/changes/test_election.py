@@ -75,7 +75,8 @@ def ended(job: Started) -> Run:
     """Wait until nothing of the job runs any more; what is left must be one story, which can be decided again."""
     assert (left := job.processes.left(90)) == [], left
     run = Run(job.directory, 0)
-    assert [step["step"] for step in run.of_kind("step")] == STEPS, "each is told once, and none is lost"
+    told = "\n".join(map(str, [*run.events[-20:], job.output]))
+    assert [step["step"] for step in run.of_kind("step")] == STEPS, f"each is told once, and none is lost: {told}"
     assert run.report["exit"]["code"] == 0
     replayed = replay_run(job.directory)
     assert (replayed.broken, difference(job.directory, replayed)) == ("", "")
