@@ -154,13 +154,16 @@ def test_garbage_is_told_of_in_a_line_or_two(tmp_path: Path, caplog: pytest.LogC
         b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: \x80\r\n\r\n",
     )
 
+    async def say(served: Served, number: int) -> None:
+        secured = client_context(TOKEN) if number % 2 else None
+        reader, writer = await asyncio.open_connection(*place(served), ssl=secured)
+        writer.write(garbage[number // 2 % len(garbage)])
+        await until_closed(reader)
+        writer.close()
+
     async def scenario(served: Served) -> None:
-        for number in range(80):
-            secured = client_context(TOKEN) if number % 2 else None
-            reader, writer = await asyncio.open_connection(*place(served), ssl=secured)
-            writer.write(garbage[number // 2 % len(garbage)])
-            await until_closed(reader)
-            writer.close()
+        for first in range(0, 80, 10):
+            await asyncio.gather(*(say(served, number) for number in range(first, first + 10)))
         assert await ask(served) == 200
 
     with_coordinator(tmp_path, scenario)
