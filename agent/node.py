@@ -167,7 +167,9 @@ class NodeAgent:
         async with session_for(self._options.token) as session:
             while True:
                 async with await self._door.knock(session, self._term, self._wait) as connection:
-                    self._where.take_in(connection)
+                    if not self._where.take_in(connection):
+                        await asyncio.sleep(self._options.heartbeat_s / 4)  # whoever is about to go still opens
+                        continue
                     await self._converse(connection)
                     self._where.break_off(connection)
 

@@ -62,17 +62,24 @@ class Whereabouts:
         """Whether somebody has chosen the address."""
         return bool(self._interface)
 
-    def take_in(self, connection: aiohttp.ClientWebSocketResponse[bool]) -> None:
-        """Take in a connection to the coordinator.
+    def take_in(self, connection: aiohttp.ClientWebSocketResponse[bool]) -> bool:
+        """Take in a connection to the coordinator; return whether it is one still.
+
+        A coordinator that wakes up and finds that another one leads closes those that were opened while it slept.
 
         Raises:
             ArgumentError: The interface is not there any more.
         """
-        seen, (host, port) = connection.get_extra_info("sockname")[0], connection.get_extra_info("peername")[:2]
+        try:
+            (seen, *_), (host, port, *_) = map(connection.get_extra_info, ("sockname", "peername"))
+            opened = connection.get_extra_info("socket").dup()
+        except (TypeError, OSError):  # what is closed has no ends, and no socket
+            return False
         self._ends = (seen, joined(host, port))
         self._let_go()
-        self._connection = connection.get_extra_info("socket").dup()
+        self._connection = opened
         self.host = address_of(self._interface, seen) if self._interface else seen
+        return True
 
     def note_said(self) -> None:
         """Take in that something was said over the connection just now: it is not acknowledged yet."""

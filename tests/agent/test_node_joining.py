@@ -9,7 +9,8 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,22 @@ def silent_address() -> Iterator[str]:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield "127.0.0.1:{1}".format(*taken.getsockname())
+
+
+@asynccontextmanager
+async def coordinator(
+    serve: Callable[[web.Request], Awaitable[web.WebSocketResponse]],
+) -> AsyncIterator[str]:
+    """Have somebody who knows the token answer agents as is said; yield the address."""
+    app = web.Application()
+    app.add_routes([web.get("/agent", serve)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server_context("t")).start()
+    try:
+        yield "{}:{}".format(*runner.addresses[0][:2])
+    finally:
+        await runner.cleanup()
 
 
 def test_address_where_nobody_answers_is_named_at_once_and_at_the_end(
@@ -78,16 +95,8 @@ def test_machine_that_lacks_what_the_job_needs_says_so(name: str, missing: str, 
         return connection
 
     async def play() -> int:
-        app = web.Application()
-        app.add_routes([web.get("/agent", serve)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server_context("t")).start()
-        host, port = runner.addresses[0][:2]
-        try:
-            return await NodeAgent(NodeOptions(coordinator=f"{host}:{port}", token="t")).run()
-        finally:
-            await runner.cleanup()
+        async with coordinator(serve) as address:
+            return await NodeAgent(NodeOptions(coordinator=address, token="t")).run()
 
     assert asyncio.run(play()) == 1
     (exited,) = heard
@@ -110,21 +119,16 @@ def test_what_others_have_the_coordinator_say_moves_no_cursor_here(tmp_path: Pat
         return connection
 
     async def play() -> str:
-        app = web.Application()
-        app.add_routes([web.get("/agent", serve)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server_context("t")).start()
-        host, port = runner.addresses[0][:2]
-        program = "from resilient.cli.app import app; app()"
-        command = (sys.executable, "-c", program, "agent", "--join", f"{host}:{port}")
-        environment = {**os.environ, "RESILIENT_TOKEN": "t"}
-        agent = await asyncio.create_subprocess_exec(*command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE)
-        try:
+        async with coordinator(serve) as address:
+            program = "from resilient.cli.app import app; app()"
+            agent = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", program, "agent", "--join", address),
+                env={**os.environ, "RESILIENT_TOKEN": "t"},
+                cwd=tmp_path,
+                stderr=subprocess.PIPE,
+            )
             _, told = await asyncio.wait_for(agent.communicate(), 60)
             return told.decode()
-        finally:
-            await runner.cleanup()
 
     told = asyncio.run(play())
     assert told.endswith(" INFO this node: node 1: \\x1b]0;mine\\x07\\x9b2J\n")
@@ -160,19 +164,43 @@ def test_node_whose_coordinator_is_gone_while_the_script_is_imported_ends(
 
     async def play() -> int:
         importing.setblocking(False)
-        app = web.Application()
-        app.add_routes([web.get("/agent", serve)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server_context("t")).start()
-        host, port = runner.addresses[0][:2]
-        options = NodeOptions(coordinator=f"{host}:{port}", token="t", spawner_fd=ours.detach(), connect_timeout_s=0.1)
-        agent = asyncio.create_task(NodeAgent(options).run())
-        await imports.wait()
-        await runner.cleanup()
+        async with coordinator(serve) as address:
+            options = NodeOptions(coordinator=address, token="t", spawner_fd=ours.detach(), connect_timeout_s=0.1)
+            agent = asyncio.create_task(NodeAgent(options).run())
+            await imports.wait()
         return await asyncio.wait_for(agent, 60)
 
     with importing:
         assert asyncio.run(play()) == 3
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert re.fullmatch(r"node 3: a coordinator must listen at \S+, got no answer for \d+ s .*", record.getMessage())
+
+
+def test_coordinator_that_goes_as_it_opens_is_looked_for_again(caplog: pytest.LogCaptureFixture) -> None:
+    """As one does that wakes up and finds that another leads the job: agents have knocked meanwhile."""
+    opened: list[web.WebSocketResponse] = []
+
+    async def serve(request: web.Request) -> web.WebSocketResponse:
+        connection = web.WebSocketResponse()
+        await connection.prepare(request)
+        opened.append(connection)
+        if len(opened) == 1:
+            assert request.transport is not None
+            request.transport.close()
+        else:
+            await connection.receive_bytes()
+            await connection.send_bytes(encode(Attached(is_new=True, num_heard=0)))
+            await connection.send_bytes(encode(Shutdown(exit_code=1, reason="that was all")))
+            await connection.receive()
+        return connection
+
+    async def play() -> int:
+        async with coordinator(serve) as address:
+            return await NodeAgent(NodeOptions(coordinator=address, token="t", heartbeat_s=0.4)).run()
+
+    with caplog.at_level(logging.INFO, "resilient.agent"):
+        assert asyncio.run(play()) == 1
+    assert len(opened) == 2
+    assert [record.getMessage() for record in caplog.records if record.name == "resilient.agent.node"] == [
+        "this node: that was all"
+    ]

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -197,24 +198,43 @@ def lease_left_s(server: EtcdServer) -> int:
         return client.get_lease_info(found[0].lease).TTL if found else 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class LedFromOutside:
+    """A job whose launcher, nodes and etcd are machines of their own."""
+
+    network: Network
+    server: EtcdServer
+    job: Started
+    joined: list[Agent]
+    gate: Path
+
+
 @contextmanager
-def led_from_outside(folder: Path, network: Network, server: EtcdServer) -> Iterator[tuple[Started, list[Agent], Path]]:
-    """Start a job whose nodes and etcd are machines of their own, up to a step that waits for a gate."""
+def led_from_outside(folder: Path) -> Iterator[LedFromOutside]:
+    """Start such a job, up to a step that waits for a gate; etcd's machine is the last one."""
     words, (gate,) = held(folder, 6)
     (folder / "token").write_text("a secret of this test\n")
-    url = f"etcd://{server.endpoint}/jobs/this"
-    alone = f"--no-local-nodes --host {network.own_address} --port 29400 --token-file {folder / 'token'}"
     with (
-        started(folder / "run", *words, nodes=NODES, options=f"{LONGER} --store {url} {alone}") as job,
-        agents_on(folder, network, NODES, url) as joined,
+        machines(NODES + 1) as network,
+        etcd_server(folder / "etcd", network.address(NODES), lambda line: network.on(NODES, line)) as server,
     ):
-        job.wait_for_step(5)
-        yield job, joined, gate
+        url = f"etcd://{server.endpoint}/jobs/this"
+        alone = f"--no-local-nodes --host {network.own_address} --port 29400 --token-file {folder / 'token'}"
+        with (
+            started(folder / "run", *words, nodes=NODES, options=f"{LONGER} --store {url} {alone}") as job,
+            agents_on(folder, network, NODES, url) as joined,
+        ):
+            job.wait_for_step(5)
+            yield LedFromOutside(network=network, server=server, job=job, joined=joined, gate=gate)
 
 
-def check_led_on(job: Started, joined: list[Agent], folder: Path, reference: Run) -> None:
-    """Check that one of the nodes has led the job to its end, and that nothing else has happened."""
-    codes = [each.wait(60) for each in joined]
+def check_led_on(led: LedFromOutside, folder: Path, reference: Run) -> None:
+    """Check that the launcher makes way, one of the nodes leads the job to its end, and nothing else happens."""
+    job = led.job
+    wait_until(lambda: terms(folder) == [2])
+    assert job.popen.wait(60) == 1
+    led.gate.touch()
+    codes = [each.wait(60) for each in led.joined]
     run = ended(job)
     assert codes == [0] * NODES, (folder / "agents.log").read_text()
     (event,) = run.of_kind("took_over")
@@ -231,23 +251,16 @@ def test_coordinator_that_is_cut_off_from_etcd_resigns_and_another_leads(
     cut: Callable[[Network, int], None], reference: Run, tmp_path: Path
 ) -> None:
     """Whichever way: for three seconds nothing comes of it, and then the launcher finds out who leads in the end."""
-    with (
-        machines(NODES + 1) as network,
-        etcd_server(tmp_path / "etcd", network.address(NODES), lambda line: network.on(NODES, line)) as server,
-        led_from_outside(tmp_path, network, server) as (job, joined, gate),
-    ):
-        cut(network, NODES)
+    with led_from_outside(tmp_path) as led:
+        cut(led.network, NODES)
         time.sleep(3)
-        network.join(NODES)
-        wait_until(lambda: lease_left_s(server) >= LEASE_S - 1)
+        led.network.join(NODES)
+        wait_until(lambda: lease_left_s(led.server) >= LEASE_S - 1)
         assert terms(tmp_path) == []
-        cut(network, NODES)
-        wait_until(lambda: terms(tmp_path) == [2])
-        assert job.popen.wait(60) == 1
-        gate.touch()
-        check_led_on(job, joined, tmp_path, reference)
-        link = rf"{re.escape(network.own_address)} -> {re.escape(server.endpoint)}: last answer \d+ s ago"
-    assert re.search(rf"term 1 ends in .* for want of etcd: etcd must answer at .*\({link}", job.output)
+        cut(led.network, NODES)
+        check_led_on(led, tmp_path, reference)
+        link = rf"{re.escape(led.network.own_address)} -> {re.escape(led.server.endpoint)}: last answer \d+ s ago"
+    assert re.search(rf"term 1 ends in .* for want of etcd: etcd must answer at .*\({link}", led.job.output)
 
 
 @needs_namespaces
@@ -256,20 +269,14 @@ def test_coordinator_that_no_node_hears_resigns_and_one_of_them_leads(
     cut: Callable[[Network, int], None], reference: Run, tmp_path: Path
 ) -> None:
     """It keeps its lease, for etcd hears it: it would be of no use to anybody."""
-    with (
-        machines(NODES + 1) as network,
-        etcd_server(tmp_path / "etcd", network.address(NODES), lambda line: network.on(NODES, line)) as server,
-        led_from_outside(tmp_path, network, server) as (job, joined, gate),
-    ):
+    with led_from_outside(tmp_path) as led:
         for machine in range(NODES):
-            cut(network, machine)
-        wait_until(lambda: terms(tmp_path) == [2])
-        assert job.popen.wait(60) == 1
-        gate.touch()
-        check_led_on(job, joined, tmp_path, reference)
-    assert f"no node is heard at {network.own_address}:29400 any more" in job.output
+            cut(led.network, machine)
+        check_led_on(led, tmp_path, reference)
+        own = led.network.own_address
+    assert f"no node is heard at {own}:29400 any more" in led.job.output
     told = (tmp_path / "agents.log").read_text()
-    link = rf"the link \S+ -> {network.own_address}:29400: last heard \d+ s ago, "
+    link = rf"the link \S+ -> {own}:29400: last heard \d+ s ago, "
     assert re.search(rf"nobody leads the job \({link}.*\): standing for it", told), told
 
 
