@@ -69,8 +69,8 @@ class Pictures:
 def real_model() -> Model:
     """Return a ViT of 2 blocks and a Llama of 4."""
     vision = ViTConfig(
-        hidden_size=128,
-        intermediate_size=512,
+        hidden_size=256,
+        intermediate_size=1024,
         num_hidden_layers=2,
         num_attention_heads=4,
         image_size=LONGEST // 4 * PATCH,
@@ -81,8 +81,8 @@ def real_model() -> Model:
     )
     llm = LlamaConfig(
         vocab_size=10,
-        hidden_size=192,
-        intermediate_size=768,
+        hidden_size=384,
+        intermediate_size=1536,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
