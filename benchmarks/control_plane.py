@@ -48,6 +48,7 @@ class Measured:
     Args:
         nodes: Before it.
         what: It was.
+        generations: It took.
         last_ms: Until the last agent had its place.
         sent_bytes: By the coordinator.
         cpu_ms: Of the coordinator.
@@ -56,6 +57,7 @@ class Measured:
 
     nodes: int
     what: str
+    generations: int
     last_ms: float
     sent_bytes: int
     cpu_ms: float
@@ -98,6 +100,7 @@ async def measure(num_nodes: int, repeats: int, limit_s: float) -> list[Measured
 
             async def note(what: str, change: Callable[[], Awaitable[None]]) -> None:
                 nodes, cpu_s, received = fleet.size, sum(coordinator.cpu_times()[:2]), fleet.received_bytes
+                generation = fleet.generation
                 began = time.perf_counter()
                 fleet.last_placed_at = 0.0
                 await change()
@@ -110,6 +113,7 @@ async def measure(num_nodes: int, repeats: int, limit_s: float) -> list[Measured
                     Measured(
                         nodes=nodes,
                         what=what,
+                        generations=fleet.generation - generation,
                         last_ms=last_ms,
                         sent_bytes=sent,
                         cpu_ms=cpu_ms,
@@ -143,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
     options = parser.parse_args(arguments)
     allow_many_files()
-    columns = ("nodes", "what", "until the last", "sent", "an agent", "processor", "memory")
+    columns = ("nodes", "what", "generations", "until the last", "sent", "an agent", "processor", "memory")
     table = plain_table(*columns, left=("what",), title=f"medians of {options.repeats}")
     rows: list[dict[str, Any]] = []
     for num_nodes in options.nodes:
@@ -155,6 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             table.add_row(
                 f"{num_nodes}",
                 what,
+                f"{median(each.generations for each in of_kind):g}",
                 f"{median(each.last_ms for each in of_kind):.0f} ms",
                 f"{sent / 1e6:.2f} MB",
                 f"{sent / num_nodes / 1e3:.1f} kB",

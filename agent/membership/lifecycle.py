@@ -29,6 +29,8 @@ _ONE_WISH_S = 1.0
 """Supervisors send a signal to each process of a group, and some twice: what comes so soon is the same wish."""
 _LEAST_COLLECTED_S, _MOST_COLLECTED_S = 1.0, 60.0
 """For so long who could join waits for others who are about to, in between as long as it took to get ready itself."""
+_QUIET_S = 0.5
+"""Where several have got ready, nobody must have for so long before they are taken in: nodes come in waves."""
 
 
 class Lifecycle:
@@ -107,10 +109,12 @@ class Lifecycle:
     def _awaits_others(self, joining: Sequence[Member]) -> bool:
         """Return whether others are about to be able to join, too: a change costs as much for many as for one."""
         context = self._parts.context
-        first = min(joining, key=lambda member: member.up_at)
+        first, last = (choose(joining, key=lambda member: member.up_at) for choose in (min, max))
         patience_s = min(max(first.up_at - first.connected_at, _LEAST_COLLECTED_S), _MOST_COLLECTED_S)
         if context.now - first.up_at >= patience_s:
             return False
+        if len(joining) > 1 and context.now - last.up_at < _QUIET_S:
+            return True
         return any(not (other.admitted or other.leaving or other.is_ready) for other in context.members.values())
 
     def evict(self, node: int, cause: str) -> None:

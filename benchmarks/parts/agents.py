@@ -176,6 +176,11 @@ class Fleet:
         """How many there are."""
         return len(self._agents)
 
+    @property
+    def generation(self) -> int:
+        """The newest that an agent was told of."""
+        return self._newest
+
     async def join(self, count: int) -> None:
         """Connect so many."""
         self._before = self._newest

@@ -248,11 +248,11 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PackedGeneration(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A :class:`Generation` on its way: ``common`` is the same bytes for all, ``transfers`` those of ``rank``."""
+    """A :class:`Generation` on its way: ``common`` is the same bytes for all, ``copies`` those of ``rank``, if any."""
 
     rank: int | None
     common: bytes
-    transfers: tuple[Transfer, ...] = ()
+    copies: bytes = b""
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from resilient.errors import ControlError
 from resilient.protocol import generation_packing
-from resilient.protocol.generation_packing import GenerationPacker, unpack
+from resilient.protocol.generation_packing import Copies, GenerationPacker, unpack
 from resilient.protocol.messages import (
     INIT,
     Generation,
@@ -61,7 +61,12 @@ def _generations(draw: st.DrawFn) -> Generation:
     )
     ranks = st.integers(0, sum(sizes) - 1)
     transfers = st.builds(
-        Transfer, state=st.just("layer"), source=ranks, target=ranks, first_byte=st.just(0), end_byte=ranks
+        Transfer,
+        state=st.sampled_from(["layer", "head"]),
+        source=ranks,
+        target=ranks,
+        first_byte=st.integers(0, 1 << 40),
+        end_byte=st.integers(0, 1 << 40),
     )
     outcome = StepOutcome(step=3, loss=0.5, grad_norm=float("inf"), skipped=NONE_SKIPPED.after(is_finite=False))
     return Generation(
@@ -90,18 +95,22 @@ def test_every_worker_is_told_all_but_others_copies(told: Generation) -> None:
         assert unpack(sent) == msgspec.structs.replace(message, transfers=own)
 
 
+_TOLD = Generation(
+    generation=1,
+    rank=0,
+    plan=Plan(pipelines=(Pipeline(template=_template(1), nodes=(0,), num_microbatches=1),)),
+    version=0,
+    roll_forward=None,
+    transfers=(),
+    source=INIT,
+    store_address="h:1",
+)
+
+
 def test_next_generation_is_packed_anew() -> None:
     packer = GenerationPacker()
-    first = Generation(
-        generation=1,
-        rank=0,
-        plan=Plan(pipelines=(Pipeline(template=_template(1), nodes=(0,), num_microbatches=1),)),
-        version=0,
-        roll_forward=None,
-        transfers=(Transfer(state="layer", source=0, target=0, first_byte=0, end_byte=1),),
-        source=INIT,
-        store_address="h:1",
-    )
+    copy = Transfer(state="layer", source=0, target=0, first_byte=0, end_byte=1)
+    first = msgspec.structs.replace(_TOLD, transfers=(copy,))
     packer.pack(first)
     second = msgspec.structs.replace(first, generation=2, transfers=())
     assert unpack(packer.pack(second)) == second
@@ -126,8 +135,40 @@ def test_thousand_nodes_are_told_of_in_little() -> None:
     assert len(packed) < 1024  # a byte a node
 
 
-@pytest.mark.parametrize("common", [b"", b"nonsense", zlib.compress(b"nonsense"), zlib.compress(b"x" * 1000)])
+def test_hundreds_of_copies_of_a_worker_take_little() -> None:
+    size = 919339008
+    transfers = tuple(
+        Transfer(
+            state=f"layer.{of}", source=9 * sender, target=144, first_byte=sender * size, end_byte=sender * size + size
+        )
+        for of in range(14)
+        for sender in range(16)
+    )
+    message = msgspec.structs.replace(_TOLD, rank=144, transfers=transfers)
+    packed = GenerationPacker().pack(message)
+    assert len(packed.copies) < 6 * len(transfers)
+    assert unpack(packed) == message
+
+
+_NONSENSE = [b"nonsense", zlib.compress(b"nonsense"), zlib.compress(b"x" * 1000)]
+
+
+@pytest.mark.parametrize("common", [b"", *_NONSENSE])
 def test_nonsense_is_refused(common: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation_packing, "MAX_COMMON_BYTES", 100)
+    monkeypatch.setattr(generation_packing, "MAX_UNPACKED_BYTES", 100)
     with pytest.raises(ControlError, match="a generation"):
         unpack(PackedGeneration(rank=0, common=common))
+
+
+def _columns(**columns: tuple[int, ...]) -> bytes:
+    """Return copies, one unless said otherwise."""
+    names = ("state_of", "sources", "targets", "first_bytes", "sizes")
+    copies = Copies(states=("layer",), **{name: columns.get(name, (0,)) for name in names})
+    return zlib.compress(msgspec.msgpack.encode(copies))
+
+
+@pytest.mark.parametrize("copies", [*_NONSENSE, _columns(state_of=(1,)), _columns(sizes=(1, 2))])
+def test_nonsense_of_copies_is_refused(copies: bytes) -> None:
+    common = GenerationPacker().pack(_TOLD).common
+    with pytest.raises(ControlError, match="a generation"):
+        unpack(PackedGeneration(rank=0, common=common, copies=copies))
