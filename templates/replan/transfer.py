@@ -7,7 +7,7 @@ by.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from itertools import accumulate, chain
@@ -20,6 +20,8 @@ from resilient.templates.plan import Holdings, Plan, PlanningProblem
 _MAX_WHOLE_BYTES = 4 * 2**20
 _MAX_SENDERS = 16
 """Of a piece, to one rank: more do not make its own link faster, and every worker is told of each copy of its own."""
+_FEW_SENDERS = 8
+"""Of a piece, to one of many ranks: where each sender has a share in as many, loads are within 5 % of even."""
 _PAGE_BYTES = 4096
 
 
@@ -76,13 +78,15 @@ def transfers_between(needed: Holdings, held: Holdings) -> tuple[tuple[Transfer,
     for state, targets in needed.items():
         holders = held.get(state, {})
         lacking = {rank: intervals - holders.get(rank, NO_BYTES) for rank, intervals in targets.items()}
-        pieces = [(piece.intervals, [(0, rank) for rank in piece.holders]) for piece in common_pieces(holders)]
+        pieces = [(piece.intervals, _Senders(piece.holders)) for piece in common_pieces(holders)]
         wants = [
             _Missing(state, rank, part, senders)
             for rank, intervals in lacking.items()
             for piece, senders in pieces
             if (part := intervals & piece)
         ]
+        for want in wants:
+            want.senders.num_wanting += 1
         if sum(want.part.size for want in wants) < sum(intervals.size for intervals in lacking.values()):
             lost.append(state)
         else:
@@ -90,20 +94,34 @@ def transfers_between(needed: Holdings, held: Holdings) -> tuple[tuple[Transfer,
     load: dict[int, int] = defaultdict(int)
     transfers: dict[tuple[str, int], list[Transfer]] = {(want.state, want.target): [] for want in missing}
     # Those with the least choice of senders first, then the largest: what is left evens the loads out.
-    for want in sorted(missing, key=lambda want: (len(want.senders), -want.part.size)):
+    for want in sorted(missing, key=lambda want: (len(want.senders.loads), -want.part.size)):
         transfers[want.state, want.target] += _split(want, load)
     ordered = (sorted(parts, key=lambda transfer: transfer.first_byte) for parts in transfers.values())
     return tuple(chain.from_iterable(ordered)), tuple(lost)
 
 
+class _Senders:
+    """Who all has a piece, as a heap of loads at some time and ranks, and how many ranks want bytes of it."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.loads = [(0, rank) for rank in ranks]
+        self.num_wanting = 0
+
+    @property
+    def most(self) -> int:
+        """How many may send to one rank: the fewer, the more ranks there are to send to."""
+        even = -(-_FEW_SENDERS * len(self.loads) // self.num_wanting)
+        return min(_MAX_SENDERS, max(_FEW_SENDERS, even))
+
+
 @dataclass(frozen=True, slots=True)
 class _Missing:
-    """Bytes of a state that a rank lacks, and who all has them: a heap of loads at some time and ranks."""
+    """Bytes of a state that a rank lacks, and who all has them."""
 
     state: str
     target: int
     part: ByteIntervals
-    senders: list[tuple[int, int]]
+    senders: _Senders
 
 
 def _least_loaded(senders: list[tuple[int, int]], load: dict[int, int], count: int) -> list[int]:
@@ -123,7 +141,7 @@ def _least_loaded(senders: list[tuple[int, int]], load: dict[int, int], count: i
 def _split(want: _Missing, load: dict[int, int]) -> list[Transfer]:
     """Split bytes over their least loaded holders such that their loads become as equal as can be, and add to them."""
     left = want.part.size
-    sources = _least_loaded(want.senders, load, min(_MAX_SENDERS, -(-left // _MAX_WHOLE_BYTES)))
+    sources = _least_loaded(want.senders.loads, load, min(want.senders.most, -(-left // _MAX_WHOLE_BYTES)))
     level = _fill_level([load[source] for source in sources], left)
     intervals = iter(want.part)
     start = end = 0

@@ -201,14 +201,33 @@ def test_joiners_ready_together_share_one_boundary() -> None:
     assert job.machine.phase is Phase.RUNNING
     job.ready(first)
     job.ready(second)
+    assert regroups(job, 0) == [], "others may come with them"
+    job.now = 0.4
+    job.ready(job.connect())
+    job.now = 0.8
+    job.feed(Tick())
+    assert regroups(job, 0) == []
+    job.now = 0.9
+    job.feed(Tick())
     assert regroups(job, 0) == [Regroup(generation=2, at_boundary=True, heard_step=1)]
     assert regroups(job, first) == []
     job.step(2)
     job.answer()
     generation = job.last("generation")
     assert (generation["cause"], generation["version"], generation["lost_steps"]) == ("join", 2, 0)
-    assert {first, second} <= set(generation["nodes"])
+    assert {first, second, 6} <= set(generation["nodes"])
     assert job.machine.generation == 2
+
+
+def test_joiners_one_after_another_are_waited_for_no_longer_than_the_first_would_wait() -> None:
+    job = started(num_nodes=4)
+    for joining in range(4):
+        job.now = 0.4 * joining
+        job.feed(Tick())
+        together = [job.connect(), job.connect()]
+        for node in together:
+            job.ready(node)
+        assert bool(regroups(job, 0)) == (job.now >= 1)
 
 
 def test_joiner_waits_for_others_who_are_getting_ready_as_long_as_it_took_itself_to() -> None:

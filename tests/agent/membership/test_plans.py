@@ -8,7 +8,7 @@ import pytest
 
 from resilient.agent.membership.next_generation.forming import problem_of
 from resilient.agent.membership.parts.context import Phase
-from resilient.agent.membership.parts.events import PlansPrepared, PreparePlans
+from resilient.agent.membership.parts.events import PlansPrepared, PreparePlans, Tick
 from resilient.protocol.messages import Regroup, Suspect
 from resilient.templates.inputs.cluster import Link
 from resilient.templates.replan.replan import first_plan, templates_for
@@ -120,6 +120,12 @@ def test_job_that_cannot_be_planned_stops_after_the_attempt(num_nodes: int, live
     assert job.stop.reason == f"{live}, 4 are needed; start again with: resilient run --nodes 4 train.py"
 
 
+def _wait(job: Job) -> None:
+    """Let so much time pass that nobody else is taken to come with those who join."""
+    job.now += 0.5
+    job.feed(Tick())
+
+
 def test_joiner_that_no_plans_are_prepared_for_disturbs_nobody_until_they_are() -> None:
     job = started(num_nodes=5)
     job.plans_at_once = False
@@ -143,6 +149,7 @@ def test_plans_for_many_who_join_are_prepared_for_all_at_once() -> None:
     assert job.plans_wanted == [13]
     assert regroups(job, 0) == [], "a change for one costs as much as for all"
     job.prepare_plans()
+    _wait(job)
     job.answer()
     assert {*joiners} <= {*job.last("generation")["nodes"], *job.last("generation")["standby"]}
     assert job.machine.generation == 2
@@ -159,6 +166,7 @@ def test_failure_does_not_wait_for_a_joiners_plans() -> None:
     assert not {joiner, another} & {*generation["nodes"], *generation["standby"]}
     job.step(1)
     job.prepare_plans()
+    _wait(job)
     job.answer()
     assert job.last("generation")["cause"] == "join"
     assert {joiner, another} <= set(job.last("generation")["nodes"])

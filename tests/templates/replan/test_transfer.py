@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from resilient.templates.common.byte_intervals import ByteIntervals
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import Holdings, Plan, PlanningProblem, Sharding
 from resilient.templates.replan import transfer as planning
@@ -159,6 +160,22 @@ def test_large_state_is_split_evenly_over_its_holders() -> None:
         Transfer(state="l0", source=0, target=2, first_byte=0, end_byte=half),
         Transfer(state="l0", source=1, target=2, first_byte=half, end_byte=10 * MIB + 100),
     )
+
+
+@pytest.mark.parametrize(("num_wanting", "num_senders"), [(1, 16), (10, 16), (20, 8), (60, 8)])
+def test_state_that_many_want_comes_to_each_from_few_of_its_holders(num_wanting: int, num_senders: int) -> None:
+    size = 1 << 30
+    whole = ByteIntervals.of(0, size)
+    held = dict.fromkeys(range(20), whole)
+    needed = dict.fromkeys(range(20, 20 + num_wanting), whole)
+    transfers, _ = transfers_between({"l0": needed}, {"l0": held})
+    sent = Counter[int]()
+    for transfer in transfers:
+        sent[transfer.source] += transfer.end_byte - transfer.first_byte
+    senders_of = {rank: {each.source for each in transfers if each.target == rank} for rank in needed}
+    assert max(map(len, senders_of.values())) <= num_senders
+    if num_wanting > 1:
+        assert max(sent.values()) <= 1.05 * num_wanting * size / len(held), "loads are even all the same"
 
 
 def test_state_of_four_mib_stays_whole() -> None:
