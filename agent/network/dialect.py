@@ -16,7 +16,7 @@ import msgspec
 from resilient.agent.network.conversation import Attached, Heard, Hello
 from resilient.agent.network.introductions import Introduce, Introduced
 from resilient.protocol.alike import installed, short
-from resilient.protocol.generation_packing import Common, Copies
+from resilient.protocol.generation_packing import Common, PackedCopies
 from resilient.protocol.messages import FromAgentMessage, ToAgentMessage
 
 SPOKEN = "Resilient-Dialect"
@@ -24,7 +24,7 @@ SPOKEN = "Resilient-Dialect"
 REFUSED = "Resilient-Refused"
 """Header of an answer: why who asks is to have no part in the job."""
 
-_MESSAGES = (Hello, Attached, Heard, Introduce, Introduced, FromAgentMessage, ToAgentMessage, Common, Copies)
+_MESSAGES = (Hello, Attached, Heard, Introduce, Introduced, FromAgentMessage, ToAgentMessage, Common, PackedCopies)
 _IN_WORDS = ("description", "title")
 _MOST_TOLD = 64
 

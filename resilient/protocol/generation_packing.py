@@ -52,7 +52,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     num_microbatches: tuple[int, ...]
 
 
-class Copies(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class PackedCopies(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The copies of one rank as columns, in their order.
 
     Args:
@@ -73,7 +73,7 @@ class Copies(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 _decode_common = msgspec.msgpack.Decoder(Common).decode
-_decode_copies = msgspec.msgpack.Decoder(Copies).decode
+_decode_copies = msgspec.msgpack.Decoder(PackedCopies).decode
 
 
 class GenerationPacker:
@@ -135,7 +135,7 @@ def _decompressed(packed: bytes) -> bytes:
 def _packed(transfers: Sequence[Transfer]) -> bytes:
     states = tuple(dict.fromkeys(transfer.state for transfer in transfers))
     place = {state: index for index, state in enumerate(states)}
-    copies = Copies(
+    copies = PackedCopies(
         states=states,
         state_of=tuple(place[transfer.state] for transfer in transfers),
         sources=tuple(transfer.source for transfer in transfers),
@@ -146,7 +146,7 @@ def _packed(transfers: Sequence[Transfer]) -> bytes:
     return zlib.compress(msgspec.msgpack.encode(copies), zlib.Z_BEST_SPEED)  # done a thousand times in a row
 
 
-def _unpacked(copies: Copies) -> tuple[Transfer, ...]:
+def _unpacked(copies: PackedCopies) -> tuple[Transfer, ...]:
     columns = (copies.state_of, copies.sources, copies.targets, copies.first_bytes, copies.sizes)
     return tuple(
         Transfer(state=copies.states[state], source=source, target=target, first_byte=first, end_byte=first + size)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from resilient.errors import ControlError
 from resilient.protocol import generation_packing
-from resilient.protocol.generation_packing import Copies, GenerationPacker, unpack
+from resilient.protocol.generation_packing import GenerationPacker, PackedCopies, unpack
 from resilient.protocol.messages import (
     INIT,
     Generation,
@@ -163,7 +163,7 @@ def test_nonsense_is_refused(common: bytes, monkeypatch: pytest.MonkeyPatch) -> 
 def _columns(**columns: tuple[int, ...]) -> bytes:
     """Return copies, one unless said otherwise."""
     names = ("state_of", "sources", "targets", "first_bytes", "sizes")
-    copies = Copies(states=("layer",), **{name: columns.get(name, (0,)) for name in names})
+    copies = PackedCopies(states=("layer",), **{name: columns.get(name, (0,)) for name in names})
     return zlib.compress(msgspec.msgpack.encode(copies))
 
 
