@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from itertools import groupby
 
 from resilient.errors import ArgumentError
 from resilient.templates.common.byte_intervals import ByteIntervals, Piece, common_pieces, redundancy
@@ -119,9 +120,9 @@ class PlanningProblem:
         if self.templates and self.sharding is not Sharding.OFF:
             raise ArgumentError(
                 "sharding",
-                "be off for jobs with a planner (stages of units have one device each)",
+                "be off for jobs with a planner (it decides which units are sharded)",
                 self.sharding.value,
-                "train the model as a chain, without a planner",
+                "leave it out",
             )
         sizes = [template.num_nodes for template in self.templates]
         if sizes != list(range(sizes[0], sizes[0] + len(sizes)) if sizes else []):
@@ -236,10 +237,14 @@ class Plan:
                     )
         return tuple(slots)
 
-    def devices(self, pipeline_index: int, row_index: int) -> tuple[Slot, ...]:
-        """Return the places of a row's devices."""
-        row = pipeline_index, row_index
-        return tuple(slot for slot in self.slots if (slot.pipeline_index, slot.row_index) == row)
+    @cached_property
+    def rows(self) -> tuple[tuple[Slot, ...], ...]:
+        """The places of each row's devices, pipeline by pipeline."""
+        return tuple(tuple(devices) for _, devices in groupby(self.slots, _row_of))
+
+    def rows_of(self, pipeline_index: int) -> tuple[tuple[Slot, ...], ...]:
+        """Return those of a pipeline."""
+        return tuple(devices for devices in self.rows if devices[0].pipeline_index == pipeline_index)
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
@@ -305,3 +310,7 @@ class Plan:
             if kind is not ScheduleKind.EAGER or None in limits
             else [limit for limit in limits if limit],
         )
+
+
+def _row_of(slot: Slot) -> tuple[int, int]:
+    return slot.pipeline_index, slot.row_index

@@ -138,7 +138,7 @@ class Executor:
         return self._losses
 
     def _handler(self, action: Action) -> Callable[[Executor, Action], None]:
-        idle = action.op is not Op.REDUCE and action.index in self._work.idle
+        idle = action.op is not Op.REDUCE and (action.lane, action.index) in self._work.idle
         return _RUN_IDLE.get(action.op, _do_nothing) if idle else _RUN[action.op]
 
     def _tell_where(self, error: Exception, action: Action) -> None:
@@ -241,7 +241,7 @@ class Executor:
             self._batch(part)  # its forward needs it: it is read while the message is on its way
         following = self._of_row.next_receipt.get(action)
         ahead: list[StageLink] = []
-        if following is not None and following.index not in self._work.idle:
+        if following is not None and (following.lane, following.index) not in self._work.idle:
             ahead = self._of_row.links(following)
         to_post = [(link, self._shapes(link)) for link in ahead]
         for link in self._of_row.links(action):

@@ -55,7 +55,7 @@ class StageSharding:
         self._slot = slot
         self.gathered: dict[str, GatheredState] = {}
         self.arrivals: dict[int, int] = {}
-        devices = plan.devices(slot.pipeline_index, slot.row_index)
+        devices = plan.rows_of(slot.pipeline_index)[slot.row_index]
         group = tuple(device.rank for device in devices)
         is_sharded, is_divided = slot.stages[0].shard > 1, len(devices) > 1
         self.tensor_devices = TensorDevices(comm, group) if is_divided and not is_sharded else None
@@ -65,7 +65,7 @@ class StageSharding:
         self.gathered = {
             name: GatheredState(comm, group, [each[name] for each in held], state) for name, state in states.items()
         }
-        numbers = range(slot.stages[0].first_layer, slot.stages[0].end_layer)
+        numbers = (number for stage in slot.stages for number in range(stage.first_layer, stage.end_layer))
         self.arrivals = dict(Counter(index for number in numbers for index in self._trained(number)))
 
     def layer(self, number: int) -> ShardedLayer:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from resilient.models.layer import Batch
 from resilient.pipeline.finite_watch import FiniteWatch
 from resilient.pipeline.row_actions import CellPart
+from resilient.templates.schedules.graph import LaneName
 from resilient.templates.schedules.schedule import Schedule
 
 
@@ -25,7 +26,7 @@ class StepWork:
         batch: Loads a part's samples, collated, on the stage's device.
         samples: Says which samples of the step are in a part, in order; asked where units feed each other.
         num_features: Says how many rows go from a unit to one that it feeds, of a sample; likewise.
-        idle: Cells that this worker has no samples of, while other devices of its stage have some.
+        idle: Cells of lanes that this worker has no samples of, while other devices of its stage have some.
         watch: Sees what every layer makes of it, where the step is repeated for that.
     """
 
@@ -37,5 +38,5 @@ class StepWork:
     batch: Callable[[CellPart], Batch]
     samples: Callable[[CellPart], tuple[int, ...]]
     num_features: Callable[[str, str, int], int]
-    idle: frozenset[int] = frozenset()
+    idle: frozenset[tuple[LaneName, int]] = frozenset()
     watch: FiniteWatch | None = None

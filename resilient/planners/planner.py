@@ -36,8 +36,9 @@ class Setting:
         global_batch: Samples of a step.
         microbatch: Samples of a microbatch, on average.
         max_failures: Nodes that it survives losing at the same time: no state is on fewer nodes than one more.
-        num_pipelines: Replicas of the language model that are asked for, on all devices, as the runtime runs them:
-            copies of the parameters are whole. None leaves all that to the planner.
+        num_pipelines: Copies of the language model that are asked for, on all devices, as the runtime runs them: each
+            is that of one replica, or is divided by those of a node, which have all units of their samples (replicated
+            encoders). None leaves all that to the planner.
         num_peers: As many others as all of these together are there beside them, so many times, for other parts of the
             steps' samples: steps take as long as the slowest of all.
         correction: What was learnt from measured times.

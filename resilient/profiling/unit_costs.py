@@ -26,6 +26,7 @@ from resilient.profiling.layer_passes import (
     Timed,
     device_clock,
     layout_bytes,
+    layout_segments,
     materialise,
     take_times,
 )
@@ -269,7 +270,7 @@ def mean_profile(job: Job, costs: CostModel, samples: SampleTable) -> ModelProfi
         unit: tuple(job.microbatch * float(each.mean()) for each in (lengths.tokens, lengths.squares))
         for unit, lengths in samples.units.items()
     }
-    layers_of = {unit.name: iter(unit.layers) for unit in costs.units}
+    layers_of, layouts = {unit.name: iter(unit.layers) for unit in costs.units}, job.layouts()
     begun: set[str] = set()
     layers: list[LayerProfile] = []
     for spec in model.layers:
@@ -299,6 +300,7 @@ def mean_profile(job: Job, costs: CostModel, samples: SampleTable) -> ModelProfi
                 trainable=layer.trainable,
                 input_gradient=layer.input_gradient,
                 shares=tuple(dict.fromkeys(owner for owner, _ in spec.tied.values())),
+                segments=layout_segments(job, layouts[spec.name]),
             )
         )
     return ModelProfile(layers=tuple(layers), source=costs.source, microbatch=job.microbatch)

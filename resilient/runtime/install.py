@@ -263,14 +263,17 @@ def build_session(
     job, states, pipeline = context.job, context.ledger.current, message.plan.pipelines[slot.pipeline_index]
     trained_layers = [context.layouts[spec.name].num_trainable > 0 for spec in job.model.layers]
     if context.planning is None:
-        place, lanes = slot.row_index, PlanLanes(Plan(pipelines=(pipeline,)), (), trained_layers)
+        lanes, rows = (
+            PlanLanes(Plan(pipelines=(pipeline,)), (), trained_layers),
+            message.plan.rows_of(slot.pipeline_index),
+        )
     else:
-        place, lanes = slot.rank, PlanLanes(message.plan, context.planning.feeds, trained_layers)
+        lanes, rows = PlanLanes(message.plan, context.planning.feeds, trained_layers), message.plan.rows
+    place = next(number for number, devices in enumerate(rows) if slot.rank in {each.rank for each in devices})
     own, borders = lanes.stages(place), lanes.borders(place)
 
     def ranks_of(stage: StageName) -> list[int]:
-        at = lanes.rank_of[stage]
-        return [at] if context.planning else [each.rank for each in message.plan.devices(slot.pipeline_index, at)]
+        return [device.rank for device in rows[lanes.row_of[stage]]]
 
     def tokens(stage: StageName) -> Tokens:
         return job.model.layers[lanes.specs[stage].first_layer].tokens

@@ -221,6 +221,7 @@ def run_drills(
     planner: str,
     *arguments: str,
     fewest: int | None = None,
+    workers_per_node: int = 1,
     choose: Callable[[list[int]], int] = lambda nodes: nodes[-1],
 ) -> Drilled:
     """Run a planned job through drills, then as one process.
@@ -231,6 +232,7 @@ def run_drills(
         planner: Of the job.
         arguments: Of its script, beside the usual ones.
         fewest: Nodes of the smallest pipelines asked for; of :data:`FEWEST` by default.
+        workers_per_node: Of each node.
         choose: Takes one of several nodes.
     """
     coming, fewest = directory / "coming", FEWEST.get(planner, 2) if fewest is None else fewest
@@ -239,7 +241,15 @@ def run_drills(
     told = Drills(drills, nodes, 2 * fewest, coming, choose)
     more = ("--slowly-while", str(coming), "--steps", "100000")
     directory.mkdir(parents=True, exist_ok=True)
-    run = run_job(directory / "run", *arguments, *more, script=SCRIPT, nodes=nodes, act=told.on_event)
+    run = run_job(
+        directory / "run",
+        *arguments,
+        *more,
+        script=SCRIPT,
+        nodes=nodes,
+        workers_per_node=workers_per_node,
+        act=told.on_event,
+    )
     if not run.reason.startswith("interrupted (enough)"):
         return Drilled(run=run, missed=told.missed, wrong=[f"it ended: {run.reason}"])
     check_survivors(run)

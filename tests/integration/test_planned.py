@@ -59,7 +59,7 @@ def test_planner_through_a_kill(planner: str, alone: tuple[Path, str], tmp_path:
     check(run, alone)
 
 
-ALWAYS = {"interleaved": ("disttrain", 4), "everywhere": ("cornstarch", 2)}
+ALWAYS = {"interleaved": ("disttrain", 4), "everywhere": ("cornstarch", 2), "sharded": ("resilient", 1)}
 """What is always answered of what planners may answer: whose answer it is, and the fewest nodes that it is for."""
 
 
@@ -172,8 +172,19 @@ DRILLS = {
         Drill(kind="rank 0", phase="copy", during="join"),
         Drill(kind="language", phase="prepare", also="any"),
     ),
+    "sharded": (  # all units on every node, whose two workers divide them
+        Drill(kind="any", phase="gather"),
+        Drill(kind="rank 0", phase="vision.backward"),
+        Drill(kind="any", phase="copy", during="join"),
+        Drill(kind="rank 0", phase="regroup", during="loss"),
+    ),
 }
 """Every phase, of nodes of every kind, one after the other in a job of each planner."""
+
+
+def stages_of_workers(generation: Event) -> set[int]:
+    """Return how many workers the stages of a generation have."""
+    return {stage.get("num_workers", 1) for pipeline in generation["pipelines"] for stage in pipeline["stages"]}
 
 
 @pytest.mark.timeout(600)  # a job with six failures, one after the other
@@ -187,14 +198,17 @@ def test_planned_job_through_failures_of_every_kind(
     ahead = ("--read-ahead", "3") if planner == "entrain" else ()
     if always:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    drilled = run_drills(tmp_path, DRILLS[planner], asked, *schedule, *always, *ahead, fewest=fewest)
+    arguments, workers = (*schedule, *always, *ahead), 2 if planner == "sharded" else 1
+    drilled = run_drills(tmp_path, DRILLS[planner], asked, *arguments, fewest=fewest, workers_per_node=workers)
     assert (drilled.missed, drilled.wrong) == ([], [])
+    if planner == "sharded":
+        assert all(stages_of_workers(each) == {2} for each in drilled.run.generations)
 
 
 def test_drills_come_to_every_phase() -> None:
     drilled = [drill for drills in DRILLS.values() for drill in drills]
     phases = {drill.phase.rpartition(".")[2] for drill in drilled}
-    assert phases == set(PHASES) - {"gather"}  # of sharded stages, which have no units
+    assert phases == set(PHASES)
     assert {drill.during for drill in drilled} == {"", "loss", "join", "leave"}
     assert {drill.kind for drill in drilled} == {"encoder", "language", "rank 0", "any"}
 

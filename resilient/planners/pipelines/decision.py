@@ -19,6 +19,8 @@ from resilient.planners.stages.one_pipeline import several
 from resilient.planners.stages.stage_work import (
     by_stage,
     exposed_sum_ms,
+    gathered_bytes,
+    gathers_ms,
     kept_bytes,
     num_recomputed,
     shared_sum_ms,
@@ -36,11 +38,12 @@ def template_of(setting: Setting, configuration: Configuration, samples: SampleT
 
     Args:
         setting: A job on as many nodes as the pipeline has.
-        configuration: The planner's, of one replica of the language model, each stage on one device.
+        configuration: The planner's, of one replica of the language model, each stage on one device; or of those on a
+            node that divide a copy, each with all units of its samples: these are one lane of each unit.
         samples: Of the data set.
 
     Raises:
-        ArgumentError: A stage is on several devices, or there are several replicas.
+        ArgumentError: A sample is on several devices, or there are several copies.
     """
     _check(configuration)
     layout = DeviceLayout(configuration, 1)
@@ -49,7 +52,7 @@ def template_of(setting: Setting, configuration: Configuration, samples: SampleT
     first_layer = 0
     for unit in setting.costs.units:
         spread, rows = configuration.units[unit.name], _rows(layout, unit.name)
-        forward, backward = _cell_ms(setting, unit, spread, samples, len(rows))
+        forward, backward = _cell_ms(setting, configuration, unit, samples, len(rows))
         send = _send_ms(setting, unit, samples, layout)
         memory = _held_bytes(setting, configuration, unit, samples, len(rows))
         recomputed = _recomputed_layers(unit, spread)
@@ -64,6 +67,8 @@ def template_of(setting: Setting, configuration: Configuration, samples: SampleT
                         end_layer=end,
                         node_index=row // devices,
                         first_device=row % devices,
+                        num_devices=configuration.shard,
+                        shard=configuration.shard,
                         recomputed_layers=int(recomputed[stage]),
                         forward_ms=float(forward[stage]),
                         backward_ms=float(backward[stage]),
@@ -110,21 +115,33 @@ def _check(configuration: Configuration) -> None:
         if spread.tp * spread.cp > 1:
             got = f"{spread.tp} x {spread.cp} in {name!r}"
             raise ArgumentError("devices of a stage", "be one", got, "profile no other degrees")
-    if configuration.units[LLM].dp != 1:
+    if configuration.units[LLM].dp != configuration.shard:
+        wanted = "one" if configuration.shard == 1 else f"the {configuration.shard} that divide a copy"
         got = configuration.units[LLM].dp
-        raise ArgumentError("replicas of the language model", "be one in a pipeline", got, "ask for one pipeline")
+        raise ArgumentError("replicas of the language model", f"be {wanted} in a pipeline", got, "ask for one pipeline")
+    if configuration.shard > 1 and configuration.encoders is not Encoders.REPLICATED:
+        fix = "devices that divide a copy do not send each other features: each has all units of its samples"
+        raise ArgumentError("encoders", f"be {Encoders.REPLICATED.value}", configuration.encoders.value, fix)
 
 
 def _cell_ms(
-    setting: Setting, unit: UnitCosts, spread: Parallelism, samples: SampleTable, num_lanes: int
+    setting: Setting, configuration: Configuration, unit: UnitCosts, samples: SampleTable, num_lanes: int
 ) -> tuple[Floats, Floats]:
-    """Return forward and backward of each stage for a lane's share of a mean microbatch."""
+    """Return forward and backward of each stage for a lane's share of a mean microbatch.
+
+    Where devices divide a copy that is a mean microbatch of each, or what they gather for it, if that takes longer.
+    """
+    spread = configuration.units[unit.name]
     tokens, squares = _mean(setting, unit, samples)
     forward, backward = unit.layer_ms(tokens / num_lanes, squares / num_lanes)
     places = np.arange(len(unit.layers)) - np.repeat(spread.first_layers, spread.stage_layers)
     again = places < np.repeat(_recomputed_layers(unit, spread), spread.stage_layers)
     again &= np.array([layer.has_backward for layer in unit.layers])
-    return by_stage(spread, forward), by_stage(spread, backward + forward * again)
+    found = by_stage(spread, forward), by_stage(spread, backward + forward * again)
+    if configuration.shard == 1:
+        return found
+    gather, scatter = gathers_ms(unit, spread, setting.cluster, configuration.shard)
+    return np.maximum(found[0], gather), np.maximum(found[1], scatter)
 
 
 def _recomputed_layers(unit: UnitCosts, spread: Parallelism) -> Ints:
@@ -150,7 +167,10 @@ def _held_bytes(
         ahead += np.arange(num_lanes)  # of the language model's stage in their row
     held = windows(configuration, unit.name) + ahead[:, None]
     kept = held * kept_bytes(unit, spread) * _mean(setting, unit, samples)[0] / num_lanes
-    return state_bytes(setting, unit, replace(spread, pp=spread.num_stages, chunks=1)) + kept
+    state = state_bytes(setting, unit, replace(spread, pp=spread.num_stages, chunks=1), shard=configuration.shard)
+    if unit.name == LLM:  # whose devices have one layer at a time, whatever unit it is of
+        state = state + gathered_bytes(setting.costs.units, configuration)
+    return state + kept
 
 
 def _mean(setting: Setting, unit: UnitCosts, samples: SampleTable) -> tuple[float, float]:
@@ -192,13 +212,13 @@ def _send_ms(setting: Setting, unit: UnitCosts, samples: SampleTable, layout: De
 
 def _sync_ms(setting: Setting, configuration: Configuration, samples: SampleTable, num_pipelines: int) -> float:
     """Return what of the sums of gradients no backward hides, of so many pipelines like this one."""
-    lanes = with_lanes(configuration)
+    lanes, shard = with_lanes(configuration), configuration.shard
     backward: Mapping[str, Floats] = {
-        unit.name: _cell_ms(setting, unit, lanes.units[unit.name], samples, lanes.units[unit.name].dp)[1]
+        unit.name: _cell_ms(setting, lanes, unit, samples, lanes.units[unit.name].dp // shard)[1]
         for unit in setting.costs.units
     }
     units, spreads = setting.costs.units, several(lanes, num_pipelines).units
     if not configuration.colocated:
-        return exposed_sum_ms(units, spreads, setting.cluster, backward)
+        return exposed_sum_ms(units, spreads, setting.cluster, backward, shard)
     encoding_ms = sum(float(each.sum()) for name, each in backward.items() if name != LLM)
-    return shared_sum_ms(units, spreads, setting.cluster, backward, encoding_ms)
+    return shared_sum_ms(units, spreads, setting.cluster, backward, encoding_ms, shard)

@@ -4,6 +4,9 @@ A planner answers for pipelines that are alike. Where they are, and units place 
 language model does, its answer stands. Else it is asked twice: as if all pipelines were like those of which there are
 most, but of their own speeds, for who gets which samples in which unit; then of each pipeline alone, as it is, for
 lanes and cells: a sample has nothing to do there in units that have it elsewhere.
+
+A pipeline whose devices divide a copy is as many of the planner's replicas, whose cells are numbered in turn: cell n is
+that of device n % devices in round n // devices. Each of them has all units of its samples.
 """
 
 from __future__ import annotations
@@ -68,14 +71,17 @@ class SamplePlaces:
             if self._are_alike and _rearranges(answer, batch):
                 self._place(found, np.arange(len(batch)), batch, self._alike, answer, self._replicas)
                 return found
-            pipeline_of = {name: np.asarray(place.replica) for name, place in answer.units.items()}
+            pipeline_of = {name: np.asarray(place.replica) // self._alike.shard for name, place in answer.units.items()}
+            if any(pipeline.template.round_size > 1 for pipeline in self._pipelines):
+                pipeline_of = dict.fromkeys(pipeline_of, pipeline_of[LLM])
         for number, pipeline in enumerate(self._pipelines):
             own = _of_one(batch, {name: each == number for name, each in pipeline_of.items()})
             mine = np.flatnonzero(np.any([lengths.tokens > 0 for lengths in own.units.values()], axis=0))
             if not len(mine):
                 continue
             configuration = decision_of(pipeline.template)
-            replicas = [Replica(num_microbatches=pipeline.num_microbatches)]
+            rounds = pipeline.template.num_rounds(pipeline.num_microbatches)
+            replicas = [Replica(num_microbatches=rounds)] * configuration.shard
             setting, table = self._setting([pipeline], len(mine), correction), own[mine]
             answer = self._planner.assign(setting, configuration, table, replicas)
             self._place(found, mine, table, configuration, answer, replicas, first=number)
@@ -107,8 +113,9 @@ class SamplePlaces:
             there = table.units[costs.name].tokens > 0
             placed = StepUnit.of(lanes, costs, answer, table, replicas)
             lane, cell = np.divmod(placed.cell[there], placed.width)
-            number, own = np.divmod(lane, lanes.units[costs.name].dp // len(replicas))
-            found[unit, samples[there]] = np.stack([first + number, own, cell], axis=1)
+            replica, own = np.divmod(lane, lanes.units[costs.name].dp // len(replicas))
+            number, device = np.divmod(replica, lanes.shard)
+            found[unit, samples[there]] = np.stack([first + number, own, cell * lanes.shard + device], axis=1)
 
     @cached_property
     def _alike(self) -> Configuration:
@@ -122,10 +129,13 @@ class SamplePlaces:
 
     @cached_property
     def _replicas(self) -> list[Replica]:
-        fastest = min(pipeline.template.slowest_ms for pipeline in self._pipelines)
+        """As many of each pipeline as those of which there are most have."""
+        count = self._alike.shard
+        times = [pipeline.template.slowest_ms / pipeline.template.round_size for pipeline in self._pipelines]
         return [
-            Replica(num_microbatches=each.num_microbatches, speed=_ratio(fastest, each.template.slowest_ms))
-            for each in self._pipelines
+            Replica(num_microbatches=-(-each.num_microbatches // count), speed=_ratio(min(times), microbatch_ms))
+            for each, microbatch_ms in zip(self._pipelines, times, strict=True)
+            for _ in range(count)
         ]
 
     def _setting(self, pipelines: Sequence[Pipeline], num_samples: int, correction: Correction) -> Setting:

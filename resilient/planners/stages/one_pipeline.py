@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM, SampleTable
-from resilient.planners.planner import Configuration, Planner, Setting
+from resilient.planners.planner import Configuration, Encoders, Planner, Setting
 from resilient.planners.registry import check_generators
 from resilient.planners.stages.device_layout import used_devices
 from resilient.planners.stages.redundancy import is_redundant
@@ -22,14 +22,23 @@ _MOST_TOGETHER = 16
 
 
 def is_asked_for(setting: Setting, configuration: Configuration) -> bool:
-    """Return whether a configuration is redundant, and of the pipelines that the job asks for, on all its devices."""
+    """Return whether a configuration is redundant, and of the pipelines that the job asks for, on all its devices.
+
+    A pipeline has one replica of the language model, or those that divide a copy: the devices of a node, each with all
+    units of its samples.
+    """
     if not is_redundant(setting, configuration):
         return False
     if setting.num_pipelines is None:
         return True
+    if configuration.shard > 1 and (
+        setting.num_nodes != setting.num_pipelines
+        or configuration.shard != setting.cluster.devices_per_node
+        or configuration.encoders is not Encoders.REPLICATED
+    ):
+        return False
     return (
-        configuration.units[LLM].dp == setting.num_pipelines
-        and configuration.shard == 1
+        configuration.units[LLM].dp == setting.num_pipelines * configuration.shard
         and used_devices(configuration) == setting.num_devices
     )
 

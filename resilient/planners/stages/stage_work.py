@@ -110,6 +110,7 @@ def exposed_sum_ms(
     spreads: Mapping[str, Parallelism],
     cluster: Cluster,
     backward_ms: Mapping[str, Floats],
+    shard: int = 1,
 ) -> float:
     """Return how much longer a step takes because gradients are summed: what of the sums no backward hides.
 
@@ -124,6 +125,7 @@ def exposed_sum_ms(
         spreads: How each is spread.
         cluster: The nodes.
         backward_ms: By unit, what a microbatch's backward takes on each stage; 0 where there is none.
+        shard: Devices that divide a copy.
     """
     names = [unit.name for unit in units]
     encoders = names[: names.index(LLM)] if LLM in names else []
@@ -131,7 +133,7 @@ def exposed_sum_ms(
     exposed = 0.0
     for unit in units:
         spread = spreads[unit.name]
-        sums = gradient_sum_ms(unit, spread, cluster)
+        sums = gradient_sum_ms(unit, spread, cluster, shard)
         left = float(unhidden_ms(sums, backward_ms[unit.name], sums * last_part(unit, spread)))
         exposed = max(exposed, left - encoders_ms if unit.name == LLM else left)
     return exposed
@@ -143,6 +145,7 @@ def shared_sum_ms(
     cluster: Cluster,
     backward_ms: Mapping[str, Floats],
     encoding_ms: float,
+    shard: int = 1,
 ) -> float:
     """Return the same where all units share devices, whose sums follow each other, and encoders' backwards come last.
 
@@ -152,14 +155,15 @@ def shared_sum_ms(
         cluster: The nodes.
         backward_ms: As there.
         encoding_ms: What the encoders' backwards take, after the language model's.
+        shard: Devices that divide a copy.
     """
     left = 0.0
     for unit in sorted(units, key=lambda unit: unit.name != LLM):
-        own = exposed_sum_ms([unit], spreads, cluster, backward_ms)
+        own = exposed_sum_ms([unit], spreads, cluster, backward_ms, shard)
         if unit.name == LLM:
             left = own - encoding_ms
         else:
-            left = max(own, left + float(gradient_sum_ms(unit, spreads[unit.name], cluster).max()))
+            left = max(own, left + float(gradient_sum_ms(unit, spreads[unit.name], cluster, shard).max()))
     return max(left, 0.0)
 
 

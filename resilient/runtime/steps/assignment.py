@@ -25,8 +25,9 @@ class StepAssignment:
 
     Args:
         units: Names, in order.
-        places: Pipeline, lane and cell of each sample in each unit; all -1 where it has nothing to do. ``[num_units,
-            num_samples, 3]``
+        places: Pipeline, lane and cell of each sample in each unit; all -1 where it has nothing to do. Where devices of
+            a stage have samples of their own, cell number n is that of device n % devices in round n // devices.
+            ``[num_units, num_samples, 3]``
         tokens: Of each sample in each unit. ``[num_units, num_samples]``
         squares: Sums of its sequences' squared lengths, likewise.
         longest: The longest of its sequences, likewise.
@@ -76,17 +77,21 @@ class StepAssignment:
             found = found.union(*(each for each in of_samples if each & found))
         return tuple(sorted(found))
 
-    def cells(self, pipelines: Sequence[int], lanes: PlanLanes) -> StepCells:
-        """Return the cells of some pipelines.
+    def cells(self, pipelines: Sequence[int], lanes: PlanLanes, device: int | None = None) -> StepCells:
+        """Return the cells of some pipelines; of sharded ones they are rounds.
 
         Args:
             pipelines: Ascending; with each all that it exchanges features with (:meth:`joined`).
             lanes: Of the plan.
+            device: The one of each stage whose samples are told; None for all.
         """
         samples: dict[LaneName, dict[int, list[int]]] = {lane: {} for lane in lanes.lanes(pipelines)}
         for unit, places in zip(self.units, self.places.tolist(), strict=True):
-            for sample, (pipeline, lane, cell) in enumerate(places):
-                if pipeline in pipelines:
+            for sample, (pipeline, lane, number) in enumerate(places):
+                if pipeline not in pipelines:
+                    continue
+                cell, place = divmod(number, lanes.round_size(pipeline))
+                if device in (None, place):
                     name = lanes.name(pipeline, LaneName(unit, lane))
                     samples[name].setdefault(cell, []).append(sample)
         ordered = {lane: {cell: tuple(cells[cell]) for cell in sorted(cells)} for lane, cells in samples.items()}

@@ -14,6 +14,7 @@ from resilient.models.layer import Batch
 from resilient.observability.step_trace import PlannedRow
 from resilient.pipeline.stage_timer import StageCell
 from resilient.pipeline.step_work import StepWork
+from resilient.templates.schedules.graph import CHAIN
 from resilient.templates.schedules.schedule import Schedule
 from resilient.templates.stage_times import StageTimes, action_ms
 
@@ -125,7 +126,7 @@ class ChainSteps:
         self._device = device
         self._positions = positions
         self._microbatch = microbatch
-        self._idle = frozenset(range(len(positions), schedule.graph.num_cells))
+        self._idle = frozenset((CHAIN, cell) for cell in range(len(positions), schedule.graph.num_cells))
         self._cells = [Cell.of_chain(position, microbatch) for position in positions]
 
     def begin(self, version: int) -> None:

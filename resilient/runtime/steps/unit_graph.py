@@ -19,7 +19,7 @@ from resilient.templates.template import PipelineTemplate, StageSpec
 
 
 class PlanLanes:
-    """The lanes of a plan's pipelines, those of a unit numbered through all of them.
+    """The lanes of a plan's pipelines, those of a unit numbered through all of them; and rows, likewise.
 
     Where a template has lanes 0 and 1 of an encoder, the second pipeline has lanes 2 and 3. The lane of a chain has no
     number of its pipeline: plans of chains have one here.
@@ -31,22 +31,22 @@ class PlanLanes:
 
     Attributes:
         specs: Of each stage, what its template says.
-        rank_of: Of each stage.
+        row_of: Of each stage; its devices are those of :attr:`resilient.templates.plan.Plan.rows`.
         feeds: As given.
         whole: Lanes whose cells have one part: what has no backward, and what its planner differentiates at once.
     """
 
     def __init__(self, plan: Plan, feeds: Sequence[tuple[str, str]], trained: Sequence[bool]) -> None:
         self.specs: dict[StageName, StageSpec] = {}
-        self.rank_of: dict[StageName, int] = {}
+        self.row_of: dict[StageName, int] = {}
         self.feeds = feeds
         self._templates = [pipeline.template for pipeline in plan.pipelines]
         self._backward_of: dict[StageName, Backward] = {}
-        self._ranks: list[range] = []
+        self._rows: list[range] = []
         self._names: list[dict[LaneName, LaneName]] = []
         self._stages: dict[LaneName, list[StageName]] = {}
         num_lanes: Counter[str] = Counter()
-        first_rank = 0
+        first_row = 0
         for template in self._templates:
             names = {lane: LaneName(lane.unit, num_lanes[lane.unit] + lane.number) for lane in template.lanes}
             backwards = stage_backwards(template, trained, feeds)
@@ -54,10 +54,10 @@ class PlanLanes:
                 stages = self._stages.setdefault(names[spec.lane], [])
                 stage = names[spec.lane], len(stages)
                 stages.append(stage)
-                self.specs[stage], self.rank_of[stage], self._backward_of[stage] = spec, first_rank + row, backward
+                self.specs[stage], self.row_of[stage], self._backward_of[stage] = spec, first_row + row, backward
             self._names.append(names)
-            self._ranks.append(range(first_rank, first_rank + len(template.rows)))
-            first_rank += len(template.rows)
+            self._rows.append(range(first_row, first_row + len(template.rows)))
+            first_row += len(template.rows)
             num_lanes.update(lane.unit for lane in template.lanes)
         self.whole = frozenset(
             names[lane]
@@ -70,9 +70,13 @@ class PlanLanes:
         """Return what is called ``lane`` in a pipeline's template."""
         return self._names[pipeline][lane]
 
-    def ranks(self, pipelines: Sequence[int]) -> list[int]:
-        """Return the ranks of some pipelines, pipeline by pipeline and row by row."""
-        return [rank for pipeline in pipelines for rank in self._ranks[pipeline]]
+    def rows(self, pipelines: Sequence[int]) -> list[int]:
+        """Return the rows of some pipelines, pipeline by pipeline."""
+        return [row for pipeline in pipelines for row in self._rows[pipeline]]
+
+    def round_size(self, pipeline: int) -> int:
+        """Return how many devices of each stage of a pipeline have samples of their own."""
+        return self._templates[pipeline].round_size
 
     def lanes(self, pipelines: Sequence[int]) -> list[LaneName]:
         """Return the lanes of some pipelines, unit by unit.
@@ -84,19 +88,20 @@ class PlanLanes:
         units = list(dict.fromkeys(name.unit for name in found))
         return sorted(found, key=lambda name: units.index(name.unit))
 
-    def stages(self, rank: int) -> list[StageName]:
-        """Return the stages of a rank."""
-        return [name for name, at in self.rank_of.items() if at == rank]
+    def stages(self, row: int) -> list[StageName]:
+        """Return the stages of a row."""
+        return [name for name, at in self.row_of.items() if at == row]
 
-    def borders(self, rank: int) -> dict[Border, Channel]:
-        """Return those between a rank's stages and those of other ranks, which number them alike.
+    def borders(self, row: int) -> dict[Border, Channel]:
+        """Return those between a row's stages and those of other rows, which number them alike.
 
-        Features may go from any pipeline to any other.
+        Features may go from any pipeline to any other, but that each device of sharded stages has all units of its
+        samples.
         """
         between: dict[int, set[Border]] = {}
-        for border in chain.from_iterable(map(self._touching, self.stages(rank))):
-            ends = {self.rank_of[stage] for stage in border}
-            for other in ends - {rank}:
+        for border in chain.from_iterable(map(self._touching, self.stages(row))):
+            ends = {self.row_of[stage] for stage in border}
+            for other in ends - {row}:
                 between.setdefault(other, set()).add(border)
         return {
             border: Channel(number, len(borders))
@@ -112,7 +117,7 @@ class PlanLanes:
         *,
         split: bool = False,
     ) -> Schedule:
-        """Return what the rows of pipelines that exchange features do in a step: of :meth:`ranks`, in that order.
+        """Return what the rows of pipelines that exchange features do in a step: of :meth:`rows`, in that order.
 
         Args:
             pipelines: They, ascending; only one where its samples are in no other.
@@ -120,12 +125,12 @@ class PlanLanes:
             states: Returns the indices of the states whose gradients are summed for a stage; None for no sums.
             split: Whether backwards for the weights stand apart.
         """
-        row_of = {rank: row for row, rank in enumerate(self.ranks(pipelines))}
+        number_of = {row: number for number, row in enumerate(self.rows(pipelines))}
         names = self.lanes(pipelines)
         lanes = tuple(
             UnitLane(
                 name=name,
-                rows=tuple(row_of[self.rank_of[stage]] for stage in self._stages[name]),
+                rows=tuple(number_of[self.row_of[stage]] for stage in self._stages[name]),
                 cells=tuple(cells.samples[name]),
                 backwards=tuple(self._backward_of[stage] for stage in self._stages[name]),
                 whole=name in self.whole,
@@ -134,7 +139,7 @@ class PlanLanes:
         )
         decisions = [decision_of(self._templates[pipeline]) for pipeline in pipelines]
         return generate_units(
-            StepGraph(lanes=lanes, flows=cells.flows, num_rows=len(row_of)),
+            StepGraph(lanes=lanes, flows=cells.flows, num_rows=len(number_of)),
             pace=LLM,
             lead=min(each.lead for each in decisions),
             split=split,
@@ -155,7 +160,11 @@ class PlanLanes:
             yield (lane, number - 1), stage
         if number < last:
             yield stage, (lane, number + 1)
+        if self.specs[stage].shard > 1:
+            return
         for other, stages in self._stages.items():
+            if self.specs[stages[0]].shard > 1:
+                continue
             if number == last and (lane.unit, other.unit) in self.feeds:
                 yield stage, stages[0]
             if number == 0 and (other.unit, lane.unit) in self.feeds:

@@ -2,12 +2,15 @@
 
 A sample may be in one pipeline with an encoder and in another with the language model. Pipelines that share samples so
 in a step have one schedule in it, which the workers of all of them make alike.
+
+The devices of sharded stages have samples of their own, and do the same in the same order: in a cell, which is a round
+of theirs, those without samples take part in gathers and sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -24,8 +27,9 @@ from resilient.runtime.steps.assignment import StepAssignment
 from resilient.runtime.steps.assignments import Assignments
 from resilient.runtime.steps.unit_graph import PlanLanes, handed_over
 from resilient.runtime.steps.unit_times import UnitTimes
-from resilient.templates.common.arrays import Floats
+from resilient.templates.common.arrays import Flags, Floats
 from resilient.templates.plan import Slot
+from resilient.templates.schedules.graph import LaneName
 from resilient.templates.schedules.schedule import Op, Schedule
 from resilient.templates.schedules.step_cells import StepCells
 from resilient.templates.template import StageSpec
@@ -38,14 +42,19 @@ WARM_UP_STEPS = 2
 class _Step:
     """What a step is for the pipelines that exchange features with a worker's, ``row`` being the worker's.
 
-    ``cells_ms``: what each of their stages is expected to take for each cell, uncorrected.
+    ``devices``: the cells of each device of sharded stages; elsewhere all. ``cells``: the worker's of them. ``idle``:
+    those that others have alone. ``cells_ms``: what each stage is expected to take for each cell, uncorrected; of
+    devices that wait for each other, the one that takes longest. ``leads``: whether that is the worker's.
     """
 
     pipelines: tuple[int, ...]
+    devices: Sequence[StepCells]
     cells: StepCells
+    idle: frozenset[tuple[LaneName, int]]
     schedule: Schedule
     row: int
     cells_ms: Floats
+    leads: Flags
 
 
 class UnitSteps:
@@ -98,8 +107,8 @@ class UnitSteps:
         if assignment is None:
             return None
         of_step = self._of(step, assignment)
-        row = RowActions(of_step.schedule, of_step.row)
-        forwards = (action for action in row.actions if action.op is Op.FORWARD)
+        row, idle = RowActions(of_step.schedule, of_step.row), of_step.idle
+        forwards = (each for each in row.actions if each.op is Op.FORWARD and (each.lane, each.index) not in idle)
         parts = (part for action in forwards for part in row.parts(row.stage(action), action.index))
         return list(dict.fromkeys(self._cell(of_step.cells, part) for part in parts))
 
@@ -139,6 +148,7 @@ class UnitSteps:
             batch=lambda part: batch(self._cell(cells, part)),
             samples=samples,
             num_features=lambda source, target, sample: tokens[number[handed_over(source, target)]][sample],
+            idle=of_step.idle,
         )
 
     def planned(self, step: int) -> PlannedRow:
@@ -146,7 +156,15 @@ class UnitSteps:
         assignment = self._assignments.of(step)
         assert assignment is not None, "a step begins only with its assignment"
         found, correction = self._of(step, assignment), self._assignments.learning.correction
-        return self._times.planned(found.schedule, found.pipelines, found.row, assignment, found.cells, correction)
+        return self._times.planned(
+            found.schedule,
+            found.pipelines,
+            found.row,
+            assignment,
+            found.devices,
+            self._slot.shard_index,
+            correction,
+        )
 
     def num_microbatches(self, step: int) -> float:
         """Return what its stages' cells are expected to take, over what the plan has them take for one microbatch.
@@ -160,13 +178,18 @@ class UnitSteps:
         graph = found.schedule.graph
         own = np.flatnonzero(graph.tables.row_of == found.row).tolist()
         expected_ms = sum(
-            learning.unit_factor(graph.stages[stage][0].unit) * float(found.cells_ms[stage].sum()) for stage in own
+            learning.unit_factor(lane.unit) * float(found.cells_ms[stage, list(found.cells.samples[lane])].sum())
+            for stage in own
+            for lane, _ in [graph.stages[stage]]
         )
         planned_ms = sum(stage.forward_ms + stage.backward_ms for stage in self._slot.stages)
         return expected_ms / planned_ms if planned_ms else 0.0
 
     def learn(self, step: int, taken_ms: Mapping[StageCell, float]) -> None:
-        """Compare what cells took with what they were expected to take; the first steps are slow on every machine."""
+        """Compare what cells took with what they were expected to take; the first steps are slow on every machine.
+
+        Of devices that wait for each other, only the one that should take longest says anything of it.
+        """
         self._num_learnt += 1
         assignment = self._assignments.of(step)
         assert assignment is not None, "a step that was done had its assignment"
@@ -175,6 +198,8 @@ class UnitSteps:
         found = self._of(step, assignment)
         for (stage, cell), took_ms in taken_ms.items():
             lane = found.schedule.graph.stages[stage][0]
+            if not found.leads[stage, cell]:
+                continue
             longest = assignment.lengths(lane.unit).longest[list(found.cells.samples[lane][cell])]
             self._assignments.learning.see(
                 lane.unit, int(longest.max()), expected_ms=float(found.cells_ms[stage, cell]), taken_ms=took_ms
@@ -195,12 +220,31 @@ class UnitSteps:
 
     def _of(self, step: int, assignment: StepAssignment) -> _Step:
         if step not in self._made:
-            pipelines = assignment.joined(self._slot.pipeline_index)
-            cells = assignment.cells(pipelines, self._lanes)
-            schedule = self._lanes.schedule(pipelines, cells, self._states, split=self._split)
-            row = self._lanes.ranks(pipelines).index(self._slot.rank)
-            cells_ms = self._times.cells_ms(schedule.graph, assignment, cells)
-            self._made[step] = _Step(pipelines, cells, schedule, row, cells_ms)
+            slot, lanes = self._slot, self._lanes
+            pipelines = assignment.joined(slot.pipeline_index)
+            everything = assignment.cells(pipelines, lanes)
+            schedule = lanes.schedule(pipelines, everything, self._states, split=self._split)
+            devices, idle = [everything], frozenset[tuple[LaneName, int]]()
+            num_devices = lanes.round_size(slot.pipeline_index)
+            if num_devices > 1:
+                devices = [assignment.cells(pipelines, lanes, device) for device in range(num_devices)]
+                own = devices[slot.shard_index]
+                rounds = ((lane, cell) for lane, cells in everything.samples.items() for cell in cells)
+                idle = frozenset((lane, cell) for lane, cell in rounds if cell not in own.samples[lane])
+                # all do the same in the same order; features are those of the worker's samples
+                schedule = replace(schedule, graph=replace(schedule.graph, flows=own.flows))
+            of_devices = [self._times.cells_ms(schedule.graph, assignment, each) for each in devices]
+            longest_ms = np.max(of_devices, axis=0)
+            self._made[step] = _Step(
+                pipelines=pipelines,
+                devices=devices,
+                cells=devices[slot.shard_index],
+                idle=idle,
+                schedule=schedule,
+                row=lanes.rows(pipelines).index(lanes.rows((slot.pipeline_index,))[slot.row_index]),
+                cells_ms=longest_ms,
+                leads=of_devices[slot.shard_index] >= longest_ms,
+            )
         return self._made[step]
 
     def _cell(self, cells: StepCells, part: CellPart) -> Cell:

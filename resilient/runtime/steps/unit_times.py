@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple
 
 import numpy as np
@@ -42,7 +43,7 @@ class UnitTimes:
         self._lanes = lanes
         self._costs = costs
         self._cluster = cluster
-        self._nodes = [slot.node for slot in plan.slots]
+        self._nodes = [devices[0].node for devices in plan.rows]
         self._curves: dict[StageName, tuple[Curve, Curve, Curve]] = {}
 
     def meet(self, comm: Communicator) -> None:
@@ -68,7 +69,7 @@ class UnitTimes:
         Args:
             graph: Of the step.
             assignment: Says how long samples are.
-            cells: Those of the pipelines.
+            cells: Those of the pipelines; of some, the samples of one device of sharded stages.
         """
         calls, squares = self._call_sizes(graph, assignment, cells)
         times = np.zeros((3, graph.num_stages, *calls.shape[1:]))
@@ -89,27 +90,27 @@ class UnitTimes:
         pipelines: tuple[int, ...],
         row: int,
         assignment: StepAssignment,
-        cells: StepCells,
+        devices: Sequence[StepCells],
+        device: int = 0,
         correction: Correction = UNCORRECTED,
     ) -> PlannedRow:
         """Return what a row of a step is expected to take: a call for each part of a cell.
+
+        Devices of a sharded stage wait for each other: what one computes takes as long as the longest of them does.
 
         Args:
             schedule: Of the step.
             pipelines: Whose it is.
             row: Of the schedule.
             assignment: Says how long samples are.
-            cells: Those of the pipelines.
+            devices: The cells of the pipelines; of sharded ones those of each device.
+            device: Which one of these is told.
             correction: What was learnt from measured times.
         """
-        graph = schedule.graph
-        factors = np.ones((graph.num_stages, graph.num_cells, 1))
-        for stage, (lane, _) in enumerate(graph.stages):
-            for cell, samples in cells.samples[lane].items():
-                longest = assignment.lengths(lane.unit).longest[list(samples)].max()
-                factors[stage, cell] = correction.factor(lane.unit, 1, longest)
-        forward, inputs, weights = (each * factors for each in self.cell_times(graph, assignment, cells))
-        nodes = [self._nodes[rank] for rank in self._lanes.ranks(pipelines)]
+        graph, cells = schedule.graph, devices[device]
+        of_devices = [self._corrected(graph, assignment, each, correction) for each in devices]
+        forward, inputs, weights = np.max(of_devices, axis=0)
+        nodes = [self._nodes[number] for number in self._lanes.rows(pipelines)]
         links = self._cluster.intra_node, self._cluster.inter_node
         actions = schedule.row(row)
         away = [each.op is Op.SEND_F and nodes[row] != nodes[schedule.target_row(each)] for each in actions]
@@ -141,11 +142,24 @@ class UnitTimes:
             graph=graph,
             pipelines=pipelines,
             row=row,
+            device=device,
             action_ms=tuple(float(action_ms(each, links[far])) for each, far in zip(actions, away, strict=True)),
             latency_ms=tuple(
                 links[far].latency_ms * (each.op is Op.SEND_F) for each, far in zip(actions, away, strict=True)
             ),
         )
+
+    def _corrected(
+        self, graph: StepGraph, assignment: StepAssignment, cells: StepCells, correction: Correction
+    ) -> CellTimes:
+        """Return :meth:`cell_times` by what was learnt from measured times."""
+        factors = np.ones((graph.num_stages, graph.num_cells, 1))
+        for stage, (lane, _) in enumerate(graph.stages):
+            for cell, samples in cells.samples[lane].items():
+                longest = assignment.lengths(lane.unit).longest[list(samples)].max()
+                factors[stage, cell] = correction.factor(lane.unit, 1, longest)
+        forward, inputs, weights = (each * factors for each in self.cell_times(graph, assignment, cells))
+        return forward, inputs, weights
 
     def _curves_of(self, stage: StageName) -> tuple[Curve, Curve, Curve]:
         if stage not in self._curves:
@@ -164,7 +178,7 @@ class UnitTimes:
         for lane, of_lane in enumerate(graph.lanes):
             unit = of_lane.name.unit
             lengths = assignment.lengths(unit)
-            for cell in of_lane.cells:
+            for cell in cells.samples[of_lane.name]:
                 for part in range(parts[lane, cell]):
                     samples = lengths[np.array(cells.part(of_lane.name, cell, part), dtype=np.int64)]
                     sizes = samples.padded() if self._costs.by_name[unit].padded else samples

@@ -9,6 +9,7 @@ import argparse
 import math
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,12 +19,16 @@ from transformers import LlamaConfig, ViTConfig
 import resilient as rs
 from resilient.errors import ArgumentError
 from resilient.planners.costs.samples import LLM, SampleTable
-from resilient.planners.planner import Configuration, Encoders, Parallelism, Setting
+from resilient.planners.own import planner as own
+from resilient.planners.own.candidates import one_stage
+from resilient.planners.planner import Assignment, Configuration, Encoders, Parallelism, Replica, Setting
 from resilient.planners.published.baselines.balanced import EncoderFirst
+from resilient.planners.published.baselines.mean_microbatch import in_order
 from resilient.planners.published.cornstarch import planner as cornstarch
 from resilient.planners.published.disttrain import planner as disttrain
 from resilient.planners.published.orchmllm import planner as orchmllm
 from resilient.planners.stages.expected_step import virtual_stages
+from resilient.planners.stages.one_pipeline import is_asked_for
 
 PATCH, VOCABULARY, DRAWN, PICTURE, SOUND = 4, 40, 37, 38, 39
 
@@ -115,6 +120,23 @@ class Everywhere(cornstarch.Cornstarch):
         super().__init__(encoders=(Encoders.REPLICATED,))
 
 
+class Sharded(own.ResilientPlanner):
+    """Our planner where the devices of a node divide all units, whatever is faster."""
+
+    def configure(self, setting: Setting, samples: SampleTable) -> Configuration:
+        found = (each for each in one_stage(setting) if each.shard > 1 and is_asked_for(setting, each))
+        return next(found, None) or super().configure(setting, samples)
+
+
+class Rounds(Sharded):
+    """The same with samples in the order in which they come: as many cells as there are microbatches."""
+
+    def assign(
+        self, setting: Setting, configuration: Configuration, batch: SampleTable, replicas: Sequence[Replica]
+    ) -> Assignment:
+        return Assignment(units=dict.fromkeys(batch.units, in_order(len(batch), replicas)))
+
+
 def transformer(channels: int, layers: int) -> ViTConfig:
     """Return a small transformer of patches in a row."""
     return ViTConfig(
@@ -148,7 +170,9 @@ def main() -> None:
     parser.add_argument("--draws", action="store_true")
     parser.add_argument("--read-ahead", type=int, default=0, help="steps that data processes read; 0: none")
     parser.add_argument(
-        "--always", choices=("interleaved", "everywhere", "together"), help="what a planner else may answer"
+        "--always",
+        choices=("interleaved", "everywhere", "together", "sharded", "rounds"),
+        help="what a planner else may answer",
     )
     arguments = parser.parse_args()
     if arguments.always == "interleaved":
@@ -157,6 +181,10 @@ def main() -> None:
         cornstarch.Cornstarch = Everywhere
     elif arguments.always == "together":
         orchmllm.OrchMLLM = Together
+    elif arguments.always == "sharded":
+        own.ResilientPlanner = Sharded
+    elif arguments.always == "rounds":
+        own.ResilientPlanner = Rounds
     llm = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,

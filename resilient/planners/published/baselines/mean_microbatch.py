@@ -164,7 +164,7 @@ def fastest(found: Iterable[Configuration], planner: str, setting: Setting) -> C
     if best is None and setting.num_pipelines:
         raise ArgumentError(
             "num_pipelines",
-            f"be one that {planner!r} has an answer for, on all devices and without sharding",
+            f"be one that {planner!r} has an answer for, on all devices, and without sharding beyond a node",
             f"{setting.num_pipelines} on {setting.num_nodes} of {setting.cluster.devices_per_node} devices",
             "use other numbers of nodes, or another planner",
         )

@@ -41,15 +41,24 @@ def test_each_lane_has_each_layer_of_its_unit_once(name: str, devices_per_node: 
     first = 0
     for unit in setting.costs.units:
         lanes = [lane for lane in template.lanes if lane.unit == unit.name]
-        assert [lane.number for lane in lanes] == list(range(with_lanes(configuration).units[unit.name].dp))
+        assert [lane.number for lane in lanes] == list(range(num_lanes(configuration, unit.name)))
         for lane in lanes:
             cuts = [(stage.first_layer, stage.end_layer) for stage in template.stages if stage.lane == lane]
             assert (cuts[0][0], cuts[-1][1]) == (first, first + len(unit.layers))
             assert all(before[1] == after[0] for before, after in pairwise(cuts))
         first += len(unit.layers)
-    places = {(stage.node_index, stage.first_device) for stage in template.stages}
-    assert places == {divmod(device, devices_per_node) for device in range(setting.num_devices)}
-    assert len(template.rows) == setting.num_devices
+    places = [
+        (stage.node_index, device)
+        for (stage, *_) in template.rows
+        for device in range(stage.first_device, stage.first_device + stage.num_devices)
+    ]
+    assert sorted(places) == [divmod(device, devices_per_node) for device in range(setting.num_devices)]
+    assert all(stage.shard == stage.num_devices == configuration.shard for stage in template.stages)
+
+
+def num_lanes(configuration: Configuration, unit: str) -> int:
+    """Return how many lanes a unit has: devices that divide a copy are one."""
+    return with_lanes(configuration).units[unit].dp // configuration.shard
 
 
 def test_a_lane_of_several_takes_its_share_of_a_microbatch() -> None:

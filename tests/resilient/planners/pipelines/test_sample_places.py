@@ -51,6 +51,36 @@ def test_each_sample_has_one_place_in_pipelines_of_all_sizes(name: str, seed: in
             assert cell >= 0
 
 
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=8, deadline=None)
+def test_devices_that_divide_a_copy_have_all_units_of_their_samples(seed: int) -> None:
+    """Of pipelines of a node of two devices, beside some of two nodes that are cut into stages."""
+    setting, known, batch = small_job(seed, 2)
+    chosen, draw = planner("resilient"), np.random.default_rng(seed)
+    answers = pipeline_configurations(chosen, replace(setting, num_nodes=4), known, range(1, 3))
+    assert [answers[size].shard for size in answers] == [2, 1], "what is fastest, where links take nothing"
+    templates = [template_of(replace(setting, num_nodes=size), answer, known) for size, answer in answers.items()]
+    drawn = [templates[0], *(templates[draw.integers(2)] for _ in range(draw.integers(0, 3)))]
+    pipelines = tuple(
+        Pipeline(template=each, nodes=tuple(range(each.num_nodes)), num_microbatches=int(draw.integers(1, 4)))
+        for each in drawn
+    )
+    placing = SamplePlaces(chosen, setting.costs, setting.cluster, setting.microbatch, Plan(pipelines=pipelines))
+    places = placing.places(batch)
+    of_llm = places[list(batch.units).index(LLM)]
+    assert of_llm[:, 0].min() >= 0
+    is_sharded = np.array([each.template.round_size > 1 for each in pipelines])[of_llm[:, 0]]
+    for unit, of_unit in zip(batch.units, places, strict=True):
+        there = batch.units[unit].tokens > 0
+        assert np.array_equal(of_unit[there, 0], of_llm[there, 0])
+        assert np.array_equal(of_unit[there & is_sharded], of_llm[there & is_sharded])
+    work = sum(setting.sample_ms(unit, lengths) for unit, lengths in batch.units.items())
+    for number, pipeline in enumerate(pipelines):
+        if pipeline.template.round_size > 1 and (of_llm[:, 0] == number).sum() > 1:
+            loads = [work[(of_llm[:, 0] == number) & (of_llm[:, 2] % 2 == device)].sum() for device in range(2)]
+            assert min(loads) > 0, "both have something to do"
+
+
 def test_faster_pipelines_get_more() -> None:
     setting, known, _ = small_job(3, 1)
     answers = pipeline_configurations(planner("resilient"), replace(setting, num_nodes=4), known, range(1, 4))

@@ -79,8 +79,8 @@ def test_features_of_each_sample_reach_the_language_model_once_in_whatever_pipel
         cells = assignment.cells(of, lanes)
         schedule = lanes.schedule(of, cells, states, split=seed % 2 > 0)
         validate(schedule)
-        graph, ranks = schedule.graph, lanes.ranks(of)
-        assert [ranks[row] for row in graph.row_of] == [lanes.rank_of[stage] for stage in graph.stages]
+        graph, ranks = schedule.graph, lanes.rows(of)
+        assert [ranks[row] for row in graph.row_of] == [lanes.row_of[stage] for stage in graph.stages]
         for flow, part in zip(graph.flows, graph.part_of, strict=True):
             ends = [graph.row_of[graph.end_of(graph.flow_number[flow], source)] for source in (True, False)]
             sent = [action for action in schedule.row(ends[0]) if action.op is Op.SEND_F and action.flow == flow]

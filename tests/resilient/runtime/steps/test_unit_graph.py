@@ -46,9 +46,9 @@ def borders_of(lanes: PlanLanes, num_ranks: int) -> dict[tuple[int, int], list[C
         of_rank = lanes.borders(rank)
         ends.update(of_rank.items())
         for (source, target), channel in of_rank.items():
-            assert rank in (lanes.rank_of[source], lanes.rank_of[target])
-            if lanes.rank_of[source] == rank:
-                found.setdefault((rank, lanes.rank_of[target]), []).append(channel)
+            assert rank in (lanes.row_of[source], lanes.row_of[target])
+            if lanes.row_of[source] == rank:
+                found.setdefault((rank, lanes.row_of[target]), []).append(channel)
     assert set(ends.values()) <= {2}
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import msgspec
@@ -16,7 +17,7 @@ from resilient.runtime.steps.assignment import StepAssignment
 from resilient.runtime.steps.assignments import Assignments
 from resilient.runtime.steps.learning import Learning
 from resilient.runtime.steps.unit_graph import PlanLanes
-from resilient.runtime.steps.unit_steps import UnitSteps
+from resilient.runtime.steps.unit_steps import WARM_UP_STEPS, UnitSteps
 from resilient.runtime.steps.unit_times import UnitTimes
 from resilient.templates.inputs.cluster import Cluster
 from resilient.templates.plan import Pipeline, Plan
@@ -54,27 +55,89 @@ COSTS = CostModel(units=(costs_of("vision", 1.0), costs_of("llm", 10.0)))
 
 
 class _Known:
-    def __init__(self) -> None:
+    def __init__(self, places: list[list[list[int]]] = PLACES) -> None:
         self.learning = Learning(("vision", "llm"))
+        self._places = torch.tensor(places)
+
+    def start(self, step: int) -> None:
+        """Nothing is to be made."""
 
     def of(self, step: int) -> StepAssignment:
         tokens = torch.tensor(TOKENS)
         return StepAssignment(
-            units=("vision", "llm"), places=torch.tensor(PLACES), tokens=tokens, squares=tokens, longest=tokens
+            units=("vision", "llm"), places=self._places, tokens=tokens, squares=tokens, longest=tokens
         )
 
 
-def steps_of(rank: int, known: _Known | None = None) -> UnitSteps:
-    lanes = PlanLanes(PLAN, (("vision", "llm"),), (True, True))
+def steps_of(rank: int, known: _Known | None = None, plan: Plan = PLAN) -> UnitSteps:
+    lanes = PlanLanes(plan, (("vision", "llm"),), (True, True))
     return UnitSteps(
         comm=SingleProcessCommunicator(),
         assignments=cast(Assignments, known or _Known()),
-        slot=PLAN.slots[rank],
+        slot=plan.slots[rank],
         lanes=lanes,
         states=lambda stage: [stage.first_layer],
         split=False,
-        times=UnitTimes(lanes, PLAN, COSTS, Cluster()),
+        times=UnitTimes(lanes, plan, COSTS, Cluster()),
     )
+
+
+SHARDED = Plan(
+    pipelines=(
+        Pipeline(
+            template=replace(
+                TEMPLATE,
+                num_nodes=1,
+                stages=tuple(
+                    StageSpec(
+                        lane=LaneName(unit), first_layer=layer, end_layer=layer + 1, node_index=0, num_devices=2,
+                        shard=2, forward_ms=1.0, backward_ms=2.0,
+                    )
+                    for layer, unit in enumerate(("vision", "llm"))
+                ),
+                decision=msgspec.json.encode(Configuration(units={}, num_microbatches=1, shard=2)).decode(),
+            ),
+            nodes=(0,),
+            num_microbatches=3,
+        ),
+    )
+)  # fmt: skip
+"""One node of two devices."""
+
+
+def test_devices_that_divide_units_do_the_same_with_samples_of_their_own() -> None:
+    """Round 0: device 0 has a picture and its text, device 1 a text alone; round 1: device 1 a picture and its text."""
+    known = _Known([[[0, 0, 0], [-1, -1, -1], [0, 0, 3]], [[0, 0, 0], [0, 0, 1], [0, 0, 3]]])
+    first, second = (steps_of(rank, known, plan=SHARDED) for rank in range(2))
+    assert first.cells(1) == [Cell("vision", (0,)), Cell("llm", (0,))]
+    assert second.cells(1) == [Cell("llm", (1,)), Cell("vision", (2,)), Cell("llm", (2,))]
+    works = [steps.work(1, 1, lambda cell: {}) for steps in (first, second)]
+    named = [[str(action) for action in work.schedule.row(work.row)] for work in works]
+    assert named[0] == named[1]
+    assert [name for name in named[0] if "REDUCE" not in name] == [
+        f"{lane}.0:0{op}{cell}"
+        for cell in (0, 1)
+        for op, lanes in (("F", ("vision", "llm")), ("B", ("llm", "vision")))
+        for lane in lanes
+    ]
+    vision, llm = LaneName("vision"), LaneName("llm")
+    assert [work.idle for work in works] == [{(vision, 1), (llm, 1)}, {(vision, 0)}]
+    assert [work.schedule.graph.flows for work in works] == [((vision, 0, llm, 0),), ((vision, 1, llm, 1),)]
+    # device 1 waits in round 0 for text of 6 tokens, having 3 itself, and nobody waits for what it has not
+    assert [steps.num_microbatches(1) for steps in (first, second)] == [(4 + 60) / 6, (60 + 0 + 50) / 6]
+    assert [steps.planned(1).device for steps in (first, second)] == [0, 1]
+    assert first.planned(1).action_ms == second.planned(1).action_ms
+
+
+def test_only_who_should_take_longest_says_how_long_cells_take() -> None:
+    known = _Known([[[-1, -1, -1]] * 3, [[0, 0, 0], [0, 0, 1], [0, 0, 1]]])
+    seen: list[float] = []
+    for rank in range(2):
+        steps = steps_of(rank, known, plan=SHARDED)
+        for _ in range(WARM_UP_STEPS + 1):
+            steps.learn(1, {(1, 0): 100.0})
+        seen.append(float(known.learning.bring().sum()))
+    assert seen == [0.0, 80 + 100], "text of 8 tokens takes longer than of 6"
 
 
 def test_cells_that_are_read_name_lanes_as_the_template_of_their_pipeline_does() -> None:

@@ -87,7 +87,7 @@ def planned(row: int, *, split: bool = False, recomputed: int = 0, costs: CostMo
     """Return what the actions of a row take, but those that take nothing."""
     plan_lanes, times = lanes_and_times(recomputed=recomputed, costs=costs)
     schedule, cells = step(plan_lanes, split=split)
-    found = times.planned(schedule, (0,), row, ASSIGNMENT, cells)
+    found = times.planned(schedule, (0,), row, ASSIGNMENT, [cells])
     assert found.graph is schedule.graph
     named = zip(map(str, schedule.row(row)), found.action_ms, strict=True)
     return {name: action_ms for name, action_ms in named if action_ms}
@@ -111,7 +111,7 @@ def test_cells_take_what_the_layers_of_their_stage_do_at_their_lengths() -> None
 def test_messages_take_longer_than_they_occupy_the_link() -> None:
     plan_lanes, times = lanes_and_times()
     schedule, cells = step(plan_lanes, split=False)
-    latency = times.planned(schedule, (0,), 0, ASSIGNMENT, cells).latency_ms
+    latency = times.planned(schedule, (0,), 0, ASSIGNMENT, [cells]).latency_ms
     told = zip(map(str, schedule.row(0)), latency, strict=True)
     assert {name: each for name, each in told if each} == {"llm.0:0SEND_F0": 1.0, "llm.0:0SEND_F1": 1.0}
 
@@ -130,7 +130,7 @@ def test_what_was_learnt_corrects_cells_by_the_longest_of_their_sequences() -> N
     learnt = Correction(factors={key: Factor(value=value, num_steps=9) for key, value in keys.items()})
     plan_lanes, times = lanes_and_times()
     schedule, cells = step(plan_lanes, split=False)
-    told = times.planned(schedule, (0,), 0, ASSIGNMENT, cells, learnt).action_ms
+    told = times.planned(schedule, (0,), 0, ASSIGNMENT, [cells], correction=learnt).action_ms
     found = dict(zip(map(str, schedule.row(0)), told, strict=True))
     before = planned(0)
     assert found["vision.0:0F0"] == 2 * before["vision.0:0F0"]
