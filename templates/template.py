@@ -8,10 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from resilient.errors import ArgumentError, literal
+from resilient.templates.common.arrays import Floats, Ints
 from resilient.templates.common.durations import nanoseconds
 from resilient.templates.schedules.graph import CHAIN, LaneName
 
@@ -86,6 +89,20 @@ class StageSpec:
         Source: Zero Bubble Pipeline Parallelism (ICLR'24), table 2: ZB-H1 idles (p - 1) (F + B - W).
         """
         return max(0.0, self.stage_ms - 2 * self.weights_ms)
+
+
+class RowTimes(NamedTuple):
+    """The rows of a template as arrays.
+
+    Args:
+        node: The node of each. [rows]
+        busy_ms: What its stages take for a round. [rows]
+        filling_ms: What they add to the time that the pipeline takes to fill and to drain. [rows]
+    """
+
+    node: Ints
+    busy_ms: Floats
+    filling_ms: Floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +206,35 @@ class PipelineTemplate:
         return fill + (self.lone_sync_ms if alone else self.sync_ms), slowest
 
     @cached_property
+    def line_ns(self) -> tuple[int, int]:
+        """:meth:`line_ms` in whole nanoseconds, where there are other pipelines; a round counts for 1 at least."""
+        return _rounded(self.line_ms())
+
+    @cached_property
+    def lone_line_ns(self) -> tuple[int, int]:
+        """The same where there are none."""
+        return _rounded(self.line_ms(alone=True))
+
+    @cached_property
+    def row_times(self) -> RowTimes:
+        """What the rows take."""
+        rows = (
+            (row[0].node_index, math.fsum(s.stage_ms for s in row), math.fsum(s.filling_ms for s in row))
+            for row in self.rows
+        )
+        node, busy, filling = zip(*rows, strict=True)
+        return RowTimes(np.array(node, dtype=np.int64), np.array(busy), np.array(filling))
+
+    @cached_property
+    def idlest_nodes(self) -> Ints:
+        """The nodes, those first whose longest row takes least; and those first whose rows take least. [2, nodes]"""
+        node, busy, _ = self.row_times
+        longest, total = np.zeros(self.num_nodes), np.zeros(self.num_nodes)
+        np.maximum.at(longest, node, busy)
+        np.add.at(total, node, busy)
+        return np.argsort((longest, total), axis=1, kind="stable")
+
+    @cached_property
     def _line(self) -> tuple[float, float]:
         return self._line_ms((1.0,) * self.num_nodes)
 
@@ -225,6 +271,11 @@ class PipelineTemplate:
         """
         fill_ms, slowest_ms = self.line_ms(alone=alone)
         return fill_ms + self.num_rounds(num_microbatches) * slowest_ms
+
+
+def _rounded(line_ms: tuple[float, float]) -> tuple[int, int]:
+    fill_ms, slowest_ms = line_ms
+    return nanoseconds(fill_ms), max(1, nanoseconds(slowest_ms))
 
 
 @dataclass(frozen=True, kw_only=True)

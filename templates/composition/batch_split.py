@@ -58,6 +58,10 @@ class LineTable(NamedTuple):
         """Return how many microbatches each pipeline gets through by ``tau_ns``; below 1 means none. [pipelines]"""
         return ((tau_ns - self.fill) // self.slowest * self.round_size).max(axis=1)
 
+    def finish_ns(self, num_microbatches: int) -> Ints:
+        """Return the time of a step with so many microbatches, by line. [pipelines, most lines]"""
+        return self.fill + -(-num_microbatches // self.round_size) * self.slowest
+
     def least_time(self, is_enough: Callable[[int], bool], high: int) -> int:
         """Return the least time in which pipelines get through enough.
 
@@ -84,7 +88,7 @@ def lines(layouts: Iterable[PipelineTemplate], *, alone: bool = False) -> Lines:
         layouts: The layouts.
         alone: Whether it is the only pipeline of a plan.
     """
-    return tuple(_line(layout, layout.line_ms(alone=alone)) for layout in layouts)
+    return tuple(Line(*(layout.lone_line_ns if alone else layout.line_ns), layout.round_size) for layout in layouts)
 
 
 def slowed_line(template: PipelineTemplate, node_factors: Sequence[float], *, alone: bool = False) -> Line:
@@ -98,11 +102,7 @@ def slowed_line(template: PipelineTemplate, node_factors: Sequence[float], *, al
     Raises:
         ValueError: Not one factor per node.
     """
-    return _line(template, template.line_ms(node_factors, alone=alone))
-
-
-def _line(template: PipelineTemplate, line_ms: tuple[float, float]) -> Line:
-    fill_ms, slowest_ms = line_ms
+    fill_ms, slowest_ms = template.line_ms(node_factors, alone=alone)
     return Line(nanoseconds(fill_ms), max(1, nanoseconds(slowest_ms)), template.round_size)
 
 

@@ -13,40 +13,24 @@ several slow nodes of a large template are put where little is computed instead 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache, cached_property
-from itertools import combinations, permutations
-from math import fsum, perm
+from functools import cached_property
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 
-from resilient.templates.common.arrays import Floats, Ints
+from resilient.templates.common.arrays import Ints
 from resilient.templates.common.compiled import compiled
-from resilient.templates.composition.batch_split import Line, LineTable, lines
-from resilient.templates.schedules.graph import CHAIN
-from resilient.templates.template import PipelineTemplate, TemplateSet
+from resilient.templates.composition.batch_split import LineTable, line_table, lines
+from resilient.templates.composition.slow_lines import Arrangements, Factors, SlowLines, SlowPipeline
+from resilient.templates.template import TemplateSet
 
 MOST_SLOW = 4
 """The most nodes whose pipelines are searched for; half as many where templates have very many sizes."""
 
 _MANY_SIZES = 40
-_MOST_ARRANGEMENTS = 120
 _MOST_CELLS = 2_000_000
 _IMPOSSIBLE = -(2**61)
-
-Factors = tuple[float, ...]
-
-
-class SlowPipeline(NamedTuple):
-    """A pipeline with slow nodes.
-
-    Args:
-        template: Its layout.
-        factors: For each of its nodes, by how much the stages on it take longer; 1 for any that is not slow.
-    """
-
-    template: PipelineTemplate
-    factors: Factors
 
 
 class MixedComposition(NamedTuple):
@@ -75,6 +59,8 @@ def compose_with_slow(
         most_ns: The longest step of interest.
     """
     slow = tuple(sorted(factors, reverse=True))
+    if num_fast + len(slow) < templates.sizes[0]:
+        return None
     best: tuple[int, MixedComposition] | None = None
     if min_pipelines == 1:
         best = _best_lone(templates, num_fast, slow, num_microbatches, most_ns)
@@ -91,14 +77,15 @@ def searched(templates: TemplateSet, num_slow: int) -> int:
 def _best_lone(
     templates: TemplateSet, num_fast: int, slow: Factors, num_microbatches: int, most_ns: int
 ) -> tuple[int, MixedComposition] | None:
-    found: tuple[int, MixedComposition] | None = None
-    for size in templates.sizes:
-        for choices in _choices(templates, size, _groups_of_size(slow, size, num_fast), alone=True).values():
-            for pipeline, line in choices:
-                step_ns = line.finish_ns(num_microbatches)
-                if step_ns <= most_ns and (found is None or step_ns < found[0]):
-                    found = step_ns, MixedComposition((pipeline,), ())
-    return found
+    found: tuple[int, int, int, MixedComposition] | None = None
+    for number, each in enumerate(_slow_lines(templates, num_fast, slow, alone=True)):
+        times = each.table.finish_ns(num_microbatches)[:, 0]
+        index = int(times.argmin())
+        # Of equal steps the one with fewest nodes.
+        key = int(times[index]), int(each.sizes[index]), number
+        if key[0] <= most_ns and (found is None or key < found[:3]):
+            found = *key, MixedComposition((each.pipelines.pipeline(index),), ())
+    return (found[0], found[3]) if found else None
 
 
 def _groups(slow: Factors) -> list[Factors]:
@@ -106,98 +93,18 @@ def _groups(slow: Factors) -> list[Factors]:
     return list(dict.fromkeys(group for number in range(1, len(slow) + 1) for group in combinations(slow, number)))
 
 
-def _groups_of_size(slow: Factors, size: int, num_fast: int) -> list[Factors]:
-    """Return those that a pipeline of so many nodes can have."""
-    return [group for group in _groups(slow) if size - num_fast <= len(group) <= size]
-
-
-def _choices(
-    templates: TemplateSet, size: int, groups: Sequence[Factors], *, alone: bool = False
-) -> dict[Factors, list[tuple[SlowPipeline, Line]]]:
-    """Return the layouts of a size with the slow nodes of each group at any of their places, and what they take.
-
-    Those that another one is as fast as, whatever the number of microbatches, are left out.
-    """
-    rows = [(layout, _Rows.of(layout)) for layout in templates.of(size)]
-    return {group: _fastest(rows, group, alone=alone) for group in groups}
-
-
-class _Rows(NamedTuple):
-    """The rows of a layout: the node of each, what it takes for a round, and what of that fills the pipeline."""
-
-    node: Ints
-    busy: Floats
-    filling: Floats
-
-    @classmethod
-    def of(cls, layout: PipelineTemplate) -> _Rows:
-        node, busy, filling = zip(
-            *(
-                (row[0].node_index, fsum(s.stage_ms for s in row), fsum(s.filling_ms for s in row))
-                for row in layout.rows
-            ),
-            strict=True,
-        )
-        return cls(np.array(node, dtype=np.int64), np.array(busy), np.array(filling))
-
-
-def _fastest(
-    rows: Sequence[tuple[PipelineTemplate, _Rows]], group: Factors, *, alone: bool
-) -> list[tuple[SlowPipeline, Line]]:
-    arranged = [_arranged(layout, of, group) for layout, of in rows]
-    times = np.concatenate(
-        [_lines_ms(layout, of, each, alone=alone) for (layout, of), each in zip(rows, arranged, strict=True)]
-    )
-    fill, slowest = np.rint(times * 1e6).astype(np.int64).T
-    slowest = np.maximum(slowest, 1)
-    layouts = np.repeat(np.arange(len(rows)), [len(each) for each in arranged])
-    firsts = np.concatenate(([0], np.cumsum([len(each) for each in arranged])))
-    round_size = np.array([layout.round_size for layout, _ in rows])[layouts]
-    found: list[tuple[SlowPipeline, Line]] = []
-    for size in np.unique(round_size):
-        order = np.flatnonzero(round_size == size)
-        order = order[np.lexsort((fill[order], slowest[order]))]
-        least = np.minimum.accumulate(fill[order])
-        for index in order[np.diff(least, prepend=least[0] + 1) < 0].tolist():
-            number = int(layouts[index])
-            factors = arranged[number][index - firsts[number]]
-            line = Line(int(fill[index]), int(slowest[index]), int(size))
-            found.append((SlowPipeline(rows[number][0], tuple(factors.tolist())), line))
-    return found
-
-
-def _arranged(layout: PipelineTemplate, rows: _Rows, group: Factors) -> Floats:
-    """Return the factors of a layout's nodes with slow ones at all places; where that is too much, where least is done.
-
-    [arrangements, nodes]
-    """
-    if len(group) == 1 or perm(layout.num_nodes, len(group)) <= _MOST_ARRANGEMENTS:
-        places = _anywhere(layout.num_nodes, len(group))
-    else:
-        longest, total = np.zeros(layout.num_nodes), np.zeros(layout.num_nodes)
-        np.maximum.at(longest, rows.node, rows.busy)
-        np.add.at(total, rows.node, rows.busy)
-        places = np.stack([np.argsort(busy, kind="stable")[: len(group)] for busy in (longest, total)])
-    arranged = np.ones((len(places), layout.num_nodes))
-    np.put_along_axis(arranged, places, np.broadcast_to(np.array(group), places.shape), axis=1)
-    return arranged
-
-
-@cache
-def _anywhere(num_nodes: int, number: int) -> Ints:
-    return np.array(list(permutations(range(num_nodes), number)), dtype=np.int64)
-
-
-def _lines_ms(layout: PipelineTemplate, rows: _Rows, arranged: Floats, *, alone: bool) -> Floats:
-    """Return :meth:`PipelineTemplate.line_ms` for each row of factors; chains all at once. [arrangements, 2]"""
-    if layout.lanes != (CHAIN,):
-        return np.array([layout.line_ms(factors.tolist(), alone=alone) for factors in arranged])
-    slowed = arranged[:, rows.node]
-    busy, filling = slowed * rows.busy, slowed * rows.filling
-    slowest = busy.max(axis=1)
-    its_own = np.where(busy == slowest[:, None], filling, 0.0).max(axis=1)
-    fill = (filling.sum(axis=1) - its_own) / layout.num_chunks
-    return np.stack((fill + (layout.lone_sync_ms if alone else layout.sync_ms), slowest), axis=1)
+def _slow_lines(templates: TemplateSet, num_fast: int, slow: Factors, *, alone: bool = False) -> Iterator[SlowLines]:
+    """Yield the lines of layouts with each choice of one or more of the slow nodes, where others fill them up."""
+    known: dict[int, Arrangements] = {}
+    for group in _groups(slow):
+        number = len(group)
+        if number not in known:
+            sizes = range(max(number, templates.sizes[0]), min(number + num_fast, templates.sizes[-1]) + 1)
+            layouts = [layout for size in sizes for layout in templates.of(size)]
+            if not layouts:
+                continue
+            known[number] = Arrangements(layouts, number)
+        yield known[number].lines(group, alone=alone)
 
 
 class _Table:
@@ -220,22 +127,24 @@ class _Table:
         self._last_row = num_microbatches if self._counts_all else min_pipelines
         # Pipelines with slow nodes have so many others at most.
         self._width = min(num_fast, len(slow) * templates.sizes[-1]) + 1
+        fast = [lines(templates.of(size)) for size in self._fast_sizes]
+        self._slow_lines = list(_slow_lines(templates, num_fast, slow))
         self._kinds: list[tuple[Factors, int]] = [((), size) for size in self._fast_sizes]
-        of_kinds = [list(lines(templates.of(size))) for size in self._fast_sizes]
-        self._pipelines: dict[tuple[Factors, int], list[SlowPipeline]] = {}
-        for size in templates.sizes:
-            for group, choices in _choices(templates, size, _groups_of_size(slow, size, num_fast)).items():
-                pipelines, their_lines = zip(*choices, strict=True)
-                self._pipelines[group, size] = list(pipelines)
-                self._kinds.append((group, size))
-                of_kinds.append(list(their_lines))
-        self._firsts = np.cumsum([0, *map(len, of_kinds)])[:-1]
-        every = np.array([line for of_kind in of_kinds for line in of_kind], dtype=np.int64).reshape(-1, 3)
-        self._lines = LineTable(*(np.ascontiguousarray(column[:, None]) for column in every.T))
+        num_lines = list(map(len, fast))
+        for each in self._slow_lines:
+            sizes, counts = np.unique(each.sizes, return_counts=True)
+            self._kinds += [(each.pipelines.group, size) for size in sizes.tolist()]
+            num_lines += counts.tolist()
+        # Where the lines of each kind begin, and the last ones end.
+        self._firsts = np.cumsum([0, *num_lines])
+        tables = [each.table for each in self._slow_lines]
+        if fast:
+            tables.insert(0, line_table([(line,) for of_size in fast for line in of_size]))
+        self._lines = LineTable(*map(np.concatenate, zip(*tables, strict=True)))
 
     def best(self, most_ns: int) -> MixedComposition | None:
         """Return the composition with the shortest step, up to ``most_ns``."""
-        if self._last_row < self._min_pipelines or not self._kinds or not self._is_enough(most_ns):
+        if self._last_row < self._min_pipelines or not self._is_enough(most_ns):
             return None
         found = self._read_back(self._lines.least_time(self._is_enough, most_ns))
         return found if len(found.slow) + len(found.fast) <= self._num_microbatches else None
@@ -246,7 +155,7 @@ class _Table:
 
     def _by_kind(self, tau_ns: int) -> Ints:
         """Return what pipelines of each kind get through."""
-        capacity = np.maximum.reduceat(self._lines.capacities(tau_ns), self._firsts)
+        capacity = np.maximum.reduceat(self._lines.capacities(tau_ns), self._firsts[:-1])
         return np.where(capacity > 0, np.minimum(capacity, self._num_microbatches), _IMPOSSIBLE)
 
     @cached_property
@@ -296,11 +205,20 @@ class _Table:
             kind, decided, row = step
             group, size = self._kinds[kind]
             column -= size - len(group)
-            end = self._firsts[kind + 1] if kind + 1 < len(self._firsts) else None
-            capacity = self._lines.capacities(tau_ns)[self._firsts[kind] : end]
-            chosen.append(self._pipelines[group, size][int(capacity.argmax())])
+            chosen.append(self._pipeline(kind, tau_ns))
         nodes = self._num_fast - (self._width - 1 - column)
         return MixedComposition(tuple(chosen), self._fast_read_back(fast, by_kind, row, nodes))
+
+    def _pipeline(self, kind: int, tau_ns: int) -> SlowPipeline:
+        """Return the pipeline of a kind that gets through most."""
+        first, end = self._firsts[kind : kind + 2].tolist()
+        index = first + int(self._lines.capacities(tau_ns)[first:end].argmax())
+        index -= len(self._lines.fill)
+        for each in reversed(self._slow_lines):
+            index += len(each.sizes)
+            if index >= 0:
+                return each.pipelines.pipeline(index)
+        raise AssertionError("a kind without slow nodes")
 
     def _step_back(
         self, tables: dict[Factors, Ints], by_kind: Ints, decided: Factors, row: int, column: int

@@ -1,0 +1,207 @@
+"""The lines of pipelines with slow nodes at any of their places, for many layouts at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import permutations
+from math import perm
+from typing import NamedTuple
+
+import numpy as np
+
+from resilient.templates.common.arrays import Floats, Ints
+from resilient.templates.common.compiled import compiled
+from resilient.templates.composition.batch_split import LineTable
+from resilient.templates.schedules.graph import CHAIN
+from resilient.templates.template import PipelineTemplate
+
+_MOST_ARRANGEMENTS = 120
+
+Factors = tuple[float, ...]
+
+
+class SlowPipeline(NamedTuple):
+    """A pipeline with slow nodes.
+
+    Args:
+        template: Its layout.
+        factors: For each of its nodes, by how much the stages on it take longer; 1 for any that is not slow.
+    """
+
+    template: PipelineTemplate
+    factors: Factors
+
+
+class SlowLines(NamedTuple):
+    """Lines of layouts with the same slow nodes: by size, then by microbatches of a round, then as the fill falls.
+
+    Args:
+        pipelines: What the lines are of.
+        table: The lines. [lines, 1]
+        sizes: Nodes of the layout of each. [lines]
+    """
+
+    pipelines: _Pipelines
+    table: LineTable
+    sizes: Ints
+
+
+class _Pipelines(NamedTuple):
+    """Pipelines of layouts with the same slow nodes. They are made when they are asked for: few are.
+
+    Args:
+        layouts: Some layouts.
+        group: The factors of the slow nodes.
+        layout: Which of the layouts each pipeline has. [pipelines]
+        places: Where its slow nodes are. [pipelines, slow nodes]
+    """
+
+    layouts: Sequence[PipelineTemplate]
+    group: Factors
+    layout: Ints
+    places: Ints
+
+    def pipeline(self, index: int) -> SlowPipeline:
+        """Return one of them."""
+        layout = self.layouts[self.layout[index]]
+        factors = np.ones(layout.num_nodes)
+        factors[self.places[index]] = self.group
+        return SlowPipeline(layout, tuple(factors.tolist()))
+
+
+class Arrangements:
+    """Layouts with a number of slow nodes at any of their places; where that is too much, where least is done.
+
+    Args:
+        layouts: At least one; those of a size stand together, of these those with equal rounds.
+        number: How many nodes of each are slow, at most all.
+    """
+
+    def __init__(self, layouts: Sequence[PipelineTemplate], number: int) -> None:
+        places = [_places(layout, number) for layout in layouts]
+        self._layouts = layouts
+        self._layout = np.repeat(np.arange(len(layouts)), [len(each) for each in places])
+        self._places = np.concatenate(places)
+        self._sizes = np.array([layout.num_nodes for layout in layouts])
+        self._round_sizes = np.array([layout.round_size for layout in layouts])
+
+    def lines(self, group: Factors, *, alone: bool) -> SlowLines:
+        """Return the lines with slow nodes of these factors.
+
+        Those that another one of their size is as fast as, whatever the number of microbatches, are left out.
+        """
+        fill, slowest = np.rint(self._times_ms(group, alone=alone) * 1e6).astype(np.int64).T
+        slowest = np.maximum(slowest, 1)
+        differs = (np.diff(self._sizes) != 0) | (np.diff(self._round_sizes) != 0)
+        of_kind = np.concatenate(([0], differs.cumsum()))[self._layout]
+        kept: Ints = compiled(_fastest)(fill, slowest, of_kind)
+        layout = self._layout[kept]
+        columns = fill[kept], slowest[kept], self._round_sizes[layout]
+        return SlowLines(
+            _Pipelines(self._layouts, group, layout, self._places[kept]),
+            LineTable(*(np.ascontiguousarray(column[:, None]) for column in columns)),
+            self._sizes[layout],
+        )
+
+    def _times_ms(self, group: Factors, *, alone: bool) -> Floats:
+        """Return :meth:`PipelineTemplate.line_ms` of each arrangement; chains all at once. [arrangements, 2]"""
+        if any(layout.lanes != (CHAIN,) for layout in self._layouts):
+            pipelines = _Pipelines(self._layouts, group, self._layout, self._places)
+            every = map(pipelines.pipeline, range(len(self._layout)))
+            return np.array([layout.line_ms(factors, alone=alone) for layout, factors in every])
+        node, busy_ms, filling_ms = map(np.concatenate, zip(*(each.row_times for each in self._layouts), strict=True))
+        times: Floats = compiled(_chain_times)(
+            self._layout,
+            self._places,
+            np.array(group),
+            np.cumsum([0, *(len(layout.rows) for layout in self._layouts)]),
+            node,
+            busy_ms,
+            filling_ms,
+            np.ones(int(self._sizes.max())),
+        )
+        num_chunks = np.array([layout.num_chunks for layout in self._layouts])
+        sync_ms = np.array([layout.lone_sync_ms if alone else layout.sync_ms for layout in self._layouts])
+        times[:, 0] = times[:, 0] / num_chunks[self._layout] + sync_ms[self._layout]
+        return times
+
+
+def _places(layout: PipelineTemplate, number: int) -> Ints:
+    """Return where slow nodes may be. [arrangements, slow nodes]"""
+    if number == 1 or perm(layout.num_nodes, number) <= _MOST_ARRANGEMENTS:
+        return _anywhere(layout.num_nodes, number)
+    return layout.idlest_nodes[:, :number]
+
+
+@cache
+def _anywhere(num_nodes: int, number: int) -> Ints:
+    return np.array(list(permutations(range(num_nodes), number)), dtype=np.int64)
+
+
+def _chain_times(
+    layout: Ints,
+    places: Ints,
+    group: Floats,
+    first_rows: Ints,
+    node: Ints,
+    busy_ms: Floats,
+    filling_ms: Floats,
+    factors: Floats,
+) -> Floats:
+    """Return for each arrangement what all rows but the slowest fill, and what that takes. [arrangements, 2]
+
+    Args:
+        layout: Of each arrangement.
+        places: Of the slow nodes in it. [arrangements, slow nodes]
+        group: The factors of the slow nodes.
+        first_rows: Where the rows of each layout begin, and the last ones end.
+        node: Of each row.
+        busy_ms: Likewise.
+        filling_ms: Likewise.
+        factors: A one for each node of the largest layout.
+    """
+    times = np.empty((len(layout), 2))
+    for index in range(len(layout)):
+        for slow in range(len(group)):
+            factors[places[index, slow]] = group[slow]
+        slowest = its_own = total = 0.0
+        for row in range(first_rows[layout[index]], first_rows[layout[index] + 1]):
+            busy, filling = busy_ms[row] * factors[node[row]], filling_ms[row] * factors[node[row]]
+            total += filling
+            if busy > slowest:
+                slowest, its_own = busy, filling
+            elif busy == slowest:
+                its_own = max(its_own, filling)
+        times[index] = total - its_own, slowest
+        for slow in range(len(group)):
+            factors[places[index, slow]] = 1.0
+    return times
+
+
+def _fastest(fill: Ints, slowest: Ints, of_kind: Ints) -> Ints:
+    """Return the lines that some number of microbatches wants, of those of a kind, which stand together.
+
+    They come kind by kind, falling in what they fill and rising in the slowest row; of equal ones the first.
+    """
+    kept = np.empty(len(fill), dtype=np.int64)
+    first = end = 0
+    for index in range(len(fill)):
+        if index and of_kind[index] != of_kind[index - 1]:
+            first = end
+        place = end
+        while place > first and slowest[kept[place - 1]] > slowest[index]:
+            place -= 1
+        if place > first and fill[kept[place - 1]] <= fill[index]:
+            continue
+        before = place
+        while before > first and slowest[kept[before - 1]] == slowest[index]:
+            before -= 1
+        after = place
+        while after < end and fill[kept[after]] >= fill[index]:
+            after += 1
+        moved = kept[after:end].copy()
+        kept[before] = index
+        end = before + 1 + len(moved)
+        kept[before + 1 : end] = moved
+    return kept[:end].copy()
