@@ -240,6 +240,10 @@ class ModelProfile:
             trained_before = trained_before or trainable
         return replace(self, layers=tuple(layers))
 
+    def __hash__(self) -> int:
+        # Plans are looked up by their problem several times in a decision, which takes no longer for many layers so.
+        return hash((tuple(layer.name for layer in self.layers), self.tp_degrees))
+
     @property
     def digest(self) -> str:
         """Content hash; equal on two machines exactly when the profiles are equal."""

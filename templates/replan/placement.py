@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, chain, pairwise
 
 import numpy as np
@@ -87,6 +86,7 @@ class Placer:
         there = self._old != _FREE
         self._held = np.full(len(nodes), EMPTY)
         self._held[self._old[there]] = np.array(list(chain.from_iterable(layouts)), dtype=np.int64)[there]
+        self._has, self._node_kinds = np.unique(self._held, return_inverse=True)
         self._pipeline_of = np.full(len(nodes), _NONE)
         self._pipeline_of[self._old[there]] = pipelines[there]
         lost = np.bincount(pipelines[~there], minlength=len(layouts))
@@ -248,7 +248,7 @@ class Placer:
         lacking = lacking_domains(needs, place_kinds, self._domains[chosen], self._wanted_domains)
         if not lacking:
             return chosen, 0
-        has, node_kinds = np.unique(self._held, return_inverse=True)
+        has, node_kinds = self._has, self._node_kinds
         # Places that need nothing stand for the nodes that are left out.
         left_out = self._left(chosen, _NOBODY)
         needs = np.concatenate((needs, np.zeros_like(needs[:1])))
@@ -259,22 +259,21 @@ class Placer:
         lacking = lacking_domains(needs, place_kinds, self._domains[chosen], self._wanted_domains)
         return chosen[: len(needed)], lacking
 
-    @cached_property
-    def _holders(self) -> Flags:
-        """Which states each node holds. [nodes, layers]"""
-        return self._holdings.states(self._held)
-
     def _volume(self, chosen: Ints, needed: Ints) -> tuple[int, int]:
         """Return what is copied between nodes: all of it, and the most that one node receives or sends."""
-        holders = self._holders
-        missing = self._holdings.states(needed) & ~holders[chosen]
-        received = self._received(chosen, needed)
-        demand = missing.sum(axis=0) * self._holdings.state_bytes
-        shares = -(-demand // np.maximum(holders.sum(axis=0), 1))
-        return int(received.sum()), int(max(received.max(), (holders @ shares).max()))
+        wants, place_kinds = np.unique(needed, return_inverse=True)
+        num_kinds = len(self._has)
+        pairs = np.bincount(place_kinds * num_kinds + self._node_kinds[chosen], minlength=len(wants) * num_kinds)
+        pairs = pairs.reshape(len(wants), num_kinds)
+        need, hold = (self._holdings.states(parts).astype(np.float64) for parts in (wants, self._has))
+        missing = (need * (pairs.sum(axis=1, keepdims=True) - pairs @ hold)).sum(axis=0).astype(np.int64)
+        num_holders = (np.bincount(self._node_kinds) @ hold).astype(np.int64)
+        shares = -(-missing * self._holdings.state_bytes // np.maximum(num_holders, 1))
+        received = self._holdings.received(wants, self._has)
+        most = max(int(received[pairs > 0].max()), int((hold @ shares.astype(np.float64)).max()))
+        return int((received * pairs).sum()), most
 
     def _received(self, chosen: Ints, needed: Ints) -> Ints:
         """Return what the node in each place receives from other nodes."""
         wants, place_kinds = np.unique(needed, return_inverse=True)
-        has, node_kinds = np.unique(self._held, return_inverse=True)
-        return self._holdings.received(wants, has)[place_kinds, node_kinds[chosen]]
+        return self._holdings.received(wants, self._has)[place_kinds, self._node_kinds[chosen]]

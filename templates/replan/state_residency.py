@@ -52,6 +52,7 @@ class StateResidency:
         self._parts: list[Part] = [((((0, 0),), 0, 1),)]
         self._numbers: dict[Part, int] = {(): EMPTY}
         self._numbered: dict[int, tuple[PipelineTemplate, tuple[int, ...]]] = {}
+        self._states: Flags = np.zeros((0, len(profile.layers)), dtype=np.bool_)
 
     def number(self, template: PipelineTemplate) -> tuple[int, ...]:
         """Return the number of each node's part."""
@@ -68,13 +69,18 @@ class StateResidency:
 
     def states(self, numbers: Ints) -> Flags:
         """Return which states the parts with these numbers hold. [parts, layers]"""
-        distinct, where = np.unique(numbers, return_inverse=True)
-        rows = _Rows([self._parts[number] for number in distinct])
-        return np.logical_or.reduceat(self._row_states(rows), rows.starts)[where]
+        unknown = self._parts[len(self._states) :]
+        if unknown:
+            rows = _Rows(unknown)
+            found = np.logical_or.reduceat(self._row_states(rows), rows.starts)
+            self._states = np.concatenate((self._states, found))
+        return self._states[numbers]
 
     def received(self, needed: Ints, held: Ints) -> Ints:
         """Return the bytes that nodes with the held parts lack of the needed ones. [needed, held]"""
-        return (self.states(needed) * self.state_bytes) @ ~self.states(held).T
+        # As floats, whole numbers too: those are multiplied many times faster.
+        need = self.states(needed) * self.state_bytes.astype(np.float64)
+        return (need @ (~self.states(held)).T.astype(np.float64)).astype(np.int64)
 
     def prices(self, needed: Ints, held: Ints) -> Ints:
         """Return what nodes with the held parts must receive to take places with the needed ones. [needed, held]

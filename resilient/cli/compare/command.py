@@ -44,7 +44,9 @@ if TYPE_CHECKING:
 
 _ALL = "all"
 _MOST_NODES = 10_000
-"""That planners are compared on: published ones try every way to divide devices among units."""
+"""That planners are compared on."""
+
+_WHY = "published planners try every way to divide devices among units"
 
 _MOST_SAMPLES = 10_000_000
 """Of all batches, to be in memory at once."""
@@ -68,7 +70,7 @@ class CompareOptions:
     model: Annotated[str, typer.Option(help='A published multimodal model, or "ENCODER+LANGUAGE_MODEL".')]
     device: Annotated[str, typer.Option(callback=full_device, help="The accelerator.")]
     workload: Annotated[str, typer.Option(help="A file of samples, or a generator: laion, coco, mixed, ...")]
-    nodes: Annotated[int, typer.Option(callback=within(1, _MOST_NODES), help="Nodes of the job.")] = 8
+    nodes: Annotated[int, typer.Option(callback=within(1, _MOST_NODES, _WHY), help="Nodes of the job.")] = 8
     gpus_per_node: GpusOption = 8
     network_gbit_s: NetworkOption = None
     planners: Annotated[

@@ -38,7 +38,7 @@ _PART_COLOURS = {
     "idle": "#cbd2d9",
 }
 _WINDOWS = 90
-_MOST_IN_A_LINE = 4
+_MOST_IN_A_LINE = 3
 
 
 def draw_outcomes(outcomes: Sequence[ReplayOutcome], path: Path | str) -> None:

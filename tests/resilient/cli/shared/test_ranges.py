@@ -20,6 +20,12 @@ from resilient.cli.app import app
         ("plan", ("--nodes", "4", "--gpus-per-node", "0"), "--gpus-per-node must be >= 1, got 0; give more"),
         ("plan", ("--nodes", "4", "--max-failures", "-1"), "--max-failures must be >= 0, got -1; give more"),
         ("compare", ("--microbatch", "0"), "--microbatch must be >= 1, got 0; give more"),
+        (
+            "compare",
+            ("--nodes", "10001"),
+            "--nodes must be 1 to 10000, got 10001; give less: published planners try every way to divide devices "
+            "among units",
+        ),
         ("compare", ("--seed", "-1"), "--seed must be >= 0, got -1; give more"),
         ("schedule", ("--stages", "1025"), "--stages must be 1 to 1024, got 1025; give less"),
         ("simulate", ("--restart-nodes", "0"), "--restart-nodes must be >= 1, got 0; give more"),
