@@ -1,7 +1,8 @@
 """Failures one after the other in a planned job: nodes are chosen by what they do in the plan that is in force.
 
 A drill begins when a generation of enough nodes has done a step, and is over when one without those who were to die has
-done another. Nodes are added where the next drill would leave too few. After the last one the job is interrupted.
+done another. Where the next one would leave too few nodes, as many are added as there were at the beginning: a join
+takes longer than several drills. After the last one the job is interrupted.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ large steps of rounding errors: after a hundred, two processes with other microb
 LANGUAGE = "llm"
 _MOST_STEPS = 25
 """Of one generation, until it is clear that a failure's moment in a step does not come."""
+
+_MOST_AGAIN = 3
+"""How many drills of a job are done again, because a node stood by when it was to die."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +87,7 @@ class Drills:
         drills: They, in order.
         num_nodes: Nodes that the job begins with.
         fewest: Nodes that it needs.
-        coming: This file is there while somebody has yet to join.
+        coming: This file is there while somebody is getting ready to join.
         choose: Takes one of several nodes.
 
     Attributes:
@@ -98,7 +102,8 @@ class Drills:
         self._fewest = fewest
         self._coming = coming
         self._choose = choose
-        self._num_started = num_nodes
+        self._num_nodes = self._num_started = num_nodes
+        self._num_ready = self._num_again = 0
         self._there: set[int] = set()
         self._gone: set[int] = set()
         self._generation: Event = {}
@@ -115,6 +120,10 @@ class Drills:
             self._generation, self._steps = event, 0
         elif event["kind"] == "node_connected":
             self._there.add(event["node"])
+        elif event["kind"] == "node_ready":
+            self._num_ready += 1
+            if self._num_ready == self._num_started:
+                self._coming.unlink(missing_ok=True)
         elif event["kind"] in ("node_lost", "node_leaving"):
             self._gone.add(event["node"])
         elif event["kind"] == "step" and event["generation"] == self._generation["generation"] and not self._is_over:
@@ -122,28 +131,38 @@ class Drills:
             self._go_on(launcher)
 
     def _go_on(self, launcher: Launcher) -> None:
-        placed = {*self._generation["nodes"], *self._generation["standby"]}
+        standby = {*self._generation["standby"]} - self._gone  # of whose loss no other generation comes
+        placed = {*self._generation["nodes"], *standby}
         staying = len(self._there - self._gone)
         coming = self._num_started - len(self._there)
         has_yet_to_join = bool(coming) or not self._there - self._gone <= placed
-        if self._awaited & placed:
-            self._kill_who_does_something_else(launcher, self._awaited & placed)
-            if self._steps > _MOST_STEPS and self._drill is not None and not (self._drill.during and has_yet_to_join):
-                self.missed.append(f"{self._drill}: its moment did not come")
-                self._steps = 0
-                for node in self._awaited & placed:
-                    launcher.inject(Injection(node=node))
+        if left := self._awaited & placed:
+            self._kill_who_does_something_else(launcher, left)
+            if self._drill is not None and not (self._drill.during and has_yet_to_join):
+                self._give_up(launcher, self._drill, left, is_idle=left <= standby)
             return
         if staying + coming < self._fewest + (self._left[0].num_lost if self._left else 0):
-            self._add_node(launcher)
+            for _ in range(self._num_nodes - staying - coming):
+                self._add_node(launcher)
         elif has_yet_to_join:
             return
+        elif self._left:
+            self._begin(launcher, self._left.pop(0))
         else:
-            self._coming.unlink(missing_ok=True)
-            if self._left:
-                self._begin(launcher, self._left.pop(0))
-            else:
-                self._end(launcher)
+            self._end(launcher)
+
+    def _give_up(self, launcher: Launcher, drill: Drill, left: set[int], *, is_idle: bool) -> None:
+        """Kill who was to die in a phase that does not come; do the drill again if the plan left no part for it."""
+        if is_idle and self._num_again < _MOST_AGAIN:
+            self._num_again += 1
+            self._left.insert(0, drill)
+        elif is_idle or self._steps > _MOST_STEPS:
+            self.missed.append(f"{drill}: its moment did not come")
+        else:
+            return
+        self._drill = None
+        for node in left:
+            launcher.inject(Injection(node=node))
 
     def _kill_who_does_something_else(self, launcher: Launcher, left: set[int]) -> None:
         """Kill the second of two, who outlived the first by a moment, if it has no part of the phase any more."""

@@ -67,7 +67,7 @@ class Mixed:
 
     def __getitem__(self, index: int) -> dict[str, Tensor | list[Tensor]]:
         if self._slowly_while is not None and self._slowly_while.exists():
-            time.sleep(0.1)
+            time.sleep(0.03)
         lengths = self.lengths(index)
         drawn = torch.Generator().manual_seed(index)
 
@@ -216,7 +216,7 @@ def main() -> None:
         clip_grad_norm=1.0,
         schedule=arguments.schedule,
         planner=arguments.planner,
-        num_workers=1 if arguments.read_ahead else None,
+        num_workers=1 if arguments.read_ahead else 0,
         read_ahead=arguments.read_ahead or 1,
     ).fit(arguments.steps)
 
