@@ -74,7 +74,7 @@ def test_devices_that_divide_a_copy_have_all_units_of_their_samples(seed: int) -
         there = batch.units[unit].tokens > 0
         assert np.array_equal(of_unit[there, 0], of_llm[there, 0])
         assert np.array_equal(of_unit[there & is_sharded], of_llm[there & is_sharded])
-    work = sum(setting.sample_ms(unit, lengths) for unit, lengths in batch.units.items())
+    work = np.sum([setting.sample_ms(unit, lengths) for unit, lengths in batch.units.items()], axis=0)
     for number, pipeline in enumerate(pipelines):
         if pipeline.template.round_size > 1 and (of_llm[:, 0] == number).sum() > 1:
             loads = [work[(of_llm[:, 0] == number) & (of_llm[:, 2] % 2 == device)].sum() for device in range(2)]
