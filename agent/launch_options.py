@@ -33,6 +33,7 @@ _REPEATED = (
     "schedule",
     "store",
     "port_range",
+    "token_file",
     "tee",
     "redirects",
     "local_ranks_filter",
@@ -78,6 +79,7 @@ class LaunchOptions:
             coordinator is gone, one of the nodes is elected there to lead the job; "" for none.
         port_range: Ports that the job's sockets listen at, ``FIRST:LAST``, but for what gloo and NCCL open; "" for any.
         token: That agents have to show; "" for one that nobody can guess, left in the run's ``job.json``.
+        token_file: Where it was read from, which is told to who starts the job again; "" for nowhere.
         tee: Streams of the workers that are shown, too; this and the next two as in
             :class:`resilient.protocol.shown_streams.ShownStreams`.
         redirects: Streams that go to the logs alone.
@@ -113,6 +115,7 @@ class LaunchOptions:
     store: str = ""
     port_range: str = ""
     token: str = ""
+    token_file: str = ""
     tee: str = "0"
     redirects: str = "3"
     local_ranks_filter: str = ""

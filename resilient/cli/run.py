@@ -188,6 +188,7 @@ def run(
             most_nodes=most_nodes,
             local_nodes=local_nodes,
             token=given_token(token_file),
+            token_file="" if token_file is None else str(token_file.absolute()),
             workers_per_node=workers_per_node,
             run_directory=str(run_directory),
             resume=None if resume is None else str(resume),

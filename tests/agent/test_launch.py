@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -203,6 +203,8 @@ def test_what_may_not_differ_is_named(train: str, tmp_path: Path) -> None:
 def test_coordinator_alone_is_started_again_as_one(train: str, tmp_path: Path) -> None:
     options = LaunchOptions(script=train, run_directory=str(tmp_path), num_nodes=2, most_nodes=3, local_nodes=False)
     assert options.repeated() == ("--no-local-nodes",)
+    told = replace(options, token="a secret of this test", token_file="/jobs/token")
+    assert told.repeated() == ("--token-file", "/jobs/token", "--no-local-nodes"), "the token itself is never told"
 
 
 def test_bounds_of_nodes_and_tokens_are_checked(train: str, tmp_path: Path) -> None:
