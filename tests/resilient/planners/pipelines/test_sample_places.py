@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient.planners.costs.samples import LLM
+from resilient.planners.own.candidates import one_stage
 from resilient.planners.pipelines.decision import template_of
 from resilient.planners.pipelines.sample_places import NOWHERE, SamplePlaces
 from resilient.planners.planner import Encoders, Replica
 from resilient.planners.published.cornstarch.planner import Cornstarch
 from resilient.planners.registry import PLANNERS, planner
-from resilient.planners.stages.one_pipeline import pipeline_configurations, several
+from resilient.planners.stages.one_pipeline import is_asked_for, pipeline_configurations, several
 from resilient.templates.plan import Pipeline, Plan
 from tests.resilient.planners.small_jobs import small_job
 
@@ -51,14 +52,26 @@ def test_each_sample_has_one_place_in_pipelines_of_all_sizes(name: str, seed: in
             assert cell >= 0
 
 
+def test_planner_may_have_the_devices_of_a_node_divide_a_copy() -> None:
+    setting, known, _ = small_job(0, 2)
+    (answer,) = pipeline_configurations(planner("resilient"), setting, known, range(1, 2)).values()
+    assert (answer.shard, answer.encoders) == (2, Encoders.REPLICATED)
+    two = replace(setting, num_nodes=2, num_pipelines=1)
+    assert not any(is_asked_for(two, each) for each in one_stage(two) if each.shard > 1), "not across nodes"
+
+
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_devices_that_divide_a_copy_have_all_units_of_their_samples(seed: int) -> None:
     """Of pipelines of a node of two devices, beside some of two nodes that are cut into stages."""
     setting, known, batch = small_job(seed, 2)
     chosen, draw = planner("resilient"), np.random.default_rng(seed)
-    answers = pipeline_configurations(chosen, replace(setting, num_nodes=4), known, range(1, 3))
-    assert [answers[size].shard for size in answers] == [2, 1], "what is fastest, where links take nothing"
+    asked = replace(setting, num_nodes=1, num_pipelines=1)
+    answers = {
+        1: next(each for each in one_stage(asked) if each.shard == 2 and is_asked_for(asked, each)),
+        2: planner("cornstarch").configure(replace(setting, num_nodes=2, num_pipelines=1), known),
+    }
+    answers[2] = replace(answers[2], assigned_by="cornstarch")
     templates = [template_of(replace(setting, num_nodes=size), answer, known) for size, answer in answers.items()]
     drawn = [templates[0], *(templates[draw.integers(2)] for _ in range(draw.integers(0, 3)))]
     pipelines = tuple(
