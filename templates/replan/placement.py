@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,8 +33,7 @@ copies may take this many times as long, where it is no more than that only then
 _NOBODY: Ints = np.empty(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
+class Target(NamedTuple):
     """A pipeline to be made.
 
     Args:
@@ -108,7 +108,7 @@ class Placer:
             if index not in taken:
                 left[layout].append(index)
         return [
-            Target(template=target.template, continues=same.popleft())
+            Target(target.template, same.popleft())
             if target.continues is None and (same := left[self._holdings.number(target.template)])
             else target
             for target in targets

@@ -110,7 +110,8 @@ def first_candidate(
 ) -> ReplanCandidate:
     """Return :func:`first_plan`, with its arguments and errors, and what there is to say of it."""
     live, labels, factors = _distinct(nodes), domains or {}, _checked(slowdowns)
-    live.sort(key=lambda node: (labels.get(node, ""), factors.get(node, 1.0), node))
+    if labels or factors:
+        live.sort(key=lambda node: (labels.get(node, ""), factors.get(node, 1.0), node))
     nothing = Plan(pipelines=(), schedule_kind=problem.schedule)
     ways = _situation(problem, nothing, live, labels, factors).ways()
     # Whatever the plan, all states are new: what counts is the step.

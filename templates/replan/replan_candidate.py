@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Literal, NamedTuple
 
 from resilient.templates.common.durations import nanoseconds
@@ -136,7 +136,8 @@ class Situation:
         slow = {node for node in live if slowdowns.get(node, 1.0) > 1}
         self._slowest_first = sorted(slow, key=lambda node: (-slowdowns[node], node))
         self._placer = Placer(problem, self._plan, live, domains)
-        self._known_lines: dict[tuple[int, int, bool], Lines] = {}
+        self._single: dict[int, tuple[PipelineTemplate]] = {}
+        self._known_lines: dict[tuple[int, bool], Lines] = {}
 
     def ways(self) -> Iterator[Way]:
         """Yield the ways to go on, local ones first; no two with equal layouts that go on from the same pipelines.
@@ -180,11 +181,14 @@ class Situation:
                 yield _Change(change.kind, wanted, without)
             for composition in dict.fromkeys(best):
                 if not self._plan.pipelines:  # nobody holds anything: the fastest nodes are taken, first ones first
-                    fastest_first = sorted(self._live, key=lambda node: (self._slowdowns.get(node, 1.0), node))
-                    without = frozenset(fastest_first[sum(composition) :])
+                    without = frozenset(self._fastest_first[sum(composition) :])
                 kept = [self._kept_or_new(index, size) for index, size in self._with_intact(composition, live)]
                 yield _Change("composed", kept, without)
                 yield _Change("composed", [_Wanted(self._layouts(size)) for size in composition], without)
+
+    @cached_property
+    def _fastest_first(self) -> list[int]:
+        return sorted(self._live, key=lambda node: (self._slowdowns.get(node, 1.0), node))
 
     def _numbers_without(self) -> list[int]:
         """Return how many of the slowest nodes stand by."""
@@ -219,7 +223,7 @@ class Situation:
         )
         if found is None:
             return None
-        slow = [_Wanted((pipeline.template,), factors=pipeline.factors) for pipeline in found.slow]
+        slow = [_Wanted(self._only(pipeline.template), factors=pipeline.factors) for pipeline in found.slow]
         fast = [_Wanted(self._layouts(size)) for size in found.fast]
         left = Counter(self._slowdowns[node] for node in slowest)
         left.subtract(factor for pipeline in found.slow for factor in pipeline.factors if factor > 1)
@@ -242,8 +246,15 @@ class Situation:
 
     def _kept_or_new(self, index: int | None, size: int) -> _Wanted:
         if index is not None and self._plan.pipelines[index].template.num_nodes == size:
-            return _Wanted((self._plan.pipelines[index].template,), index)
+            return _Wanted(self._only(self._plan.pipelines[index].template), index)
         return _Wanted(self._layouts(size), index)
+
+    def _only(self, template: PipelineTemplate) -> tuple[PipelineTemplate]:
+        """Return a layout as the only one to choose: the same tuple each time."""
+        found = self._single.get(id(template))
+        if found is None:
+            found = self._single[id(template)] = (template,)
+        return found
 
     def _targets(self, wanted: Sequence[_Wanted]) -> list[Target]:
         """Choose the layouts for the split of the batch over nodes as fast as profiled, or as they are wanted.
@@ -258,14 +269,15 @@ class Situation:
             for each in wanted
         ]
         counts = split_microbatches(choices, self._problem.num_microbatches)
-        best: dict[tuple[int, int, int], PipelineTemplate] = {}
+        best: dict[tuple[int, int], PipelineTemplate] = {}
         targets: list[Target] = []
         for (layouts, index, _), count in zip(wanted, counts, strict=True):
-            key = (id(layouts[0]), len(layouts), count)
-            if key not in best:
+            key = id(layouts), count
+            template = best.get(key)
+            if template is None:
                 times = [finish_ns((line,), count) for line in self._lines(layouts, alone=alone)]
-                best[key] = layouts[times.index(min(times))]
-            targets.append(Target(template=best[key], continues=index))
+                template = best[key] = layouts[times.index(min(times))]
+            targets.append(Target(template, index))
         return self._placer.continuing(targets)
 
     def _pinned(self, wanted: Sequence[_Wanted], without: Collection[int]) -> dict[int, int]:
@@ -289,9 +301,9 @@ class Situation:
                 self._speed(target.template, on, alone=alone) for target, on in zip(targets, place().nodes, strict=True)
             ]
         else:
-            speeds = [self._lines((target.template,), alone=alone) for target in targets]
+            speeds = [self._lines(self._only(target.template), alone=alone) for target in targets]
         counts = split_microbatches(speeds, self._problem.num_microbatches)
-        step_ms = max(map(finish_ns, speeds, counts)) / 1e6
+        step_ms = max(finish_ns(speed, count) for speed, count in set(zip(speeds, counts, strict=True))) / 1e6
 
         def candidate() -> ReplanCandidate:
             placement = place()
@@ -312,15 +324,16 @@ class Situation:
         return Way(step_ms=step_ms, num_nodes=num_nodes, candidate=candidate)
 
     def _lines(self, layouts: Sequence[PipelineTemplate], *, alone: bool) -> Lines:
-        # By identity: the layouts of a size are one tuple, and a kept one stands for itself.
-        key = (id(layouts[0]), len(layouts), alone)
-        if key not in self._known_lines:
-            self._known_lines[key] = lines(layouts, alone=alone)
-        return self._known_lines[key]
+        # By identity: equal choices are one tuple, which is kept.
+        key = id(layouts), alone
+        found = self._known_lines.get(key)
+        if found is None:
+            found = self._known_lines[key] = lines(layouts, alone=alone)
+        return found
 
     def _speed(self, template: PipelineTemplate, nodes: Sequence[int], *, alone: bool) -> Lines:
         if self._slowdowns.keys().isdisjoint(nodes):
-            return self._lines((template,), alone=alone)
+            return self._lines(self._only(template), alone=alone)
         return (slowed_line(template, [self._slowdowns.get(node, 1.0) for node in nodes], alone=alone),)
 
 
