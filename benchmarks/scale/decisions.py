@@ -77,6 +77,14 @@ def _all_ways(num_nodes: int) -> Calls:
         yield lambda problem=problem, plan=plan, live=live: list(replan_candidates(problem, plan, live))
 
 
+def _slow(num_nodes: int, num_slow: int) -> Calls:
+    """Other nodes turn out to be slow each time."""
+    draw = random.Random(1)
+    for problem, plan, live in _waves(num_nodes, 0, 0):
+        slow = {node: draw.uniform(1.2, 6) for node in draw.sample(live, num_slow)}
+        yield lambda problem=problem, plan=plan, live=live, slow=slow: replan(problem, plan, live, slowdowns=slow)
+
+
 def _domains(num_nodes: int) -> Calls:
     """Each place of the pipelines in a zone of its own: every state is in one zone alone."""
     for problem, plan, live in _waves(num_nodes, 0.01, 0.008):
@@ -142,6 +150,8 @@ CASES: dict[str, tuple[str, Callable[[int], Calls]]] = {
     "loss": ("replan, one loss", _one_loss),
     "wave": ("replan, 10 % lost and 8 % joined", _wave),
     "ways": ("all candidates of the same", _all_ways),
+    "slow": ("replan, one loss and a slow node", lambda num_nodes: _slow(num_nodes, 1)),
+    "slow-4": ("replan, one loss and four slow nodes", lambda num_nodes: _slow(num_nodes, 4)),
     "domains": ("replan, every state in one zone", _domains),
     "scarce": ("replan, a zone too small for all states", _scarce_domain),
     "compose": ("composition", lambda num_nodes: _composition(num_nodes, 4 * num_nodes)),
