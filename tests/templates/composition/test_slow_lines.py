@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from resilient.templates.composition.batch_split import Line, slowed_line
+from resilient.templates.composition.slow_lines import Arrangements
+from tests.templates.jobs import template
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("group", [(2.5,), (3.0, 1.5)])
+def test_no_arrangement_is_faster_than_the_lines_whatever_the_microbatches(
+    group: tuple[float, ...], alone: bool
+) -> None:
+    draw = random.Random(len(group))
+    sizes = [2, 2, 3, 3, 3, 4]
+    layouts = [template(*(draw.uniform(1, 9) for _ in range(size)), sync_ms=2) for size in sizes]
+    arrangements = Arrangements(layouts, len(group))
+    found = arrangements.lines(group, alone=alone)
+    fill, slowest, round_size = (column[:, 0].tolist() for column in found.table)
+    lines = [Line(*line) for line in zip(fill, slowest, round_size, strict=True)]
+    for index, line in enumerate(lines):
+        pipeline = found.pipelines.pipeline(index)
+        assert sorted(factor for factor in pipeline.factors if factor > 1) == sorted(group)
+        assert slowed_line(pipeline.template, pipeline.factors, alone=alone) == line
+    for size in set(sizes):
+        kept = [line for line, of in zip(lines, found.sizes.tolist(), strict=True) if of == size]
+        for layout in layouts:
+            if layout.num_nodes == size:
+                for _ in range(20):
+                    factors = draw.sample([*group, *[1.0] * (size - len(group))], size)
+                    for microbatches in (1, 2, 5, 40):
+                        least = min(line.finish_ns(microbatches) for line in kept)
+                        assert least <= slowed_line(layout, factors, alone=alone).finish_ns(microbatches)
